@@ -1,9 +1,9 @@
-"""Errors inside a backward.
+"""Errors that an operator of the simulated device raises inside a backward pass.
 
-Torch's engine holds a guard of the device while it runs a node, and for devices from outside the guard asks Python. A Python
-error that is under way at that moment ends the process. So an operator that fails, and that the engine called with no Python
-frame between, tells the failure in another way: it returns a `OperatorFailure`, which no operator's result may be. Torch
-raises its own error over that, which the guard survives, and `SimAutogradEngine` raises the one that was meant.
+Torch's autograd engine holds a device guard while it runs a node, and for an external device the guard calls Python. A Python
+error that is pending at that moment ends the process. An operator that fails without a Python frame between the engine and
+itself therefore returns an `OperatorFailure` instead of raising. Torch rejects this result with an error of its own, which
+the guard survives; `SimAutogradEngine` then raises the operator's original error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from torch.autograd import Variable
 
 
 class OperatorFailure:
-    """A stand-in that a failed operator returns instead of raising. Torch's own error about it contains its text."""
+    """A placeholder that a failed operator returns instead of raising. Torch's error about the placeholder
+    contains its text.
+    """
 
     def __init__(self, error: BaseException, number: int) -> None:
         self._text = f"{error} (failure {number} of the simulated device)"
@@ -56,7 +58,7 @@ class _Failures:
 
 
 class SimAutogradEngine(torch._C._ImperativeEngine):
-    """Torch's engine, which raises what an operator of the device meant to raise."""
+    """Torch's autograd engine, extended to raise the original error of a failed operator of the simulated device."""
 
     failures: _Failures
 
@@ -77,13 +79,19 @@ _BODY: CodeType = SimAutogradEngine.run_backward.__code__
 
 
 def install() -> Callable[[BaseException], OperatorFailure]:
-    """Make the engine ours; returns what an operator does about an error: raise it, or give back what to return instead."""
+    """Replace torch's autograd engine by `SimAutogradEngine`.
+
+    Returns the function that an operator calls with its error: the function raises the error, or returns a placeholder that
+    the operator must return.
+    """
     engine = SimAutogradEngine()
     engine.failures = failures = _Failures()
     Variable._execution_engine = engine
 
     def failed(error: BaseException) -> OperatorFailure:
-        """To be called where torch called an operator."""
+        """Raise `error`, or return a placeholder for it if torch's engine called the operator without a Python
+        frame between.
+        """
         frame = sys._getframe(1).f_back
         if frame is None or frame.f_code is _BODY:  # no Python frame between, that could see an error
             return failures.store(error)

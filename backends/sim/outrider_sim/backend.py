@@ -1,4 +1,4 @@
-"""The backend interface on the simulated machine. `control` is an additional handle for tools."""
+"""The backend interface on the simulated machine. `SimBackend.control` is an additional handle for tools."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16
 
 
 class SimStream(Stream):
-    """A simulated stream. `queue` is its state, which tools may look at."""
+    """A simulated stream. `queue_state` is its queue in the machine, which tools may read."""
 
     backend: SimBackend
 
@@ -92,7 +92,7 @@ class SimStream(Stream):
 
 
 class SimEvent(Event):
-    """A simulated event; `state` holds its generations."""
+    """A simulated event; `state` holds one generation per record."""
 
     backend: SimBackend
 
@@ -183,7 +183,7 @@ class SimGraph(Graph):
 
 
 class SimSync(SpeculativeSync):
-    """Synchronization policy of the imitated device family."""
+    """The rules by which streams wait for each other on the imitated device family."""
 
     def __init__(self, backend: SimBackend) -> None:
         super().__init__(backend)
@@ -258,7 +258,7 @@ class SimBackend(Backend):
 
     @property
     def control(self) -> SimControl:
-        """Strategies, schedules, virtual time, host threads."""
+        """The handle for strategies, schedules, virtual time, faults and host threads of this device."""
         return self._control
 
     def versions(self) -> Mapping[str, str]:
@@ -272,23 +272,23 @@ class SimBackend(Backend):
         return self._dispatcher.using(self.sim)
 
     def become_current(self) -> None:
-        """Let calls that name no device come here, on the calling thread, and remember that it's this rank's."""
+        """Make this backend the device of the calling thread: for its torch calls that name no device, and as its rank."""
         self._dispatcher.has_several_devices = True
         self._dispatcher.current = self.sim
         self._dispatcher.thread_device.sim = self.sim
 
     def current_rank(self) -> int:
-        """The rank of the calling thread."""
+        """The rank of the device that belongs to the calling thread."""
         return self._dispatcher.rank_device().machine.rank
 
     def handle_specially(self, handlers: Mapping[str, Callable[..., Any]]) -> None:
-        """Register functions as the implementations of operators."""
+        """Register functions that the dispatcher calls instead of the operators of the given names."""
         self._dispatcher.handle_specially(handlers)
 
     # -- tools --------------------------------------------------------------------------------------------------------
 
     def attach(self, observer: Observer) -> None:
-        """Report to `observer`, memory accesses included."""
+        """Report this device's operations, events and memory accesses to `observer`."""
         super().attach(observer)
         self.sim.machine.tap = ObserverTap(self, observer)
         self.sim.machine.update_mode()
@@ -300,7 +300,7 @@ class SimBackend(Backend):
         self.sim.machine.update_mode()
 
     def locate(self, tensor: Tensor) -> Access:
-        """Return the memory access of a device tensor's or pinned tensor's bytes."""
+        """Return the allocation and the byte range that a device tensor or a pinned tensor occupies."""
         if isinstance(tensor, PinnedTensor):
             return host_extent(tensor, False)
         if not isinstance(tensor, SimTensor):
@@ -308,7 +308,7 @@ class SimBackend(Backend):
         return extent(tensor, False, "")
 
     def start_over(self, strategy: Strategy | None) -> None:
-        """Reset the host's machines; `SimControl.reset` lists what is reset."""
+        """Reset every device of this host; `SimControl.reset` lists the state that is reset."""
         self.sim.machine.reset(strategy)
         for machine in self.sim.machine.scheduler.machines:
             backend = machine.sim.backend()
@@ -316,7 +316,7 @@ class SimBackend(Backend):
                 backend.restart(strategy)
 
     def restart(self, strategy: Strategy | None) -> None:
-        """Start this device over, of those that were reset."""
+        """Restore this device's option faults, memory, seed and stream names after a reset of its host."""
         machine = self.sim.machine
         machine.faults = self.sim.options.operation_faults()  # those that were injected since are over
         self.sim.memory.faults = self.sim.options.allocation_faults()
@@ -412,7 +412,10 @@ class SimBackend(Backend):
     def record_program(
         self, graph: SimGraph, fn: GraphCallable, stream: SimStream, pool: Pool, *, seen: bool
     ) -> GraphProgram:
-        """Capture `fn` on `stream`; `seen` says whether an observer learns of it. Streams are as before, whatever happens."""
+        """Capture `fn` on `stream` into a program. `seen` is False if the observer must get no reports of the capture.
+
+        The captured streams execute normally again afterwards, also if `fn` raises.
+        """
         capture = OpenCapture(self.sim, graph.name, pool, stream.queue_state)
         machine = self.sim.machine
         tap, observer = machine.tap, self.observer

@@ -33,7 +33,10 @@ class Operands(NamedTuple):
 
 
 class CapturedCollective:
-    """A call in a graph: each replay issues it anew. The starting operation makes the half, the ending one has it too."""
+    """A collective call in a captured graph; each replay issues the call anew.
+
+    The start operation issues this rank's part, and the end operation of the same replay refers to that part.
+    """
 
     def __init__(self, member: Member, call: IssuedCollective) -> None:
         self._member = member
@@ -41,7 +44,7 @@ class CapturedCollective:
         self._half: CollectivePart | None = None
 
     def again(self, op: Op) -> Op:
-        """The operation for one more replay."""
+        """Return a copy of `op` for one more replay; the start operation issues a new part of the collective."""
         if op.kind == OperationKind.COLLECTIVE_START:
             self._half = self._member.issue(self.call)
             self._half.captured = self
@@ -174,7 +177,7 @@ def _writes(meeting: CollectiveRendezvous, results: Sequence[Tensor]) -> None:
 
 
 def _reduced(values: Sequence[Tensor], reduction: Reduction) -> Tensor:
-    """In the order of the ranks, so that every rank has the same bits; sums of short floats are made in float32."""
+    """Reduce the ranks' tensors in rank order, so that every rank gets the same bits; 16-bit floats are summed in float32."""
     first = values[0]
     wide = torch.float32 if first.dtype in (torch.bfloat16, torch.float16) else first.dtype
     total = first.to(wide, copy=True)

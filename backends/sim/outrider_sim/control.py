@@ -31,11 +31,13 @@ class SimControl:
         return self._backend.sim.machine
 
     def set_schedule(self, schedule: str) -> None:
-        """Replay a schedule from here on. Call it right after `reset`. Raises `ConfigError` for a string that is none."""
+        """Replay `schedule` from here on. Call it right after `reset`. Raises `ConfigError` for text that is
+        not a schedule.
+        """
         self.use(ReplaySchedule(Schedule.parse(schedule)))
 
     def use(self, strategy: Strategy) -> None:
-        """Replace the strategy that picks the next step."""
+        """Replace the strategy that picks which stream or host thread takes the next step."""
         self._machine.use(strategy)
 
     def schedule(self) -> str:
@@ -57,7 +59,10 @@ class SimControl:
         return float(max(clocks)) / 1e6
 
     def steps(self, stream: Stream | None) -> tuple[str, int]:
-        """How schedules name `stream` (None: the calling thread), and how many steps it has enqueued (taken) so far."""
+        """Return the name of `stream` in schedules and its number of enqueued operations.
+
+        For None: the name of the calling thread and the number of steps that it has taken.
+        """
         if stream is None:
             thread = self._machine.thread
             return thread.label, thread.step
@@ -65,11 +70,14 @@ class SimControl:
         return queue.label, queue.issued
 
     def delaying(self, step: tuple[str, int], after: tuple[str, int]) -> str:
-        """The schedule in which `step` isn't taken before `after` has been."""
+        """Return the schedule in which `step` runs only after the step `after` has run."""
         return str(Schedule([Delay(ScheduleStep(*step), ScheduleStep(*after))]))
 
     def inject(self, kind: str, number: int) -> None:
-        """The fault that the option `fault=kind@number` asks for, counted from here to the next reset; `number` from 1."""
+        """Inject fault `kind` into operation (for `oom`: allocation) `number`, counted from this call and from 1.
+
+        The fault is the one of the option `fault=kind@number`. A reset removes it.
+        """
         if kind not in FAULTS:
             raise ConfigError(f"there is no fault {kind!r}; expected one of {', '.join(FAULTS)}")
         if kind == "oom":
@@ -79,8 +87,9 @@ class SimControl:
             self._machine.faults[self._machine.enqueued + number] = kind
 
     def diverge(self, kind: str) -> None:
-        """Let this device, or the calling host thread, depart from those of other ranks until the next reset; `diverging`
-        lists the kinds.
+        """Make this device, or for `slow` the calling host thread, differ from other ranks until the next reset.
+
+        `DIVERGENCES` in `divergent_operators` lists the kinds.
         """
         if kind not in DIVERGENCES:
             raise ConfigError(f"there is no divergence {kind!r}; expected one of {', '.join(DIVERGENCES)}")
@@ -96,11 +105,11 @@ class SimControl:
     def explore(
         self, program: Callable[[Backend], None], *, strategy: str = "mixed", iterations: int = 100, seed: int = 0
     ) -> SimExploration:
-        """Run `program` under up to `iterations` schedules; see `outrider_sim.explore`."""
+        """Run `program` under up to `iterations` schedules and return the result of `outrider_sim.explore.explore`."""
         return explore(self._backend, program, strategy=strategy, iterations=iterations, seed=seed)
 
     def run_ranks(self, bodies: Sequence[Callable[[], None]], views: Sequence[ProcessView] = ()) -> None:
-        """Run body r as rank r of a program, each seeing the process as its own; see `processes`."""
+        """Run body r as rank r, each in a host thread with its own process state; see `rank_processes`."""
         from outrider_sim.rank_processes import run_ranks  # torch.distributed costs, and most programs have one rank
 
         run_ranks(self._machine.scheduler, bodies, views)

@@ -1,4 +1,4 @@
-"""Copies. Device copies are queued; host copies are asynchronous only with pinned memory."""
+"""Copies between host and device tensors. Device copies are queued; host copies are asynchronous only with pinned memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CopyOperators:
         self._core = core
 
     def copy_(self, destination: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        """Copy between any two of device, pinned and pageable memory; a cast happens on the device."""
+        """Copy one tensor to another, each in device, pinned or pageable memory; the device converts the dtype."""
         if isinstance(destination, SimTensor):
             if isinstance(source, SimTensor):
                 self._core.compute(self._core.info(_COPY_OP), (destination, source), {})
@@ -41,12 +41,13 @@ class CopyOperators:
         return destination
 
     def copy_from(self, source: Tensor, destination: Tensor, non_blocking: bool = False) -> Tensor:
-        """Copy with exchanged operands; torch's internals call this operator."""
+        """Copy the first operand to the second, for torch's internal operator with exchanged operands."""
         return self.copy_(destination, source, non_blocking)
 
     def host_to_device(self, destination: SimTensor, source: Tensor, non_blocking: bool) -> None:
-        """Asynchronous from contiguous pinned memory of the same dtype; anything else goes through pageable memory, and
-        the host waits until the stream is empty before it starts.
+        """Copy a host tensor to the device, asynchronously only from contiguous pinned memory of the same dtype.
+
+        From other memory the host waits until the stream is empty, then copies the values and continues.
         """
         sim = self._core.current
         machine = sim.machine
@@ -121,7 +122,7 @@ class CopyOperators:
         non_blocking: bool = False,
         memory_format: torch.memory_format | None = None,
     ) -> Tensor:
-        """Return a copy with another dtype, layout or device."""
+        """Return a copy of a tensor with another dtype, layout or device."""
         del layout
         target = self._core.device if device is None and isinstance(source, SimTensor) else (device or CPU)
         with torch._C._InferenceMode(False):

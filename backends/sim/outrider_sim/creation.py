@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class FactoryOperators:
-    """Makes tensors on the device."""
+    """Implementations of the operators that create tensors on the device."""
 
     def __init__(self, core: Dispatcher) -> None:
         self._core = core
@@ -33,7 +33,7 @@ class FactoryOperators:
         pin_memory: bool | None = None,
         memory_format: torch.memory_format | None = None,
     ) -> SimTensor:
-        """Return a tensor with undefined contents."""
+        """Return a contiguous or channels-last device tensor of the given size with undefined contents."""
         del layout, device, pin_memory
         shape = torch.Size(size)
         if memory_format in (None, torch.contiguous_format):
@@ -54,14 +54,14 @@ class FactoryOperators:
         device: Any = None,
         pin_memory: bool | None = None,
     ) -> SimTensor:
-        """Return a tensor with undefined contents and the given strides."""
+        """Return a device tensor of the given size and strides with undefined contents."""
         del layout, device, pin_memory
         sim = self._core.current
         meta = self._core.metas.get(torch.Size(size), tuple(stride), dtype or torch.get_default_dtype())
         return self._core.allocate(sim, meta, sim.machine.stream)
 
     def empty_like(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-        """New memory that looks like an operand, here or on another device."""
+        """Return a tensor with the shape and dtype of the operand and undefined contents, here or on another device."""
         elsewhere = kwargs.get("device")
         if elsewhere is not None and elsewhere.type != self._core.device.type:
             result: Tensor = info.run(args[0]._inner, *args[1:], **kwargs)
@@ -84,8 +84,10 @@ class FactoryOperators:
         return self._core.allocate(sim, plan.outs[0], sim.machine.stream)
 
     def filled_like(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """New memory with values of its own, here or on another device. An operand called `self` only says what it looks
-        like; others (the ends of a `linspace`) are read.
+        """Return a new tensor with values that the operator computes, here or on another device.
+
+        The operator takes shape and dtype from an operand called `self` and reads the values of all other operands, such as
+        the ends of a `linspace`.
         """
         elsewhere = kwargs.get("device")
         pattern = info.names[0] == "self" and isinstance(args[0], Tensor)
@@ -101,7 +103,7 @@ class FactoryOperators:
         return self._core.compute(info, args, kwargs)
 
     def factory(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SimTensor:
-        """`arange` and its like: no tensor operand, values made by a kernel on the device."""
+        """Return a new tensor that a queued kernel fills, for operators without tensor operands such as `arange`."""
         named = {**kwargs, "device": META}
         shape = info.func(*args, **without_generator(named))
         sim = self._core.current

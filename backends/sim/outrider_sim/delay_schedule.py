@@ -23,7 +23,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_.+~-]")
 
 
 class ScheduleStep(NamedTuple):
-    """One step of a stream or host thread, by actor and number."""
+    """One step of a stream or host thread, identified by the actor's name and the step's number."""
 
     actor: str
     number: int
@@ -59,12 +59,12 @@ class Schedule:
 
     @classmethod
     def from_delays(cls, after: Mapping[ScheduleStep, ScheduleStep]) -> Schedule:
-        """The schedule in which each key waits for its value."""
+        """Return the schedule in which each key of `delays` waits for the step that is its value."""
         return cls(Delay(step, other) for step, other in after.items())
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Parse the text that `str` returns. Raises `ConfigError` for other text."""
+        """Parse a schedule from the text that `str` returns. Raises `ConfigError` for other text."""
         text = text.strip()
         if text in ("", PROGRAM):
             return cls()
@@ -99,7 +99,7 @@ class Schedule:
 
     @property
     def after(self) -> Mapping[ScheduleStep, ScheduleStep]:
-        """Step → the step that it waits for."""
+        """The delays as a mapping from each delayed step to the step that it waits for."""
         return self._after
 
     def explain(self) -> list[str]:

@@ -20,13 +20,13 @@ class FaultState(ABC):
         """Drop all queued operations of the machine."""
 
     def _raise_failed(self) -> None:
-        """Raise the pending recoverable error once, then clear it."""
+        """Raise the machine's pending recoverable error once, then clear it."""
         if self._failed is not None:
             failed, self._failed = self._failed, None
             raise failed
 
     def lost_again(self) -> DeviceLost:
-        """Return a new error object for a device that is already lost."""
+        """Return a new error object for a device that an earlier fault has made unusable."""
         assert self.lost is not None
         return DeviceLost(str(self.lost))
 

@@ -1,4 +1,4 @@
-"""One simulated device: machine, memory, random numbers."""
+"""The state of one simulated device: machine, memory allocator and random number generator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outrider_sim.stream_machine import StreamMachine
 
 
 def exclude_ambient_dispatch() -> AbstractContextManager[Any]:
-    """Exclude modes, autocast and autograd of the calling thread while host kernels run in the block."""
+    """Disable the calling thread's torch modes, autocast and autograd while host kernels run in the block."""
     guard: AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(_AMBIENT)
     return guard
 
@@ -35,7 +35,7 @@ _AMBIENT = (
 
 
 class SimDeviceState:
-    """State of one backend object: machine, memory, random numbers. Tensors keep their device's memory."""
+    """The machine, memory and random numbers of one backend object. Device tensors keep the memory alive."""
 
     def __init__(self, options: SimOptions, first: SimDeviceState | None = None, rank: int = 0) -> None:
         """Create the state of device `rank` of the host whose device 0 is `first`; None creates a new host."""
@@ -60,7 +60,9 @@ class SimDeviceState:
         self.seeds.seed(seed)
 
     def synchronize(self, stream: StreamQueue, why: str) -> None:
-        """Block the host inside a torch call. Raises `CaptureError` in a capture, where nothing runs."""
+        """Block the host in a torch call until `stream` is empty. Raises `CaptureError` in a capture, where no operation
+        runs.
+        """
         if stream.capture is not None:
             raise CaptureError(f"{why} would wait for stream {stream.label!r}, which is capturing: nothing runs in a capture")
         self.machine.synchronize_stream(stream)
@@ -98,11 +100,11 @@ class SimDeviceState:
             self._retired.append(allocation.kept)  # the allocator keeps it, so it isn't free yet
 
     def host_access(self, tensor: PinnedTensor, write: bool) -> None:
-        """Report a host access to pinned memory, at a point of the schedule."""
+        """Let the strategy run other steps, then report the host's read or write of a pinned tensor."""
         self._host_access(tensor, host_extent(tensor, write) if self.machine.tracks else None)
 
     def host_range(self, allocation: HostAllocation, low: int, high: int, write: bool) -> None:
-        """Report a host access to some bytes of pinned memory through an array."""
+        """Report the host's read or write of some bytes of pinned memory through a numpy array."""
         self._host_access(
             allocation, Access(allocation.id, low, high, write, None, None, "") if self.machine.tracks else None
         )
@@ -115,7 +117,7 @@ class SimDeviceState:
 
 
 def host_extent(tensor: PinnedTensor, write: bool, argument: str = "") -> Access:
-    """Return the memory access of a pinned tensor's bytes."""
+    """Return the allocation and the byte range that a pinned tensor occupies."""
     size = tensor.element_size()
     low = int(tensor.storage_offset()) * size
     if tensor.is_contiguous():

@@ -1,7 +1,7 @@
 """Dispatch of torch calls to queued operations.
 
-Each operator is done in one of a few ways (`opinfo.OperatorKind`). The common one: look up what the results will look like,
-allocate them in the order of the current stream, queue the host kernel on the tensors' memory, hand back wrappers.
+`opinfo.OperatorKind` lists the ways in which an operator runs. The common one, COMPUTE: the dispatcher looks up the shapes
+and dtypes of the results, allocates them in the order of the current stream, queues the host kernel and returns the tensors.
 """
 
 from __future__ import annotations
@@ -119,9 +119,10 @@ class Dispatcher:
             self.current = other
 
     def _home(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SimDeviceState | None:
-        """The device of the same host that the first operand on a device lives on; without one, that a number names.
+        """Return the device of this host that owns the first device operand, else the device that the argument `device`
+        names.
 
-        Number 0 names the current device: that is also what a name without a number arrives as.
+        Returns None if neither exists or if the number is 0: torch also passes 0 for a device name without a number.
         """
         scheduler = self.current.machine.scheduler
         for value in args:
@@ -143,12 +144,12 @@ class Dispatcher:
         return self._lines.now()
 
     def rank_device(self) -> SimDeviceState:
-        """The device of the rank that the calling thread is; the current one, where it's none."""
+        """The device of the calling thread's rank, or the current device if the thread is no rank."""
         found: SimDeviceState = getattr(self.thread_device, "sim", self.current)
         return found
 
     def handle_specially(self, handlers: Mapping[str, Callable[..., Any]]) -> None:
-        """Register functions as the implementations of operators."""
+        """Register functions that run instead of the operators of the given names."""
         self._special.update(handlers)
         self._handlers.clear()
 
@@ -177,7 +178,9 @@ class Dispatcher:
     # -- operands ---------------------------------------------------------------------------------------------------
 
     def convert(self, value: Any, key: list[Any], info: OpInfo) -> Any:
-        """The operand as a host kernel takes it; what decides the results' looks goes into `key`."""
+        """Return `value` as a host kernel takes it, and append to `key` the facts that determine the results' shapes and
+        dtypes.
+        """
         kind = type(value)
         if kind is SimTensor:
             key.append(value._meta)
@@ -229,7 +232,7 @@ class Dispatcher:
     # -- the common way ---------------------------------------------------------------------------------------------
 
     def compute(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Allocate the results, queue the kernel, return wrappers."""
+        """Run an operator of kind COMPUTE: allocate the results, queue the kernel, return the result tensors."""
         if info.takes_host_indices:
             args = (args[0], [self._index(i) for i in args[1]], *args[2:])
         key: list[Any] = []
@@ -294,7 +297,7 @@ class Dispatcher:
         return results_of(info, plan, args, kwargs, outs)
 
     def allocate(self, sim: SimDeviceState, meta: Meta, stream: StreamQueue) -> SimTensor:
-        """A tensor of new memory in the order of `stream`."""
+        """Return an uninitialized tensor on device `sim`, allocated in the order of `stream`."""
         allocation = sim.memory.allocate(meta.extent, stream)
         return wrap(allocation.block.inner(meta), meta, allocation, sim.device)
 
@@ -307,7 +310,7 @@ class Dispatcher:
     def describe(
         self, op: Op, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any], outs: Sequence[SimTensor | None]
     ) -> None:
-        """Attach what a tool sees of an operator call: its accesses, rows that are known later, and the line."""
+        """Attach to `op` its tensor accesses, the resolver of data-dependent rows and the source line, for observers."""
         accesses: list[Access] = []
         for name, value in zip(info.names, args, strict=False):
             kind = type(value)
@@ -330,7 +333,7 @@ class Dispatcher:
             op.accesses = tuple(replace(a, by_rows=True) if a.argument in info.resolvers else a for a in accesses)
 
     def note(self, op: Op, *accesses: Access) -> None:
-        """Attach accesses and line to an operation that isn't a plain operator call."""
+        """Attach accesses and the source line to an operation that no operator call describes, such as a copy."""
         machine = self.current.machine
         if machine.tracks:
             op.accesses = accesses
@@ -348,7 +351,7 @@ class Dispatcher:
     # -- pinned host tensors ----------------------------------------------------------------------------------------
 
     def pinned(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run an operator on pinned host memory."""
+        """Run an operator on pinned tensors: note the host's accesses, compute on the plain host tensors, pin views again."""
         if any(issubclass(kind, SimTensor) for kind in types):
             return self(func, args, kwargs)
         info = self.info(func)

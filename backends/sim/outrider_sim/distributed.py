@@ -35,7 +35,7 @@ class SimWork(dist.Work):
         self._held = held
 
     def wait(self, timeout: Any = None) -> bool:
-        """Make the current stream wait."""
+        """Make the current stream wait for the collective call."""
         del timeout
         if self._event is not None:
             current(self._event.backend).wait(self._event)
@@ -51,18 +51,18 @@ class SimWork(dist.Work):
         return self.is_completed()
 
     def synchronize(self) -> None:
-        """Wait for the call, with the semantics of `wait`."""
+        """Make the current stream wait for the collective call, as `wait` does."""
         self.wait()
 
     def get_future(self) -> Any:
-        """A future that is complete; values arrive in the order of the stream that is current now."""
+        """Return a complete future of the call's tensors. The values arrive in the order of the current stream."""
         self.wait()
         future: Any = torch.futures.Future()
         future.set_result(None)
         return future
 
     def result(self) -> list[Tensor]:
-        """Return the tensors that the call references."""
+        """Return the tensors that the collective call references."""
         return list(self._held)
 
 
@@ -91,7 +91,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
     # -- what torch asks -------------------------------------------------------------------------------------------
 
     def rank(self) -> int:
-        """Return this rank's index in the group."""
+        """Return the index of the calling rank in the group."""
         return self._index
 
     def size(self) -> int:
@@ -103,7 +103,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         return NAME
 
     def getBackendName(self) -> str:  # noqa: N802  (torch calls it so)
-        """The backend, as torch's C++ asks."""
+        """Return the name of the torch.distributed backend, under the method name that torch's C++ code calls."""
         return NAME
 
     @property
@@ -120,7 +120,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         self._called = name
 
     def _set_group_desc(self, text: str) -> None:
-        """Ignore the description, which has no effect."""
+        """Ignore the group's description, which has no effect."""
 
     def shutdown(self) -> None:
         """Leave the group and release its simulated members."""
@@ -139,7 +139,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         return self._streams[channel, peer]
 
     def _run(self, verb: Callable[[SimStream], None], held: Sequence[Tensor], channel: str = "", peer: int = -1) -> SimWork:
-        """Call `verb` on the group's stream, ordered after the caller's stream."""
+        """Call the collective `verb` on the group's stream, ordered after the caller's stream."""
         mine, theirs = current(self.backend), self._stream(channel, peer)
         if mine is not theirs:
             before = self.backend.create_event(f"{self.sim_group.name}: called")
@@ -156,7 +156,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         return work
 
     def _here(self, tensor: Tensor) -> Tensor:
-        """A contiguous tensor on the device with these values: the tensor itself, if it's one."""
+        """Return `tensor` if it is a contiguous device tensor, else a contiguous copy on the rank's device."""
         if isinstance(tensor, SimTensor) and tensor.is_contiguous():
             return tensor
         return tensor.detach().to(self.backend.device).contiguous()
@@ -183,11 +183,11 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         return self._run(verb, _list(tensors))
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> SimWork:
-        """Reduce several tensors, with the semantics of `allreduce`."""
+        """Reduce several tensors in place over all ranks, each as `allreduce` does."""
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: Any, opts: Any) -> SimWork:
-        """Reduce to the root's tensor. The other ranks' tensors are unchanged."""
+        """Reduce the ranks' tensors into the root's tensor. The other ranks' tensors are unchanged."""
         reduction, average = _reduction(opts)
 
         def verb(stream: SimStream) -> None:
@@ -211,7 +211,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         return self._run(verb, _list(tensors))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:
-        """Gather every rank's tensors of one shape in lists."""
+        """Copy every rank's tensor to each rank's list of output tensors."""
         del opts
 
         def verb(stream: SimStream) -> None:
@@ -225,7 +225,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         return self._run(verb, [*(t for into in outputs for t in into), *_list(inputs)])
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:
-        """Gather several tensors. `outputs` is indexed by rank first, unlike in `allgather`."""
+        """Copy several tensors of every rank to `outputs`, which is indexed by rank first, unlike in `allgather`."""
         return self.allgather([[per_rank[i] for per_rank in outputs] for i in range(len(inputs))], inputs, opts)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> SimWork:
@@ -242,14 +242,14 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:
-        """Gather several tensors, each with `all_gather_single`. Returns the last call's work."""
+        """Concatenate several tensors, each as `all_gather_single` does. Returns the last call's work."""
         works = [self.all_gather_single(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
         return works[-1]
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:
-        """Reduce lists over all ranks and store this rank's part."""
+        """Reduce lists of tensors over all ranks and store this rank's element in its output tensor."""
         works = [
             self.reduce_scatter_single(output, torch.stack([self._here(t) for t in parts]).flatten(0, 1), opts)
             if parts[0].dim()
@@ -300,7 +300,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
     alltoall_base = all_to_all_single
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> SimWork:
-        """Exchange one tensor of one shape with every rank."""
+        """Send one tensor to each rank and receive one of the same shape from each rank."""
         del opts
 
         def verb(stream: SimStream) -> None:
@@ -313,7 +313,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         return self._run(verb, (*outputs, *inputs))
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> SimWork:
-        """Gather every rank's tensor on the root."""
+        """Copy every rank's tensor to the root's output list."""
 
         def verb(stream: SimStream) -> None:
             made = self._here(_list(inputs)[0])
@@ -326,7 +326,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         return self._run(verb, [*(t for into in outputs for t in into), *_list(inputs)])
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> SimWork:
-        """Distribute the root's parts, one to each rank."""
+        """Copy element r of the root's list to the output tensor of rank r."""
 
         def verb(stream: SimStream) -> None:
             like = self._here(_list(outputs)[0])
@@ -338,13 +338,13 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         return self._run(verb, [*_list(outputs), *(t for parts in inputs for t in parts)])
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> SimWork:
-        """Send to a rank of the group."""
+        """Send one tensor to a rank of the group."""
         del tag
         tensor = _list(tensors)[0]
         return self._run(lambda stream: self.sim_group.send(self._here(tensor), to=to, stream=stream), (tensor,), "to", to)
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> SimWork:
-        """Receive from a rank of the group."""
+        """Receive one tensor from a rank of the group."""
         del tag
         tensor = _list(tensors)[0]
 
@@ -364,7 +364,7 @@ class SimProcessGroup(_ProcessGroup):  # type: ignore[misc]  # torch's class has
         return work
 
     def monitored_barrier(self, *_: Any, **__: Any) -> None:
-        """Wait for all ranks, with the semantics of `barrier`."""
+        """Block the host until all ranks have reached the barrier, as `barrier` does."""
         self.barrier()
 
 
@@ -376,7 +376,10 @@ _REDUCTIONS = {"SUM": Reduction.SUM, "AVG": Reduction.SUM, "MAX": Reduction.MAX,
 
 
 def _reduction(opts: Any) -> tuple[Reduction, bool]:
-    """The backend interface's reduction, and whether the sum becomes a mean. Raises `CapabilityError` for others."""
+    """Return the backend interface's reduction for a torch operation, and True if the sum must become a mean.
+
+    Raises `CapabilityError` for other operations.
+    """
     wanted = getattr(opts, "reduceOp", None)
     if wanted is None:
         return Reduction.SUM, False
@@ -405,7 +408,9 @@ def _group(name: Any) -> SimProcessGroup:
 
 
 class Functional:
-    """`_c10d_functional`'s operators on simulated tensors. `wait_tensor` waits for the call that made the tensor."""
+    """`_c10d_functional`'s operators on simulated tensors. `wait_tensor` waits for the collective whose
+    result is the tensor.
+    """
 
     def __init__(self) -> None:
         self._under_way: dict[int, SimWork] = {}

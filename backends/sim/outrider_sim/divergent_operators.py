@@ -48,7 +48,7 @@ _TIES: Mapping[str, Run] = MappingProxyType({"aten::argmax": _argmax, "aten::max
 
 
 def divergent_implementation(kinds: frozenset[str], name: str, run: Run) -> Run | None:
-    """How the operator `name` runs on a device that diverges; None: as on every other."""
+    """Return the function that runs operator `name` on a device with divergences `kinds`, or None for the usual function."""
     found = _TIES.get(name) if "tie" in kinds else None
     if "ulp" in kinds and name.partition(".")[0] in _PRODUCTS:
         found = _larger(run)

@@ -1,4 +1,6 @@
-"""Operators that torch calls on accelerators only, so that the host has no kernel for them: written out of others."""
+"""LSTM and GRU cells, composed of simpler operators: torch calls these operators on accelerators only, so the host has no
+kernel.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def lstm_cell(
     input_bias: Tensor | None = None,
     hidden_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One step: hidden state, cell state, and the four activated gates side by side for the backward."""
+    """Compute one LSTM step: return the hidden state, the cell state and the four activated gates, concatenated for the
+    backward.
+    """
     i, f, g, o = (_with(input_gates, input_bias) + _with(hidden_gates, hidden_bias)).chunk(4, 1)
     i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
     cy = f * cx + i * g
@@ -31,7 +35,7 @@ def lstm_cell(
 def lstm_cell_backward(
     grad_hy: Tensor | None, grad_cy: Tensor | None, cx: Tensor, cy: Tensor, workspace: Tensor, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of the gates (before activation), the cell state and the bias."""
+    """Return the gradients of the LSTM gates (before activation), of the cell state and of the bias."""
     i, f, g, o = workspace.chunk(4, 1)
     t = cy.tanh()
     ghy = torch.zeros_like(cx) if grad_hy is None else grad_hy
@@ -51,7 +55,7 @@ def gru_cell(
     input_bias: Tensor | None = None,
     hidden_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One step: hidden state, and what the backward needs in five blocks side by side."""
+    """Compute one GRU step: return the hidden state, and five blocks that the backward needs, concatenated."""
     ir, iz, n = _with(input_gates, input_bias).chunk(3, 1)
     hr, hz, hn = _with(hidden_gates, hidden_bias).chunk(3, 1)
     r, z = (ir + hr).sigmoid(), (iz + hz).sigmoid()
@@ -62,7 +66,7 @@ def gru_cell(
 def gru_cell_backward(
     grad_hy: Tensor, workspace: Tensor, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of both gates (before activation), the hidden state and both biases."""
+    """Return the gradients of the GRU gates of both projections, of the hidden state and of both biases."""
     r, z, n, hx, hn = workspace.chunk(5, 1)
     gz = grad_hy * (hx - n) * (1 - z) * z
     gn = grad_hy * (1 - z) * (1 - n * n)

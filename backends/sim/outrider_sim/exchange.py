@@ -1,9 +1,9 @@
-"""Collectives between simulated devices: one operation with a half on each rank.
+"""Collectives between simulated devices: a rendezvous with one part on each rank.
 
-A half is known by its group, its channel (all ranks of the group, or the two of a send) and its number there: halves of one
-number meet. What the halves ask for is compared when they are issued. A half is two operations of its stream: the first
-takes a place on the device, of which the option `resident` may leave few; the second runs when every half of the meeting has
-started. Nothing here knows torch: what a meeting computes is the group's.
+A part is identified by its group, its channel (all ranks of the group, or the two of a send) and its number in the channel.
+Parts of equal number form a rendezvous. Their calls are compared when they are issued. A part is two operations of its
+stream. The first occupies one of the device's resident places, which the option `resident` limits. The second runs when every
+rank's first operation has run. The module does not depend on torch: the group's function computes the results.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class IssuedCollective(NamedTuple):
     collective: Any = None  # the `Collective` that was reported to tools
 
     def differs(self, other: IssuedCollective) -> str:
-        """The first fact that isn't the same in `other`; empty: none."""
+        """Describe the first fact that differs in the call `other`, or return an empty string."""
         for (name, mine), (_, theirs) in zip(self.facts, other.facts, strict=True):
             if mine != theirs:
                 return f"{name} {mine} and {theirs}"
@@ -43,7 +43,7 @@ class IssuedCollective(NamedTuple):
 
 
 class CollectivePart:
-    """One rank's part of a meeting."""
+    """One rank's part of a collective."""
 
     __slots__ = ("captured", "failed", "issued", "meeting", "member", "number", "resident", "results", "started", "stream")
 
@@ -82,7 +82,7 @@ class CollectivePart:
         return self.failed is not None or self.meeting.begun
 
     def start(self, now: float) -> None:
-        """Take a place on the device."""
+        """Occupy a resident place on the device and mark this rank's part as started."""
         self.started = True
         if self.failed is None:
             self.resident = True
@@ -90,7 +90,7 @@ class CollectivePart:
         self.meeting.time = max(self.meeting.time, now)
 
     def release(self) -> None:
-        """Give the place back, and take the results over."""
+        """Free the resident place. The first part that ends computes the results of all ranks; a failed part raises."""
         if self.resident:
             self.resident = False
             self.member.machine.resident -= 1
@@ -104,7 +104,7 @@ class CollectivePart:
 
 
 class CollectiveRendezvous:
-    """The halves of one collective, by the index of their rank."""
+    """The parts of one collective, by rank index."""
 
     __slots__ = ("done", "halves", "key", "members", "time")
 
@@ -122,12 +122,12 @@ class CollectiveRendezvous:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Return the ranks that haven't issued their part."""
+        """The indices of the ranks that haven't issued their part of the collective."""
         return tuple(index for index in self.members if index not in self.halves)
 
 
 class Member:
-    """One rank's side of a group. `error` makes what a half that is given up raises."""
+    """One rank's membership in a group. `error` creates the exception that an abandoned part raises."""
 
     def __init__(self, group: RankGroup, index: int, machine: StreamMachine, thread: HostThread) -> None:
         self.group = group
@@ -140,7 +140,10 @@ class Member:
         self.error: Callable[[str, CollectivePart], Exception] = lambda reason, half: RuntimeError(f"{half}: {reason}")
 
     def issue(self, call: IssuedCollective) -> CollectivePart:
-        """The next half in the call's channel. Raises what `error` makes where another rank asked for something else."""
+        """Create this rank's next part in the channel of `call`, and compare it with the parts of the other ranks.
+
+        Raises the exception that `error` creates if another rank issued a different collective.
+        """
         group = self.group
         number = self.counts.get(call.channel, 0) + 1
         self.counts[call.channel] = number
@@ -161,7 +164,7 @@ class Member:
 
     @property
     def gone(self) -> str:
-        """Why nothing more comes from this rank; empty: it may."""
+        """The reason why this rank will issue no further collective, or an empty string if it may."""
         if self.closed:
             return "has closed the group"
         if self.machine.lost is not None:
@@ -181,7 +184,7 @@ class RankGroup:
         self.broken = ""
 
     def give_up(self, reason: str) -> None:
-        """Fail what waits and what will be asked for."""
+        """Fail all parts that wait for another rank, and all parts issued later, with `reason`."""
         self.broken = self.broken or reason
         for meeting in self.meetings.values():
             if not meeting.begun:
@@ -190,14 +193,14 @@ class RankGroup:
 
 
 class Exchange:
-    """All groups of ranks of a scheduler's machines."""
+    """All collective groups between the devices of one scheduler."""
 
     def __init__(self, scheduler: HostScheduler) -> None:
         self._scheduler = scheduler
         self._groups: dict[tuple[str, tuple[int, ...]], list[RankGroup]] = {}
 
     def start_over(self) -> None:
-        """A new run: groups of earlier ones are of no use."""
+        """Mark all groups as broken and remove them, because a new run begins."""
         for group in self._all():
             group.broken = group.broken or "the device was reset"
         self._groups.clear()
@@ -206,7 +209,10 @@ class Exchange:
         return (group for groups in self._groups.values() for group in groups)
 
     def join(self, name: str, ranks: tuple[int, ...], index: int, machine: StreamMachine) -> Member | str:
-        """One rank's side of a new group, when every rank has come; or why one won't."""
+        """Join rank `index` to a new group and block until every rank has joined.
+
+        Returns the rank's membership, or the reason why the group is unusable.
+        """
         groups = self._groups.setdefault((name, ranks), [])
         group = next((each for each in groups if index not in each.members and not each.broken), None)
         if group is None:
@@ -310,7 +316,7 @@ class Exchange:
 
 
 def _circle(edges: dict[int, set[int]]) -> list[int]:
-    """Ranks that wait for each other in turn, the first one again at the end; empty: there is no such circle."""
+    """Return ranks that wait for each other in a cycle, with the first rank repeated at the end, or an empty list."""
 
     def walk(path: list[int]) -> list[int]:
         for following in sorted(edges.get(path[-1], ())):

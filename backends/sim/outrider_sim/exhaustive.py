@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 class Pruned(BaseException):
-    """The run can only repeat what another one has shown. Not an Exception, so that no program swallows it."""
+    """Raised to abort a run that can only repeat the result of an earlier run. Not an `Exception`, so programs don't catch
+    it.
+    """
 
 
 class StepAccesses(NamedTuple):
@@ -48,7 +50,7 @@ class _Frame:
 
 
 class Exhaustive(Strategy):
-    """One object for the whole exploration: each run takes the next path. `exhausted` after the last one."""
+    """The exhaustive strategy: each run takes the next path of one search tree. `exhausted` is set after the last path."""
 
     name = "exhaustive"
     needs_accesses = True
@@ -64,11 +66,11 @@ class Exhaustive(Strategy):
         self._scheduler: HostScheduler | None = None
 
     def bind(self, scheduler: HostScheduler) -> None:
-        """Set the scheduler that asks this strategy."""
+        """Store the scheduler whose steps this strategy picks."""
         self._scheduler = scheduler
 
     def begin(self) -> None:
-        """Restart at the root of the search tree."""
+        """Return to the root of the search tree before a run."""
         self._depth = 0
         self._sleep = {}
 

@@ -20,7 +20,9 @@ Program = Callable[["SimBackend"], None]
 
 @dataclass(frozen=True, kw_only=True)
 class FailedRun:
-    """A run that failed. `schedule` replays it; `shrunk` is what of it matters, and `orderings` says so in words."""
+    """A run that failed. `schedule` replays it, `shrunk` has only the delays that the failure needs, `orderings` describes
+    them.
+    """
 
     run: int
     error: BaseException
@@ -44,10 +46,10 @@ class SimExploration:
 
 
 def strategies(spec: str, seed: int = 0) -> Iterator[Strategy]:
-    """One strategy for each run of an exploration: `pct:d=3`, `random`, `exhaustive`, `mixed`, `replay:STRING`, …
+    """Yield one strategy for each run: `pct:d=3`, `random`, `exhaustive`, `mixed`, `replay:STRING`, …
 
-    Ends with the last path of `exhaustive`, and after one run of a strategy that has only one. Raises `ConfigError` for
-    a name or option that doesn't exist.
+    Ends with the last path of `exhaustive`, and after one run of a strategy that has only one. Raises `ConfigError` for a
+    name or option that doesn't exist.
     """
     name, options = parse_strategy(spec)
     first = make_strategy(name, seed, options)
@@ -63,7 +65,7 @@ def strategies(spec: str, seed: int = 0) -> Iterator[Strategy]:
 
 
 def run_once(backend: SimBackend, program: Program, strategy: Strategy) -> BaseException | None:
-    """One run from a fresh start, the device drained at its end; returns what it raised.
+    """Reset the device, run `program` once, drain the device; return the error that the program or the device raised.
 
     `Pruned` is returned like a failure; KeyboardInterrupt and SystemExit pass through.
     """
@@ -158,7 +160,9 @@ def shrink(backend: SimBackend, program: Program, schedule: Schedule, kind: type
 
 
 def _tighten(delays: list[Delay], fails: Callable[[list[Delay]], bool]) -> list[Delay]:
-    """State each delay as narrowly as still fails: the latest step held, until after the earliest step."""
+    """Weaken each delay while the program still fails: hold the latest possible step until after the
+    earliest possible step.
+    """
     tries = _TIGHTEN
     for place in range(len(delays)):
         for step, after in ((0, -1), (1, 0)):
@@ -181,7 +185,7 @@ _TIGHTEN = 64  # runs spent on it
 
 
 def explain(backend: SimBackend, program: Program, schedule: Schedule) -> list[str]:
-    """One sentence for each delay of `schedule`, with the operations' names and lines, from one more run."""
+    """Run the program once more and return one sentence per delay of `schedule`, with operation names and source lines."""
     names: dict[str, str] = {}
     machine = backend.sim.machine
     machine.names = names

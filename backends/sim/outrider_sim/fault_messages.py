@@ -1,4 +1,4 @@
-"""Messages of simulated faults and deadlocks, and the faults' operations."""
+"""Error messages for simulated faults and deadlocks, and the operations that a fault replaces."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_endless(op: Op) -> None:
 
 
 def fail_on_request() -> None:
-    """Raise the device fault that `provoke_fault` requested."""
+    """Raise the device fault that `provoke_fault` has requested."""
     raise DeviceFault("failed on request (provoke_fault); its results are undefined, the device lives on")
 
 

@@ -1,4 +1,4 @@
-"""Capture and replay: recorded operations with fixed addresses, issued again as one launch."""
+"""Capture and replay of graphs: recorded operations with fixed addresses, enqueued again by one launch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _EDGES = (OperationKind.RECORD, OperationKind.WAIT)
 
 
 class OpenCapture:
-    """An open capture. Operations enqueued on its streams come here instead of a queue; none of them runs.
+    """An open capture. Operations enqueued on its streams are recorded here instead of queued; none of them runs.
 
-    The first stream is the one that was captured; others join by waiting for an event recorded on one that belongs.
+    The first stream is the one that was captured; another stream joins by waiting for an event recorded on a stream of the
+    capture.
     """
 
     def __init__(self, sim: SimDeviceState, name: str, pool: Pool, origin: StreamQueue) -> None:
@@ -32,21 +33,21 @@ class OpenCapture:
         self.nodes: list[tuple[int, Op]] = []
 
     def begin(self) -> None:
-        """Begin to capture the stream. Raises `CaptureError` if the stream is already captured."""
+        """Start recording the origin stream's operations. Raises `CaptureError` if another capture records the stream."""
         if self.origin.capture is not None:
             raise CaptureError(f"stream {self.origin.label!r} is being captured already")
         self.open = True
         self.fork(self.origin)
 
     def fork(self, stream: StreamQueue) -> None:
-        """Pull `stream` into the capture. Raises `CaptureError` where the personality's graphs have one branch only."""
+        """Add `stream` to the capture. Raises `CaptureError` if the personality's graphs have one branch only."""
         if stream is not self.origin and not self.sim.options.like.forks_in_capture:
             raise CaptureError(f"stream {stream.label!r} can't join the capture of {self.name!r}: a graph is one stream here")
         stream.capture = self
         self.lanes[stream] = len(self.lanes)
 
     def add(self, op: Op, stream: StreamQueue) -> None:
-        """Append an operation. Raises `CaptureError` for a wait on something outside."""
+        """Append an operation. Raises `CaptureError` if the operation waits for a record outside the capture."""
         if op.kind == OperationKind.WAIT and op.target.captured is not self:
             raise CaptureError(
                 f"a wait for {op.target} was captured, but that record isn't part of the capture; wait on the stream before "
@@ -59,7 +60,7 @@ class OpenCapture:
             tap.launched(op, stream, op.order - 1)
 
     def poison(self, block: Block, stream: StreamQueue) -> None:
-        """Memory that the capture hands out is poisoned by each replay before its first use, wherever it was before."""
+        """Append an operation with which each replay overwrites `block` with the poison pattern before its first use."""
         op = Op(OperationKind.POISON, "poison", block.fill_poison)
         op.order = len(self.nodes) + 1
         self.nodes.append((self.lanes[stream], op))
@@ -71,7 +72,9 @@ class OpenCapture:
             stream.capture = None
 
     def finish(self) -> GraphProgram:
-        """The captured program. Raises `CaptureError` unless every stream that was pulled in has been joined."""
+        """Return the captured program. Raises `CaptureError` unless every forked stream has been joined to the
+        first stream.
+        """
         self._check_joined()
         return GraphProgram(self.sim, self.name, self.nodes, len(self.lanes))
 
@@ -95,8 +98,10 @@ class OpenCapture:
 
 
 class GraphProgram:
-    """A captured graph: operations by lane. Queued replays share the operations, so that a rebinding which comes too early
-    changes a replay in flight, as on a device.
+    """A captured graph: operations by lane.
+
+    Queued replays share the operations. A rebinding that comes too early therefore changes a replay in flight, as on a
+    device.
     """
 
     def __init__(self, sim: SimDeviceState, name: str, nodes: Sequence[tuple[int, Op]], lanes: int) -> None:
@@ -114,7 +119,9 @@ class GraphProgram:
         return len(self.nodes)
 
     def replay(self, stream: StreamQueue) -> None:
-        """Enqueue everything on `stream`; further lanes get streams of their own, held between launch and end."""
+        """Enqueue the graph's operations: lane 0 on `stream`, each other lane on a stream of its own between
+        launch and end.
+        """
         machine = self.sim.machine
         launch = Op(OperationKind.LAUNCH, f"launch {self.name}", cost=machine.like.kernel_us)
         if self.lanes == 1:
@@ -160,9 +167,10 @@ class GraphProgram:
         return fresh
 
     def rebind(self, other: GraphProgram, stream: StreamQueue) -> None:
-        """Take over the operands of `other`, the same graph captured with other host parameters, in the order of `stream`.
+        """Enqueue on `stream` an operation that replaces the operands by those of `other`, a capture with other host
+        parameters.
 
-        Raises `InterfaceError` where the two differ in more than operands.
+        Raises `InterfaceError` if the two programs differ in more than operands.
         """
         mine, theirs = ([(lane, op.kind, op.name) for lane, op in program.nodes] for program in (self, other))
         if mine != theirs:

@@ -22,7 +22,7 @@ _ATEN = torch.ops.aten
 
 
 class HostLengthOperators:
-    """Packed sequences, and connectionist temporal classification."""
+    """Implementations of packed sequences and of connectionist temporal classification (CTC)."""
 
     def __init__(self, core: Dispatcher) -> None:
         self._core = core
@@ -37,7 +37,7 @@ class HostLengthOperators:
         }
 
     def _pack(self, sequences: SimTensor, lengths: Tensor, batch_first: bool) -> tuple[SimTensor, Tensor]:
-        """The packed rows on the device, and on the host how many sequences have each step."""
+        """Return the packed rows on the device, and on the host the number of sequences that have each time step."""
         if isinstance(lengths, SimTensor):
             raise RuntimeError("aten::_pack_padded_sequence: 'lengths' must be on the host, and they're on the device")
         lengths = lengths.clone()

@@ -1,4 +1,4 @@
-"""Operators for which the host waits: they return values, or results whose shape depends on values."""
+"""Operators for which the host waits: they return values, or results whose shape depends on device values."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 class HostReads:
-    """Carries out operators of the way READ."""
+    """Implementations of operators of kind READ."""
 
     def __init__(self, core: Dispatcher) -> None:
         self._core = core
 
     def kernels(self) -> Mapping[str, Callable[..., Any]]:
-        """Operators that are read in a way of their own."""
+        """Return the operators with an implementation of their own, by name."""
         return {"aten::repeat_interleave.Tensor": self._repeat_interleave, "aten::histc": self._histc}
 
     def read_result(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Queue the computation, wait for it, then make results of the shape that it has."""
+        """Queue the operator's kernel, wait for it, then allocate results of the shape that the kernel returned."""
         sim = self._core.current
         machine = sim.machine
         stream = machine.stream
@@ -56,7 +56,7 @@ class HostReads:
         return self._place(box[0], sim, stream)
 
     def _fill(self, info: OpInfo, targets: Mapping[str, Any], result: Any, sim: SimDeviceState, stream: StreamQueue) -> Any:
-        """Put results into the tensors given for them; an empty one takes the shape."""
+        """Enqueue copies of the results to the `out` tensors; an empty `out` tensor gets the shape of its result."""
         filled = []
         for name, value in zip(info.returns, result if isinstance(result, tuple) else (result,), strict=True):
             assert name is not None
@@ -87,7 +87,7 @@ class HostReads:
         sim.machine.enqueue(op, stream)
 
     def _histc(self, values: SimTensor, bins: int = 100, min: float = 0, max: float = 0) -> Any:
-        """Accelerators count whole numbers too, which torch's kernel of the host doesn't."""
+        """Compute a histogram; unlike torch's host kernel, an accelerator's kernel also accepts integers."""
         if not values.is_floating_point():
             return torch.histc(values.double(), bins, min, max).to(values.dtype)
         return self.read_result(self._core.info(torch.ops.aten.histc.default), (values, bins, min, max), {})

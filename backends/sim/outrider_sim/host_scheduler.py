@@ -32,13 +32,13 @@ REFUSALS = 64
 
 
 class Ambient(Protocol):
-    """Process-wide state that has a separate value per host thread."""
+    """Process-wide state with a separate value per host thread, saved and restored when threads switch."""
 
     def save(self) -> Any:
-        """Return the value that the running thread sees."""
+        """Return the state's value for the running thread."""
 
     def restore(self, saved: Any) -> None:
-        """Restore the saved value of a thread that runs again."""
+        """Set the state to the value that a resumed thread saved."""
 
 
 class _SchedulerThread(threading.local):
@@ -46,7 +46,7 @@ class _SchedulerThread(threading.local):
 
 
 class HostScheduler:
-    """Decides for its machines, in the order in which they joined; the first one's options say how."""
+    """Picks the steps of all machines of a host; the options of the machine that joined first name the strategy."""
 
     def __init__(self, options: SimOptions) -> None:
         self.options = options
@@ -83,7 +83,7 @@ class HostScheduler:
     # -- strategy ---------------------------------------------------------------------------------------------------
 
     def use(self, strategy: Strategy) -> None:
-        """Replace the strategy that picks the next step."""
+        """Replace the strategy that picks which stream or host thread takes the next step."""
         self.strategy = strategy
         self.note = getattr(strategy, "note", None)
         bind = getattr(strategy, "bind", None)
@@ -97,7 +97,7 @@ class HostScheduler:
         self.use(make_strategy(self.options.strategy, self.options.seed, self.options.strategy_options))
 
     def update_mode(self) -> None:
-        """Recompute whether the strategy must be asked. Call after a change of its inputs."""
+        """Recompute whether the scheduler must call the strategy. Call after a change of its inputs."""
         alone = len(self.threads) == 1
         # With one thread, the order of the program is: run whatever can run, oldest first.
         self.eager = type(self.strategy) is Strategy and alone and not self.options.late_copies
@@ -124,7 +124,7 @@ class HostScheduler:
                     self.delays[ScheduleStep(stream.label, stream.done)] = after
 
     def clear_decisions(self) -> None:
-        """Forget decisions, indices and virtual time."""
+        """Clear recorded decisions, step indices and virtual time."""
         self.delays = {}
         self.seq = 0
         self.queries = False
@@ -141,7 +141,7 @@ class HostScheduler:
     # -- turns ------------------------------------------------------------------------------------------------------
 
     def point(self, action: Action, machine: StreamMachine | None = None) -> None:
-        """The calling thread is about to do `action`: let the strategy run what it wants to run before."""
+        """Let the strategy run steps of other actors before the calling thread carries out `action`."""
         me = self.local.thread or self.main
         if self.eager:
             self.run_all(None)

@@ -1,7 +1,7 @@
-"""Host threads: several actors in one program, one at a time.
+"""Host threads: several actors in one program, of which one runs at a time.
 
-Each host thread is an operating-system thread, so it can run any code. It runs only while it holds the baton. The
-strategy decides which thread gets the baton.
+Each host thread is an operating-system thread, so it can run any code. It runs only while it holds the baton. The strategy
+decides which thread gets the baton.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Baton:
 
 
 class HostThreads:
-    """Starts, joins and gives up host threads of one scheduler."""
+    """Starts, joins and aborts the host threads of one scheduler."""
 
     def __init__(self, scheduler: HostScheduler) -> None:
         self._scheduler = scheduler
@@ -47,7 +47,7 @@ class HostThreads:
         self.failed: list[tuple[HostThread, BaseException]] = []  # in the order in which they did
 
     def spawn(self, fn: Callable[[], None], name: str = "") -> HostThread:
-        """Start a host thread. It runs when the strategy picks it; its current streams are the default ones."""
+        """Start a host thread. It runs when the strategy picks it; each device's default stream is its current stream."""
         scheduler = self._scheduler
         scheduler.point(Action("spawn"))
         thread = HostThread(self.count, name, [(machine, machine.default) for machine in scheduler.machines])
@@ -85,7 +85,7 @@ class HostThreads:
         return thread
 
     def join(self, thread: HostThread) -> None:
-        """Block until `thread` has finished; raises what it raised."""
+        """Block until `thread` has finished; raise the error that the thread raised, if any."""
         scheduler = self._scheduler
         scheduler.turns(scheduler.thread, Action("join", thread), lambda: thread.finished, str(thread))
         if thread.os is not None:
@@ -116,7 +116,7 @@ class HostThreads:
             raise self.failed[0][1] if self.failed else failed
 
     def _leave(self, thread: HostThread) -> None:
-        """Pass the turn of a finished thread on. If no thread can continue, the first thread wakes up and raises."""
+        """Give the baton of a finished thread to another. If no thread can continue, the first thread wakes up and raises."""
         scheduler = self._scheduler
         try:
             if scheduler.diverged is None:
@@ -127,7 +127,7 @@ class HostThreads:
             scheduler.main.baton.release()
 
     def abort(self) -> None:
-        """End threads that a failed run left parked: each raises at the point where it waits."""
+        """End the threads that a failed run left parked: each raises an error at the point where it waits."""
         scheduler = self._scheduler
         scheduler.diverged = scheduler.diverged or StreamOrderError("the run was given up")
         for thread in scheduler.threads[1:]:
@@ -140,7 +140,7 @@ class HostThreads:
 
 
 def hand_over(scheduler: HostScheduler, me: HostThread, other: HostThread) -> None:
-    """Let `other` run. Returns when `me` gets the baton again, or at once if `me` has finished."""
+    """Give the baton to thread `other`. Returns when `me` gets the baton again, or at once if `me` has finished."""
     me.saved = [each.save() for each in scheduler.ambient]
     other.baton.release()
     if not me.finished:

@@ -24,9 +24,9 @@ torch.library.register_fake("outrider_sim::write_integers", lambda out, values: 
 
 
 class HostLengthKernels(KernelSet):
-    """The torch references, but attention is given the host's lengths where there are some, and not the device's.
+    """The torch reference kernels, with attention that uses the metadata's host lengths, if given, instead of device lengths.
 
-    They travel as operands of the operations that are enqueued: a replay has those of its capture until they're rebound.
+    The host lengths are operands of the enqueued operations: a replay uses the lengths of its capture until a rebind.
     """
 
     cache_formats = frozenset(CACHE_FORMATS)
@@ -45,7 +45,7 @@ class HostLengthKernels(KernelSet):
         scale: float,
         window: int = 0,
     ) -> Tensor:
-        """Compute attention with the host's lengths if the metadata has them."""
+        """Compute paged attention with the lengths in host memory if the metadata has them, else with those on the device."""
         exact = metadata.seq_lens_host
         if exact is None:
             return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)

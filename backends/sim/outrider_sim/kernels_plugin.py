@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 @hookimpl
 def kernel_info() -> KernelInfo:
-    """For the simulated device alone: an error in a queued operation must be able to stop it."""
+    """Describe the kernel set. It is limited to the simulated device, where an error in a queued operation stops the run."""
     return KernelInfo(name="host-plans", description="Attention that is planned on the host, for tests", backends=("sim",))
 
 
 @hookimpl
 def create_kernels(backend: Backend) -> KernelSet:
-    """The personality's own kernels, with plans."""
+    """Create the kernel set around the backend's own kernels."""
     from outrider_sim.planned_attention import HostPlanKernels
 
     return HostPlanKernels(backend.kernels, backend)

@@ -1,4 +1,4 @@
-"""Kernels that don't come through torch's dispatcher, and device views of pinned host memory.
+"""Launches of kernels outside torch's dispatcher, and device views of pinned host memory.
 
 Both are for adapters of programs that launch kernels themselves, such as Triton's.
 """
@@ -26,11 +26,11 @@ def launch(
     writes: Sequence[tuple[str, Tensor]] = (),
     touched: Callable[[], tuple[Access, ...]] | None = None,
 ) -> None:
-    """Queue one operation on the calling thread's current stream; it returns before `run` is called.
+    """Queue one kernel `run` on the calling thread's current stream, and return before it runs.
 
-    `run` works on host tensors from `host_view`. `reads` and `writes` name each operand that it touches, a tensor of the
-    device; an operand that it reads and writes is in both. With `touched`, which is asked when `run` is over and says which
-    bytes were read and written, they say only what may be touched. Raises `ConfigError` for another kind of tensor.
+    `run` works on host tensors from `host_view`. `reads` and `writes` name each device tensor that it accesses; an operand
+    that it reads and writes is in both. `touched` is called after `run` and returns the bytes that were read and written;
+    `reads` and `writes` are then upper bounds. Raises `ConfigError` for a tensor of another device.
     """
     from outrider_sim.torch_registration import registered
 
@@ -55,7 +55,7 @@ def launch(
 
 
 def host_view(tensor: Tensor) -> Tensor:
-    """The host tensor over the same simulated memory. Only an operation that runs may touch it."""
+    """Return the host tensor over the same simulated memory as a device tensor. Only a running operation may access it."""
     return _device_tensor("host_view", "tensor", tensor)._inner
 
 
@@ -68,7 +68,7 @@ def _device_tensor(name: str, argument: str, tensor: Tensor) -> SimTensor:
 
 
 class MappedAllocation:
-    """Pinned host memory mapped to the device. Tools see one allocation, and views of either side keep it alive."""
+    """Pinned host memory mapped to the device. Observers see one allocation, and views of either side keep it alive."""
 
     __slots__ = ("address", "host", "id", "line", "machine_memory", "nbytes")
 
@@ -81,13 +81,13 @@ class MappedAllocation:
         self.machine_memory = memory
 
     def used_by(self, stream: object) -> None:
-        """Pinned memory isn't handed out again, so nothing has to wait."""
+        """Do nothing: mapped pinned memory is never reused, so no release has to wait for a stream."""
 
 
 def mapped(pinned: Tensor) -> Tensor:
-    """A device tensor over pinned host memory (unified addressing). Kernels read and write it when they run.
+    """Return a device tensor over pinned host memory (unified addressing). Kernels access the memory when they run.
 
-    Raises `ConfigError` where `pinned` isn't pinned memory of the simulated device.
+    Raises `ConfigError` if `pinned` isn't pinned memory of the simulated device.
     """
     from outrider_sim.torch_registration import registered
 

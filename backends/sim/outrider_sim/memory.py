@@ -53,11 +53,13 @@ class Block:
             self.fill.fill(_PATTERN)
 
     def fill_poison(self, pattern: int = _PATTERN) -> None:
-        """Overwrite everything with the pattern, which is bound here: memory is freed while Python ends, too."""
+        """Overwrite the block with the poison pattern. The pattern is a default argument, because memory is also freed at
+        exit.
+        """
         self.fill.fill(pattern)
 
     def inner(self, meta: Meta) -> Tensor:
-        """The host tensor over these bytes with the given shape, strides and dtype, from offset 0."""
+        """Return the host tensor over the block's bytes with the given shape, strides and dtype, from offset 0."""
         found = self.views.get(meta)
         if found is None:
             typed = self.typed.get(meta.dtype)
@@ -139,9 +141,9 @@ class CachingAllocator:
         self.faults = options.allocation_faults()
 
     def allocate(self, nbytes: int, stream: StreamQueue) -> Allocation:
-        """Memory for `nbytes` in the order of `stream`; in a capture, from the graph's private pool.
+        """Allocate `nbytes` in the order of `stream`; in a capture, from the graph's private pool.
 
-        Raises `OutOfDeviceMemory` where it doesn't fit; the device lives on.
+        Raises `OutOfDeviceMemory` if the memory doesn't suffice; the device stays usable.
         """
         self.count += 1
         if self.count in self.faults:
@@ -176,7 +178,7 @@ class CachingAllocator:
         return start
 
     def release(self, allocation: Allocation) -> None:
-        """Take a block back; the bytes are poisoned after what its stream holds now."""
+        """Return an allocation's block to its pool and enqueue an operation that poisons its bytes."""
         block = allocation.block
         self.allocated -= block.nbytes
         tap = self.machine.tap
@@ -217,12 +219,13 @@ class CachingAllocator:
         self._drop(self.pool)
 
     def reset_peaks(self) -> None:
-        """Set the peak values to the currently used bytes."""
+        """Set the recorded peaks of device memory to the bytes that are in use now."""
         self.peak, self.peak_reserved = self.allocated, self.reserved
 
     def start_over(self, floor: int | None) -> int:
-        """Forget every free block, so that the next run finds memory as the first one did; addresses start at `floor`
-        again, if one is given. Returns where they start.
+        """Drop every free block, so that the next run finds the memory as the first run did.
+
+        New addresses start at `floor` if it is given. Returns the first address.
         """
         self._drop(self.pool)
         self.pool.dead = True
@@ -256,7 +259,7 @@ class CachingAllocator:
 
 
 def _rounded(nbytes: int) -> int:
-    """Size class: multiples of 512 bytes up to 1 MiB, then an eighth of the next power of two."""
+    """Round a size up to its size class: multiples of 512 bytes up to 1 MiB, then of an eighth of the next power of two."""
     if nbytes <= _SMALL:
         return (nbytes + _ALIGN - 1) // _ALIGN * _ALIGN or _ALIGN
     step = 1 << max(0, (nbytes - 1).bit_length() - 3)

@@ -1,4 +1,4 @@
-"""Operands and results of one operator call: what they touch, and where results go."""
+"""Operands and results of one operator call: memory accesses, seeds, and copies of results to their tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ META = torch.device("meta")
 
 
 def extent(tensor: SimTensor, write: bool, argument: str) -> Access:
-    """The bytes of a device tensor; kept with the tensor, whose place never changes."""
+    """Return the bytes that an operator accesses in a device tensor. The result is cached in the tensor."""
     seen = tensor._seen
     if seen is None:
         seen = tensor._seen = {}
@@ -33,7 +33,7 @@ def extent(tensor: SimTensor, write: bool, argument: str) -> Access:
 
 
 class Seeded:
-    """A random operator with the seed that was drawn when it was enqueued."""
+    """A random operator with the seed that was chosen when the operator was enqueued."""
 
     __slots__ = ("_generator", "_info", "seed")
 
@@ -45,7 +45,7 @@ class Seeded:
         self.seed = seed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run on host tensors with a generator of its own."""
+        """Run the operator on host tensors with a generator of this seed."""
         if self._info.takes_generator:
             return self._info.run(*args, generator=torch.Generator().manual_seed(self.seed), **kwargs)
         before = torch.default_generator.get_state()
@@ -56,19 +56,19 @@ class Seeded:
             torch.default_generator.set_state(before)
 
     def again(self, seed: int) -> Seeded:
-        """The same operator with another seed: each replay of a graph draws anew."""
+        """Return the same operator with another seed; each replay of a graph uses a new seed."""
         return Seeded(self._info, seed, None)
 
 
 def copy_result(made: Tensor, value: Tensor) -> None:
-    """Put a host kernel's result into the memory that was allocated for it. Raises `RuntimeError` for another shape."""
+    """Copy a host kernel's result to the memory allocated for it. Raises `RuntimeError` if the shapes differ."""
     if value.shape != made.shape:
         raise RuntimeError(f"the result has shape {tuple(value.shape)}, memory was taken for {tuple(made.shape)}")
     made.copy_(value)
 
 
 def copy_results(outs: Sequence[Tensor | None], returns: tuple[str | None, ...], result: Any) -> None:
-    """Put a host kernel's results into the memory that was allocated for them."""
+    """Copy a host kernel's results to the memory allocated for them; results that are operands need no copy."""
     values: list[Any] = []
     results = result if isinstance(result, tuple) else (result,)
     if len(returns) == 1 and isinstance(result, list | tuple):
@@ -101,7 +101,7 @@ def results_of(
 
 
 def note_access(accesses: list[Access], name: str, value: Any, info: OpInfo) -> None:
-    """Append what the operator does to one operand."""
+    """Append to `accesses` the bytes of operand `value` that the operator reads or writes."""
     if isinstance(value, SimTensor):
         accesses.append(extent(value, name in info.writes, name))
     elif type(value) is list or type(value) is tuple:
@@ -115,18 +115,18 @@ def has_boolean_index(args: Sequence[Any]) -> bool:
 
 
 def probability(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-    """The dropout probability of a call: at 0 nothing random happens."""
+    """Return the dropout probability of a call; a call with probability 0 uses no random numbers."""
     position = info.names.index(info.random_if)
     return float(args[position] if position < len(args) else kwargs.get(info.random_if, 0.0))
 
 
 def without_generator(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Operands for a call that only asks what its results look like."""
+    """Return the keyword arguments without generators, for a call on meta tensors that only determines shapes."""
     return {name: None if isinstance(value, torch.Generator) else value for name, value in named.items()}
 
 
 def repin(result: Any, owner: PinnedTensor) -> Any:
-    """Views of pinned memory are pinned."""
+    """Return the views in `result` as pinned tensors of the memory of `owner`."""
     if isinstance(result, Tensor):
         return pin(result, owner._alloc)
     if isinstance(result, list | tuple):

@@ -60,7 +60,7 @@ PLAN_LIMIT = 4096
 
 
 class OperatorKind(Enum):
-    """How an operator is carried out."""
+    """The way in which the dispatcher runs an operator."""
 
     COMPUTE = "queued"
     VIEW = "done at once, on the same memory"
@@ -70,8 +70,10 @@ class OperatorKind(Enum):
 
 
 class OpInfo:
-    """One overload. `fresh` says that its single result is new memory; `returns` names, for each result, the operand
-    that it is, or None where it is new. `plans` maps what the operands look like to what the results look like.
+    """One operator overload.
+
+    `fresh` says that its single result is new memory. `returns` has, for each result, the name of the operand that it is, or
+    None for a new tensor. `plans` maps the operands' shapes and dtypes to those of the results.
     """
 
     __slots__ = (
@@ -149,7 +151,9 @@ class OpInfo:
         return OperatorKind.COMPUTE
 
     def _find_out(self, schema: Any) -> tuple[Any, tuple[str, ...]]:
-        """The overload that writes into given tensors: running it saves a copy."""
+        """Return the `out=` overload with its argument names, or (None, ()): it writes to allocated results
+        without a copy.
+        """
         if not self.native or self.random or any(str(r.type) != "Tensor" for r in schema.returns):
             return None, ()
         packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"))
@@ -166,7 +170,7 @@ class OpInfo:
 
 
 def _operand_of(schema: Any, result: Any) -> str | None:
-    """The name of the operand that a result is the same tensor as."""
+    """Return the name of the operand that the operator returns as this result, or None for a new tensor."""
     if result.alias_info is None or not result.alias_info.is_write:
         return None
     for argument in schema.arguments:
@@ -176,7 +180,7 @@ def _operand_of(schema: Any, result: Any) -> str | None:
 
 
 class ResultPlan:
-    """The planned results of one call. `outs` are the metas of new tensors in order, with None for a None result."""
+    """The planned results of one operator call. `outs` are the metas of new tensors in order, with None for a None result."""
 
     __slots__ = ("cost", "out", "outs", "resized", "structure")
 

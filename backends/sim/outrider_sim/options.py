@@ -109,9 +109,10 @@ class SimOptions:
     name: str = "sim"
 
     def for_further_device(self, first: SimOptions) -> SimOptions:
-        """These options, for another device of the host whose device 0 has `first`: its own memory and faults alone.
+        """Return these options for another device of the host whose device 0 has the options `first`.
 
-        Raises `ConfigError` where they ask for another scheduler or another kind of device.
+        Only memory, faults and poison are the further device's own. Raises `ConfigError` for a different scheduler or device
+        kind.
         """
         plain = SimOptions(name=self.name)
         for name in ("like", "seed", "strategy", "strategy_options", "record", "late_copies", "recycled_events", "resident"):
@@ -130,7 +131,7 @@ class SimOptions:
 
 
 def parse_options(options: Mapping[str, str]) -> SimOptions:
-    """Options from the `key=value` pairs of a backend's name. Raises `ConfigError` for what doesn't exist or fit."""
+    """Parse the `key=value` pairs of a backend's name. Raises `ConfigError` for an unknown key or an invalid value."""
     for key in options:
         if key not in OPTIONS:
             raise ConfigError(f"backend 'sim' has no option {key!r}; known: {', '.join(OPTIONS)}")

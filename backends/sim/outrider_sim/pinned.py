@@ -1,8 +1,8 @@
-"""Pinned host memory: host tensors that copies may read and write while the host goes on.
+"""Pinned host memory: host tensors that queued copies may read and write while the host continues.
 
-A pinned tensor is an ordinary host tensor with a class of its own, so that every read or write by the host passes here
-and becomes a point of the schedule. Queued copies never hold the caller's object, whose contents Python code may
-exchange, but a plain tensor over the same bytes.
+A pinned tensor is a host tensor with a class of its own. Each host read or write of it therefore runs code of this module and
+becomes a point of the schedule. Queued copies reference a plain tensor over the same bytes, because Python code may exchange
+the contents of the caller's object.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class HostAllocation:
         self.range_seen = range_seen
 
     def range_accessed(self, low: int, high: int, write: bool) -> None:
-        """The host reads or writes these bytes now."""
+        """Report that the host reads or writes the bytes from `low` to `high` of this allocation."""
         self.range_seen(self, low, high, write)
 
     def __del__(self) -> None:
@@ -49,7 +49,7 @@ class HostAllocation:
 
 
 class PinnedTensor(Tensor):
-    """A host tensor that the device can reach. Views are pinned too; results of computations are plain tensors."""
+    """A host tensor in pinned memory. Its views are pinned too; results of computations are ordinary host tensors."""
 
     _alloc: HostAllocation
 
@@ -62,19 +62,19 @@ class PinnedTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Note what the host reads and writes, then compute on plain tensors."""
+        """Report the operator's host reads and writes, then run the operator on plain host tensors."""
         return cls._dispatch(func, types, args, kwargs or {})
 
     def is_pinned(self, *_: Any) -> bool:
-        """Return True: all such tensors are pinned."""
+        """Return True: every tensor of this class is pinned."""
         return True
 
     def tolist(self) -> Any:
-        """Values as Python numbers; a host read."""
+        """Return the values as Python numbers, and report a host read."""
         return self.plain(write=False).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The array shares the memory; reads and writes through it are seen as those of the tensor are."""
+        """Return a numpy array over the same memory; reads and writes through the array are reported like the tensor's."""
         del force
         return watched(self.plain(write=None).numpy(), self._alloc)
 
@@ -82,7 +82,7 @@ class PinnedTensor(Tensor):
         return self.plain(write=False).__array__(*args)
 
     def plain(self, *, write: bool | None) -> Tensor:
-        """A plain tensor over the same bytes; `write` says which host access to note, None notes none."""
+        """Return a plain host tensor over the same bytes, and report a host read or write (`write`; None: no access)."""
         made = alias(self)
         if write is not None:
             self._alloc.accessed(self, write)
@@ -101,7 +101,7 @@ class PinnedTensor(Tensor):
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """A plain tensor over the same bytes, unknown to dispatch and autograd."""
+    """Return a plain host tensor over the bytes of a pinned tensor, for which torch runs neither dispatch nor autograd."""
     # The inference-mode guard keeps the alias usable outside; DisableTorchDispatch reaches the bytes below the class.
     with torch._C._DisableTorchDispatch(), torch._C._InferenceMode(False):
         made = torch.empty(0, dtype=tensor.dtype)
@@ -110,7 +110,7 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 def pin(plain: Tensor, allocation: HostAllocation) -> PinnedTensor:
-    """A pinned tensor over `plain`, which lies in the memory of `allocation`."""
+    """Return a pinned tensor over `plain`, whose memory is `allocation`."""
     with torch._C._InferenceMode(False):
         made = Tensor._make_subclass(PinnedTensor, plain)
     made._alloc = allocation

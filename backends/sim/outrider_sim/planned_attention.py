@@ -45,12 +45,12 @@ class HostPlan:
         self._uploaded = backend.create_event("attention plan uploaded")
 
     def wait(self) -> None:
-        """Block the host until the device has read what the host wrote last."""
+        """Block the host until the device has copied the lengths that the host wrote last."""
         if self._uploaded.generation:
             self._uploaded.synchronize()
 
     def fill(self, metadata: AttentionMetadata, lens: tuple[int, ...], stream: Stream) -> None:
-        """Plan for this batch, in the scope of ``stream``."""
+        """Write the batch's lengths and block table into the plan, by copies on ``stream``."""
         self.shapes = frozenset(metadata.shapes)
         self.wait()
         self._pinned.renew()
@@ -62,7 +62,7 @@ class HostPlan:
 
 
 class HostPlanKernels(WrappedKernels):
-    """Another kernel set whose attention is planned on the host."""
+    """A kernel set that wraps another one and plans its attention on the host."""
 
     name = "host-plans"
     plans_on_host = True
@@ -73,7 +73,7 @@ class HostPlanKernels(WrappedKernels):
         self.backend = backend
 
     def plan_attention(self, metadata: AttentionMetadata, *, stream: Stream) -> AttentionMetadata:
-        """Lengths from the host, pages from the device."""
+        """Fill the plan of the batch with host lengths and with pages from the device's block table."""
         if not metadata.shapes:
             return metadata
         batch, pages = metadata.block_table.shape

@@ -136,7 +136,9 @@ class Planner:
     def _probe(
         self, info: OpInfo, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any], fresh: tuple[Any, ...]
     ) -> bool:
-        """Run once on zeros; returns whether the `out=` overload leaves the given tensors where they are."""
+        """Run the operator once on zeros; return True if the `out=` overload writes to the passed tensors
+        without a resize.
+        """
         if not _probed(info):
             return False
         kind = _kind(key)
@@ -163,7 +165,10 @@ class Planner:
         return info.out is not None and bool(fresh) and self._stays(info, sketch, fresh)
 
     def _probe_small(self, info: OpInfo, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Ask about a large call with small operands of the same kind. Says nothing where these don't fit together."""
+        """Run a large call once with small zero operands, to find out whether the host kernel exists and its result shapes.
+
+        Draws no conclusion if the shortened operands don't fit together.
+        """
         kind = ("cut", *_kind(key))
         if not _probed(info) or info.by_host or kind in info.probed:
             return
@@ -182,15 +187,15 @@ class Planner:
         _agree(info, _fresh(info, made), _fresh(info, look))
 
     def _cut(self, meta: Meta) -> Meta:
-        """The same kind of operand with short dimensions: equal ones stay equal."""
+        """Return the operand's meta with each dimension limited to `_CUT`; equal dimensions stay equal."""
         shape = tuple(min(size, _CUT) for size in meta.shape)
         return self._metas.get(torch.Size(shape), contiguous(shape), meta.dtype)
 
     @staticmethod
     def _run_on_zeros(info: OpInfo, sketch: _Sketch, make: Callable[[Meta], Tensor]) -> Any:
-        """The host's result; None where it fails by what the operands hold.
+        """Return the host kernel's result on zeros, or None if zeros are invalid values for the operator.
 
-        Raises `NotImplementedError` where it can't at all.
+        Raises `NotImplementedError` if the host has no kernel for the operands.
         """
         try:
             # What a call on zeros has to say (an index, a singular matrix) is of no interest; only what can't be done is.
@@ -218,7 +223,7 @@ class Planner:
 
 
 class _Sketch:
-    """The operands of a call, drawn on another device."""
+    """An operator call with operands replaced by tensors of the same shapes and dtypes, on the host or on meta."""
 
     def __init__(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._info, self._args, self._kwargs = info, args, kwargs
@@ -232,7 +237,7 @@ class _Sketch:
         device: torch.device,
         outs: Mapping[str, Tensor] | None = None,
     ) -> Any:
-        """The call on operands that `make` makes. Raises `NotImplementedError` without a function."""
+        """Call the operator `run` on operands that `make` creates. Raises `NotImplementedError` if `run` is None."""
         if fn is None:
             raise NotImplementedError
         self.operands.clear()
@@ -267,15 +272,16 @@ def _kind(key: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _can_be_cut(info: OpInfo, key: tuple[Any, ...]) -> bool:
-    """A number beyond the cut may be a size, and a backward has operands whose sizes follow from others: with these cut, a
-    kernel that checks too little would leave its memory.
+    """Return False if shortened operands could make the host kernel access memory out of bounds.
+
+    A number above `_CUT` may be a size, and a backward has operands whose sizes follow from others.
     """
     numbers = (value for value in key if isinstance(value, int) and not isinstance(value, bool))
     return "backward" not in info.name and all(abs(number) <= _CUT for number in numbers)
 
 
 def _agree(info: OpInfo, made: Sequence[Any], looks: Sequence[Any]) -> bool:
-    """Return whether the host's results have the expected shapes. If not, the host determines later calls' shapes."""
+    """Compare the host's result shapes with the expected ones. If they differ, the host determines later calls' shapes."""
     if len(made) != len(looks):
         return False
     if any(v is not None and look is not None and v.shape != look.shape for v, look in zip(made, looks, strict=True)):
@@ -285,7 +291,7 @@ def _agree(info: OpInfo, made: Sequence[Any], looks: Sequence[Any]) -> bool:
 
 
 def _fresh(info: OpInfo, result: Any) -> list[Tensor | None]:
-    """The results that aren't operands."""
+    """Return the results of a call that aren't operands."""
     made: list[Tensor | None] = []
     for operand, value in zip(info.returns, result if isinstance(result, tuple) else (result,), strict=False):
         if operand is None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def backend_info() -> BackendInfo:
-    """The simulated device runs everywhere torch does; it's for finding bugs, so it is never chosen unless named."""
+    """Describe the backend. It runs wherever torch runs, finds bugs and is slow, so it is never chosen unless named."""
     from outrider_sim.options import MAX_DEVICES, OPTIONS
 
     return BackendInfo(
@@ -28,7 +28,7 @@ def backend_info() -> BackendInfo:
 
 @hookimpl
 def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
-    """A fresh simulated device with these options; takes torch's slot for outside devices in this process."""
+    """Create a simulated device with these options, and register it in torch's PrivateUse1 slot of this process."""
     from outrider_sim.backend import SimBackend
     from outrider_sim.options import parse_options
 

@@ -33,7 +33,7 @@ class OperationKind:
 
 
 class EventGeneration:
-    """One record of an event: what a wait that was enqueued after it waits for."""
+    """One record of an event. A wait enqueued after the record waits for this generation."""
 
     __slots__ = ("captured", "done", "event", "issued", "number", "stream", "time")
 
@@ -51,7 +51,7 @@ class EventGeneration:
 
 
 class EventState:
-    """An event, recorded again and again; `latest` is the generation that the next wait takes."""
+    """An event that streams record repeatedly; `latest` is the generation for which the next wait waits."""
 
     __slots__ = ("count", "id", "latest", "name")
 
@@ -63,12 +63,12 @@ class EventState:
 
     @property
     def label(self) -> str:
-        """The name in messages: the given name, or the kind and number."""
+        """The event's name in messages: the given name, or the kind and number."""
         return self.name or f"event {self.id}"
 
 
 class FlagState:
-    """A resettable flag: waiting before setting is legal, a second set before the reset is lost."""
+    """A resettable flag. A wait may precede its set; a second set before the reset has no effect."""
 
     __slots__ = ("id", "is_set", "lost", "name", "time")
 
@@ -80,7 +80,7 @@ class FlagState:
         self.time = 0.0
 
     def apply(self, kind: int, now: float) -> float:
-        """A set, wait or reset runs at `now`; returns the virtual time after it."""
+        """Carry out a set, wait or reset at virtual time `now`; return the virtual time after the operation."""
         if kind == OperationKind.FLAG_WAIT:
             return max(now, self.time)
         if kind == OperationKind.FLAG_SET:
@@ -91,15 +91,15 @@ class FlagState:
 
     @property
     def label(self) -> str:
-        """The name in messages: the given name, or the kind and number."""
+        """The flag's name in messages: the given name, or the kind and number."""
         return self.name or f"flag {self.id}"
 
 
 class Op:
     """One operation, in a queue or in a captured graph.
 
-    `fn(*args, **kwargs)` runs on plain host tensors that alias the simulated memory; where `post` is set, it is called
-    with the result to put it into its place. `target` is the generation, flag or graph of the kinds that have one.
+    `fn(*args, **kwargs)` runs on plain host tensors that alias the simulated memory. `post`, if set, is called with the
+    result and copies it to its tensor. `target` is the generation, flag or graph of the kinds that have one.
     """
 
     __slots__ = (
@@ -154,7 +154,7 @@ class Op:
         self.seed: Any = None
 
     def again(self) -> Op:
-        """A copy of this operation, for another issue of it."""
+        """Return a copy of this operation, so that it can be enqueued once more."""
         op = Op(self.kind, self.name, self.fn, self.args, self.kwargs, self.post, self.target, self.cost)
         op.order, op.accesses, op.line, op.rows, op.after, op.seed, op.report = (
             self.order,
@@ -169,7 +169,7 @@ class Op:
 
 
 class StreamQueue:
-    """The queue of one simulated stream. `done` of its `issued` operations have run; the rest waits in order."""
+    """The queue of one simulated stream. `done` of its `issued` operations have run; `queue` holds the others in order."""
 
     __slots__ = (
         "base_seq",
@@ -204,7 +204,7 @@ class StreamQueue:
 
     @property
     def step(self) -> int:
-        """Index of the operation that goes next."""
+        """The index of the operation that this stream runs next."""
         return self.done
 
     def __str__(self) -> str:
@@ -212,7 +212,7 @@ class StreamQueue:
 
 
 class HostThread:
-    """A host thread as an actor of the schedule: it takes a step at each point where it meets the device."""
+    """A host thread as an actor of the schedule: it takes a step at each point where it uses a device."""
 
     __slots__ = (
         "action",
@@ -275,7 +275,7 @@ def action_text(action: Action) -> str:
 
 
 def can_run(op: Op) -> bool:
-    """Return whether the operation's dependencies are satisfied."""
+    """Return whether the event, flag or collective that `op` waits for lets it run."""
     kind = op.kind
     if kind == OperationKind.WAIT:
         return bool(op.target.done)
@@ -295,7 +295,7 @@ def age(stream: StreamQueue) -> tuple[int, int]:
 
 
 def reason(op: Op) -> str:
-    """Why an operation can't run, in words."""
+    """Describe the event, flag or collective that `op` waits for."""
     if op.kind == OperationKind.WAIT:
         return f"it waits for {op.target}"
     if op.kind == OperationKind.FLAG_WAIT:
@@ -307,7 +307,7 @@ def reason(op: Op) -> str:
 
 
 def reached_at(target: object, streams: Sequence[StreamQueue]) -> float:
-    """The virtual time at which `target` (a stream, a generation, else every stream) is over."""
+    """Return the virtual time at which `target` is complete: a stream, an event generation, or else every stream."""
     if isinstance(target, StreamQueue):
         return target.clock
     return target.time if isinstance(target, EventGeneration) else max(stream.clock for stream in streams)

@@ -1,7 +1,7 @@
-"""Ranks that see the process as theirs alone: torch.distributed, the current device, and what a tool adds.
+"""Ranks as host threads, each with its own torch.distributed state and current device, and with state that a tool adds.
 
-A script that was written for one process a rank runs as a host thread here. What it would find in its process is put aside
-while another rank runs.
+A script that was written for one process per rank runs as a host thread here. Its process-wide state is saved while another
+rank runs, and restored afterwards.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _EVERYWHERE = f"cpu:{NAME},sim:{NAME}"
 
 
 class _World:
-    """torch.distributed's own record of groups."""
+    """The process-wide state in which torch.distributed records its groups."""
 
     def save(self) -> Any:
-        """Return torch.distributed's state of the running rank."""
+        """Return the torch.distributed state of the running rank."""
         return c10d._world
 
     def restore(self, saved: Any) -> None:
-        """The rank that saved it runs again."""
+        """Restore the torch.distributed state of a rank that runs again."""
         c10d._world = saved
 
 
@@ -56,7 +56,9 @@ def _fresh_world() -> Any:
 
 
 def run_ranks(scheduler: HostScheduler, bodies: Sequence[Callable[[], None]], views: Sequence[ProcessView]) -> None:
-    """Run body r as rank r. Raises what failed first, and `ConfigError` unless there is a device for each."""
+    """Run body r as rank r. Raises the error of the rank that failed first, and `ConfigError` unless each
+    rank has a device.
+    """
     machines = {machine.rank: machine for machine in scheduler.machines}
     missing = [rank for rank in range(len(bodies)) if rank not in machines]
     if missing:
@@ -80,7 +82,7 @@ def _rank(backend: SimBackend, body: Callable[[], None]) -> None:
 
 @contextmanager
 def _torch_distributed(scheduler: HostScheduler, store: SimStore, size: int) -> Generator[None]:
-    """Let torch's groups be simulated ones while the block lasts, whatever backend a script names."""
+    """Make torch.distributed create simulated groups inside the block, whichever backend a script names."""
     isolate: Any = getattr(torch_c10d(), "_set_thread_isolation_mode", None)
     if isolate is None:
         raise CapabilityError("this torch can't keep the groups of threads apart, so ranks of a script can't be watched")

@@ -28,7 +28,7 @@ _MOST = 1 << 18
 
 
 def _offsets(operand: Tensor) -> Tensor:
-    """The byte offset of each element, in the operand's shape."""
+    """Return the byte offset of each element of the operand, in the operand's shape."""
     size = operand.element_size()
     made = torch.zeros((), dtype=torch.int64)
     for dim, (count, stride) in enumerate(zip(operand.shape, operand.stride(), strict=True)):
@@ -38,7 +38,7 @@ def _offsets(operand: Tensor) -> Tensor:
 
 
 def _picked(name: str, pick: Callable[[Tensor, Mapping[str, Any]], Tensor]) -> Callable[[Mapping[str, Any]], Found]:
-    """The elements of operand `name` that `pick` would take from a tensor of its shape."""
+    """Return the elements of operand `name` that `pick` selects, by applying `pick` to a tensor of byte offsets."""
 
     def elements(arguments: Mapping[str, Any]) -> Found:
         operand: Tensor = arguments[name]
@@ -50,7 +50,7 @@ def _picked(name: str, pick: Callable[[Tensor, Mapping[str, Any]], Tensor]) -> C
 
 
 def _along(index: str) -> Callable[[Mapping[str, Any]], Found]:
-    """Whole slices along a dimension."""
+    """Return the elements of whole slices of the operand at `indices` along dimension `dim`."""
     others = _picked("self", lambda offsets, a: offsets.index_select(a.get("dim", 0), a[index].flatten()))
 
     def found(arguments: Mapping[str, Any]) -> Found:
@@ -124,7 +124,7 @@ ATEN: Mapping[str, Mapping[str, Callable[[Mapping[str, Any]], Found]]] = Mapping
 
 
 class RowResolver:
-    """The operands of one queued operation, to be asked when it runs."""
+    """The operands of one queued operation. When the operation runs, the machine calls the object for the accessed rows."""
 
     __slots__ = ("_accesses", "_bound", "_dims", "_looks", "_resolvers")
 
@@ -148,8 +148,9 @@ class RowResolver:
         }
 
     def __call__(self) -> tuple[Access, ...]:
-        """The accesses, row by row (neighbours merged), of the operands that are indexed by data; the operand's whole
-        access again if the rows can't be determined.
+        """Return the accesses to the operands that data indexes, row by row, with adjacent rows merged.
+
+        Returns an access to the whole operand if its rows can't be determined.
         """
         found: list[Access] = []
         known: dict[Callable[[Mapping[str, Any]], Found], Found] = {}
@@ -193,7 +194,9 @@ class RowResolver:
 
 
 def _runs(whole: Access, offsets: Tensor, itemsize: int) -> list[Access]:
-    """The elements as runs of bytes: neighbours are one, and runs of one length at one distance are one access."""
+    """Merge elements into byte ranges: adjacent elements form one, and ranges of equal length and distance one strided
+    access.
+    """
     low = numpy.unique(offsets.numpy())
     if not low.size:
         return []

@@ -1,8 +1,8 @@
-"""Saving and loading: tensors of the device go through `torch.save` as any device's do.
+"""Saving and loading of device tensors with `torch.save` and `torch.load`.
 
-A file names storages and the device that each lay on. What is pickled is a host storage with the device's name; what is
-loaded for the device is a host storage that `set_` moves there, once, however many tensors share it. So tied weights and
-views stay what they were, and a file loads in a process that has no such device with `map_location="cpu"`.
+A file names storages and the device of each. A device storage is pickled as a host storage with the device's name. When torch
+loads a tensor for the device, `set_` copies the host storage there, once for all tensors that share it. Tied weights and
+views therefore stay tied, and with `map_location="cpu"` a file loads in a process without the device.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _BEFORE_TORCHS = 9
 
 
 class HostStorage(torch.UntypedStorage):
-    """The bytes of a device storage, on the host. `place` is the device that they belong to."""
+    """The bytes of a device storage, on the host. `place` is the device of the original storage."""
 
     place: torch.device
     device_copy: Any = None  # the bytes on the device, once a tensor needs them
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]  # torch's is a plain attribute
-        """The device on which torch is to create tensors over this storage."""
+        """The device on which torch creates tensors over this storage."""
         return self.place
 
 
@@ -42,7 +42,7 @@ def _host_storage(size: int, place: torch.device) -> HostStorage:
 
 
 def bytes_of(allocation: Allocation, device: torch.device) -> Tensor:
-    """All bytes of a storage, as a tensor on the device."""
+    """Return all bytes of a device storage as a uint8 tensor on the device."""
     from outrider_sim.tensor import wrap
 
     meta = Meta((allocation.nbytes,), (1,), torch.uint8)
@@ -83,12 +83,12 @@ def pickle_reduction(tensor: SimTensor) -> Any:
 
 
 def bytes_on_host(storage: torch.UntypedStorage) -> Tensor:
-    """The bytes of a host storage."""
+    """Return the bytes of a host storage as a uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def to_device(storage: HostStorage) -> SimTensor:
-    """The storage's bytes on its device: the same tensor each time."""
+    """Copy a host storage to its device and return the device tensor of its bytes; repeated calls return the same tensor."""
     if storage.device_copy is None:
         with torch.no_grad():
             storage.device_copy = bytes_on_host(storage).to(storage.place)
@@ -97,7 +97,7 @@ def to_device(storage: HostStorage) -> SimTensor:
 
 
 def install(name: str) -> None:
-    """Teach `torch.save` and `torch.load` the device called `name`."""
+    """Register the device called `name` with `torch.save` and `torch.load`."""
 
     def place(location: str) -> torch.device | None:
         kind, _, number = location.partition(":")

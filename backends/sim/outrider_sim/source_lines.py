@@ -41,7 +41,7 @@ def python_line() -> str:
 
 
 class SourceLines:
-    """Source lines of operations. A backward operation has the line of the forward operation of its autograd node.
+    """Source lines of operations. A backward operation has the line of the forward operation that created its autograd node.
 
     Torch numbers autograd nodes in creation order and creates an operator's node right before it runs the operator.
     """
@@ -50,7 +50,7 @@ class SourceLines:
         self._of_nodes: dict[int, tuple[int, str]] = {}
 
     def now(self) -> str:
-        """Return `file:line` of an operator that torch calls."""
+        """Return `file:line` of the operator call that torch is running."""
         if torch._C._current_graph_task_id() != -1:
             node: Any = torch._C._current_autograd_node()
             known = self._of_nodes.get(node._sequence_nr()) if node is not None else None

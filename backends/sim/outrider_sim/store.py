@@ -25,33 +25,33 @@ class SimStore(Store):
         self._values: dict[str, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Store a value; a string is encoded as UTF-8."""
+        """Store `value` under `key`; a string is encoded as UTF-8."""
         self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
 
     def get(self, key: str) -> bytes:
-        """Return a key's value. Waits until the key has a value."""
+        """Return the value of `key`. Waits until another thread has set the key."""
         self.wait([key])
         return self._values[key]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, 0 at first; returns the sum."""
+        """Add `amount` to the number under `key`, which is 0 at first; return the sum."""
         total = int(self._values.get(key, b"0")) + amount
         self._values[key] = str(total).encode()
         return total
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Add to the end of a value, empty at first."""
+        """Append `value` to the bytes under `key`, which are empty at first."""
         self._values[key] = self._values.get(key, b"") + (value.encode() if isinstance(value, str) else bytes(value))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a key that holds `expected`, or that isn't there where that is empty; returns what it holds then."""
+        """Set `key` to `desired` if it holds `expected`, or if it is missing and `expected` is empty; return its value."""
         before = expected.encode() if isinstance(expected, str) else bytes(expected)
         if self._values.get(key, b"") == before:
             self.set(key, desired)
         return self._values.get(key, before)
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all keys have values."""
+        """Return True if all of `keys` have values."""
         return all(key in self._values for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -74,11 +74,11 @@ class SimStore(Store):
             self.set(key, value)
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key. Return whether it had a value."""
+        """Delete `key` from the store. Return True if it had a value."""
         return self._values.pop(key, None) is not None
 
     def num_keys(self) -> int:
-        """Return the number of keys with values."""
+        """Return the number of keys that have values in the store."""
         return len(self._values)
 
     def set_timeout(self, timeout: timedelta) -> None:

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 class Strategy:
-    """Program order: each operation runs at once, before the host continues. Base class of the other strategies."""
+    """The program-order strategy: each operation runs at once, before the host continues. Base class of
+    the other strategies.
+    """
 
     name = "program"
     host_first = False
@@ -38,10 +40,10 @@ class Strategy:
         return 0
 
     def begin(self) -> None:
-        """Prepare the strategy for a new run."""
+        """Reset the strategy's state before a run."""
 
     def end(self) -> None:
-        """Finish a run, also after a failure."""
+        """Update the strategy's state after a run, also after a failed run."""
 
 
 class HostFirst(Strategy):
@@ -67,7 +69,7 @@ class Slowest(Strategy):
         self.stream = stream
 
     def choose(self, candidates: Sequence[StreamQueue | HostThread]) -> int:
-        """Pick the first candidate that isn't the slow stream."""
+        """Pick the first stream or host thread other than the slow stream."""
         return 1 if candidates[0].label == self.stream else 0
 
 
@@ -100,7 +102,7 @@ class Random(Strategy):
         self._host_weight = self._random.choice((1, 1, 4, 16))
 
     def choose(self, candidates: Sequence[StreamQueue | HostThread]) -> int:
-        """Pick a candidate at random, with the host threads' weight."""
+        """Pick a stream or host thread at random; host threads have the run's weight."""
         weights = [self._host_weight if a.label.startswith("host") else 1 for a in candidates]
         point = self._random.randrange(sum(weights))
         for i, weight in enumerate(weights):
@@ -127,7 +129,7 @@ class PriorityStrategy(Strategy):
         self._count = 0
 
     def choose(self, candidates: Sequence[StreamQueue | HostThread]) -> int:
-        """Pick the candidate of the highest priority."""
+        """Pick the stream or host thread of the highest priority."""
         priority = self._priority
         best = 0
         highest = float("-inf")
@@ -146,7 +148,7 @@ class PriorityStrategy(Strategy):
 
 
 class ReplaySchedule(Strategy):
-    """A schedule again: the order of the program, departed from only where the schedule says so."""
+    """The replay strategy: program order, except where a delay of the schedule blocks a step."""
 
     name = "replay"
 
@@ -168,7 +170,7 @@ class ReplaySchedule(Strategy):
         return after is not None and self._done.get(after.actor, 0) <= after.number
 
     def note(self, label: str, done: int) -> None:
-        """Note that an actor has taken `done` steps."""
+        """Record that `actor` has taken `done` steps, so that delays for its steps end."""
         self._done[label] = done
 
 
@@ -182,7 +184,7 @@ def _stream(options: Options) -> str:
 
 
 def integer(options: Options, key: str, default: int, minimum: int = 0) -> int:
-    """Return an integer option. Raises `ConfigError` if it is less than `minimum`."""
+    """Parse an integer option of a strategy. Raises `ConfigError` if the value is less than `minimum`."""
     text = options.get(key, str(default))
     try:
         value = int(text)
@@ -242,7 +244,7 @@ def make_strategy(name: str, seed: int = 0, options: Options | None = None) -> S
 
 
 def parse_strategy(spec: str) -> tuple[str, dict[str, str]]:
-    """Parse `pct:d=3,k=60` into name and options. The text after `replay:` is one schedule."""
+    """Parse strategy text such as `pct:d=3,k=60` into name and options. The text after `replay:` is one schedule."""
     name, _, rest = spec.partition(":")
     if name == "replay" and not rest.startswith("schedule="):
         return name, {"schedule": rest}

@@ -80,15 +80,15 @@ class StreamMachine(FaultState):
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy that picks the next step."""
+        """The strategy that picks which stream or host thread takes the next step."""
         return self.scheduler.strategy
 
     def use(self, strategy: Strategy) -> None:
-        """Replace the strategy that picks the next step."""
+        """Replace the strategy that picks which stream or host thread takes the next step."""
         self.scheduler.use(strategy)
 
     def update_mode(self) -> None:
-        """Something changed that decides how much the strategy must be asked."""
+        """Recompute whether the scheduler must call the strategy, after a change of the observer or the options."""
         self.scheduler.update_mode()
 
     def schedule(self) -> Schedule:
@@ -106,7 +106,7 @@ class StreamMachine(FaultState):
 
     @property
     def bases(self) -> dict[int, int]:
-        """Storage → address, while decisions look at accesses."""
+        """A mapping from storage to simulated address, if the strategy compares memory accesses, else None."""
         return self.scheduler.bases
 
     @property
@@ -129,10 +129,9 @@ class StreamMachine(FaultState):
         self.scheduler.point(action, self)
 
     def reset(self, strategy: Strategy | None = None) -> None:
-        """Drain, then forget decisions, indices, virtual time and errors, on every machine of the scheduler. Memory and
-        streams stay.
+        """Drain all streams, then clear decisions, indices, virtual time and errors on every machine of the scheduler.
 
-        A device that was lost, or that is deadlocked, drops what is queued instead.
+        Memory and streams stay. A lost or deadlocked device drops its queued operations instead of running them.
         """
         scheduler = self.scheduler
         if len(scheduler.threads) > 1:
@@ -157,7 +156,7 @@ class StreamMachine(FaultState):
             scheduler.use(strategy)
 
     def start_over(self) -> None:
-        """Forget indices, virtual time and errors; what is still queued is gone."""
+        """Clear this machine's step indices, virtual time and errors, and drop its queued operations."""
         self.lost = self._failed = None
         self.runs = 0
         self.enqueued = 0
@@ -170,7 +169,7 @@ class StreamMachine(FaultState):
             stream.capture = None
 
     def drop(self) -> None:
-        """Drop all queued operations, as on a destroyed device."""
+        """Drop all queued operations of this machine, as on a destroyed device."""
         for stream in self.streams:
             stream.queue.clear()
             stream.done = stream.issued
@@ -179,7 +178,7 @@ class StreamMachine(FaultState):
     # -- objects ----------------------------------------------------------------------------------------------------
 
     def create_stream(self, name: str = "", priority: int = 0) -> StreamQueue:
-        """A new stream. The name in schedules is made from `name`, unique among the machine's streams."""
+        """Create a stream. Its name in schedules is made from `name`, unique among the machine's streams."""
         ident = 0
         used = {stream.id for stream in self.streams}
         while ident in used:
@@ -210,7 +209,7 @@ class StreamMachine(FaultState):
             self.streams.remove(stream)
 
     def create_event(self, name: str = "") -> EventState:
-        """Create an event without a record."""
+        """Create an event that no stream has recorded."""
         self._event_count += 1
         return EventState(self._event_count, name)
 
@@ -221,7 +220,7 @@ class StreamMachine(FaultState):
 
     @property
     def stream(self) -> StreamQueue:
-        """The calling thread's current stream."""
+        """The stream on which the calling thread enqueues operations."""
         local = self.local
         if local.stream is not None:
             return local.stream
@@ -234,7 +233,7 @@ class StreamMachine(FaultState):
         return self.default if local.fresh else self.main_stream
 
     def set_stream(self, stream: StreamQueue) -> StreamQueue:
-        """Make `stream` current on the calling thread; returns the one before."""
+        """Make `stream` current on the calling thread; return the previous stream."""
         local = self.local
         before = self.stream
         if threading.get_ident() == self._main_ident:
@@ -287,7 +286,7 @@ class StreamMachine(FaultState):
             self.scheduler.run_all(None)
 
     def record(self, event: EventState, stream: StreamQueue) -> EventGeneration:
-        """Enqueue a record; the generation is complete when it has run."""
+        """Enqueue a record of `event` on `stream`; the returned generation is complete when the record has run."""
         event.count += 1
         generation = EventGeneration(event, event.count, stream, stream.issued)
         generation.captured = stream.capture
@@ -299,7 +298,7 @@ class StreamMachine(FaultState):
         return generation
 
     def wait(self, generation: EventGeneration, stream: StreamQueue) -> None:
-        """Hold what is enqueued on `stream` from now on until the generation is complete.
+        """Hold the operations enqueued on `stream` from now on until the generation is complete.
 
         A wait for a record inside an open capture pulls `stream` into that capture.
         """
@@ -317,16 +316,16 @@ class StreamMachine(FaultState):
     # -- the host waits ---------------------------------------------------------------------------------------------
 
     def synchronize_stream(self, stream: StreamQueue) -> None:
-        """Block until everything enqueued on `stream` so far has run."""
+        """Block the host until everything enqueued on `stream` so far has run."""
         target = stream.issued
         self._block(lambda: stream.done >= target, f"stream {stream.label!r}", stream)
 
     def synchronize_event(self, generation: EventGeneration) -> None:
-        """Block until `generation` is complete."""
+        """Block the host until the event's `generation` is complete."""
         self._block(lambda: generation.done, str(generation.event.label), generation)
 
     def synchronize_device(self) -> None:
-        """Block until every stream is empty."""
+        """Block the host until every stream is empty."""
         self._block(lambda: not any(stream.queue for stream in self.streams), "the device", None)
 
     def query(self, done: Callable[[], bool], target: Any) -> bool:
@@ -347,7 +346,9 @@ class StreamMachine(FaultState):
         return answer
 
     def _block(self, ready: Callable[[], bool], what: str, target: Any) -> None:
-        """Let the strategy run others until `ready` holds and this thread is picked; then raise what has failed."""
+        """Let other actors run until `ready` holds and the strategy picks this thread; then raise the machine's pending
+        error.
+        """
         me = self.scheduler.local.thread or self.scheduler.main
         if self.lost is not None:
             raise self.lost_again()
@@ -360,12 +361,12 @@ class StreamMachine(FaultState):
         self._raise_failed()
 
     def _settle(self, me: HostThread, target: Any) -> None:
-        """Advance the host's virtual time after a wait."""
+        """Advance the calling thread's virtual time to the time at which its wait ended."""
         reached = reached_at(target, self.streams)
         me.clock = max(me.clock, reached) + self.like.sync_us
 
     def execute(self, stream: StreamQueue) -> None:
-        """Run the operation that is next on `stream`."""
+        """Run the next operation of `stream` and advance the stream's virtual time."""
         op = stream.queue.popleft()
         index = stream.done
         stream.done = index + 1

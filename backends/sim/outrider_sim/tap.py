@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Tap(Protocol):
-    """Callbacks of the machine. Each runs on the host thread that caused it, in the order of that thread's calls."""
+    """Callbacks that the machine calls. Each runs on the host thread that caused it, in the order of that thread's calls."""
 
     def launched(self, op: Op, stream: StreamQueue, index: int) -> None:
         """Report that `op` was enqueued as operation `index` of `stream`."""
@@ -49,19 +49,19 @@ class ObserverTap:
         self.timeline = getattr(observer, "ran", None)
 
     def launched(self, op: Op, stream: StreamQueue, index: int) -> None:
-        """Kernels and copies are operations; records, waits and launches have reports of their own."""
+        """Report kernels and copies as operations; records, waits and launches have reports of their own."""
         if op.kind > OperationKind.COPY:
             return
         op.report = Operation(op.name, stream.name or stream.label, index, op.accesses, op.line)
         self._observer.launched(op.report)
 
     def ran(self, op: Op, stream: StreamQueue, index: int, start: float, end: float) -> None:
-        """Report an operation's virtual times, for observers that draw timelines."""
+        """Report the virtual start and end of an operation, for observers that draw timelines."""
         if self.timeline is not None:
             self.timeline(op.report, op.name, stream.name or stream.label, index, start, end)
 
     def synchronized(self, stream: StreamQueue) -> None:
-        """Report a host synchronization inside a torch call."""
+        """Report that the host waited for a stream inside a torch call."""
         for candidate in self._backend.streams:
             if candidate.native is stream:
                 self._observer.stream_synchronized(candidate)
@@ -77,16 +77,16 @@ class ObserverTap:
             self._observer.address_reused(allocation.id, previous)
 
     def shared(self, allocation: Any, stream: StreamQueue) -> None:
-        """Report that the allocator also waits for another stream."""
+        """Report that an allocation's reuse also waits for another stream."""
         self._observer.memory_shared(allocation.id, stream.name or stream.label)
 
     def freed(self, allocation: Any) -> None:
-        """Report a freed allocation with its stream."""
+        """Report a freed allocation with the stream that allocated it."""
         host = isinstance(allocation, HostAllocation)
         self._observer.freed(allocation.id, "host" if host else allocation.stream.name or allocation.stream.label)
 
     def host_accessed(self, access: Access, line: Any) -> None:
-        """Report a host access to pinned memory."""
+        """Report that a host thread reads or writes pinned memory."""
         self._observer.host_accessed(access, line)
 
     def rows(self, op: Op, stream: StreamQueue, index: int) -> None:

@@ -31,19 +31,19 @@ class SimStorage:
         return self._allocation.address
 
     def nbytes(self) -> int:
-        """Return the requested size in bytes."""
+        """Return the size of the storage in bytes, as requested."""
         return self._allocation.nbytes
 
     size = nbytes
     __len__ = nbytes
 
     def cpu(self) -> torch.UntypedStorage:
-        """Return a copy of the bytes on the host. Waits for the current stream."""
+        """Return a copy of the storage's bytes on the host. Waits for the current stream."""
         with torch.no_grad():
             return bytes_of(self._allocation, self.device).cpu().untyped_storage()
 
     def copy_(self, source: torch.UntypedStorage, non_blocking: bool | None = None) -> SimStorage:
-        """Copy from a host storage of the same size, on the current stream."""
+        """Copy the bytes of a host storage of the same size to this storage, on the current stream."""
         with torch.no_grad():
             bytes_of(self._allocation, self.device).copy_(bytes_on_host(source), non_blocking=bool(non_blocking))
         return self
@@ -58,8 +58,8 @@ class SimStorage:
 class SimTensor(Tensor):
     """A tensor on the simulated device.
 
-    `_inner` is the host tensor that queued operations work on, `_alloc` what keeps the memory, `_meta` the interned
-    shape, strides and dtype. Reading a value waits for the device, as on any accelerator.
+    Queued operations work on the host tensor `_inner`. `_alloc` keeps the memory alive. `_meta` is the interned shape,
+    strides and dtype. Reading a value waits for the device, as on any accelerator.
     """
 
     _inner: Tensor
@@ -78,7 +78,7 @@ class SimTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Dispatch an operator: queue it, run it at once (views) or wait for it (reads)."""
+        """Pass an operator call to the dispatcher: it queues the operator, runs a view at once, or waits for a read."""
         del types
         try:
             return cls._dispatch(func, args, kwargs)
@@ -123,7 +123,7 @@ class SimTensor(Tensor):
         raise TypeError(f"can't convert {self.device} tensor to numpy; use Tensor.cpu() to copy it to the host first")
 
     def record_stream(self, stream: Any) -> None:
-        """Prevent reuse of the memory until `stream` has run its work queued at the release."""
+        """Prevent reuse of the tensor's memory until `stream` has run its work queued at the release."""
         queue = getattr(stream, "queue_state", stream)
         self._alloc.used_by(queue)
 

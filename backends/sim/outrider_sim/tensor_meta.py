@@ -35,7 +35,7 @@ _LIMIT = 1 << 16
 
 
 class Metas:
-    """The interning table. It is cleared when it grows past a limit, which costs only look-ups."""
+    """The table of interned metas. It is cleared when it exceeds its size limit, which costs only look-ups."""
 
     __slots__ = ("_table",)
 
@@ -53,7 +53,7 @@ class Metas:
         return found
 
     def meta_of(self, tensor: Tensor) -> Meta:
-        """The meta of a host tensor."""
+        """Return the interned meta of a host tensor."""
         return self.get(tensor.shape, tensor.stride(), tensor.dtype)
 
 

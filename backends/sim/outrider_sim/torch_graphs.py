@@ -35,7 +35,7 @@ class CUDAGraph:
         self._open = ExitStack()
 
     def capture_begin(self, pool: Pool | None = None, capture_error_mode: str = "global", **_: Any) -> None:
-        """Begin to capture the calling thread's work; the current stream is the graph's first stream.
+        """Start to capture the calling thread's work; the current stream is the graph's first stream.
 
         Raises `CaptureError` if this graph was already captured or the stream is in another capture.
         """
@@ -57,7 +57,7 @@ class CUDAGraph:
         self._graph, self._capture = graph, capture
 
     def capture_end(self) -> None:
-        """End the capture. Raises `CaptureError` if a stream was forked into the capture and not joined."""
+        """End this graph's capture. Raises `CaptureError` if a stream was forked into the capture and not joined."""
         graph, capture = self._graph, self._capture
         if graph is None or capture is None:
             raise CaptureError("capture_end() without capture_begin()")
@@ -74,13 +74,13 @@ class CUDAGraph:
             capture.close()
 
     def replay(self) -> None:
-        """Enqueue the captured work on the current stream."""
+        """Enqueue the graph's captured operations on the current stream."""
         if self._graph is None or self._graph.program is None:
             raise CaptureError("replay() of a graph that wasn't captured")
         self._graph.replay(current_stream().wrapped)
 
     def reset(self) -> None:
-        """Drop the captured work. Replays in flight still run."""
+        """Drop the graph's captured operations. Replays in flight still run."""
         self._graph = None
 
     def pool(self) -> Pool:

@@ -66,16 +66,16 @@ class SimTorchStream:
         self.wait_event(other.record_event())
 
     def synchronize(self) -> None:
-        """Block the host until all work enqueued so far has run."""
+        """Block the host until all work enqueued on this stream so far has run."""
         self.wrapped.synchronize()
 
     def query(self) -> bool:
-        """Return whether all work enqueued so far has run."""
+        """Return True if all work enqueued on this stream so far has run."""
         return self.wrapped.query()
 
     @property
     def device(self) -> torch.device:
-        """The stream's simulated device."""
+        """The simulated device on which this stream runs."""
         return self.wrapped.backend.device
 
     @property
@@ -96,7 +96,7 @@ class SimTorchStream:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Restore the previous current stream."""
+        """Make the stream that was current before the block current again."""
         self._scopes.pop().__exit__(None, None, None)
 
     def __eq__(self, other: object) -> bool:
@@ -115,19 +115,19 @@ class SimTorchEvent:
         self.wrapped: SimEvent = made
 
     def record(self, stream: SimTorchStream | None = None) -> None:
-        """Record on `stream`, or on the current stream."""
+        """Record the event on `stream`, or on the current stream."""
         (stream or current_stream()).wrapped.record(self.wrapped)
 
     def wait(self, stream: SimTorchStream | None = None) -> None:
-        """Make `stream`, or the current stream, wait for the latest record."""
+        """Make `stream`, or the current stream, wait for the event's latest record."""
         (stream or current_stream()).wait_event(self)
 
     def query(self) -> bool:
-        """Return whether the latest record is complete, or True without a record, like torch."""
+        """Return whether the event's latest record is complete; True without a record, like torch."""
         return self.wrapped.generation == 0 or self.wrapped.query()
 
     def synchronize(self) -> None:
-        """Block until the latest record is complete."""
+        """Block the host until the event's latest record is complete."""
         if self.wrapped.generation:
             self.wrapped.synchronize()
 
@@ -148,7 +148,7 @@ def current_stream(device: Any = None) -> SimTorchStream:
 
 
 def default_stream(device: Any = None) -> SimTorchStream:
-    """Return the stream of work outside any stream scope."""
+    """Return the stream on which torch work outside any stream scope is enqueued."""
     del device
     return SimTorchStream(wrapped=_backend().default_stream)
 
@@ -172,17 +172,17 @@ class StreamContext:
 
 
 def stream(chosen: SimTorchStream | None) -> StreamContext:
-    """Return a context in which torch work is enqueued on `chosen`."""
+    """Return a context in which torch work is enqueued on the stream `chosen`."""
     return StreamContext(chosen)
 
 
 def set_stream(chosen: SimTorchStream) -> None:
-    """Make `chosen` the calling thread's current stream."""
+    """Make the stream `chosen` the calling thread's current stream."""
     chosen.wrapped.backend.sim.machine.set_stream(chosen.queue_state)
 
 
 def synchronize(device: Any = None) -> None:
-    """Block the host until every stream is empty."""
+    """Block the host until every stream of the device is empty."""
     del device
     _backend().synchronize()
 

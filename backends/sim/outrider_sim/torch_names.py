@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def install(kind: str, dispatcher: Dispatcher) -> Iterator[Any]:
-    """Replace the names for devices of type `kind`. Yields objects that must stay alive."""
+    """Replace the torch names for devices of type `kind`. Yields objects that must stay alive."""
     _modules_swap()
     _generators(kind)
     _streams(kind)
@@ -32,7 +32,7 @@ def install(kind: str, dispatcher: Dispatcher) -> Iterator[Any]:
 
 
 def untraced(code: CodeType) -> None:
-    """Exclude code that torch calls to run an operator, and its callees, from Dynamo's traces."""
+    """Exclude `function`, which torch calls to run an operator, and its callees from Dynamo's traces."""
     frames: Any = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))

@@ -51,7 +51,7 @@ def registered() -> TorchRegistration | None:
 
 
 class CurrentDeviceState:
-    """The device of calls without operands, saved and restored when host threads switch."""
+    """The device of torch calls without device operands, saved and restored when host threads switch."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
@@ -61,7 +61,7 @@ class CurrentDeviceState:
         return self._dispatcher.current
 
     def restore(self, saved: SimDeviceState) -> None:
-        """Restore the current device of a thread that runs again."""
+        """Restore the current device of a host thread that runs again."""
         self._dispatcher.current = saved
 
 

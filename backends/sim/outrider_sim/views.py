@@ -1,4 +1,4 @@
-"""Views, and operators that change a tensor's shape or strides. They run at once, on the same memory."""
+"""Views, and operators that change a tensor's shape or strides. Both run at once, on the tensor's own memory."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _EXPLICIT_OFFSET = frozenset({"aten::as_strided", "aten::_reshape_alias"})
 
 
 class ViewOperators:
-    """Carries out operators of the ways VIEW and METADATA."""
+    """Implementations of operators of the kinds VIEW and METADATA."""
 
     def __init__(self, core: Dispatcher) -> None:
         self._core = core
 
     def view(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return a view of the first operand's memory."""
+        """Run a view operator and return its result over the first operand's memory."""
         base = args[0]
         if not isinstance(base, SimTensor):
             return info.run(*args, **kwargs)
@@ -66,7 +66,7 @@ class ViewOperators:
         return [wrap(item, self._core.metas.meta_of(item), base._alloc, base.device) for item in result]
 
     def detach(self, base: SimTensor) -> SimTensor:
-        """Return the same view, outside autograd."""
+        """Return a view of the same memory, outside autograd."""
         inner = base._inner
         return wrap(inner, base._meta, base._alloc, base.device)
 
@@ -112,7 +112,7 @@ class ViewOperators:
         return target
 
     def renew(self, target: SimTensor, meta: Meta) -> SimTensor:
-        """Allocate memory for an empty tensor that gets a shape."""
+        """Allocate new memory for an empty tensor and give it the shape `meta`."""
         sim = self._core.current
         made = self._core.allocate(sim, meta, sim.machine.stream)
         return self._take_over(target, made._inner, made)
@@ -133,7 +133,7 @@ class ViewOperators:
 
 
 def _odd_view(result: Any, inner: Tensor) -> bool:
-    """Return whether a view has another dtype, or a lazy conjugate or negation."""
+    """Return whether a view changes the dtype, or is a lazy conjugate or negation."""
     for item in (result,) if isinstance(result, Tensor) else result:
         if item.dtype != inner.dtype or item.is_conj() or item.is_neg() or inner.is_conj() or inner.is_neg():
             return True
