@@ -25,7 +25,7 @@ def attention_metadata(o: Operands, *, max_query: int, max_kv: int, **more: Any)
 
 
 def in_float64(operands: Operands) -> dict[str, Tensor]:
-    """Return the operands of the reference: floating tensors in float64, the others unchanged."""
+    """Return copies of the operands for the reference: floating tensors in float64, the others unchanged."""
     return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in operands.items()}
 
 

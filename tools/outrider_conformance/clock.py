@@ -22,25 +22,25 @@ class PhaseTimeLimit:
         self._armed = False
 
     def renew(self) -> None:
-        """Start the limit again. A test calls it between parts of which each may hang."""
+        """Restart the time limit. A test calls this between parts of which each may hang."""
         if self._armed:
             signal.setitimer(signal.ITIMER_REAL, self._limit, min(self._limit, _REPEAT_S))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Limit the opening of the backend."""
+        """Limit the time in which the backend opens."""
         with self._limited(item):
             return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Limit the body of the test."""
+        """Limit the time of the test's body."""
         with self._limited(item):
             return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Limit the draining of the device."""
+        """Limit the time in which the device drains after the test."""
         with self._limited(item):
             return (yield)
 

@@ -86,7 +86,9 @@ def preferred(backend: Backend) -> str:
 def run(
     engine: Engine, prompts: Sequence[str] = PROMPTS, max_tokens: int = MAX_TOKENS, logprobs: int | None = None
 ) -> EngineRun:
-    """Generate greedily for all prompts in one batch. ``logprobs`` is the number of likeliest tokens to return."""
+    """Generate greedily with ``engine`` for all prompts in one batch; ``logprobs`` is the number of likeliest tokens to
+    return.
+    """
     tokens = [engine.tokenizer.encode(text) for text in prompts]
     completions = engine.generate(tokens, SamplingParams(max_tokens=max_tokens, logprobs=logprobs))
     likeliest = tuple(tuple(dict(token.top) for token in c.logprobs) for c in completions)
@@ -125,7 +127,7 @@ def first_wrong_token(found: EngineRun, wanted: EngineRun, dtype: str) -> str:
 
 
 class JitteredFence(Fence):
-    """A fence that slows its streams at random around each signal and wait, so that unordered work shows."""
+    """A fence that delays its streams at random around each signal and wait, so that a test sees work without an order."""
 
     def __init__(self, inner: Fence, backend: Backend, seed: int, cycles: int) -> None:
         super().__init__(inner.name)
@@ -145,7 +147,7 @@ class JitteredFence(Fence):
         self._inner.signal(stream)
 
     def wait(self, stream: Stream) -> None:
-        """Wait for the inner fence, and delay the following work of the stream at random."""
+        """Make ``stream`` wait for the inner fence, and delay the following work of the stream at random."""
         self._inner.wait(stream)
         self._delay_sometimes(stream)
 

@@ -55,7 +55,10 @@ class KernelCalls:
             return Counter(self._counts)
 
     def count(self, kernel: str, *, own: bool, use: str = "") -> int:
-        """Return the number of calls of ``kernel`` that the plugin computed (``own``) or left; of one ``use`` if given."""
+        """Return the number of calls of ``kernel``, for one ``use`` if given.
+
+        Counts the calls that the plugin computed if ``own`` is set, else the calls that it left to the overridden method.
+        """
         return sum(
             count
             for call, count in self.counts.items()
@@ -106,7 +109,9 @@ class KernelCalls:
         return result
 
     def _left(self, kernels: KernelSet, kernel: str, args: tuple[Any, ...]) -> None:
-        """Count a call that reached the base method: by ``super()`` of an override, or because no class overrides it."""
+        """Count a call that reached the base method: by ``super()`` of an override, or because no class
+        overrides the method.
+        """
         for opened in reversed(self._open):
             if opened.kernels is kernels and opened.kernel == kernel:
                 opened.left = True

@@ -225,7 +225,7 @@ class Lab:
         return made
 
     def full(self, stream: Stream, value: float, *, dtype: torch.dtype = torch.float32, width: int = WIDTH) -> Tensor:
-        """Return a device tensor that is made on ``stream`` and complete, so that every stream may use it."""
+        """Return a device tensor filled with one value on ``stream``, after the host has waited for the fill."""
         with self.backend.on(stream):
             tensor = torch.full((width,), value, dtype=dtype, device=self.backend.device)
         stream.synchronize()
@@ -242,7 +242,7 @@ class Lab:
             tensor.fill_(value)
 
     def copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
-        """Copy on the device on ``stream``, by an ordinary torch operation."""
+        """Copy one device tensor to another on ``stream``, by an ordinary torch operation."""
         with self.backend.on(stream):
             destination.copy_(source)
 
@@ -252,7 +252,9 @@ class Lab:
         return self.current_values(tensor)
 
     def current_values(self, tensor: Tensor) -> Any:
-        """Return the current contents without waiting for other streams: one number if all elements agree, else a list."""
+        """Return the tensor's current contents without waiting for other streams: one number if all elements agree, else a
+        list.
+        """
         values = tensor.cpu().flatten().tolist()
         return values[0] if len(set(values)) == 1 else values
 
@@ -315,7 +317,7 @@ def in_some_order(otherwise: str) -> Callable[[Callable[..., bool]], Callable[..
 
 
 def observing(look: Callable[[], bool]) -> Program:
-    """Return a program that raises :class:`OverlapObserved` where ``look`` returns True."""
+    """Return a program that raises :class:`OverlapObserved` if ``look`` returns True for the backend."""
 
     def program(_: Backend) -> None:
         if look():
@@ -333,7 +335,7 @@ def raise_failed_schedule(failure: ScheduleFailure) -> NoReturn:
 
 
 def expect(found: object, wanted: object, what: str) -> None:
-    """Fail unless ``found`` equals ``wanted``. ``what`` names the value in the message."""
+    """Fail unless the value ``found`` equals ``wanted``. ``what`` names the value in the message."""
     if found != wanted:
         shown = str(found)
         shown = shown if len(shown) < 200 else shown[:200] + " …"

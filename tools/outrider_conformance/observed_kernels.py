@@ -135,10 +135,10 @@ def _engines(backend: Backend, calls: KernelCalls) -> None:
 
 
 def _drawn(backend: Backend, calls: KernelCalls) -> None:
-    """Call every override that computed nothing for an engine, on random operands.
+    """Call each override that computed nothing for an engine, with random operands.
 
-    These are kernels that the engines did not call, such as those of quantized layers and of experts, and overrides that only
-    accept operands of another size.
+    Examples are kernels that the engines did not call, such as those of quantized layers and of experts, and overrides that
+    only accept operands of another size.
     """
     stream = backend.create_stream("drawn")
     computed = {call.kernel for call in calls.counts if call.own}
@@ -164,7 +164,7 @@ def _dtypes(backend: Backend) -> list[torch.dtype]:
 
 @contextmanager
 def _named(backend: Backend, calls: KernelCalls) -> Generator[None]:
-    """Count the kernel calls of each engine stage under the purpose of the stage."""
+    """Count the kernel calls of each engine stage under the stage's name: prefill, draft, verify, decode or extend."""
 
     def naming(kind: type, method: str, use: Callable[[Any], str]) -> Any:
         own = getattr(kind, method)

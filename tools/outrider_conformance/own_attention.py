@@ -178,8 +178,8 @@ def check_in_graph(lab: Lab, shape: Shape) -> None:
 def check_joined(lab: Lab, shape: Shape) -> None:
     """Check that a layer with quantised weights uses the backend's own attention in its fused calls.
 
-    The fused calls compute attention, the output projection, and gate and up, with and without the activation. Other tests
-    check the numbers.
+    The fused calls compute attention, the output projection, and the gate and up projections, with and without the
+    activation. Other tests check the numbers.
     """
     (stream,) = lab.streams("s")
     backend = lab.backend
@@ -215,7 +215,7 @@ def check_joined(lab: Lab, shape: Shape) -> None:
 
 
 def _attention_calls(calls: KernelCalls, kernels: str) -> int:
-    """Return the number of attention calls of these kernels: plain calls, and fused calls that they computed themselves."""
+    """Return how often these kernels computed attention, in plain calls and in fused calls that they computed themselves."""
     return sum(
         count
         for call, count in calls.counts.items()
@@ -224,7 +224,9 @@ def _attention_calls(calls: KernelCalls, kernels: str) -> int:
 
 
 def _ones(format: str, size: int, device: torch.device, *, rows: int = 0) -> QuantizedWeight:
-    """Return a weight of equal small numbers with one scale per row. It is square unless ``rows`` is given."""
+    """Return a quantised weight whose elements are one small number, with one scale per row; square unless
+    ``rows`` is given.
+    """
     rows = rows or size
     data = torch.ones(rows, size // (2 if format == "int4" else 1), device=device).to(QUANTIZED_FORMATS[format])
     scales = torch.full((rows, 1), 1 / size, device=device)

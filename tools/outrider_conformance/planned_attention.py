@@ -55,7 +55,7 @@ class PlannedBatch:
         return [n + c for n, c in zip(self.new, context, strict=True)]
 
     def planned(self, context: Sequence[int]) -> AttentionMetadata:
-        """Write these lengths to the device, and plan for them or renew the existing plan."""
+        """Copy these lengths to the device, and make a plan for them or renew the existing plan."""
         backend, stream = self.lab.backend, self.stream
         shape = AttentionShape(
             heads=_HEADS,
@@ -89,7 +89,7 @@ class PlannedBatch:
 
 
 def check_renewed(lab: Lab, new: Sequence[int], window: int) -> None:
-    """Use one plan for a batch, renew it for a batch with other lengths, and renew it back."""
+    """Check attention with one plan: for a first batch, for a batch with other lengths, and for the first batch again."""
     (stream,) = lab.streams("s")
     batch = PlannedBatch(lab, stream, new, window=window)
     for number, context in enumerate((*_LENGTHS, _LENGTHS[0])):
@@ -123,7 +123,7 @@ def check_in_graph(lab: Lab) -> None:
 
 
 def check_unplanned(lab: Lab) -> None:
-    """Plan on a stream of its own without shapes: attention must work with the metadata that comes back."""
+    """Call ``plan_attention`` without shapes on a new stream; attention must work with the returned metadata."""
     plan, stream = lab.streams("plan", "s")
     batch = PlannedBatch(lab, stream, (1, 1, 1))
     with lab.backend.on(stream):

@@ -71,7 +71,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Read the options, and register the clock and the recorder. A wrong option is a usage error."""
+    """Read the options, and register the time limit and the report's recorder. A wrong option is a usage error."""
     config.addinivalue_line("markers", "promise(member, words): the promise of the backend interface that the test checks")
     config.addinivalue_line("markers", "needs(*abilities): declared abilities that the test is about")
     try:
@@ -138,7 +138,7 @@ def pytest_runtest_makereport(
 
 
 def _alone(item: pytest.Item) -> str:
-    """Return the command that runs one test by itself, with the seed and number of programs of this run."""
+    """Return the command that repeats one test, with the seed and number of programs of this run."""
     command = ["outrider", "conform", "--backend", str(item.config.stash[KIT].spec), "--test", test_id(item)]
     for option, name, default in (("--programs", "--programs", DEFAULT_PROGRAMS), ("--kit-seed", "--seed", 0)):
         if (value := item.config.getoption(option)) != default:

@@ -27,7 +27,7 @@ def promise(member: str, words: str) -> Callable[[_Test], _Test]:
 
 
 def needs(*abilities: str) -> Callable[[_Test], _Test]:
-    """Mark a test with the abilities that it needs. A backend that declares them may not skip the test."""
+    """Mark a test with the abilities that it needs. The test may not skip itself on a backend that declares them."""
 
     def mark(test: _Test) -> _Test:
         return pytest.mark.needs(*abilities)(test)  # type: ignore[no-any-return]

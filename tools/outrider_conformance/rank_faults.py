@@ -35,7 +35,7 @@ _MAX_OVERRUN_S = 20.0
 
 
 def misuse(rank: RankHandle) -> None:
-    """Check that wrong operands raise before anything is enqueued. The other rank makes the same mistakes."""
+    """Check that calls with wrong operands raise before they enqueue work. The other rank makes the same mistakes."""
     with closing(rank.group()) as group:
         stream = rank.stream()
 
@@ -69,7 +69,7 @@ def misuse(rank: RankHandle) -> None:
 
 
 def bad_groups(rank: RankHandle) -> None:
-    """Check that ranks that can't form a group are refused at once."""
+    """Check that ``create_group`` raises at once for ranks that cannot form a group."""
     for what, ranks in (("ranks without this one", (7, 8)), ("one rank twice", (rank.index, rank.index)), ("no ranks", ())):
         _raises(
             ConfigError,

@@ -17,7 +17,7 @@ _MODULUS = 7  # values and their sums stay integers that every dtype represents
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype, start: int = 0) -> Tensor:
-    """Return a rank's input: integers that differ by rank and by position."""
+    """Return a rank's input tensor: integers that differ by rank and by position."""
     count = 1
     for each in shape:
         count *= each
@@ -26,7 +26,7 @@ def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype, start: int = 0
 
 
 def check_equal(found: Tensor, wanted: Tensor, what: str) -> None:
-    """Fail unless the tensors are equal in every element."""
+    """Fail unless the tensors ``found`` and ``wanted`` are equal in every element."""
     if not torch.equal(found.cpu().to(torch.complex128), wanted.to(torch.complex128)):
         shown = [tensor.flatten()[:6].tolist() for tensor in (found.cpu(), wanted)]
         raise AssertionError(f"{what}: found {shown[0]} …, expected {shown[1]} …")
@@ -52,7 +52,7 @@ def reduced(parts: list[Tensor], reduction: str) -> Tensor:
 
 
 def reduces(rank: RankHandle, dtype: str, shapes: list[list[int]], reduction: str) -> None:
-    """Check all_reduce and reduce_scatter with each implementation of the group."""
+    """Check the results of all_reduce and reduce_scatter with each implementation of the group."""
     kind = getattr(torch, dtype)
     with closing(rank.group()) as group:
         stream = rank.stream()
@@ -76,7 +76,7 @@ def reduces(rank: RankHandle, dtype: str, shapes: list[list[int]], reduction: st
 
 
 def moves(rank: RankHandle, dtype: str, shapes: list[list[int]]) -> None:
-    """Check all_gather, broadcast from each root, all_to_all and messages in both directions, with each implementation."""
+    """Check the results of all_gather, broadcast, all_to_all, send and receive with each implementation of the group."""
     kind = getattr(torch, dtype)
     with closing(rank.group()) as group:
         stream = rank.stream()

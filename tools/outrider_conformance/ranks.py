@@ -45,7 +45,7 @@ class RankHandle:
 
     @property
     def lab(self) -> Lab:
-        """Delays and data on this rank's device."""
+        """The delays and test data of this rank's device."""
         return Lab(self.backend, self.pace)
 
     @property
@@ -73,7 +73,7 @@ class RankHandle:
 
 
 class RankRunner:
-    """Run programs on ranks of the backend under test."""
+    """A runner of programs on ranks of the backend under test."""
 
     def __init__(self, kit: Kit) -> None:
         self._kit = kit
@@ -122,7 +122,7 @@ class RankRunner:
         return self._processes
 
     def _device(self, rank: int) -> Backend:
-        """Open another device of a simulated host. The options of the first device hold for all."""
+        """Open a further device of a simulated host. The options of the first device apply to all devices."""
         return self._kit.registry.create(replace(self._kit.spec, ordinal=rank, options={}))
 
     def _simulated(

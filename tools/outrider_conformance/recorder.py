@@ -57,7 +57,7 @@ class ReportRecorder:
         self._write_journal({"started": f"{Path(location[0]).stem}::{nodeid.partition('::')[2]}"})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Add one phase of a test. The worst phase decides the outcome."""
+        """Record one phase of a test. The worst phase decides the test's outcome."""
         properties = report.user_properties
         calls: list[Any] = [value for key, value in properties if key == CALLS]
         verdicts: list[Any] = [value for key, value in properties if key == VERDICT]
@@ -76,7 +76,7 @@ class ReportRecorder:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Send the facts to the controller from a worker, or write the report."""
+        """Send the recorded facts to the controller from a pytest-xdist worker, or write the report."""
         del session
         if self._worker:
             self._config.workeroutput["outrider_facts"] = dict(self._kit.facts)  # type: ignore[attr-defined]
@@ -115,7 +115,7 @@ class ReportRecorder:
     # -- the report ------------------------------------------------------------------------------------------------
 
     def report(self) -> dict[str, Any]:
-        """Return the complete report with its seal."""
+        """Return the report of all recorded tests with its seal."""
         return complete(
             kit=self._kit,
             host=host_facts(),

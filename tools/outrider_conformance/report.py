@@ -36,7 +36,7 @@ def complete(
     started: datetime.datetime,
     seconds: float,
 ) -> dict[str, Any]:
-    """Return the report of a run with its seal."""
+    """Assemble the report of a run from the results of its tests, and seal the report."""
     ordered = sorted(tests, key=lambda test: (test["level"], test["id"]))
     tier = {**facts.get("tier", {"kind": "not run", "device": ""}), "date": started.date().isoformat()}
     return seal(
@@ -83,7 +83,7 @@ def _result(counts: Counter[str]) -> str:
 
 
 def reached(tests: Sequence[Mapping[str, Any]], level: int) -> str | None:
-    """Return the highest level that is passed together with all lower levels. L5 never fails."""
+    """Return the highest level that is passed together with all lower levels. L5 only reports figures and always passes."""
     highest = None
     for name, result in levels_of(tests, level).items():
         if result["result"] in (PASSED, WAIVED):

@@ -107,7 +107,9 @@ def conform(
 
 
 def check(backend: str, *, level: str = "L4", waivers: Path | None = None) -> None:
-    """Run the suite as one test of a plugin. Raises :class:`ConformanceError` unless it passes up to ``level``."""
+    """Run the suite for ``backend`` inside a test of a plugin. Raises :class:`ConformanceError` unless it passes up to
+    ``level``.
+    """
     report = conform(backend, level=level, waivers=waivers)
     if not passed(report):
         failed = [f"\n  {test['id']}: {test['reason']}" for test in report["tests"] if test["outcome"] == "failed"]
@@ -115,13 +117,13 @@ def check(backend: str, *, level: str = "L4", waivers: Path | None = None) -> No
 
 
 def passed(report: Mapping[str, Any]) -> bool:
-    """Return whether all requested levels are passed. L5 only reports figures."""
+    """Return True if the report shows that all requested levels are passed. L5 only reports figures."""
     asked = judged(int(report["level"][1:]))
     return report["reached"] is not None and int(report["reached"][1:]) >= asked
 
 
 def failed(report: Mapping[str, Any]) -> bool:
-    """Return whether at least one test failed."""
+    """Return True if at least one test of the report failed."""
     return any(test["outcome"] == "failed" for test in report["tests"])
 
 

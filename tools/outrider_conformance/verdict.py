@@ -20,7 +20,7 @@ _NO_DIAGNOSIS = Diagnosis(None)
 
 
 class Verdict(StrEnum):
-    """The result of a test for the backend."""
+    """The kit's result of one test of the backend."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -35,7 +35,7 @@ class Verdict(StrEnum):
 
 
 def not_applicable(reason: str) -> NoReturn:
-    """End a test whose situation can't arise on this device. Only tests of the suite may call it."""
+    """End the running test because this device cannot show the case that it tests. Only tests of the suite may call this."""
     pytest.skip(_NOT_APPLICABLE + reason)
 
 

@@ -1,1 +1,1 @@
-"""The proof of the engine's fences: drawn host programs, drawn schedules, fences left out."""
+"""The proof of the engine's fences: random host programs and random schedules, also with one fence left out."""

@@ -75,7 +75,7 @@ def write_vision_checkpoint(
 
 
 def picture(rows: int, columns: int, seed: int = 0) -> npt.NDArray[np.uint8]:
-    """Return random pixels, [rows, columns, 3] uint8."""
+    """Return an image of random pixels, [rows, columns, 3] uint8."""
     return np.random.default_rng(seed).integers(0, 256, (rows, columns, 3), dtype=np.uint8)
 
 
@@ -125,7 +125,7 @@ def layer_products(prefix: str, hidden: int, inner: int, kv: int, *, reads: int 
 
 
 def save_head(directory: Path, config: Any, state: dict[str, torch.Tensor], fmt: str) -> None:
-    """Write a head's config and tensors as ``model.safetensors``, or by torch.save for any other ``fmt``."""
+    """Write the config and tensors of a draft head, as ``model.safetensors`` or by torch.save for any other ``fmt``."""
     directory.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(directory)
     if fmt == "safetensors":

@@ -65,7 +65,7 @@ class DecodeExploration:
 
     @property
     def spec(self) -> str:
-        """The spec of the device."""
+        """The specification string of the device on which the programs run."""
         return self.backend or (_WITH_PARAMETERS if self.needs_parameters else _SIMULATED)
 
     def open_device(self) -> Backend:
@@ -104,7 +104,7 @@ class DecodeExploration:
 
     @property
     def described(self) -> dict[str, Any]:
-        """Return the options that a report repeats."""
+        """Return the options of the exploration that a report repeats."""
         return {
             "program": DECODE,
             "strategy": self.strategy,

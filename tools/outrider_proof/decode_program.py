@@ -237,7 +237,7 @@ class DecodeExplorer:
 
     @property
     def exercising_program(self) -> HostProgram:
-        """A program that exercises the dropped fence, if the device and the mode have the fence."""
+        """Return a host program that exercises the dropped fence, or None if the device or the mode lacks the fence."""
         if self._drop in _FENCES_OF_MOVES:
             return MOVING
         return self.program(3 if self._drop in _FENCES_OF_GUIDES else 1)
@@ -251,7 +251,7 @@ class DecodeExplorer:
         return known[alike][: arrival.max_tokens]
 
     def run_program(self, program: HostProgram, backend: Backend) -> None:
-        """Run a program once, watched.
+        """Run a host program once on the engine, watched by the sanitizer and the overlap monitor.
 
         Raises :class:`RaceError` of the sanitizer, :class:`WrongTokens`, the faults of :class:`OverlapMonitor`, or the
         engine's error.
@@ -474,12 +474,12 @@ class Serving:
         self._index[side, request] = index
 
     def _guide(self, engine: Engine, request: int) -> None:
-        """Install the guide of a request that has arrived at an engine."""
+        """Install the guide of a guided request that has just arrived at an engine."""
         guide(engine, request)
 
 
 def check_tokens(tokens: Mapping[int, Sequence[int]], ended: Mapping[int, str], expected: Sequence[tuple[int, ...]]) -> None:
-    """Compare the tokens of each request with the expected ones; those of an aborted request are a beginning of them.
+    """Compare each request's tokens with the expected ones; an aborted request may have only the first of them.
 
     Raises :class:`WrongTokens`.
     """
@@ -500,7 +500,9 @@ def implied_by(findings: Iterable[Finding], log: FenceLog) -> tuple[str, ...]:
 
 
 def _plain(subject: Subject, arrival: Arrival) -> tuple[int, ...]:
-    """Return greedy tokens without speculation; guided ones from a separate loop that shares no code with the engine."""
+    """Return a request's greedy tokens without speculation; a guided request is computed by a loop that shares no engine
+    code.
+    """
     model, vision = subject.reference
     tokens, media = subject.prompt(arrival)
     if arrival.guided:

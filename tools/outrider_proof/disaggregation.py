@@ -82,7 +82,7 @@ class EngineSizes:
 
 
 def make_engine(model: str, backend: Backend, sizes: EngineSizes, ranks: Ranks | None = None) -> Engine:
-    """An engine of a model of :data:`MODELS`; the part of it that one of several ``ranks`` has."""
+    """Return an engine of a model of :data:`MODELS`, or the engine of one of several ``ranks``."""
     from outrider.engine.engine import Engine
 
     if model == "bundled":
@@ -113,7 +113,10 @@ def child(
     rank: int = 0,
     port: int = 0,
 ) -> None:
-    """Run one server until it is killed or receives an end. ``rank`` and ``port`` (of the store) are for further ranks."""
+    """Run one prefill or decode server until it is killed or receives the end command.
+
+    ``rank`` and ``port`` (of the store) are for further ranks.
+    """
     import torch
 
     end_with_parent()
@@ -206,7 +209,7 @@ class Pair:
         self.processes[role].wait()
 
     def poll_until(self, condition: Any) -> None:
-        """Poll the client until ``condition()`` is true. Raises if a server ends or the time limit passes."""
+        """Poll the client until ``condition()`` is true. Raises if a server process ends or the time limit passes."""
         end = time.monotonic() + LIMIT_S
         while not condition():
             self.client.poll(0.05)
@@ -219,8 +222,9 @@ class Pair:
     def serve_program(
         self, arrivals: Sequence[tuple[Arrival, tuple[int, ...], tuple[Media, ...]]], interrupt: Any = None
     ) -> list[Any]:
-        """Serve the requests of a program; for each, its tokens, or None where it was aborted. ``interrupt``: called once,
-        with requests under way.
+        """Serve the requests of a program and return, for each, its tokens or None if it was aborted.
+
+        ``interrupt`` is called once while requests are running.
         """
         waiting = sorted(range(len(arrivals)), key=lambda index: arrivals[index][0].step)
         number_of: dict[int, int] = {}
@@ -289,7 +293,7 @@ def words() -> tuple[int, ...]:
 
 
 def random_program(model: str, seed: int) -> list[tuple[Arrival, tuple[int, ...], tuple[Media, ...]]]:
-    """The requests of a program."""
+    """Return the random requests of one program."""
     if model == "bundled":
         rng = random.Random(f"apart {seed}")
         found: list[tuple[Arrival, tuple[int, ...], tuple[Media, ...]]] = []
@@ -330,7 +334,7 @@ class Reference:
 
 
 def prove(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the programs and return counts, wrong outputs and resources still held."""
+    """Run the programs on pairs of servers; return counts, wrong outputs and the resources that servers still hold."""
     found: dict[str, Any] = {
         "programs": 0,
         "requests": 0,
@@ -390,7 +394,7 @@ def prove(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the proof; exit code 1 for a wrong token, a lost request or a page that was not freed."""
+    """Run the proof; the exit code is 1 for a wrong token, a lost request or a page that was not freed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--transport", default="torch")

@@ -60,9 +60,10 @@ returns the plugin's backend, and that of ``outrider_npu`` has ``lift_limits()``
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """A row of the tables. ``mode``: staged, staged with graphs, or fused; ``like``: a personality, or a plugin.
+    """A row of the tables: proposer, mode and device.
 
-    ``emulations``: the directory with the emulations of vendors' packages; a plugin needs it.
+    ``mode`` is staged, staged with graphs, or fused; ``like`` is a personality or a plugin. ``emulations`` is the directory
+    with the emulations of vendors' packages, which a plugin needs.
     """
 
     proposer: str
@@ -149,7 +150,7 @@ def simulated_device(like: str, emulations: Path | None) -> Any:
 
 
 class Models:
-    """The models of a proposer on one backend, loaded once; with ``ranks``, this rank's part of them."""
+    """The models of a proposer on one backend, loaded once; with ``ranks``, only this rank's shards."""
 
     def __init__(self, proposer: str, backend: Backend, ranks: Ranks | None = None) -> None:
         self.proposer, self.backend, self.ranks = proposer, backend, ranks
@@ -170,7 +171,7 @@ class Models:
         backend.synchronize()
 
     def make(self) -> Proposer:
-        """Return a new proposer with its own caches."""
+        """Return a new proposer with its own KV caches."""
         if self.proposer == VISION:
             return NgramProposer(vocab_size=self.target.config.vocab_size, draft_tokens=3)
         stream = self.backend.create_stream("load")

@@ -127,7 +127,7 @@ class WrappedFence(Fence):
         self._inner.wait(stream)
 
     def done(self) -> bool:
-        """Return True if the wrapped fence is done."""
+        """Return True if the wrapped fence's last signal is complete."""
         return self._inner.done()
 
 
@@ -143,7 +143,9 @@ class _Noted(WrappedFence):
         self._carried_out: tuple[str, int] | None = None
 
     def signal(self, stream: Stream) -> None:
-        """Record the signal and carry it out, unless records are dropped; the first record is always carried out."""
+        """Record the signal in the log and carry it out, unless records are dropped; the first record is
+        always carried out.
+        """
         self._log.streams[stream.name] = stream
         self._declared = (stream.name, self._log.position(stream))
         if self._dropped is not Drop.RECORD or self._carried_out is None:
@@ -153,7 +155,7 @@ class _Noted(WrappedFence):
             self._log.left_out += 1
 
     def wait(self, stream: Stream) -> None:
-        """Note it; carry it out unless waits are dropped."""
+        """Record the stream's wait in the log, and carry it out unless waits are dropped."""
         self._log.streams[stream.name] = stream
         skipped = self._skips(stream.name)
         if not skipped:
@@ -161,14 +163,14 @@ class _Noted(WrappedFence):
         self._note(stream.name, self._log.position(stream), skipped)
 
     def wait_host(self) -> None:
-        """Note it; carry it out unless waits are dropped."""
+        """Record the host's wait in the log, and carry it out unless waits are dropped."""
         skipped = self._skips(HOST)
         if not skipped:
             self._inner.wait_host()
         self._note_host(skipped)
 
     def wait_host_within(self, seconds: float) -> bool:
-        """Note it; carry it out unless waits are dropped."""
+        """Record the host's wait in the log, and carry it out unless waits are dropped; return the fence's answer."""
         skipped = self._skips(HOST)
         came = skipped or self._inner.wait_host_within(seconds)
         if came:

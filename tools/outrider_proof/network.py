@@ -63,7 +63,7 @@ class NetworkMove:
         self._there = self._back = False
 
     def _go_back(self, giver: Engine) -> bool:
-        """Return the request to its first engine after a timeout: both engines may wait for each other's pages."""
+        """Return the request to its first engine after a timeout, because both engines may wait for each other's pages."""
         giver.returned(self._lent)
         self._arrive(self._side, giver.resume(self._lent.state))
         return True

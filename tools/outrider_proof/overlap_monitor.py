@@ -58,7 +58,7 @@ class OverlapMonitor:
         self._may_block: frozenset[str] = frozenset()
 
     def wrap(self, fence: Fence) -> Fence:
-        """Return a fence around ``fence`` that tells the monitor its name during a host wait."""
+        """Return a fence around ``fence`` that reports its name to the monitor during a host wait."""
         return _Named(fence, self)
 
     def watch(self, engine: Engine, *, overlap: bool) -> None:
@@ -94,7 +94,7 @@ class OverlapMonitor:
             raise self.faults[0] from error
 
     def note(self, fault: OutriderError) -> None:
-        """Append a fault; the run continues, because later errors may explain it."""
+        """Append a fault to ``faults``; the run continues, because later errors may explain the fault."""
         self.faults.append(fault)
 
     def _blocking(self, original: Callable[..., None], name: str) -> Callable[..., None]:
@@ -108,7 +108,7 @@ class OverlapMonitor:
 
 
 class _WatchedLoop:
-    """One engine's loop."""
+    """The monitor's record of one engine's batches, launches and freed rows."""
 
     def __init__(self, pace: OverlapMonitor, loop: Loop, overlap: bool) -> None:
         self._pace, self._loop, self._overlap = pace, loop, overlap
@@ -196,7 +196,7 @@ class _WatchedLoop:
 
 
 class _Named(WrappedFence):
-    """A fence that tells the monitor its name during a host wait."""
+    """A fence that reports its name to the monitor during a host wait."""
 
     def __init__(self, inner: Fence, pace: OverlapMonitor) -> None:
         super().__init__(inner)

@@ -43,7 +43,7 @@ NEW_TOKENS = 10
 
 
 def copy_to_device(value: Any, device: torch.device) -> Any:
-    """Weights, copied to a device: a tensor, or tuples and dataclasses of them; other values are returned unchanged."""
+    """Copy weights to a device: a tensor, or the tensors of tuples and dataclasses; other values are returned unchanged."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, tuple):
@@ -55,7 +55,7 @@ def copy_to_device(value: Any, device: torch.device) -> Any:
 
 
 def decoder(model: Decoder, backend: Backend, ranks: ModelRanks | None = None) -> Decoder:
-    """Return the model on another backend with its kernels; with ranks, this rank's part."""
+    """Return a copy of the model on another backend with its kernels; with ranks, this rank's part."""
     shards = Shards() if ranks is None else ranks.shards
     weights = copy_to_device(decoder_part(model.weights, model.config, shards), backend.device)
     return Decoder(shards.local(model.config, "the model"), weights, backend.kernels_in_use, ranks)
@@ -151,7 +151,7 @@ MAKERS: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
 
 
 def untrained(target: Decoder) -> EagleHead:
-    """Return the EAGLE head with a flipped fusion matrix, whose drafts are nearly all rejected."""
+    """Return the EAGLE head with a negated fusion matrix, so that nearly all drafts are rejected."""
     head = eagle(target)
     return EagleHead(head.config, dataclasses.replace(head.weights, fusion=plain(head.weights.fusion).flip(0)), target)
 

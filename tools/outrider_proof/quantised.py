@@ -28,17 +28,17 @@ QUANTISED = "eagle, quantised"
 
 
 def fp8(weight: torch.Tensor) -> QuantizedWeight:
-    """Quantise to FP8 with one scale per row; activations are quantised per token."""
+    """Quantise a weight to FP8 with one scale per row; activations are quantised per token."""
     return quantize_weight(weight, "fp8")
 
 
 def int8(weight: torch.Tensor) -> QuantizedWeight:
-    """Quantise to INT8 with one scale per row; activations are quantised with one stored scale."""
+    """Quantise a weight to INT8 with one scale per row; activations are quantised with one stored scale."""
     return replace(quantize_weight(weight, "int8"), input_scale=torch.tensor([0.05]))
 
 
 def int4(weight: torch.Tensor) -> QuantizedWeight:
-    """Quantise to INT4 with a scale and a zero point per group of columns; activations stay unquantised."""
+    """Quantise a weight to INT4 with a scale and a zero point per group of columns; activations stay unquantised."""
     made = quantize_weight(weight, "int4")
     return replace(made, zero_points=torch.zeros(made.scales.shape, dtype=torch.int8))
 

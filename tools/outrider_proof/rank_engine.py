@@ -67,7 +67,7 @@ class RankSetup:
 
     @property
     def reads(self) -> str:
-        """The proposer name of the one-rank setup with the same prompts and tokens."""
+        """The proposer of the one-rank setup whose prompts and reference tokens this setup uses."""
         from outrider_proof.engine_setups import VISION
 
         return VISION if self.images else self.proposer
@@ -122,7 +122,7 @@ class OneServing(Serving):
 
 @dataclass
 class RankProgramResult:
-    """The result of one program."""
+    """The result of one program run on several ranks."""
 
     setup: RankSetup
     number: int
@@ -148,7 +148,7 @@ class RankProgramResult:
 
 
 class RankExplorer:
-    """Runs programs on ranks; opens the devices once for each number of ranks and personality."""
+    """A runner of programs on ranks. It opens the devices once for each number of ranks and personality."""
 
     def __init__(self, registry: Any, *, wrap: Callable[[int, Fence], Fence] | None = None) -> None:
         """Create an explorer; ``wrap(rank, fence)`` becomes the ``wrap_fence`` of each rank's engine."""
@@ -238,7 +238,7 @@ def _serve(
 
 
 def _inject_divergence(engine: Engine, inject: str) -> None:
-    """Change the decisions that a follower rank receives, or its bucket."""
+    """Change the decisions that a follower rank receives, or the bucket that it picks."""
     from outrider.engine.ranks.commands import AbortCommand, Command
     from outrider.engine.ranks.record_text import decode
 

@@ -79,7 +79,7 @@ class SimulatedHosts:
 
 @dataclass(kw_only=True)
 class RankCorpusResult:
-    """The result of one program of the corpus."""
+    """The result of one rank program of the corpus."""
 
     race: RankRace
     found: bool = False
@@ -111,7 +111,7 @@ class RankCorpusResult:
 
 
 def explore_ranks(wanted: RanksWanted) -> CommandReport:
-    """Run the command (see the module); exit code 0 if every result is as expected."""
+    """Run ``outrider explore ranks``; the exit code is 0 if every result is as expected."""
     if wanted.ranks < 2:
         raise ConfigError(f"--ranks {wanted.ranks}: ranks come apart where there are two at least")
     from outrider_proof.rank_engine import NAMED, TOLERATED, explore_engine
@@ -159,7 +159,7 @@ def _chosen(name: str) -> list[RankRace]:
 
 
 def _wrong(devices: SimulatedHosts, race: RankRace, wanted: RanksWanted) -> RankCorpusResult:
-    """Run the program with its fault once, in program order."""
+    """Run the corpus program with its fault once, in program order, and return its result."""
     from outrider_sanitizer.races import decision_named
 
     error, report = _run(devices.for_race(race, _ranks(race, wanted)), race, fixed=False)
@@ -212,7 +212,7 @@ def _alarm(devices: SimulatedHosts, race: RankRace, wanted: RanksWanted, seed: i
 
 
 def _one(row: RankCorpusResult, wanted: RanksWanted) -> CommandReport:
-    """Report one divergence as a failing program."""
+    """Report the result of one injected divergence like that of a failing program."""
 
     def render(console: Console) -> None:
         console.print(Text(f"{row.race.name} on {_ranks(row.race, wanted)} ranks: {row.race.about}", style="bold"))

@@ -63,7 +63,7 @@ class SimulatedDevices:
 def run(
     devices: SimulatedDevices, seed: int, *, data: int = 2, proposer: str | None = None, drop: str | None = None
 ) -> dict[str, int]:
-    """Run one random program on the current schedule and return counts of its requests. Raises the first error found."""
+    """Run one random program on the current schedule and return counts of its requests. Raises the program's first error."""
     from outrider_sanitizer.races.rank_program import control_of
 
     rng = random.Random(f"landing {seed}")
@@ -119,7 +119,7 @@ def _serve(
     proposer: str,
     wanted: list[tuple[int, ...]],
 ) -> dict[str, int]:
-    """Serve all requests and compare their tokens; both sides run in the first rank's thread."""
+    """Serve all requests of a program; prefill and decode both run in the first rank's thread."""
     giver, taker = prefill.engine, decode.engine
     house = LandingRegistry(taker)
     landing = house.open_landing(transport.open(taker.page_memory, taker.backend, accepts=False, host=""), "")
@@ -192,7 +192,7 @@ def _deliver(
 
 
 def main() -> int:
-    """Run programs and print their counts and errors as JSON."""
+    """Run programs of a prefill device and data-parallel decode ranks; print counts and errors as JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--programs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)

@@ -73,7 +73,7 @@ def run_rank_job(part: str, ranks: int, first: int, count: int, schedule: int) -
 
 
 def jobs(options: argparse.Namespace) -> Iterator[Job]:
-    """Yield every job: the injected divergences first, then corpus jobs between engine jobs."""
+    """Yield every job of the proof: injected divergences first, then corpus jobs between engine jobs."""
     for place in range(3):
         yield "injected", (2, 3, 4)[place], options.seed + place, 1, 0
     size = RUNS_PER_JOB["engine"]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Subject:
-    """A checkpoint and the text that its prompts come from."""
+    """A model checkpoint, and the text from which its prompts are taken."""
 
     directory: Path
     eagle: Path
@@ -59,7 +59,7 @@ class Subject:
 
     @functools.cached_property
     def plain(self) -> dict[Arrival, tuple[int, ...]]:
-        """Non-speculative greedy tokens by request, filled on demand and shared by all explorers."""
+        """A cache from request to non-speculative greedy tokens, filled on demand and shared by all explorers."""
         return {}
 
 

@@ -1,8 +1,8 @@
-"""Tiny decoders in float64, and heads that draft well for them, by construction.
+"""Tiny decoders in float64, and draft heads for them that are accurate by construction.
 
-The vocabulary's embeddings are nearly orthogonal and the output head maps each token to its successor (a permutation), so
-that the next token mostly is the successor of the last one; random layers disturb that, so a target's tokens depend on
-everything before them, and a drafter that knows the successors alone is accepted often and rejected often.
+The embeddings are nearly orthogonal, and the output head maps each token to its successor (a permutation). The next token is
+therefore mostly the successor of the last one. Random layers disturb this, so a target's tokens depend on all earlier tokens.
+A drafter that knows only the successors has many drafts accepted and many rejected.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ VOCABULARY, HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, INNER = 24, 32, 4, 2, 8, 48
 
 
 def random(generator: torch.Generator, *shape: int, scale: float = 1.0) -> torch.Tensor:
-    """Return normally distributed float64 values of ``shape``, times ``scale``."""
+    """Return a tensor of ``shape`` with normally distributed float64 values, times ``scale``."""
     return torch.randn(*shape, generator=generator, dtype=torch.float64) * scale
 
 
@@ -68,7 +68,7 @@ def config(layers: int = 3, **overrides: Any) -> ModelConfig:
 
 
 def layer(generator: torch.Generator, noise: float, *, width: int = HIDDEN, norm: bool = True) -> LayerWeights:
-    """Return a random layer.
+    """Return a random decoder layer.
 
     ``noise`` scales its output, ``width`` is the input width of its projections, and ``norm`` adds a norm before attention.
     """
@@ -154,14 +154,14 @@ def target() -> Decoder:
 
 @functools.cache
 def plain(prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-    """Return the tokens of non-speculative greedy decoding of one request."""
+    """Return the tokens that non-speculative greedy decoding generates for one request."""
     own_config = plain_config(max_requests=1, max_context=len(prompt) + max_tokens, dtype="float64")
     engine = Engine(target(), BACKEND, proposer=NonSpeculativeProposer(), config=own_config)
     return engine.generate([prompt], SamplingParams(max_tokens=max_tokens))[0].token_ids
 
 
 def plain_config(**fields: Any) -> EngineConfig:
-    """Return a config that does not depend on the device; ``fields`` override it.
+    """Return an engine config that does not depend on the device; ``fields`` override it.
 
     Defaults: staged, no graphs, no overlap, float32, 8 requests, 16 tokens per page, prefill chunks of 256 tokens and a fixed
     draft length. The context length and the number of pages stay unset.
@@ -181,7 +181,7 @@ def engine(proposer: Proposer, **fields: Any) -> Engine:
 
 @functools.cache
 def eagle_head() -> EagleHead:
-    """Return a head whose output is the embedding of its token with some noise, so that it drafts the successor."""
+    """Return an EAGLE head whose output is the embedding of its token with some noise, so that it drafts the successor."""
     generator = torch.Generator().manual_seed(4)
     eye, zero = torch.eye(HIDDEN, dtype=torch.float64), torch.zeros(HIDDEN, HIDDEN, dtype=torch.float64)
     weights = EagleWeights(
@@ -200,11 +200,11 @@ def draft_model() -> Decoder:
 
 
 def _self_attention(generator: torch.Generator, heads: int, constant: torch.Tensor | None = None) -> LayerWeights:
-    """A layer whose attention looks at its own position alone: it adds the embedding and takes the old state away.
+    """Return a layer whose attention reads its own position alone: it adds the embedding and subtracts the old state.
 
-    Queries and keys are one constant direction in all heads, which the rotation turns away with distance. Half of the
-    heads carry the embedding, the first half of the layer's input, the others the normed hidden state, the second half.
-    ``constant``: a vector whose product with each embedding is 1.
+    Queries and keys are one constant direction in all heads, so the rotation lowers the score of distant positions. Half of
+    the heads carry the embedding (the first half of the layer's input), the others the normed hidden state (the second half).
+    ``constant`` is a vector whose product with each embedding is 1.
     """
     if constant is None:
         constant = torch.linalg.lstsq(embeddings(), torch.ones(VOCABULARY, 1, dtype=torch.float64)).solution.squeeze(1)

@@ -27,7 +27,7 @@ _RANKS, _RANKS_LEVEL = "ranks", "L6"
 
 
 class Format(StrEnum):
-    """The output format, instead of a table."""
+    """The output format of ``outrider ci-matrix``; None prints a table."""
 
     github = "github"
     json = "json"

@@ -43,7 +43,7 @@ class StepFailed(AssertionError):
 
 
 class _Leave(Exception):
-    """The exception that leaves a scope on purpose."""
+    """An exception that a program's step raises inside a scope to leave the scope."""
 
 
 class _OtherThread:
@@ -298,7 +298,7 @@ class ProgramRun:
             self._compare(expectation, self._pinned(step.slot), f"slot {step.slot}, after {step.what} {step.which} was done")
 
     def _becomes_true(self, asked: Stream | Event) -> bool:
-        """Poll briefly: a stream may complete a moment later than the event that was recorded last on it."""
+        """Poll ``query`` briefly and return its answer: a stream may complete a moment later than its last recorded event."""
         if self.backend.control is not None:
             return False
         until = time.monotonic() + _QUERY_TIMEOUT_S
@@ -434,7 +434,7 @@ _HANDLERS = lang.handlers(ProgramRun)
 
 
 def _drop(_: Any) -> None:
-    """Drop the result of an operation, so that a lambda returns None."""
+    """Discard the result of an operation, so that a lambda returns None."""
 
 
 def run(stage: SharedStreams, model: Model) -> None:

@@ -160,7 +160,9 @@ def _later(model: Model, key: Key, seen: Cell) -> list[Cell]:
 
 
 def _edge(late: Node, early: Node) -> str:
-    """Return the verb that orders ``late`` after ``early`` on the shortest path, other than the order within a stream."""
+    """Return the verb that orders node ``late`` after ``early`` on the shortest path, other than the order
+    within a stream.
+    """
     came: dict[Node, tuple[Node, str] | None] = {late: None}
     waiting = deque([late])
     while waiting:
@@ -184,7 +186,7 @@ def _edge(late: Node, early: Node) -> str:
 
 
 def script(program: lang.DeviceProgram, backend: str) -> str:
-    """Return the source of a script that runs the program by itself."""
+    """Return the source of a script that runs the failing program by itself."""
     parts = (lang.ProgramMemory, lang.DeviceProgram, lang.ElementSpan)
     names = sorted({*_names(program.steps), *(part.__name__ for part in parts)})
     steps = "".join(f"        {step!r},\n" for step in program.steps)

@@ -22,7 +22,7 @@ MAX_CONTENTS = 64
 
 
 class Flows:
-    """The alternative contents of each version, element by element, and the ways between versions."""
+    """The alternative contents of each version of a memory, element by element, and the functions between versions."""
 
     def __init__(
         self, others: dict[Tensor, tuple[Tensor, ...]], ways: dict[Tensor, tuple[tuple[Tensor, Carry], ...]]
@@ -30,15 +30,15 @@ class Flows:
         self._others, self._ways = others, ways  # tensors are keys by identity
 
     def copy(self) -> Flows:
-        """Return a copy, so that a failed step can be undone."""
+        """Return a copy of the alternatives, so that the model can undo a failed step."""
         return Flows(dict(self._others), dict(self._ways))
 
     def others(self, version: Tensor) -> tuple[Tensor, ...]:
-        """Return the alternative contents of a version."""
+        """Return the contents that a racy read may find in a version in addition to the regular contents."""
         return self._others.get(version, ())
 
     def join(self, source: Tensor, target: Tensor, carry: Carry, *, itself: bool) -> set[Tensor]:
-        """Let the contents of ``source`` reach ``target`` from now on, including its own contents if ``itself``.
+        """Add the alternative contents of ``source``, and its own if ``itself``, to those of ``target``, from now on.
 
         Returns the versions that have more contents than before. Raises :class:`ForbiddenStep` if a version has too many
         contents.

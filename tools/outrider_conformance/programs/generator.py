@@ -77,7 +77,7 @@ class _ProgramDraft:
         return self.number(0, 99) >= 100 - percent
 
     def fresh(self) -> int:
-        """Return a number that no other step uses: a value, or the seed of a pattern."""
+        """Return a number that no earlier step of the program uses: a fill value, or the seed of a pattern."""
         self.seed += 1
         return self.seed
 
@@ -118,7 +118,7 @@ class _ProgramDraft:
         return self.model
 
     def one(self, kind: str) -> None:
-        """Add one step of a kind, with the steps that must precede it."""
+        """Add one step of the given kind, with the steps that must precede it."""
         step = getattr(self, "_" + kind)()
         if step is not None:
             self.emit(step)
@@ -170,14 +170,14 @@ class _ProgramDraft:
         return ElementSpan(of, self.number(0, last) if last and self.chance(70) else 0, count, stride)
 
     def count(self, length: int) -> int:
-        """Return a random number of elements: all, none, one or some."""
+        """Return a random number of elements up to ``most``, often all, none or one."""
         how = self.number(0, 9)
         if how < 4:
             return length
         return 0 if how == 4 else min(1, length) if how == 5 else self.number(1, length)
 
     def two(self, *, whole: bool = False) -> tuple[ElementSpan, ElementSpan] | None:
-        """Return random spans of two buffers of one dtype: destination and source."""
+        """Return random spans of two buffers of one dtype, as destination and source of a copy."""
         memories = self.model.program.buffers
         usable = [n for n in self.buffers if not whole or memories[n].dtype == _WHOLE]
         pairs = [(a, b) for a in usable for b in usable if a != b and memories[a].dtype == memories[b].dtype]
@@ -260,7 +260,7 @@ class _ProgramDraft:
         return lang.WaitStep(self.pick(self.streams), self.pick(self.events))
 
     def _pile(self) -> None:
-        """Add two dozen pending waits for generations of one event, of which the last orders a read."""
+        """Add 24 pending waits of one stream for generations of one event; the last wait orders a read."""
         a, b = self.pick(self.streams), self.pick(self.streams)
         found = self.two(whole=True)
         if a == b or found is None:
@@ -277,7 +277,7 @@ class _ProgramDraft:
         self.emit(lang.Copy(b, to, source, True))
 
     def _perhaps_elsewhere(self, *steps: Step) -> None:
-        """Add the steps, sometimes on the other host thread."""
+        """Add the steps to the program, sometimes on the other host thread."""
         if self.chance(50 if self.family == "threads" else 15):
             self.emit(lang.Elsewhere(steps))
         else:
@@ -318,7 +318,7 @@ class _ProgramDraft:
         self._perhaps_elsewhere(lang.Synchronize(how, a if how == "stream" else event), lang.HostRead(slot.of))
 
     def _record_early(self, stream: int, event: int) -> None:
-        """Often give the event a generation that has completed already."""
+        """Add, most times, a record of the event whose work has completed before the next step."""
         if self.chance(60):
             self.emit(lang.RecordStep(stream, event))
             if self.chance(50):

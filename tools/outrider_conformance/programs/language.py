@@ -49,14 +49,14 @@ class ProgramMemory:
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """A delay that keeps the stream busy for a while."""
+    """A step that keeps its stream busy for a while."""
 
     stream: int
 
 
 @dataclass(frozen=True, slots=True)
 class FillStep:
-    """A kernel that writes ``value`` to ``to``."""
+    """A kernel that writes ``value`` to the elements ``to``."""
 
     stream: int
     to: ElementSpan
@@ -167,7 +167,7 @@ class Renew:
 
 @dataclass(frozen=True, slots=True)
 class RecordStep:
-    """The call ``stream.record(event)``."""
+    """A step that calls ``stream.record(event)``."""
 
     stream: int
     event: int
@@ -175,7 +175,7 @@ class RecordStep:
 
 @dataclass(frozen=True, slots=True)
 class WaitStep:
-    """The call ``stream.wait(event)``."""
+    """A step that calls ``stream.wait(event)``."""
 
     stream: int
     event: int

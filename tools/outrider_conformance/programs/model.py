@@ -126,7 +126,7 @@ class Model:
             self._widen(node, effect.target)
 
     def _others(self, cell: Cell) -> tuple[Tensor, ...]:
-        """Return the alternative contents of a memory."""
+        """Return the contents that a racy read may find in a memory in addition to the regular contents."""
         return self.state.flows.others(cell.data) if cell.data is not None else ()
 
     def _widen(self, node: Node, key: Key) -> None:
@@ -136,7 +136,10 @@ class Model:
                 self._allow(node, glance, self.state.cells[key])
 
     def _allow(self, node: Node, glance: RacyDownload, found: Cell) -> None:
-        """Allow a racy download to have read ``found``. Reads that completed before ``node`` keep their allowed values."""
+        """Add ``found`` to the values that an earlier racy download may have read.
+
+        Host reads of the download that completed before ``node`` keep their allowed values.
+        """
         assert found.data is not None
         effect = Effect(glance.source, glance.to, _same, glance.source, glance.span)
         opened = self.state.flows.join(found.data, glance.version, partial(_within, effect, glance.version), itself=True)
@@ -198,7 +201,7 @@ class Model:
         self.work(step.stream, path, "Backend.copy_async" if step.asynchronous else "Backend.on", [self.effect(step)])
 
     def effect(self, step: lang.FillStep | lang.Copy | lang.Mix, scalar: int = 0, param: int = 0) -> Effect:
-        """Return the effect of a kernel on memory."""
+        """Return the write that a kernel step makes: target, source and the function between them."""
         target: Key = ("buffer", step.to.of)
         if isinstance(step, lang.FillStep):
             kind, value = lang.dtype_of(self.program.buffers[step.to.of]), step.value
@@ -450,12 +453,12 @@ def _patched(tensor: Tensor, to: ElementSpan, made: Tensor) -> Tensor:
 
 
 def _around(effect: Effect, made: Tensor, before: Tensor) -> Tensor:
-    """Return the memory after a write that found ``before``."""
+    """Return the contents of a memory after a write to part of it, whose other elements come from ``before``."""
     return _patched(before, effect.to, made)
 
 
 def _within(effect: Effect, after: Tensor, source: Tensor) -> Tensor:
-    """Return the memory after a write that read ``source``; other elements come from ``after``."""
+    """Return the contents of a memory after a write that read ``source``; other elements come from ``after``."""
     assert effect.span is not None
     return _patched(after, effect.to, effect.make(source[effect.span.view]))
 

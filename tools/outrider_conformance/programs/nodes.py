@@ -22,7 +22,7 @@ ORDER, LAUNCH = "Stream", "launch"
 
 
 class Unordered(Exception):
-    """A step would race. ``earlier`` are the nodes that must precede it and do not."""
+    """Raised for a step that would race. ``earlier`` are the nodes that must precede the step and do not."""
 
     def __init__(self, earlier: Sequence[Node]) -> None:
         super().__init__(f"{len(earlier)} accesses aren't ordered")
@@ -30,7 +30,7 @@ class Unordered(Exception):
 
 
 class ForbiddenStep(Exception):
-    """The contract forbids a step here, for example a wait for an event that was never recorded."""
+    """Raised for a step that the contract forbids, for example a wait for an event that was never recorded."""
 
 
 @dataclass(eq=False, slots=True)
@@ -110,7 +110,7 @@ class ModelState:
     expectations: dict[Path, Expectation] = field(default_factory=dict)
 
     def copy(self) -> ModelState:
-        """Return a copy, so that a failed step can be undone."""
+        """Return a copy of the state, so that the model can undo a failed step."""
         return replace(
             self,
             clocks=list(self.clocks),

@@ -26,7 +26,7 @@ _SPREAD: Mapping[str | None, float] = {None: 1.0, "fp8": 300.0}
 
 
 def _lengths(shape: Shape, dice: RandomValues) -> tuple[list[int], list[int]]:
-    """Return the new tokens and the context of each sequence."""
+    """Return the random numbers of new tokens and of cached context tokens of each sequence."""
     batch, most, context = shape["batch"], shape["new"], shape["context"]
     new = dice.integers(1, most + 1, batch).tolist() if shape["ragged"] else [most] * batch
     before = dice.integers(0, context + 1, batch).tolist()
@@ -203,7 +203,7 @@ def _weights(sequence: SequenceOperands, window: int, scale: float, dtype: torch
 
 
 def _kept(x: Tensor, cache: str | None) -> Tensor:
-    """Return ``x`` in the dtype of the cache format, unchanged without a format."""
+    """Return ``x`` as a cache of the given format stores it; without a format, ``x`` itself."""
     return x if cache is None else x.to(CACHE_FORMATS[cache])
 
 
@@ -231,7 +231,7 @@ def rotary_operands(
 
 
 def _written(cache: Tensor, slots: Tensor, made: bounds.Number, real: Tensor) -> bounds.Number:
-    """Return the cache after the write. Page 0 belongs to padding and may hold anything."""
+    """Return the expected cache after the write, with any contents allowed in page 0, where padding writes."""
     page = cache.shape[1]
     if cache.dtype in CACHE_FORMATS.values():
         made = bounds.stored(made, cache.dtype)
@@ -245,7 +245,7 @@ def _written(cache: Tensor, slots: Tensor, made: bounds.Number, real: Tensor) ->
 
 
 def _of_real(x: bounds.Number, real: Tensor) -> bounds.Number:
-    """Return ``x`` with unlimited finite errors for rows of padding."""
+    """Return ``x`` with an unlimited error for rows of padding, which may hold any finite number."""
     return bounds.Number(x.value, torch.where(real.view(-1, *[1] * (x.value.dim() - 1)), x.error, UNBOUNDED))
 
 
@@ -355,7 +355,9 @@ def _head_norm_rope(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache:
 
 
 def _move(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | None = None) -> Problem:
-    """Return overlapping moves; some have equal source and destination, and padding moves within page 0."""
+    """Return the problem of overlapping moves in a cache; some have equal source and destination, and padding moves in page
+    0.
+    """
     page, size, moves = _PAGES[shape["page"]], SIZES[shape["size"]], shape["moves"]
     pages = moves // page + 3
     caches = [_kept(dice.normal(pages, page, 2, size, dtype=dtype), cache) for _ in range(2)]

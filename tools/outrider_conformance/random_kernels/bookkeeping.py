@@ -24,7 +24,7 @@ Mapped = Mapping[str, Tensor]
 
 
 def _rows(dice: RandomValues, batch: int, requests: int) -> Tensor:
-    """Return distinct request rows, with padding (row 0) in larger batches."""
+    """Return distinct indices of request rows, with padding (row 0) in larger batches."""
     rows = dice.permutation(requests - 1)[:batch] + 1
     if batch > 2:
         rows[1] = 0
@@ -98,7 +98,7 @@ def _requests(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
 
 
 def _spoil(numbers: Tensor, dice: RandomValues) -> Tensor:
-    """Write NaN to some rows, also at both ends and several per row, and infinity, which is no finding."""
+    """Write NaN to random rows, also at both ends and several per row, and infinity, which the kernel must not report."""
     flat = numbers.view(numbers.shape[0], -1)
     size = flat.shape[1]
     flat[0, -1] = torch.nan
@@ -132,13 +132,13 @@ def _find(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
 
 
 def _checked(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
-    """Return a copy of floating rows that are checked for NaN."""
+    """Return random floating rows, some with NaN, as operands of the check for NaN."""
     source = _spoil(dice.normal(shape["batch"] + 3, 2, shape["width"], dtype=dtype), dice)
     return _looked(source, None, shape, dice)
 
 
 def _checked_tokens(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
-    """Return a copy of integers within the bounds, outside them by one, or far outside."""
+    """Return random tokens within the vocabulary's bounds, outside them by one, or far outside."""
     low, high = int(dice.integers(-3, 3, 1)), int(dice.integers(5, 2000, 1))
     source = dice.integers(low, high, shape["batch"] + 3, shape["width"] % 30 + 1)
     for row in range(source.shape[0]):
@@ -203,7 +203,7 @@ def _place(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
 
 
 def _decided(dice: RandomValues, batch: int, count: int) -> tuple[Tensor, Tensor]:
-    """Return tokens [B, E] with -1 after the decided token, and the accepted counts, which include none and all."""
+    """Return random tokens [B, E] with -1 after the decided token, and accepted counts, among them zero and the maximum."""
     accepted = dice.integers(0, count, batch)
     accepted[0] = count - 1
     tokens = dice.integers(0, 1 << 20, batch, count)

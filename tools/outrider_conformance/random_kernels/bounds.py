@@ -32,13 +32,13 @@ class Number:
 
 
 def exact(x: Tensor) -> Number:
-    """Return the operand as a number without error."""
+    """Return the operand as a :class:`Number` with an error of 0."""
     value = x.to(torch.float64, copy=True)
     return Number(value, torch.zeros_like(value))
 
 
 def wide(dtype: torch.dtype) -> float:
-    """Return the unit roundoff of statistics and sums."""
+    """Return the unit roundoff of the dtype in which kernels add up ``dtype``."""
     return UNIT[torch.float64 if dtype is torch.float64 else torch.float32]
 
 
@@ -48,7 +48,7 @@ def growth(count: int, unit: float) -> float:
 
 
 def rounded(x: Number, dtype: torch.dtype, times: float = 1.0) -> Number:
-    """Return ``x`` after ``times`` roundings to ``dtype``."""
+    """Return ``x`` with its error increased by ``times`` roundings to ``dtype``."""
     return Number(x.value, x.error + times * UNIT[dtype] * (x.value.abs() + x.error) + times * _TINY[dtype])
 
 

@@ -87,7 +87,7 @@ def _place(lab: Lab, stream: Stream, operands: Mapping[str, Operand]) -> dict[st
 
 
 def _disturbed(problem: Problem) -> dict[str, Operand]:
-    """Return other floating numbers of the same shapes. Integers stay unchanged, since they are indices."""
+    """Return the operands with other floating numbers of the same shapes. Integers are indices and stay unchanged."""
     return {
         name: Operand(_halved(one.tensor) if one.tensor.is_floating_point() else one.tensor, one.layout)
         for name, one in problem.operands.items()
@@ -95,7 +95,7 @@ def _disturbed(problem: Problem) -> dict[str, Operand]:
 
 
 def _halved(x: Tensor) -> Tensor:
-    """Return the rows in reversed order, halved. One-byte dtypes have no arithmetic, so float64 computes."""
+    """Return a tensor with its rows in reversed order and all numbers halved, computed in float64."""
     return (x.double().flip(0) * 0.5).to(x.dtype)
 
 

@@ -27,7 +27,7 @@ def _weights(dice: RandomValues, out: int, into: int, dtype: torch.dtype) -> Ten
 
 
 def _product(shape: Shape, dtype: torch.dtype, dice: RandomValues, out: int) -> tuple[dict[str, Operand], bounds.Number]:
-    """Return the operands x, weight and bias, and the right product."""
+    """Return random operands x, weight and bias, and their product with its error bound."""
     x = dice.factors(shape["tokens"], shape["inner"], dtype=dtype)
     weight, bias = _weights(dice, out, shape["inner"], dtype), dice.normal(out, dtype=dtype)
     operands = {"x": Operand(x, _LAYOUTS[shape["layout"]]), "weight": Operand(weight)}
@@ -55,7 +55,7 @@ def _linear_silu_mul(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Pr
 
 
 def halves(x: bounds.Number) -> tuple[bounds.Number, bounds.Number]:
-    """Return the two halves of the last dimension."""
+    """Return the two halves of ``x`` along the last dimension."""
     size = x.value.shape[-1] // 2
     return bounds.Number(x.value[..., :size], x.error[..., :size]), bounds.Number(x.value[..., size:], x.error[..., size:])
 
@@ -73,7 +73,7 @@ def _linear_add(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem
 
 
 def normed(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> tuple[dict[str, Operand], bounds.Number, bounds.Number]:
-    """Return the operands of a product, a residual and a norm; the sum of product and residual; and its norm."""
+    """Return the operands of a product, a residual and a norm; then two results: product plus residual, and its norm."""
     operands, grown = _added(shape, dtype, dice)
     norm = dice.normal(shape["outer"], dtype=dtype)
     # The sum may stay unrounded on its way to the norm: its error covers both.
@@ -88,8 +88,9 @@ def _linear_add_rms_norm(shape: Shape, dtype: torch.dtype, dice: RandomValues) -
 
 
 def taken(x: bounds.Number, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> bounds.Number:
-    """Return the product of a norm. A kernel may apply the norm's factor after the product, so that it rounds the row
-    first.
+    """Return the product of a normed matrix with ``weight``.
+
+    A kernel may apply the norm's factor after the product, and then rounds the row before the product.
     """
     once_more = bounds.rounded(x, dtype, 2.0)
     return bounds.rounded(bounds.product(once_more, weight, bias, dtype), dtype)
@@ -132,12 +133,12 @@ def _embed_beside(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Probl
 
 
 def _row_scales(x: Tensor, dice: RandomValues) -> Tensor:
-    """Scale rows differently, so that a mean over a wrong row or the whole batch is far off."""
+    """Return a random scale for each row, so that a mean over a wrong row or the whole batch is far off."""
     return (x.double() * (2.0 ** dice.integers(-3, 4, x.shape[0], *[1] * (x.dim() - 1)).double())).to(x.dtype)
 
 
 def _rms_norm(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
-    """Return rows of a matrix, or heads of tokens as in the norm of queries."""
+    """Return the problem of a norm over rows of a matrix, or over heads of tokens as in the norm of queries."""
     heads, hidden = shape["heads"], shape["hidden"]
     many = (shape["tokens"], heads, hidden) if heads else (shape["tokens"], hidden)
     if heads and hidden > 256:

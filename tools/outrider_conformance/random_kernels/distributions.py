@@ -18,7 +18,7 @@ ROWS = 12_000
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    """Temperature and truncation of a request's samples."""
+    """Temperature, top-k, top-p and min-p of a request's samples."""
 
     temperature: float
     top_k: int = 0

@@ -98,19 +98,19 @@ class RandomValues:
         object.__setattr__(self, "generator", torch.Generator().manual_seed(self.seed))
 
     def normal(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-        """Return normal numbers, rounded to ``dtype``."""
+        """Return a tensor of normal random numbers, rounded to ``dtype``."""
         return (torch.randn(shape, generator=self.generator) * scale).to(dtype)
 
     def positive(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-        """Return numbers between a half and one. Their sum stops growing in too narrow a dtype."""
+        """Return a tensor of random numbers from 0.5 to 1. Their sum stops growing in a dtype with too few mantissa bits."""
         return ((torch.rand(shape, generator=self.generator) * 0.5 + 0.5) * scale).to(dtype)
 
     def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        """Return integers from ``low`` to below ``high``."""
+        """Return a tensor of random integers from ``low`` to below ``high``."""
         return torch.randint(low, high, shape, generator=self.generator).to(dtype)
 
     def uniform(self, *shape: int) -> Tensor:
-        """Return float32 numbers between 0 and 1."""
+        """Return a float32 tensor of random numbers between 0 and 1."""
         return torch.rand(shape, generator=self.generator)
 
     def permutation(self, count: int) -> Tensor:
@@ -122,7 +122,7 @@ class RandomValues:
         return bool(self.integers(0, 2, 1))
 
     def factors(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-        """Return operands of a sum: normal, or all positive. The last number of each row is large."""
+        """Return random operands of a sum, normal or all positive, with one large number at the end of each row."""
         made = (
             self.normal(*shape, dtype=dtype, scale=scale) if self.coin() else self.positive(*shape, dtype=dtype, scale=scale)
         )
@@ -178,7 +178,7 @@ class PlacedOperand:
         return view.transpose(-1, -2) if self._flipped else view
 
     def read_back(self) -> tuple[Tensor, bool]:
-        """Return the current contents on the host, and whether the memory around the operand is unchanged, bit for bit."""
+        """Return the operand's contents on the host, and True if the memory around it is unchanged in every bit."""
         now = self._buffer.to("cpu", copy=True)  # a copy: results may share the operand's memory
         found = self._inside(now).clone()
         self._inside(now).copy_(self._tensor)

@@ -43,7 +43,7 @@ def _spread(grid: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Ten
 
 
 def _weight(shape: Shape, format: str, dice: RandomValues) -> tuple[dict[str, Operand], Tensor]:
-    """Return the operands of the weight, with data as 32-bit words, and its float64 values."""
+    """Return a random quantised weight as kernel operands, with its data as 32-bit words, and its values in float64."""
     size, block = (shape["outer"], shape["inner"]), _block(shape)
     grid = (-(-size[0] // block[0]), -(-size[1] // block[1]))
     if format == "fp8":
@@ -67,7 +67,7 @@ def _weight(shape: Shape, format: str, dice: RandomValues) -> tuple[dict[str, Op
 def _activations(
     shape: Shape, format: str, dtype: torch.dtype, dice: RandomValues
 ) -> tuple[dict[str, Operand], bounds.Number]:
-    """Return x, its values after quantisation, and the operand of a given scale."""
+    """Return random activations x, their values after quantisation, and the operand of a given scale."""
     rows, width = shape["tokens"], shape["inner"]
     if format == "fp8":
         steps = (2.0 ** dice.integers(-4, 8, rows, width).double()) * (1 + dice.integers(0, 8, rows, width).double() / 8)
@@ -192,7 +192,7 @@ def _linear_quantized_add(
 def _normed_product(
     grown: bounds.Number, norm: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> bounds.Number:
-    """Return the product of the norm of ``grown`` with ``weight``."""
+    """Return the product of the norm of ``grown`` (product plus residual) with ``weight``."""
     return bounds.product(_once_more(bounds.rms_norm(grown, norm, EPS, dtype), dtype), weight, bias, dtype)
 
 
@@ -377,7 +377,7 @@ def _experts_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: Rand
 def _record(
     format: str, shape: Shape, o: Mapping[str, Tensor], name: str, size: tuple[int, int], **quantized: Any
 ) -> QuantizedWeight:
-    """Return the weight whose operands are called ``name``, with the ``quantized`` activations of its layer."""
+    """Return the weight record built from the operands called ``name``; ``quantized`` describes its layer's activations."""
     zeros = o.get(f"{name} zeros")
     return QuantizedWeight(
         format=format,
@@ -391,7 +391,7 @@ def _record(
 
 
 def _once_more(number: bounds.Number, dtype: torch.dtype) -> bounds.Number:
-    """Return a factor of a weight that a kernel may round to the dtype before the product."""
+    """Return the relative error of a weight that a kernel may round to the dtype before the product."""
     return bounds.Number(number.value, number.error + 4 * bounds.UNIT[dtype] * number.value.abs())
 
 

@@ -22,7 +22,7 @@ _TEMPERATURES = torch.tensor([0.0, 0.3, 0.7, 1.0, 1.5, 4.0])
 
 
 def _rows(dice: RandomValues, batch: int, *, sampling: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return temperatures, seeds and positions, with large and equal values among them."""
+    """Return random temperatures, seeds and positions of the rows, with large and equal values among them."""
     temperature = _TEMPERATURES[dice.integers(0, len(_TEMPERATURES), batch)] if sampling else torch.zeros(batch)
     seeds = dice.integers(-(1 << 62), 1 << 62, batch)
     seeds[batch // 2 :] = dice.integers(0, 100, batch - batch // 2)
@@ -38,7 +38,7 @@ def _row_operands(temperature: Tensor, seeds: Tensor, positions: Tensor) -> dict
 
 
 def _logits(dice: RandomValues, *shape: int) -> Tensor:
-    """Return logits with equal maxima in some rows, excluded tokens in others, and a likely last token."""
+    """Return random logits: some rows have several equal maxima, some excluded tokens, some a likely last token."""
     logits = dice.normal(*shape, dtype=torch.float32, scale=3.0)
     flat = logits.view(-1, shape[-1])
     flat[::3, -1] += 6
@@ -49,9 +49,7 @@ def _logits(dice: RandomValues, *shape: int) -> Tensor:
 
 
 def scores(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, lane: int) -> tuple[Tensor, Tensor]:
-    """Return the scores that :meth:`sample` maximises over the last dimension, and their errors. Greedy rows have no
-    noise.
-    """
+    """Return the scores whose maximum :meth:`sample` returns, and their errors. Scores of greedy rows have no noise."""
     hot = (temperature > 0).unsqueeze(-1)
     scaled = logits.double() / torch.where(hot, temperature.unsqueeze(-1), 1.0).double()
     drawn = noise.gumbel(seeds, positions, lane, logits.shape[-1])
@@ -60,7 +58,9 @@ def scores(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
 
 
 def allowed(score: Tensor, slack: Tensor) -> Tensor:
-    """Return the right tokens as bool of the same shape. Without slack only the first maximum is right."""
+    """Return a bool tensor of the tokens whose score is the best within ``slack``. Without slack only the first maximum
+    counts.
+    """
     sure = (score - slack).amax(-1, keepdim=True)
     fine = score + slack >= sure
     first = torch.zeros_like(fine).scatter(-1, score.argmax(-1, keepdim=True), True)
@@ -125,7 +125,7 @@ def _chain(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
 
 
 def _checked(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
-    """Return greedy chains, of which a few hold NaN."""
+    """Return the problem of greedy chains whose logits the kernel checks for NaN; a few chains hold NaN."""
     batch, count, vocabulary = shape["batch"], shape["drafts"], shape["vocabulary"]
     logits = _logits(dice, batch, count + 1, vocabulary)
     temperature, seeds, positions = _rows(dice, batch, sampling=False)
@@ -210,7 +210,7 @@ def _judge_chain(
 
 
 def _off(p: Tensor, logits: Tensor, temperature: Tensor) -> Tensor:
-    """Return the error of a probability: the rounding of its exponent and of the sum."""
+    """Return the error bound of a softmax probability: the rounding of its exponent and of the sum."""
     scale = torch.where(temperature > 0, temperature, 1.0).double()
     largest = logits.double().nan_to_num(0.0, neginf=0.0).abs().amax(-1) / scale.view(-1, *[1] * (logits.dim() - 2))
     relative = 8 * _UNIT * (largest + 8)

@@ -54,7 +54,7 @@ InjectOption = Annotated[
 
 
 class ProgramExit(OutriderError):
-    """Raised for a program that called ``sys.exit`` with ``code``."""
+    """Raised if the explored program called ``sys.exit`` with a nonzero ``code``."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
