@@ -165,7 +165,7 @@ class Lanes:
         return stamped
 
     def resume_held(self) -> None:
-        """Run the held steps that have become possible."""
+        """Run the held steps of all lanes that have become possible."""
         progress = bool(self._held)
         while progress:
             progress = False
@@ -212,8 +212,10 @@ class Lanes:
 
 
 def _current() -> threading.Thread:
-    """The calling thread. While one starts, threading doesn't know yet which it is, and would make another object for it;
-    memory that is collected there is told of already.
+    """Return the calling thread's object, also while the thread starts.
+
+    Until a starting thread is registered, ``threading.current_thread`` would create a second object for it. An object that is
+    collected during the start may already report to the sanitizer.
     """
     own = threading.get_ident()
     starting: dict[threading.Thread, threading.Thread] = getattr(threading, "_limbo", {})

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A wait that ordered nothing new, each of the ``count`` times that the line was reached in the watched run.
+    """A wait that added no order in any of the ``count`` times that its line ran in the watched run.
 
-    What it waited for was known to the stream already: by an earlier wait, or because the host had waited. ``cost_us`` is
-    what it cost on the critical path, where a timeline told.
+    An earlier wait of the stream, or a wait of the host, had already ordered the stream after the record. ``cost_us`` is the
+    wait's cost on the critical path in microseconds, or None without a timeline.
     """
 
     stream: str
@@ -37,7 +37,7 @@ class Advice:
 
 
 class Advisor:
-    """Counts, for each line that waits, how often the wait ordered anything new."""
+    """Counts, for each line that waits, how often the wait added an order."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str, str], list[int]] = {}
@@ -50,7 +50,7 @@ class Advisor:
         counts[1] += new
 
     def redundant(self) -> Iterator[Advice]:
-        """Return the waits that never added an order."""
+        """Yield an advice for each line whose waits never added an order."""
         for (stream, event, location), (count, new) in self._seen.items():
             if not new:
                 yield Advice(stream, event, location, count)

@@ -40,7 +40,7 @@ class CapturedGraph:
         return {access.storage for accesses in launched for access in accesses} - self.temporaries
 
     def finish(self) -> None:
-        """Build the summary at the end of the capture."""
+        """Build the summary of the graph's storages and flags at the end of the capture."""
         if any(verb.branch != self.main or verb.what not in ("launch", "allocate") for verb in self.verbs):
             return
         seen: set[tuple[object, ...]] = set()

@@ -33,14 +33,14 @@ class Actor:
         self.launcher: Clock = NOTHING  # the host clock that this stream joined last
 
     def open_epoch(self) -> None:
-        """Begin a new epoch: the next access isn't ordered by what others already know of this actor."""
+        """Begin a new epoch of this actor: no other actor's clock covers its next access."""
         clock = dict(self.clock)
         clock[self.number] = clock.get(self.number, 0) + 1
         self.clock = clock
         self.taken = False
 
     def join(self, other: Clock) -> bool:
-        """Add what ``other`` knows to this clock; returns whether anything was new."""
+        """Merge the clock ``other`` into this actor's clock; return True if this clock has changed."""
         mine = self.clock
         new: dict[int, int] | None = None
         for number, epoch in other.items():
@@ -62,7 +62,7 @@ class Actor:
         thread.taken = True
 
     def release(self) -> Clock:
-        """Return the current clock, for another actor to join later."""
+        """Return this actor's current clock, for another actor to join later."""
         self.taken = True
         return self.clock
 

@@ -1,4 +1,4 @@
-"""``outrider sanitize``: run a script and say which orderings it lacks."""
+"""``outrider sanitize``: run a script under the sanitizer and print the orderings that the script lacks."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def sanitize(
     ] = None,
     json_output: JsonOption = False,
 ) -> CommandReport:
-    """Run a Python script and report races, stale reads and lost flags. Exit code 1 when there are any, when the script
-    fails, or when no operation, or none of what --require names, was watched.
+    """Run a Python script and report races, stale reads and lost flags. The exit code is 1 if there is a finding, if the
+    script fails, or if no operation, or none of the kinds that --require names, was watched.
 
-    With --ranks each rank is a host thread that has a simulated device, arguments, environment and torch.distributed of its
-    own; one report says what ranks do unlike each other, too.
+    With --ranks each rank is a host thread with its own simulated device, arguments, environment and torch.distributed. One
+    report then also lists the calls and decisions in which ranks differ.
     """
     del json_output
     path = script_path(script, "sanitize")
@@ -126,7 +126,7 @@ def _watch(backend: Backend, first: Backend) -> AbstractContextManager[Findings]
 
 
 def show(console: Console, report: Findings, advice: bool, failed: bool) -> None:
-    """Print a report as text on the console. ``failed``: the script failed, so that a report without findings is no proof."""
+    """Print a report as text on the console. ``failed`` says that the script failed, so no findings prove nothing."""
     if report.clean and report.operations and failed:
         console.print(Text(f"no finding before the script failed: {report.watched}", style="yellow"))
     else:

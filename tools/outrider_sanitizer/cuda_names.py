@@ -1,4 +1,4 @@
-"""Programs that say `cuda`, run on a simulated device: a race that was found on one can be replayed on the other."""
+"""Run programs that use torch's `cuda` names on a simulated device, so that a race can be replayed under a schedule."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _KIND = "cuda"
 
 @contextmanager
 def map_cuda_names(backend: Backend) -> Generator[None]:
-    """Let names and device strings of torch's CUDA module mean ``backend`` while the scope lasts, also in threads that
-    are started inside. For a device whose schedule a tool decides; for any other nothing changes.
+    """Map torch's CUDA functions and device strings to ``backend`` inside the scope, also in threads started there.
 
-    What is compared (``tensor.device.type == "cuda"``), autocast and generators aren't translated.
+    A backend whose schedule no tool controls, and a CUDA backend, are left unchanged. Comparisons (``tensor.device.type ==
+    "cuda"``), autocast and generators are not mapped.
     """
     if backend.control is None or backend.device.type == _KIND:
         yield

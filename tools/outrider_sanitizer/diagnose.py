@@ -13,9 +13,10 @@ _CASTS = ("aten::_to_copy", "aten::to.", "aten::type_as")
 
 
 class Diagnoser:
-    """Makes findings. ``control`` names schedules, where the device has it; ``labels`` maps streams to their names there.
+    """Makes findings from conflicts.
 
-    ``rank``: of the device, where there are several.
+    ``control`` is the device's handle for schedules, or None. ``labels`` maps streams to their names in schedules. ``rank``
+    is the device's rank if several ranks are watched.
     """
 
     def __init__(self, control: ControllableDevice | None, labels: dict[str, str], rank: int = -1) -> None:
@@ -26,7 +27,7 @@ class Diagnoser:
     # -- sites -----------------------------------------------------------------------------------------------------
 
     def site(self, point: Point, access: Access | None = None) -> AccessSite:
-        """Return the site of a point for a report."""
+        """Return the report's description of a point: operation, stream or thread, and source line."""
         operation = point.operation
         step = point.step[1] if point.step is not None else -1
         return AccessSite(

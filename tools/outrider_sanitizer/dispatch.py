@@ -1,8 +1,9 @@
-"""Accesses derived from torch's dispatcher, for backends that don't report them.
+"""Accesses derived from torch's dispatcher, for backends that don't report their accesses.
 
-Every operator that passes the dispatcher on a watched thread is read by its schema: tensor arguments are reads, those
-with a writing alias annotation are writes, and returns that alias nothing are fresh memory. A storage is known by its
-object, not by its address; the sanitizer holds it weakly, so the address of a freed one isn't taken for it.
+The sanitizer reads the schema of every operator that passes the dispatcher on a watched thread. Tensor arguments are reads,
+arguments with a writing alias annotation are writes, and returns without an alias are new memory. A storage is identified by
+its object, not its address. The sanitizer holds only a weak reference, so that a new storage at the address of a freed one is
+recognised.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class _Pinned:
         self.nbytes = storage.nbytes()
 
     def range_accessed(self, low: int, high: int, write: bool) -> None:
-        """Check an access of the host to these bytes."""
+        """Check the host's read or write of the bytes from ``low`` to ``high`` of the array."""
         if self._sanitizer.watches_arrays:
             self._sanitizer.host_accessed(Access(self._number, low, high, write, argument="array"), caller_location())
 
@@ -247,7 +248,7 @@ class DerivedSanitizer(Sanitizer):
             self.watches_arrays = False
 
     def _given(self, tensor: Tensor, array: Any) -> Any:
-        """An array that shares a tensor's memory. Giving pinned memory away reads nothing; using the array may."""
+        """Return ``array``, which shares the memory of ``tensor``, so that reads and writes through the array are checked."""
         if self._host_only:
             self._host_read(tensor)
             return array
@@ -355,7 +356,10 @@ class DerivedSanitizer(Sanitizer):
             self._ordering.stream_synchronized(stream)
 
     def _viewed(self, inputs: list[tuple[str, Tensor]], outputs: list[tuple[str, Tensor]]) -> bool:
-        """The results are views, which move no bytes: they keep their storage, and have an age. False: some are no views."""
+        """Record the results of a view operator with the number of graph replays so far.
+
+        Returns False, and records nothing, if a result is not a view of an operand.
+        """
         sources = [self._storages.key(t) for _, t in inputs]
         if any(self._storages.key(t) not in sources for _, t in outputs):
             return False
@@ -371,17 +375,17 @@ class DerivedSanitizer(Sanitizer):
         return True
 
     def _copied(self, tensors: Sequence[tuple[str, Tensor]], stream: str) -> None:
-        """Torch's allocator hands pinned memory out again when the streams that copied it are over with it."""
+        """Report that the allocator waits for ``stream`` before it reuses the pinned tensors among ``tensors``."""
         for _, tensor in tensors:
             found = self._storages.known(tensor) if tensor.device.type == "cpu" else None
             if found is not None and found[0].pinned:
                 self.memory_shared(found[0].number, stream)
 
     def found(self, tensor: Tensor, known: KnownStorage) -> None:
-        """A storage was seen for the first time, as a result."""
+        """Handle a result whose storage the sanitizer sees for the first time; does nothing here."""
 
     def _over(self, inputs: list[tuple[str, Tensor]], outputs: list[tuple[str, Tensor]], blocking: bool) -> bool:
-        """Return True for a copy that has run on return: a blocking copy with the host, or a copy with pageable memory."""
+        """Return True for a copy that is complete on return: a blocking host copy, or a copy with pageable memory."""
         if self._host_only:
             return False
         host = [t for _, t in (*inputs, *outputs) if t.device.type == "cpu" and t.dim() > 0]

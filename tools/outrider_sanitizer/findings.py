@@ -48,7 +48,7 @@ STALENESS = frozenset(
 
 
 class RaceError(OutriderError):
-    """Raised for a report with findings; the text is the report, and ``report`` is the object."""
+    """Raised for a report with findings. The text is that of the report, and ``report`` is the report."""
 
     def __init__(self, report: Report) -> None:
         super().__init__(str(report))
@@ -59,10 +59,10 @@ class RaceError(OutriderError):
 class AccessSite:
     """One access, or another step that a finding names.
 
-    ``actor`` is a stream or a host thread; ``index`` the operation's position among what that was given, -1 where the device
-    doesn't tell; ``generation`` the replay of ``graph`` that it belongs to (0 outside graphs), ``index`` counts from its
-    beginning then, and ``launch`` is the position of the replay on its stream, -1 where the device doesn't tell. ``rank``: of
-    the device, -1 where there is one alone.
+    ``actor`` is a stream or a host thread, and ``index`` the operation's position among the operations of the actor, -1 if
+    the device does not report it. In replay ``generation`` of ``graph`` (0 outside graphs), ``index`` counts from the
+    beginning of the replay, and ``launch`` is the position of the replay on its stream, -1 if unknown. ``rank`` is the
+    device's rank, -1 for a single device.
     """
 
     operation: str
@@ -95,7 +95,7 @@ class AccessSite:
 
     @property
     def last(self) -> int:
-        """Index of the last step of its stream or thread that has finished when this access has."""
+        """Index of the last step of the actor that is complete once this access is complete."""
         return self.position - self.between
 
     @property
@@ -106,11 +106,11 @@ class AccessSite:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One fault, with what is needed to repair it.
+    """One fault, with the facts needed to repair it.
 
-    ``first`` came first in the order of the program. ``missing`` is the edge to add (or what to refresh). ``hint`` says
-    which ordering is there and why it doesn't reach. ``schedule`` makes the damage visible on a controllable device.
-    ``count`` is how often it was met.
+    ``first`` precedes ``second`` in program order. ``missing`` is the edge to add, or the value to refresh. ``hint`` names
+    the existing ordering and why it is insufficient. ``schedule`` makes the fault visible on a controllable device. ``count``
+    is the number of occurrences.
     """
 
     kind: FindingKind
@@ -186,7 +186,7 @@ class Report:
     _found: dict[tuple[object, ...], Finding] = field(default_factory=dict)
 
     def add(self, finding: Finding) -> None:
-        """Add a finding, or count it with an equal one."""
+        """Add a finding to the report, or increase the count of an equal one."""
         known = self._found.get(finding.key)
         if known is not None:
             self._found[finding.key] = replace(known, count=known.count + 1)
@@ -215,7 +215,7 @@ class Report:
         return True  # a report is there, also when it's clean
 
     def raise_if_any(self) -> None:
-        """Raise :class:`RaceError` unless the run was clean."""
+        """Raise :class:`RaceError` if the report has a finding."""
         if self._found:
             raise RaceError(self)
 

@@ -37,7 +37,7 @@ class FlagProgress:
         return None
 
     def wait(self, point: Point) -> None:
-        """Record a wait that passes; the caller checks ``up`` first."""
+        """Record a wait that passes the flag; the caller checks ``up`` first."""
         self.seen = [*self.seen[-15:], point]
 
     def reset(self, point: Point) -> Point | None:

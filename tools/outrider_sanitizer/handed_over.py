@@ -1,8 +1,8 @@
-"""Edges between host threads for what is handed over piece by piece: each piece orders who gave it before who took it.
+"""Edges between host threads that hand over single items: each item orders the giving thread before the taking thread.
 
-Queues, semaphores, pipes of `multiprocessing`, what waits for several futures, and callbacks of an event loop. A piece is
-told of by a token of its own, so taking one doesn't order what was given after it. Where it isn't known which piece was
-taken (a queue that changes its items), all that were given count.
+The items go through queues, semaphores, `multiprocessing` pipes, waits for several futures, and event-loop callbacks. Each
+item has a token of its own, so taking an item orders nothing after later items. If the taken item is unknown (a queue that
+changes its items), the taking thread is ordered after all items given so far.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class HandOverTokens:
     # -- queues ------------------------------------------------------------------------------------------------------
 
     def put(self, original: Any) -> Any:
-        """Wrap ``Queue.put``: the item carries the clock of the thread."""
+        """Wrap ``Queue.put``: the item carries the clock of the putting thread."""
 
         def put(this: Any, item: Any, *args: Any, **kwargs: Any) -> Any:
             tokens = self._items.setdefault(this, defaultdict(deque))[id(item)]
@@ -82,7 +82,7 @@ class HandOverTokens:
         return put
 
     def get(self, original: Any) -> Any:
-        """Wrap ``Queue.get``: the thread acquires the clock of the item."""
+        """Wrap ``Queue.get``: the getting thread acquires the clock of the item."""
 
         def get(this: Any, *args: Any, **kwargs: Any) -> Any:
             item = original(this, *args, **kwargs)
@@ -102,7 +102,7 @@ class HandOverTokens:
     # -- semaphores --------------------------------------------------------------------------------------------------
 
     def _free(self, semaphore: Any) -> deque[SingleUseToken | None]:
-        """Return the token of each permit, in the order of acquisition; None for an initial permit."""
+        """Return the tokens of a semaphore's free permits, in the order of acquisition; None for an initial permit."""
         found = self._permits.get(semaphore)
         return found if found is not None else self._permits.setdefault(semaphore, deque([None] * semaphore._value))
 
@@ -177,7 +177,9 @@ class HandOverTokens:
         return add
 
     def _looked_at(self, original: Any) -> Any:
-        """Wrap the look at finished futures with which `wait` and `as_completed` begin."""
+        """Wrap the check for finished futures with which `wait` and `as_completed` begin: the thread acquires
+        each of them.
+        """
 
         def leave(this: Any, *args: Any) -> None:
             for future in this.futures:

@@ -1,12 +1,12 @@
-"""Edges between host threads, from the ways in which Python programs hand things over.
+"""Edges between host threads, from the means by which Python programs hand over data.
 
-While a run is watched, these tell the observer: starting threads, joining them or finding them at their end, events,
-conditions, barriers, executors' futures, and what is handed over in pieces (`handed`). A plain lock tells it only where it's
-handed over: released by another thread than the one that took it. Holding the same lock one after the other orders nothing
-that a program could rely on for its results. Unless it's the lock of a condition: what was changed under it is asked for.
+While a run is watched, these report to the observer: starting and joining threads, finding a thread dead, events, conditions,
+barriers, executors' futures, and the items of `handed_over`. A plain lock reports only a hand-over, i.e. a release by another
+thread than the acquiring one: two threads that hold a lock in turn have no fixed order. The lock of a condition also reports
+its holds, because the waiting thread checks the state that was changed under it.
 
-Names of the modules `threading`, `queue` and `multiprocessing.connection` are exchanged, so what a program imported from them
-before isn't seen.
+The module replaces names of `threading`, `queue` and `multiprocessing.connection`. Objects that a program imported from them
+earlier are not seen.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _itself(told: object) -> object:
 
 
 def _start(observer: Observer, around: Callable[[], AbstractContextManager[Any]]) -> Callable[[Any], Any]:
-    """Wrap ``Thread.start``: replaces the instance's `run`, also of subclasses with their own `run`."""
+    """Wrap ``Thread.start``: the new thread runs inside the watched scope, also for subclasses with their own `run`."""
 
     def wrap(original: Any) -> Any:
         def start(self: threading.Thread) -> None:

@@ -85,9 +85,9 @@ class IntervalMap:
         self.forgotten = 0
 
     def touch(self, point: Point, access: Access, sink: Sink, late: bool = False) -> None:
-        """Check an access against the history, then add it.
+        """Check an access against the history, then add the access to the history.
 
-        ``late``: the access is told after others that were enqueued after it, so it may also precede what is here.
+        ``late``: the access is reported after accesses of later operations, so it may also precede records of the history.
         """
         record = (point, access)
         if access.shape is None and not access.by_rows:
@@ -173,7 +173,7 @@ class IntervalMap:
         return intervals[first:last]
 
     def records(self) -> list[Record]:
-        """Return every record of the history, each once."""
+        """Return every record of the storage's history, each once."""
         if len(self.intervals) == 1:
             return [*self.intervals[0].writes, *self.intervals[0].reads, *self.holed]
         seen: dict[int, Record] = {}
@@ -237,9 +237,10 @@ class IntervalMap:
             self._merge(first, last, sink.settled())
 
     def _merge(self, first: int, last: int, settled: Clock) -> None:
-        """Join neighbours with equal histories, once accesses that everything is ordered after are dropped.
+        """Join neighbouring intervals with equal histories, after dropping accesses that precede all future operations.
 
-        A pool whose rows were written one by one would else stay divided into rows, and each read of it walk them all.
+        Without this, a pool whose rows were written one by one stays divided into rows, and each read of it visits all of
+        them.
         """
         intervals = self.intervals
         kept: list[Interval] = []

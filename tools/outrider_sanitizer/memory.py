@@ -120,9 +120,9 @@ class ShadowMemory:
             self._graves.popitem(last=False)
 
     def same_place(self, storage: int, previous: int) -> None:
-        """In a capture: ``storage`` lies where ``previous`` lay, in a pool whose addresses stay with its graphs.
+        """Join the histories of ``storage`` and ``previous``, which have one address in a graph pool during a capture.
 
-        Both have one history, so that graphs which share the pool are compared by address.
+        Graphs that share the pool are thus compared by address.
         """
         old = self.shadows.get(previous)
         if old is not None:

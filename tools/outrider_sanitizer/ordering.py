@@ -1,9 +1,9 @@
-"""The ordering detector: what is ordered before what, over streams, host threads, events, flags and graphs.
+"""The ordering detector: the order of operations over streams, host threads, events, flags and graphs.
 
-It takes the trace of enqueued work, in the order of the program, and needs no other order: a wait takes the generation
-that was visible when it was enqueued, so what orders two operations doesn't depend on when the device ran them. One run
-therefore covers every schedule of the same trace. Flags are the exception, since a wait may be enqueued before its
-set: a stream whose wait isn't satisfied yet is held, with all that follows on it, until the set has been seen.
+Its input is the trace of enqueued operations in program order. A wait takes the generation that was visible when it was
+enqueued, so the order of two operations does not depend on when the device ran them. One run therefore covers every schedule
+of the same trace. Flags are the exception, since a wait may be enqueued before its set: a stream whose wait has no set yet is
+held, with all later operations on it, until the set is enqueued.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Ordering(StreamOrdering):
-    """The ordering detector (see the module). Not thread-safe: the caller holds a lock around each call."""
+    """The ordering detector. Not thread-safe: the caller holds a lock around each call."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Ordering(StreamOrdering):
             history.touch(point, Access(0, at, at + 1, False, argument=name), self._params_sink)
 
     def _issue(self, captured: CapturedGraph) -> Iterator[WatchedCollectivePart]:
-        """Issue the halves of the collectives of a graph, in order, when a replay is enqueued."""
+        """Issue the captured collectives of a graph, in order, when a replay is enqueued."""
         halves = []
         for verb in captured.verbs:
             if verb.what == "collective":
@@ -132,7 +132,7 @@ class Ordering(StreamOrdering):
     def _walk(
         self, graph: Graph, captured: CapturedGraph, lane: Lane, replay: GraphReplay, halves: Iterator[WatchedCollectivePart]
     ) -> Generator[bool]:
-        """Run the captured steps one after the other; yields False while a flag holds the graph."""
+        """Run a replay's captured steps one after the other; yields False while a flag holds the graph."""
         edges: dict[Event, Clock] = {}
         touched: dict[str, Actor] = {captured.main: lane}
         params_read = False

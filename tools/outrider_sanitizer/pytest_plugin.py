@@ -79,7 +79,7 @@ class _WatchedTest:
 
 
 class _Watcher:
-    """Watches each test from its setup to the end of its call."""
+    """Watches each test from its setup to its call's end, and fails a test with findings."""
 
     def __init__(self, spec: str | None) -> None:
         from outrider.registry import Registry
@@ -124,7 +124,7 @@ class _Watcher:
         return result
 
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
-        """Stop watching if the test never ran."""
+        """Stop watching the test if its body never ran."""
         self._end(item)
 
     def _end(self, item: pytest.Item) -> list[Report]:

@@ -29,7 +29,10 @@ _ALIKE_HINT = "then every rank makes the same calls in the same order, with the 
 
 @dataclass(eq=False, slots=True)
 class WatchedCollectivePart:
-    """One rank's part of a collective. ``clock`` is its stream's clock before the call, once the stream is there."""
+    """One rank's part of a collective.
+
+    ``clock`` is its stream's clock before the call, or None until the stream has reached the call.
+    """
 
     index: int
     rank: int
@@ -328,7 +331,7 @@ class RankClocks:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Report the collectives that some rank never came to."""
+        """Report the collectives that some rank has not issued by the end of the run."""
         self.resume()
         for state in self._states.values():
             if state.has_diverged:

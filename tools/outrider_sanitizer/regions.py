@@ -30,11 +30,11 @@ class ByteRuns(NamedTuple):
 
     @property
     def extent(self) -> int:
-        """The distance from the first byte to the end of the last run, in bytes."""
+        """The distance in bytes from the region's first byte to the end of its last run."""
         return self.length + sum((count - 1) * stride for count, stride in self.dims)
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over the start of each run, in bytes."""
+        """Iterate over the start offsets of the region's runs, in bytes."""
         return self._starts(self.start, 0)
 
     def _starts(self, base: int, dim: int) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""The observer that feeds the detectors."""
+"""The observer that passes the backend's reports to the detectors."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Sanitizer(Observer):
         self._staleness.check_read(point, access, shadow)
 
     def _uses(self, stream: str) -> None:
-        """Note that a stream received an operation."""
+        """Record that a stream received an operation, for the report's counts."""
         if stream not in self._used:
             self._used.add(stream)
             self.report.streams += 1

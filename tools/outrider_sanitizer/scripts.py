@@ -1,4 +1,4 @@
-"""Running a user's script under a tool: its file, its arguments, and the backends that it makes."""
+"""Runs a user's script under a tool: its file, its arguments, and the backends that it creates."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SIMULATED = "sim"
 
 @dataclass(frozen=True, slots=True)
 class ScriptEnd:
-    """The end of a script."""
+    """The outcome of a script: its error or exit code."""
 
     exit_code: int
     error: str | None = None
@@ -56,7 +56,7 @@ class ScriptEnd:
 
     @property
     def failure(self) -> str:
-        """How the script failed, and where; empty if it didn't fail."""
+        """The script's error and source line as text, or an empty string if the script succeeded."""
         if not self.exit_code and self.error is None:
             return ""
         return ": ".join(filter(None, (self.location, self.error or f"exit code {self.exit_code}")))
@@ -69,7 +69,10 @@ def select_for_script(registry: Registry, backend: str | None) -> BackendSpec:
 
 
 def script_path(script: Sequence[str], command: str) -> Path:
-    """The file of ``script``, a path and arguments. Raises :class:`ConfigError` where there is none; ``command``: whose."""
+    """Return the file of ``script``, a path and its arguments.
+
+    Raises :class:`ConfigError`, with the usage of ``command``, if the file does not exist.
+    """
     path = Path(script[0])
     if not path.is_file():
         raise ConfigError(f"script {script[0]!r} doesn't exist; usage: outrider {command} [--backend NAME] -- script.py args")
@@ -77,10 +80,11 @@ def script_path(script: Sequence[str], command: str) -> Path:
 
 
 def run_script(path: Path, argv: Sequence[str], first: Backend, attach: Attach) -> ScriptEnd:
-    """Run a script as ``__main__``, with ``attach`` called for ``first`` and for each backend that the script makes.
+    """Run a script as ``__main__``, with ``attach`` called for ``first`` and for each backend that the script creates.
 
     The script may use ``first`` through torch alone, on a simulated device also by CUDA's names. Returns how the script
-    ended; its errors aren't raised. The scopes that ``attach`` entered are left by then. KeyboardInterrupt passes.
+    ended; an error of the script isn't raised. The scopes that ``attach`` entered are closed on return. KeyboardInterrupt
+    passes.
     """
     from outrider_sanitizer.cuda_names import map_cuda_names  # it imports torch, which a command's help does without
 
@@ -89,11 +93,12 @@ def run_script(path: Path, argv: Sequence[str], first: Backend, attach: Attach) 
 
 
 def run_rank_scripts(path: Path, argv: Sequence[str], backends: Sequence[Backend], attach: Attach) -> list[ScriptEnd]:
-    """Run a script once for each of ``backends``, as the processes of that many ranks would: host threads that take turns,
-    each with its own ``__main__``, arguments, environment (``RANK``, ``WORLD_SIZE`` and so on, as torchrun has them),
+    """Run a script once for each of ``backends``, like that many rank processes: in host threads of which one runs at a time.
+
+    Each rank has its own ``__main__``, arguments, environment (``RANK``, ``WORLD_SIZE`` and so on, as torchrun sets them),
     current device and torch.distributed.
 
-    Returns how each rank ended. Where one left the others waiting they say so.
+    Returns how each rank ended. A rank that waits for an ended rank reports that.
     """
     control = backends[0].control
     if control is None:
@@ -157,7 +162,7 @@ class _Main:
         return sys.modules["__main__"]
 
     def restore(self, saved: ModuleType) -> None:
-        """Restore the saved state when its rank runs again."""
+        """Make the saved ``__main__`` module current when its rank runs again."""
         sys.modules["__main__"] = saved
 
 
@@ -183,14 +188,14 @@ def as_main(path: Path, argv: Sequence[str]) -> Generator[None]:
 
 
 class RankEnvironment:
-    """The process's environment and arguments as a rank that is one of its threads sees them (a ``ProcessView``)."""
+    """The process's environment and arguments, with separate values for each rank that is a thread (a ``ProcessView``)."""
 
     def save(self) -> tuple[Any, list[str]]:
         """Return the environment and arguments of the running rank."""
         return os.environ, sys.argv
 
     def restore(self, saved: tuple[Any, list[str]]) -> None:
-        """Restore the saved state when its rank runs again."""
+        """Restore the saved environment and arguments when their rank runs again."""
         os.environ, sys.argv = saved
 
     def begin(self, rank: int, ranks: int, argv: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""A watched run: the right sanitizer for a backend, attached while a scope lasts."""
+"""A watched run: the sanitizer that suits a backend, attached for the duration of a scope."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def _make(backend: Backend, rows_apart: bool, ranks: RankClocks | None, torch_ca
 
 @contextmanager
 def watch(backend: Backend, *, rows_apart: bool = True, torch_calls: bool = False) -> Generator[Report]:
-    """Sanitize what runs inside the ``with``; the report fills as it goes and is complete at its end.
+    """Sanitize the work inside the ``with``; the report fills during the run and is complete at the end of the scope.
 
-    On a backend that reports its memory accesses nothing else is needed. Elsewhere they are derived from torch's
-    dispatcher on the calling thread and on the threads that it starts. There, two accesses whose rows are decided by data
-    are taken to be disjoint; without ``rows_apart`` they're taken to overlap, which finds more and may raise false alarms.
+    A backend that reports its memory accesses needs nothing else. For other backends, accesses are derived from torch's
+    dispatcher on the calling thread and on the threads that it starts. There, two accesses whose rows depend on data count as
+    disjoint; with ``rows_apart=False`` they count as overlapping, which finds more and may raise false alarms.
 
-    ``torch_calls``: also what the program does outside it, with torch's own streams, events and graphs, where torch
-    tells of it (its CUDA module); for one backend of a device at a time. A backend that reports its accesses reports
-    these too.
+    ``torch_calls`` also watches the program's own torch streams, events and graphs outside the backend interface, where torch
+    reports them (its CUDA module), for one backend of a device at a time. A backend that reports its accesses reports these
+    too.
     """
     with watching(backend, rows_apart=rows_apart, torch_calls=torch_calls) as sanitizer:
         yield sanitizer.report
@@ -47,10 +47,10 @@ def watch(backend: Backend, *, rows_apart: bool = True, torch_calls: bool = Fals
 
 @contextmanager
 def watch_ranks(backends: Iterable[Backend], *, rows_apart: bool = True) -> Generator[Report]:
-    """:func:`watch` over the devices of several ranks, which are threads of this process: one report for all of them.
+    """Watch the devices of several ranks, which are threads of this process, and make one report for all of them.
 
-    In addition to the faults of each rank, it finds collectives that do not match, have no order or are missing on a rank. It
-    names the first decision (``Group.decide``) in which ranks differ.
+    In addition to the faults of each rank, the report has collectives that do not match, have no order or are missing on a
+    rank. It names the first decision (``Group.decide``) in which ranks differ.
     """
     ranks = RankClocks()
     with ExitStack() as stack:
@@ -63,7 +63,10 @@ def watch_ranks(backends: Iterable[Backend], *, rows_apart: bool = True) -> Gene
 def watching(
     backend: Backend, *, rows_apart: bool = True, ranks: RankClocks | None = None, torch_calls: bool = False
 ) -> Generator[Sanitizer]:
-    """:func:`watch`, for tools that also ask where streams stand; ``ranks``: shared with the sanitizers of other ranks."""
+    """Attach a sanitizer to ``backend`` as :func:`watch` does, and yield the sanitizer instead of its report.
+
+    ``ranks`` is the state shared with the sanitizers of other ranks.
+    """
     with ExitStack() as stack:
         sanitizer = _make(backend, rows_apart, ranks, torch_calls)
         backend.attach(sanitizer)

@@ -1,7 +1,7 @@
-"""The staleness detector: reads that are ordered and yet see old or undefined contents.
+"""The staleness detector: reads that are ordered and still see old or undefined contents.
 
-Most of it is bookkeeping on the order of the program: which write came last, how old a view is, what was declared stale.
-It believes the program's order, so it is as good in one run as in many.
+The detector uses only the program order: the last write of each byte, the age of each view, and the memory that was declared
+stale. One run therefore finds as much as many runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_ENUMERATED_RUNS = 256
 
 
 class Age:
-    """The last replay of a graph: its number over all graphs of the device, and its place in the trace."""
+    """The last replay of a graph: its number over all graphs of the device, and its position in the trace."""
 
     __slots__ = ("before", "first", "generation", "inputs", "last", "name", "rebound", "sequence")
 
@@ -46,7 +46,7 @@ class Age:
 
 
 class Mirror(NamedTuple):
-    """A region that is read as the present value of another."""
+    """A memory region that the program reads as the current value of another region."""
 
     start: int
     end: int
@@ -54,7 +54,7 @@ class Mirror(NamedTuple):
 
 
 class Staleness:
-    """Rules about graphs' inputs and outputs, mirrors and marks, on the histories that the ordering detector keeps."""
+    """Rules for graphs' inputs and outputs, mirrors and marks, applied to the histories that the ordering detector keeps."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Staleness:
     # -- marks -----------------------------------------------------------------------------------------------------
 
     def over(self, tensor: Tensor, reason: str, label: str = "") -> None:
-        """Mark the contents of a tensor as stale."""
+        """Mark the contents of a tensor as stale: a read before the next write is a finding."""
         place = self._locate(tensor)
         if place is None:
             return
@@ -139,7 +139,7 @@ class Staleness:
         age.sequence = self._ordering.now
 
     def rebound(self, graph: Graph, names: tuple[str, ...]) -> None:
-        """Record the new values of host parameters."""
+        """Record the graph's new values of host parameters."""
         age = self._age(graph)
         for name in names:
             age.rebound[name] = self._ordering.sequence
@@ -215,7 +215,7 @@ class Staleness:
     # -- reads -----------------------------------------------------------------------------------------------------
 
     def check_read(self, point: Point, access: Access, shadow: Shadow) -> None:
-        """Check a read before it is added to the history."""
+        """Check a read for stale bytes before the read is added to the history."""
         if shadow.aged is not None and access.born >= 0 and point.replay is None:
             self._output(point, access, shadow)
         mirrors = self._mirrors.get(access.storage) if self._mirrors else None
@@ -291,7 +291,10 @@ def _shrunk(before: Point, was: Access, after: Point, now: Access) -> bool:
 
 
 def _left_behind(was: Access, now: Access, start: int, end: int) -> tuple[int, int] | None:
-    """The first bytes of [start, end) that were written before and aren't now; all of them, where that are too many runs."""
+    """Return the first bytes of [start, end) that the access ``was`` wrote and ``now`` doesn't, or None.
+
+    Returns the whole range if an access has too many runs to enumerate.
+    """
     before, after = dense_parts(was, _MAX_ENUMERATED_RUNS), dense_parts(now, _MAX_ENUMERATED_RUNS)
     if before is None or after is None:
         return start, end

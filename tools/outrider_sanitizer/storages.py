@@ -36,7 +36,7 @@ class KnownStorage:
 
 
 class Storages:
-    """Numbers for storages, never used twice."""
+    """The numbers by which the sanitizer identifies storages; a number is never used twice."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -74,7 +74,7 @@ class Storages:
         return (known, True) if device or pinned else None
 
     def _mapped(self, storage: torch.UntypedStorage) -> KnownStorage | None:
-        """The pinned memory that a storage of the device shows: with one address space both have the same address."""
+        """Return the pinned memory that a device storage maps, found by its address, or None."""
         address = storage.data_ptr()
         at = bisect_right(self._pinned, address, key=itemgetter(0)) - 1
         if at < 0:
@@ -91,7 +91,7 @@ class Storages:
         return _key(tensor.untyped_storage())
 
     def note(self, tensor: Tensor) -> None:
-        """Check the tensor's storage again when this object is freed."""
+        """Look up the tensor's storage again after this tensor object is freed."""
         key = _key(tensor.untyped_storage())
         weak = ref(tensor, partial(self._suspect, key))
         # The reference must live as long as the tensor, and the tensor's own dictionary does.

@@ -28,7 +28,7 @@ _MAX_AWAITED = 4096
 
 @dataclass
 class Listener:
-    """Callbacks of the detector; the default of each does nothing."""
+    """Callbacks of the ordering detector; the default of each does nothing."""
 
     conflict: Callable[[Record, Point, Access | None, Shadow], None] = lambda *_: None
     settled: Callable[[], Clock] = lambda: NOTHING
@@ -79,7 +79,7 @@ class StreamOrdering(Lanes):
     # -- accesses ----------------------------------------------------------------------------------------------------
 
     def launched(self, operation: Operation) -> None:
-        """Check the accesses of an operation that was enqueued."""
+        """Check the accesses of an operation that was enqueued on a stream."""
         capture: CapturedGraph | None = getattr(self._local, "capture", None)
         if capture is not None:
             capture.verbs.append(Verb("launch", operation.stream, operation))
@@ -113,7 +113,7 @@ class StreamOrdering(Lanes):
             self._await_rows(point)
 
     def touch(self, point: Point, access: Access, shadow: Shadow, late: bool = False) -> None:
-        """Check one access against all earlier accesses."""
+        """Check one access against all earlier accesses to the storage."""
         listener = self.listener
         if listener.read is not None and not access.write:
             listener.read(point, access, shadow)
@@ -246,7 +246,9 @@ class StreamOrdering(Lanes):
         step: tuple[str, int] | None,
         replay: GraphReplay | None = None,
     ) -> bool:
-        """Begin the half: other ranks can join the clock before it, without the half's own accesses."""
+        """Begin a rank's part of a collective: other ranks may join this stream's clock from before the part's
+        own accesses.
+        """
         assert self.ranks is not None
         half.clock = actor.release()
         point = self._point(actor, half.call.kind, half.location)
@@ -256,7 +258,7 @@ class StreamOrdering(Lanes):
         return True
 
     def _meet(self, actor: Actor, group: Group, half: WatchedCollectivePart) -> bool:
-        """Order the operations after the half after the contributions of the other ranks."""
+        """Order the stream's operations after the collective after the contributions of the other ranks."""
         assert self.ranks is not None
         if not half.ready:
             return False
@@ -396,7 +398,7 @@ class StreamOrdering(Lanes):
         return True
 
     def _force(self) -> None:
-        """Continue after a wait that the device passed without a recorded set."""
+        """Continue a stream after a wait that the device passed without a recorded set."""
         if self.ranks is not None:
             self.ranks.passed_without()
         for lane in list(self._held):

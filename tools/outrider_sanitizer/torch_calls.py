@@ -1,8 +1,8 @@
-"""Plain torch programs on a device: torch itself tells of streams, events, synchronisation and released memory.
+"""Programs that use torch alone: torch itself reports streams, events, synchronisation and released memory.
 
-A program that uses torch alone makes its streams and events outside the interface, in Python and in C++ (autograd's engine,
-collectives). torch's device modules have a trace of these calls, made for torch's own sanitizer; here it feeds the
-detectors. What the trace leaves out is taken at its Python names: queries, captures and replays of graphs, Triton's
+Such a program creates its streams and events outside the backend interface, in Python and in C++ (autograd's engine,
+collectives). torch's device modules trace these calls for torch's own sanitizer; this module passes the trace to the
+detectors. Calls that the trace lacks are caught at their Python names: queries, captures and replays of graphs, Triton's
 launches. `record_stream` passes the dispatcher.
 """
 
@@ -308,7 +308,7 @@ class TorchSanitizer(DerivedSanitizer):
         return run_backward
 
     def _begin(self) -> None:
-        """Begin each report: set the calling thread and handle releases since the last report."""
+        """Begin the handling of one torch report: set the calling thread and handle releases since the last report."""
         if self._backward and not is_python_thread():
             # A thread of autograd's engine: it does what the thread that waits for it asked for.
             local = self._ordering._local
@@ -379,31 +379,31 @@ class TorchSanitizer(DerivedSanitizer):
         super().stream_created(stream)
 
     def scope_entered(self, stream: Stream) -> None:
-        """Ignore the report: torch knows the current stream."""
+        """Ignore the interface's report: torch knows the current stream."""
 
     def scope_left(self, stream: Stream) -> None:
-        """Ignore the report: torch knows the current stream."""
+        """Ignore the interface's report: torch knows the current stream."""
 
     def recorded(self, stream: Stream, event: Event, generation: int) -> None:
-        """Ignore the report: torch reports the same call."""
+        """Ignore the interface's report of a record: torch reports the same call."""
 
     def waited(self, stream: Stream, event: Event, generation: int) -> None:
-        """Ignore the report: torch reports the same call."""
+        """Ignore the interface's report of a wait: torch reports the same call."""
 
     def event_synchronized(self, event: Event, generation: int) -> None:
-        """Ignore the report: torch reports the same call."""
+        """Ignore the interface's report of an event wait: torch reports the same call."""
 
     def event_queried(self, event: Event, generation: int, done: bool) -> None:
-        """Ignore the report: torch reports the same call."""
+        """Ignore the interface's report of an event query: torch reports the same call."""
 
     def stream_synchronized(self, stream: Stream) -> None:
-        """Ignore the report: torch reports the same call."""
+        """Ignore the interface's report of a stream wait: torch reports the same call."""
 
     def stream_queried(self, stream: Stream, done: bool) -> None:
-        """Ignore the report: torch reports the same call."""
+        """Ignore the interface's report of a stream query: torch reports the same call."""
 
     def device_synchronized(self) -> None:
-        """Ignore the report: torch reports the same call."""
+        """Ignore the interface's report of a device wait: torch reports the same call."""
 
     def capture_began(self, graph: Graph, stream: Stream) -> None:
         """Assign the capture that torch has just begun to a graph of the backend interface, which knows its inputs."""

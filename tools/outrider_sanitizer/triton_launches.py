@@ -27,7 +27,7 @@ _Held = dict[str, frozenset[int]]
 
 
 class Pointers(NamedTuple):
-    """The pointer arguments of a kernel, by position, that it loads from and stores to."""
+    """The positions of a kernel's pointer arguments through which it loads, and through which it stores."""
 
     number: int
     read: frozenset[int]
@@ -59,7 +59,7 @@ def pointers(ttir: str) -> Pointers | None:
 
 
 def _told_apart(lines: Sequence[str]) -> list[str]:
-    """Return the lines with a unique name for each value: the text reuses names in sibling regions."""
+    """Return the lines of a kernel's IR with a unique name for each value: the text reuses names in sibling regions."""
     regions: list[tuple[int, dict[str, str]]] = []  # those of a function that are open
     renamed: list[str] = []
     count, within = 0, False
@@ -88,7 +88,7 @@ def _told_apart(lines: Sequence[str]) -> list[str]:
 
 
 def _results(defined: str, number: int) -> list[str]:
-    """Return the names of an operation's results."""
+    """Return the names of the values that an IR operation defines."""
     return [defined] if number == 1 else [f"{defined}#{at}" for at in range(number)]
 
 
@@ -142,7 +142,7 @@ LaunchCallback = Callable[[str, Sequence[tuple[str, Any, bool, bool]]], None]
 
 @contextmanager
 def launches(report_launch: LaunchCallback) -> Generator[bool]:
-    """Report each launch in this scope. Yields False if Triton is not installed, so no launch can be seen."""
+    """Report each Triton launch in this scope. Yields False if Triton is not installed, so no launch can be seen."""
     jit = _jit()
     if jit is None:
         yield False

@@ -86,11 +86,11 @@ def explore(
 ) -> CommandReport:
     """Run a program under many schedules. Exit code 1, with the shrunk schedule, when one makes it fail.
 
-    A program is a function of one argument, the backend; it makes its streams and tensors there and raises when
-    something is wrong. Without a name: the programs of the corpus. ``decode`` is the real engine on drawn host programs,
-    its tokens checked against plain decoding and the sanitizer watching; one of its fences can be left out. ``ranks`` is the
-    engine on several simulated ranks, or with ``--inject`` and ``--corrected`` the corpus of ranks that come apart.
-    ``corpus`` runs all corrected programs, the sanitizer watching: each has to be silent.
+    A program is a function of one argument, the backend; it makes its streams and tensors there and raises when something is
+    wrong. Without a name: the programs of the corpus. ``decode`` is the real engine on random host programs, its tokens
+    checked against plain decoding and the sanitizer watching; one of its fences can be left out. ``ranks`` is the engine on
+    several simulated ranks, or with ``--inject`` and ``--corrected`` the corpus of ranks that come apart. ``corpus`` runs all
+    corrected programs, the sanitizer watching: each has to be silent.
     """
     del json_output
     if name is None:

@@ -1,7 +1,7 @@
-"""A corpus of stream programs: each fault in a program as small as it can be, and the same program corrected.
+"""A corpus of stream programs: each fault in a minimal program, and the corrected program.
 
-The sanitizer and the explorer are tested on it, and ``outrider explore NAME`` runs one. The programs use the interface alone,
-so they run on any backend that has what they need.
+The sanitizer and the explorer are tested on the corpus, and ``outrider explore NAME`` runs one program. The programs use only
+the backend interface, so they run on any backend with the abilities that they need.
 """
 
 from collections.abc import Mapping

@@ -11,9 +11,9 @@ RACES: list[Race] = []
 
 @race(RACES, FindingKind.FLAG_LOST, names=("flag 'bound'",), needs="flags")
 def flag_set_twice(backend: Backend, fixed: bool) -> None:
-    """A set of a flag that is up is lost.
+    """A second set of a flag before its reset is lost.
 
-    The second round's set comes while the first round's is still up, so one wait is never served.
+    The set of the second round comes before the reset of the first round, so the second wait is never released.
     """
     update, forward = backend.create_stream("update"), backend.create_stream("forward")
     flag = backend.create_flag("bound")
@@ -51,9 +51,9 @@ def flag_never_set(backend: Backend, fixed: bool) -> None:
 
 @race(RACES, FindingKind.FLAG_LOST, names=("make 'update' wait",), needs="flags")
 def reset_beside_the_next_set(backend: Backend, fixed: bool) -> None:
-    """A reset that may undo the set of the next round.
+    """A reset may remove the set of the next round.
 
-    The next round's set isn't ordered after this round's reset, which may then undo it.
+    The next round's set isn't ordered after this round's reset, which may then remove it.
     """
     update, forward = backend.create_stream("update"), backend.create_stream("forward")
     flag = backend.create_flag("bound")

@@ -47,9 +47,9 @@ def input_overwritten(backend: Backend, fixed: bool) -> None:
 
 @race(RACES, FindingKind.WRITE_AFTER_READ, names=("event 'shared_reads_done'", "after replay 1 of graph 'verify'"))
 def fence_before_the_replay(backend: Backend, fixed: bool) -> None:
-    """A fence recorded before a replay doesn't cover it.
+    """A fence recorded before a replay doesn't cover the replay.
 
-    Shared reads are declared done before the replay, which reads the rows again.
+    The fence says that shared rows have been read, and the replay after it reads the rows again.
     """
     forward, schedule = backend.create_stream("forward"), backend.create_stream("schedule")
     reads_done = backend.create_event("shared_reads_done")
@@ -72,7 +72,7 @@ def fence_before_the_replay(backend: Backend, fixed: bool) -> None:
 def output_after_the_next_replay(backend: Backend, fixed: bool) -> None:
     """A view of a graph's output is read after the graph has run again.
 
-    A view of the output is kept; the next replay writes what it shows.
+    The program keeps a view of the output; the next replay overwrites the bytes of the view.
     """
     forward = backend.create_stream("forward")
     graph, x, y = _graph(backend, forward)
@@ -87,9 +87,9 @@ def output_after_the_next_replay(backend: Backend, fixed: bool) -> None:
 
 @race(RACES, FindingKind.REUSE, names=("graph 'verify'",), visible=False)
 def captured_address(backend: Backend, fixed: bool) -> None:
-    """A graph reads the address that it captured, not the tensor that the name means now.
+    """A graph reads the address that it captured, and not the new tensor of the same name.
 
-    Metadata is rebuilt in new memory, and the graph reads where it lay at capture.
+    Metadata is rebuilt in new memory, and the graph reads the memory of the tensor that was captured.
     """
     forward = backend.create_stream("forward")
     table = filled(backend, forward, 1.0)
@@ -112,9 +112,9 @@ def captured_address(backend: Backend, fixed: bool) -> None:
 
 @race(RACES, FindingKind.STALE_PADDING, names=("input 'x'", "bytes 8 to 16"), visible=False)
 def stale_padding(backend: Backend, fixed: bool) -> None:
-    """What a larger batch left behind the rows of a smaller one.
+    """A smaller batch's graph reads rows that a larger batch wrote.
 
-    A batch of two after a batch of four: the graph still reads four rows.
+    A batch of two follows a batch of four: the graph still reads four rows.
     """
     forward = backend.create_stream("forward")
     graph, x, y = _graph(backend, forward)
@@ -130,9 +130,9 @@ def stale_padding(backend: Backend, fixed: bool) -> None:
 
 @race(RACES, FindingKind.STALE, names=("a new batch begins",), visible=False)
 def marked_over(backend: Backend, fixed: bool) -> None:
-    """Contents that were declared over are read.
+    """Contents that the program declared stale are read.
 
-    A buffer that was marked as over is read before it was written again.
+    A buffer that was marked as stale is read before it is written again.
     """
     forward = backend.create_stream("forward")
     graph, x, y = _graph(backend, forward)
@@ -157,7 +157,7 @@ def _parametrised(backend: Backend, stream: Stream) -> tuple[Graph, Tensor]:
 def not_rebound(backend: Backend, fixed: bool) -> None:
     """A host parameter of a graph is older than the value that it mirrors.
 
-    Lengths have grown, and the graph still has those of the last step.
+    The lengths have grown, and the graph still has the lengths of the previous step.
     """
     forward = backend.create_stream("forward")
     lengths = filled(backend, forward, 1.0)

@@ -16,9 +16,9 @@ RACES: list[Race] = []
 
 @race(RACES, FindingKind.READ_AFTER_WRITE, names=("record an event on 'copy'", "synchronize host thread"))
 def host_read_early(backend: Backend, fixed: bool) -> None:
-    """The host reads pinned memory before the copy into it is over.
+    """The host reads pinned memory before the copy into it is complete.
 
-    The host reads a result before its copy has landed.
+    The host reads a result before its copy has arrived.
     """
     copy = backend.create_stream("copy")
     landed = backend.create_event("results_copied")
@@ -36,7 +36,7 @@ def host_read_early(backend: Backend, fixed: bool) -> None:
 def pinned_overwritten(backend: Backend, fixed: bool) -> None:
     """The host overwrites pinned memory that a copy still reads.
 
-    The host fills its staging buffer again while the copy out of it is under way.
+    The host fills its staging buffer again while a copy reads the buffer.
     """
     schedule = backend.create_stream("schedule")
     free = backend.create_event("staging_free")
@@ -53,10 +53,7 @@ def pinned_overwritten(backend: Backend, fixed: bool) -> None:
 
 @race(RACES, FindingKind.STALE, names=("pinned buffer 'results'",), visible=False)
 def pinned_renewed(backend: Backend, fixed: bool) -> None:
-    """A pinned buffer is read after it was renewed and before it was filled.
-
-    A buffer that was renewed is read before it's filled again.
-    """
+    """A pinned buffer is read after its renewal and before the host has filled it again."""
     copy = backend.create_stream("copy")
     results = backend.empty_pinned("results", (4,), torch.float32)
     x = filled(backend, copy, 7.0)
@@ -71,9 +68,9 @@ def pinned_renewed(backend: Backend, fixed: bool) -> None:
 
 @race(RACES, FindingKind.STALE_MIRROR, names=("copy the value again after aten::add_",))
 def stale_mirror(backend: Backend, fixed: bool) -> None:
-    """The host's copy of a value is behind the device's.
+    """The host's copy of a value is older than the device's value.
 
-    The host plans with lengths that the verify has changed since.
+    The host plans with lengths that verification has changed since.
     """
     forward = backend.create_stream("forward")
     mirror = backend.empty_pinned("lengths", (4,), torch.float32)
@@ -90,9 +87,9 @@ def stale_mirror(backend: Backend, fixed: bool) -> None:
 
 @race(RACES, FindingKind.WRITE_AFTER_READ, names=("synchronize host thread",))
 def beside_another_thread(backend: Backend, fixed: bool) -> None:
-    """A host thread touches pinned memory that only another thread has waited for.
+    """A host thread writes pinned memory for whose copy only another thread has waited.
 
-    One thread sends a buffer and waits; another, which doesn't wait, fills it.
+    One thread sends a buffer and waits for the copy; another thread fills the buffer without waiting.
     """
     copy = backend.create_stream("copy")
     landed = backend.create_event("staging_free")
@@ -129,9 +126,9 @@ def _run_threads(backend: Backend, *bodies: Callable[[], None]) -> None:
 
 @race(RACES, within=10)
 def branch_on_query(backend: Backend, fixed: bool) -> None:
-    """What the host does depends on how far the device happens to be.
+    """The host's branch depends on how far the device has progressed.
 
-    The host takes a shortcut when the result isn't there yet, and the shortcut gives another answer.
+    The host takes another branch if the result isn't ready, and the branch gives another answer.
     """
     forward, copy = backend.create_stream("forward"), backend.create_stream("copy")
     landed = backend.create_event("results_copied")

@@ -1,4 +1,4 @@
-"""Faults in memory that is shared by address, handed out again, or indexed by data."""
+"""Faults in memory that is shared by address, reused after its release, or indexed by data."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def graphs_that_share_a_pool(backend: Backend, fixed: bool) -> None:
 def record_stream(backend: Backend, fixed: bool) -> None:
     """A tensor is freed while another stream reads it, and the allocator wasn't told.
 
-    A tensor is freed while another stream reads it; `record_stream` makes the allocator wait for that stream.
+    In the corrected program, `record_stream` makes the allocator wait for the reading stream.
     """
     forward, copy = backend.create_stream("forward"), backend.create_stream("copy")
     x = filled(backend, forward, 7.0)
@@ -103,10 +103,7 @@ def _index(backend: Backend, *values: int) -> torch.Tensor:
 
 @race(RACES, FindingKind.WRITE_AFTER_WRITE, names=_WRITERS_NAMED)
 def indexed_columns(backend: Backend, fixed: bool) -> None:
-    """Columns picked by an index overlap.
-
-    Two streams write columns that they pick by an index.
-    """
+    """Two streams write columns selected by an index, and the columns overlap."""
     mine, theirs = _index(backend, 0, 1), _index(backend, *((2, 3) if fixed else (1, 3)))
     ones, twos = torch.ones(4, 2, device=backend.device), torch.full((4, 2), 2.0, device=backend.device)
     _two_writers(
@@ -116,10 +113,7 @@ def indexed_columns(backend: Backend, fixed: bool) -> None:
 
 @race(RACES, FindingKind.WRITE_AFTER_WRITE, names=_WRITERS_NAMED)
 def indexed_elements(backend: Backend, fixed: bool) -> None:
-    """Elements picked by two indices overlap.
-
-    Two streams write elements of the same rows.
-    """
+    """Two streams write elements selected by two indices, and the elements overlap."""
     rows = _index(backend, 0, 1, 2, 3)
     mine, theirs = _index(backend, 0, 0, 0, 0), _index(backend, *((1, 1, 1, 1) if fixed else (1, 1, 0, 1)))
     one = torch.ones((), device=backend.device)
@@ -129,7 +123,10 @@ def indexed_elements(backend: Backend, fixed: bool) -> None:
 
 
 def _two_writers(backend: Backend, place: object, fixed: bool, *bodies: object) -> None:
-    """The first writes 1 and the second 2; at `place` both do in the wrong program, where the second should win."""
+    """Run two bodies on two streams: the first writes 1, the second 2.
+
+    In the wrong program both write the elements at `place`, where the second value should remain.
+    """
     first, second = backend.create_stream("first"), backend.create_stream("second")
     x = torch.zeros(4, 4, device=backend.device)
     backend.synchronize()
@@ -142,10 +139,7 @@ def _two_writers(backend: Backend, place: object, fixed: bool, *bodies: object) 
 
 @race(RACES, FindingKind.WRITE_AFTER_WRITE, names=_WRITERS_NAMED)
 def scatters_along_rows(backend: Backend, fixed: bool) -> None:
-    """Two scatters reach the same elements.
-
-    Two streams scatter into the same rows.
-    """
+    """Two streams scatter into the same elements of the same rows."""
     mine = torch.zeros(4, 1, dtype=torch.int64, device=backend.device)
     theirs = torch.full((4, 1), 2 if fixed else 0, dtype=torch.int64, device=backend.device)
     _two_writers(backend, (slice(None), 0), fixed, lambda x: x.scatter_(1, mine, 1.0), lambda x: x.scatter_(1, theirs, 2.0))
@@ -153,10 +147,7 @@ def scatters_along_rows(backend: Backend, fixed: bool) -> None:
 
 @race(RACES, FindingKind.WRITE_AFTER_WRITE, names=_WRITERS_NAMED)
 def masks(backend: Backend, fixed: bool) -> None:
-    """Two masks overlap.
-
-    Two streams fill what their masks say.
-    """
+    """Two streams fill the elements of two masks, and the masks overlap."""
     mine = torch.tensor([True, False, False, False], device=backend.device).expand(4, 4)
     theirs = torch.tensor([not fixed, True, False, False], device=backend.device).expand(4, 4)
     _two_writers(backend, (slice(None), 0), fixed, lambda x: x.masked_fill_(mine, 1.0), lambda x: x.masked_fill_(theirs, 2.0))
@@ -164,9 +155,9 @@ def masks(backend: Backend, fixed: bool) -> None:
 
 @race(RACES, FindingKind.READ_AFTER_WRITE, names=("record an event on 'forward'", "make 'reduce' wait"), visible=False)
 def gradient_across_streams(backend: Backend, fixed: bool) -> None:
-    """A gradient is read before the backward has written it.
+    """A gradient is read before the backward pass has written it.
 
-    A gradient is read on another stream than the backward ran on.
+    The gradient is read on another stream than the one on which the backward pass ran.
     """
     forward, reduce = backend.create_stream("forward"), backend.create_stream("reduce")
     with backend.on(forward):

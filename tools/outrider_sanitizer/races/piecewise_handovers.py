@@ -1,6 +1,4 @@
-"""Faults between host threads that hand over piece by piece: pipes, several futures, event loops, threads of a class of
-their own, conditions of one lock.
-"""
+"""Faults between host threads that hand over single items: pipes, futures, event loops, thread subclasses, conditions."""
 
 from __future__ import annotations
 
@@ -87,7 +85,10 @@ def _lock_of_a_condition() -> Ends:
 
 
 def _several(wait: Callable[[Waited], Any], wait_for_one: Callable[[Waited], Any]) -> Callable[[Backend, bool], None]:
-    """One thread fills a buffer, another says that all is done. Wrong: the host goes on when one of them is."""
+    """Return a program in which one thread fills a buffer and two futures complete.
+
+    In the wrong program the host continues when one of the futures is done, before the buffer is filled.
+    """
 
     def body(backend: Backend, fixed: bool) -> None:
         copy = backend.create_stream("copy")
@@ -141,7 +142,10 @@ def _next(waited: Waited) -> None:
 
 
 def in_an_event_loop(backend: Backend, fixed: bool) -> None:
-    """A thread fills a buffer and stops the loop of another, or lets it find a variable."""
+    """A thread fills a buffer, and another thread's event loop sends it.
+
+    The filling thread stops the loop; in the wrong program the loop only polls a variable.
+    """
     copy = backend.create_stream("copy")
     staging = backend.empty_pinned("staging", (4,), torch.float32)
     x = filled(backend, copy, 0.0)
@@ -172,7 +176,7 @@ def in_an_event_loop(backend: Backend, fixed: bool) -> None:
 
 
 class _Filler(threading.Thread):
-    """A thread with a `run` of its own."""
+    """A thread subclass whose `run` fills the buffer."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         super().__init__(name="filler")
@@ -180,13 +184,16 @@ class _Filler(threading.Thread):
         self.done = False
 
     def run(self) -> None:
-        """Fill, and say so in a variable."""
+        """Fill the buffer, then set the variable that says so."""
         self.buffer.fill_(1.0)
         self.done = True
 
 
 def until_a_thread_has_ended(backend: Backend, fixed: bool) -> None:
-    """A thread of a class of its own fills a buffer; the host asks whether it lives, or looks at a variable."""
+    """A thread subclass fills a buffer and the host sends it after the thread has ended.
+
+    In the wrong program the host only polls a variable.
+    """
     copy = backend.create_stream("copy")
     staging = backend.empty_pinned("staging", (4,), torch.float32)
     x = filled(backend, copy, 0.0)
@@ -202,7 +209,7 @@ def until_a_thread_has_ended(backend: Backend, fixed: bool) -> None:
 
 
 class _Sender(threading.Thread):
-    """A thread with a `run` of its own, which sends a buffer when a variable says that it's filled."""
+    """A thread subclass whose `run` sends a buffer when a variable says that the buffer is filled."""
 
     def __init__(self, send: Callable[[], None]) -> None:
         super().__init__(name="sender")
@@ -210,14 +217,17 @@ class _Sender(threading.Thread):
         self.filled = False
 
     def run(self) -> None:
-        """Wait for the variable, and send."""
+        """Poll the variable, then send the buffer."""
         while not self.filled:
             time.sleep(0)
         self.send()
 
 
 def before_a_thread_starts(backend: Backend, fixed: bool) -> None:
-    """The host fills a buffer that a thread of a class of its own sends. Wrong: the thread runs already."""
+    """The host fills a buffer that a thread subclass sends.
+
+    In the wrong program the thread has started before the host fills the buffer.
+    """
     copy = backend.create_stream("copy")
     staging = backend.empty_pinned("staging", (4,), torch.float32)
     x = filled(backend, copy, 0.0)
@@ -234,7 +244,10 @@ def before_a_thread_starts(backend: Backend, fixed: bool) -> None:
 
 
 def _the_other(ends: Callable[[], Ends]) -> Callable[[Backend, bool], None]:
-    """Two buffers are given away one after the other. Wrong: who has taken the first piece uses the second one's."""
+    """Return a program in which a thread fills two buffers and hands them over one after the other.
+
+    In the wrong program the host takes the first item and uses the second buffer.
+    """
 
     def body(backend: Backend, fixed: bool) -> None:
         copy = backend.create_stream("copy")

@@ -43,7 +43,7 @@ class Race:
         self.body(backend, False)
 
     def right(self, backend: Backend) -> None:
-        """Run the corrected program on ``backend``."""
+        """Run the corrected program on ``backend``. Raises :class:`WrongValue` if the program reads a wrong value."""
         self.body(backend, True)
 
 
@@ -67,7 +67,7 @@ def first_line(body: Callable[..., object]) -> str:
 
 
 def filled(backend: Backend, stream: Stream, value: float, *shape: int) -> Tensor:
-    """Return a tensor of one value, created on ``stream``."""
+    """Return a device tensor of one value, created on ``stream``."""
     with backend.on(stream):
         return torch.full(shape or (4,), value, device=backend.device)
 
@@ -81,12 +81,12 @@ def order(first: Stream, *later: Stream) -> None:
 
 
 def expect(backend: Backend, tensor: Tensor, *values: float) -> None:
-    """Synchronize the device and compare. Raises :class:`WrongValue` unless each element is one of ``values``."""
+    """Synchronize the device and compare a tensor. Raises :class:`WrongValue` unless each element is one of ``values``."""
     backend.synchronize()
     expect_values(tensor.flatten().tolist(), *values)
 
 
 def expect_values(seen: list[float], *values: float) -> None:
-    """Compare host values. Raises :class:`WrongValue` unless each of ``seen`` is one of ``values``."""
+    """Compare values that the host has read. Raises :class:`WrongValue` unless each of ``seen`` is one of ``values``."""
     if any(value not in values for value in seen):
         raise WrongValue(f"expected {' or '.join(map(str, values))}, found {seen}")

@@ -130,7 +130,7 @@ def control_of(backend: Backend) -> ControllableDevice:
 
 
 def decision_named(report: Report) -> str:
-    """Return the first decision that the report names, or an empty string."""
+    """Return the name of the first differing decision in the report, or an empty string."""
     for finding in report:
         if finding.kind is FindingKind.DECISION:
             return finding.second.operation.removeprefix("decision ").partition(" = ")[0]

@@ -1,7 +1,7 @@
-"""How ranks come apart: each class of fault as small as it can be, and corrected.
+"""Divergence between ranks: each class of fault in a minimal program, and the corrected program.
 
-In the corrected ones the cause is still there (the tie is broken the other way, the host is slow, the rank is idle); what
-changes is that one rank decides and the others read it, or that what they compute it from is the same on all of them.
+The cause is still present in a corrected program (a tie is broken differently, a host is slow, a rank is idle). There, one
+rank decides and the others read its decision, or all ranks compute it from equal inputs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DRAFTED = (2, 1, 0)
 
 
 def _agreed(rank: ProgramRank, value: int, fixed: bool) -> int:
-    """The value, or that of rank 0."""
+    """Return this rank's value in the wrong program, and rank 0's value in the corrected one."""
     if not fixed:
         return value
     record = rank.tensor([value], torch.int32)
@@ -37,7 +37,7 @@ def _agreed(rank: ProgramRank, value: int, fixed: bool) -> int:
 def accepted_counts(rank: ProgramRank, fixed: bool) -> None:
     """A tie of logits is broken differently, so ranks accept different counts.
 
-    Two logits tie, and one rank's argmax takes the other: ranks accept different counts, and one drafts again.
+    Two logits tie, and one rank's argmax returns the other index: ranks accept different counts, and one drafts again.
     """
     if rank.index == 1:
         rank.diverge("tie")
@@ -59,7 +59,7 @@ def accepted_counts(rank: ProgramRank, fixed: bool) -> None:
 def one_ulp(rank: ProgramRank, fixed: bool) -> None:
     """Activations differ in the last bit, and a threshold decides.
 
-    Products differ in their last bit, which a threshold turns into another decision.
+    Products differ in their last bit, and a threshold turns the difference into another decision.
     """
     if rank.index == 1:
         rank.diverge("ulp")
@@ -78,9 +78,9 @@ def one_ulp(rank: ProgramRank, fixed: bool) -> None:
 
 @rank_race(RANK_RACES, "A", _DIFFERENT, decision="drain", inject="slow")
 def slow_host(rank: ProgramRank, fixed: bool) -> None:
-    """What a rank does depends on how far its device happens to be.
+    """A rank's decision depends on how far its device has progressed.
 
-    Each rank asks whether its results are there; on the rank whose host is late they are.
+    Each rank queries whether its results are ready; only on the rank with the late host they are.
     """
     if rank.index == 1:
         rank.diverge("slow")
@@ -97,9 +97,9 @@ def slow_host(rank: ProgramRank, fixed: bool) -> None:
 
 @rank_race(RANK_RACES, "A", _DIFFERENT, decision="pages", inject="memory")
 def smaller_allocation(rank: ProgramRank, fixed: bool) -> None:
-    """One rank has less memory, and admits by what it has itself.
+    """One rank has less memory, and admits requests by its own memory.
 
-    One rank has less memory free, so it counts fewer pages and admits fewer requests.
+    One rank has less free memory, so it counts fewer pages and admits fewer requests.
     """
     taken = rank.filled(0.0, 1 << 20) if rank.index == 1 else None
     pages = rank.backend.memory_info().free // (1 << 20)
@@ -114,9 +114,9 @@ def smaller_allocation(rank: ProgramRank, fixed: bool) -> None:
 
 @rank_race(RANK_RACES, "A", _DIFFERENT, decision="running", inject="abort")
 def abort_on_one_rank(rank: ProgramRank, fixed: bool) -> None:
-    """One rank alone hears that a client has gone.
+    """Only one rank is told that a client has disconnected.
 
-    The client of request 2 has gone; one rank alone has heard of it.
+    The client of request 2 has disconnected, and only one rank aborts the request.
     """
     running = (1, 2) if rank.index else (1,)
     if fixed:
@@ -129,9 +129,9 @@ def abort_on_one_rank(rank: ProgramRank, fixed: bool) -> None:
 
 @rank_race(RANK_RACES, "A", _DIFFERENT, decision="draft", inject="length")
 def draft_near_the_limit(rank: ProgramRank, fixed: bool) -> None:
-    """Whether to draft hangs on a length that one host knows late.
+    """A rank decides to draft by a length that its host learns late.
 
-    A rank's host has the lengths of the previous iteration, so it drafts although the other rank is at the limit.
+    One rank's host has the lengths of the previous iteration, so it drafts although the other rank is at the limit.
     """
     length, limit = (14 if rank.index else 15), 16
     draft = _agreed(rank, int(length + 1 < limit), fixed)
@@ -146,9 +146,9 @@ def draft_near_the_limit(rank: ProgramRank, fixed: bool) -> None:
 
 @rank_race(RANK_RACES, "B", _DIFFERENT, decision="draft_passes", inject="idle")
 def idle_rank_drafts_less(rank: ProgramRank, fixed: bool) -> None:
-    """An idle rank makes one pass where the others draft in several.
+    """An idle rank makes one draft pass and the other ranks make several.
 
-    The busy rank drafts in three passes, the idle one makes a single pass that counts for nothing.
+    The busy rank drafts in three passes; the idle one makes a single pass whose result is dropped.
     """
     busy = rank.index == 0
     passes = 3 if busy or fixed else 1
@@ -160,9 +160,9 @@ def idle_rank_drafts_less(rank: ProgramRank, fixed: bool) -> None:
 
 @rank_race(RANK_RACES, "B", _DIFFERENT, decision="bucket", inject="bucket")
 def idle_rank_takes_another_bucket(rank: ProgramRank, fixed: bool) -> None:
-    """A rank picks its bucket by its own tokens.
+    """A rank picks its bucket by its own number of tokens.
 
-    A rank picks its bucket by its own count of tokens, not by the largest of all ranks.
+    The bucket of a step must follow from the largest number of tokens of all ranks.
     """
     tokens = 6 if rank.index == 0 else 1
     if fixed:
@@ -177,7 +177,7 @@ def idle_rank_takes_another_bucket(rank: ProgramRank, fixed: bool) -> None:
 
 @rank_race(RANK_RACES, "B", _LEFT_OUT, decision="anybody_has_work", inject="vote")
 def vote_over_too_few(rank: ProgramRank, fixed: bool) -> None:
-    """Ranks vote over a group that doesn't hold all of them.
+    """Ranks vote over a group that lacks some of them.
 
     Ranks vote on whether any rank has work, over a group that has only one rank.
     """
@@ -202,9 +202,9 @@ def vote_over_too_few(rank: ProgramRank, fixed: bool) -> None:
     options={"late": "copies"},
 )
 def counts_read_early(rank: ProgramRank, fixed: bool) -> None:
-    """A host reads the counts of the batch before they have landed.
+    """A host reads the counts of the batch before their copy has arrived.
 
-    A rank reads the gathered counts before their copy has landed, and sees those of the step before.
+    A rank reads the gathered counts too early, and sees those of the previous step.
     """
     counts = rank.backend.empty_pinned("counts", (rank.size,), torch.int32)
     counts.tensor.fill_(1)
@@ -226,9 +226,9 @@ def counts_read_early(rank: ProgramRank, fixed: bool) -> None:
 
 @rank_race(RANK_RACES, "D", _UNORDERED, names=("'forward'", "'side'"), inject="streams", options={"resident": "1"})
 def one_group_on_two_streams(rank: ProgramRank, fixed: bool) -> None:
-    """One group is used from two streams that nothing orders.
+    """One group is used from two streams without an order.
 
-    One group is used from two streams, and nothing says which call begins first: here each rank issues another one so.
+    No edge says which call begins first, and here each rank issues another call first.
     """
     side = rank.backend.create_stream("side")
     x, y = rank.filled(1.0), rank.filled(2.0)
@@ -250,7 +250,7 @@ def one_group_on_two_streams(rank: ProgramRank, fixed: bool) -> None:
 def two_groups_in_different_order(rank: ProgramRank, fixed: bool) -> None:
     """Ranks call two groups in different order.
 
-    Two groups of the same ranks, and each rank calls another one first.
+    The two groups have the same ranks, and each rank calls another group first.
     """
     tensor, data = rank.group("tensor"), rank.group("data")
     side = rank.backend.create_stream("side")
@@ -294,9 +294,9 @@ def captured_on_one_rank(rank: ProgramRank, fixed: bool) -> None:
 
 @rank_race(RANK_RACES, "F", _UNORDERED, names=("'forward'", "'side'"), inject="graphs", options={"resident": "1"})
 def graphs_on_two_streams(rank: ProgramRank, fixed: bool) -> None:
-    """Graphs that share a group are replayed on two streams that nothing orders.
+    """Graphs that share a group are replayed on two streams without an order.
 
-    Two graphs with collectives of one group are replayed on two streams that nothing orders.
+    Both graphs contain collectives of the group, and no edge says which replay begins first.
     """
     side = rank.backend.create_stream("side")
     x, y = rank.filled(1.0), rank.filled(2.0)
@@ -325,7 +325,7 @@ def graphs_on_two_streams(rank: ProgramRank, fixed: bool) -> None:
 def width_of_tokens(rank: ProgramRank, fixed: bool) -> None:
     """Stages of a pipeline differ in the width of the tokens that they pass on.
 
-    The last stage sends the tokens that it sampled, [requests, 1]; the first one waits for as many as there may be.
+    The last stage sends the sampled tokens, [requests, 1]; the first stage receives a tensor of the maximum width.
     """
     requests, most = 3, 4
     width = most if fixed or rank.index == 0 else 1

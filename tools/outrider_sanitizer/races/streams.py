@@ -15,7 +15,7 @@ RACES: list[Race] = []
 def read_after_write(backend: Backend, fixed: bool) -> None:
     """A reader on another stream doesn't wait for the writer.
 
-    Plan reads what forward writes.
+    Stream plan reads a tensor that stream forward writes.
     """
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     x = filled(backend, forward, 1.0)
@@ -33,7 +33,7 @@ def read_after_write(backend: Backend, fixed: bool) -> None:
 def write_after_read(backend: Backend, fixed: bool) -> None:
     """A writer doesn't wait for a reader on another stream.
 
-    Forward overwrites what plan still reads.
+    Stream forward overwrites a tensor that stream plan still reads.
     """
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     x = filled(backend, forward, 1.0)
@@ -51,7 +51,7 @@ def write_after_read(backend: Backend, fixed: bool) -> None:
 def write_after_write(backend: Backend, fixed: bool) -> None:
     """Two streams write the same memory.
 
-    Two streams write; the later one should win.
+    The value of the later write should remain, but no edge orders the two writes.
     """
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     x = filled(backend, forward, 0.0)
@@ -67,9 +67,9 @@ def write_after_write(backend: Backend, fixed: bool) -> None:
 
 @race(RACES, FindingKind.READ_AFTER_WRITE, names=("generation 1 of event 'draft_done'", "make 'plan' wait"))
 def stale_generation(backend: Backend, fixed: bool) -> None:
-    """The wait came before the record that it was meant for.
+    """The wait came before the record for which it was meant.
 
-    Plan waits before the event is recorded again, so it has the generation of the round before.
+    Stream plan waits before the event is recorded again, so it waits for the previous round's generation.
     """
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     done = backend.create_event("draft_done")
@@ -89,9 +89,9 @@ def stale_generation(backend: Backend, fixed: bool) -> None:
 
 @race(RACES, FindingKind.READ_AFTER_WRITE, names=("generation 1 of event 'accept_ready'", "make 'plan' wait"))
 def optional_wait(backend: Backend, fixed: bool) -> None:
-    """A wait that is skipped when an optional tensor is absent.
+    """A wait is skipped when an optional tensor is absent.
 
-    The wait hangs on a tensor that isn't always there; what it protects is.
+    The wait depends on an optional tensor, but the memory that it protects is always read.
     """
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     done = backend.create_event("accept_ready")
@@ -111,9 +111,9 @@ def optional_wait(backend: Backend, fixed: bool) -> None:
 
 @race(RACES, FindingKind.READ_AFTER_WRITE, names=("event 'published'", "make 'schedule' wait"))
 def covers_a_subset(backend: Backend, fixed: bool) -> None:
-    """A fence that was recorded before the last of what its waiter reads.
+    """A fence is recorded before the last write that its waiter reads.
 
-    The event was recorded after the publish, and the reader takes the stash as well.
+    The event was recorded after the publish, and the reader also reads the later stash.
     """
     forward, schedule = backend.create_stream("forward"), backend.create_stream("schedule")
     published, stashed = backend.create_event("published"), backend.create_event("stashed")
@@ -133,9 +133,9 @@ def covers_a_subset(backend: Backend, fixed: bool) -> None:
 
 @race(RACES, FindingKind.READ_AFTER_WRITE, names=("make 'plan' wait",))
 def cast_in_the_wrong_scope(backend: Backend, fixed: bool) -> None:
-    """An implicit kernel runs on the stream of the scope that it's written in.
+    """An implicit kernel runs on the stream of the scope in which it is written.
 
-    A cast is a kernel: inside plan's scope it reads forward's memory on plan, before plan has waited.
+    A cast is a kernel: inside plan's scope it reads forward's memory on stream plan, before plan has waited.
     """
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     done = backend.create_event("draft_outputs_ready")
@@ -156,9 +156,9 @@ def cast_in_the_wrong_scope(backend: Backend, fixed: bool) -> None:
 
 @race(RACES, FindingKind.WRITE_AFTER_WRITE, names=("record an event on 'forward'", "make 'plan' wait"))
 def overlapping_views(backend: Backend, fixed: bool) -> None:
-    """Two views of one storage at different offsets that share bytes.
+    """Two views of one storage at different offsets share bytes.
 
-    Two views of one storage at different offsets: these share a row unless they are apart.
+    Two streams write the views; in the wrong program the views share a row.
     """
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     base = filled(backend, forward, 0.0, 6, 2)
@@ -172,9 +172,9 @@ def overlapping_views(backend: Backend, fixed: bool) -> None:
 
 @race(RACES, FindingKind.WRITE_AFTER_WRITE, names=("record an event on 'forward'", "make 'plan' wait"))
 def columns(backend: Backend, fixed: bool) -> None:
-    """Interleaved columns of one matrix, overlapping and not.
+    """Interleaved columns of one matrix are written by two streams, overlapping and not.
 
-    Columns of one matrix interleave without meeting: no alarm where they are disjoint.
+    Disjoint columns must give no alarm, although their byte intervals overlap.
     """
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     base = filled(backend, forward, 0.0, 128, 4)
@@ -188,9 +188,9 @@ def columns(backend: Backend, fixed: bool) -> None:
 
 @race(RACES, FindingKind.WRITE_AFTER_WRITE, names=("index_copy_", "make 'plan' wait"))
 def scatters(backend: Backend, fixed: bool) -> None:
-    """Scatters by data into one pool, overlapping and not.
+    """Two streams scatter rows into one pool by index, overlapping and not.
 
-    Two streams scatter rows into one pool. Disjoint rows need no order; these share row 2 unless they are.
+    Disjoint rows need no order; in the wrong program both write row 2.
     """
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     pool = filled(backend, forward, 0.0, 8, 2)
@@ -209,7 +209,7 @@ def scatters(backend: Backend, fixed: bool) -> None:
 def reuse_across_streams(backend: Backend, fixed: bool) -> None:
     """Memory is freed in one stream's order while another stream uses it.
 
-    Forward's memory is dropped while plan still reads it; forward's next tensor may lie there.
+    Stream forward drops a tensor that stream plan still reads; forward's next tensor may get its memory.
     """
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     read = backend.create_event("plan_read")
@@ -229,9 +229,9 @@ def reuse_across_streams(backend: Backend, fixed: bool) -> None:
 
 @race(RACES, FindingKind.UNDEFINED, names=("allocated on 'forward'",))
 def read_before_write(backend: Backend, fixed: bool) -> None:
-    """A read of memory that was never written.
+    """Newly allocated memory is read before any write.
 
-    Fresh memory holds whatever was there before.
+    Its contents are those of the previous allocation at the address.
     """
     forward = backend.create_stream("forward")
     with backend.on(forward):

@@ -1,4 +1,4 @@
-"""Faults between host threads, and the ways of handing over that correct them."""
+"""Faults between host threads, and the means of handing over that correct them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ Ends = tuple[Callable[[], Any], Callable[[], Any]]
 
 
 def handing_over(ends: Callable[[], Ends]) -> Callable[[Backend, bool], None]:
-    """A thread fills a staging buffer, and another sends it. Wrong: they agree through a variable, which orders nothing."""
+    """Return a program in which one thread fills a staging buffer and another sends it.
+
+    The corrected program hands over by ``ends``; the wrong one by a variable, which orders nothing.
+    """
 
     def body(backend: Backend, fixed: bool) -> None:
         copy = backend.create_stream("copy")
@@ -110,9 +113,9 @@ def _polled_event() -> Ends:
 
 @race(RACES, FindingKind.READ_AFTER_WRITE, names=("order host thread filler",), visible=False)
 def timed_out(backend: Backend, fixed: bool) -> None:
-    """A wait that gave up orders nothing.
+    """A wait that has timed out orders nothing.
 
-    A wait for the other thread gives up, and the program goes on.
+    A wait for the other thread times out, and the program continues with the other thread's buffer.
     """
     copy = backend.create_stream("copy")
     staging = backend.empty_pinned("staging", (4,), torch.float32)
@@ -141,9 +144,9 @@ def timed_out(backend: Backend, fixed: bool) -> None:
 
 @race(RACES, FindingKind.READ_AFTER_WRITE, names=("record an event on 'side'", "make 'default' wait"))
 def thread_on_the_default_stream(backend: Backend, fixed: bool) -> None:
-    """A new thread begins on the default stream, wherever it was started.
+    """A new thread begins on the default stream, whichever stream was current where it started.
 
-    A thread that was started inside a stream scope works on the default stream, not on the scope's.
+    A thread started inside a stream scope works on the default stream, not on the scope's.
     """
     side = backend.create_stream("side")
     with backend.on(side):
@@ -167,9 +170,9 @@ def thread_on_the_default_stream(backend: Backend, fixed: bool) -> None:
 
 @race(RACES, FindingKind.READ_AFTER_WRITE, names=("record an event on 'copy'",))
 def loop_over_query(backend: Backend, fixed: bool) -> None:
-    """The host reads a result without having asked whether it's there.
+    """The host reads a result without a successful query.
 
-    The host asks until a copy is over, or asks once and reads whatever is there.
+    The corrected host polls until the copy is complete; the wrong one queries once and reads the result anyway.
     """
     copy = backend.create_stream("copy")
     landed = backend.create_event("results_copied")
@@ -186,7 +189,7 @@ def loop_over_query(backend: Backend, fixed: bool) -> None:
 
 
 def handover(name: str, ends: Callable[[], Ends], through: str) -> Race:
-    """The program of `handing_over`."""
+    """Return the race whose program is :func:`handing_over` with ``ends``; ``through`` names the means."""
     return Race(
         name=name,
         about=f"A buffer goes from one host thread to another; {through} orders them, a variable doesn't.",
