@@ -20,15 +20,16 @@ def fill_indices(indices: Tensor, starts: Tensor, seq_lens: Tensor, block_table:
 
 
 def mask_bytes(queries: int, capacity: int) -> int:
-    """Bytes of one sequence's mask: a bit for each of ``queries`` and each of ``capacity`` cached tokens."""
+    """Return the bytes of one sequence's mask: a bit for each of ``queries`` and each of ``capacity`` cached tokens."""
     return -(-queries * capacity // 8)
 
 
 def fill_mask(packed: Tensor, seq_lens: Tensor, tree_mask: Tensor) -> None:
-    """The masks of trees as bits, the lowest first: bit ``n * kv_len + k`` of a row says whether node n sees cached token k.
+    """Write the tree masks to ``packed`` as bits, lowest first.
 
-    ``packed`` uint8 [B, M] with M of :func:`mask_bytes`, ``seq_lens`` int32 [B], ``tree_mask`` bool [B*N, N]: every node sees
-    all that was cached before the nodes, and of them those that its row names.
+    Bit ``n * kv_len + k`` of a row says whether node n attends to cached token k. ``packed`` is uint8 [B, M] with M of
+    :func:`mask_bytes`, ``seq_lens`` int32 [B], ``tree_mask`` bool [B*N, N]. Every node attends to all tokens before the
+    nodes, and to the nodes that its row of ``tree_mask`` names.
     """
     batch, nodes = packed.shape[0], tree_mask.shape[1]
     lens = seq_lens.unsqueeze(1)

@@ -73,7 +73,9 @@ class Attention:
         self._built.add(key)
 
     def plan(self, metadata: AttentionMetadata, shapes: tuple[AttentionShape, ...], stream: Stream) -> AttentionPlan:
-        """A plan for this batch: the one that it brings along, renewed, or a new one."""
+        """Return an attention plan for this batch: the plan in ``metadata``, renewed, if it fits the batch,
+        else a new plan.
+        """
         plan = metadata.plan
         if not (isinstance(plan, AttentionPlan) and plan.fits(metadata, shapes)):
             for shape in shapes:
@@ -93,7 +95,7 @@ class Attention:
         v_cache: Tensor,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Compute attention of a planned batch."""
+        """Compute attention of a planned batch with FlashInfer and return its rows [T, Hq, D]."""
         return OPERATOR(  # type: ignore[no-any-return]
             q,
             k_cache,
@@ -132,7 +134,7 @@ class FlashInferKernels(WrappedKernels):
         self.attention = Attention(backend, processors)
 
     def plan_attention(self, metadata: AttentionMetadata, *, stream: Stream) -> AttentionMetadata:
-        """FlashInfer's plan of the shapes that it has."""
+        """Return the metadata with FlashInfer's plan for the shapes that FlashInfer supports."""
         shapes = tuple(shape for shape in metadata.shapes if supports_attention(shape))
         if not shapes or (metadata.tree_mask is not None and not metadata.uniform):
             return super().plan_attention(metadata, stream=stream)
@@ -157,7 +159,7 @@ class FlashInferKernels(WrappedKernels):
         return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
 
     def every_variant(self) -> AbstractContextManager[None] | None:
-        """Return the wrapped kernels' scope. FlashInfer compiles its module when a shape is first planned."""
+        """Return the wrapped kernels' warm-up scope. FlashInfer compiles its module when a shape is first planned."""
         return super().every_variant() or nullcontext()
 
     def compiled(self) -> Mapping[str, int]:

@@ -18,7 +18,7 @@ _LIBRARY = torch.library.Library("outrider", "FRAGMENT")
 
 
 def know(tables: Any, wrapper: object) -> None:
-    """Register ``wrapper`` as the FlashInfer wrapper that reads ``tables``."""
+    """Register ``wrapper`` as the FlashInfer wrapper whose tables are the tensor ``tables``."""
     tables.flashinfer_wrapper = ref(wrapper)
 
 

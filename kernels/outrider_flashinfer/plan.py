@@ -41,10 +41,11 @@ def scratch_bytes(shape: AttentionShape, *, batch: int, rows: int, processors: i
 
 
 class AttentionPlan:
-    """The plan of batches of one number of requests and queries; of prompts' chunks, of any up to a number of requests.
+    """An attention plan for uniform batches of one number of requests and queries, or for prefill of up to a number of
+    requests.
 
-    A uniform batch may be replayed from a graph, so its buffers stay where they are. The host writes into pinned memory, and
-    waits until the copies before have been made.
+    A graph may replay a uniform batch, so the plan's buffers keep their addresses. The host writes into pinned memory, and
+    first waits until earlier copies from it have run.
     """
 
     def __init__(
@@ -97,12 +98,12 @@ class AttentionPlan:
         return batch == self.batch and metadata.max_query == self._queries if self._uniform else batch <= self.batch
 
     def wait(self) -> None:
-        """Block the host until the device has read what the host wrote last."""
+        """Block the host until the device has copied what the host last wrote to pinned memory."""
         if self._copied.generation:
             self._copied.synchronize()
 
     def renew(self, metadata: AttentionMetadata, stream: Stream) -> None:
-        """Plan attention of this batch, in the scope of ``stream``."""
+        """Compute the plan for this batch and copy it to the plan's buffers, in the scope of ``stream``."""
         batch = metadata.block_table.shape[0]
         lens = _lengths(metadata, batch)
         page_size = next(iter(self.wrappers)).page_size

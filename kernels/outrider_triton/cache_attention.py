@@ -69,7 +69,7 @@ class TritonAttention(TritonQuantized):
         scale: float,
         window: int = 0,
     ) -> Tensor:
-        """Attend with online softmax over the pages.
+        """Compute attention over the cache's pages with an online softmax.
 
         Few queries split the cached tokens among programs. Prefill uses the kernel that was measured to be fastest for it.
         """

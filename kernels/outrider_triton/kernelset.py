@@ -93,7 +93,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         return variants.compiled()
 
     def chosen(self) -> Mapping[str, str]:
-        """Return which kernel attends during prefill."""
+        """Return the name of the kernel that computes prefill attention, and unusable candidates with reasons."""
         return self._prompts.reports
 
     def _products(
@@ -181,13 +181,15 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         return len(rows)
 
     def use_choices(self, rows: Sequence[ChoiceRow]) -> None:
-        """Use these choices from now on, before all others."""
+        """Use these tuned choices from now on, before those of the table and the estimates."""
         self.table = merge_choices(self.table, self.facts, rows)
 
     # -- matrix products -------------------------------------------------------------------------------------------
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply with Triton's kernel if it was faster for this shape and so few tokens."""
+        """Multiply with Triton's kernel if it was measured to be faster than the library's for this weight shape and token
+        count.
+        """
         for config_list in self._products("linear", x, weight):
             _TRITON.linear.triton(_sample(x), weight, bias, config_list, self.pdl)
         config = self.matmul_config("linear", x, weight)
@@ -196,7 +198,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         return _TRITON.linear.triton(x, weight, bias, config.as_list(), self.pdl)  # type: ignore[no-any-return]
 
     def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply gate and up and apply SwiGLU, in one kernel if that was faster."""
+        """Multiply by the gate and up weights and apply SwiGLU, in one kernel if that was faster."""
         for config_list in self._products("linear_silu_mul", x, weight):
             _TRITON.linear_silu_mul.triton(_sample(x), weight, bias, config_list, self.pdl)
         config = self.matmul_config("linear_silu_mul", x, weight)
@@ -213,7 +215,9 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         norm: Tensor,
         eps: float,
     ) -> Tensor:
-        """Multiply, in parts if that was faster; the norm kernel adds the parts up."""
+        """Multiply, add the product to the residual and return the norm; the norm kernel sums the parts of a
+        split product.
+        """
         for config_list in self._products("linear_parts", x, weight) if has_kernel(residual) else ():
             parts = _TRITON.linear_parts.triton(_sample(x), weight, config_list, self.pdl)
             # The kernel writes the residual, so compile with a copy.
@@ -247,7 +251,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
                 )
 
     def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """Multiply and add to the residual, in one kernel if that was faster."""
+        """Add the product to the residual in place, in one kernel if that was measured to be faster."""
         for config_list in self._products("linear_add", x, weight) if residual.dtype is x.dtype else ():
             _TRITON.linear_add.triton(_sample(x), weight, bias, _sample(residual).clone(), config_list, self.pdl)
         config = self.matmul_config("linear_add", x, weight)
@@ -257,7 +261,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         return residual
 
     def linear_rope_write_cache(self, product: Product, rotary: RotaryArgs) -> Tensor:
-        """Multiply, rotate and write the cache, in one kernel if that was faster."""
+        """Multiply to queries, keys and values, rotate them and write the cache, in one kernel if that was faster."""
         half = rotary.k_cache.shape[3] // 2
         for config_list in (
             self._products("linear_rope", product.x, product.weight, rotary=rotary) if rotates(rotary, product.x) else ()
@@ -324,13 +328,13 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         return _TRITON.embed_beside.triton(tokens, weight, hidden, self.pdl)  # type: ignore[no-any-return]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Normalise rows, one program per row."""
+        """Compute the RMS norm of each row, one program per row."""
         if not has_kernel(x):
             return super().rms_norm(x, weight, eps)
         return _TRITON.rms_norm.triton(x, weight, eps, self.pdl)  # type: ignore[no-any-return]
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add to the residual and normalise, one program per row."""
+        """Add ``x`` to the residual in place and return the norm of each row, one program per row."""
         if not has_kernel(x) or not residual.is_contiguous():
             return super().add_rms_norm(x, residual, weight, eps)
         return _TRITON.add_rms_norm.triton(x, None, residual, weight, eps, self.pdl)  # type: ignore[no-any-return]
@@ -351,7 +355,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         return super().all_reduce_rms_norm(x, residual, weight, eps, group=group, stream=stream)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Apply SwiGLU elementwise to gate and up."""
+        """Compute SwiGLU of the gate half and the up half of each row."""
         if not has_kernel(gate_up):
             return super().silu_mul(gate_up)
         return _TRITON.silu_mul.triton(gate_up, self.pdl)  # type: ignore[no-any-return]
@@ -395,20 +399,20 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         _TRITON.move_cache.triton(k_cache, v_cache, sources, destinations, self.pdl)
 
     def gather_rows(self, state: Tensor, rows: Tensor) -> Tensor:
-        """Gather rows, one program per row and block of columns."""
+        """Copy the selected rows of ``state`` to a new tensor, one program per row and block of columns."""
         if not has_kernel(state) or not state.is_contiguous():
             return super().gather_rows(state, rows)
         return _TRITON.gather_rows.triton(state, rows, self.pdl)  # type: ignore[no-any-return]
 
     def copy_rows(self, source: Tensor, out: Tensor) -> None:
-        """Copy rows, one program per row and block of columns."""
+        """Copy each row of ``source`` to ``out``, one program per row and block of columns."""
         if not has_kernel(source) or source.stride(-1) != 1 or out.stride(-1) != 1:
             super().copy_rows(source, out)
             return
         _TRITON.copy_rows.triton(source, out, self.pdl)
 
     def scatter_rows(self, state: Tensor, rows: Tensor, values: Tensor) -> None:
-        """Scatter rows, one program per row and block of columns."""
+        """Write rows to the selected rows of ``state``, one program per row and block of columns."""
         if not has_kernel(state) or not state.is_contiguous():
             super().scatter_rows(state, rows, values)
             return
@@ -422,7 +426,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
 
 
 def _sample(x: Tensor) -> Tensor:
-    """Return the first rows of ``x``: the number of rows doesn't select a variant."""
+    """Return at most the first rows of ``x``: the number of rows does not select a kernel variant."""
     return x.reshape(-1, x.shape[-1])[:4]
 
 

@@ -21,7 +21,7 @@ def power_of_two(value: int) -> int:
 
 
 def has_kernel(*operands: Tensor) -> bool:
-    """Return True unless an operand is in float64, which only the references compute exactly."""
+    """Return True unless an operand has dtype float64, which only the references compute exactly."""
     return all(operand.dtype is not torch.float64 for operand in operands)
 
 

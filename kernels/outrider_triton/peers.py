@@ -25,7 +25,7 @@ _GATHER, _SUM, _ROOT = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class _SharedMemory:
-    """Memory that the ranks share."""
+    """The slots of peer memory that the ranks of a group write to, and the calls counted so far."""
 
     memory: tuple[Tensor, ...]
     """int64 [2, ranks, words] of each rank, as mapped on this device."""
@@ -68,7 +68,7 @@ class PeerExchange:
         return self._exchange(tensor, tensor, _ROOT, 0, root)
 
     def accepts_rows(self, x: Tensor, residual: Tensor, weight: Tensor) -> bool:
-        """Return True if :meth:`all_reduce_rms_norm` takes these operands."""
+        """Return True if :meth:`all_reduce_rms_norm` supports the shape, dtype and size of these operands."""
         operands = (x, residual, weight)
         same = x.dtype in _KINDS and all(each.dtype is x.dtype and _in_words(each) for each in operands)
         return same and 0 < x.nbytes <= self.most_bytes and x.shape[-1] * x.itemsize % 4 == 0
@@ -132,7 +132,7 @@ class PeerExchange:
 
 
 def _warps(block: int) -> int:
-    """Return the number of warps: about four words per thread."""
+    """Return the number of warps of a program: about four words per thread."""
     return min(max(block // 128, 1), 16)
 
 

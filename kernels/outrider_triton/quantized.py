@@ -27,7 +27,7 @@ _TRITON = torch.ops.outrider
 
 
 class TokenRows(NamedTuple):
-    """Token rows as a product takes them."""
+    """Token rows in the format that a product's kernel reads."""
 
     x: Tensor
     """Rows as computed, quantised or in nibble-plane layout."""
@@ -40,7 +40,7 @@ class TokenRows(NamedTuple):
 
 
 class NormedRows(NamedTuple):
-    """The result of a norm, and how the following product multiplies it."""
+    """The rows of a norm, and the product that multiplies them next."""
 
     rows: Tensor
     """Normalised rows, quantised if ``scales`` aren't None, in the layout that the product takes."""
@@ -164,9 +164,10 @@ class TritonQuantized(variants.WarmedKernels):
         weight: QuantizedWeight,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Multiply, add, normalise and multiply in three kernels for few tokens.
+        """Multiply, add to the residual, normalise, and multiply the norm by a quantised weight, in three kernels for few
+        tokens.
 
-        The norm adds the parts of the first product and quantises the rows of the second.
+        The norm kernel adds the parts of the first product and quantises the rows for the second.
         """
         normed = self._normed(added, residual, norm, eps, weight, bias, parts=False)
         if normed is None:
@@ -292,7 +293,7 @@ class TritonQuantized(variants.WarmedKernels):
     def _second_product(
         self, normed: NormedRows, residual: Tensor, weight: QuantizedWeight, bias: Tensor | None, *, parts: bool
     ) -> Tensor:
-        """Launch the second product; ``parts`` as in :meth:`_skinny`."""
+        """Launch the product that follows a norm; ``parts`` as in :meth:`_skinny`."""
         laid = normed.scales is None and normed.product_plan.planes
         return self._skinny(
             normed.rows,
@@ -436,7 +437,7 @@ class TritonQuantized(variants.WarmedKernels):
         return rows, scales
 
     def _prepare(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> None:
-        """Compile every configuration of this weight for any number of tokens, once, inside the scope."""
+        """Compile every configuration of this weight's product for any number of tokens, once, inside the scope."""
         if not self._scope.must_compile(("linear_quantized", x.dtype, weight.label, weight.shape, bias is None)):
             return
         sample, product_plan = x.reshape(-1, x.shape[-1])[:4], plan(self.facts, weight)
@@ -560,7 +561,7 @@ class TritonQuantized(variants.WarmedKernels):
         _TRITON.linear_quantized.triton_add(x, *tensors, *options, residual, config.as_list(), self.pdl)
 
     def linear_quantized_add_rms_norm(self, added: QuantizedProduct, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """Multiply; the norm kernel adds the product's parts to the residual."""
+        """Multiply by a quantised weight; the norm kernel adds the product's parts to the residual and returns the norm."""
         supported = norm.dtype is residual.dtype and residual.shape[-1] <= MAX_ROW_ELEMENTS
         first = self._first(added, residual) if supported else None
         if first is None:
@@ -606,7 +607,9 @@ def _library_scales(x: Tensor, weight: QuantizedWeight, product_plan: ProductPla
 
 
 def _library_takes_stored(like: Tensor, weight: QuantizedWeight, product_plan: ProductPlan) -> bool:
-    """Return True if the library does so with more than 16 tokens of the dtype and device of ``like``."""
+    """Return True if the library multiplies this weight as stored by more than 16 tokens of the dtype and
+    device of ``like``.
+    """
     if not product_plan.native or product_plan.mode != "row" or 0 < weight.activation_group < weight.shape[1]:
         return False
     if like.device.type != "cuda" or any(size % 16 for size in weight.shape):
@@ -615,8 +618,8 @@ def _library_takes_stored(like: Tensor, weight: QuantizedWeight, product_plan: P
 
 
 def _prefers_library(like: Tensor, weight: QuantizedWeight, product_plan: ProductPlan) -> bool:
-    """Return True if the library multiplies more than 64 such tokens.
+    """Return True if the library multiplies more than 64 tokens of this weight.
 
-    It takes e4m3 as stored, which is faster within a layer (docs/evidence/2026-11-28-many-tokens.md).
+    The library reads e4m3 weights as stored, which is faster within a layer (docs/evidence/2026-11-28-many-tokens.md).
     """
     return weight.format == "fp8" and _library_takes_stored(like, weight, product_plan)

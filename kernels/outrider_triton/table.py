@@ -98,7 +98,7 @@ class MatmulConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProductEntry:
-    """The measurement of one matrix product."""
+    """The measured configuration of one matrix product, with its time and the library's time."""
 
     m: int
     """Number of tokens."""
@@ -126,7 +126,7 @@ class AttentionConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionEntry:
-    """The measurement of one attention."""
+    """The measured configuration of attention for one shape of heads and number of programs."""
 
     groups: int
     """Programs without splits: sequences times key heads times blocks of queries."""
@@ -143,7 +143,7 @@ class AttentionEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """The measurements of one device."""
+    """The measured kernel configurations of one device."""
 
     device: str
     software: Mapping[str, str]

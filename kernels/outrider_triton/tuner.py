@@ -183,7 +183,7 @@ def tune(
 
 
 class _Tuner:
-    """The tuning of one shape."""
+    """The tuning of the kernels of one layer shape."""
 
     def __init__(
         self,
@@ -353,7 +353,7 @@ class _Tuner:
         return chain.attempt(table)
 
     def _is_correct(self, chain: Chain, table: Table) -> bool:
-        """Return True if layers with ``table`` agree with torch's kernels."""
+        """Return True if layers run with ``table`` give the same results as torch's kernels, within rounding."""
         self._kernels.table = table
         actual = chain.run_layers(0).double()
         chain.kernels, kernels = KernelSet(), chain.kernels  # type: ignore[assignment]
@@ -393,7 +393,7 @@ class _Tuner:
         return AttentionJob(self._shape, tuple(launch.as_list()), width)
 
     def _sample_operands(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return empty queries and keys, for their shapes."""
+        """Return uninitialized queries and keys, of which the callee uses only the shapes."""
         shape = self._shape
         q = torch.empty(0, shape.heads, shape.head_size, dtype=shape.dtype)
         return q, torch.empty(0, 16, shape.kv_heads, shape.head_size, dtype=shape.dtype)
@@ -434,7 +434,7 @@ class _Tuner:
     # -- candidates and results ---------------------------------------------------------------------------------------
 
     def _wait_for(self, job: Job) -> bool:
-        """Wait until ``job`` is compiled; return True if it compiled."""
+        """Wait until a worker has compiled ``job``; return True if the compilation succeeded."""
         try:
             return self._compilers.wait(job, self._end - time.monotonic())
         except TimeoutError:

@@ -30,7 +30,9 @@ class VariantScope:
         self._configs: dict[object, tuple[tuple[int, ...], ...]] = {}
 
     def must_compile(self, key: object) -> bool:
-        """Return True if the variants of ``key`` must be compiled now: inside the scope, and for the first time."""
+        """Return True if the variants of ``key`` must be compiled now: inside the scope, and at the first call
+        for ``key``.
+        """
         if not self.depth or key in self._compiled_keys:
             return False
         self._compiled_keys.add(key)

@@ -40,7 +40,7 @@ class _Layer:
 class LayerChain:
     """Layers with random weights for ``batch`` sequences of ``context`` tokens, of which ``width`` are new.
 
-    So many that no cache holds their weights, LAYERS at most, and no more than ``most_bytes`` of them.
+    The number of layers is such that no cache holds their weights, at most LAYERS and at most ``most_bytes``.
     """
 
     def __init__(
@@ -60,7 +60,9 @@ class LayerChain:
         self._bias = normal(device, attention + 2 * kv) if shape.bias else None
 
     def prepare(self, batch: int, width: int, context: int, *, capacity: int | None = None) -> None:
-        """Inputs and caches for what is measured next; ``capacity``: the bound of cached tokens that kernels are told."""
+        """Create inputs and KV caches for the next measurements. ``capacity`` is the bound of cached tokens passed to
+        kernels.
+        """
         shape, device, rows = self.shape, self.device, batch * width
         self.rows, self.groups, self.width, self.context = rows, batch * shape.kv_heads, width, context
         per = -(-context // _PAGE)
@@ -85,7 +87,7 @@ class LayerChain:
         self._angles = angle.cos().to(torch.bfloat16), angle.sin().to(torch.bfloat16)
 
     def run_layers(self, _: int) -> Tensor:
-        """All layers once; the last one's sum and norm."""
+        """Run all layers once and return the norm of the last layer's residual sum."""
         kernels, shape = self.kernels, self.shape
         size = shape.head_size
         residual = self._residual.clone()

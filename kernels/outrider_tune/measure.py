@@ -38,10 +38,11 @@ _BATCHES = ((1, 1), (1, 4), (8, 4), (32, 4))
 
 @dataclass(frozen=True, slots=True)
 class TimedKernelCase:
-    """One call of ``kernel``: ``call(kernels, i)`` makes it on the i-th of a few sets of operands.
+    """One call of ``kernel``: ``call(kernels, i)`` runs it on the i-th of a few sets of operands.
 
-    ``bytes`` are the fewest that it must move: each operand that it needs read once, each result written once. ``planned``:
-    the same case once these kernels have planned it, on a stream in whose scope the caller is; None where nothing is planned.
+    ``bytes`` is the minimum that the call moves: each required operand read once, each result written once. ``planned``
+    returns the case with attention planned by these kernels, on a stream in whose scope the caller is; None if the kernel
+    plans nothing.
     """
 
     kernel: str
@@ -81,7 +82,7 @@ def product_cases(
 def _pairs(
     shape: DecoderShape, tokens: int, rotate_bytes: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[TimedKernelCase]:
-    """Two products with the norm between them, and what the second one makes of it."""
+    """Yield cases of two products with the norm between them, and of the kernels fused with the second product."""
     attention = shape.heads * shape.head_size
     heads = attention + 2 * shape.kv_heads * shape.head_size
     hidden, inner, size = shape.hidden, shape.inner, dtype.itemsize
@@ -162,7 +163,7 @@ def _product(
 
 
 class _Maker:
-    """Cases for one batch."""
+    """Creates the timed cases of one batch."""
 
     def __init__(self, shape: DecoderShape, batch: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self._shape, self._batch, self._width, self._dtype, self._device = shape, batch, width, dtype, device

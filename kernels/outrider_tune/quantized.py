@@ -20,7 +20,11 @@ _ROWS_AT_ONCE = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomFormat:
-    """A way that checkpoints are quantised. ``rows``, ``columns`` of a scale's block, 0: all; ``activations`` are dynamic."""
+    """A quantization format of random weights.
+
+    ``rows`` and ``columns`` are the size of a scale's block; 0 means all. ``activations`` is the format of dynamically
+    quantized activations, or None.
+    """
 
     format: str
     rows: int = 1
@@ -45,7 +49,7 @@ RANDOM_FORMATS: Mapping[str, RandomFormat] = MappingProxyType(
 
 
 def random_format(name: str) -> RandomFormat:
-    """Return the quantization of that name. Raises :class:`ConfigError` for an unknown name."""
+    """Return the random-weight format called ``name``. Raises :class:`ConfigError` for an unknown name."""
     if name not in RANDOM_FORMATS:
         raise ConfigError(f"there are no random weights in the format {name!r}; expected one of {', '.join(RANDOM_FORMATS)}")
     return RANDOM_FORMATS[name]
@@ -60,9 +64,9 @@ def random_quantized(
     generator: torch.Generator | None = None,
     scales_dtype: torch.dtype = torch.float32,
 ) -> QuantizedWeight:
-    """A weight [rows, columns] whose products keep the size of what goes in.
+    """Return a random quantized weight [rows, columns] whose products have about the magnitude of their input.
 
-    Checkpoints have scales in the model's dtype, ``scales_dtype``; those of whole rows are in float32 once they're loaded.
+    Scales have the model's dtype ``scales_dtype``, as in checkpoints; scales of whole rows are float32, as after loading.
     """
     block = (way.rows or rows, way.columns or columns)
     grid = (-(-rows // block[0]), -(-columns // block[1]))

@@ -1,7 +1,7 @@
-"""Child processes of benchmarks: what one engine does to memory, caches and libraries doesn't reach the next engine.
+"""Child processes of benchmarks: an engine's effects on memory, caches and libraries end with its process.
 
-``python -m outrider_bench.child MODULE:FUNCTION JSON`` calls one function and prints its result (:func:`run_child`).
-``python -m MODULE JSON`` keeps an engine that answers one request after another (:func:`open_session`).
+``python -m outrider_bench.child MODULE:FUNCTION JSON`` calls one function and prints its result (:func:`run_child`). ``python
+-m MODULE JSON`` keeps an engine that answers one request after another (:func:`open_session`).
 """
 
 from __future__ import annotations
@@ -118,7 +118,9 @@ class ChildSession:
         return self.answer(limit_s=limit_s)
 
     def answer(self, *, limit_s: float) -> dict[str, Any]:
-        """Return the child's next line. Raises :class:`ChildFailed` if none comes within ``limit_s`` seconds."""
+        """Return the next answer line of the child. Raises :class:`ChildFailed` if no line arrives within ``limit_s``
+        seconds.
+        """
         assert self._child.stdout is not None
         deadline = time.monotonic() + limit_s
         file = self._child.stdout.fileno()

@@ -116,7 +116,7 @@ def profile_batch(engine: Engine, batch: int, prompt_tokens: int, new_tokens: in
 
 
 class _DecodingBatch:
-    """A batch whose requests all decode."""
+    """A batch of an engine whose requests all decode."""
 
     def __init__(self, engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -> None:
         from outrider.engine.requests.sampling import SamplingParams
@@ -131,11 +131,11 @@ class _DecodingBatch:
 
     @property
     def is_whole(self) -> bool:
-        """True while every request decodes."""
+        """True while every request of the batch decodes."""
         return all(request in self._engine.open_requests for request in self._ids)
 
     def run_iterations(self, count: int) -> None:
-        """Run ``count`` iterations to their ends."""
+        """Run ``count`` decode iterations and wait until the device has finished them."""
         for _ in range(count):
             self._engine.step()
         self._engine.drain()

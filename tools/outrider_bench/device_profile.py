@@ -25,7 +25,7 @@ class KernelTime:
 
 @dataclass(frozen=True, slots=True)
 class DeviceProfile:
-    """A stretch of work on one device, in microseconds."""
+    """The kernels and the idle time of a device during some work, in microseconds of its own clock."""
 
     clock: str
     """``device``, ``host`` or ``virtual``."""

@@ -39,7 +39,7 @@ _PERCENTILES = (50, 95, 99)
 
 
 class ServerFailed(OutriderError):
-    """Raised if a server answers with an error, or not at all."""
+    """Raised if a server answers a request with an error, or not at all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +72,7 @@ class HttpLoad:
 
     @property
     def warm_up(self) -> HttpLoad:
-        """One round with other prompts, for warming up."""
+        """Return a load of one request per client with other prompts, for warming up a server."""
         return replace(self, rounds=1, seed=self.seed + _WARM_UP_SEED)
 
     def body(self, client: int, round_: int) -> bytes:
@@ -174,7 +174,7 @@ async def _read_answer(reader: asyncio.StreamReader, began: float) -> StreamedAn
 
 
 def _count_tokens(event: bytes) -> int:
-    """Return the number of tokens of an event."""
+    """Return the number of output tokens in one server-sent event."""
     if not event.startswith(b"data: {"):
         return 0
     data = json.loads(event[6:])

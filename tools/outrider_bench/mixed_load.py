@@ -47,7 +47,7 @@ class MixedLoad:
         return self.prompts[1] + self.outputs[1]
 
     def describe(self) -> dict[str, object]:
-        """Return the entries of a report."""
+        """Return the load's sizes as entries of a report."""
         lengths = self.lengths
         return {
             "requests": self.requests,

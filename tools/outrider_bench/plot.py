@@ -20,7 +20,9 @@ Points = Sequence[tuple[float, float, str]]
 
 
 def write_output(option: str, path: Path, text: str) -> str | None:
-    """Write a file. If writing fails, print the reason to standard error and return it, so that the figures aren't lost."""
+    """Write a file of results. If writing fails, print the reason to standard error and return it, so that
+    the figures stay.
+    """
     try:
         write_whole(path, text)
     except OSError as error:

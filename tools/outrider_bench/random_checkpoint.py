@@ -239,7 +239,7 @@ def checkpoint_config(config: ModelConfig, *, dtype: str, layers: int | None = N
 
 
 def _experts(config: ModelConfig) -> dict[str, object]:
-    """Return the entries of a mixture of experts."""
+    """Return the config entries of a mixture of experts."""
     experts = config.experts
     if experts is None:
         return {}

@@ -1,4 +1,4 @@
-"""Servers to be measured over random weights: the project's, vLLM's, and the engine without a server."""
+"""Servers that are measured over random weights: the project's, vLLM's, and the engine without a server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _POLL_S = 0.25
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerSetup:
-    """The same for each server: weights, drafts, and sizes."""
+    """The weights, drafts and sizes that each measured server gets."""
 
     shape: str
     speculate: str

@@ -21,7 +21,7 @@ _HASH_ROUNDS = ((7, 0x2993), (5, 0xE877), (9, 0x0235))
 
 
 class _AcceptanceTable(NamedTuple):
-    """Results of verification that are decided in advance, so that an iteration launches two operations more."""
+    """Random acceptance results, decided in advance, so that an iteration only launches two more operations."""
 
     by_position: Tensor
     """int64 [requests, positions, 2 K + 2]. A row has the number of accepted draft tokens, K + 1 tokens (0 at an accepted
@@ -61,7 +61,7 @@ class _SyntheticKernels(WrappedKernels):
         positions: Tensor,
         found: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Replace the result as in :meth:`verify_chain`, but only if there are draft tokens."""
+        """Replace the result of verification as :meth:`verify_chain` does, but only if there are draft tokens."""
         made = self.inner.verify_checked(target_logits, draft_tokens, temperature, seeds, positions, found)
         return self._replaced(target_logits, draft_tokens, positions) if draft_tokens.shape[1] else made
 

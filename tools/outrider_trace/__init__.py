@@ -1,1 +1,4 @@
-"""Timelines: when each operation ran, on which stream, and which fences held it. On the backend interface alone."""
+"""Timelines of a program: when each operation ran, on which stream, and which fences held it.
+
+The package uses only the backend interface.
+"""

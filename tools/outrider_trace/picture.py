@@ -83,7 +83,7 @@ class _Arrow:
 
 @dataclass
 class _NamePlacement:
-    """Positions of names. No name covers another one, and few arrows cross a name."""
+    """The positions of fence names in a picture. No name covers another one, and few arrows cross a name."""
 
     left_margin: int
     width: int

@@ -103,12 +103,12 @@ class Timeline:
 
     @property
     def num_operations(self) -> int:
-        """Number of operations of all streams."""
+        """Number of operations of all streams in the timeline."""
         return sum(map(len, self.spans.values()))
 
     @property
     def end_time(self) -> float:
-        """End of the last operation, in microseconds."""
+        """End of the timeline's last operation, in microseconds."""
         return max((span.end for lane in self.spans.values() for span in lane), default=0.0)
 
     def part_between(self, start: float, end: float) -> Timeline:

@@ -69,14 +69,14 @@ class CpuStream(Stream):
         """Return at once: the backend interface has checked that the generation was recorded."""
 
     def _synchronize(self) -> None:
-        """Return at once: no work is ever pending."""
+        """Return at once: a host stream never has pending work."""
 
     def _query(self) -> bool:
         return True
 
 
 class CpuEvent(Event):
-    """An event that is complete at its record."""
+    """An event of the host; a record completes at once."""
 
     def _query(self) -> bool:
         return True
@@ -115,7 +115,7 @@ class CpuBackend(Backend):
         return CpuEvent(self, name, timing)
 
     def _synchronize(self) -> None:
-        """Return at once: no work is ever pending."""
+        """Return at once: the host never has pending work."""
 
     def _empty_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)

@@ -77,7 +77,7 @@ class CpuKernels(KernelSet, complete=True):
         scale: float,
         window: int = 0,
     ) -> Tensor:
-        """Attend to the cached tokens only, not to the block table's capacity."""
+        """Compute attention over each request's cached tokens, without the unused rest of its block table."""
         return torch.ops.outrider.paged_attention.host(  # type: ignore[no-any-return]
             q,
             k_cache,

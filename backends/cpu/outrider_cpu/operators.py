@@ -64,7 +64,7 @@ def _paged_attention(
     scale: float,
     window: int,
 ) -> Tensor:
-    """Attend to the cached tokens only, not to the block table's capacity."""
+    """Compute attention over each request's cached tokens, without the unused rest of its block table."""
     lens: list[int] = seq_lens.tolist()
     starts: list[int] = query_start[: len(lens) + 1].tolist()
     longest = max(lens, default=0)
@@ -110,7 +110,9 @@ def _paged_attention(
 
 
 def _groups(lens: Sequence[int], numbers: int) -> list[list[int]]:
-    """Requests that share a call, those of similar lengths; ``numbers``: of a token's keys."""
+    """Return groups of requests of similar lengths, whose attention one call computes; ``numbers``: elements of a token's
+    keys.
+    """
     groups: list[list[int]] = []
     padding = most = 0
     for index in sorted(range(len(lens)), key=lens.__getitem__, reverse=True):
@@ -123,7 +125,9 @@ def _groups(lens: Sequence[int], numbers: int) -> list[list[int]]:
 
 
 def _cached(cache: Tensor, table: Tensor, length: int) -> Tensor:
-    """Keys or values of the first ``length`` tokens of a request [length, Hkv, D]; a view where its pages lie in a row."""
+    """Return keys or values of a request's first ``length`` tokens [length, Hkv, D], as a view if its
+    pages are consecutive.
+    """
     page_size = cache.shape[1]
     count = -(-length // page_size)
     pages: list[int] = table[:count].tolist()
@@ -134,7 +138,7 @@ def _cached(cache: Tensor, table: Tensor, length: int) -> Tensor:
 
 
 def _all_cached(cache: Tensor, pages: Tensor, batch: int) -> Tensor:
-    """Keys or values of ``batch`` requests [B, S, Hkv, D]: S is the longest one's tokens, in whole ``pages``."""
+    """Return keys or values of ``batch`` requests [B, S, Hkv, D]; S is the longest request's tokens, in whole ``pages``."""
     return cache.index_select(0, pages).view(batch, -1, *cache.shape[2:])
 
 
@@ -187,7 +191,7 @@ def _attend_together(
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, tree: Tensor | None, scale: float, window: int) -> Tensor:
-    """One request: q [N, Hq, D] are its last N tokens, keys and values [L, Hkv, D] all of them."""
+    """Compute attention of one request: q [N, Hq, D] are its last N tokens, keys and values [L, Hkv, D] all its tokens."""
     count, heads, size = q.shape
     length, kv_heads = keys.shape[:2]
     if count == 1:
@@ -218,7 +222,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, tree: Tensor | None, scale:
 
 
 def _by_head(x: Tensor) -> Tensor:
-    """[L, H, D] as [1, H, L, D]."""
+    """Return a tensor [L, H, D] as [1, H, L, D]."""
     return x.transpose(0, 1).unsqueeze(0)
 
 

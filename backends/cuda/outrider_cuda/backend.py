@@ -44,16 +44,19 @@ class CudaSync(SpeculativeSync):
 
 
 class CudaBackend(TorchDeviceBackend):
-    """One CUDA device. Its kernels are those that were measured to be fastest on it, where there is a table of them."""
+    """One CUDA device. Its kernels use configurations measured on the device, if a table of them exists,
+    else derived ones.
+    """
 
     # Sticky faults of the driver arrive as plain RuntimeErrors on some torch versions.
     is_accelerator = True
     sticky_faults = ("illegal memory access", "device-side assert", "unspecified launch failure", "misaligned address")
 
     def __init__(self, ordinal: int, *, peers: bool = True, tuned: bool = True) -> None:
-        """``peers``: groups use memory of the peers for small tensors, where the GPUs of one host reach it.
+        """Open the device.
 
-        ``tuned``: kernels use what was measured before.
+        With ``peers``, groups send small tensors through peer memory if the GPUs of one host can access it. With ``tuned``,
+        kernels use earlier measurements.
         """
         capabilities = replace(CAPABILITIES, peer_memory=peers)
         kernels = tuned_kernels if tuned else derived_kernels

@@ -50,7 +50,9 @@ class CudaGroup(TorchGroup):
         *,
         peers: bool = False,
     ) -> None:
-        """Create the group. ``peers`` uses peer memory for small tensors if all ranks can access it; NCCL does all else."""
+        """Create the group. ``peers`` uses peer memory for small tensors if all ranks can access it; NCCL does the other
+        calls.
+        """
         super().__init__(backend, name, ranks, rank, store, timeout_s)
         self._reachable = False
         self._kept: list[Any] = []
@@ -69,7 +71,7 @@ class CudaGroup(TorchGroup):
 
     @property
     def implementations(self) -> tuple[str, ...]:
-        """NCCL's, and those over memory of the peers where they reach it."""
+        """The implementations of collectives: NCCL's, and those over peer memory if all ranks can access it."""
         return ("nccl", _ONE_SHOT, _EXCHANGE) if self._reachable else ("nccl",)
 
     # -- the verbs -------------------------------------------------------------------------------------------------
@@ -135,7 +137,7 @@ class CudaGroup(TorchGroup):
         return all([self._group_store.get(f"{what}/{rank}") == b"1" for rank in range(self.size)])  # noqa: C419  (ask all)
 
     def _try_peers(self) -> bool:
-        """Make memory that the ranks share and use it, so that what can't work is known now, on every rank."""
+        """Allocate shared memory of the ranks and use it once, so that every rank learns now of a failure."""
         if self.rank == 0:
             self._group_store.set("name", str(uuid4()))
         self._symmetric = self._group_store.get("name").decode()

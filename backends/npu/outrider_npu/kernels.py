@@ -226,8 +226,10 @@ class NpuKernels(KernelSet):
         self._backend.reissue(exact, issue)
 
     def _parts(self, lengths: tuple[int, ...], pages: int, page_size: int, columns: int) -> list[tuple[int, int]]:
-        """Ranges of sequences whose pages together are no more than the cache has: the operator counts a page for each
-        sequence that shares it. In a capture any lengths may come later, up to the table's ``columns`` each.
+        """Return ranges of sequences whose pages, counted once per sequence, are no more than the cache has.
+
+        CANN's operator counts a shared page for each sequence. In a capture any lengths may come later, up to the table's
+        ``columns`` each.
         """
         if self._backend.active_capture is not None:
             step = max(pages // columns, 1)

@@ -1,4 +1,4 @@
-"""Entry point of the backend ``npu``. Nothing here imports torch_npu: that fails where CANN isn't loaded."""
+"""Entry point of the backend ``npu``. The module doesn't import torch_npu, whose import fails without CANN."""
 
 from __future__ import annotations
 

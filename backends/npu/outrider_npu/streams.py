@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class NpuFlag(Flag):
-    """A flag on an ``ExternalEvent``. torch_npu makes the event when it's first waited for or recorded."""
+    """A flag on an ``ExternalEvent``. torch_npu creates the event at its first wait or record."""
 
     def __init__(self, backend: NpuBackend, name: str, native: Any) -> None:
         super().__init__(backend, name)

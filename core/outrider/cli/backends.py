@@ -1,4 +1,4 @@
-"""``outrider backends``: what is installed."""
+"""``outrider backends``: list the installed backend plugins."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def backends(
     ] = False,
     json_output: JsonOption = False,
 ) -> CommandReport:
-    """List the installed backends and whether they can run here."""
+    """List the installed backends and say for each whether it can run on this machine."""
     del json_output
     found = survey(known_torch(plugin_probe()), open_devices=open_devices)
     rows, extras = found.backends, found.others

@@ -120,7 +120,7 @@ class _Interrupts:
 
 
 class _LineDropped(KeyboardInterrupt):
-    """Ctrl-C at the prompt."""
+    """Raised when Ctrl-C at the prompt discards the line being typed."""
 
 
 @dataclass(slots=True)
@@ -140,7 +140,7 @@ class _Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Drop all messages but the system message."""
+        """Drop all messages of the conversation but the system message."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def answer(self, message: str, write: Callable[[str], object] | None, ended: Callable[[], bool]) -> str | None:

@@ -1,4 +1,4 @@
-"""``outrider doctor``: why each backend can or can't run here."""
+"""``outrider doctor``: explain why each installed backend can or can't run on this machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def doctor(
     open_devices: Annotated[bool, typer.Option("--open", help="Also open each device that says it can run.")] = False,
     json_output: JsonOption = False,
 ) -> CommandReport:
-    """Say for each installed backend why it can or can't run here. Exit code 1 when none can."""
+    """Print for each installed backend why it can or can't run on this machine. The exit code is 1 if none can."""
     del json_output
     torch = loaded_torch() or probe_torch()
     found = survey(torch, open_devices=open_devices)

@@ -1,4 +1,4 @@
-"""The only place that reads environment variables, or sets them."""
+"""Access to environment variables: no other module reads or sets them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``outrider fences``: every edge between the streams of an iteration, and the backend's mechanism for it."""
+"""``outrider fences``: list every edge between the streams of an iteration, and the backend's mechanism for each edge."""
 
 from __future__ import annotations
 

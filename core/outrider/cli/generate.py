@@ -1,4 +1,4 @@
-"""``outrider generate``: text from a prompt."""
+"""``outrider generate``: print a model's continuation of a prompt."""
 
 from __future__ import annotations
 
@@ -153,7 +153,10 @@ def _find_difference(
     speculative_tokens: Sequence[int],
     reference_tokens: Sequence[int],
 ) -> dict[str, object] | None:
-    """Return the first token that differs, and the gap of the logits if logits alone decide; None: the lengths differ."""
+    """Return the first token that differs between the two outputs, or None if only their lengths differ.
+
+    Includes the gap of the logits if nothing but the logits decides the tokens.
+    """
     from outrider.cli.differences import PrefillComparison, first_difference
     from outrider.model import Decoder
 

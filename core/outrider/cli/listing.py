@@ -49,13 +49,13 @@ def survey(torch: TorchState, *, open_devices: bool) -> Survey:
 
 
 def _block(values: dict[str, object], torch: TorchState) -> None:
-    """Mark a backend as unusable, since torch doesn't import."""
+    """Mark every usable backend of a survey as unusable, because torch can't be imported."""
     own = f" (the plugin itself: {values['reason']})" if values["reason"] else ""
     values.update(can_run=False, status="unusable", reason=f"torch doesn't import{own}", advice=" ".join(torch.advice))
 
 
 def row(candidate: Candidate[BackendInfo]) -> dict[str, object]:
-    """Return a backend plugin as JSON data."""
+    """Return the description of a backend plugin and its state on this machine as JSON data."""
     info = candidate.info
     return {
         "name": candidate.name,

@@ -59,7 +59,7 @@ class Unsaid(typer.Exit):
 
 
 class Interrupted(KeyboardInterrupt):
-    """An interrupt with the results until then; ``render`` shows them to people who haven't seen them yet."""
+    """Raised for an interrupted command with the results so far; ``render`` prints results that the user hasn't seen yet."""
 
     def __init__(self, message: str, data: Mapping[str, object], render: Callable[[Console], None] | None = None) -> None:
         super().__init__(message)

@@ -55,7 +55,7 @@ class SignalStop:
         self._hook = sys.unraisablehook
 
     def ready(self) -> None:
-        """Let signals raise :class:`Stopped` from now on. Raises it at once for a deferred signal."""
+        """Raise :class:`Stopped` at signals from now on, and at once if a signal was deferred."""
         self._ready = True
         if self.signal is not None:
             self._raise()
@@ -91,7 +91,10 @@ class SignalStop:
 
     @contextmanager
     def interrupts(self, instead: Callable[[], bool]) -> Generator[None]:
-        """Call ``instead`` at SIGINT inside the scope; the command ends only if it returns False. It may raise."""
+        """Call ``instead`` at SIGINT inside the scope, instead of ending the command.
+
+        The command ends only if ``instead`` returns False. ``instead`` may raise.
+        """
         self._instead = instead
         try:
             yield
@@ -147,7 +150,10 @@ def _watch(stop: SignalStop, numbers: Collection[int]) -> None:
 
 
 def _above_standard(descriptor: int) -> int:
-    """Duplicate the descriptor to a number above 2, since a closed standard stream leaves its number free. Closes it."""
+    """Duplicate the descriptor to a number above 2 and close the original.
+
+    A standard stream that was closed at the start leaves its number (0 to 2) free for other files.
+    """
     moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
     os.close(descriptor)
     return moved

@@ -52,7 +52,10 @@ class StreamedOutput:
         *,
         ended: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Generate, and pass text to ``write`` as soon as later tokens can't change it. Abort once ``ended`` returns True."""
+        """Generate the request's output, and pass text to ``write`` as soon as later tokens can't change it.
+
+        Aborts the request once ``ended`` returns True.
+        """
         before = engine.stats
         started = time.perf_counter()
         try:

@@ -89,7 +89,7 @@ def note(text: str) -> None:
 
 
 def _drop_unwritten(stream: TextIO) -> None:
-    """Discard the buffered text that couldn't be written; Python would fail to flush it at exit and end with code 120."""
+    """Discard buffered text that a stream could not write; Python would fail to flush it at exit and return code 120."""
     with open(os.devnull, "w") as nowhere, suppress(OSError, ValueError):  # in a test it may be no real file
         descriptor = stream.fileno()
         kept = os.dup(descriptor)

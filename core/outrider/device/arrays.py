@@ -40,7 +40,7 @@ class PinnedArray(np.ndarray):
             alloc.range_accessed(low - alloc.address, high - alloc.address, write)
 
     def _part(self, index: Any) -> Any:
-        """Return the elements that ``index`` selects if numpy returns a view of them, else all elements."""
+        """Return the elements of this array that ``index`` selects if numpy returns a view of them, else all elements."""
         plain = self.view(np.ndarray)
         part = plain[index]
         return part if isinstance(part, np.ndarray) and np.may_share_memory(part, plain) else _one(plain, index)
@@ -79,15 +79,15 @@ class PinnedArray(np.ndarray):
         return _read(self).tolist()
 
     def item(self, *args: Any) -> Any:
-        """Return one value, and report a read."""
+        """Return one value of the array as a Python number, and report a host read."""
         return _read(self).item(*args)
 
     def copy(self, order: Any = "C") -> Any:
-        """Return an ordinary array, and report a read."""
+        """Return an ordinary numpy array with the same values, and report a host read."""
         return _read(self).copy(order)
 
     def fill(self, value: Any) -> None:
-        """Set all elements, and report a write."""
+        """Set all elements of the array to one value, and report a host write."""
         self[...] = value
 
     def __iter__(self) -> Any:

@@ -51,7 +51,7 @@ class TorchStream(Stream):
 
     @property
     def native(self) -> Any:
-        """Return the stream object of torch."""
+        """The stream object of torch."""
         return self._native
 
     def _record(self, event: Event) -> None:

@@ -83,7 +83,7 @@ class DecodeClient:
         return tuple(numbers)
 
     def abort(self, number: int) -> None:
-        """End a sample; :meth:`poll` returns no further output of it."""
+        """End a sample of a request; :meth:`poll` returns no further output of the sample."""
         sample = self._open.pop(number, None)
         if sample is not None and sample.peer is not None:
             self._samples_of_peer[sample.peer].discard(number)
@@ -117,7 +117,7 @@ class DecodeClient:
 
     @property
     def statuses(self) -> list[dict[str, Any]]:
-        """The last status of each connected server that has sent one."""
+        """The last status message of each connected server that has sent one."""
         return [self._status[peer] for peer in self._samples_of_peer if peer in self._status]
 
     def status(self, seconds: float = 10.0) -> list[dict[str, Any]]:

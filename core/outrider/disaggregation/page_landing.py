@@ -37,7 +37,7 @@ class PageLanding(ABC):
         """Register a transfer: ``notice`` will report that the pages of the expected request are written."""
 
     def cancel_landing(self, notice: bytes, expected: ExpectedPages) -> None:
-        """Cancel a registered transfer. The prefill server doesn't write its pages."""
+        """Cancel a registered transfer of a request. The prefill server doesn't write its pages."""
         del notice, expected
 
     @abstractmethod
@@ -63,11 +63,11 @@ class SingleRankLanding(PageLanding):
         self._link = link
 
     def offers(self) -> tuple[bytes, ...]:
-        """Return the offer of the only link."""
+        """Return the connection offer of this rank's link."""
         return (self._link.offer(),)
 
     def connect(self, offers: Sequence[bytes]) -> None:
-        """Connect the only link with the only offer."""
+        """Connect this rank's link with the prefill server's only offer."""
         (offer,) = offers
         self._link.connect(offer)
 
@@ -84,7 +84,7 @@ class SingleRankLanding(PageLanding):
         return self._link.notices()
 
     def close(self) -> None:
-        """Close the only link and wait until it writes no more."""
+        """Close the link, and wait until the prefill server can no longer write pages over it."""
         self._link.close()
 
 

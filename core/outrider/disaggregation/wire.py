@@ -28,7 +28,7 @@ class WireError(OutriderError):
 
 @dataclass(frozen=True, slots=True)
 class WireMessage:
-    """A message between two processes."""
+    """A message between a prefill server, a decode server or a client: a kind, fields and binary data."""
 
     kind: str
     body: Mapping[str, Any] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class WireMessage:
     blobs: tuple[bytes, ...] = field(default=(), repr=False)
 
     def encode(self) -> bytes:
-        """Return the message encoded as one frame."""
+        """Return the message as the bytes of one frame."""
         text = json.dumps({KIND: self.kind, BODY: self.body, BLOBS: [len(blob) for blob in self.blobs]}).encode()
         return b"".join((_FRAME.pack(_MAGIC, len(text), sum(map(len, self.blobs))), text, *self.blobs))
 

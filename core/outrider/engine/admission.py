@@ -140,7 +140,7 @@ class Admission:
         return request
 
     def _watch_text(self, request: Request) -> None:
-        """Give a request the search for its stop strings or a transcript, with the output so far."""
+        """Attach the search for stop strings, or a transcript, to a request, and pass its output so far to both."""
         tokenizer, params = self.tokenizer, request.params
         if tokenizer is None:
             return

@@ -35,9 +35,7 @@ class _OutputReader:
     left: set[int] = field(default_factory=set)
 
     def put(self, item: StepOutput | BaseException) -> bool:
-        """Deliver outputs from the engine's thread. Returns False if the event loop is closed, so that the outputs have no
-        reader.
-        """
+        """Deliver outputs from the engine's thread to the reader's queue. Returns False if the event loop is closed."""
         try:
             self.loop.call_soon_threadsafe(self.outputs.put_nowait, item)
         except RuntimeError:
@@ -77,8 +75,9 @@ class AsyncEngine:
         await asyncio.wrap_future(self._started)
 
     async def close(self, *, drain: bool = False) -> None:
-        """End the thread and wait for its end. With ``drain``, finish open requests first; otherwise abort them. May be
-        called twice.
+        """End the engine's thread and wait for its end. May be called twice.
+
+        With ``drain``, the thread finishes open requests first; otherwise it aborts them.
         """
         with self._lock:
             self._stop = not drain or bool(self._stop)
@@ -99,7 +98,7 @@ class AsyncEngine:
 
     @property
     def engine(self) -> Engine:
-        """The engine, for its tokenizer, configuration and counts. Its own methods belong to its thread.
+        """The engine, for its tokenizer, configuration and counts. Only its thread may call its other methods.
 
         Raises :class:`AsyncEngineClosed` before :meth:`start` has returned.
         """
@@ -128,11 +127,11 @@ class AsyncEngine:
         media: Sequence[Media] = (),
         admitted: Callable[[range], None] | None = None,
     ) -> AsyncIterator[StepOutput]:
-        """Run a request, yielding its tokens as they come; with ``n`` samples, those of all, told apart by their ids.
-        ``admitted`` is called with these, in the order of the samples, before anything is yielded.
+        """Run a request and yield the tokens of its ``n`` samples as they arrive, identified by the samples' ids.
 
-        A task that is cancelled, or an iterator that is closed early, aborts the request. Raises :class:`RequestError` for
-        one that can't be served, before anything is yielded.
+        ``admitted`` is called with the ids, in the order of the samples, before the first output is yielded. A cancelled
+        task, or an iterator that is closed early, aborts the request. Raises :class:`RequestError` for a request that can't
+        be served, before any output is yielded.
         """
         reader = _OutputReader(asyncio.get_running_loop())
         left = reader.left
@@ -162,9 +161,10 @@ class AsyncEngine:
         priority: int = 0,
         media: Sequence[Media] = (),
     ) -> tuple[tuple[int, ...], ...]:
-        """Run a request to its end: the output tokens of each of its samples, in order. A request that ends with an error
-        raises it as :class:`RequestError`, and so does one that is aborted: its tokens would look like a whole output. Where
-        closing the engine aborted it, that is an :class:`AsyncEngineClosed`.
+        """Run a request to its end, and return the output tokens of each of its samples, in order.
+
+        Raises :class:`RequestError` for a request that ends with an error or is aborted, because its tokens would look like a
+        whole output; :class:`AsyncEngineClosed` if closing the engine aborted the request.
         """
         outputs: dict[int, list[int]] = {}
         async for output in self.stream(prompt, params, priority=priority, media=media):
@@ -252,7 +252,7 @@ class AsyncEngine:
                 self._hand_on(output)
 
     def _take_commands(self, *, block: bool) -> None:
-        """Execute the queued commands. Without other work, wait for a command."""
+        """Execute the queued commands of callers. Waits for a command if the engine has no other work."""
         try:
             command = self._commands.get(block=block and self._stop is None)
             while True:
@@ -292,7 +292,7 @@ class AsyncEngine:
                 engine.abort(request)
 
     def _finish(self, engine: Engine | None) -> None:
-        """Abort open requests, raise in their streams, and refuse later calls."""
+        """Abort open requests, raise the error in their streams, and refuse later calls."""
         with self._lock:
             self._ended.set()
         if engine is not None and self._error is None:

@@ -63,7 +63,7 @@ class EngineBase:
 
     @property
     def stats(self) -> EngineStats:
-        """Counts since the engine was created."""
+        """Counts of requests, iterations and tokens since the engine was created."""
         loop, scheduler = self._loop, self._scheduler
         return EngineStats(
             **loop.counts,
@@ -105,7 +105,7 @@ class EngineBase:
 
     @property
     def streams(self) -> Streams:
-        """The engine's streams, for tools."""
+        """The device streams of the engine, for tools."""
         return self._parts.streams
 
     @property
@@ -146,7 +146,7 @@ class EngineBase:
             self._forget([self._abandoned.popleft()])
 
     def _tell(self, command: Callable[..., Command], *arguments: object) -> None:
-        """Publish a call that changes the engine to the other ranks."""
+        """Publish a call that changes this engine to the other ranks, in the decision log."""
         if self._decision_log is not None:
             self._decision_log.append_command(command(*arguments))
 

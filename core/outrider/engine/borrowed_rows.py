@@ -43,13 +43,18 @@ class BorrowedRows:
         """Requests whose pages aren't written, by id."""
 
     def lends(self) -> Scheduler:
-        """The scheduler of an engine of one rank. Raises :class:`ConfigError` for an engine of several ranks."""
+        """The scheduler of an engine of one rank, from which requests are lent. Raises :class:`ConfigError` for several
+        ranks.
+        """
         if not isinstance(self._scheduler, Scheduler):
             raise ConfigError("an engine of data-parallel ranks takes requests, and lends none; prefill on one rank")
         return self._scheduler
 
     def lend(self, request: Request) -> LentPages | None:
-        """Take out a request without iterations in flight. Returns None if too many requests are on their way."""
+        """Take a request out of the engine and lend its pages. The request must have no iteration in flight.
+
+        Returns None if too many lent requests are still in transfer.
+        """
         scheduler = self.lends()
         if not self._leaving.available:
             return None
@@ -81,14 +86,19 @@ class BorrowedRows:
         return lent
 
     def returned(self, lent: LentPages) -> None:
-        """Return the pages to the pool. The caller knows that no transfer reads them. May be called once."""
+        """Return the lent pages of a request to the pool. The caller knows that no transfer reads them. May be
+        called once.
+        """
         if lent not in self._lent:
             raise RequestError("these pages were given back before, or belong to another engine")
         self.lends().pages.give_back(self._lent.pop(lent))
         self._leaving.give_back(lent.slot)
 
     def expect(self, request_id: int, state: RequestState, group: int | None = None) -> ExpectedPages | None:
-        """Reserve pages, in ``group`` if it is given. Returns None if pages or slots are short."""
+        """Reserve pages and a row for a request that another engine lends, in ``group`` if given.
+
+        Returns None if no pages, row or slot for arriving requests is free.
+        """
         if not self._coming.available:
             return None
         if not state.output:
@@ -113,7 +123,7 @@ class BorrowedRows:
         return expected.group == self._group
 
     def arrived(self, expected: ExpectedPages, relay: Mapping[str, Tensor]) -> None:
-        """Queue the request whose pages were written. It decodes once it is scheduled."""
+        """Queue the request whose pages another engine has written. It decodes once it is scheduled."""
         request = self._taken(expected)
         try:
             pinned: Mapping[str, Tensor] = {}
@@ -129,7 +139,7 @@ class BorrowedRows:
         self._loop.add(request)
 
     def forsake(self, expected: ExpectedPages) -> None:
-        """Free reserved pages. The caller knows that no transfer writes them. May be called once."""
+        """Free the pages reserved for a request. The caller knows that no transfer writes them. May be called once."""
         self._scheduler.free_reserved(self._taken(expected))
         self._coming.give_back(expected.slot)
 

@@ -170,7 +170,7 @@ class EngineConfig:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """``dtype`` as torch names it. Raises :class:`ConfigError` where it's left open."""
+        """The setting ``dtype`` as a torch dtype. Raises :class:`ConfigError` if the setting is open."""
         if self.dtype is None:
             raise ConfigError("this config leaves its dtype open; name one, or take that of a model")
         return DTYPES[self.dtype]
@@ -195,7 +195,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One thing that was chosen for the user: the name of an option, the value, and why."""
+    """One setting that the engine chose for the user: its name, its value, and the reason."""
 
     name: str
     value: object
@@ -208,7 +208,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecidedConfig(EngineConfig):
-    """A config without open ends: what an engine runs with. ``chosen``: what of it was chosen, and why."""
+    """A config in which every setting has a value. ``chosen`` lists the settings that the engine chose, with reasons."""
 
     max_requests: int
     page_size: int
@@ -223,7 +223,7 @@ class DecidedConfig(EngineConfig):
 
     @property
     def step_mode(self) -> StepMode:
-        """``mode`` as the backend interface names it."""
+        """The setting ``mode`` as a :class:`StepMode` of the backend interface."""
         return StepMode(self.mode)
 
 

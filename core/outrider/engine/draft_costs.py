@@ -82,8 +82,10 @@ def _follows_load(config: DecidedConfig, backend: Backend, proposer: Proposer) -
 
 @dataclass(frozen=True, slots=True)
 class DraftLengthReport:
-    """The policy by its name, the ``lengths`` that it chooses among, the measured ``costs`` in milliseconds by length and
-    number of requests (with few cached tokens), and the ``seconds`` that the measurement took.
+    """The draft-length policy of an engine, and its measurement.
+
+    Its fields: the name of the policy, the ``lengths`` that it chooses among, the measured ``costs`` in milliseconds by
+    length and number of requests (with few cached tokens), and the ``seconds`` that the measurement took.
     """
 
     policy: str
@@ -102,8 +104,9 @@ class DraftLengthReport:
 def decide(
     parts: EngineParts, step: Step, given: DraftLengthPolicy | None, *, sizes: Sequence[int] | None
 ) -> tuple[DraftLengthPolicy, DraftLengthReport]:
-    """Return the given policy, or the one that the config selects. ``sizes`` are the captured batch sizes; None without
-    graphs.
+    """Return the draft-length policy that the caller passed, or the one that the config selects.
+
+    ``sizes`` are the captured batch sizes; None without graphs.
     """
     if given is not None:
         return given, DraftLengthReport(type(given).__name__, given.lengths)

@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens out."""
+"""The engine: accepts requests, runs iterations of the model and its draft, and returns tokens."""
 
 from __future__ import annotations
 
@@ -461,7 +461,7 @@ class Engine(RequestMigration):
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 
     def _queue(self, prompts: Sequence[Sequence[int]], params: object, media: object) -> None:
-        """Queue the requests of :meth:`generate` on a follower rank."""
+        """Queue the requests of :meth:`generate`, which the first rank has admitted, on a follower rank."""
         for samples in self._admission.batch(self._next_id, prompts, params, media):
             self._submit(samples)
 

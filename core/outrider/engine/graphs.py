@@ -86,7 +86,7 @@ class Runner(ABC):
         """
 
     def bind(self, batch: DecodeBatch, stream: Stream) -> None:
-        """Rebind the host parameters of captured stages on ``stream``. A call passes them directly and needs no rebinding."""
+        """Rebind the host parameters of captured stages on ``stream``. A called stage gets its parameters directly."""
         del batch, stream
 
     def run(self, stage: Stage[In, Out], given: In) -> Out:

@@ -1,4 +1,4 @@
-"""Loading: from a checkpoint directory to the parts of an engine."""
+"""Loading: reads a checkpoint directory and creates the parts of an engine."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ from outrider.speculative.proposer import Proposer
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The contents of a checkpoint and its draft. ``vision`` is None for a text model, ``tokenizer`` for a checkpoint without
-    one. ``config`` has all settings decided.
+    """A loaded checkpoint with its draft.
+
+    ``vision`` is None for a text model, ``tokenizer`` for a checkpoint without one. ``config`` has all settings decided.
     """
 
     config: DecidedConfig

@@ -81,12 +81,12 @@ class Loop:
         return {request.id: tuple(request.output) for request in self.requests.values()}
 
     def add(self, request: Request) -> None:
-        """Queue ``request`` in the scheduler."""
+        """Queue ``request`` in the scheduler, to join a later batch."""
         self.requests[request.id] = request
         self.scheduler.add(request)
 
     def end_request(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        """End a request that waits or runs at once. Samples that waited for its prompt are queued."""
+        """End a waiting or running request at once, and queue the samples that waited for its prompt."""
         del self.requests[request.id]
         self.scheduler.drop_waiting(request)
         self.output_queue.put(request.finish(reason, error))

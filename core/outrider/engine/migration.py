@@ -33,7 +33,8 @@ class RequestMigration(EngineBase):
     _borrowed_rows: BorrowedRows | None = None
 
     def hand_over(self, request_id: int) -> HandOver:
-        """Take a decoding request out, with its caches and its draft state, for another engine's :meth:`take_over`.
+        """Take a decoding request out of this engine, with its caches and draft state, for another engine's
+        :meth:`take_over`.
 
         The host waits for the iterations in flight of this request; other requests continue. The next :meth:`step` returns
         the tokens of these iterations, and the hand-over's output includes them. Raises :class:`RequestError` for a request
@@ -97,11 +98,10 @@ class RequestMigration(EngineBase):
             return request.id
 
     def lend(self, request_id: int) -> LentPages | None:
-        """Take a decoding request out. Its pages stay for the network card to read until :meth:`returned`. Returns None if
-        too many requests are on their way; try again after a step.
+        """Take a decoding request out of this engine. The network card reads its pages until :meth:`returned`.
 
-        The call does not wait for a resting request. For another request it waits for the iterations in flight, as
-        :meth:`hand_over` does.
+        Returns None if too many lent requests are still in transfer; try again after a step. The call does not wait for a
+        resting request. For another request it waits for the iterations in flight, as :meth:`hand_over` does.
         """
         with self._use():
             request = self._leaving(request_id)
@@ -123,8 +123,9 @@ class RequestMigration(EngineBase):
             return self._expect(state, None)
 
     def arrived(self, expected: ExpectedPages, relay: Mapping[str, Tensor]) -> int:
-        """Continue a request whose pages were written, and return its id. The caller has seen *pages written*. ``relay`` are
-        the host tensors that the other engine lent; others raise :class:`ConfigError`.
+        """Continue a lent request whose pages were written here, and return its id. The caller has seen *pages written*.
+
+        ``relay`` are the host tensors that the other engine lent; other tensors raise :class:`ConfigError`.
         """
         with self._use():
             with self._failure_recovery.guard_device_work("taking a request over"):
@@ -135,7 +136,9 @@ class RequestMigration(EngineBase):
             return expected.request
 
     def forsake(self, expected: ExpectedPages) -> None:
-        """Free reserved pages. The caller knows that no transfer writes them: none began, it has ended, or the link has."""
+        """Free the pages reserved for a request. The caller knows that no transfer writes them: no transfer began, or the
+        transfer or its link has ended.
+        """
         with self._use():
             self._lends().forsake(expected)
             self._tell(ReleasePagesCommand, expected.request)

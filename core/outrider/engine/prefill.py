@@ -1,4 +1,4 @@
-"""Prefill: chunks of prompts, on the forward stream."""
+"""Prefill: the passes of the target and the draft over chunks of prompts, on the forward stream."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class Prefill:
         return PrefilledChunks(inputs, first, extend)
 
     def _extend(self, filled: PrefilledChunks) -> None:
-        """Enqueue the draft's pass over the chunks."""
+        """Enqueue the draft's pass over the prompt chunks of ``batch``."""
         inputs, first = filled.inputs, filled.first
         relay: Mapping[str, Tensor] = {} if filled.extend is None else self._proposer.extend(filled.extend)
         # A chunk that isn't the last stashes too, for the next one; its row isn't drafted for before that.

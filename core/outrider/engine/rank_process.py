@@ -17,7 +17,7 @@ from outrider.registry.backends import BackendSpec
 
 
 def main() -> None:
-    """Read what to do from standard input, which stays open for as long as the other process lives."""
+    """Read the rank's work from standard input and follow the first rank; standard input closes when the starter ends."""
     work: RankWork = decode(sys.stdin.buffer.readline(), RankWork)
     threading.Thread(target=_end_with_input, daemon=True).start()
     backend = Registry().create(BackendSpec(name=work.backend, ordinal=work.rank if work.has_device_numbers else 0))

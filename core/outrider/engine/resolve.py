@@ -130,7 +130,7 @@ def resolve(config: EngineConfig, known: DeviceModelFacts, before: tuple[Choice,
 
 
 class _Choices:
-    """The settings decided so far, and the list of those that were chosen."""
+    """The settings decided so far, and the list of those that the engine chose."""
 
     def __init__(self, config: EngineConfig, before: tuple[Choice, ...]) -> None:
         self.config = config
@@ -138,21 +138,21 @@ class _Choices:
         self.made = before
 
     def add(self, name: str, value: object, why: str) -> None:
-        """Choose a value unless the setting was given."""
+        """Decide a setting: use the user's value if one was given, else ``value``, and record the choice with its reason."""
         given = getattr(self.config, name)
         self.values[name] = value if given is None else given
         if given is None:
             self.made += (Choice(name, value, why),)
 
     def number(self, name: str) -> int:
-        """Return a decided whole number."""
+        """Return the value of a decided setting as a whole number."""
         value = self.values[name]
         assert isinstance(value, int)
         return value
 
 
 def _keeping(choices: _Choices, known: DeviceModelFacts) -> None:
-    """Decide the contents of KV pages, as the model was loaded with its scales."""
+    """Decide the format of KV pages. The model was loaded with the scales of this format."""
     asked = choices.config.kv_dtype
     format = next((name for name, dtype in CACHE_FORMATS.items() if dtype is known.cache_dtype), "plain")
     if asked not in ("auto", format):
@@ -169,7 +169,7 @@ def _keeping(choices: _Choices, known: DeviceModelFacts) -> None:
 
 
 def _launching(choices: _Choices, known: DeviceModelFacts) -> None:
-    """Decide mode, graphs and overlap: the best that the backend declares."""
+    """Decide the settings mode, graphs and overlap: the fastest that the backend declares."""
     captures, asked = known.capabilities.captures_graphs, choices.config.graphs
     if StepMode.FUSED not in known.step_modes:
         staged = "the backend declares no other"
@@ -199,7 +199,7 @@ def _launching(choices: _Choices, known: DeviceModelFacts) -> None:
 
 
 def _sizes(choices: _Choices, known: DeviceModelFacts) -> None:
-    """Decide page size, number of requests and chunk size."""
+    """Decide the settings for page size, number of requests and prefill chunk size."""
     choices.add("page_size", known.capabilities.page_size, "the backend's kernels run with it")
     if known.memory is None or known.memory.shared:
         (chunk, requests), why = SIZES_WITHOUT_LIMIT, "the device declares no limit of its memory"

@@ -66,7 +66,7 @@ class GatherInput:
 
 @dataclass(frozen=True, slots=True)
 class DraftStageInput:
-    """The gathered state that the draft reads."""
+    """The gathered row state that the draft stage reads."""
 
     batch: DecodeBatch
     inputs: DecodeInputs
@@ -145,7 +145,7 @@ class ExtendStageInput:
 
 @dataclass(frozen=True, slots=True)
 class IterationInput:
-    """The batch of a whole iteration as one stage. It reads the staged rows."""
+    """The input of a whole iteration as one stage: the batch. The stage reads the staged rows."""
 
     batch: DecodeBatch
 

@@ -113,8 +113,9 @@ class DraftStage(Capturable[DraftStageInput, Draft]):
         self._ranks = ranks
 
     def host_params(self, drafted: int) -> Mapping[str, int]:
-        """Return the host parameters of the passes that a draft of this length makes. A device may refuse to rebind
-        others.
+        """Return the host parameters of the draft passes for this draft length.
+
+        A device may refuse to rebind parameters of passes that a graph lacks.
         """
         declared = self._proposer.host_lengths_of(drafted) or {} if drafted else {}
         return {name: ahead for name, ahead in declared.items() if not name.startswith("extend")}
@@ -165,7 +166,7 @@ class DraftStage(Capturable[DraftStageInput, Draft]):
         return replace(draft, tokens=tokens, tree=Tree(parents, depths, mask))
 
     def written(self, batch: DecodeBatch) -> Draft:
-        """Return the static buffers of the draft."""
+        """Return the static buffers ``draft.*`` that this stage writes."""
         return self._buffers.views(batch.count, batch.drafted).draft
 
 
@@ -351,7 +352,7 @@ class Extend(Capturable[ExtendStageInput, None]):
         del batch
 
     def _extend_draft(self, given: ExtendStageInput) -> Mapping[str, Tensor]:
-        """Run the draft over the accepted tokens and return its relay, by name."""
+        """Run the proposer's draft-extend over the accepted tokens and return its relay tensors by name."""
         batch, inputs, verify, outputs, plan = given.batch, given.inputs, given.verify, given.outputs, given.plan
         along = plan.path
 

@@ -1,4 +1,4 @@
-"""Counts and load of an engine."""
+"""Counters of an engine since its creation, and its current load."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ class Step:
         return ticket
 
     def invalidate(self) -> None:
-        """Upload everything again in the next iteration: a copy of an earlier iteration may have failed."""
+        """Upload all inputs in the next iteration, because a copy of an earlier iteration may have failed."""
         self._input_upload.invalidate()
 
     def _upload_inputs(self, batch: Batch, packer: Packer, entry: int, *, fused: bool, inputs_unchanged: bool) -> None:

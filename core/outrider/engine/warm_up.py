@@ -1,4 +1,4 @@
-"""Warm-up: compile kernels before the first request by using them."""
+"""Warm-up: serve internal requests before the first user request, so that all kernels are compiled."""
 
 from __future__ import annotations
 

@@ -59,8 +59,10 @@ class OutriderEngine(LLMEngine):
     """An :class:`~outrider.AsyncEngine` with the interface of Dynamo's unified backend."""
 
     def __init__(self, make: Callable[[], Engine], *, model: Path, name: str) -> None:
-        """``make``: creates the engine, in :meth:`start`. ``model``: the checkpoint directory, whose tokenizer Dynamo uses.
-        ``name``: the model name for clients.
+        """Create Dynamo's view of an engine.
+
+        ``make`` creates the engine, in :meth:`start`. ``model`` is the checkpoint directory, whose tokenizer Dynamo uses.
+        ``name`` is the model name for clients.
         """
         self._make_engine, self._model, self._name = make, model, name
         self._engine: AsyncEngine | None = None

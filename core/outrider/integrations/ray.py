@@ -181,7 +181,7 @@ class Replica:
             raise self._engine.error
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the load divided by the target load."""
+        """Return this replica's load divided by its target load, for Ray's autoscaler."""
         return {_LOAD: self._load() / self._settings.target_load}
 
     async def __del__(self) -> None:
@@ -218,7 +218,7 @@ class Ingress:
         self._resend_s = resend_s
 
     async def __call__(self, request: Request) -> Response:
-        """Pass a request to a replica and return the response."""
+        """Pass an HTTP request to a replica and return the replica's response."""
         body = await request.body()
         request_id = request.headers.get("x-request-id") or f"req-{secrets.token_hex(12)}"
         scope = _scope(request, request_id)
@@ -244,7 +244,7 @@ class Ingress:
 
 
 class _RelayedResponse(StreamingResponse):
-    """A response with the replica's headers."""
+    """A response that passes on the replica's status, headers and body."""
 
     def __init__(self, body: AsyncIterator[bytes], status: int, headers: list[tuple[bytes, bytes]]) -> None:
         super().__init__(body, status)

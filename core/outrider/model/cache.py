@@ -49,12 +49,12 @@ class KVCache:
 
     @property
     def pages(self) -> int:
-        """Number of pages, the reserved page included."""
+        """Number of pages of this cache, the reserved page included."""
         return self.layers[0][0].shape[0]
 
     @property
     def page_size(self) -> int:
-        """Number of tokens in a page."""
+        """Number of tokens that one page holds."""
         return self.layers[0][0].shape[1]
 
     @staticmethod

@@ -166,7 +166,7 @@ class CheckpointFiles:
     tensors: Mapping[str, TensorFile]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of an existing tensor."""
+        """Return the shape of a tensor that the checkpoint contains."""
         return self.tensors[name].shapes[name]
 
     def read_tensor(self, name: str, tensor_slice: TensorSlice | None = None) -> Tensor:

@@ -169,11 +169,11 @@ class _Metadata:
         return float(str(numpy.float32(self.of_model(key, float, default))))
 
     def optional(self, key: str, kind: type) -> Any:
-        """Return the value of ``key``, or None if the file has none."""
+        """Return the metadata value of ``key``, or None if the file lacks the key."""
         return self.value(key, kind) if key in self._fields else None
 
     def named(self, prefix: str) -> dict[str, Any]:
-        """Return the texts whose key begins with ``prefix``, by the rest of the key."""
+        """Return the text values whose key begins with ``prefix``, by the remaining part of the key."""
         return {key.removeprefix(prefix): self.value(key, str) for key in self._fields if key.startswith(prefix)}
 
 

@@ -88,7 +88,7 @@ def label(weight: Weight) -> str:
 
 
 def linear(kernels: KernelSet, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """Return ``x @ weight.T + bias``."""
+    """Return ``x @ weight.T + bias`` for an unquantized, quantized or split weight."""
     if isinstance(weight, Tensor):
         return kernels.linear(x, weight, bias)
     if isinstance(weight, QuantizedWeight):
@@ -98,13 +98,13 @@ def linear(kernels: KernelSet, x: Tensor, weight: Weight, bias: Tensor | None = 
 
 
 def multiply(kernels: KernelSet, made: Product | OtherProduct) -> Tensor:
-    """Compute a recorded product."""
+    """Compute a recorded product of activations and a weight."""
     gated = isinstance(made, OtherProduct) and made.gated
     return linear(kernels, kernels.silu_mul(made.x) if gated else made.x, made.weight, made.bias)
 
 
 def quantized_product(made: object) -> QuantizedProduct | None:
-    """Return ``made`` as a product with a quantized weight, or None if it is not one."""
+    """Return the recorded product ``made`` if its weight is quantized, else None."""
     if isinstance(made, OtherProduct) and isinstance(made.weight, QuantizedWeight):
         return QuantizedProduct(made.x, made.weight, made.bias, made.gated, made.maxima)
     return None

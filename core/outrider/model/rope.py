@@ -126,7 +126,7 @@ def _linear(rope: RopeConfig, head_size: int) -> Tensor:
 
 
 def _llama3(rope: RopeConfig, head_size: int) -> Tensor:
-    """Stretch long wavelengths by ``factor``, keep short ones, and blend between them (Llama 3.1)."""
+    """Return frequencies with long wavelengths stretched by ``factor``, short ones kept, and a blend between (Llama 3.1)."""
     unscaled = _default(rope, head_size)
     wavelength = 2 * math.pi / unscaled
     longest = rope.original_context / rope.low_freq_factor

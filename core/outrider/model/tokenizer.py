@@ -111,7 +111,7 @@ class Tokenizer:
         return tuple(token for token, spelling in special if spelling in text or re.escape(spelling) in text)
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token by its spelling, or None."""
+        """Return the id of the token with this spelling, or None."""
         found = self._tokenizer.token_to_id(token)
         return None if found is None else int(found)
 

@@ -78,7 +78,7 @@ def paged_attention(
 
 
 class TransformersDecoder(LanguageModel):
-    """A causal language model of transformers whose attention can be replaced."""
+    """A causal language model of transformers with its attention replaced by Outrider's paged attention."""
 
     native = False
 

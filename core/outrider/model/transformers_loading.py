@@ -174,7 +174,7 @@ def _required_size(directory: Path, hf: Any, name: str) -> int:
 
 
 def _uniform_size(directory: Path, hf: Any, name: str) -> int | None:
-    """Return a size that is the same in each layer, or None if the config has none."""
+    """Return a size of the config that is equal in all layers, or None if the config lacks the size."""
     try:
         value: int | None = getattr(hf, name, None)
     except Exception as error:  # transformers refuses to name one size where layers differ

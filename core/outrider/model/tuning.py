@@ -14,7 +14,7 @@ from outrider.model.shapes import decoder_shape
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedKernels:
-    """Summary of the preparation."""
+    """Summary of the kernels that were compiled or tuned before the first request."""
 
     num_loaded: int
     """Number of stored choices that were loaded."""

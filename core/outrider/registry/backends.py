@@ -109,9 +109,11 @@ class Registry:
         probe: PluginProbe | None = None,
         once: bool = False,
     ) -> None:
-        """``entry_points``: for tests; by default the registry reads the installed entry points at each use. ``once``: read
-        them at the first use only. ``backends``: a group with another interface version, for tests. ``probe``: the check in
-        a child process of plugins that aren't selected by name.
+        """Create a registry; it reads the installed entry points at each use.
+
+        ``entry_points`` replaces them in tests. ``once`` reads them at the first use only. ``backends`` is a group with
+        another interface version, for tests. ``probe`` is the check in a child process of plugins that aren't selected by
+        name.
         """
         known = None if entry_points is None else tuple(entry_points)
         self._backends = Plugins(backends, known, probe=probe, once=once)

@@ -79,7 +79,7 @@ class Candidate(Generic[Info]):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """An entry point with the distribution that declares it."""
+    """An entry point of a plugin, with the distribution that declares it."""
 
     entry_point: EntryPoint
     distribution: str
@@ -109,8 +109,10 @@ class Plugins(Generic[Info]):
         probe: PluginProbe | None = None,
         once: bool = False,
     ) -> None:
-        """``entry_points``: for tests; by default this object reads the installed entry points at each use. ``once``: read
-        them at the first use only. ``probe``: the check in a child process of plugins that aren't selected by name.
+        """Create the plugins of a group; this object reads the installed entry points at each use.
+
+        ``entry_points`` replaces them in tests. ``once`` reads them at the first use only. ``probe`` is the check in a child
+        process of plugins that aren't selected by name.
         """
         self.group = group
         self._probe = probe or PluginProbe()
@@ -284,7 +286,7 @@ class Plugins(Generic[Info]):
         return replace(candidate, status=status, reason=reason, advice=info.advice, info=info)
 
     def _load(self, offer: Offer) -> None:
-        """Load, audit and register one plugin."""
+        """Import the module of one plugin, check its hooks, and register the plugin."""
         name = offer.entry_point.name
         if self._manager.has_plugin(name):
             return
@@ -368,7 +370,7 @@ def checked_product(offer: Offer, hook: str, product: Any, expected: type[Any], 
 
 
 def sentence(*parts: str) -> str:
-    """Join the non-empty parts as ``failure: reason; advice``."""
+    """Join the non-empty parts of an error message as ``failure: reason; advice``."""
     first, *others = [part for part in parts if part]
     return f"{first}: {'; '.join(others)}" if others else first
 

@@ -1,4 +1,4 @@
-"""Proposers of installed plugins, by name."""
+"""Registry of the proposers that installed plugins provide, by name."""
 
 from __future__ import annotations
 

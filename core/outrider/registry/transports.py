@@ -1,4 +1,4 @@
-"""Transports by name. The built-in transports are plugins too."""
+"""Registry of transports by name. The built-in transports are plugins too."""
 
 from __future__ import annotations
 

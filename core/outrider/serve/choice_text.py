@@ -14,7 +14,7 @@ from outrider.serve.engine_messages import SampleOutput
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """The new text and tokens of one choice."""
+    """The new text and new tokens of one choice since its previous delta."""
 
     index: int
     """Number of the choice in the response."""

@@ -191,7 +191,7 @@ class EngineClient(ABC):
     # -- events of the engine ----------------------------------------------------------------------------------------
 
     def _handle(self, events: Iterable[EngineEvent]) -> None:
-        """Handle events of the engine. Called on the event loop."""
+        """Handle events that the engine has sent. Called on the event loop."""
         for event in events:
             if type(event) is SampleOutput:
                 self._deliver(event)

@@ -62,7 +62,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count a header or a trailer."""
+        """Add the size of a header or trailer to the request's total, which is limited."""
         self._count(len(name) + len(value))
         super().on_header(name, value)
 

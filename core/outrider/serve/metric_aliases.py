@@ -14,7 +14,7 @@ _ENGINE_LABEL = {"engine": "0"}
 
 
 class MetricAlias(NamedTuple):
-    """A metric under another name."""
+    """A second name under which a metric is exported."""
 
     source: str
     """Name of the metric, without the suffix ``_total`` of counters."""
@@ -60,7 +60,7 @@ class AliasedRegistry(CollectorRegistry):
         self._source = registry
 
     def collect(self) -> Iterator[Metric]:
-        """Yield each metric, then its copies."""
+        """Yield each metric of the registry, then its copies under other names."""
         for metric in self._source.collect():
             yield metric
             for alias in ALIASES:

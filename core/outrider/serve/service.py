@@ -272,7 +272,7 @@ class Generation:
         return choice
 
     def _record(self) -> None:
-        """Add the request to the metrics, once."""
+        """Add the finished request's counts and times to the server's metrics, once."""
         if self._recorded:
             return
         self._recorded = True

@@ -109,11 +109,13 @@ class ReasoningReader:
 
     @property
     def has_calls(self) -> bool:
-        """Return whether the other reader has calls."""
+        """Return whether the reader of the text after the reasoning has found tool calls."""
         return self._inner.has_calls
 
     def feed(self, text: str, *, last: bool) -> dict[str, Any]:
-        """Return reasoning that certainly is before ``end``, and what the other reader makes of the text after."""
+        """Return text before ``end`` as reasoning, and pass the text after ``end`` to the other reader and
+        return its delta.
+        """
         delta: dict[str, Any] = {}
         if not self._has_ended:
             reasoning, end, text = (self._held + text).partition(self._end)
@@ -226,7 +228,7 @@ def _without_calls(template: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _calls_of(value: Any) -> list[dict[str, Any]]:
-    """Return the calls in a value of the parser, or none if one of them can't be read."""
+    """Return the tool calls in a parsed value, or none if one of them can't be read."""
     try:
         functions = [call["function"] for call in (value if isinstance(value, list) else [value])]
         named = [(str(function["name"]), function["arguments"]) for function in functions]

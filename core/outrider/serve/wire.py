@@ -19,7 +19,7 @@ _LENGTH = struct.Struct("!I")
 
 
 class FrameDecoder:
-    """An incremental decoder of frames."""
+    """An incremental decoder of length-prefixed frames from received bytes."""
 
     def __init__(self) -> None:
         self._received = bytearray()

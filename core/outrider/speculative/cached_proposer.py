@@ -112,7 +112,7 @@ class CachedProposer(Proposer):
         return KVCache.page_bytes(config.num_layers, config.num_kv_heads, config.head_size, page_size=1, dtype=self._dtype)
 
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
-        """Allocate keys and values of each layer."""
+        """Allocate the key and value tensors of each layer of the proposer."""
         config = self._config
         self._page_size = page_size
         # The number of pages doesn't limit the batch: captured and measured batches are padded.
@@ -158,7 +158,7 @@ class ChainProposer(CachedProposer):
 
     @property
     def host_lengths(self) -> Mapping[str, int]:
-        """One more token with each draft pass."""
+        """Host parameters of the draft passes: each pass reads one cached token more than the previous pass."""
         return self.host_lengths_of(self._draft_tokens)
 
     def host_lengths_of(self, count: int) -> Mapping[str, int]:

@@ -123,7 +123,7 @@ class CombinedProposer(Proposer):
             part.allocate(backend=backend, pages=pages, page_size=page_size)
 
     def draft(self, inputs: DraftInputs) -> Draft:
-        """Run both drafts and select one of them for each request."""
+        """Run the drafts of both proposers and select one of the two chains for each request."""
         found, other = self._lookup.continuation(inputs), self._other.draft(inputs)
         count = min(found.tokens.shape[1], other.tokens.shape[1])
         uses_lookup = (found.matched >= self._least).unsqueeze(1)
@@ -135,6 +135,6 @@ class CombinedProposer(Proposer):
         return Draft(tokens, torch.where(uses_lookup.unsqueeze(2), one_hot, probs))
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
-        """Run draft-extend of both proposers."""
+        """Run draft-extend of both proposers over the accepted tokens."""
         self._lookup.extend(inputs)
         return self._other.extend(inputs)

@@ -69,7 +69,7 @@ class MtpProposer(CachedProposer):
 
     @property
     def lookahead(self) -> int:
-        """K: the last head reads the token K positions ahead."""
+        """K, since the last head reads the token K positions after its own."""
         return len(self._heads)
 
     @property
@@ -89,12 +89,12 @@ class MtpProposer(CachedProposer):
 
     @property
     def host_lengths(self) -> Mapping[str, int]:
-        """No additional length: each head's pass ends at the last new token."""
+        """An offset of 0 for each head, since its pass ends at the last new token."""
         return {_pass_name(extra): 0 for extra in range(len(self._heads))}
 
     @property
     def host_widths(self) -> Mapping[str, int]:
-        """One more token per request with each head."""
+        """The widths of the heads' passes: each pass has one token per request more than the previous one."""
         return {_pass_name(extra): extra for extra in range(len(self._heads))}
 
     def prompt_passes(self, tokens: int, sequences: int, longest: int) -> tuple[int, ...]:

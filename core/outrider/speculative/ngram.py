@@ -53,12 +53,12 @@ class NgramProposer(Proposer):
 
     @property
     def depth(self) -> int:
-        """Number of tokens of one continuation."""
+        """Number of tokens of one drafted continuation."""
         return self._draft_tokens
 
     @property
     def nodes(self) -> int:
-        """Number of tokens of all continuations."""
+        """Number of tokens of all drafted continuations."""
         return self._draft_tokens * self._branches
 
     @property
@@ -89,7 +89,7 @@ class NgramProposer(Proposer):
         return {}
 
     def draft(self, inputs: DraftInputs) -> Draft:
-        """Search the history and copy the continuations."""
+        """Search each request's token history for its last tokens, and copy the tokens that followed them."""
         text = self._text(inputs)
         match_lengths = self._match_lengths(text, inputs.seq_lens)
         seq_lens = inputs.seq_lens.unsqueeze(1)

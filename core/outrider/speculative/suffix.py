@@ -30,7 +30,7 @@ _TABLE_SLOTS = 1 << 20  # 8 MiB; each output token uses at most one slot per len
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """The tokens found for each request."""
+    """The tokens that a lookup found for each request, and the length of the match."""
 
     tokens: Tensor
     """int64 [B, K]."""
@@ -67,7 +67,7 @@ class SuffixProposer(NgramProposer):
 
     @property
     def longest(self) -> int:
-        """Maximum number of suffix tokens that are compared."""
+        """Maximum number of last tokens of a request that a lookup compares."""
         return self._longest
 
     @property
@@ -90,7 +90,7 @@ class SuffixProposer(NgramProposer):
         return relayed
 
     def draft(self, inputs: DraftInputs) -> Draft:
-        """Look up each request's suffix and copy the continuation."""
+        """Look up each request's last tokens and copy the continuation that was found."""
         tokens = self.continuation(inputs).tokens
         # A deterministic draft is a one-point distribution.
         return Draft(tokens, F.one_hot(tokens, self._vocab_size).to(torch.float32) if inputs.sampling else None)

@@ -125,7 +125,7 @@ class DynamicTree(TreeShape):
         )
 
     def grow(self, tokens: Tensor, scores: Tensor, expand: Expand, *, ids: Tensor | None = None) -> tuple[Tensor, Tree]:
-        """Expand level by level, then select the K most likely nodes."""
+        """Expand the most likely nodes level by level, then select the K most likely nodes of all levels."""
         topk, batch, device = self.branches, tokens.shape[0], tokens.device
         # All scored nodes in order of level: token, score, and the parent's index among them.
         scored_tokens, all_scores = [tokens], [scores]
@@ -210,7 +210,7 @@ class FixedTree(TreeShape):
         self._parents = torch.tensor([-1, *(index.get(path[:-1], 0) for path in self._paths)], device=device)
 
     def grow(self, tokens: Tensor, scores: Tensor, expand: Expand, *, ids: Tensor | None = None) -> tuple[Tensor, Tree]:
-        """Fill in the tokens level by level."""
+        """Fill the nodes of the fixed tree with tokens, level by level."""
         del scores  # the shape doesn't depend on them
         batch = tokens.shape[0]
         token_of: dict[tuple[int, ...], Tensor] = {path: tokens[:, path[0]] for path in self._paths if len(path) == 1}

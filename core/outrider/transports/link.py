@@ -46,11 +46,11 @@ _MAX_COUNT = 1 << 48
 
 
 class LinkDown(OutriderError):
-    """The other side of a link is gone, or can't be reached."""
+    """Raised if the other side of a link is gone or can't be reached."""
 
 
 class PageTransfer(ABC):
-    """A running or finished transfer."""
+    """A write of pages to the other side of a link, running or finished."""
 
     @abstractmethod
     def done(self) -> bool:

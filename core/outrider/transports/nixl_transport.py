@@ -25,7 +25,7 @@ _LOOPBACK_PREFIX, _LOOPBACK_DEVICE = "127.", "lo"
 
 
 class NixlTransport(Transport):
-    """A factory of links. Each side of a link has its own NIXL agent.
+    """A factory of links over NIXL. Each side of a link has its own NIXL agent.
 
     ``devices`` are network devices by UCX's names, separated by commas. By default, processes of one host use the loopback
     device, and UCX chooses otherwise. ``errors`` is UCX's error handling, ``peer`` or ``none``. With ``none``, UCX may use
@@ -194,7 +194,7 @@ class NixlLink(Link):
         return LinkDown(f"this link is down: {why}")
 
     def finish(self, transfer: _NixlTransfer) -> None:
-        """Release a transfer that is over."""
+        """Release the agent's handle of a transfer that is over."""
         self._unfinished.remove(transfer)
         transfer.release()
 
@@ -223,7 +223,7 @@ class _NixlTransfer(PageTransfer):
         self._link, self._handle, self._state = link, handle, state
 
     def done(self) -> bool:
-        """Query the state of the transfer, and release its handle once it is over."""
+        """Return True once the transfer is over, and release its handle then."""
         if self._state == "DONE":
             if self._handle is not None:
                 self._link.finish(self)

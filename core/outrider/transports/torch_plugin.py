@@ -19,7 +19,7 @@ def transport_info() -> TransportInfo:
 
 @hookimpl
 def create_transport(options: Mapping[str, str]) -> Transport:
-    """Create the transport. It has no options; the registry refuses unknown ones."""
+    """Create the transport ``torch``, which has no options; the registry refuses unknown ones."""
     from outrider.transports.torch_transport import TorchTransport
 
     del options

@@ -123,7 +123,7 @@ class TorchLink(Link):
             thread.join(_JOIN_TIMEOUT_S)
 
     def require_up(self) -> None:
-        """Raise :class:`LinkDown` if the link is down."""
+        """Raise :class:`LinkDown` if this link is down."""
         if self._down is not None:
             raise LinkDown(f"this link is down: {self._down}")
 

@@ -1,4 +1,4 @@
-"""``outrider bench decode``: the time of a decode iteration compared with its limit."""
+"""``outrider bench decode``: measure the time of a decode iteration and compare it with its lower limit."""
 
 from __future__ import annotations
 

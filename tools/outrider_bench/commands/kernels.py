@@ -1,4 +1,4 @@
-"""``outrider bench kernels``: the time of each kernel compared with its bytes and with torch's kernel."""
+"""``outrider bench kernels``: compare the time of each kernel with the time to move its bytes and with torch's kernel."""
 
 from __future__ import annotations
 

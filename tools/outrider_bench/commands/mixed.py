@@ -53,7 +53,9 @@ def mixed(
 
 
 def _serve_load(engine: Engine, lengths: list[tuple[int, int]], *, first: int) -> Arrivals:
-    """Serve requests; ``first`` is the number of the first prompt, and prompts of other numbers share no prefix."""
+    """Run the requests of a load; ``first`` is the number of the first prompt. Prompts of different
+    numbers share no prefix.
+    """
     vocabulary = engine.model.config.vocab_size
     prompts = [token_ids(first + number, prompt, vocabulary) for number, (prompt, _) in enumerate(lengths)]
     arrivals = Arrivals()

@@ -1,4 +1,4 @@
-"""``outrider bench peers``: the same work on this engine and on other installed engines."""
+"""``outrider bench peers``: run the same work on this engine and on other installed engines."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ ProgressCallback = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class PeerWorkOptions(RandomWeightOptions):
-    """Random weights that every engine gets, and the work of each phase."""
+    """The options for random weights, equal for every engine, and for the work of each phase."""
 
     shape: RequiredShapeOption = "llama-3.1-8b"
     draft_tokens: DraftTokensOption = 3

@@ -46,7 +46,7 @@ _SEEDS = 1 << 18
 
 @dataclass(frozen=True, kw_only=True)
 class ServerModelOptions(RandomDraftOptions):
-    """Random weights that every server gets."""
+    """The options for random weights, equal for every server."""
 
     shape: RequiredShapeOption = "llama-3.1-8b"
     draft_tokens: DraftTokensOption = 3
@@ -158,7 +158,7 @@ def serve(
 def _measured(
     name: str, setup: ServerSetup, load: HttpLoad, sizes: list[int], logs: Path, limit: float, generator: str
 ) -> dict[str, Any]:
-    """Return the results of one engine, or the reason of its failure."""
+    """Return the measured results of one engine, or the reason of its failure."""
     from outrider_bench.servers import start_server
 
     began = time.monotonic()
@@ -207,7 +207,7 @@ def _server_url(text: str) -> str:
 
 
 def _measured_over_http(name: str, load: HttpLoad, tokenizer: Path | None) -> dict[str, Any]:
-    """Warm up and measure; with a ``tokenizer`` by vLLM's generator."""
+    """Warm up a server and measure it over HTTP; with a ``tokenizer``, vLLM's load generator sends the requests."""
     if tokenizer is not None:
         found = run_vllm_bench(load, tokenizer)
     else:
@@ -219,7 +219,7 @@ def _measured_over_http(name: str, load: HttpLoad, tokenizer: Path | None) -> di
 
 
 def _note_row(name: str, row: Mapping[str, Any]) -> None:
-    """Print a row to standard error, so that an interrupted run keeps its results."""
+    """Print a row of results to standard error, so that an interrupted run keeps the results."""
     first, between = row["first_token_ms"], row["between_outputs_ms"]
     gaps = "" if between is None else f", between outputs {between['p50']:.2f}, {between['p99']:.2f}"
     note(

@@ -31,7 +31,7 @@ class EngineRuns:
 
     @property
     def has_result(self) -> bool:
-        """True if there are figures, or a reason for having none."""
+        """True if the engine has figures, or a reason for having none."""
         return bool(self.runs or self.failures) or self.status not in ("not measured", "measured")
 
     def row(self, phase: str, case: Any, keys: Sequence[str]) -> dict[str, Any] | None:
@@ -150,7 +150,7 @@ def plot_points(found: Sequence[EngineRuns], phase: str) -> dict[str, list[tuple
 
 
 def render_engines(console: Console, data: Mapping[str, Any]) -> None:
-    """Print tables of the results."""
+    """Print tables of the results of all engines."""
     console.print(
         f"random weights of {data['shape']} on {data['backend']} ({data['device']}), {data['dtype']}, "
         f"{data['prompt_tokens']} prompt and {data['new_tokens']} new tokens, {data['draft_tokens']} draft tokens, "

@@ -26,7 +26,7 @@ _SETTLE_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """Totals of an engine since its start."""
+    """Totals of an engine's drafts since its start: drafted and accepted tokens."""
 
     verified: float
     """Verifications, one for each request of an iteration."""
@@ -64,7 +64,7 @@ class Peer(ABC):
 
 
 class PeerRuns:
-    """The runs of one engine. The first run of each case follows a short run that isn't measured."""
+    """The measured runs of one engine. The first run of each case follows a short run that isn't measured."""
 
     def __init__(self, peer: Peer, work: PeerWork) -> None:
         self._peer = peer

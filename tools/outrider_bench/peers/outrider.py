@@ -1,4 +1,4 @@
-"""Outrider, through its own ``generate``."""
+"""The peer Outrider, which generates through its own ``generate``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class OutriderPeer(Peer):
-    """The engine of this project."""
+    """Outrider as one of the compared engines."""
 
     def __init__(self, engine: Engine, *, settings: str, drafts: bool, tuned_s: float = 0.0) -> None:
         from outrider_bench.limits import measure_bandwidth

@@ -1,4 +1,4 @@
-"""transformers with its static cache, without speculation, since it has no synthetic acceptance."""
+"""The peer transformers with its static cache, without speculation, since it has no synthetic acceptance."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider_bench.peers.work import PeerWork, checkpoint_configs
 
 
 class TransformersPeer(Peer):
-    """The ``generate`` of a model of transformers."""
+    """transformers' ``generate`` as one of the compared engines."""
 
     def __init__(self, model: Any, *, version: str, device: str) -> None:
         self.version = version

@@ -1,4 +1,4 @@
-"""vLLM with dummy weights, an EAGLE draft and its own synthetic rejection sampling."""
+"""The peer vLLM with dummy weights, an EAGLE draft and its own synthetic rejection sampling."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens",
 
 
 class VllmPeer(Peer):
-    """The offline engine of vLLM."""
+    """vLLM's offline engine as one of the compared engines."""
 
     def __init__(self, vllm: Any, engine: Any, *, drafts: bool, quantized: str | None = None) -> None:
         how = "synthetic rejection sampling by position" if drafts else "no speculation"

@@ -78,7 +78,7 @@ class PeerWork:
 
     @property
     def load(self) -> MixedLoad:
-        """The load of the phase ``mixed``."""
+        """The load of requests of the phase ``mixed``."""
         return MixedLoad(requests=self.requests, seed=self.seed, prompts=self.prompts, outputs=self.outputs)
 
     @property

@@ -52,7 +52,7 @@ class InvariantKernels(KernelSet):
         return self
 
     def every_variant(self) -> AbstractContextManager[None] | None:
-        """Return the scope of the wrapped kernels."""
+        """Return the scope in which the wrapped kernels compile every variant."""
         return self._inner.every_variant()
 
     def all_reduce_rms_norm(
@@ -69,19 +69,21 @@ class InvariantKernels(KernelSet):
         return self.add_rms_norm(total, residual, weight, eps)
 
     def compiled(self) -> Mapping[str, int]:
-        """Return the variants of the wrapped kernels."""
+        """Return the compiled variants of the wrapped kernels, by kernel."""
         return self._inner.compiled()
 
     def chosen(self) -> Mapping[str, str]:
-        """Return the choices of the wrapped kernels."""
+        """Return the measured choices of the wrapped kernels, by purpose."""
         return self._inner.chosen()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply in tiles of one height."""
+        """Multiply with the wrapped kernel in tiles of a fixed number of rows, so that a row's result ignores
+        the batch size.
+        """
         return self._in_tiles(lambda part: self._inner.linear(part, weight, bias), x)
 
     def linear_quantized(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-        """Multiply in tiles of one height."""
+        """Multiply with the wrapped kernel in tiles of a fixed number of rows, as :meth:`linear` does."""
         return self._in_tiles(lambda part: self._inner.linear_quantized(part, weight, bias), x)
 
     def _in_tiles(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ def dequantize(
 
 
 def spread(grid: Tensor, block: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Expand one value per block to one value per element; a dimension with a single block keeps size 1."""
+    """Expand a tensor of one value per block to one value per element; a dimension with a single block keeps size 1."""
     for dim in (0, 1):
         if grid.shape[dim] > 1 and block[dim] > 1:
             grid = grid.repeat_interleave(block[dim], dim=dim)

@@ -64,7 +64,9 @@ class WrappedKernels(KernelSet):
         return wrapper
 
     def unused_overrides(self) -> Mapping[str, str]:
-        """Return the unused overrides of the subclass, by default none. ``inner`` reports its own."""
+        """Return the overrides of this class that can't be used, by default none. The kernels in ``inner``
+        report their own.
+        """
         return {}
 
 

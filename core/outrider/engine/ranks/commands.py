@@ -15,7 +15,7 @@ from outrider.model import Media
 
 @dataclass(frozen=True, slots=True)
 class AddCommand:
-    """Queue one request of a caller."""
+    """A command to queue one request of a caller."""
 
     tokens: tuple[int, ...]
     params: SamplingParams | None
@@ -25,7 +25,7 @@ class AddCommand:
 
 @dataclass(frozen=True, slots=True)
 class QueueCommand:
-    """Queue the requests of one ``generate`` call."""
+    """A command to queue the requests of one ``generate`` call."""
 
     prompts: tuple[tuple[int, ...], ...]
     params: SamplingParams | tuple[SamplingParams | None, ...] | None
@@ -36,35 +36,35 @@ class QueueCommand:
 
 @dataclass(frozen=True, slots=True)
 class AbortCommand:
-    """End the request with number ``request``."""
+    """A command to end the request with number ``request``."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
 class DropCommand:
-    """Drop requests whose caller has disappeared."""
+    """A command to drop requests whose caller has disappeared."""
 
     requests: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class HandOverCommand:
-    """Hand a request over to another engine of the same ranks."""
+    """A command to hand a request over to another engine of the same ranks."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
 class TakeOverCommand:
-    """Continue a handed-over request. Each rank stores its part under ``key``."""
+    """A command to continue a handed-over request. Each rank stores its part under ``key``."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeCommand:
-    """Queue a request that another engine has started."""
+    """A command to queue a request that another engine has started."""
 
     state: RequestState
 
@@ -79,7 +79,7 @@ class ExpectPagesCommand:
 
 @dataclass(frozen=True, slots=True)
 class PagesArrivedCommand:
-    """Continue an expected request whose pages have arrived."""
+    """A command to continue an expected request whose pages have arrived."""
 
     request: int
     relay: Mapping[str, Tensor]

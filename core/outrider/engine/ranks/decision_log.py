@@ -95,7 +95,7 @@ class DecisionLog:
         self.has_ended = True
 
     def next(self) -> DecisionRecord:
-        """Wait for the next record on a follower rank."""
+        """Wait for the next decision record of the first rank, on a follower rank, and return it."""
         self._record = self._log.next()
         return self._record
 

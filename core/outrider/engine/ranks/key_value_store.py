@@ -10,7 +10,7 @@ STORE_LOST = "the process where the ranks meet has ended"
 
 
 class KeyValueStore:
-    """Heartbeats of all ranks and the first failure, as text in a store."""
+    """Heartbeats of all ranks and the first failure, as text in the store that all ranks share."""
 
     ENDED = "ended"
     """The last heartbeat of a rank that ended normally."""
@@ -22,7 +22,7 @@ class KeyValueStore:
         self._name = name
 
     def publish_heartbeat(self, rank: int, said: str) -> None:
-        """Publish a heartbeat of ``rank``. ``said``: its progress."""
+        """Publish a heartbeat of ``rank`` with the text ``said``, its progress."""
         self._store.set(f"{self._name}/beat/{rank}", said)
 
     def last_heartbeat(self, rank: int) -> str:
@@ -30,7 +30,7 @@ class KeyValueStore:
         return self._get(f"{self._name}/beat/{rank}") or ""
 
     def publish_failure(self, said: str) -> str:
-        """Publish the failure ``said`` unless a failure is already published. Return the published failure."""
+        """Publish the failure ``said`` unless another failure is published. Return the published failure."""
         first: bytes = self._store.compare_set(f"{self._name}/failed", "", said)
         return first.decode()
 

@@ -34,13 +34,13 @@ class LoadingArguments:
     draft_vocabulary: Path | int | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """Return the fields as keyword arguments."""
+        """Return the loading arguments by keyword."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankWork:
-    """The work of a child process: which rank it is, and which checkpoint its engine loads."""
+    """The work of a child process: its rank, and the checkpoint that its engine loads."""
 
     rank: int
     parallel: ParallelConfig

@@ -29,7 +29,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class _ExchangeMessage:
-    """The message of one rank in :meth:`Ranks.exchange`."""
+    """The message that one rank publishes in :meth:`Ranks.exchange`."""
 
     subject: str | None
     """The subject of the exchange; None if the rank has failed."""

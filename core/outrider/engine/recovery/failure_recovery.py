@@ -30,8 +30,10 @@ class FailureRecovery:
         undo: Callable[[], None],
         decision_log: DecisionLog | None = None,
     ) -> None:
-        """``open_requests``: returns the outputs that :class:`EngineStopped` lists. ``undo``: undoes the iterations in
-        flight, after an operation has failed on a working device. ``decision_log``: that of the ranks, if there are several.
+        """Create the recovery of an engine.
+
+        ``open_requests`` returns the outputs that :class:`EngineStopped` lists. ``undo`` undoes the iterations in flight
+        after an operation has failed on a working device. ``decision_log`` is that of the ranks, if there are several.
         """
         self._decision_log = decision_log
         self._backend = backend

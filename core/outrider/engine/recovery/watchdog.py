@@ -129,7 +129,7 @@ class WatchedFence(Fence):
         return self._inner.wait_host_within(seconds)
 
     def done(self) -> bool:
-        """Return True if the wrapped fence is done."""
+        """Return True if the last signal of the wrapped fence is complete."""
         return self._inner.done()
 
     def __str__(self) -> str:

@@ -68,7 +68,7 @@ class Batch:
 
     @property
     def launched(self) -> Batch:
-        """The batch that this rank launches: this one, or its padded form if there are several groups."""
+        """The batch that this rank launches: this one, or with several groups its form padded for data parallelism."""
         return self if self.global_batch is None else self.global_batch.launched
 
     @property

@@ -27,7 +27,7 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """Pages that requests can't hit any more, because their memory went to other requests."""
+    """An event: pages that requests can't hit any more, because their memory went to other requests."""
 
     hashes: tuple[int, ...]
 
@@ -76,7 +76,7 @@ class CacheEvents:
             self._handle(BlockRemoved((page_hash,)))
 
     def cleared(self) -> None:
-        """Send :class:`AllBlocksCleared`."""
+        """Send the event :class:`AllBlocksCleared` to the listener."""
         self._hashes.clear()
         self._page_counts.clear()
         self._handle(AllBlocksCleared())

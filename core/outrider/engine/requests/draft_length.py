@@ -48,9 +48,9 @@ class DraftLengthPolicy(ABC):
 
 
 class FixedLength(DraftLengthPolicy):
-    """A policy with one length. For trees, whose shape never changes, the length counts all nodes.
+    """A policy with one draft length. For trees, whose shape never changes, the length counts all nodes.
 
-    With a ``context`` the draft is left out beyond it.
+    With a ``context``, longer requests are not drafted for.
     """
 
     needs_acceptance = reads_load = False
@@ -60,7 +60,7 @@ class FixedLength(DraftLengthPolicy):
         self.context = context
 
     def choose(self, requests: int, cached: int) -> int:
-        """Return the only length of this policy."""
+        """Return the policy's fixed draft length."""
         del requests, cached
         return self.lengths[-1]
 
@@ -74,7 +74,7 @@ class LengthSchedule(DraftLengthPolicy):
         self._num_chosen = 0
 
     def choose(self, requests: int, cached: int) -> int:
-        """Return the next length of the sequence."""
+        """Return the next draft length of the sequence."""
         del requests, cached
         self._num_chosen += 1
         return self._schedule[(self._num_chosen - 1) % len(self._schedule)]
@@ -82,7 +82,7 @@ class LengthSchedule(DraftLengthPolicy):
 
 @dataclass(frozen=True, slots=True)
 class DraftCosts:
-    """Measured durations of iterations."""
+    """Measured durations of iterations by draft length and batch size."""
 
     base: Mapping[tuple[int, int], float]
     """Seconds by (draft length, number of requests), measured with a nearly empty KV cache."""
@@ -159,7 +159,7 @@ class LoadDraftLength(DraftLengthPolicy):
         self._short_iterations = 0
 
     def choose(self, requests: int, cached: int) -> int:
-        """Return the length in use, after changing it if another one is at least 2 % faster."""
+        """Return the current draft length, after a change to another length that is at least 2 % faster."""
         self._since_change += 1
         if self._since_change >= _MIN_ITERATIONS_BETWEEN_CHANGES:
             best = self.preferred(requests, cached)
@@ -175,7 +175,7 @@ class LoadDraftLength(DraftLengthPolicy):
         return self.lengths[self.lengths.index(self._length) + 1]
 
     def observe(self, drafted: int, accepted: Sequence[int]) -> None:
-        """Update the acceptance estimate."""
+        """Update the acceptance estimate with the accepted draft tokens of one iteration."""
         self.acceptance.observe(drafted, accepted)
 
     def rate(self, length: int, requests: int, cached: int) -> float:

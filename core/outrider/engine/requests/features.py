@@ -10,7 +10,10 @@ from outrider.engine.requests.request import Request
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Features:
-    """Abilities of an iteration. One request that needs an ability is enough; the ability leaves all other rows unchanged."""
+    """The sampling abilities that the requests of an iteration need.
+
+    An ability is launched if one request needs it, and leaves the rows of all other requests unchanged.
+    """
 
     sampling: bool = False
     """A temperature is above 0, so that the iteration stores draft distributions."""

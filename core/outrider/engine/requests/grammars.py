@@ -49,8 +49,10 @@ class Grammars:
         ends: tuple[int, ...],
         seconds: float | None = math.inf,
     ) -> None:
-        """``ends``: the model's end-of-sequence tokens. ``seconds``: a limit for one guide below :data:`COMPILE_SECONDS`;
-        None: no limit, for a rank whose guide another rank has already compiled.
+        """Create a compiler for a tokenizer.
+
+        ``ends`` are the model's end-of-sequence tokens. ``seconds`` limits the compilation of one guide below
+        :data:`COMPILE_SECONDS`; None means no limit, for a rank whose guide another rank has already compiled.
         """
         self._time_limit_s = seconds
         self._tokenizer = tokenizer
@@ -198,8 +200,10 @@ class XgrammarMatcher:
     """A :class:`~outrider.engine.requests.guidance.Matcher` of xgrammar."""
 
     def __init__(self, compiled: Any, ends: list[int], textless: frozenset[int]) -> None:
-        """``ends``: tokens that end a complete text; if empty, the matcher is over as soon as the text is complete.
-        ``textless``: tokens without text, which no grammar allows unless they are in ``ends``.
+        """Create a matcher of one compiled guide.
+
+        ``ends`` are tokens that end a complete text; if empty, the matcher is over as soon as the text is complete.
+        ``textless`` are tokens without text, which no grammar allows unless they are in ``ends``.
         """
         self._never_allowed = textless.difference(ends)
         library = import_module("xgrammar")
@@ -214,11 +218,11 @@ class XgrammarMatcher:
         return bool(self._matcher.accept_token(token))
 
     def rollback(self, count: int) -> None:
-        """Undo the last ``count`` accepted tokens."""
+        """Undo the last ``count`` tokens that the matcher has accepted."""
         self._matcher.rollback(count)
 
     def fill(self, words: Tensor, index: int) -> None:
-        """Write xgrammar's bitmask of allowed tokens."""
+        """Write xgrammar's bitmask of the tokens that may come next."""
         self._matcher.fill_next_token_bitmask(words, index)
 
     @property

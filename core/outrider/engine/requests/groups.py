@@ -25,7 +25,7 @@ class AgreedLength(FixedLength):
     """The draft length of the current iteration, which all groups share."""
 
     def agree(self, length: int) -> None:
-        """Set the length for all following iterations."""
+        """Set the draft length of all following iterations to ``length``."""
         self.lengths = (length,)
 
 
@@ -107,7 +107,7 @@ class GroupScheduler:
         self._of(request).free_reserved(request)
 
     def add(self, request: Request) -> None:
-        """Queue ``request`` in its group."""
+        """Queue ``request`` in the scheduler of its data-parallel group."""
         self._of(request).add(request)
 
     def drop_waiting(self, request: Request) -> None:

@@ -41,7 +41,7 @@ class Matcher(Protocol):
         """Advance by ``token`` and return True, or return False without a change if the grammar doesn't allow it."""
 
     def rollback(self, count: int) -> None:
-        """Undo the last ``count`` accepted tokens."""
+        """Undo the last ``count`` tokens that the matcher has accepted."""
 
     def fill(self, words: Tensor, index: int) -> None:
         """Write the mask of allowed tokens into row ``index`` of ``words`` int32 [N, W].
@@ -51,11 +51,11 @@ class Matcher(Protocol):
 
     @property
     def is_complete(self) -> bool:
-        """Return True if no token may follow."""
+        """Return True if the text is complete, so that no token may follow."""
 
 
 class UnrestrictedMatcher:
-    """A matcher that allows every token and is never over."""
+    """A matcher that allows every token and whose text is never complete."""
 
     is_complete = False
 
@@ -69,7 +69,7 @@ class UnrestrictedMatcher:
         del count
 
     def fill(self, words: Tensor, index: int) -> None:
-        """Write a mask of all tokens."""
+        """Write a bitmask that allows all tokens."""
         words[index].fill_(ALLOW_ALL_WORD)
 
 
@@ -116,7 +116,7 @@ class DelayedMatcher:
         return True
 
     def rollback(self, count: int) -> None:
-        """Undo tokens of both phases."""
+        """Undo the last ``count`` tokens, from the guided phase and then from the unguided one."""
         for _ in range(count):
             self._seen = self._history.pop()
             if self._seen is None:

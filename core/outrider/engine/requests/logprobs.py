@@ -1,4 +1,4 @@
-"""TokenLogprobs: the reported log-probabilities of one emitted token."""
+"""TokenLogprobs: the log-probabilities that the engine reports for one emitted token."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class MessageError(OutriderError):
 
 
 class _WrongFieldError(Exception):
-    """The wrong value and its path, which grows towards the outermost value."""
+    """Raised for a message with a wrong value. The path of the value grows towards the outermost field."""
 
     def __init__(self, problem: str) -> None:
         self.problem, self.path = problem, ""

@@ -91,7 +91,7 @@ class _Writer:
         return "".join(parts)
 
     def _part(self, name: str, argument: Any, first: bool, last: bool) -> str:
-        """Translate one parsed item. ``name``: the name of its opcode in Python's ``re``."""
+        """Translate one parsed item of a regular expression. ``name`` is its opcode in Python's ``re``."""
         self._parts += 1
         if self._parts > _MAX_PARTS:
             raise self.refused(f"more than {_MAX_PARTS} parts")

@@ -272,7 +272,7 @@ class Request:
         return StepOutput(self.id, (), reason, searched_text=text, error=error, transcript=self.transcript, index=index)
 
     def _transcribe(self, tokens: Sequence[int]) -> int:
-        """Add an output to the transcript, if there is one, and return its index."""
+        """Add an output to the request's transcript, if any, and return the index of the output."""
         return 0 if self.transcript is None else self.transcript.append(tokens, is_last=self.finished)
 
     def _stopped_by(self) -> str | int | None:
@@ -310,7 +310,7 @@ class Request:
 
 
 class RequestFailed(OutriderError):
-    """One request of a batch failed. The request ends with an error, and the other requests continue."""
+    """Raised if one request of a batch failed. The request ends with an error, and the other requests continue."""
 
     def __init__(self, request: Request, error: Exception) -> None:
         super().__init__(f"request {request.id}: {type(error).__name__}: {error}")

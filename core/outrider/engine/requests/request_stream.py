@@ -23,7 +23,9 @@ class RequestStream(Iterator[StepOutput]):
         advance: Callable[[], None],
         close: Callable[[Request], None],
     ) -> None:
-        """``advance``: runs one iteration of the engine. ``close``: ends the request if needed; called once, after the last
+        """Create the stream of one request.
+
+        ``advance`` runs one iteration of the engine. ``close`` ends the request if needed; it is called once, after the last
         output, by :meth:`close` or at garbage collection.
         """
         self._request = request

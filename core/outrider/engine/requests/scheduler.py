@@ -58,7 +58,9 @@ class Scheduler:
     def __init__(
         self, *, rows: FreeList, pages: PagePool, limits: SchedulerLimits, draft_length: DraftLengthPolicy | None = None
     ) -> None:
-        """``draft_length``: the draft-length policy; None: each iteration drafts as many tokens as the proposer can."""
+        """Create a scheduler without requests. ``draft_length`` is the policy; None drafts as many tokens as the proposer
+        can.
+        """
         self._draft_length = draft_length
         self.rows = rows
         self.pages = pages
@@ -76,7 +78,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Return True if a request waits or runs."""
+        """Return True if at least one request waits or runs."""
         return bool(self._waiting) or any(not request.finished and not request.is_ready_to_lend for request in self._running)
 
     @property
@@ -99,7 +101,7 @@ class Scheduler:
         return tuple(self._running)
 
     def add(self, request: Request) -> None:
-        """Queue ``request`` by its urgency."""
+        """Insert ``request`` into the queue of waiting requests, which is sorted by urgency."""
         bisect.insort(self._waiting, request, key=lambda r: r.urgency)
 
     def drop_waiting(self, request: Request) -> None:

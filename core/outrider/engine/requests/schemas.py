@@ -70,7 +70,7 @@ class _SchemaReader:
         self._nodes = 0
 
     def read_schema(self, schema: Any, pointer: str, depth: int) -> Any:
-        """Translate the schema at ``pointer``."""
+        """Translate the JSON schema at ``pointer`` to a grammar rule."""
         self._nodes += 1
         if depth > MAX_DEPTH or self._nodes > MAX_NODES:
             raise ConfigError(

@@ -16,7 +16,7 @@ class StopText:
     """
 
     def __init__(self, decoder: StreamDecoder, stops: Sequence[str], *, overlook: int = 0) -> None:
-        """``overlook``: the number of first tokens in whose text no stop string may begin."""
+        """Create the search for stop strings. No stop string may begin in the text of the first ``overlook`` tokens."""
         self._decoder = decoder
         self._stops = tuple(stops)
         self._overlook = overlook

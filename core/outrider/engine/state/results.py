@@ -20,7 +20,7 @@ from outrider.engine.state.probes import HOST, BadValue, Probes
 
 @dataclass(frozen=True, slots=True)
 class PendingResult:
-    """The pending result of one launched iteration. :meth:`Results.read_results` reads it once."""
+    """The result of one launched iteration that the host has not read. :meth:`Results.read_results` reads it once."""
 
     batch: Batch
     entry: int
@@ -68,7 +68,10 @@ class Results:
         max_logprobs: int = 0,
         data: Group | None = None,
     ) -> None:
-        """``depth``: D. ``data``: the collective group with one rank of each data-parallel group; None: one group only."""
+        """Allocate the results of ``depth`` iterations in flight.
+
+        ``data`` is the collective group with one rank of each data-parallel group; None: one group only.
+        """
         self._data = data
         self._max_requests = max_requests
         self._probes = probes

@@ -128,7 +128,7 @@ class StateTransfer:
         return copies
 
     def signal_pages_free(self, free: Fence) -> None:
-        """Signal ``free`` after all accesses to pages that are enqueued so far."""
+        """Signal the fence ``free`` after all accesses to pages that are enqueued so far."""
         free.signal(self._forward)
 
     def copy_relay_to_pinned(self, relay: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -162,7 +162,9 @@ class StateTransfer:
                 self._future.stash(row, self._scalar(handed.output[-1]), handed.relay)
 
     def _write_row(self, request: Request, arrived: ArrivedPages) -> None:
-        """Publish and stash the state of a request whose pages are already written."""
+        """Write the state of a request whose pages are already written to its row: publish the lengths and
+        stash the relay.
+        """
         relay: dict[str, Tensor] = {}
         for name, value in arrived.relay.items():
             with self._backend.on(self._forward):

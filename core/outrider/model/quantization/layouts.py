@@ -158,12 +158,12 @@ def _gptq(scheme: Scheme, shape: tuple[int, int], tensors: Mapping[str, Tensor],
 
 
 def _repeat_rows(grid: Tensor, rows: int, total: int) -> Tensor:
-    """Expand a grid with one entry per ``rows`` rows to one entry for each of ``total`` rows."""
+    """Repeat each row of a grid of scales ``rows`` times and cut the result to ``total`` rows."""
     return grid.repeat_interleave(rows, dim=0)[:total].contiguous()
 
 
 def with_row_scales(weight: QuantizedWeight) -> QuantizedWeight:
-    """Return the same weight with one row of scales per row of the weight."""
+    """Return an equal weight in which each row of the weight has its own row of scales."""
     rows, total_rows = weight.block[0], weight.shape[0]
     if rows == 1:
         return weight

@@ -70,7 +70,7 @@ class Activations:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheme:
-    """Storage of a quantized weight [out, in]."""
+    """Storage format of a quantized weight [out, in] in a checkpoint."""
 
     storage: str
     """``values`` (a tensor of the quantized ``dtype``), ``packed`` (compressed-tensors), ``awq`` or ``gptq``."""

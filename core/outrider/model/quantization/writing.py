@@ -43,7 +43,7 @@ _TENSOR_FILES = ("*.safetensors", "*.bin", "*.index.json", "*.pt", "*.pth")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrittenCheckpoint:
-    """Counts of a written checkpoint."""
+    """Numbers of tensors and bytes of a written checkpoint."""
 
     quantized: int
     """Number of quantized weights."""
@@ -112,7 +112,7 @@ def quantize_checkpoint(
 
 
 def _keys_to_quantize(files: CheckpointFiles, *, head: bool) -> list[str]:
-    """Return the names of the weights to quantize."""
+    """Return the names of the checkpoint's weights that will be quantized."""
     found = []
     for key in files.tensors:
         if ".experts." in f".{key}." and len(files.shape(key)) == 3:
@@ -191,7 +191,7 @@ def compressed_config(
 def _write_tensors(
     files: CheckpointFiles, keys: list[str], out: Path, rounding: _Rounding, progress: Progress | None
 ) -> WrittenCheckpoint:
-    """Write one file for each source file, and an index if there are several."""
+    """Write the quantized tensors, one file for each source file, and an index if there are several files."""
     wanted, total, num_done = set(keys), len(files.tensors), 0
     by_file: dict[Path, list[str]] = {}
     for key, file in files.tensors.items():

@@ -50,7 +50,7 @@ class FormatReader:
 
     @property
     def has_calls(self) -> bool:
-        """Return whether a call was found."""
+        """Return whether the text so far contains a tool call."""
         return self._count > 0
 
     def feed(self, text: str, *, last: bool) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class FormatReader:
         self._state = self._read_object
 
     def _read_object(self) -> bool:
-        """Read an object up to its arguments, or as a whole if the name doesn't come first."""
+        """Read a tool call's object up to its arguments, or as a whole if the name doesn't come first."""
         match = None if self._scanned else regex.match(NAMED_ARGUMENTS, self._buffer, partial=not self._last)
         if match is not None and match.partial:
             return False
@@ -148,7 +148,7 @@ class FormatReader:
         return True
 
     def _read_object_rest(self) -> bool:
-        """Leave out what an object has after its arguments."""
+        """Skip the text of a tool call's object after its arguments."""
         end = self._scanner.advance(self._buffer, 0)
         self._take(len(self._buffer) if end is None else end)
         return end is not None and self._close_call()
@@ -201,7 +201,7 @@ class FormatReader:
     # -- pairs without quotes --------------------------------------------------------------------------------------------
 
     def _read_pairs(self) -> bool:
-        """Pass on one token of an object whose keys have no quotes."""
+        """Emit one token of a tool call's object whose keys have no quotes."""
         quote = self._region.ends[0]
         if self._value_is_text:
             position, literal = self._find((quote,))
@@ -300,7 +300,7 @@ class FormatReader:
 
 
 def _parsed_call(text: str) -> tuple[str, str] | None:
-    """Return name and arguments of a call that is one JSON object, or None if it is none."""
+    """Return name and arguments of a tool call that is one JSON object, or None for any other object."""
     try:
         call = json.loads(text)
         name, arguments = call["name"], call.get("arguments", call.get("parameters"))

@@ -60,7 +60,7 @@ def escape_text(text: str) -> str:
 
 
 def schema_types(schema: Any) -> frozenset[str]:
-    """Return the types that a JSON schema names; none if it leaves the type open."""
+    """Return the types that a JSON schema names, or an empty result if the schema allows any type."""
     if not isinstance(schema, dict):
         return frozenset()
     named = schema.get("type")

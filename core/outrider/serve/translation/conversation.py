@@ -63,7 +63,7 @@ class ConversationBuilder:
         message["reasoning_content"] = message.get("reasoning_content", "") + text
 
     def add_answer(self, text: str) -> None:
-        """Append text of the assistant."""
+        """Append a text of the assistant to the conversation's messages."""
         message = self._assistant(lacking=("tool_calls",))
         message["content"] = f"{message['content']}\n{text}" if "content" in message else text
 
@@ -73,7 +73,7 @@ class ConversationBuilder:
         self._assistant().setdefault("tool_calls", []).append(call)
 
     def add_result(self, call_id: str, content: str | list[dict[str, Any]]) -> None:
-        """Append the result of a tool call."""
+        """Append the result of a tool call to the conversation's messages."""
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
 
     def _assistant(self, lacking: Sequence[str] = ()) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def image_part(url: str) -> dict[str, Any]:
 
 
 def function_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
-    """Return a tool of a chat request."""
+    """Return the tool of a chat request for a function's name, description and parameters."""
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 

@@ -53,11 +53,11 @@ class BlockSplitter:
 
     @property
     def has_calls(self) -> bool:
-        """True if a block is a call."""
+        """True if one of the blocks is a tool call."""
         return any(block.kind == "call" for block in self.blocks)
 
     def feed(self, delta: dict[str, Any]) -> Iterator[BlockStep]:
-        """Yield the changes of one message delta."""
+        """Yield the changes of the answer's blocks that one message delta causes."""
         for name, kind in _FIELDS:
             if text := delta.get(name):
                 yield from self._add_text(kind, text)

@@ -67,7 +67,7 @@ def add_tokenize_routes(app: FastAPI, service: Service, responses: Mapping[int |
 
     @app.post("/detokenize", responses=dict(responses))
     async def detokenize(body: DetokenizeRequest) -> Response:
-        """Return the text of tokens."""
+        """Return the text of the request's token ids."""
         if body.model is not None:
             service.check_model(body.model)
         wrong = next((token for token in body.tokens if not 0 <= token < info.vocab_size), None)
