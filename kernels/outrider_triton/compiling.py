@@ -145,7 +145,7 @@ class KernelCompilers:
         )
 
     def ask(self, jobs: Iterable[Job]) -> None:
-        """Submit jobs that weren't submitted before."""
+        """Submit to the workers those of ``jobs`` that were not submitted before."""
         if self._pool is not None:
             for job in jobs:
                 if job not in self._futures:

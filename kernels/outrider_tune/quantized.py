@@ -1,4 +1,4 @@
-"""Random quantized weights and their GEMMs, for measurements in which bytes matter and values don't."""
+"""Random quantized weights and their GEMMs, for measurements that depend on the bytes of weights and not on their values."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class DeviceProfile:
         return self.idle_us / self.window_us
 
     def by_kernel(self, iterations: float) -> list[dict[str, object]]:
-        """Return calls and microseconds an iteration and the share of each kernel, then those of gaps and idle time."""
+        """Return each kernel's calls and microseconds per iteration and its share, then those of gaps and idle time."""
         rows: list[dict[str, object]] = [
             self._row(each.name, each.calls / iterations, each.us, iterations) for each in self.kernels
         ]

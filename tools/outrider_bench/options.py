@@ -382,7 +382,7 @@ def parse_sizes(text: str, option: str = "--batch", example: str = "1,4") -> lis
 
 
 def parse_names(text: str, option: str, known: Sequence[str]) -> list[str]:
-    """Return the names of ``text``, which commas separate, each known and there once. Raises :class:`ConfigError`."""
+    """Return the comma-separated names of ``text``. Raises :class:`ConfigError` for an unknown or repeated name."""
     names = [name.strip() for name in text.split(",")]
     if set(names) - set(known) or len(set(names)) != len(names):
         raise ConfigError(f"{option} is {','.join(names)!r}; expected some of {', '.join(known)}, each once")

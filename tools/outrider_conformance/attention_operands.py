@@ -30,5 +30,5 @@ def in_float64(operands: Operands) -> dict[str, Tensor]:
 
 
 def largest_error(found: Tensor, wanted: Tensor) -> float:
-    """Return the largest absolute difference; infinity where either tensor holds NaN."""
+    """Return the largest absolute difference of two tensors; infinity where either holds NaN."""
     return float((found.cpu().double() - wanted).abs().nan_to_num(nan=float("inf")).max())

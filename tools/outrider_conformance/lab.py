@@ -44,7 +44,7 @@ class OverlapObserved(Exception):
 
 
 class BrokenPromiseError(AssertionError):
-    """A program found a promise broken. The message names the smallest schedule that shows it."""
+    """Raised if a program finds a promise broken. The message names the smallest schedule that shows the fault."""
 
 
 @dataclass

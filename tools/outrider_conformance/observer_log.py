@@ -13,7 +13,7 @@ from outrider.device import Access, Backend, Event, Observer, Operation, Stream
 
 
 class ObserverLog(Observer):
-    """Reports in the order in which the backend makes them."""
+    """An observer that stores a backend's reports in the order of their arrival."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[Any, ...]] = []

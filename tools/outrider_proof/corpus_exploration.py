@@ -30,7 +30,7 @@ _DEVICES = ("sim", "sim:like=npu")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusWanted:
-    """Options of ``outrider explore corpus``."""
+    """Options of ``outrider explore corpus``: number and strategy of the schedules, and the device."""
 
     registry: Registry
     iterations: int

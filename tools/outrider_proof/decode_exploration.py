@@ -194,7 +194,7 @@ def _explored(chosen: DecodeExploration, device: Backend, explorer: DecodeExplor
 def _run(
     chosen: DecodeExploration, device: Backend, explorer: DecodeExplorer, program: HostProgram, number: int
 ) -> tuple[BaseException | None, dict[str, Any]]:
-    """Run one program once; return its error and, for another order than the program's, the schedule that caused it."""
+    """Run one host program once; return its error and, unless it ran in program order, the schedule that caused the error."""
     control = device.control
     if control is not None:
         control.reset()

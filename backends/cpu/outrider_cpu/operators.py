@@ -242,7 +242,9 @@ def _verify_chain(
     seeds: Tensor,
     positions: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Skip verification without drafts, and skip the distributions if all rows are greedy."""
+    """Verify a chain of drafts; take the argmax if there are no drafts, and ignore the distributions if
+    all rows are greedy.
+    """
     if draft_probs is not None and not any(temperature.tolist()):
         draft_probs = None
     if draft_probs is None and not draft_tokens.shape[1]:

@@ -111,7 +111,7 @@ class _Interrupts:
         return not before
 
     def read_line(self, read: Callable[[], str]) -> str:
-        """Return the line that ``read`` waits for, with Ctrl-C handled as while reading."""
+        """Return the line that ``read`` returns. Until then, Ctrl-C counts as typed at the prompt."""
         self.reading = True
         try:
             return read()

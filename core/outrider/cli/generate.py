@@ -133,7 +133,7 @@ def _compare(
 
 
 def _comparison(console: Console, data: dict[str, Any], reference: StreamedOutput) -> None:
-    """Print the statistics of both runs, and the first difference of their tokens."""
+    """Print the statistics of the speculative and the non-speculative run, and the first difference of their tokens."""
     _summary(console, data)
     console.print(f"non-speculative decoding: {reference.tokens_per_s:.1f} tokens/s, {reference.iterations} iterations")
     console.print(f"same tokens as non-speculative greedy decoding: {'yes' if data['same_tokens'] else 'no'}")

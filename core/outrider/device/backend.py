@@ -393,7 +393,7 @@ class Backend(BackendDeclarations, GroupFactory, ABC):
             observer.stream_created(stream)
 
     def detach(self) -> None:
-        """Stop reporting to the observer."""
+        """Stop reporting to the attached observer."""
         self.observer = None
 
     def locate(self, tensor: Tensor) -> Access:
@@ -424,44 +424,44 @@ class Backend(BackendDeclarations, GroupFactory, ABC):
 
     @abstractmethod
     def _on(self, stream: Stream) -> AbstractContextManager[None]:
-        """Vendor's verb for :meth:`on`: device and stream, restored on exit also after an exception."""
+        """Carry out :meth:`on` on the vendor's device: device and stream, restored on exit also after an exception."""
 
     @abstractmethod
     def _create_stream(self, name: str, priority: int) -> Stream:
-        """Vendor's verb for :meth:`create_stream`: a stream of its own, never one out of a recycled pool."""
+        """Carry out :meth:`create_stream` on the vendor's device: a stream of its own, never one out of a recycled pool."""
 
     @abstractmethod
     def _create_event(self, name: str, timing: bool) -> Event:
-        """Vendor's verb for :meth:`create_event`."""
+        """Carry out :meth:`create_event` on the vendor's device."""
 
     def _create_flag(self, name: str) -> Flag:
         raise CapabilityError(f"{self.label} declares flags but its plugin makes none ({name!r})")
 
     @abstractmethod
     def _synchronize(self) -> None:
-        """Vendor's verb for :meth:`synchronize`."""
+        """Carry out :meth:`synchronize` on the vendor's device."""
 
     def _delay(self, stream: Stream, cycles: int) -> None:
         raise CapabilityError(f"{self.label} declares perturbs_timing but can't delay {stream.name!r} by {cycles}")
 
     def _provoke_fault(self, stream: Stream) -> None:
-        """Vendor's verb for :meth:`provoke_fault`; optional."""
+        """Carry out :meth:`provoke_fault` on the vendor's device; optional."""
         raise CapabilityError(f"{self.label} offers no provoke_fault, so nothing can fail on purpose on {stream.name!r}")
 
     @abstractmethod
     def _empty_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Vendor's verb for :meth:`empty_pinned`."""
+        """Carry out :meth:`empty_pinned` on the vendor's device."""
 
     @abstractmethod
     def _is_pinned(self, tensor: Tensor) -> bool:
-        """Vendor's verb for :meth:`is_pinned`."""
+        """Carry out :meth:`is_pinned` on the vendor's device."""
 
     def _copy_async(self, destination: Tensor, source: Tensor) -> None:
-        """Vendor's verb for :meth:`copy_async`; runs inside the stream's scope."""
+        """Carry out :meth:`copy_async` on the vendor's device; runs inside the stream's scope."""
         destination.copy_(source, non_blocking=True)
 
     def _reissue(self, context: CaptureContext, param: HostParam, issue: Callable[[tuple[int, ...]], None]) -> None:
-        """Vendor's verb for :meth:`reissue` in a capture. A device that captures the whole callable again needs none."""
+        """Carry out :meth:`reissue` on the vendor's device in a capture. A device that captures the whole callable again needs none."""
         del context
         issue(param.value)
 

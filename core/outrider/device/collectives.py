@@ -109,7 +109,7 @@ class Group(ABC):
     """
 
     def __init__(self, backend: Backend, name: str, ranks: Sequence[int], rank: int, *, timeout_s: float) -> None:
-        """``rank`` is the world rank of this side, one of ``ranks``."""
+        """Create one rank's membership. ``rank`` is the world rank of this process, one of ``ranks``."""
         self.backend = backend
         self.name = name
         self.ranks = tuple(ranks)
@@ -390,39 +390,39 @@ class Group(ABC):
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
-        """Vendor's verb for :meth:`all_reduce`."""
+        """Carry out :meth:`all_reduce` on the vendor's device."""
 
     @abstractmethod
     def _all_gather(self, output: Tensor, tensor: Tensor) -> None:
-        """Vendor's verb for :meth:`all_gather`."""
+        """Carry out :meth:`all_gather` on the vendor's device."""
 
     @abstractmethod
     def _reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> None:
-        """Vendor's verb for :meth:`reduce_scatter`."""
+        """Carry out :meth:`reduce_scatter` on the vendor's device."""
 
     @abstractmethod
     def _broadcast(self, tensor: Tensor, root: int) -> None:
-        """Vendor's verb for :meth:`broadcast`."""
+        """Carry out :meth:`broadcast` on the vendor's device."""
 
     @abstractmethod
     def _all_to_all(self, output: Tensor, tensor: Tensor) -> None:
-        """Vendor's verb for :meth:`all_to_all`."""
+        """Carry out :meth:`all_to_all` on the vendor's device."""
 
     @abstractmethod
     def _send(self, tensor: Tensor, to: int) -> None:
-        """Vendor's verb for :meth:`send`."""
+        """Carry out :meth:`send` on the vendor's device."""
 
     @abstractmethod
     def _receive(self, tensor: Tensor, source: int) -> None:
-        """Vendor's verb for :meth:`receive`."""
+        """Carry out :meth:`receive` on the vendor's device."""
 
     def _peer_buffers(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Vendor's verb for :meth:`peer_buffers`, if ``has_peer_memory``."""
+        """Carry out :meth:`peer_buffers` on the vendor's device, if ``has_peer_memory``."""
         del shape, dtype
         raise CapabilityError(f"{self.backend.label} says that ranks reach each other's memory but gives none ({name!r})")
 
     def _close(self) -> None:  # noqa: B027  (nothing to give up is right)
-        """Vendor's verb for :meth:`close`, called once."""
+        """Carry out :meth:`close` on the vendor's device, called once."""
 
     def __repr__(self) -> str:
         return f"<Group {self.name!r}, rank {self.rank} of {self.size}, of {self.backend.label}>"
@@ -457,7 +457,7 @@ class GroupFactory:
             return self._create_group(name, tuple(ranks), rank, store, timeout_s)
 
     def _create_group(self, name: str, ranks: tuple[int, ...], rank: int, store: Store, timeout_s: float) -> Group:
-        """Vendor's verb for :meth:`create_group`."""
+        """Carry out :meth:`create_group` on the vendor's device."""
         del ranks, rank, store, timeout_s
         backend: Backend = self  # type: ignore[assignment]  # only Backend inherits this
         raise CapabilityError(f"{backend.label} declares collectives but its plugin makes no group ({name!r})")

@@ -199,10 +199,10 @@ class Graph(ABC):
 
     @abstractmethod
     def _replay(self, stream: Stream) -> None:
-        """Vendor's verb for :meth:`replay`."""
+        """Carry out :meth:`replay` on the vendor's device."""
 
     def _release(self) -> None:  # noqa: B027  (nothing to give up is right)
-        """Vendor's verb for :meth:`release`, called once."""
+        """Carry out :meth:`release` on the vendor's device, called once."""
 
     def _update_params(self, params: Mapping[str, tuple[int, ...]], stream: Stream) -> None:
         raise CapabilityError(

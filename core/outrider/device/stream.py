@@ -126,19 +126,19 @@ class Stream(ABC):
 
     @abstractmethod
     def _record(self, event: Event) -> None:
-        """Vendor's verb for :meth:`record`; in a capture, an edge."""
+        """Carry out :meth:`record` on the vendor's device; in a capture, an edge."""
 
     @abstractmethod
     def _wait(self, event: Event) -> None:
-        """Vendor's verb for :meth:`wait`; takes the generation that is visible now."""
+        """Carry out :meth:`wait` on the vendor's device; takes the generation that is visible now."""
 
     @abstractmethod
     def _synchronize(self) -> None:
-        """Vendor's verb for :meth:`synchronize`."""
+        """Carry out :meth:`synchronize` on the vendor's device."""
 
     @abstractmethod
     def _query(self) -> bool:
-        """Vendor's verb for :meth:`query`.
+        """Carry out :meth:`query` on the vendor's device.
 
         True says that the work ran, and ran well. What failed is raised: the driver's own exception where
         ``Backend.translate_error`` knows it, or a :class:`DeviceError`. A status that is neither "done" nor "pending" is
@@ -250,7 +250,7 @@ class Event(ABC):
 
     @abstractmethod
     def _query(self) -> bool:
-        """Vendor's verb for :meth:`query`.
+        """Carry out :meth:`query` on the vendor's device.
 
         True says that the work before the record ran, and ran well. What failed is raised: the driver's own exception where
         ``Backend.translate_error`` knows it, or a :class:`DeviceError`. A status that is neither "done" nor "pending" is
@@ -259,10 +259,10 @@ class Event(ABC):
 
     @abstractmethod
     def _synchronize(self) -> None:
-        """Vendor's verb for :meth:`synchronize`: raises what failed, as :meth:`_query` does."""
+        """Carry out :meth:`synchronize` on the vendor's device: raises what failed, as :meth:`_query` does."""
 
     def _synchronize_within(self, seconds: float) -> bool:
-        """Vendor's verb for :meth:`synchronize_within`.
+        """Carry out :meth:`synchronize_within` on the vendor's device.
 
         The default polls :meth:`_query`, and then calls :meth:`_synchronize`, which returns at once. That call also raises
         failures that a driver's query can't report.
@@ -328,15 +328,15 @@ class Flag(ABC):
 
     @abstractmethod
     def _set(self, stream: Stream) -> None:
-        """Vendor's verb for :meth:`set`."""
+        """Carry out :meth:`set` on the vendor's device."""
 
     @abstractmethod
     def _wait(self, stream: Stream) -> None:
-        """Vendor's verb for :meth:`wait`."""
+        """Carry out :meth:`wait` on the vendor's device."""
 
     @abstractmethod
     def _reset(self, stream: Stream) -> None:
-        """Vendor's verb for :meth:`reset`."""
+        """Carry out :meth:`reset` on the vendor's device."""
 
     def __repr__(self) -> str:
         return f"<Flag {self.name!r} of {self.backend.label}>"

@@ -108,7 +108,7 @@ class AsyncEngine:
 
     @property
     def error(self) -> BaseException | None:
-        """The error that stopped the engine; None while the engine runs."""
+        """The error that stopped the engine's thread; None while the engine runs."""
         return self._error
 
     @property

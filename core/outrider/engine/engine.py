@@ -94,9 +94,11 @@ class Engine(RequestMigration):
         ranks: Ranks | None = None,
         parallel: ParallelConfig | None = None,
     ) -> None:
-        """``draft_length`` replaces the draft-length policy of the config. ``ranks`` run the engine together: each rank
-        creates its own engine over its part of the model, in the same order, and all ranks but the first then call
-        :meth:`follow`. ``parallel`` is refused for several ranks; :meth:`from_checkpoint` starts them.
+        """Create an engine for a loaded model.
+
+        ``draft_length`` replaces the draft-length policy of the config. ``ranks`` run the engine together: each rank creates
+        its own engine over its part of the model, in the same order, and all ranks but the first then call :meth:`follow`.
+        ``parallel`` is refused for several ranks; :meth:`from_checkpoint` starts them.
         """
         check_one_rank(parallel)
         check_type("model", model, LanguageModel)

@@ -31,7 +31,7 @@ class PlanPositions(Stage[PlanPositionsInput, VerifyInputs]):
         self._buffers = buffers
 
     def run(self, given: PlanPositionsInput) -> VerifyInputs:
-        """Compute positions, slots and lengths from the gathered state."""
+        """Compute positions, cache slots and lengths of verify's tokens from the gathered state."""
         verify = self._buffers.views(given.batch.count, given.batch.drafted).verify
         self._plans.from_lengths(given.inputs, verify)
         return verify
@@ -64,7 +64,7 @@ class VerifyAttention(Stage[AttentionInput, AttentionMetadata]):
         self._buffers = buffers
 
     def run(self, given: AttentionInput) -> AttentionMetadata:
-        """Create the plan, or update it for this batch."""
+        """Create the attention plan of verify, or update it for this batch."""
         metadata = self.metadata(given.batch)
         return self._attention.plan(AttentionBatchKind.VERIFY, metadata, given.seq_lens_host, metadata.max_query, self.stream)
 
@@ -85,7 +85,7 @@ class PlanExtend(Stage[ExtendPlanInput, ExtendPlan]):
         self._buffers = buffers
 
     def run(self, given: ExtendPlanInput) -> ExtendPlan:
-        """Compute the tokens and the path from the accepted tokens."""
+        """Compute the input tokens of draft-extend, and a tree's accepted path, from the accepted tokens."""
         plan = self._buffers.views(given.batch.count, given.batch.drafted).extend
         self._plans.from_accepted(given.inputs, given.verify, given.outputs, plan)
         return plan
@@ -105,7 +105,7 @@ class ExtendAttention(Stage[ExtendAttentionInput, AttentionMetadata]):
         self._growth = proposer.depth + 1  # maximum number of tokens of a tree that verify accepts
 
     def run(self, given: ExtendAttentionInput) -> AttentionMetadata:
-        """Create or update the plan of a path; return verify's planned metadata for a chain."""
+        """Create or update the attention plan of a tree's accepted path; return verify's planned metadata for a chain."""
         path = self.of_path(given.batch)
         if path is None:
             return given.verify

@@ -201,7 +201,7 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
         self._keeps_states = _has_extend_work(proposer)
 
     def host_params(self, drafted: int) -> Mapping[str, int]:
-        """Return the number of verified tokens per request, which is added to the lengths that attention reads."""
+        """Return the number of verified tokens per request, which attention adds to the cached lengths."""
         return {"verify": drafted + 1}
 
     def run(self, given: VerifyStageInput) -> VerifyOutputs:

@@ -69,7 +69,7 @@ def list_of(item: Field, max_items: int = _MAX_ITEMS) -> Field:
 
 
 def either(first: Field, second: Field) -> Field:
-    """Return a field that accepts the values of both fields."""
+    """Return a field that accepts every value that one of two fields accepts."""
     return Field(f"{first.expected}, or {second.expected}", lambda value: first.fits(value) or second.fits(value))
 
 

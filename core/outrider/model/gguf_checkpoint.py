@@ -229,7 +229,7 @@ def open_gguf(directory: Path) -> CheckpointFiles:
 
 
 def _parts(path: Path) -> list[Path]:
-    """Return the files of a checkpoint whose first or only file is ``path``."""
+    """Return the paths of all files of a GGUF checkpoint whose first or only file is ``path``."""
     match = _PART_NAME.fullmatch(path.name)
     if match is None:
         return [path]
@@ -398,7 +398,7 @@ def _rope_parameters(metadata: _Metadata, context: int, head_dim: int, factors: 
 
 
 def _llama3_parameters(theta: float, head_dim: int, factors: Tensor) -> dict[str, Any]:
-    """Return the parameters of Llama 3's rope that give these divisors of the frequencies."""
+    """Return the parameters of Llama 3's rope from which the file's frequency divisors were computed."""
     plain = inverse_frequencies(RopeConfig(theta=theta), head_dim)
     for factor in _LLAMA3_FACTORS:
         rope = RopeConfig(kind="llama3", theta=theta, factor=factor, original_context=8192)

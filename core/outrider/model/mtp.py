@@ -37,7 +37,7 @@ from outrider.model.tensor_loading import Progress, check_tensors, load_tensors,
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MtpWeights:
-    """Device tensors of one head. The norms are [H]."""
+    """Device tensors of one multi-token prediction head. The norms are [H]."""
 
     token_norm: Tensor
     hidden_norm: Tensor

@@ -69,7 +69,7 @@ class Attending(NamedTuple):
 
 
 def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Product | OtherProduct:
-    """Return the product as a record that is computed later."""
+    """Return a record of the product of ``x`` and a weight, which the caller computes later."""
     return Product(x, weight, bias) if isinstance(weight, Tensor) else OtherProduct(x, weight, bias)
 
 
@@ -81,7 +81,7 @@ def plain(weight: Weight) -> Tensor:
 
 
 def label(weight: Weight) -> str:
-    """Return the storage format of the weight in words."""
+    """Return the storage format of a weight in words."""
     if isinstance(weight, SplitWeight):
         return " and ".join(dict.fromkeys(label(part) for part in weight.parts))
     return "plain" if isinstance(weight, Tensor) else weight.label

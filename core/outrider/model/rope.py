@@ -138,7 +138,9 @@ def _llama3(rope: RopeConfig, head_size: int) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, head_size: int) -> Tensor:
-    """Interpolate by parts (NTK): a ramp between scaled and unscaled frequencies (Peng et al. 2023, section 3.2)."""
+    """Return frequencies interpolated by parts (NTK): a ramp between scaled and unscaled ones (Peng et al. 2023, section
+    3.2).
+    """
 
     def dimension_of(rotations: float) -> float:
         return head_size * math.log(rope.original_context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))

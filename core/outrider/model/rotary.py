@@ -40,7 +40,7 @@ def make_rotary(
 
 
 class _TableRotary(Rotary):
-    """Precomputed angles of every position, computed in float32 and stored in the model's dtype."""
+    """Rotary angles of every position, computed once in float32 and stored in the model's dtype."""
 
     def __init__(
         self, rope: RopeConfig, head_size: int, rows: int, kernels: KernelSet, dtype: torch.dtype, device: torch.device
@@ -62,7 +62,7 @@ class _TableRotary(Rotary):
 
 
 class _OnTheFlyRotary(Rotary):
-    """Angles computed in float32 for each forward, for a context whose table would be too large."""
+    """Rotary angles computed in float32 for each forward, for a context whose table would be too large."""
 
     def __init__(self, rope: RopeConfig, head_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._amplitude, self._dtype = rope.amplitude, dtype
@@ -91,13 +91,7 @@ class _MropeRotary(Rotary):
 
 
 class _DynamicRotary(Rotary):
-    """Dynamic NTK scaling: past the original context the base grows with the sequence.
-
-    All chunks of a prompt are rotated by the base of the whole prompt's length. Each later token is rotated by the base of
-    its own length, as when transformers prefills a prompt and then decodes. Keys keep the rotation with which they were
-    written. A token's angles therefore depend on its position and its prompt alone. Speculation, chunking and recomputation
-    after a preemption don't change them.
-    """
+    """Rotary angles with dynamic NTK scaling: past the original context the base grows with the sequence."""
 
     def __init__(self, rope: RopeConfig, head_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._rope, self._dtype = rope, dtype
@@ -114,11 +108,7 @@ class _DynamicRotary(Rotary):
 
 
 class _LongRotary(Rotary):
-    """Longrope: past the original context the frequencies have other factors.
-
-    All chunks of a prompt are rotated by the factors for the whole prompt's length, each later token by those for its own
-    length, as :class:`_DynamicRotary` explains.
-    """
+    """Rotary angles of longrope: past the original context the frequencies have other factors."""
 
     def __init__(self, rope: RopeConfig, head_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._rope, self._dtype = rope, dtype

@@ -261,7 +261,7 @@ def _added_token(value: dict[str, Any]) -> AddedToken:
 
 
 def _add(tokenizer: HfTokenizer, tokens: dict[int, AddedToken]) -> None:
-    """Add the tokens that are missing, if they get their declared id."""
+    """Add tokens that the tokenizer lacks, if the tokenizer gives them their declared ids."""
     existing = tokenizer.get_added_tokens_decoder()
     for token in sorted(tokens.keys() - existing.keys()):
         known = tokenizer.token_to_id(tokens[token].content)

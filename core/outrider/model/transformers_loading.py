@@ -288,7 +288,7 @@ def _window(size: int) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return the reason why a model can't run on paged attention."""
+    """Return the reason why a transformers model can't run on paged attention."""
     if isinstance(error, TypeError) and "outrider" in str(error):
         return "its layers don't hand on to the attention what they don't know themselves"
     if isinstance(error, AttributeError) and "Identity" in str(error):

@@ -39,7 +39,7 @@ class DeferredResponse(Response):
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the work and send its result, or raise :class:`ClientGone`."""
+        """Run ``work`` and send its result as the response, or raise :class:`ClientGone`."""
         del scope
         try:
             data = await _run_while_connected(receive, self._work())

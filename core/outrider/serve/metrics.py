@@ -73,11 +73,7 @@ class ServerMetrics:
         self._time_to_first_token.observe(seconds)
 
     def record_output(self, seconds: float | None, tokens: int, drafted: int, proposed: int) -> None:
-        """Record one output of a sample.
-
-        The output has ``tokens`` tokens and arrived ``seconds`` after the sample's last output (None: the first output). The
-        engine verified ``proposed`` draft tokens for it and accepted ``drafted``.
-        """
+        """Record the time per token of one output of a sample, and the lengths of its draft and of the accepted part."""
         if seconds is not None and tokens:
             self._inter_token.observe(seconds / tokens)
         if proposed:
@@ -114,7 +110,7 @@ class ServerMetrics:
 
 
 class _DraftCollector(Collector):
-    """Numbers of drafts by draft length and by accepted length. An output costs two integer additions."""
+    """A collector that counts drafts by draft length and by accepted length, at the cost of two additions per output."""
 
     def __init__(self, model: str, max_length: int) -> None:
         self._model = model

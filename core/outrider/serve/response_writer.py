@@ -29,8 +29,10 @@ class ResponseWriter:
         fingerprint: str,
         readers: Sequence[ToolCallReader] = (),
     ) -> None:
-        """``fingerprint`` identifies the server's configuration. ``readers`` has one tool-call reader for each choice of a
-        chat; it is empty for a completion.
+        """Create the writer of one response.
+
+        ``fingerprint`` identifies the server's configuration. ``readers`` has one tool-call reader for each choice of a chat;
+        it is empty for a completion.
         """
         self._readers = readers
         self._request = request

@@ -139,7 +139,7 @@ class Service:
     # -- shutdown ----------------------------------------------------------------------------------------------------
 
     def stop_accepting(self) -> None:
-        """Refuse new requests from now on; running requests continue."""
+        """Set the server to refuse new requests from now on; running requests continue."""
         self._draining = True
 
     async def drain(self, seconds: float) -> bool:

@@ -36,7 +36,7 @@ class ToolCallReader(Protocol):
 
     @property
     def has_calls(self) -> bool:
-        """Return whether the finish reason is ``tool_calls``."""
+        """Return whether the text has tool calls, so that the finish reason is ``tool_calls``."""
 
 
 class NamedToolReader:
@@ -138,9 +138,10 @@ class RequestToolCalls:
     """Guide for calls that must come, or for ``response_format``; None if the text is free."""
 
     def __init__(self, request: ChatRequest, answer_format: Mapping[str, Any] | ModelFormat) -> None:
-        """``answer_format`` is the model's: a ``response_template`` of transformers, or a format of its family.
+        """Derive the guide and the readers of a chat request from its fields.
 
-        Raises :class:`~outrider.serve.api_errors.ApiError` for a ``tool_choice`` that contradicts the other fields.
+        ``answer_format`` is that of the model: a ``response_template`` of transformers, or a format of its family. Raises
+        :class:`~outrider.serve.api_errors.ApiError` for a ``tool_choice`` that contradicts the other fields.
         """
         self._answer_format = answer_format
         self._make_reader: Callable[[str], ToolCallReader] = lambda prompt: FormatReader(_CONTENT, prompt, [])

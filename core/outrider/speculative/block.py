@@ -53,7 +53,7 @@ class BlockProposer(HeadProposer):
 
     @property
     def host_lengths(self) -> Mapping[str, int]:
-        """The length after the block's positions; draft-extend has no attention."""
+        """Host parameter of the draft pass: the block adds K + 1 tokens. Draft-extend has no attention."""
         return {"draft.block": self._draft_tokens + 1}
 
     def prompt_passes(self, tokens: int, sequences: int, longest: int) -> tuple[int, ...]:

@@ -47,7 +47,7 @@ class CombinedProposer(Proposer):
 
     @property
     def parts(self) -> tuple[SuffixProposer, Proposer]:
-        """The lookup proposer and the other proposer."""
+        """The two combined proposers: the lookup, then the other one."""
         return self._lookup, self._other
 
     @property
@@ -57,7 +57,7 @@ class CombinedProposer(Proposer):
 
     @property
     def slots(self) -> int:
-        """The larger number of slots of both proposers."""
+        """Number of slots that an iteration writes: the larger of the lookup's and the other proposer's."""
         return max(self._lookup.slots, self._other.slots)
 
     @property
@@ -82,12 +82,12 @@ class CombinedProposer(Proposer):
 
     @property
     def lookahead(self) -> int:
-        """The larger lookahead of both proposers."""
+        """The larger of the lookup's and the other proposer's lookahead."""
         return max(self._lookup.lookahead, self._other.lookahead)
 
     @property
     def host_lengths(self) -> Mapping[str, int] | None:
-        """The host lengths of the other proposer; the lookup has no attention."""
+        """The host parameters of the other proposer's attention lengths; the lookup has no attention."""
         return self._other.host_lengths
 
     def host_lengths_of(self, count: int) -> Mapping[str, int] | None:
@@ -96,7 +96,7 @@ class CombinedProposer(Proposer):
 
     @property
     def host_widths(self) -> Mapping[str, int]:
-        """The host widths of the other proposer."""
+        """Host parameters of the other proposer's passes whose length is at least their number of tokens."""
         return self._other.host_widths
 
     def prompt_passes(self, tokens: int, sequences: int, longest: int) -> tuple[int, ...]:

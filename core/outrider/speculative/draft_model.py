@@ -105,7 +105,10 @@ class DraftModelProposer(_ModelDrafts, ChainProposer):
     _tokens_ahead = 1
 
     def __init__(self, model: LanguageModel, *, target: LanguageModel, draft_tokens: int, context: int | None = None) -> None:
-        """``context``: that of the draft model's checkpoint, if the loaded ``model`` has positions for a longer one."""
+        """Create a proposer of chains of the draft ``model``.
+
+        ``context`` is the context of the model's checkpoint, if the loaded ``model`` has positions for a longer one.
+        """
         if draft_tokens < 1:
             raise ConfigError(f"draft_tokens is {draft_tokens}; a chain has at least 1 token")
         _check_vocabulary(model, target)
@@ -115,7 +118,7 @@ class DraftModelProposer(_ModelDrafts, ChainProposer):
 
     @property
     def slots(self) -> int:
-        """K + 2: draft-extend also writes the token after verify's last one."""
+        """Number of slots that an iteration writes, K + 2: draft-extend also writes the token after verify's last one."""
         return self._draft_tokens + 2
 
     @property
@@ -160,7 +163,9 @@ class DraftModelTreeProposer(_ModelDrafts, TreeProposer):
 
     @property
     def slots(self) -> int:
-        """The maximum of the slots that verify, draft-extend, and the last token with the expanded nodes need."""
+        """Number of slots that verify, draft-extend, or the last token with the expanded nodes write, the largest of the
+        three.
+        """
         shape = self._shape
         return max(shape.nodes + 1, shape.depth + 2, shape.expanded + 1)
 
@@ -172,7 +177,9 @@ class DraftModelTreeProposer(_ModelDrafts, TreeProposer):
 
     @property
     def host_lengths(self) -> Mapping[str, int]:
-        """The number of nodes of each level, and the last token."""
+        """Host parameters of the passes: draft-extend adds one token, each level's draft pass its nodes and
+        the last token.
+        """
         return {"extend": 1, **{f"draft.{nodes}": nodes + 1 for nodes in self._shape.levels}}
 
     def draft(self, inputs: DraftInputs) -> Draft:

@@ -135,7 +135,7 @@ class EagleTreeProposer(HeadDrafts, TreeProposer):
 
     @property
     def slots(self) -> int:
-        """The larger number of slots of verify and of the expanded nodes."""
+        """Number of slots after the cached tokens that verify writes, or that the expanded nodes need if that is more."""
         return max(self._shape.nodes + 1, self._shape.expanded)
 
     @property
@@ -150,7 +150,7 @@ class EagleTreeProposer(HeadDrafts, TreeProposer):
 
     @property
     def host_lengths(self) -> Mapping[str, int]:
-        """The number of nodes of each level."""
+        """Host parameters of the passes: draft-extend adds no token, each level's draft pass adds the level's nodes."""
         return {"extend": 0, **{f"draft.{nodes}": nodes for nodes in self._shape.levels}}
 
     def draft(self, inputs: DraftInputs) -> Draft:

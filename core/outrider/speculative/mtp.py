@@ -74,7 +74,7 @@ class MtpProposer(CachedProposer):
 
     @property
     def relay(self) -> tuple[RelaySpec, ...]:
-        """The tensors that the class docstring describes."""
+        """The relayed tensors of the drafts, which the class docstring describes."""
         heads, target = len(self._heads), self._heads[0].target
         specs = [
             RelaySpec("tokens", (heads, self._branches), torch.int64),
@@ -223,7 +223,7 @@ class MtpProposer(CachedProposer):
 
 @dataclass(frozen=True, slots=True)
 class _Lanes:
-    """The positions int64 [B, W] that a pass computes."""
+    """The token positions int64 [B, W] that one pass of a head computes."""
 
     positions: Tensor
     is_valid: Tensor

@@ -54,17 +54,19 @@ class PEagleProposer(HeadDrafts):
 
     @property
     def slots(self) -> int:
-        """2 K: verify's K + 1 tokens, all of which may be accepted, and K - 1 mask positions."""
+        """Number of slots that an iteration writes, 2 K: verify's K + 1 tokens, all of which may be accepted, and K - 1 mask
+        positions.
+        """
         return 2 * self._draft_tokens
 
     @property
     def relay(self) -> tuple[RelaySpec, ...]:
-        """The states that predict the draft tokens."""
+        """The head's states that predict the K draft tokens of each request."""
         return (RelaySpec("hidden", (self._draft_tokens, self.head.config.hidden_size), self.head.target.dtype),)
 
     @property
     def host_lengths(self) -> Mapping[str, int]:
-        """The pass ends K - 1 mask positions after the accepted tokens."""
+        """Host parameter of draft-extend, whose pass ends K - 1 mask positions after the accepted tokens."""
         return {"extend": self._draft_tokens - 1}
 
     def prompt_passes(self, tokens: int, sequences: int, longest: int) -> tuple[int, ...]:

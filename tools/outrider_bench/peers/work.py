@@ -123,7 +123,7 @@ class PeerWork:
 
     @property
     def vocabulary(self) -> int:
-        """Number of different tokens of prompts; with random weights any number does."""
+        """Number of different token ids in prompts. Any number serves, because the weights are random."""
         from outrider.model.shapes import shape_config
 
         return min(_VOCABULARY, shape_config(self.shape).vocab_size)

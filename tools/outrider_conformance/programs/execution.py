@@ -88,7 +88,7 @@ class SharedStreams:
 
 
 class ProgramRun:
-    """One execution of one program."""
+    """One execution of one random program on a backend."""
 
     def __init__(self, stage: SharedStreams, program: DeviceProgram, expected: Mapping[Path, Expectation]) -> None:
         self.lab = stage.lab

@@ -146,7 +146,7 @@ def with_padding(parts: Iterable[bounds.Number], padding: int) -> bounds.Number:
 
 
 def attend(sequence: SequenceOperands, window: int, scale: float, dtype: torch.dtype) -> bounds.Number:
-    """Return the attention of one sequence, [n, Hq, D]."""
+    """Return the float64 attention of one sequence, [n, Hq, D]."""
     weights, relative = _weights(sequence, window, scale, dtype)
     v = _of_queries(sequence.values, sequence)
     relative = relative + bounds.growth(v.shape[1], bounds.wide(dtype))

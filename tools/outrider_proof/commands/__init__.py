@@ -1,1 +1,1 @@
-"""The command ``outrider explore``."""
+"""The command ``outrider explore``, which runs programs under many schedules."""

@@ -91,7 +91,7 @@ def experts_quantized(
 
 
 def _of_experts(stack: Tensor, own: Tensor, experts: int) -> Tensor:
-    """Return the rows of the experts ``own``, concatenated, from a stack of all experts."""
+    """Return the rows of the experts ``own``, concatenated, from a stack of all experts' weights."""
     return stack.view(experts, -1, stack.shape[-1]).index_select(0, own).flatten(0, 1)
 
 
@@ -123,7 +123,7 @@ def _mixed(
 
 
 def _block(pairs: int, experts: int) -> int:
-    """Return the number of rows of a block: a power of two."""
+    """Return the number of token rows in a block of one expert: a power of two."""
     size = 1
     while size * experts < pairs:
         size *= 2

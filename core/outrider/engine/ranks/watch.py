@@ -28,7 +28,9 @@ class RankWatch:
     """A thread that publishes this rank's heartbeats and checks those of all others. After a loss it ends this process."""
 
     def __init__(self, ranks: Ranks, key_value_store: KeyValueStore, *, speaks: bool, starter: int | None = None) -> None:
-        """``key_value_store``: a store on a separate connection, because another thread of this rank may block in the main
+        """Create the watch of this rank.
+
+        ``key_value_store`` is a store on a separate connection, because another thread of this rank may block in the main
         one. ``speaks``: print the reason before the process ends. ``starter``: the process whose end also ends this one.
         """
         self._ranks = ranks

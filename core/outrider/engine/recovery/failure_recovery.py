@@ -49,7 +49,7 @@ class FailureRecovery:
         return self._watchdog.blocked_s
 
     def check(self) -> None:
-        """Raise :class:`EngineStopped` if the engine has stopped."""
+        """Raise :class:`EngineStopped` if an earlier error has stopped the engine."""
         if self.stopped is not None:
             outputs = self._open_requests()
             raise EngineStopped(

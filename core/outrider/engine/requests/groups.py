@@ -44,7 +44,9 @@ class GroupScheduler:
         draft_length: DraftLengthPolicy,
         passes: PromptPasses,
     ) -> None:
-        """``own``: this rank's group, whose batch :meth:`next_batch` returns. ``agreed``: the draft-length policy of all
+        """Create the scheduler of all groups.
+
+        ``own`` is this rank's group, whose batch :meth:`next_batch` returns. ``agreed`` is the draft-length policy of all
         ``schedulers``, which follows ``draft_length``.
         """
         self._schedulers = tuple(schedulers)
@@ -99,11 +101,11 @@ class GroupScheduler:
         return sorted(range(len(load)), key=load.__getitem__)
 
     def reserve(self, request: Request) -> bool:
-        """Call :meth:`Scheduler.reserve` of the request's group."""
+        """Reserve pages for a request in its group, see :meth:`Scheduler.reserve`."""
         return self._of(request).reserve(request)
 
     def free_reserved(self, request: Request) -> None:
-        """Call :meth:`Scheduler.free_reserved` of the request's group."""
+        """Free the reserved pages of a request in its group, see :meth:`Scheduler.free_reserved`."""
         self._of(request).free_reserved(request)
 
     def add(self, request: Request) -> None:
@@ -132,17 +134,17 @@ class GroupScheduler:
         return replace(batches[self._own], global_batch=self._global_batch(batches))
 
     def handle_landed(self, batch: Batch, accepted: Sequence[int]) -> None:
-        """Count the results of ``batch`` as read in all groups, see :meth:`Scheduler.handle_landed`."""
+        """Count the results of ``batch`` as read by the host in all groups, see :meth:`Scheduler.handle_landed`."""
         for scheduler, group_batch in zip(self._schedulers, batch.group_batches, strict=True):
             scheduler.handle_landed(group_batch, ())
         report_accepted(self._draft_length, batch, accepted)
 
     def register(self, request: Request, filled: int) -> None:
-        """Call :meth:`Scheduler.register` of the request's group."""
+        """Register the request's full pages in its group's prefix cache, see :meth:`Scheduler.register`."""
         self._of(request).register(request, filled)
 
     def retire(self) -> None:
-        """Call :meth:`Scheduler.retire` of every group."""
+        """Free rows and pages of finished requests in every group, see :meth:`Scheduler.retire`."""
         for scheduler in self._schedulers:
             scheduler.retire()
 
@@ -224,7 +226,7 @@ class GroupPages:
         self._own.watch(watcher)
 
     def unregister_all(self) -> None:
-        """Call :meth:`PagePool.unregister_all` of every group."""
+        """Unregister every page of every group, see :meth:`PagePool.unregister_all`."""
         for pool in self._pools:
             pool.unregister_all()
 

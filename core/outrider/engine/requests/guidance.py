@@ -155,8 +155,10 @@ class Guidance:
         held_back: Sequence[tuple[frozenset[int], int]] = (),
         banned: frozenset[int] = frozenset(),
     ) -> None:
-        """``held_back``: pairs of a token set and the number of output tokens before which the set is masked, unless the
-        grammar allows no other token. ``banned``: tokens that the request's ``logit_bias`` bans.
+        """Create the guidance of one request from its matcher.
+
+        ``held_back`` are pairs of a token set and the number of output tokens before which the set is masked, unless the
+        grammar allows no other token. ``banned`` are tokens that the request's ``logit_bias`` bans.
         """
         self._matcher = matcher
         self._output_length = 0

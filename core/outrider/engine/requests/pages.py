@@ -96,7 +96,9 @@ class PagePool:
     """
 
     def __init__(self, *, count: int, page_size: int, ahead: int, share: bool) -> None:
-        """``ahead``: number of tokens after a page that its contents depend on (EAGLE: the draft's keys and values at
+        """Create a pool whose pages are all free.
+
+        ``ahead`` is the number of tokens after a page that its contents depend on (EAGLE: the draft's keys and values at
         position i depend on token i+1). ``share``: register pages, so that requests share prefixes.
         """
         self.count = count

@@ -212,7 +212,9 @@ class StaticBuffers:
         max_requests: int,
         shorter: Mapping[int, Iterable[BufferSpec]] | None = None,
     ) -> None:
-        """``shorter``: the layouts of iterations with fewer draft tokens, by their number of draft tokens."""
+        """Allocate the buffers. ``shorter`` has the layouts of iterations with fewer draft tokens, by their number of draft
+        tokens.
+        """
         self._backend = backend
         self.specs = {spec.name: spec for spec in specs}
         self._drafted = self.specs["verify.positions"].per - 1

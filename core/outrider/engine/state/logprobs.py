@@ -24,7 +24,9 @@ class LogprobBuffers:
     def __init__(
         self, backend: Backend, *, entries: int, max_requests: int, width: int, most: int, data: Group | None = None
     ) -> None:
-        """``width``: W. ``most``: n. ``data``: the group for the exchange, see ``Results``."""
+        """Allocate the buffers. ``width`` is W and ``most`` is n; ``data`` is the collective group for the exchange, see
+        ``Results``.
+        """
         self._data = data
         self._max_likeliest = most
         shape = (2 * max_requests, width, 1 + 2 * most)

@@ -16,8 +16,9 @@ class Outgoing:
     """
 
     def __init__(self, backend: Backend, name: str, source: Tensor, *, entries: int) -> None:
-        """``name``: prefix of the pinned buffers' names in errors. ``entries``: size of both rings. Allocates the device ring
-        on the current stream.
+        """Allocate the device ring, on the current stream, and the pinned ring.
+
+        ``name`` is the prefix of the pinned buffers' names in errors. ``entries`` is the size of both rings.
         """
         self._backend = backend
         self._source = source

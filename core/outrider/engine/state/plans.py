@@ -21,7 +21,7 @@ class Plans:
     """
 
     def __init__(self, kernels: KernelSet, proposer: Proposer, *, lane: Tensor, page_size: int, max_context: int) -> None:
-        """``lane``: the numbers 0, 1, … for as many tokens as a request can have in an iteration, int64."""
+        """Create the plan steps. ``lane`` holds 0, 1, … for as many tokens as a request can have in an iteration, int64."""
         self._kernels = kernels
         self._lane = lane
         self._page_size = page_size
@@ -101,11 +101,7 @@ class Plans:
         plan.destinations.copy_(slots[:, 1:].flatten())
 
     def _clamped(self, positions: Tensor) -> Tensor:
-        """Clamp positions to the context.
-
-        A request at its end runs one more iteration until the host knows. The host discards the tokens of this iteration, so
-        their positions need only be valid.
-        """
+        """Return the positions limited to the context of the model."""
         return positions.clamp(max=self._max_context - 1)
 
 

@@ -63,7 +63,9 @@ class Probes:
     """All probes of an engine in a fixed order. Each probe has two columns in the results: index and value."""
 
     def __init__(self, kernels: KernelSet, proposer: Proposer, *, vocabulary: int, ranks: bool = False) -> None:
-        """``ranks``: the engine has several ranks, which publish host failures (:data:`HOST`)."""
+        """Create the probes of an engine. ``ranks``: the engine has several ranks, which publish host failures
+        (:data:`HOST`).
+        """
         self._kernels = kernels
         token_bounds = (0, vocabulary)
         probes = [

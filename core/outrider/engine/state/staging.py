@@ -85,7 +85,9 @@ class Staging:
     """
 
     def __init__(self, backend: Backend, *, entries: int, capacity: int, max_requests: int) -> None:
-        """``entries``: size of both rings. ``capacity``: maximum number of values of a batch."""
+        """Allocate the staging buffer and rings. ``entries``: size of both rings. ``capacity``: maximum number of values of a
+        batch.
+        """
         self._backend = backend
         self.max_requests = max_requests
         self._pinned_ring = [backend.empty_pinned(f"staging[{entry}]", (capacity,), torch.int64) for entry in range(entries)]

@@ -35,7 +35,7 @@ class StateTransfer:
         fences: FenceSet,
         group: int = 0,
     ) -> None:
-        """``group``: this rank's data-parallel group."""
+        """Create the transfer between an engine's caches and rows. ``group`` is this rank's data-parallel group."""
         self._group = group
         self._backend = backend
         self._forward = forward

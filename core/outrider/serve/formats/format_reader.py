@@ -26,7 +26,10 @@ class FormatReader:
     def __init__(
         self, model_format: ModelFormat, prompt: str, tools: Sequence[dict[str, Any]], *, max_calls: int | None = None
     ) -> None:
-        """``prompt`` is the text before the answer. Without ``tools`` all calls are content; ``max_calls`` limits them."""
+        """Create a reader for one answer.
+
+        ``prompt`` is the text before the answer. Without ``tools`` all calls are content; ``max_calls`` limits them.
+        """
         self._regions = [region for region in model_format.regions if tools or region.kind != "call"]
         self._properties = {
             tool["function"]["name"]: (tool["function"].get("parameters") or {}).get("properties") or {} for tool in tools
@@ -138,7 +141,7 @@ class FormatReader:
         return True
 
     def _read_json(self) -> bool:
-        """Report the arguments while the model writes them."""
+        """Report the JSON arguments of a tool call while the model writes them."""
         outer = 1 if self._region.body == "object" else 0
         end = self._scanner.advance(self._buffer, outer)
         self._add_arguments(self._take(len(self._buffer) if end is None else end))
@@ -235,7 +238,7 @@ class FormatReader:
         return True
 
     def _read_tails(self) -> bool:
-        """Leave out the text that ends a call, or go on with the next call of a list."""
+        """Skip the text that ends a tool call, or begin the next call of a list."""
         again = regex.match(self._region.again, self._buffer, partial=not self._last) if self._region.again else None
         if again is not None and again.partial:
             return False

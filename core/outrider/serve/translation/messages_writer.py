@@ -20,7 +20,7 @@ _DELTA_KEYS = {"reasoning": ("thinking_delta", "thinking"), "text": ("text_delta
 
 
 class MessagesWriter:
-    """The answer to one request, as one message or as events."""
+    """The answer to one request of the Messages API, as one message or as server-sent events."""
 
     def __init__(self, request: MessagesRequest, writer: ResponseWriter) -> None:
         self._max_tokens = request.max_tokens
@@ -83,7 +83,7 @@ class MessagesWriter:
         }
 
     def _usage(self) -> dict[str, Any]:
-        """Return the usage so far. In this API, cached tokens aren't among the input tokens."""
+        """Return the token counts so far. In this API, cached tokens aren't among the input tokens."""
         usage = self._writer.usage
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
@@ -110,10 +110,7 @@ def _step_events(step: BlockStep) -> Iterator[dict[str, Any]]:
 
 
 def _content_block(block: OutputBlock) -> dict[str, Any]:
-    """Return the block in the form of the API.
-
-    The signature of reasoning is a digest of the text: clients drop reasoning without one, and this server checks none.
-    """
+    """Return an output block in the form of Anthropic's API."""
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": block.text, "signature": hashlib.sha256(block.text.encode()).hexdigest()}
     if block.kind == "text":

@@ -25,7 +25,7 @@ class OutputBlock:
 
     @property
     def text(self) -> str:
-        """The text so far; of a call its arguments as JSON text."""
+        """The block's text so far. For a tool call: its arguments as JSON text."""
         return "".join(self.pieces)
 
 
