@@ -4,9 +4,10 @@ import pytest
 import torch
 from PIL import Image
 
+from draft_heads import word_tokenizer
 from model.test_vision import IMAGE, picture, reference_inputs
 from outrider.model import MediaProcessor, ModelConfig, expand_placeholders
-from outrider_proof.checkpoints import VISION_TOKENS, word_tokenizer, write_vision_checkpoint
+from outrider_proof.checkpoints import VISION_TOKENS, write_vision_checkpoint
 
 NAMES = {
     "vision_start_token_id": "<|vision_start|>",

@@ -5,11 +5,12 @@ import copy
 import pytest
 import torch
 
+from model.rope_configs import ROPES
 from outrider import Engine, SamplingParams
 from outrider.model import load_decoder
 from outrider.speculative.draft_model import DraftModelProposer
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import ROPES, write_checkpoint
+from outrider_proof.checkpoints import write_checkpoint
 from outrider_proof.tiny import plain_config
 
 START = [1, 7, 23, 5, 40, 41, 9, 9, 17, 60, 33, 2, 8, 90, 14, 3]

@@ -2,10 +2,11 @@
 
 import pytest
 
+from draft_heads import word_tokenizer
 from outrider import Engine, EngineConfig
 from outrider.errors import CheckpointError
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import word_tokenizer, write_checkpoint, write_eagle
+from outrider_proof.checkpoints import write_checkpoint, write_eagle
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 
+from draft_heads import write_mtp, write_peagle
 from model.test_vision import IMAGE, PROMPTS, VIDEO, frames, picture, reference_inputs
 from outrider import Engine, SamplingParams
 from outrider.device import Recompute, SpeculativeSync
@@ -19,14 +20,7 @@ from outrider.speculative.ngram import NgramProposer
 from outrider.speculative.peagle import PEagleProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import (
-    VISION_FAMILIES,
-    write_checkpoint,
-    write_eagle,
-    write_mtp,
-    write_peagle,
-    write_vision_checkpoint,
-)
+from outrider_proof.checkpoints import VISION_FAMILIES, write_checkpoint, write_eagle, write_vision_checkpoint
 from outrider_proof.tiny import plain_config
 from outrider_sanitizer import watch
 

@@ -19,24 +19,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from draft_heads import byte_level_tokenizer, sentencepiece_tokenizer, write_dflash, write_eagle3, write_peagle
 from outrider import Engine, SamplingParams
 from outrider.device import OutriderError
 from outrider.errors import CheckpointError
 from outrider.model import MediaProcessor
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import (
-    IMAGE,
-    SHAPE,
-    byte_level_tokenizer,
-    picture,
-    sentencepiece_tokenizer,
-    write_checkpoint,
-    write_dflash,
-    write_eagle,
-    write_eagle3,
-    write_peagle,
-    write_vision_checkpoint,
-)
+from outrider_proof.checkpoints import IMAGE, SHAPE, picture, write_checkpoint, write_eagle, write_vision_checkpoint
 from outrider_proof.tiny import plain_config
 
 TARGET = "llama"

@@ -7,12 +7,13 @@ import torch
 import transformers
 
 from model.harness import Driver
+from model.rope_configs import ROPES
 from outrider.device import ConfigError, KernelSet
 from outrider.model import EagleHead, RopeConfig, load_decoder
 from outrider.model.shapes import decoder_shape
 from outrider.registry import get_backend
 from outrider_proof import tiny
-from outrider_proof.checkpoints import FAMILIES, ROPES, write_checkpoint
+from outrider_proof.checkpoints import FAMILIES, write_checkpoint
 
 PROMPT = [1, 17, 44, 90, 5, 61, 61, 8, 33, 72, 12, 51, 3, 29, 88, 40, 7, 19, 66, 25, 31]
 STEPS = 24

@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from draft_heads import write_dflash
 from outrider import Engine, SamplingParams
 from outrider.errors import CheckpointError
 from outrider.model import load_decoder, load_dflash
 from outrider.speculative.block import BlockProposer
-from outrider_proof.checkpoints import tiny_config, write_checkpoint, write_dflash
+from outrider_proof.checkpoints import tiny_config, write_checkpoint
 from outrider_proof.tiny import plain_config
 
 PROMPTS = [[1, 17, 44, 90, 5, 61, 61, 8, 33], [7, 3]]

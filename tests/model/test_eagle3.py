@@ -5,10 +5,11 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from draft_heads import write_eagle3
 from model.harness import Driver
 from outrider.errors import CheckpointError
 from outrider.model import KVCache, load_decoder, load_eagle3
-from outrider_proof.checkpoints import tiny_config, write_checkpoint, write_eagle3
+from outrider_proof.checkpoints import tiny_config, write_checkpoint
 
 TOKENS = [1, 17, 44, 90, 5, 61, 61, 8, 33]
 EPS = 1e-6

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from draft_heads import byte_level_tokenizer, write_eagle3
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError, RequestError, shown
 from outrider.model import (
@@ -27,14 +28,7 @@ from outrider.model import (
 from outrider.model.config_fields import check_fields, number, record, whole_number
 from outrider.model.reading import read_json, wrap_read_errors
 from outrider.model.rotary import make_rotary
-from outrider_proof.checkpoints import (
-    byte_level_tokenizer,
-    picture,
-    write_checkpoint,
-    write_eagle,
-    write_eagle3,
-    write_vision_checkpoint,
-)
+from outrider_proof.checkpoints import picture, write_checkpoint, write_eagle, write_vision_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from draft_heads import write_eagle3, write_peagle
 from outrider import Engine, SamplingParams
 from outrider.errors import CheckpointError
 from outrider.model import load_decoder, load_eagle3, load_peagle
 from outrider.speculative.eagle import EagleProposer
 from outrider.speculative.peagle import PEagleProposer
-from outrider_proof.checkpoints import tiny_config, write_checkpoint, write_eagle3, write_peagle
+from outrider_proof.checkpoints import tiny_config, write_checkpoint
 from outrider_proof.tiny import plain_config
 
 PROMPTS = [[1, 17, 44, 90, 5, 61, 61, 8, 33], [7, 3]]

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from draft_heads import byte_level_tokenizer, write_eagle3
 from outrider import Engine, EngineConfig
 from outrider.cli.models import Speculation
 from outrider.device import ConfigError
@@ -23,13 +24,7 @@ from outrider.model import (
     load_through_transformers,
     load_vision,
 )
-from outrider_proof.checkpoints import (
-    byte_level_tokenizer,
-    write_checkpoint,
-    write_eagle,
-    write_eagle3,
-    write_vision_checkpoint,
-)
+from outrider_proof.checkpoints import write_checkpoint, write_eagle, write_vision_checkpoint
 
 EVIL = """
 import pathlib

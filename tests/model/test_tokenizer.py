@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draft_heads import TEXT, byte_level_tokenizer, sentencepiece_tokenizer
 from outrider import Engine
 from outrider.errors import CheckpointError
 from outrider.model import Tokenizer
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import TEXT, byte_level_tokenizer, sentencepiece_tokenizer
 
 KINDS = {"byte-level": byte_level_tokenizer, "sentencepiece": sentencepiece_tokenizer}
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from threads import failing, run, run_bodies
 
+from draft_heads import byte_level_tokenizer, write_dflash, write_mtp, write_peagle
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError, OutOfDeviceMemory
 from outrider.engine.ranks.parallel import ParallelConfig
@@ -11,14 +12,7 @@ from outrider.engine.ranks.records import RanksDiffer, RanksFailed
 from outrider.model import ModelConfig, bulk, load_decoder
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import proposers, tiny
-from outrider_proof.checkpoints import (
-    byte_level_tokenizer,
-    write_checkpoint,
-    write_dflash,
-    write_eagle,
-    write_mtp,
-    write_peagle,
-)
+from outrider_proof.checkpoints import write_checkpoint, write_eagle
 from outrider_proof.tiny import plain_config
 
 TENSOR, DATA, BOTH = ParallelConfig(tensor=2), ParallelConfig(data=2), ParallelConfig(tensor=2, data=2)

@@ -9,10 +9,11 @@ import pytest
 from PIL import Image
 from tokenizers import AddedToken, decoders
 
+from draft_heads import word_tokenizer
 from outrider import Engine, SamplingParams
 from outrider.model import MediaProcessor, load_decoder, load_vision
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import VISION_TOKENS, picture, word_tokenizer, write_vision_checkpoint
+from outrider_proof.checkpoints import VISION_TOKENS, picture, write_vision_checkpoint
 from outrider_proof.tiny import plain_config
 from serve.running import running
 

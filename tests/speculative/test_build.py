@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from draft_heads import word_tokenizer
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError
@@ -13,11 +14,7 @@ from outrider.model import load_decoder, load_mtp, with_vocabulary_size
 from outrider.speculative.build import BUILDERS, DraftOptions, build_proposer
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import (
-    tiny_config,
-    word_tokenizer,
-    write_checkpoint,
-)
+from outrider_proof.checkpoints import tiny_config, write_checkpoint
 from outrider_proof.tiny import plain_config
 
 PROMPTS = [[1, 5, 9, 13], [7], [3, 3, 3, 3, 3, 3]]

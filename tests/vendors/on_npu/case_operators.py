@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from draft_heads import write_mtp
 from engine.test_vision_requests import Checkpoint
 from outrider import Engine, EngineConfig, SamplingParams
 from outrider.device import Observer
@@ -12,7 +13,6 @@ from outrider.device.kernels import bookkeeping, reference, shaping
 from outrider.model import load_decoder, load_mtp, load_vision
 from outrider.speculative.mtp import MtpProposer
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import write_mtp
 from vendors.on_npu.case_engine import engine_on, fresh
 
 LIST = Path(__file__).resolve().parents[1] / "operators_of_stages.txt"
