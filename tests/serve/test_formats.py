@@ -15,7 +15,7 @@ from outrider.serve.command import HttpOptions
 from outrider.serve.formats.format_reader import FormatReader
 from outrider.serve.formats.model_formats import REASONING_FORMATS, TOOL_FORMATS, ModelFormat, choose_format
 
-ARGUMENTS = {"path": 'a "b"\n<x>', "count": 3, "deep": {"k": [1, None]}}
+ARGUMENTS = {"path": 'a "b"}\n<x>', "count": 3, "deep": {"k": [1, None]}}
 SCHEMA = {
     "type": "object",
     "properties": {"path": {"type": "string"}, "count": {"type": "integer"}, "deep": {"type": "object"}},

@@ -6,10 +6,14 @@ import anthropic
 import httpx
 import openai
 import pytest
+from anthropic.types.beta import message_create_params
+from openai.types.responses import response_create_params
 
 from outrider.model import Tokenizer
 from outrider.serve.api_errors import ApiError
+from outrider.serve.translation.messages_request import MessagesRequest
 from outrider.serve.translation.response_store import ResponseStore
+from outrider.serve.translation.responses_request import ResponsesRequest
 from serve.conftest import BUNDLED
 from serve.running import running
 from serve.scripted import ScriptedEngine
@@ -328,6 +332,7 @@ def test_errors_of_both_apis(scripted, gpt, claude):
         (anthropic.BadRequestError, {"messages": [{"role": "user", "content": "x1 y2 " * 5000}]}),
         (anthropic.BadRequestError, {"extra_body": {"container": "c"}}),
         (anthropic.BadRequestError, {"extra_body": {"wings": 2}}),
+        (anthropic.BadRequestError, {"tool_choice": {"type": "most"}}),
     ):
         with pytest.raises(kind) as refused:
             claude.messages.create(**{**talk, **changed})
@@ -339,6 +344,7 @@ def test_errors_of_both_apis(scripted, gpt, claude):
         {"input": [{"type": "computer_call"}]},
         {"input": [{"type": "message", "role": "user", "content": 5}]},
         {"extra_body": {"background": True}},
+        {"extra_body": {"wings": 2}},
         {"tool_choice": {"type": "web_search_preview"}},
         {"truncation": "auto"},
         {"max_output_tokens": 0},
@@ -390,8 +396,14 @@ def test_both_apis_have_the_tokens_of_the_engine(server, client, reference):
     stop = text[len(text) // 2 :][:3]
     stopped = claude.messages.create(**asked, max_tokens=12, stop_sequences=[stop])
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", stop)
-    again = client.chat.completions.create(**asked, max_tokens=4)
-    assert again.usage.prompt_tokens_details.cached_tokens % 16 == 0
+    long = {"model": "m", "messages": [{"role": "user", "content": "def f(a):\n    return a\n" * 8}], "max_tokens": 2}
+    for _ in range(2):
+        usage = client.chat.completions.create(**long).usage
+    cached = usage.prompt_tokens_details.cached_tokens
+    assert 0 < cached < usage.prompt_tokens
+    assert cached % 16 == 0, "whole pages"
+    counted = claude.messages.create(**long).usage
+    assert (counted.cache_read_input_tokens, counted.input_tokens) == (cached, usage.prompt_tokens - cached)
     claude.close()
 
 
@@ -423,3 +435,15 @@ def test_the_store_of_responses_is_bounded():
     store.add({"id": "r5"}, [{"text": "x" * 500}])
     assert not store._stored
     assert store._size == 0
+
+
+@pytest.mark.parametrize(
+    ("params", "request_class"),
+    [
+        (response_create_params.ResponseCreateParamsBase, ResponsesRequest),
+        (message_create_params.MessageCreateParamsBase, MessagesRequest),
+    ],
+)
+def test_every_field_of_the_official_client_is_known(params, request_class):
+    known = request_class.model_fields.keys() | request_class.refused.keys() | request_class.ignored
+    assert params.__annotations__.keys() <= known

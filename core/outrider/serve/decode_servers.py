@@ -1,4 +1,4 @@
-"""An engine client that sends requests to decode servers, which share a prefill/decode split behind this HTTP server."""
+"""An engine client that sends requests to decode servers: HTTP in front of a prefill/decode split."""
 
 from __future__ import annotations
 

@@ -17,8 +17,9 @@ from outrider.serve.formats.model_formats import ModelFormat
 from outrider.serve.request_fields import ChatRequest, NamedTool
 from outrider.serve.request_params import format_guide
 
+_CONTENT = ModelFormat("none", "none")
 _CALL_LIST = ModelFormat("json", "none")
-"""Format of the calls that a guide enforces."""
+"""Formats of guided text: all of it is content, or a list of calls."""
 _NAMED_SCHEMAS = ("properties", "$defs", "definitions")
 """Keywords of JSON Schema whose values are objects of schemas by name."""
 _VALUE_KEYWORDS = ("const", "enum", "default", "examples")
@@ -36,17 +37,6 @@ class ToolCallReader(Protocol):
     @property
     def has_calls(self) -> bool:
         """Return whether the finish reason is ``tool_calls``."""
-
-
-class ContentReader:
-    """A reader that reports all text as message content."""
-
-    has_calls = False
-
-    def feed(self, text: str, *, last: bool) -> dict[str, Any]:
-        """Return ``text`` as content."""
-        del last
-        return {"content": text} if text else {}
 
 
 class NamedToolReader:
@@ -151,7 +141,7 @@ class RequestToolCalls:
         Raises :class:`~outrider.serve.api_errors.ApiError` for a ``tool_choice`` that contradicts the other fields.
         """
         self._answer_format = answer_format
-        self._make_reader: Callable[[str], ToolCallReader] = lambda prompt: ContentReader()
+        self._make_reader: Callable[[str], ToolCallReader] = lambda prompt: FormatReader(_CONTENT, prompt, [])
         self._tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
         choice, response_format = request.tool_choice, format_guide(request)
         max_calls = 1 if request.parallel_tool_calls is False else None

@@ -1,10 +1,13 @@
-"""The table of formats by model family, and the choice of a format for a checkpoint."""
+"""The table of formats by model family, ``formats.toml``, and the choice of a format for a checkpoint."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from importlib import resources
+from types import MappingProxyType
+from typing import Any, Final, Literal
 
 import regex
 
@@ -52,203 +55,26 @@ class FormatRegion:
     """True if the region must begin the answer."""
 
 
-def _call(*starts: str, **fields: object) -> FormatRegion:
-    return FormatRegion(kind="call", starts=starts, **fields)  # type: ignore[arg-type]
+def _regions(group: str, **defaults: str) -> Mapping[str, tuple[FormatRegion, ...]]:
+    """Return the regions of one group of the table, by the name of the format. ``none`` has no regions."""
+    formats = {"none": ()} | {
+        name: tuple(FormatRegion(**{**defaults, **{key: _fixed(value) for key, value in row.items()}}) for row in rows)
+        for name, rows in _TABLE[group].items()
+    }
+    return MappingProxyType(formats | {alias: formats[name] for alias, name in _TABLE["aliases"].items() if name in formats})
 
 
-def _reasoning(start: str, *ends: str) -> tuple[FormatRegion, ...]:
-    return (FormatRegion(kind="reasoning", starts=(start,), head=regex.escape(start), ends=ends),)
+def _fixed(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
-def _marker(*literals: str) -> FormatRegion:
-    """Return a region that leaves out control tokens and goes on with content."""
-    return FormatRegion(kind="content", starts=literals, head="|".join(map(regex.escape, literals)))
-
-
-_DSML = r"<｜DSML｜invoke name=\"(?P<name>[^\"]{1,256})\">"
-_KIMI_CALL = (
-    r"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[^\s:<]{1,256}):\d+)\s*<\|tool_call_argument_begin\|>\s*"
+_TABLE: Final[Mapping[str, Any]] = MappingProxyType(
+    tomllib.loads(resources.files("outrider.serve.formats").joinpath("formats.toml").read_text(encoding="utf-8"))
 )
-_DEEPSEEK_NAME = r"(?:function<｜tool▁sep｜>)?(?P<name>[^\s<]{1,256})(?:<｜tool▁sep｜>|\s*```json)\s*"
-_HARMONY_RECIPIENT = r" ?to=(?:functions\.)?(?P<name>[^\s<]{1,256})"
-
-_HERMES = (_call("<tool_call>", head=r"<tool_call>\s*(?=\{)", body="object", tails=(r"\s*</tool_call>",)),)
-_QWEN_XML = (
-    _call(
-        "<tool_call>",
-        "<function=",
-        head=r"(?:<tool_call>\s*)?<function=(?P<name>[^>\s]{1,256})>",
-        body="parameters",
-        parameter=r"<parameter=(?P<key>[^>\n]{1,256})>",
-        value_ends=("\n</parameter>", "</parameter>"),
-        ends=(r"</function>",),
-        tails=(r"\s*</tool_call>",),
-    ),
-)
-TOOL_FORMATS: Mapping[str, tuple[FormatRegion, ...]] = {
-    "none": (),
-    "json": (_call("[", head=r"\[\s*(?=\{)", body="object", again=r"\s*,\s*(?=\{)", tails=(r"\s*\]",), only_first=True),),
-    "hermes": _HERMES,
-    "qwen3": _HERMES,
-    "qwen3-coder": _QWEN_XML,
-    "qwen3-xml": _QWEN_XML,
-    "mistral": (
-        _call("[TOOL_CALLS]", head=r"\[TOOL_CALLS\]\s*\[\s*(?=\{)", body="object", again=r"\s*,\s*(?=\{)", tails=(r"\s*\]",)),
-        _call(
-            "[TOOL_CALLS]",
-            head=r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]{1,256})(?:\[CALL_ID\](?P<id>[\w-]{1,64}))?(?:\[ARGS\])?\s*(?=\{)",
-            body="json",
-        ),
-    ),
-    "llama3": (
-        _call("<|python_tag|>", head=r"<\|python_tag\|>\s*(?=\{)", body="object", again=r"\s*[;,]\s*(?=\{)"),
-        _call("{", head=rf"(?={NAMED_ARGUMENTS.pattern})", body="object", again=r"\s*[;,]\s*(?=\{)", only_first=True),
-    ),
-    "deepseek": (
-        _call(
-            "<｜tool▁calls▁begin｜>",
-            "<｜tool▁call▁begin｜>",
-            head=rf"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>{_DEEPSEEK_NAME}(?=\{{)",
-            body="json",
-            tails=(r"\s*```", r"\s*<｜tool▁call▁end｜>", r"\s*<｜tool▁calls▁end｜>"),
-        ),
-        _call(
-            "<｜DSML｜function_calls>",
-            "<｜DSML｜tool_calls>",
-            "<｜DSML｜invoke",
-            head=rf"(?:<｜DSML｜(?:function|tool)_calls>\s*)?{_DSML}",
-            body="parameters",
-            parameter=r"<｜DSML｜parameter name=\"(?P<key>[^\"]{1,256})\"(?: string=\"(?:(?P<text>true)|false)\")?>",
-            value_ends=("</｜DSML｜parameter>",),
-            ends=(r"</｜DSML｜invoke>",),
-            tails=(r"\s*</｜DSML｜(?:function|tool)_calls>",),
-        ),
-    ),
-    "glm": (
-        _call(
-            "<tool_call>",
-            head=r"<tool_call>\s*(?P<name>[^\s<{]{1,256})(?=\s*(?:<arg_key>|</tool_call>))",
-            body="parameters",
-            parameter=r"<arg_key>\s*(?P<key>[^<\n]{1,256})\s*</arg_key>\s*<arg_value>",
-            value_ends=("</arg_value>",),
-            ends=(r"</tool_call>",),
-        ),
-    ),
-    "kimi": (
-        _call(
-            "<|tool_calls_section_begin|>",
-            "<|tool_call_begin|>",
-            head=rf"(?:<\|tool_calls_section_begin\|>\s*)?{_KIMI_CALL}(?=\{{)",
-            body="json",
-            tails=(r"\s*<\|tool_call_end\|>", r"\s*<\|tool_calls_section_end\|>"),
-        ),
-    ),
-    "kimi-k3": (
-        _call(
-            "<|open|>tools<|sep|>",
-            "<|open|>call",
-            head=r"(?:<\|open\|>tools<\|sep\|>\s*)?<\|open\|>call tool=\"(?P<name>[^\"]{1,256})\"[^<]{0,64}<\|sep\|>",
-            body="parameters",
-            parameter=r"<\|open\|>argument key=\"(?P<key>[^\"]{1,256})\"(?: type=\"(?:(?P<text>string)|\w*)\")?<\|sep\|>",
-            value_ends=("<|close|>argument<|sep|>",),
-            ends=(r"<\|close\|>call<\|sep\|>",),
-            tails=(r"\s*<\|close\|>tools<\|sep\|>",),
-        ),
-    ),
-    "minimax": (
-        _call(
-            "<minimax:tool_call>",
-            "<invoke name=",
-            head=r"(?:<minimax:tool_call>\s*)?<invoke name=\"?(?P<name>[^\">]{1,256})\"?>",
-            body="parameters",
-            parameter=r"<parameter name=\"?(?P<key>[^\">]{1,256})\"?>",
-            value_ends=("</parameter>",),
-            ends=(r"</invoke>",),
-            tails=(r"\s*</minimax:tool_call>",),
-        ),
-    ),
-    "gemma": (
-        _call(
-            "<|tool_call>",
-            head=r"<\|tool_call>\s*call:(?P<name>[^\s{<]{1,256})(?=\{)",
-            body="pairs",
-            ends=('<|"|>',),
-            tails=(r"\s*<tool_call\|>",),
-        ),
-    ),
-    "functiongemma": (
-        _call(
-            "<start_function_call>",
-            head=r"<start_function_call>\s*call:(?P<name>[^\s{<]{1,256})(?=\{)",
-            body="pairs",
-            ends=("<escape>",),
-            tails=(r"\s*<end_function_call>",),
-        ),
-    ),
-    "harmony": (
-        _call(
-            "<|start|>assistant",
-            "<|channel|>",
-            " to=",
-            head=rf"(?:<\|start\|>assistant)?<\|channel\|>(?:commentary|analysis){_HARMONY_RECIPIENT}[^<]{{0,64}}"
-            r"(?:<\|constrain\|>\w{1,32})?\s*<\|message\|>\s*(?=\{)",
-            body="json",
-            tails=(r"\s*<\|call\|>",),
-        ),
-        _call(
-            "<|start|>assistant",
-            " to=",
-            head=rf"(?:<\|start\|>assistant)?{_HARMONY_RECIPIENT}<\|channel\|>(?:commentary|analysis)[^<]{{0,64}}"
-            r"(?:<\|constrain\|>\w{1,32})?\s*<\|message\|>\s*(?=\{)",
-            body="json",
-            tails=(r"\s*<\|call\|>",),
-        ),
-    ),
-}
+TOOL_FORMATS: Final = _regions("tools", kind="call")
 """Regions of tool calls by the name of the format."""
-REASONING_FORMATS: Mapping[str, tuple[FormatRegion, ...]] = {
-    "none": (),
-    "think": _reasoning("<think>", "</think>"),
-    "mistral": _reasoning("[THINK]", "[/THINK]"),
-    "gemma": _reasoning("<|channel>thought\n", "<channel|>"),
-    "kimi-k3": (
-        *_reasoning("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
-        _marker("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
-    ),
-    "harmony": (
-        FormatRegion(
-            kind="reasoning",
-            starts=("<|start|>assistant", "<|channel|>"),
-            head=r"(?:<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>",
-            ends=("<|end|>",),
-        ),
-        FormatRegion(
-            kind="content",
-            starts=("<|start|>assistant", "<|channel|>"),
-            head=r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)[^<]{0,64}(?:<\|constrain\|>\w{1,32})?<\|message\|>",
-        ),
-        _marker("<|end|>", "<|return|>", "<|call|>"),
-    ),
-}
+REASONING_FORMATS: Final = _regions("reasoning")
 """Regions of reasoning, and of control tokens around content, by the name of the format."""
-_FORMAT_MARKS = (
-    ("harmony", "harmony", ("<|channel|>", "<|message|>")),
-    ("kimi-k3", "kimi-k3", ("<|open|>", "<|sep|>")),
-    ("kimi", "think", ("<|tool_calls_section_begin|>",)),
-    ("deepseek", "think", ("<｜tool▁calls▁begin｜>",)),
-    ("deepseek", "think", ("｜DSML｜",)),
-    ("minimax", "think", ("<minimax:tool_call>",)),
-    ("gemma", "gemma", ("<|tool_call>",)),
-    ("functiongemma", "none", ("<start_function_call>",)),
-    ("glm", "think", ("<arg_key>",)),
-    ("qwen3-coder", "think", ("<function=", "<parameter=")),
-    ("hermes", "think", ("<tool_call>",)),
-    ("mistral", "mistral", ("[TOOL_CALLS]",)),
-    ("llama3", "none", ("<|start_header_id|>", "parameters")),
-    ("none", "think", ("<think>",)),
-    ("none", "mistral", ("[THINK]",)),
-)
-"""Tool format, reasoning format, and the texts of a chat template that has them. The first match counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,5 +117,7 @@ def choose_format(tool_format: str | None, reasoning_format: str | None, chat_te
     ):
         if name is not None and name not in known:
             raise ConfigError(f"{option} is {name!r}; expected one of {', '.join(known)}")
-    shown = next((row for row in _FORMAT_MARKS if all(mark in chat_template for mark in row[2])), ("none", "none", ()))
-    return ModelFormat(tool_format or shown[0], reasoning_format or shown[1])
+    shown: Mapping[str, str] = next(
+        (row for row in _TABLE["marks"] if all(text in chat_template for text in row["texts"])), {}
+    )
+    return ModelFormat(tool_format or shown.get("tool", "none"), reasoning_format or shown.get("reasoning", "none"))

@@ -4,18 +4,41 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from outrider.errors import shown
 from outrider.serve.api_errors import bad_request
-from outrider.serve.request_fields import ChatRequest, ListOf, NestedObject
+from outrider.serve.request_fields import ChatRequest, ListOf, NestedObject, StrictFields
 
 _SYSTEM_ROLES = ("system", "developer")
 T = TypeVar("T")
 ObjectList = ListOf[NestedObject]
 """A list of JSON objects. The first other value ends the validation: its cost is bounded."""
+
+
+class TranslatedRequest(StrictFields):
+    """The base class of requests that become chat requests."""
+
+    refused: ClassVar[Mapping[str, str]]
+    """Fields that ask for what the server doesn't have, and what to do instead. They may be empty."""
+    ignored: ClassVar[frozenset[str]]
+    """Fields without an effect."""
+
+    model: Annotated[str, Field(max_length=4096)]
+    chat_template_kwargs: NestedObject | None = Field(None, description="A field of this server.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _served_fields(cls, data: Any) -> Any:
+        """Drop the fields without an effect. Raises :class:`ApiError` for a field that is refused."""
+        if not isinstance(data, dict):
+            return data
+        for name, reason in cls.refused.items():
+            if data.get(name) not in (None, False, [], {}):
+                raise bad_request(f"{name} isn't served: {reason}", name)
+        return {name: value for name, value in data.items() if name not in cls.refused and name not in cls.ignored}
 
 
 class ConversationBuilder:
@@ -104,13 +127,6 @@ def expect_objects(value: Any, field: str) -> list[tuple[str, dict[str, Any]]]:
     """Return the objects of a list, each with the name of its field. Raises :class:`ApiError`."""
     listed = expect(value, list, field)
     return [(name, expect(each, dict, name)) for name, each in ((f"{field}[{i}]", each) for i, each in enumerate(listed))]
-
-
-def refuse_fields(request: BaseModel, reasons: Mapping[str, str]) -> None:
-    """Raise :class:`ApiError` for the first field of ``reasons`` that the request has."""
-    for name, reason in reasons.items():
-        if getattr(request, name) not in (None, False, [], {}):
-            raise bad_request(f"{name} isn't served: {reason}", name)
 
 
 def compact_json(value: Any) -> str:

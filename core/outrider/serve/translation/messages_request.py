@@ -2,83 +2,53 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from outrider.serve.api_errors import bad_request
-from outrider.serve.request_fields import ChatRequest, ListOf, NestedObject, StrictFields
+from outrider.serve.request_fields import ChatRequest, ListOf, NestedObject
 from outrider.serve.translation.conversation import (
     ConversationBuilder,
     ObjectList,
+    TranslatedRequest,
     chat_request,
     compact_json,
     expect,
     expect_objects,
     function_tool,
     image_part,
-    refuse_fields,
     text_part,
     thinking_variables,
 )
 
-_REFUSED = {
-    "container": "this server runs no code",
-    "mcp_servers": "connect to them in the client, and send their tools",
-    "fallbacks": "this server has one model",
-    "thread": "send the whole conversation as messages",
-    "compaction": "the server drops no part of a conversation",
-}
-"""Fields that ask for what the server doesn't have, and what to do."""
-IGNORED_BY_MESSAGES = (
-    "betas",
-    "billing_policy",
-    "cache_control",
-    "context_management",
-    "diagnostics",
-    "fallback_credit_token",
-    "inference_geo",
-    "metadata",
-    "service_tier",
-    "speed",
-    "user_profile_id",
-    "workspace_id",
-)
-"""Fields without an effect."""
 
-
-class CountTokensRequest(StrictFields):
+class CountTokensRequest(TranslatedRequest):
     """The body of ``POST /v1/messages/count_tokens``."""
 
-    model: Annotated[str, Field(max_length=4096)]
+    refused = MappingProxyType(
+        {
+            "container": "this server runs no code",
+            "mcp_servers": "connect to them in the client, and send their tools",
+            "fallbacks": "this server has one model",
+            "thread": "send the whole conversation as messages",
+            "compaction": "the server drops no part of a conversation",
+        }
+    )
+    ignored = frozenset(
+        (
+            *("betas", "billing_policy", "cache_control", "context_management", "diagnostics", "fallback_credit_token"),
+            *("inference_geo", "metadata", "service_tier", "speed", "user_profile_id", "workspace_id"),
+        )
+    )
+
     messages: Annotated[ObjectList, Field(min_length=1, max_length=65536)]
     system: str | ObjectList | None = None
     thinking: NestedObject | None = None
     tools: ObjectList | None = None
     tool_choice: NestedObject | None = None
     output_config: NestedObject | None = None
-    chat_template_kwargs: NestedObject | None = Field(None, description="A field of this server.")
-
-    # Fields that are refused unless they are empty
-    container: Any = None
-    mcp_servers: Any = None
-    fallbacks: Any = None
-    thread: Any = None
-    compaction: Any = None
-
-    # Fields without effect
-    betas: ListOf[str] | None = None
-    billing_policy: Any = None
-    cache_control: NestedObject | None = None
-    context_management: NestedObject | None = Field(None, description="Has no effect: the server drops no content.")
-    diagnostics: Any = None
-    fallback_credit_token: str | None = None
-    inference_geo: str | None = None
-    metadata: NestedObject | None = None
-    service_tier: str | None = None
-    speed: str | None = None
-    user_profile_id: str | None = None
-    workspace_id: str | None = None
 
 
 class MessagesRequest(CountTokensRequest):
@@ -98,7 +68,6 @@ def translate_messages_request(request: CountTokensRequest) -> ChatRequest:
 
     Tools that Anthropic's own servers run, such as ``web_search``, are left out: the model doesn't see them.
     """
-    refuse_fields(request, _REFUSED)
     conversation = ConversationBuilder()
     if request.system:
         conversation.add_message("system", _result_content("system", request.system))

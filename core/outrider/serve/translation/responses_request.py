@@ -4,51 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from types import MappingProxyType
+from typing import Any
 
 from pydantic import Field
 
 from outrider.serve.api_errors import bad_request
-from outrider.serve.request_fields import ChatRequest, ListOf, NestedObject, StrictFields
+from outrider.serve.request_fields import ChatRequest, NestedObject
 from outrider.serve.translation.conversation import (
     ConversationBuilder,
     ObjectList,
+    TranslatedRequest,
     chat_request,
     compact_json,
     expect,
     expect_objects,
     function_tool,
     image_part,
-    refuse_fields,
     text_part,
     thinking_variables,
 )
 
-_REFUSED = {
-    "background": "the answer is written while the client is connected",
-    "conversation": "use previous_response_id, or send the conversation as input",
-    "prompt": "this server has no stored prompts; send instructions and input",
-    "context_management": "the server drops no part of a conversation",
-    "image": "the model answers in text alone",
-    "moderation": "the server moderates nothing",
-    "top_logprobs": "use /v1/chat/completions for log-probabilities",
-}
-"""Fields that ask for what the server doesn't have, and what to do."""
-IGNORED_BY_RESPONSES = (
-    "access_programs",
-    "background_options",
-    "include",
-    "max_tool_calls",
-    "prompt_cache_key",
-    "prompt_cache_options",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "service_tier",
-    "stream_options",
-    "user",
-    "client_metadata",
-)
-"""Fields without an effect."""
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _CUSTOM_PARAMETERS = {
     "type": "object",
@@ -59,10 +35,28 @@ _CUSTOM_PARAMETERS = {
 """Parameters of the function that stands for a custom tool, whose input is free text."""
 
 
-class ResponsesRequest(StrictFields):
+class ResponsesRequest(TranslatedRequest):
     """The body of ``POST /v1/responses``."""
 
-    model: Annotated[str, Field(max_length=4096)]
+    refused = MappingProxyType(
+        {
+            "background": "the answer is written while the client is connected",
+            "conversation": "use previous_response_id, or send the conversation as input",
+            "prompt": "this server has no stored prompts; send instructions and input",
+            "context_management": "the server drops no part of a conversation",
+            "image": "the model answers in text alone",
+            "moderation": "the server moderates nothing",
+            "top_logprobs": "use /v1/chat/completions for log-probabilities",
+        }
+    )
+    ignored = frozenset(
+        (
+            *("access_programs", "background_options", "client_metadata", "include", "max_tool_calls", "prompt_cache_key"),
+            *("prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier", "stream_options"),
+            "user",
+        )
+    )
+
     input: str | ObjectList = Field(default_factory=list)
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -78,33 +72,7 @@ class ResponsesRequest(StrictFields):
     text: NestedObject | None = None
     metadata: NestedObject | None = None
     truncation: str | None = None
-
-    # Fields of this server
-    seed: int | None = None
-    chat_template_kwargs: NestedObject | None = None
-
-    # Fields that are refused unless they are empty
-    background: bool | None = None
-    conversation: Any = None
-    prompt: Any = None
-    context_management: Any = None
-    image: Any = None
-    moderation: Any = None
-    top_logprobs: int | None = None
-
-    # Fields without effect
-    access_programs: Any = None
-    background_options: Any = None
-    include: ListOf[str] | None = None
-    max_tool_calls: int | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: str | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
-    stream_options: NestedObject | None = None
-    user: str | None = None
-    client_metadata: NestedObject | None = None
+    seed: int | None = Field(None, description="A field of this server.")
 
 
 @dataclass
@@ -154,7 +122,6 @@ def translate_responses_request(
 
     ``earlier`` has the items of the response that ``previous_response_id`` names. Raises :class:`ApiError`.
     """
-    refuse_fields(request, _REFUSED)
     if request.truncation not in (None, "disabled"):
         raise bad_request("truncation isn't served: the server drops no part of a conversation", "truncation")
     tools = ResponsesTools()
@@ -186,7 +153,7 @@ def translate_responses_request(
     return chat_request(fields), tools, [*earlier, *added]
 
 
-def _tool_fields(choice: str | NestedObject | None, functions: list[dict[str, Any]]) -> dict[str, Any]:
+def _tool_fields(choice: str | dict[str, Any] | None, functions: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the fields ``tools`` and ``tool_choice`` of the chat request."""
     if isinstance(choice, dict):
         kind = choice.get("type")
