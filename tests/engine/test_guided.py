@@ -140,7 +140,7 @@ WAYS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_greedy_tokens_are_those_of_a_plain_loop(way, request, oracle, prompt_tokens):
     """Four guided requests and two that aren't, in one batch."""

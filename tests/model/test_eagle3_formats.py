@@ -10,7 +10,7 @@ from model.harness import Driver
 from model.test_eagle3 import TOKENS, norm, reference_head
 from outrider.errors import CheckpointError
 from outrider.model import KVCache, load_decoder, load_eagle3
-from outrider_proof.checkpoints import write_checkpoint, write_eagle3
+from tiny_checkpoints import write_checkpoint, write_eagle3
 
 HIDDEN = 32
 NORMS = {"input_norm.weight": (3 * HIDDEN,), **{f"fc_norm.{index}.weight": (HIDDEN,) for index in range(3)}}
@@ -73,6 +73,8 @@ def check(tmp_path, backend, state, layers, *, before_fc=False, each=False, befo
         ({"aux_hidden_state_layer_ids": [6, 0, 2]}, (6, 0, 2)),
         ({"target_layer_ids": [1, 3, 6]}, (2, 4, 7)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, 3, 6]}}, (0, 4, 7)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}}, (2, 4, 8)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}}, (2, 4, 5)),
         ({"target_layer_ids": [0, 2, 5], "eagle_aux_hidden_state_layer_ids": [1, 3, 6]}, (1, 3, 6)),
         ({}, (2, 4, 5)),
     ],
@@ -111,9 +113,9 @@ def test_the_envelope_of_speculators(tmp_path, backend):
     [
         ({"target_layer_ids": [1, 3, 6], "aux_hidden_state_layer_ids": [1, 3, 6]}, {}, "named in more than one way"),
         (
-            {"target_layer_ids": [1, 3, 7]},
+            {"target_layer_ids": [1, 3, 8]},
             {},
-            r"inputs of layers \[2, 4, 8\] of a target of 8 .*name them in target_layer_ids",
+            r"inputs of layers \[2, 4, 9\] of a target of 8 .*name them in target_layer_ids",
         ),
         ({"eagle_aux_hidden_state_layer_ids": "all"}, {}, "eagle_aux_hidden_state_layer_ids is 'all', expected three layers"),
         ({"norm_output": 1}, {}, "norm_output is 1, expected true or false"),
@@ -124,7 +126,7 @@ def test_the_envelope_of_speculators(tmp_path, backend):
         ({}, {"envelope": True}, "norm_before_residual is missing"),
         ({"speculators_model_type": "eagle3", "transformer_layer_config": 4, "norm_before_residual": False}, {}, "is 4, exp"),
         ({"speculators_model_type": "peagle"}, {}, "speculators_model_type is 'peagle', expected 'eagle3'"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "use_aux_hidden_state is false"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "not expected: 'fc.weight'"),
         ({"num_hidden_layers": 2}, {}, r"missing: 'layers\.1\.self_attn\.q_proj\.weight' \[32, 32\]"),
         ({"target_hidden_size": 64}, {}, "target_hidden_size is 64, the target's is 32"),
     ],

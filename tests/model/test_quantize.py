@@ -20,7 +20,8 @@ from outrider.model.pieces import TensorSlice
 from outrider.model.products import quantized_products
 from outrider.model.quantization.layouts import pad_rows, slice_weight, stack_weights, to_device
 from outrider.model.quantization.rounding import ROUND_BY_FORMAT, quantize_weight
-from outrider_proof.checkpoints import write_checkpoint, write_eagle
+from outrider_proof.checkpoints import write_eagle
+from tiny_checkpoints import write_checkpoint
 
 PROMPT = [1, 17, 44, 90, 5, 61, 61, 8]
 
@@ -82,7 +83,7 @@ def test_a_family_that_runs_elsewhere_alone(tmp_path, capfd):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "gemma"}))
     assert main(["quantize", "--model", str(tmp_path / "plain"), "--format", "fp8", "--out", str(tmp_path / "q")]) == 0
     told = " ".join(capfd.readouterr().out.split())
-    assert "for other engines: Outrider runs quantised weights of llama, mistral" in told
+    assert "for other engines: Outrider runs quantised weights of llama, mimo" in told
     assert "type is 'gemma'" in told
 
 

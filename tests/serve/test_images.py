@@ -12,9 +12,10 @@ from tokenizers import AddedToken, decoders
 from outrider import Engine, SamplingParams
 from outrider.model import MediaProcessor, load_decoder, load_vision
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import VISION_TOKENS, picture, word_tokenizer, write_vision_checkpoint
+from outrider_proof.checkpoints import VISION_TOKENS, picture, write_vision_checkpoint
 from outrider_proof.tiny import plain_config
 from serve.running import running
+from tiny_checkpoints import word_tokenizer
 
 SPECIAL = {
     "<|vision_start|>": VISION_TOKENS["vision_start_token_id"],

@@ -18,6 +18,7 @@ import torch
 from outrider import Engine, SamplingParams
 from outrider.device.errors import ConfigError
 from outrider.model import MediaProcessor, load_decoder, load_vision
+from outrider.speculative.build import DraftOptions, build_proposer
 from outrider.speculative.ngram import NgramProposer
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_cpu.backend import CpuBackend
@@ -27,6 +28,7 @@ from outrider_proof.decode_program import CONTEXT, Arrival, HostProgram, Serving
 from outrider_proof.guides import guide
 from outrider_proof.proposers import EXTREMES, MAKERS, decoder
 from outrider_proof.quantised import QUANTISED
+from outrider_proof.subjects import tiny_images
 from outrider_proof.tiny import plain_config
 from outrider_sim.plugin import create_backend
 
@@ -36,11 +38,13 @@ if TYPE_CHECKING:
     from outrider.device import Backend, Fence
     from outrider.engine.ranks.ranks import Ranks
     from outrider.engine.requests.request import Request
-    from outrider.model import Media, VisionTower
+    from outrider.model import Decoder, Media, VisionTower
     from outrider.speculative.proposer import Proposer
 
 TEXT, LONGEST = 400, 14
-VISION = "ngram, images"
+IMAGES = ", images"
+"""Suffix of the name of a proposer whose target is the tiny vision-language model."""
+VISION = f"ngram{IMAGES}"
 MIXTURE = ", experts"
 """Suffix of the name of a proposer whose target is a mixture of experts."""
 PROPOSERS = ("none", *(name for name in MAKERS if name != "none"), VISION)
@@ -153,7 +157,7 @@ class Models:
         self.vision: VisionTower | None = None
         stream = backend.create_stream("load")
         with backend.on(stream):
-            if proposer == VISION:
+            if proposer.endswith(IMAGES):
                 directory = vision_checkpoint()
                 self.target = load_decoder(directory, backend=backend, dtype=torch.float64, ranks=part)
                 self.vision = load_vision(directory, backend=backend, dtype=torch.float64)
@@ -173,6 +177,8 @@ class Models:
         with self.backend.on(stream):
             if self.proposer == QUANTISED:
                 made: Proposer | None = quantised.proposer(self.target)
+            elif self.proposer == f"eagle{IMAGES}":
+                made = _image_eagle(self.target, self.backend)
             else:
                 made = {**MAKERS, **EXTREMES}[self.proposer.removesuffix(MIXTURE)](self.target, self.backend)
         stream.synchronize()
@@ -208,6 +214,19 @@ class Models:
                 draft_length=draft_length_of(program, proposer),
                 ranks=self.ranks,
             )
+
+
+def _image_eagle(target: Decoder, backend: Backend) -> Proposer:
+    """Return a proposer with the random EAGLE head of the tiny vision-language model."""
+    options = DraftOptions(
+        target=target,
+        backend=backend,
+        dtype=target.dtype,
+        directory=tiny_images().eagle,
+        draft_tokens=3,
+        topk=1,
+    )
+    return build_proposer("eagle", options)
 
 
 @functools.cache

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from outrider.engine.requests.sampling import SamplingParams
 
 
+_ENOUGH_DRAFTS, _CHANCE = 24, 0.03
+"""Minimum number of draft tokens for a judgement of their acceptance, and the accepted share that counts as chance."""
+
+
 @dataclass(slots=True)
 class StreamedOutput:
     """The output of one request so far, and its figures once the request has ended."""
@@ -30,6 +34,8 @@ class StreamedOutput:
     iterations: int = 0
     acceptance_length: float = 0.0
     """Mean number of tokens that one verification yielded."""
+    drafted: int = 0
+    """Number of draft tokens that were verified."""
     seconds: float = 0.0
     """Time from the request to its last token."""
 
@@ -47,7 +53,6 @@ class StreamedOutput:
         ended: Callable[[], bool] = lambda: False,
     ) -> None:
         """Generate, and pass text to ``write`` as soon as later tokens can't change it. Abort once ``ended`` returns True."""
-        decoder = engine.tokenizer.stream() if engine.has_tokenizer else None
         before = engine.stats
         started = time.perf_counter()
         try:
@@ -56,11 +61,8 @@ class StreamedOutput:
             with closing(outputs):
                 for output in outputs:
                     self.tokens.extend(output.tokens)
-                    # With stop strings the engine decides where the text ends.
                     if output.text is not None:
                         self._append_text(output.text, write)
-                    elif decoder is not None:
-                        self._append_text("".join(decoder.push(token) for token in output.tokens), write)
                     elif write is not None:
                         self._write_token_ids(output.tokens, write)
                     if output.finish_reason is not None:
@@ -68,17 +70,22 @@ class StreamedOutput:
                     self.error = self.error or output.error
                     if ended():
                         break
-            if not params.stop and decoder is not None:
-                self._append_text(decoder.flush(), write)
         finally:
             self.seconds = time.perf_counter() - started
             after = engine.stats
             self.iterations = after.request_iterations - before.request_iterations
             verified = after.verified_tokens - before.verified_tokens
             self.acceptance_length = verified / self.iterations if self.iterations else 0.0
+            self.drafted = after.drafted_tokens - before.drafted_tokens
             if write is not None and self.tokens:
                 write("\n")
                 sys.stdout.flush()
+
+    @property
+    def is_accepted_by_chance(self) -> bool:
+        """True if enough draft tokens were verified, and hardly any was accepted."""
+        accepted = (self.acceptance_length - 1) * self.iterations
+        return self.drafted >= _ENOUGH_DRAFTS and accepted < _CHANCE * self.drafted
 
     def _write_token_ids(self, tokens: Sequence[int], write: Callable[[str], object]) -> None:
         """Write the ids of the newest ``tokens``; used for a checkpoint without a tokenizer."""

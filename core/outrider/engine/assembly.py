@@ -331,7 +331,7 @@ def can_replay_prefill(parts: EngineParts) -> bool:
         return False  # decoding isn't replayed either
     if parts.backend.speculative_sync.exact_host_lengths or parts.attention.plans_on_host:
         return False  # attention reads lengths on the host
-    if model.config.rope.sections or model.config.rope.kind == "dynamic":
+    if model.config.rope.sections or model.config.rope.depends_on_length:
         return False  # rope depends on more than a position
     if not model.native or model.kernels.row_invariant:
         return False  # kernels launch a call for each token, or belong to another model's code

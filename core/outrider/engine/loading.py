@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from outrider.device import Backend, ConfigError, KernelSet
-from outrider.engine.config import DTYPES, Choice, DecidedConfig, EngineConfig
+from outrider.engine.config import DTYPES, Choice, DecidedConfig, DtypeName, EngineConfig
 from outrider.engine.device_model_facts import situation_of
 from outrider.engine.ranks.ranks import Ranks
 from outrider.engine.resolve import choose_dtype, resolve
@@ -21,6 +22,7 @@ from outrider.model import (
     QuantizedMode,
     Tokenizer,
     VisionTower,
+    check_draft_kind,
     check_same_tokens,
     checkpoint_dtype,
     find_checkpoint,
@@ -29,12 +31,11 @@ from outrider.model import (
     load_through_transformers,
     load_vision,
 )
-from outrider.model.files import open_checkpoint
 from outrider.model.products import quantized_products
 from outrider.model.quantization import read_quantization
 from outrider.registry.proposers import plugin_builders
 from outrider.speculative.build import Builder, DraftOptions, build_proposer, check_output_head
-from outrider.speculative.names import BUILTIN_PROPOSERS, SUFFIX_PREFIX
+from outrider.speculative.names import BUILTIN_PROPOSERS, DRAFTLESS, INSIDE_MODEL, SUFFIX_PREFIX
 from outrider.speculative.proposer import Proposer
 
 
@@ -84,9 +85,12 @@ def load_checkpoint(
     chosen: tuple[Choice, ...] = ()
     if config.dtype is None:
         chosen = (choose_dtype(backend.capabilities, checkpoint_dtype(directory)),)
-        config = replace(config, dtype=str(chosen[0].value))
-    if draft_dir is not None and speculate.removeprefix(SUFFIX_PREFIX) in BUILTIN_PROPOSERS and speculate not in builders:
-        open_checkpoint(draft_dir)  # its files' headers, for what is wrong with them: before the target is read
+        config = replace(config, dtype=cast("DtypeName", str(chosen[0].value)))
+    head = speculate.removeprefix(SUFFIX_PREFIX)
+    if draft_dir is None and head in INSIDE_MODEL and speculate not in builders:
+        draft_dir = directory
+    if draft_dir is not None and head in BUILTIN_PROPOSERS.keys() - DRAFTLESS and speculate not in builders:
+        check_draft_kind(draft_dir, head)  # before the target is read; opening the files checks their headers
     assert config.dtype is not None
     dtype = DTYPES[config.dtype]
     if through_transformers and ranks is not None:

@@ -16,10 +16,10 @@ from outrider.model.decoder import Decoder, DecoderWeights
 from outrider.model.dflash import DFlashHead, DFlashWeights
 from outrider.model.dflash_loading import load_dflash
 from outrider.model.draft_head import BaseDraftHead
-from outrider.model.draft_output import OUTPUT_FORMATS, DraftVocabulary, with_output_head
+from outrider.model.draft_output import OUTPUT_FORMATS, DraftVocabulary, OutputFormat, with_output_head
 from outrider.model.eagle import EagleHead, EagleWeights
 from outrider.model.eagle3 import Eagle3Head, Eagle3Weights
-from outrider.model.head_loading import load_eagle, load_eagle3
+from outrider.model.head_loading import check_draft_kind, find_mtp_format, load_eagle, load_eagle3
 from outrider.model.inputs import ForwardInput, KeptRows
 from outrider.model.language_model import LanguageModel, SideBySide, side_by_side
 from outrider.model.layer import LayerWeights, attention_shapes
@@ -29,7 +29,7 @@ from outrider.model.media import Media, MediaProcessor, expand_placeholders
 from outrider.model.mrope import MediaGrid, prompt_positions, speculative_positions
 from outrider.model.mtp import MtpHead, MtpWeights, load_mtp
 from outrider.model.peagle import PEagleHead, PEagleWeights, load_peagle
-from outrider.model.quantization import QuantizedMode
+from outrider.model.quantization import QuantizedMode, QuantizedName
 from outrider.model.ranks import ModelRanks
 from outrider.model.rope import RopeConfig
 from outrider.model.shards import Shard, Shards
@@ -66,10 +66,12 @@ __all__ = [
     "ModelRanks",
     "MtpHead",
     "MtpWeights",
+    "OutputFormat",
     "PEagleHead",
     "PEagleWeights",
     "Progress",
     "QuantizedMode",
+    "QuantizedName",
     "RopeConfig",
     "Shard",
     "Shards",
@@ -80,10 +82,12 @@ __all__ = [
     "VisionConfig",
     "VisionTower",
     "attention_shapes",
+    "check_draft_kind",
     "check_same_tokens",
     "checkpoint_dtype",
     "expand_placeholders",
     "find_checkpoint",
+    "find_mtp_format",
     "has_tokenizer",
     "load_decoder",
     "load_dflash",

@@ -26,7 +26,7 @@ from outrider.model.expert_configs import (
 from outrider.model.location import refuse_other_formats
 from outrider.model.parsed_config import parse_config
 from outrider.model.reading import describe, present, read_json, wrap_read_errors
-from outrider.model.rope import ROPE_KINDS, RopeConfig, inverse_frequencies
+from outrider.model.rope import ROPE_KINDS, RopeConfig, inverse_frequencies, long_frequencies
 
 _DTYPES = MappingProxyType(
     {str(each).removeprefix("torch."): each for each in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
@@ -89,17 +89,17 @@ def _check_causal(raw: Mapping[str, Any]) -> None:
 
 
 def _family(raw: Mapping[str, Any]) -> str:
-    """Return the model type. Raise if it is not supported."""
+    """Return the model type, or that of the family with the same decoder. Raise if it is not supported."""
     family = raw.get("model_type")
-    if isinstance(family, str) and family in _FAMILIES:
-        return family
+    if isinstance(family, str) and (known := _SAME_DECODER.get(family, family)) in _FAMILIES:
+        return known
     reason = REFUSED.get(family) if isinstance(family, str) else None
     if reason is not None:
         kind = _NotNativeError if reason.elsewhere else ConfigError
         raise kind(f"model_type is {shown(family)}, which isn't supported: {reason.why}")
     raise _NotNativeError(
         f"model_type is {shown(family)} (architectures {shown(raw.get('architectures'))}), which isn't supported; supported "
-        f"are {', '.join(sorted(_FAMILIES))}"
+        f"are {', '.join(supported_families())}"
     )
 
 
@@ -187,6 +187,7 @@ def _qwen3(hf: HfConfig) -> dict[str, Any]:
 _FAMILIES: Mapping[str, Callable[[HfConfig], dict[str, Any]]] = MappingProxyType(
     {
         "llama": _llama,
+        "ministral3": _mistral,
         "mistral": _mistral,
         "mixtral": mixtral,
         "qwen2": _qwen2,
@@ -197,6 +198,8 @@ _FAMILIES: Mapping[str, Callable[[HfConfig], dict[str, Any]]] = MappingProxyType
         "qwen3_moe": qwen3_moe,
     }
 )
+_SAME_DECODER: Mapping[str, str] = MappingProxyType({"mimo": "qwen2"})
+"""Model types whose decoder and config are those of another family, and which transformers does not know."""
 _VISION_FAMILIES = frozenset({"qwen2_vl", "qwen2_5_vl"})
 _MROPE_SECTIONS = (16, 24, 24)  # of every published Qwen2-VL, and the default of configs without the field
 
@@ -214,7 +217,7 @@ _SILU = ("silu", "swish")
 
 def supported_families() -> tuple[str, ...]:
     """Return the model types that the decoder runs natively, sorted."""
-    return tuple(sorted(_FAMILIES))
+    return tuple(sorted({*_FAMILIES, *_SAME_DECODER}))
 
 
 def _vision(hf: HfConfig) -> VisionConfig:
@@ -248,6 +251,10 @@ def _rope(hf: HfConfig, *, mrope: bool) -> RopeConfig:
     }
     if "truncate" in parameters:  # null means false, as in transformers
         optional["truncate"] = bool(parameters["truncate"])
+    if kind == "longrope":
+        optional |= {f"{name}_factors": tuple(parameters.get(f"{name}_factor") or ()) for name in ("short", "long")}
+    if parameters.get("llama_4_scaling_beta") is not None:
+        optional["query_beta"] = float(parameters["llama_4_scaling_beta"])
     return RopeConfig(
         kind=kind,
         theta=float(parameters["rope_theta"]),
@@ -261,12 +268,14 @@ def _rope(hf: HfConfig, *, mrope: bool) -> RopeConfig:
 def _rope_factor(hf: HfConfig) -> float:
     """Return the factor by which the rope stretches positions.
 
-    For a yarn rope whose factor is null it is the ratio of the two context lengths, as in transformers.
+    For a yarn rope whose factor is null, and for longrope without one, it is the ratio of the two context lengths, as in
+    transformers.
     """
-    kind, factor = hf.rope_parameters.get("rope_type") or "default", hf.rope_parameters.get("factor", 1.0)
+    kind = hf.rope_parameters.get("rope_type") or "default"
+    factor = hf.rope_parameters.get("factor", None if kind == "longrope" else 1.0)
     if factor is not None or kind == "default":
         return 1.0 if factor is None else float(factor)
-    if kind == "yarn":
+    if kind in ("yarn", "longrope"):
         return int(hf.max_position_embeddings) / _original_context(hf)
     raise ConfigError(f"rope_parameters.factor is None, expected a number, by which a rope of kind {kind!r} stretches")
 
@@ -296,7 +305,10 @@ def _max_context(hf: HfConfig) -> int:
 
 def _check_rope(config: ModelConfig) -> None:
     """Raise :class:`ConfigError` if rope parameters that are valid one by one give frequencies that are not finite."""
-    if not inverse_frequencies(config.rope, config.head_size).isfinite().all() or not math.isfinite(config.rope.amplitude):
+    frequencies = [inverse_frequencies(config.rope, config.head_size)]
+    if config.rope.kind == "longrope":
+        frequencies.append(long_frequencies(config.rope, config.head_size))
+    if not all(each.isfinite().all() for each in frequencies) or not math.isfinite(config.rope.amplitude):
         raise ConfigError(f"its rope parameters give frequencies that aren't finite: {config.rope}")
 
 

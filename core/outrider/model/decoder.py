@@ -21,6 +21,7 @@ from outrider.model.mixture import MixtureLayer
 from outrider.model.pending import Pending, add_rms_norm
 from outrider.model.products import Weight, linear
 from outrider.model.ranks import ModelRanks
+from outrider.model.rope import query_scales
 from outrider.model.rotary import make_rotary
 from outrider.model.shapes import decoder_shape
 
@@ -81,21 +82,23 @@ class Decoder(LanguageModel):
         self, inputs: ForwardInput, cache: KVCache, layers: tuple[int, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run all layers. Attention metadata is ``settled`` after the first layer. See the base class for the results."""
-        missing = [layer for layer in layers if not 0 <= layer < len(self._layers)]
+        missing = [layer for layer in layers if not 0 <= layer <= len(self._layers)]
         if missing:
             raise ConfigError(f"there are no layers {missing} to capture, the decoder has {len(self._layers)}")
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
         residual = self._embed_inputs(inputs)
+        if self.config.rope.query_beta:
+            inputs = replace(inputs, query_scales=query_scales(self.config.rope, inputs.positions).to(self.dtype))
         states: tuple[Tensor, ...] = ()
         if layers:
             width = residual.shape[1]
             states = SideBySide(residual.new_empty((residual.shape[0], len(layers) * width)), width)
         pending: Pending | None = None
         self.begin_pass(inputs)
-        last = len(self._layers) - 1
+        last, reads_output = len(self._layers) - 1, len(self._layers) in layers
         for index, (layer, pages) in enumerate(zip(self._layers, cache.layers, strict=True)):
             captured = tuple(state for state, wanted in zip(states, layers, strict=True) if wanted == index)
-            if index == last:
+            if index == last and not reads_output:
                 pending, residual = layer.forward_last(pending, residual, inputs, cos_sin, pages, captured)
             else:
                 pending = layer.forward(pending, residual, inputs, cos_sin, pages, captured)
@@ -103,6 +106,10 @@ class Decoder(LanguageModel):
                 inputs = inputs.after_first_layer()
         assert pending is not None  # there is at least one layer
         final = add_rms_norm(pending, residual, self.weights.norm, self.config.rms_eps, self.kernels)
+        if reads_output:
+            for state in (state for state, wanted in zip(states, layers, strict=True) if wanted > last):
+                self.kernels.copy_rows(residual, state)
+            final = inputs.select_rows(final, self.kernels)
         return final, states
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -44,8 +44,10 @@ class EagleHead(BaseDraftHead):
 
     reads_hidden = True
 
-    def __init__(self, config: ModelConfig, weights: EagleWeights, target: LanguageModel) -> None:
-        super().__init__(config, target)
+    def __init__(
+        self, config: ModelConfig, weights: EagleWeights, target: LanguageModel, *, head: Weight | None = None
+    ) -> None:
+        super().__init__(config, target, head=head)
         self.weights = weights
         self._layers = tuple(
             DecoderLayer(config, layer, self.kernels, window=window, ranks=target.ranks)

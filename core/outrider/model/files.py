@@ -26,6 +26,8 @@ from outrider.model.bulk import Extent
 from outrider.model.pieces import TensorSlice
 from outrider.model.reading import EXPECTED_CHECKPOINT, JSON_LIMIT, present, read_json, regular_size, wrap_read_errors
 
+GGUF_LIST = "gguf.json"
+"""File of an unpacked GGUF checkpoint that lists the GGUF files."""
 _SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 _FETCH_AGAIN = "if it's truncated or corrupt, fetch it again"
 _MAX_SHARDS = 4096
@@ -212,6 +214,10 @@ def open_checkpoint(directory: Path) -> CheckpointFiles:
     Raises :class:`CheckpointError` if the directory or its tensor files are missing, if a file is truncated or corrupt, if a
     shard is missing, or if the index and the files disagree.
     """
+    if present(directory / GGUF_LIST):
+        from outrider.model.gguf_checkpoint import open_gguf  # imports this module
+
+        return open_gguf(directory)
     for single in _SINGLE_FILES:
         index = directory / f"{single}.index.json"
         if present(index):
@@ -268,6 +274,14 @@ def _open_sharded(index: Path) -> CheckpointFiles:
                 raise CheckpointError(f"{index}: says that {tensor!r} is in {name!r}, but that file doesn't hold it")
         for name, file in files.items():
             for tensor in file.shapes:
-                if mapping.get(tensor) != name:
+                if mapping.get(tensor) == name:
+                    continue
+                if tensor not in mapping:
                     raise CheckpointError(f"{file.path}: holds {tensor!r}, which {index.name} doesn't place there")
+                listed = files[mapping[tensor]]
+                if not torch.equal(file.read_tensor(tensor), listed.read_tensor(tensor)):
+                    raise CheckpointError(
+                        f"{file.path}: holds {tensor!r}, which {index.name} places in {mapping[tensor]!r}, with other values "
+                        "there; expected equal copies, or one"
+                    )
         return CheckpointFiles(index, MappingProxyType({tensor: files[name] for tensor, name in mapping.items()}))

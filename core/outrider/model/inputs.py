@@ -80,6 +80,9 @@ class ForwardInput:
     continue after the attention of the last layer.
     """
 
+    query_scales: Tensor | None = None
+    """[T, 1, 1] in the model's dtype: factors of the queries of each token; None means 1. The decoder sets them."""
+
     @property
     def whole(self) -> ForwardInput:
         """The batch without a selection of rows, as all layers but the last process it."""

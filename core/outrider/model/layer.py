@@ -293,6 +293,8 @@ class DecoderLayer:
 
     def _attend_to_cache(self, q: Tensor, inputs: ForwardInput, cache: tuple[Tensor, Tensor]) -> Attended:
         """Attend with ``q`` [T, Hq, D] to the cache. Return the pending contribution of the kept rows."""
+        if inputs.query_scales is not None:
+            q = q * inputs.query_scales
         weights, q = self._weights, inputs.select_rows(q, self._kernels)
         attention = inputs.attention if inputs.kept is None else inputs.kept.attention
         if self._can_defer_attention and isinstance(weights.output, QuantizedWeight):

@@ -49,8 +49,8 @@ class ChoiceDelta:
 class ChoiceText:
     """A decoder of one choice: turns the token ids of its outputs into text, output by output.
 
-    With ``pieces`` each delta has the text of each of its tokens. ``ends`` are the end-of-sequence tokens, which never have
-    text.
+    With ``pieces`` each delta has the text of each of its tokens. The text continues that of the ``prompt`` tokens. ``ends``
+    are the end-of-sequence tokens, which never have text.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class ChoiceText:
         index: int,
         params: SamplingParams,
         *,
+        prompt: Sequence[int],
         ends: Collection[int],
         pieces: bool = False,
     ) -> None:
@@ -66,7 +67,7 @@ class ChoiceText:
         self._ends = ends
         # With stop strings the engine decodes the text itself, because it has to find them.
         self._text_from_engine = bool(params.stop)
-        self._decoder = tokenizer.stream(spelled=params.spelled_tokens)
+        self._decoder = tokenizer.stream(spelled=params.spelled_tokens, prompt=prompt)
         self._has_pieces = pieces
         self.finish_reason: str | None = None
 

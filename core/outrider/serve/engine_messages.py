@@ -75,7 +75,7 @@ class SampleOutput(NamedTuple):
     def from_step(cls, key: int, sample: int, output: StepOutput) -> SampleOutput:
         """Return the event for an engine's output of one sample."""
         reason = None if output.finish_reason is None else str(output.finish_reason)
-        details = (output.logprobs, output.text, output.error, output.drafted, output.proposed, output.refused)
+        details = (output.logprobs, output.searched_text, output.error, output.drafted, output.proposed, output.refused)
         return cls(key, sample, output.tokens, reason, *details, output.cached, output.stopped_by)
 
 

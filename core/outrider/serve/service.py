@@ -218,6 +218,7 @@ class Generation:
                         service.prompter.tokenizer,
                         len(self._choices),
                         each,
+                        prompt=prompt.tokens,
                         ends=service.engine.info.eos_token_ids,
                         pieces=self._pieces,
                     )

@@ -14,10 +14,13 @@ from outrider.device import Backend, ConfigError
 from outrider.errors import shown
 from outrider.model import (
     OUTPUT_FORMATS,
+    BaseDraftHead,
     DraftVocabulary,
     LanguageModel,
+    ModelConfig,
     Progress,
     QuantizedMode,
+    find_mtp_format,
     load_decoder,
     load_dflash,
     load_eagle,
@@ -27,6 +30,7 @@ from outrider.model import (
     with_output_head,
     with_vocabulary_size,
 )
+from outrider.model.files import open_checkpoint
 from outrider.speculative.block import BlockProposer
 from outrider.speculative.combined import CombinedProposer
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
@@ -65,6 +69,7 @@ class DraftOptions:
 
 Builder = Callable[[DraftOptions], Proposer]
 _Head = TypeVar("_Head")
+_OwnHead = TypeVar("_OwnHead", bound=BaseDraftHead)
 
 
 def build_proposer(name: str, options: DraftOptions, *, builders: Mapping[str, Builder] | None = None) -> Proposer:
@@ -140,7 +145,19 @@ def _eagle_proposer(head: DraftHead, options: DraftOptions) -> Proposer:
 
 
 def _build_eagle(options: DraftOptions) -> Proposer:
-    return _eagle_proposer(_load_head(load_eagle, options, "eagle", "an EAGLE head"), options)
+    return _eagle_proposer(_share_output_head(_load_head(load_eagle, options, "eagle", "an EAGLE head"), options), options)
+
+
+def _share_output_head(head: _OwnHead, options: DraftOptions) -> _OwnHead:
+    """Return ``head``, with the target's output head instead of its own copy of that. Raises :class:`ConfigError` for options
+    that replace the target's output head, if ``head`` has another one.
+    """
+    if not head.share_output_head(options.target) and (options.output_head is not None or options.vocabulary is not None):
+        raise ConfigError(
+            "draft_output_head and draft_vocabulary draw drafts with a copy of the target's output head, and "
+            f"{options.directory} has another one of its own (lm_head.weight); leave them out"
+        )
+    return head
 
 
 def _build_eagle3(options: DraftOptions) -> Proposer:
@@ -148,12 +165,18 @@ def _build_eagle3(options: DraftOptions) -> Proposer:
 
 
 def _build_mtp(options: DraftOptions) -> Proposer:
+    directory = _draft_directory(options, "mtp", "heads of multi-token prediction")
+    return _MTP_BUILDERS[find_mtp_format(open_checkpoint(directory))](options)
+
+
+def _build_mimo_mtp(options: DraftOptions) -> Proposer:
     heads = _load_head(load_mtp, options, "mtp", "heads of multi-token prediction")
     return MtpProposer(heads, draft_tokens=options.draft_tokens, branches=options.topk)
 
 
 def _build_draft_model(options: DraftOptions) -> Proposer:
     directory = _draft_directory(options, "draft-model", "a draft model")
+    context = options.target.config.max_context
     model = load_decoder(
         directory,
         backend=options.backend,
@@ -162,10 +185,12 @@ def _build_draft_model(options: DraftOptions) -> Proposer:
         ranks=options.target.ranks,
         quantized=options.quantized,
         drafts=True,
+        positions=context,
     )
     model = with_vocabulary_size(model, options.target.config.vocab_size, directory=directory, backend=options.backend)
     if options.topk == 1:
-        return DraftModelProposer(model, target=options.target, draft_tokens=options.draft_tokens)
+        own = ModelConfig.from_checkpoint(directory).max_context
+        return DraftModelProposer(model, target=options.target, draft_tokens=options.draft_tokens, context=own)
     return DraftModelTreeProposer(model, target=options.target, shape=_tree_shape(options))
 
 
@@ -181,7 +206,7 @@ def _require_chain(options: DraftOptions, name: str) -> None:
 
 def _build_dflash(options: DraftOptions) -> Proposer:
     _require_chain(options, "dflash")
-    head = _load_head(load_dflash, options, "dflash", "a DFlash head")
+    head = _share_output_head(_load_head(load_dflash, options, "dflash", "a DFlash head"), options)
     return BlockProposer(head, draft_tokens=options.draft_tokens)
 
 
@@ -207,6 +232,9 @@ def _build_suffix(options: DraftOptions) -> Proposer:
     _require_chain(options, "suffix")
     return SuffixProposer.for_target(options.target, options.draft_tokens)
 
+
+_MTP_BUILDERS: Mapping[str, Builder] = MappingProxyType({"mimo": _build_mimo_mtp})
+"""Builders by the format of the heads, a value of ``MTP_PREFIXES``."""
 
 _BUILDER_OF: Mapping[str, Builder] = {
     "none": _build_none,

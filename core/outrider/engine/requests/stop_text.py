@@ -68,9 +68,13 @@ class StopText:
         return next((len(suffix) for suffix in suffixes if any(stop.startswith(suffix) for stop in self._stops)), 0)
 
 
-def watch_stop_strings(tokenizer: Tokenizer, params: SamplingParams, output: Sequence[int] = ()) -> StopText:
+def watch_stop_strings(
+    tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int], output: Sequence[int] = ()
+) -> StopText:
     """Return a :class:`StopText` for the stop strings of ``params`` that has read the request's ``output`` so far."""
-    stop_text = StopText(tokenizer.stream(spelled=params.spelled_tokens), params.stop, overlook=params.min_tokens)
+    stop_text = StopText(
+        tokenizer.stream(spelled=params.spelled_tokens, prompt=prompt), params.stop, overlook=params.min_tokens
+    )
     for token in output:
         stop_text.push(token)
     return stop_text

@@ -34,11 +34,12 @@ from outrider_proof.engine_setups import (
     without_schedule,
 )
 from outrider_proof.guides import guide
-from outrider_proof.mutations.line_tracer import Lines, lines_run
-from outrider_proof.mutations.mutation_sites import MutationSite, apply
-from outrider_proof.mutations.options import OPTIONED, judged
-from outrider_proof.program_checks import run_once_checked
 from outrider_proof.proposers import EXTREMES
+from processes import run_concurrently
+from proof.mutants.line_tracer import Lines, lines_run
+from proof.mutants.mutation_sites import MutationSite, apply
+from proof.mutants.options import OPTIONED, judged
+from proof.program_checks import run_once_checked
 
 
 def modules() -> tuple[str, ...]:
@@ -202,17 +203,17 @@ class Trial:
             _child(site, self.programs, writer)
         os.close(writer)
 
-    def over(self) -> bool:
-        """Read the output of the child and return True if it has ended or hangs."""
+    def outcome(self) -> Trial | None:
+        """Read the output of the child. Return this trial if the child has ended or hangs, else None."""
         while select.select([self.reader], [], [], 0)[0]:
             piece = os.read(self.reader, 4096)
             if not piece:
-                return True
+                return self
             self._said, self._heard = self._said + piece, time.monotonic()
         if _runs(self._child):  # runnable on a busy machine, too; SIGPROF limits its CPU time
             self._heard = time.monotonic()
         self._silent = time.monotonic() - self._heard > self._patience
-        return self._silent
+        return self if self._silent else None
 
     def result(self) -> tuple[str | None, str | None]:
         """Return (reason, program) of the detection after the child has ended; (None, None) if the mutant survived."""
@@ -254,17 +255,9 @@ class Limits:
 
 def judge_all(sites: Sequence[MutationSite], known: Sequence[ProgramBaseline], limits: Limits) -> Iterator[Trial]:
     """Trials that are over, in the order in which they end."""
-    end = time.monotonic() + limits.seconds
-    waiting, running = list(reversed(sites)), list[Trial]()
-    while waiting or running:
-        if time.monotonic() > end:
-            waiting.clear()
-        while waiting and len(running) < limits.processes:
-            running.append(Trial(waiting.pop(), known, limits.patience, limits.programs))
-        select.select([each.reader for each in running], [], [], 1.0)
-        for trial in [each for each in running if each.over()]:
-            running.remove(trial)
-            yield trial
+    starts = ((site, partial(Trial, site, known, limits.patience, limits.programs)) for site in sites)
+    for _, trial in run_concurrently(starts, limits.processes, limits.seconds):
+        yield trial
 
 
 def _child(site: MutationSite, known: Sequence[ProgramBaseline], writer: int) -> None:

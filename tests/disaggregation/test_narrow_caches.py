@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from apart.couple import Couple
-from apart.test_sides import NEW, state
+from disaggregation.couple import Couple
+from disaggregation.test_sides import NEW, state
 from model.cached_checkpoints import write_cached
 from outrider import Engine, SamplingParams
 from outrider.disaggregation.codec import engine_fit

@@ -9,9 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from outrider_proof.mutations.classes import class_of
-from outrider_proof.mutations.mutation_sites import MutationSite
-from outrider_proof.mutations.program_set import Limits, ProgramBaseline, Trial, judge_all
+from proof.mutants.classes import class_of
+from proof.mutants.mutation_sites import MutationSite
+from proof.mutants.program_set import Limits, ProgramBaseline, Trial, judge_all
 
 
 def run(

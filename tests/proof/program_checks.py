@@ -9,7 +9,7 @@ from typing import Any
 
 from outrider import Engine
 from outrider.device import Backend, OutriderError
-from outrider_proof.decode_program import HostProgram, WrongTokens, draft_length_of, implied_by
+from outrider_proof.decode_program import HostProgram, WrongTokens, check_tokens, draft_length_of, implied_by
 from outrider_proof.engine_setups import (
     EngineSetup,
     RecordedServing,
@@ -70,10 +70,8 @@ def serve(setup: EngineSetup, program: HostProgram, log: FenceLog) -> dict[str, 
     finally:
         stop()
     pace.raise_if_any()
-    for index, arrival in enumerate(program.arrivals):
-        got, wanted = tuple(served.tokens[index]), reference_tokens(setup.proposer, without_schedule(arrival))
-        if got != (wanted[: len(got)] if served.ended[index] == "abort" else wanted):
-            raise WrongTokens(f"request {index} got {list(got)}, plain decoding gives {list(wanted)}")
+    expected = [reference_tokens(setup.proposer, without_schedule(arrival)) for arrival in program.arrivals]
+    check_tokens(served.tokens, served.ended, expected)
     if [(engine.free_pages, engine.free_rows) for engine in engines] != free:
         raise WrongTokens("pages or rows weren't given back at the end")
     # If the draft length varies between iterations, acceptance depends on the iterations that a request is in.

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apart.couple import LIMIT_S, Couple
+from disaggregation.couple import LIMIT_S, Couple
 from outrider import Engine, SamplingParams
-from outrider.cli.models import bundled
+from outrider.bundled import bundled
 from outrider.disaggregation import codec
 from outrider.disaggregation.decode_worker import StandaloneMode
 from outrider.disaggregation.wire import WireError
@@ -286,7 +286,7 @@ def test_any_guide_travels(guide, reordered):
     if reordered:
         (name,) = read["params"]["guide"]
         read["params"]["guide"][name]["unknown"] = 1
-        with pytest.raises(WireError, match="doesn't know"):
+        with pytest.raises(WireError, match="unknown fields"):
             codec.decode_state(read, blobs)
 
 

@@ -1,6 +1,6 @@
 """The whole proof of the engine's fences: many host programs under many schedules, and each fence left out.
 
-    python -m outrider_proof.proof -n 16 --out build/proof
+    python -m proof.long_proof -n 16 --out build/proof     # with `tests` in the import path
 
 It runs on the simulated device alone, over processes, and writes `proof.json` (every run) and `proof.md` (the tables for
 docs/evidence). `--seconds` bounds it; what was done by then is written. The parts:
@@ -31,7 +31,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from outrider_proof.proof_tables import RATED, Record, fences_table, programs_table, rate_table
+from proof.proof_tables import RATED, Record, fences_table, programs_table, rate_table
 
 Job = tuple[str, tuple[Any, ...]]
 """A part, and the arguments of :func:`run_job` for it: a setup first."""
@@ -101,7 +101,7 @@ def run_job(part: str, arguments: tuple[Any, ...]) -> Record:
     import torch
 
     torch.set_num_threads(1)
-    from outrider_proof import program_checks
+    from proof import program_checks
 
     setup, *rest = arguments
     if part == "programs":

@@ -2,9 +2,9 @@
 
 Each call writes one line per mutant:
 
-    python -m outrider_proof.mutations -n 8 --seconds 600 --out build/mutations.jsonl
-    python -m outrider_proof.mutations --sample 240 --seed 1
-    python -m outrider_proof.mutations --modules outrider.engine.step --class fences
+    python -m proof.mutants -n 8 --seconds 600 --out build/mutations.jsonl
+    python -m proof.mutants --sample 240 --seed 1
+    python -m proof.mutants --modules outrider.engine.step --class fences
 
 The parent process loads the models. It runs each program on the unchanged engine and records its tokens, costs and executed
 lines. Each mutant runs in its own child process, forked from the parent. The child runs the programs that reach the changed
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from outrider_proof.mutations.mutation_sites import MutationSite
+    from proof.mutants.mutation_sites import MutationSite
 
 
 def main() -> int:
@@ -35,11 +35,11 @@ def main() -> int:
     import torch
 
     torch.set_num_threads(1)
-    from outrider_proof.mutations import program_set
-    from outrider_proof.mutations.classes import CLASSES, class_of, sample_sites
-    from outrider_proof.mutations.mutation_sites import sites
-    from outrider_proof.mutations.running import run
-    from outrider_proof.mutations.survivors import explained
+    from proof.mutants import program_set
+    from proof.mutants.classes import CLASSES, class_of, sample_sites
+    from proof.mutants.mutation_sites import sites
+    from proof.mutants.running import run
+    from proof.mutants.survivors import explained
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-n", type=int, default=os.cpu_count(), help="processes at a time")

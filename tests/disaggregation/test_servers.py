@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from apart.test_sides import NEW, engine, prompts
+from disaggregation.test_sides import NEW, engine, prompts
 from outrider import DecodeClient, SamplingParams
 from outrider.cli.disaggregation import _ended_by_signals
 from outrider.cli.stopping import SignalStop

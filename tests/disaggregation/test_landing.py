@@ -2,8 +2,8 @@
 
 import pytest
 
-from apart.couple import Couple
-from apart.test_sides import NEW, prompts, state
+from disaggregation.couple import Couple
+from disaggregation.test_sides import NEW, prompts, state
 from outrider import Engine
 from outrider.device import ConfigError, EngineStopped
 from outrider.disaggregation.page_landing import FollowerLinks

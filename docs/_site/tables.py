@@ -1,6 +1,6 @@
-"""The table of packages on the architecture page: purpose and lines of each, taken from the tree.
+"""The tables of packages and of fences on the architecture page, taken from the tree.
 
-``python docs/_site/packages.py`` rewrites the table; ``tests/docs/test_site.py`` compares the table with the tree.
+``python docs/_site/tables.py`` rewrites both; ``tests/docs/test_site.py`` compares them with the tree.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- packages: begin -->", "<!-- packages: end -->"
+FENCES_BEGIN, FENCES_END = "<!-- fences: begin -->", "<!-- fences: end -->"
 CORE = "core/outrider"
 TOLERANCE = 0.1
 """Fraction by which a count on the page may differ from the tree before the test fails."""
@@ -80,11 +81,25 @@ def differences(page: str, root: Path = ROOT) -> list[str]:
     return sorted(complaints)
 
 
+def fence_table() -> str:
+    """Return the engine's table of fences as Markdown."""
+    from outrider.engine.fences import FENCES
+
+    lines = ["| fence | from | to | prevents | protects |", "|---|---|---|---|---|"]
+    lines += [f"| `{f.name}` | {f.producer} | {', '.join(f.consumers)} | {f.hazard} | {f.resources} |" for f in FENCES]
+    return "\n".join(lines)
+
+
+def replaced(page: str, begin: str, end: str, content: str) -> str:
+    """Return ``page`` with ``content`` between the two markers."""
+    head, tail = page.index(begin) + len(begin), page.index(end)
+    return f"{page[:head]}\n{content}\n{page[tail:]}"
+
+
 def main() -> None:
-    """Rewrite the table on the page."""
-    page = PAGE.read_text(encoding="utf-8")
-    head, tail = page.index(BEGIN) + len(BEGIN), page.index(END)
-    PAGE.write_text(f"{page[:head]}\n{table()}\n{page[tail:]}", encoding="utf-8")
+    """Rewrite the tables on the page."""
+    page = replaced(PAGE.read_text(encoding="utf-8"), BEGIN, END, table())
+    PAGE.write_text(replaced(page, FENCES_BEGIN, FENCES_END, fence_table()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from outrider_proof.mutations.mutation_sites import MutationSite
+from proof.mutants.mutation_sites import MutationSite
 
 CLASSES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("fences", (".fences", ".streams", ".probes"), ("fence", "signal(", "wait", "_done", "_ready", "_free.", "record(")),
