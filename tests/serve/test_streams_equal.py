@@ -93,6 +93,14 @@ def test_a_stream_equals_the_whole(examples):
     run()
 
 
+@pytest.mark.parametrize("name", ["hermes", "family"])
+def test_without_parallel_calls_an_answer_has_one(name):
+    text = '<tool_call>{"name": "look", "arguments": {"n": 1}}</tool_call>' * 2
+    for parallel, count in ((True, 2), (False, 1)):
+        found = read((name, PROMPTS[name][0], {"tools": [TOOL], "parallel_tool_calls": parallel}), [text])
+        assert [call["name"] for call in found["calls"]] == ["look"] * count
+
+
 @pytest.mark.parametrize("examples", [25, pytest.param(5000, marks=pytest.mark.slow)])
 def test_text_without_a_call_or_reasoning_is_content_to_the_letter(examples):
     """What can't be read as a call stays, with its markers."""
