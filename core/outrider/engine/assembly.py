@@ -115,13 +115,13 @@ def _allocate_staging(model: LanguageModel, backend: Backend, config: DecidedCon
 
 
 def _allocate_cache(model: LanguageModel, backend: Backend, config: DecidedConfig) -> KVCache:
-    return KVCache.allocate(
-        model.config.num_layers,
-        model.config.num_kv_heads,
-        model.config.head_size,
+    return KVCache.for_model(
+        model.config,
         pages=config.num_pages,
         page_size=config.page_size,
-        dtype=model.cache_dtype,
+        dtype=model.dtype,
+        cache_dtype=model.cache_dtype,
+        rows=config.max_requests + 1,
         device=backend.device,
     )
 
@@ -396,7 +396,10 @@ def build_scheduler(parts: EngineParts, draft_length: DraftLengthPolicy) -> Sche
     return Scheduler(
         rows=FreeList("request row", config.max_requests + 1),
         pages=PagePool(
-            count=parts.cache.pages, page_size=config.page_size, ahead=proposer.lookahead, share=config.prefix_cache
+            count=parts.cache.pages,
+            page_size=config.page_size,
+            ahead=proposer.lookahead,
+            share=config.prefix_cache and parts.model.config.recurrent is None,
         ),
         limits=SchedulerLimits(
             growth=proposer.depth + 1,

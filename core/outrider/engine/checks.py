@@ -57,6 +57,11 @@ def check_tree(model: LanguageModel, proposer: Proposer) -> None:
             f"the proposer {proposer.name!r} declares {proposer.nodes} nodes and paths of {proposer.depth}: a path has no "
             "more nodes than its tree"
         )
+    if proposer.is_tree and model.config.recurrent is not None:
+        raise ConfigError(
+            f"the proposer {proposer.name!r} drafts trees, and the model has recurrent layers: each branch of a tree would "
+            "need a state of its own, and the kernels of these layers keep one for each request; draft a chain (draft_topk=1)"
+        )
     if proposer.is_tree and any(model.config.windows):
         raise ConfigError(
             f"the proposer {proposer.name!r} drafts trees, and the model has layers with a sliding window, which count slots"
@@ -77,7 +82,7 @@ def check_cache(backend: Backend, config: DecidedConfig, model: LanguageModel, *
         )
     shape = model.config
     page = KVCache.page_bytes(
-        shape.num_layers, shape.num_kv_heads, shape.head_size, page_size=config.page_size, dtype=model.cache_dtype
+        len(shape.attention_layers), shape.num_kv_heads, shape.head_size, page_size=config.page_size, dtype=model.cache_dtype
     )
     memory = memory_of(backend)
     if memory is None:

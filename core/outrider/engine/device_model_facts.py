@@ -40,7 +40,8 @@ def situation_of(backend: Backend, model: LanguageModel, proposer: Proposer) -> 
     context, context_of = config.max_context, "model"
     if proposer.max_context is not None and proposer.max_context < context:
         context, context_of = proposer.max_context, f"proposer {proposer.name!r}"
-    kept = KVCache.page_bytes(config.num_layers, config.num_kv_heads, config.head_size, page_size=1, dtype=model.cache_dtype)
+    layers = len(config.attention_layers)
+    kept = KVCache.page_bytes(layers, config.num_kv_heads, config.head_size, page_size=1, dtype=model.cache_dtype)
     no_fused = no_graphs = "" if model.native else "the code of transformers may wait for the device"
     if model.kernels.plans_on_host:
         no_fused = no_fused or f"the kernels {model.kernels.name!r} plan each batch on the host"

@@ -58,6 +58,20 @@ class KeptRows:
 
 
 @dataclass(frozen=True, slots=True)
+class StateInput:
+    """The states of recurrent layers that a pass reads, and how it writes them."""
+
+    rows: Tensor
+    """int64 [B]: row of each sequence's states; row 0 for padding sequences."""
+    decodes: bool = False
+    """True if each sequence has few tokens, which a recurrence computes token by token."""
+    window: list[tuple[Tensor, Tensor]] | None = None
+    """None: the pass writes the states after all tokens. A list: states stay unchanged, and each recurrent layer appends its
+    inputs, from which :meth:`LanguageModel.commit` computes the states after the accepted tokens.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardInput:
     """A ragged batch of T new tokens, padding included. Every tensor is on the model's device."""
 
@@ -79,6 +93,9 @@ class ForwardInput:
     """Rows whose results are needed; None means all. Every layer writes keys and values of all tokens. Only the kept rows
     continue after the attention of the last layer.
     """
+
+    states: StateInput | None = None
+    """Required by models with recurrent layers."""
 
     @property
     def whole(self) -> ForwardInput:

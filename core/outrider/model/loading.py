@@ -14,6 +14,8 @@ from outrider.model.checkpoint_config import read_model_config
 from outrider.model.decoder import Decoder
 from outrider.model.expert_mapping import check_count
 from outrider.model.files import CheckpointFiles, open_checkpoint
+from outrider.model.hybrid_configs import HYBRID_FAMILIES
+from outrider.model.hybrid_mapping import HEAD_PREFIX
 from outrider.model.mapping import decoder_stem, decoder_targets, decoder_weights, vision_name
 from outrider.model.pieces import Piece
 from outrider.model.quantization import QuantizedMode, read_quantization
@@ -54,13 +56,15 @@ def load_decoder(
     check_count(config, files.tensors, files.origin)
     targets = decoder_targets(config, files.tensors, shards)
     optional = {"lm_head.weight"} if config.tie_embeddings else set()
-    if config.vision is not None:
+    if config.vision is not None or config.family in HYBRID_FAMILIES:
         optional |= {key for key in files.tensors if vision_name(key) is not None}  # load_vision checks them
+    if config.family in HYBRID_FAMILIES:
+        optional |= {key for key in files.tensors if key.startswith(HEAD_PREFIX)}
     quantization = read_quantization(Path(directory), mode=quantized)
     scheme = None if quantization is None or kv_dtype == "plain" else quantization.cache_scheme
     format = resolve_cache_format(kv_dtype, scheme, kernels, backend, str(files.origin))
     stem = decoder_stem(files.tensors)
-    prefixes = [f"{stem}.layers.{index}" for index in range(config.num_layers)]
+    prefixes = [f"{stem}.layers.{index}" for index in config.attention_layers]
     scales: list[tuple[Tensor, Tensor]] = []
     if quantization is not None and quantization.cache is not None:
         optional |= scale_keys(files, prefixes)
@@ -86,10 +90,11 @@ def load_decoder(
                     dtype=dtype,
                     device=backend.device,
                 )
-                for index in range(config.num_layers)
+                for index in range(len(config.attention_layers))
             ]
-            layers = zip(record.layers, formats, strict=True)
-            record = replace(record, layers=tuple(replace(layer, cache=each) for layer, each in layers))
+            by_layer = dict(zip(config.attention_layers, formats, strict=True))
+            layers = enumerate(record.layers)
+            record = replace(record, layers=tuple(replace(layer, cache=by_layer.get(index)) for index, layer in layers))
         with wrap_read_errors(files.origin, "a decoder"):
             return Decoder(local, record, kernels, ranks)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.device.kernels import bookkeeping, experts, quantized_reference, reference, shaping
+from outrider.device.kernels import bookkeeping, experts, quantized_reference, recurrent, reference, shaping
 from outrider.device.kernels.checks import check_copy, expect
 
 # torch unregisters an operator when its Library is collected, so this module must own it.
@@ -130,6 +130,29 @@ _define(
     "experts(Tensor x, Tensor weights, Tensor chosen, Tensor gate_up, Tensor down) -> Tensor",
     experts.experts,
     lambda *operands: _mixed(*operands),
+)
+_define(
+    "short_convolution(Tensor x, Tensor weight, Tensor(a!) state, Tensor rows, Tensor query_start, Tensor seq_lens, "
+    "int max_query, Tensor? commit) -> Tensor",
+    recurrent.short_convolution,
+    lambda x, *rest: torch.empty_like(x, memory_format=torch.contiguous_format),
+)
+_define(
+    "gated_delta_rule(Tensor mixed, Tensor gates, Tensor a_log, Tensor dt_bias, Tensor(a!) state, Tensor rows, "
+    "Tensor query_start, Tensor seq_lens, int max_query, Tensor? commit) -> Tensor",
+    recurrent.gated_delta_rule,
+    lambda mixed, gates, a_log, dt_bias, state, *rest: mixed.new_empty((mixed.shape[0], state.shape[1], state.shape[3])),
+)
+_define(
+    "chunk_gated_delta_rule(Tensor mixed, Tensor gates, Tensor a_log, Tensor dt_bias, Tensor(a!) state, Tensor rows, "
+    "Tensor query_start, Tensor seq_lens, int max_query) -> Tensor",
+    recurrent.chunk_gated_delta_rule,
+    lambda mixed, gates, a_log, dt_bias, state, *rest: mixed.new_empty((mixed.shape[0], state.shape[1], state.shape[3])),
+)
+_define(
+    "gated_rms_norm(Tensor x, Tensor gate, Tensor weight, float eps) -> Tensor",
+    recurrent.gated_rms_norm,
+    lambda x, gate, weight, eps: _normed(x, weight),
 )
 _define(
     "sample(Tensor logits, Tensor temperature, Tensor seeds, Tensor positions, int lane) -> Tensor",
@@ -309,6 +332,9 @@ ROW_ACCESS: Mapping[str, Mapping[str, RowResolver]] = MappingProxyType(
     {
         "outrider::rope_write_cache": MappingProxyType({"k_cache": _rows_of_slots, "v_cache": _rows_of_slots}),
         "outrider::paged_attention": MappingProxyType({"k_cache": _rows_of_pages, "v_cache": _rows_of_pages}),
+        "outrider::short_convolution": MappingProxyType({"state": _cells_of_state}),
+        "outrider::gated_delta_rule": MappingProxyType({"state": _cells_of_state}),
+        "outrider::chunk_gated_delta_rule": MappingProxyType({"state": _cells_of_state}),
         "outrider::penalize_logits": MappingProxyType({"counts": _cells_of_rows}),
         "outrider::count_tokens": MappingProxyType({"counts": _cells_of_tokens}),
         "outrider::gather_rows": MappingProxyType({"state": _cells_of_state}),

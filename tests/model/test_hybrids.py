@@ -1,0 +1,42 @@
+"""Hybrid models against transformers: logits and greedy tokens of random configs, with prompts in chunks."""
+
+import random
+
+import pytest
+import torch
+
+from model.harness import Driver
+from model.hybrid_checkpoints import FAMILIES, greedy, logits, random_model
+from outrider.model import load_decoder
+
+LENGTHS = (1, 2, 3, 5, 63, 64, 65, 130)
+CHUNKS = (1, 3, 64, 130)
+
+
+def check(family, seed, directory, backend, *, lengths=LENGTHS, chunks=CHUNKS, count=6):
+    model = random_model(family, seed)
+    model.save_pretrained(directory)
+    ours = load_decoder(directory, backend=backend, dtype=torch.float32)
+    draw = random.Random(seed)
+    lengths = draw.sample(lengths, 3)
+    prompts = [[draw.randrange(model.config.vocab_size) for _ in range(length)] for length in lengths]
+    driver = Driver(ours, pages=512)
+    together = [(driver.sequence(), prompt) for prompt in prompts]
+    made = driver.logits(together, padding=2)[: sum(lengths)].split(lengths)
+    for prompt, each in zip(prompts, made, strict=True):
+        torch.testing.assert_close(each, logits(model, prompt), rtol=1e-3, atol=1e-3)
+        chunk = draw.choice(chunks)
+        tokens, _ = driver.greedy(prompt, count, chunk=chunk)
+        assert tokens == greedy(model, prompt, count), (prompt, chunk)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_random_config_of_each_family(family, tmp_path, backend):
+    check(family, 1, tmp_path, backend, lengths=(1, 3, 66), chunks=(2, 64), count=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 25))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_many_random_configs(family, seed, tmp_path, backend):
+    check(family, seed, tmp_path, backend)
