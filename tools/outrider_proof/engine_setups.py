@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outrider import Engine, SamplingParams
+from outrider.device import WrappedKernels
 from outrider.device.errors import ConfigError
 from outrider.model import MediaProcessor, load_decoder, load_vision
 from outrider.speculative.ngram import NgramProposer
@@ -36,13 +37,15 @@ if TYPE_CHECKING:
     from outrider.device import Backend, Fence
     from outrider.engine.ranks.ranks import Ranks
     from outrider.engine.requests.request import Request
-    from outrider.model import Media, VisionTower
+    from outrider.model import Decoder, Media, ModelRanks, VisionTower
     from outrider.speculative.proposer import Proposer
 
 TEXT, LONGEST = 400, 14
 VISION = "ngram, images"
 MIXTURE = ", experts"
 """Suffix of the name of a proposer whose target is a mixture of experts."""
+HYBRID = ", hybrid"
+"""Suffix of the name of a proposer whose target has recurrent layers."""
 PROPOSERS = ("none", *(name for name in MAKERS if name != "none"), VISION)
 MODES = ("staged", "graphs", "fused")
 PERSONALITIES = ("cuda", "rocm", "npu")
@@ -160,8 +163,7 @@ class Models:
             elif proposer == QUANTISED:
                 self.target = quantised.target(backend)
             else:
-                whole = tiny.mixture() if proposer.endswith(MIXTURE) else tiny.target()
-                self.target = decoder(whole, backend, part)
+                self.target = _text_target(proposer, backend, part)
         stream.synchronize()
         backend.synchronize()
 
@@ -174,7 +176,8 @@ class Models:
             if self.proposer == QUANTISED:
                 made: Proposer | None = quantised.proposer(self.target)
             else:
-                made = {**MAKERS, **EXTREMES}[self.proposer.removesuffix(MIXTURE)](self.target, self.backend)
+                name = self.proposer.removesuffix(MIXTURE).removesuffix(HYBRID)
+                made = {**MAKERS, **EXTREMES}[name](self.target, self.backend)
         stream.synchronize()
         return made or NonSpeculativeProposer()
 
@@ -208,6 +211,19 @@ class Models:
                 draft_length=draft_length_of(program, proposer),
                 ranks=self.ranks,
             )
+
+
+class _ShortIntervals(WrappedKernels):
+    """Kernels that keep recurrent states at multiples of four tokens: the programs have short prompts."""
+
+    state_interval = 4
+
+
+def _text_target(proposer: str, backend: Backend, part: ModelRanks | None) -> Decoder:
+    """Return the target of a text proposer on ``backend``; with ranks, this rank's part."""
+    if proposer.endswith(HYBRID):
+        return decoder(tiny.hybrid(), backend, part, kernels=_ShortIntervals(backend.kernels_in_use))
+    return decoder(tiny.mixture() if proposer.endswith(MIXTURE) else tiny.target(), backend, part)
 
 
 @functools.cache

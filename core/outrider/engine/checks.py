@@ -88,10 +88,14 @@ def check_cache(backend: Backend, config: DecidedConfig, model: LanguageModel, *
     if memory is None:
         return
     total, whose = memory.total, "this machine" if memory.shared else backend.label
-    if pages * page > total:
+    rows = config.max_requests + config.state_checkpoints + 1
+    states = 0 if shape.recurrent is None else rows * shape.recurrent.state_bytes(model.dtype)
+    if pages * page + states > total:
+        more = f", its recurrent states {rows} rows of {states // rows} bytes" if states else ""
         raise OutOfDeviceMemory(
-            f"the KV cache would have {pages} pages of {page} bytes: {pages * page / 2**30:.1f} GiB, and {whose} has "
-            f"{total / 2**30:.1f} GiB in all; lower num_pages, max_requests or max_context"
+            f"the KV cache would have {pages} pages of {page} bytes{more}: {(pages * page + states) / 2**30:.1f} GiB, and "
+            f"{whose} has {total / 2**30:.1f} GiB in all; lower num_pages, max_requests or max_context"
+            f"{' or state_checkpoints' if states else ''}"
         )
 
 

@@ -56,6 +56,7 @@ def situation_of(backend: Backend, model: LanguageModel, proposer: Proposer) -> 
         dtype=model.dtype,
         cache_dtype=model.cache_dtype,
         cached_bytes=kept,
+        state_bytes=0 if config.recurrent is None else config.recurrent.state_bytes(model.dtype),
         context=context,
         context_of=context_of,
         slots=proposer.slots,

@@ -120,7 +120,7 @@ FENCES: tuple[FenceSpec, ...] = (
         "forward",
         ("forward of another engine", "host"),
         Hazard.READ_AFTER_WRITE,
-        "keys, values, draft caches and relay of a request that leaves for another engine",
+        "keys, values, draft caches, recurrent states and relay of a request that leaves for another engine",
     ),
     FenceSpec(
         "pages_ready",

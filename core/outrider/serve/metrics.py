@@ -178,6 +178,7 @@ class _EngineCollector(Collector):
             ("outrider_requests_waiting", "num_requests_waiting", "Samples that wait for a row or for pages.", load.waiting),
             ("outrider_kv_cache_usage", "kv_cache_usage_perc", "Share of the KV pages that requests hold, 0 to 1.", used),
             ("outrider_kv_pages_cached", None, "Pages that only the prefix cache holds.", load.cached_pages),
+            ("outrider_state_checkpoints", None, "Prefixes whose recurrent states are kept.", load.state_checkpoints),
         ]
         counters = [
             ("outrider_prefix_cache_queries", "prefix_cache_queries", "Tokens looked up.", stats.prefix_looked_up),

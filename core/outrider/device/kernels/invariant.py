@@ -47,6 +47,7 @@ class InvariantKernels(KernelSet):
         self._tile = tile
         self.name = f"{inner.name}, batch-invariant"
         self.cache_formats = inner.cache_formats
+        self.state_interval = inner.state_interval
 
     def batch_invariant(self) -> KernelSet:
         """Return this kernel set, which is already invariant."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider.device.kernels import ops as _ops  # noqa: F401  (registers the operators)
+from outrider.device.kernels.recurrent import CHUNK
 
 
 class RecurrentBatch(NamedTuple):
@@ -41,6 +42,12 @@ class RecurrentKernels:
 
     *Equal bits.* The results of a token in :meth:`short_convolution` and :meth:`gated_delta_rule` don't depend on the number
     of new tokens after it, nor on ``commit``.
+    """
+
+    state_interval = CHUNK
+    """Number of tokens at whose multiples prompts are cut, and at which the prefix cache keeps states.
+
+    A pass that begins at a multiple computes the bits of a longer pass that began earlier.
     """
 
     def short_convolution(
