@@ -76,6 +76,19 @@ def test_compare_that_differs_is_exit_1(outrider, monkeypatch):
     assert "first difference: at token" in result.out
 
 
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_compare_warns_of_acceptance_near_chance(outrider, checkpoint, spoilt):
+    """A head that reads other states than it was trained with: hardly any draft is accepted, and the tokens are the same."""
+    target, head = checkpoint
+    if spoilt:
+        state = load_file(head / "model.safetensors")
+        save_file(state | {"fc.weight": state["fc.weight"].flip(1)}, head / "model.safetensors")
+    options = ("--model", str(target), "--draft", str(head), "--speculate", "eagle", "--prompt", PROMPT, "--max-tokens", "12")
+    result = outrider("generate", *options, "--compare")
+    assert result.code == 0
+    assert ("hardly any draft was accepted" in " ".join(result.out.split())) is spoilt
+
+
 def test_sampling_is_decided_by_the_seed(outrider):
     def sample(seed):
         arguments = ("--max-tokens", "16", "--temperature", "1", "--seed", seed, "--json")

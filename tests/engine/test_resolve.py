@@ -30,7 +30,6 @@ LLAMA_8B = DeviceModelFacts(
     step_modes=frozenset(StepMode),
     dtype=torch.bfloat16,
     context=131072,
-    context_of="model",
     slots=5,
     token_bytes=33 * 4096,
     prompt_token_bytes=135168,

@@ -79,7 +79,7 @@ def test_published_choice_of_layers(tmp_path, backend):
     assert head.aux_hidden_state_layers == (2, 4, 5)
 
 
-@pytest.mark.parametrize("layers", [(0, 1), (0, 1, 3)])
+@pytest.mark.parametrize("layers", [(0, 1), (0, 1, 4)])
 def test_layers_that_the_target_does_not_have(tmp_path, backend, layers):
     with pytest.raises(CheckpointError, match=r"of a target of 3 layers, expected three layers"):
         load(tmp_path, backend, layers=layers)

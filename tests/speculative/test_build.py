@@ -1,6 +1,7 @@
 """Proposers by name, from checkpoints on disk: the right tokens, and errors that name what is wrong."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -163,13 +164,26 @@ def test_a_draft_model_may_differ_in_rows_that_no_token_uses(tmp_path, rows, tie
     assert [each.iterations for each in drafted] == [each.iterations for each in as_many]
 
 
-def test_a_context_beyond_the_draft_model_is_refused(checkpoints, tmp_path):
-    write_checkpoint(tmp_path / "short", "llama", num_hidden_layers=1, vocab_size=96, max_position_embeddings=32)
-    made = options(checkpoints, directory=tmp_path / "short")
-    proposer = build_proposer("draft-model", made)
-    with pytest.raises(ConfigError, match="max_context is 40, the proposer 'draft-model' was made for 32"):
-        Engine(made.target, made.backend, proposer=proposer, config=plain_config(max_context=40))
-    assert Engine(made.target, made.backend, proposer=proposer, config=plain_config()).max_context == 32
+def test_a_draft_model_with_a_shorter_context_drafts_while_it_fits(tmp_path):
+    """The target drafts for itself, as if it were made for 24 positions: beyond them every iteration adds one token."""
+    write_checkpoint(tmp_path / "target", "llama", num_hidden_layers=1, max_position_embeddings=512)
+    shutil.copytree(tmp_path / "target", tmp_path / "short")
+    config = json.loads((tmp_path / "short" / "config.json").read_text())
+    (tmp_path / "short" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 24}))
+    target, backend, config = tmp_path / "target", CpuBackend(), plain_config(dtype="float64", draft_tokens=3)
+    plain = Engine.from_checkpoint(target, backend, config=config)
+    engine = Engine.from_checkpoint(target, backend, draft_dir=tmp_path / "short", speculate="draft-model", config=config)
+    assert engine.max_context == 512
+    short, long = [5, 6, 7], [9] * 300
+    params = [SamplingParams(max_tokens=16, ignore_eos=True), SamplingParams(max_tokens=24, ignore_eos=True)]
+    expected = [result.token_ids for result in plain.generate([short, long], params)]
+    together = engine.generate([short, long], params)
+    assert [result.token_ids for result in together] == expected
+    assert together[0].acceptance_length > 3
+    drafted = engine.stats.drafted_tokens
+    (alone,) = engine.generate([long], params[1])
+    assert alone.token_ids == expected[1]
+    assert (alone.acceptance_length, engine.stats.drafted_tokens) == (1, drafted), "drafts beyond the context"
 
 
 # -- multi-token prediction ------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from outrider.cli.request_options import GuideOption, SamplingOptions, build_gui
 from outrider.cli.streamed_output import StreamedOutput
 from outrider.device.errors import ConfigError
 from outrider.errors import RequestError, shown
+from outrider.speculative.names import DRAFTLESS
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
@@ -121,6 +122,7 @@ def _compare(
         reference.stream(reference_engine, params, None)
     data["non_speculative"] = reference.data(reference_engine)
     data["same_tokens"] = reference.tokens == output.tokens
+    data["acceptance_near_chance"] = data["speculate"] not in DRAFTLESS and output.is_accepted_by_chance
     if not data["same_tokens"]:
         data["difference"] = _find_difference(reference_engine, prompt, params, output.tokens, reference.tokens)
     return CommandReport(
@@ -135,6 +137,11 @@ def _comparison(console: Console, data: dict[str, Any], reference: StreamedOutpu
     _summary(console, data)
     console.print(f"non-speculative decoding: {reference.tokens_per_s:.1f} tokens/s, {reference.iterations} iterations")
     console.print(f"same tokens as non-speculative greedy decoding: {'yes' if data['same_tokens'] else 'no'}")
+    if data["acceptance_near_chance"]:
+        console.print(
+            "warning: hardly any draft was accepted, as if by chance: the draft may belong to another model, or its config "
+            "may name other layers than it was trained with (eagle_aux_hidden_state_layer_ids)"
+        )
     if not data["same_tokens"]:
         console.print(f"first difference: {_shown_difference(data['difference'], data['dtype'])}")
 

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from outrider.engine.requests.sampling import SamplingParams
 
 
+_ENOUGH_DRAFTS, _CHANCE = 24, 0.03
+"""Minimum number of draft tokens for a judgement of their acceptance, and the accepted share that counts as chance."""
+
+
 @dataclass(slots=True)
 class StreamedOutput:
     """The output of one request so far, and its figures once the request has ended."""
@@ -30,6 +34,8 @@ class StreamedOutput:
     iterations: int = 0
     acceptance_length: float = 0.0
     """Mean number of tokens that one verification yielded."""
+    drafted: int = 0
+    """Number of draft tokens that were verified."""
     seconds: float = 0.0
     """Time from the request to its last token."""
 
@@ -76,9 +82,16 @@ class StreamedOutput:
             self.iterations = after.request_iterations - before.request_iterations
             verified = after.verified_tokens - before.verified_tokens
             self.acceptance_length = verified / self.iterations if self.iterations else 0.0
+            self.drafted = after.drafted_tokens - before.drafted_tokens
             if write is not None and self.tokens:
                 write("\n")
                 sys.stdout.flush()
+
+    @property
+    def is_accepted_by_chance(self) -> bool:
+        """True if enough draft tokens were verified, and hardly any was accepted."""
+        accepted = (self.acceptance_length - 1) * self.iterations
+        return self.drafted >= _ENOUGH_DRAFTS and accepted < _CHANCE * self.drafted
 
     def _write_token_ids(self, tokens: Sequence[int], write: Callable[[str], object]) -> None:
         """Write the ids of the newest ``tokens``; used for a checkpoint without a tokenizer."""

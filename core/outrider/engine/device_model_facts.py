@@ -37,9 +37,6 @@ _INNER_AT_ONCE = 3
 def situation_of(backend: Backend, model: LanguageModel, proposer: Proposer) -> DeviceModelFacts:
     """Collect the facts for an engine of this model on this backend, after the weights were loaded."""
     config, sync = model.config, backend.speculative_sync
-    context, context_of = config.max_context, "model"
-    if proposer.max_context is not None and proposer.max_context < context:
-        context, context_of = proposer.max_context, f"proposer {proposer.name!r}"
     layers = len(config.attention_layers)
     kept = KVCache.page_bytes(layers, config.num_kv_heads, config.head_size, page_size=1, dtype=model.cache_dtype)
     no_fused = no_graphs = "" if model.native else "the code of transformers may wait for the device"
@@ -57,8 +54,7 @@ def situation_of(backend: Backend, model: LanguageModel, proposer: Proposer) -> 
         cache_dtype=model.cache_dtype,
         cached_bytes=kept,
         state_bytes=0 if config.recurrent is None else config.recurrent.state_bytes(model.dtype),
-        context=context,
-        context_of=context_of,
+        context=config.max_context,
         slots=proposer.slots,
         token_bytes=kept + proposer.token_bytes,
         prompt_token_bytes=model.dtype.itemsize

@@ -49,7 +49,13 @@ def lengths_for(
         return given.lengths
     if _follows_load(config, backend, proposer):
         return default_draft_lengths(proposer.nodes)
-    return (proposer.nodes,)
+    return (proposer.nodes,) if _context_of_draft(config, proposer) is None else (0, proposer.nodes)
+
+
+def _context_of_draft(config: DecidedConfig, proposer: Proposer) -> int | None:
+    """Return the context of a proposer of chains if the engine's requests may exceed it, else None."""
+    context = proposer.max_context
+    return None if context is None or context >= config.max_context or proposer.is_tree else context
 
 
 def _follows_load(config: DecidedConfig, backend: Backend, proposer: Proposer) -> bool:
@@ -101,8 +107,9 @@ def decide(
     """
     if given is not None:
         return given, DraftLengthReport(type(given).__name__, given.lengths)
-    if parts.lengths == (parts.proposer.nodes,):
-        return FixedLength(parts.proposer.nodes), DraftLengthReport("fixed", parts.lengths)
+    context = _context_of_draft(parts.config, parts.proposer)
+    if not _follows_load(parts.config, parts.backend, parts.proposer):
+        return FixedLength(parts.proposer.nodes, context=context), DraftLengthReport("fixed", parts.lengths)
     began = time.perf_counter()
     costs = _Measurement(parts, step).costs(sizes or powers_up_to(parts.config.max_requests))
     report = DraftLengthReport(
@@ -112,7 +119,9 @@ def decide(
         tuple((length, 1e9 * seconds) for length, seconds in sorted(costs.per_token.items())),
         time.perf_counter() - began,
     )
-    return LoadDraftLength(costs), report
+    policy = LoadDraftLength(costs)
+    policy.context = context
+    return policy, report
 
 
 class _Measurement:

@@ -21,6 +21,7 @@ from outrider.model import (
     QuantizedMode,
     Tokenizer,
     VisionTower,
+    check_draft_kind,
     check_same_tokens,
     checkpoint_dtype,
     find_checkpoint,
@@ -29,12 +30,11 @@ from outrider.model import (
     load_through_transformers,
     load_vision,
 )
-from outrider.model.files import open_checkpoint
 from outrider.model.products import quantized_products
 from outrider.model.quantization import read_quantization
 from outrider.registry.proposers import plugin_builders
 from outrider.speculative.build import Builder, DraftOptions, build_proposer, check_output_head
-from outrider.speculative.names import BUILTIN_PROPOSERS, SUFFIX_PREFIX
+from outrider.speculative.names import BUILTIN_PROPOSERS, DRAFTLESS, INSIDE_MODEL, SUFFIX_PREFIX
 from outrider.speculative.proposer import Proposer
 
 
@@ -85,8 +85,11 @@ def load_checkpoint(
     if config.dtype is None:
         chosen = (choose_dtype(backend.capabilities, checkpoint_dtype(directory)),)
         config = replace(config, dtype=str(chosen[0].value))
-    if draft_dir is not None and speculate.removeprefix(SUFFIX_PREFIX) in BUILTIN_PROPOSERS and speculate not in builders:
-        open_checkpoint(draft_dir)  # its files' headers, for what is wrong with them: before the target is read
+    head = speculate.removeprefix(SUFFIX_PREFIX)
+    if draft_dir is None and head in INSIDE_MODEL and speculate not in builders:
+        draft_dir = directory
+    if draft_dir is not None and head in BUILTIN_PROPOSERS.keys() - DRAFTLESS and speculate not in builders:
+        check_draft_kind(draft_dir, head)  # before the target is read; opening the files checks their headers
     assert config.dtype is not None
     dtype = DTYPES[config.dtype]
     if through_transformers and ranks is not None:

@@ -69,9 +69,7 @@ class DeviceModelFacts:
     dtype: torch.dtype
     """Dtype of the weights."""
     context: int
-    """Maximum number of tokens that model and proposer support."""
-    context_of: str
-    """Name of the component that limits ``context``."""
+    """Maximum number of tokens that the model supports."""
     slots: int
     """Cache slots after the cached tokens that an iteration may write."""
     token_bytes: int
@@ -259,9 +257,9 @@ def _cache(choices: _Choices, known: DeviceModelFacts) -> None:
     """Decide context and pages: as much as the model accepts and the memory holds."""
     config, limit = choices.config, known.context
     if config.max_context is not None and config.max_context > limit:
-        raise ConfigError(f"max_context is {config.max_context}, the {known.context_of} was made for {limit} at most")
+        raise ConfigError(f"max_context is {config.max_context}, the model was made for {limit} at most")
     if config.num_pages is not None:
-        choices.add("max_context", limit, f"the {known.context_of}'s")
+        choices.add("max_context", limit, "the model's")
         choices.values["num_pages"] = config.num_pages
         return
     page_size, requests = choices.number("page_size"), choices.number("max_requests")
@@ -285,9 +283,9 @@ def _cache(choices: _Choices, known: DeviceModelFacts) -> None:
             f"{todo}"
         )
     if holds < limit:
-        choices.add("max_context", holds, f"the memory holds no more, the {known.context_of}'s is {limit}")
+        choices.add("max_context", holds, f"the memory holds no more, the model's is {limit}")
     else:
-        choices.add("max_context", limit, f"the {known.context_of}'s")
+        choices.add("max_context", limit, "the model's")
     context = choices.number("max_context")
     full = _width(context, known.slots, page_size)
     if config.max_context is not None and config.kv_memory is None and most <= full:  # it was asked for: the rest gives way

@@ -19,7 +19,7 @@ from outrider.model.draft_head import BaseDraftHead
 from outrider.model.draft_output import OUTPUT_FORMATS, DraftVocabulary, with_output_head
 from outrider.model.eagle import EagleHead, EagleWeights
 from outrider.model.eagle3 import Eagle3Head, Eagle3Weights
-from outrider.model.head_loading import load_eagle, load_eagle3
+from outrider.model.head_loading import check_draft_kind, find_mtp_format, load_eagle, load_eagle3
 from outrider.model.inputs import ForwardInput, KeptRows, StateInput
 from outrider.model.language_model import LanguageModel, SideBySide, side_by_side
 from outrider.model.layer import LayerWeights, attention_shapes
@@ -85,10 +85,12 @@ __all__ = [
     "VisionConfig",
     "VisionTower",
     "attention_shapes",
+    "check_draft_kind",
     "check_same_tokens",
     "checkpoint_dtype",
     "expand_placeholders",
     "find_checkpoint",
+    "find_mtp_format",
     "has_tokenizer",
     "load_decoder",
     "load_dflash",

@@ -90,17 +90,17 @@ def _check_causal(raw: Mapping[str, Any]) -> None:
 
 
 def _family(raw: Mapping[str, Any]) -> str:
-    """Return the model type. Raise if it is not supported."""
+    """Return the model type, or that of the family with the same decoder. Raise if it is not supported."""
     family = raw.get("model_type")
-    if isinstance(family, str) and family in _FAMILIES:
-        return family
+    if isinstance(family, str) and (known := _SAME_DECODER.get(family, family)) in _FAMILIES:
+        return known
     reason = REFUSED.get(family) if isinstance(family, str) else None
     if reason is not None:
         kind = _NotNativeError if reason.elsewhere else ConfigError
         raise kind(f"model_type is {shown(family)}, which isn't supported: {reason.why}")
     raise _NotNativeError(
         f"model_type is {shown(family)} (architectures {shown(raw.get('architectures'))}), which isn't supported; supported "
-        f"are {', '.join(sorted(_FAMILIES))}"
+        f"are {', '.join(supported_families())}"
     )
 
 
@@ -204,6 +204,8 @@ _FAMILIES: Mapping[str, Callable[[HfConfig], dict[str, Any]]] = MappingProxyType
         "qwen3_next": qwen3_next,
     }
 )
+_SAME_DECODER: Mapping[str, str] = MappingProxyType({"mimo": "qwen2"})
+"""Model types whose decoder and config are those of another family, and which transformers does not know."""
 _VISION_FAMILIES = frozenset({"qwen2_vl", "qwen2_5_vl"})
 _MROPE_SECTIONS = (16, 24, 24)  # of every published Qwen2-VL, and the default of configs without the field
 
@@ -221,7 +223,7 @@ _SILU = ("silu", "swish")
 
 def supported_families() -> tuple[str, ...]:
     """Return the model types that the decoder runs natively, sorted."""
-    return tuple(sorted(_FAMILIES))
+    return tuple(sorted({*_FAMILIES, *_SAME_DECODER}))
 
 
 def _vision(hf: HfConfig) -> VisionConfig:

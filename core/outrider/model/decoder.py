@@ -82,7 +82,7 @@ class Decoder(LanguageModel):
         self, inputs: ForwardInput, cache: KVCache, layers: tuple[int, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run all layers. Attention metadata is ``settled`` after the first layer. See the base class for the results."""
-        missing = [layer for layer in layers if not 0 <= layer < len(self._layers)]
+        missing = [layer for layer in layers if not 0 <= layer <= len(self._layers)]
         if missing:
             raise ConfigError(f"there are no layers {missing} to capture, the decoder has {len(self._layers)}")
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
@@ -93,12 +93,12 @@ class Decoder(LanguageModel):
             states = SideBySide(residual.new_empty((residual.shape[0], len(layers) * width)), width)
         pending: Pending | None = None
         self.begin_pass(inputs)
-        last = len(self._layers) - 1
+        last, reads_output = len(self._layers) - 1, len(self._layers) in layers
         pages_of_layers, states_of_layers = iter(cache.layers), iter(cache.states)
         for index, layer in enumerate(self._layers):
             pages = next(pages_of_layers if layer.recurrent is None else states_of_layers)
             captured = tuple(state for state, wanted in zip(states, layers, strict=True) if wanted == index)
-            if index == last:
+            if index == last and not reads_output:
                 pending, residual = layer.forward_last(pending, residual, inputs, cos_sin, pages, captured)
             else:
                 pending = layer.forward(pending, residual, inputs, cos_sin, pages, captured)
@@ -106,6 +106,10 @@ class Decoder(LanguageModel):
                 inputs = inputs.after_first_layer()
         assert pending is not None  # there is at least one layer
         final = add_rms_norm(pending, residual, self.weights.norm, self.config.rms_eps, self.kernels)
+        if reads_output:
+            for state in (state for state, wanted in zip(states, layers, strict=True) if wanted > last):
+                self.kernels.copy_rows(residual, state)
+            final = inputs.select_rows(final, self.kernels)
         return final, states
 
     def commit(self, inputs: ForwardInput, cache: KVCache, accepted: Tensor) -> None:

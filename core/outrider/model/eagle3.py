@@ -25,12 +25,12 @@ from outrider.model.products import Weight, linear
 class Eagle3Weights:
     """Device tensors of an EAGLE-3 head."""
 
-    fusion: Weight
-    """[H, 3 Ht]."""
+    fusion: Weight | None
+    """[H, 3 Ht], or None if the head reads the target's final state."""
     embedding: Tensor
     """[V, H]."""
-    head: Weight
-    """The output head [Vd, H]."""
+    head: Weight | None
+    """The output head [Vd, H], or None for the target's."""
     norm: Tensor
     """Weight [H] of the final norm."""
     hidden_norm: Tensor
@@ -53,6 +53,7 @@ def fuse(weights: Eagle3Weights, states: tuple[Tensor, ...], eps: float, kernels
     """Fuse three of the target's states, each [T, Ht], into the state [T, H] that the head reads."""
     if weights.state_norms:
         states = tuple(kernels.rms_norm(x, w, eps) for x, w in zip(states, weights.state_norms, strict=True))
+    assert weights.fusion is not None  # a head that reads intermediate states fuses them
     joined = side_by_side(states)
     if weights.input_norm is not None:
         joined = kernels.rms_norm(joined, weights.input_norm, eps)
@@ -63,7 +64,8 @@ class Eagle3Head(BaseDraftHead):
     """Drafts from three intermediate states of the target. Placement and capture follow :class:`LanguageModel`.
 
     The interface is that of :class:`EagleHead`, but :meth:`condition` fuses the target's states first, and draft logits cover
-    the head's own vocabulary. ``aux_hidden_state_layers`` are the target's layers whose inputs the head reads. With
+    the head's own vocabulary. ``aux_hidden_state_layers`` are the target's layers whose inputs the head reads; a head without
+    any reads the target's final state. With
     ``norm_before_residual`` the layer's residual is the normed state. With ``norm_output`` the states include the final norm,
     also as input of the next draft step.
     """
@@ -81,6 +83,7 @@ class Eagle3Head(BaseDraftHead):
         super().__init__(config, target)
         self.weights = weights
         self.aux_hidden_state_layers = aux_hidden_state_layers
+        self.reads_hidden = not aux_hidden_state_layers
         self._norm_before_residual, self._norm_output = norm_before_residual, norm_output
 
         self._layer = DecoderLayer(config, weights.layer, self.kernels, window=config.windows[0], ranks=target.ranks)
@@ -101,8 +104,10 @@ class Eagle3Head(BaseDraftHead):
         return self.weights.target_ids
 
     def condition(self, final: Tensor | None, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
-        """Fuse ``aux_hidden_states`` of the target into the state [T, H] that the head reads."""
-        del final
+        """Fuse ``aux_hidden_states`` of the target into the state [T, H] that the head reads, or return ``final``."""
+        if self.reads_hidden:
+            assert final is not None  # required by reads_hidden
+            return final
         return fuse(self.weights, aux_hidden_states, self.config.rms_eps, self.kernels)
 
     def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:
@@ -135,4 +140,6 @@ class Eagle3Head(BaseDraftHead):
         normed = hidden
         if not self._norm_output:
             normed = self.kernels.rms_norm(hidden, self.weights.norm, self.config.rms_eps)
+        if self.weights.head is None:
+            return self.target.logits(normed)
         return self.target.gather_logits(linear(self.kernels, normed, self.weights.head), self.draft_vocab_size)

@@ -24,12 +24,12 @@ _FOUND_KIND = {
 _MAX_LISTED_LAYERS = 16
 _NESTED = "eagle_config"
 # Containing object, key, and the offset from each number to the layer whose input is meant: hidden state k is the output of
-# k layers.
+# k layers. None: the first number decides (_nested_offset).
 _LAYER_KEYS = (
     (None, "eagle_aux_hidden_state_layer_ids", 0),
     (None, "aux_hidden_state_layer_ids", 0),
     (None, "target_layer_ids", 1),
-    (_NESTED, "eagle_aux_hidden_state_layer_ids", 1),
+    (_NESTED, "eagle_aux_hidden_state_layer_ids", None),
 )
 
 
@@ -38,7 +38,9 @@ class Eagle3Options:
     """Options of an EAGLE-3 head."""
 
     layers: tuple[int, ...]
-    """The target's layers whose inputs the head reads."""
+    """The target's layers whose inputs the head reads; the number of layers stands for the output of the last one. Empty if
+    the head reads the target's final state instead.
+    """
     prefix: str
     """Prefix of the names of the first layer's tensors."""
     norm_before_fc: bool = False
@@ -59,8 +61,8 @@ def read_eagle3_options(
     ``present`` holds the names of the head's tensors. ``parallel`` is true if a P-EAGLE head is expected, which drafts
     several tokens in one pass.
 
-    Raises :class:`CheckpointError` for a head of the other kind, a head that reads no intermediate states, values of a wrong
-    type, and contradicting keys.
+    Raises :class:`CheckpointError` for a head of the other kind, a parallel head that reads no intermediate states, values of
+    a wrong type, and contradicting keys.
     """
     envelope = ENVELOPE in raw
     kind, wanted = raw.get("speculators_model_type"), "peagle" if parallel else "eagle3"
@@ -75,10 +77,11 @@ def read_eagle3_options(
             f"{'in parallel' if parallel else 'one token after the other'}; for this one it's speculate "
             f"{'eagle3' if parallel else 'peagle'}"
         )
-    if _flag(file, raw, "use_aux_hidden_state") is False:
+    reads_final = _flag(file, raw, "use_aux_hidden_state") is False
+    if reads_final and parallel:
         raise CheckpointError(
-            f"{file}: use_aux_hidden_state is false: the head reads the target's last state alone, which isn't supported in "
-            "this format; expected a head that reads three inner states, or one for speculate eagle"
+            f"{file}: use_aux_hidden_state is false: the head reads the target's final state alone, which isn't supported "
+            "for a head that drafts in parallel; expected a head that reads three inner states"
         )
     before_residual = _flag(file, raw, "norm_before_residual")
     if envelope and before_residual is None and not parallel:  # all readers default to false for parallel heads
@@ -88,7 +91,7 @@ def read_eagle3_options(
         )
     before_fc, each = _flag(file, raw, "norm_before_fc"), _flag(file, raw, "fc_norm")
     return Eagle3Options(
-        layers=_layers(file, raw, depth),
+        layers=() if reads_final else _layers(file, raw, depth),
         prefix="layers.0" if "layers.0.hidden_norm.weight" in present else "midlayer",
         # Configs older than these keys belong to heads without the tensors; a head with the tensors uses them.
         norm_before_fc="input_norm.weight" in present if before_fc is None else before_fc,
@@ -123,15 +126,25 @@ def _layers(file: Path, raw: dict[str, object], depth: int) -> tuple[int, ...]:
         is_short_list = isinstance(named, list) and len(named) <= _MAX_LISTED_LAYERS
         if not is_short_list or not all(is_whole(layer, -_MAX_LISTED_LAYERS, MAX_LAYERS) for layer in named):
             raise CheckpointError(f"{file}: {name} is {shown(named)}, expected three layers of a target of {depth} layers")
-        found[name] = tuple(layer + offset for layer in named)
+        shift = _nested_offset(named) if offset is None else offset
+        found[name] = tuple(layer + shift for layer in named)
     if len(set(found.values())) > 1:
         listing = "; ".join(f"{name}: the inputs of layers {list(layers)}" for name, layers in found.items())
         raise CheckpointError(f"{file}: the head's layers are named in more than one way, and differently ({listing})")
     layers = next(iter(found.values()), tuple(sorted({2, depth // 2, depth - 3})))
-    if len(layers) != 3 or not all(0 <= layer < depth for layer in layers):
+    if len(layers) != 3 or not all(0 <= layer <= depth for layer in layers):
         name = next(iter(found), "eagle_config.eagle_aux_hidden_state_layer_ids")
         raise CheckpointError(
             f"{file}: the head would read the inputs of layers {list(layers)} of a target of {depth} layers, expected three "
             f"layers; name them in {name}"
         )
     return layers
+
+
+def _nested_offset(named: list[int]) -> int:
+    """Return the offset of layer numbers in ``eagle_config``, which two kinds of producers write.
+
+    Numbers of layers whose output is meant begin with 1 (or -1, the embedding), numbers of layers whose input is meant with
+    the published default of 2, or more: sgl-project/sglang#25454.
+    """
+    return 1 if named[:1] in ([1], [-1]) else 0

@@ -268,6 +268,14 @@ def _open_sharded(index: Path) -> CheckpointFiles:
                 raise CheckpointError(f"{index}: says that {tensor!r} is in {name!r}, but that file doesn't hold it")
         for name, file in files.items():
             for tensor in file.shapes:
-                if mapping.get(tensor) != name:
+                if mapping.get(tensor) == name:
+                    continue
+                if tensor not in mapping:
                     raise CheckpointError(f"{file.path}: holds {tensor!r}, which {index.name} doesn't place there")
+                listed = files[mapping[tensor]]
+                if not torch.equal(file.read_tensor(tensor), listed.read_tensor(tensor)):
+                    raise CheckpointError(
+                        f"{file.path}: holds {tensor!r}, which {index.name} places in {mapping[tensor]!r}, with other values "
+                        "there; expected equal copies, or one"
+                    )
         return CheckpointFiles(index, MappingProxyType({tensor: files[name] for tensor, name in mapping.items()}))

@@ -21,6 +21,7 @@ from outrider.model.eagle3_config import ENVELOPE, Eagle3Options, read_eagle3_op
 from outrider.model.files import CheckpointFiles, open_checkpoint
 from outrider.model.head_mapping import eagle3_targets, eagle3_weights, eagle_targets, eagle_weights
 from outrider.model.language_model import LanguageModel
+from outrider.model.mapping import MTP_PREFIXES, mtp_prefix
 from outrider.model.pieces import Target
 from outrider.model.quantization import Quantization, QuantizedMode, read_quantization
 from outrider.model.reading import read_json, wrap_read_errors
@@ -157,6 +158,13 @@ def check_eagle3(
     raw = read_json(file)
     options = read_eagle3_options(file, raw, target.config.num_layers, files.tensors, parallel=more is not None)
     config = head_config(directory, target, dtype, files.tensors, options.prefix, part=ENVELOPE if ENVELOPE in raw else None)
+    if target.config.num_layers in options.layers and not target.native:
+        raise CheckpointError(
+            f"{file}: the head reads the output of the target's last layer, which a target that runs by transformers' own "
+            "code doesn't pass on; run the target natively"
+        )
+    if not options.layers:
+        check_hidden_size(directory, config, target)
     width = raw.get("target_hidden_size")
     if width is not None and width != target.config.hidden_size:
         raise _wrong_target(directory, "target_hidden_size", width, target.config.hidden_size)
@@ -182,6 +190,46 @@ def check_eagle3(
         target_ids=_target_ids(files, draft_vocab, config.vocab_size),
         more=extra_targets,
     )
+
+
+_KIND_BY_TENSOR = (
+    ("mask_hidden", "peagle"),
+    ("midlayer.hidden_norm.weight", "eagle3"),
+    ("layers.0.hidden_norm.weight", "eagle3"),
+    ("hidden_norm.weight", "dflash"),
+    ("fc.weight", "eagle"),
+    ("model.layers.0.mlp.down_proj.weight", "draft-model"),
+)
+"""Name of the proposer for a checkpoint by the first of these tensors that it has."""
+
+
+def check_draft_kind(directory: Path, name: str) -> None:
+    """Raise :class:`CheckpointError` with the right name if a draft checkpoint is clearly meant for another proposer than
+    ``name``.
+    """
+    files = open_checkpoint(directory)
+    if name == "mtp":
+        find_mtp_format(files)
+        return
+    kind = next((kind for tensor, kind in _KIND_BY_TENSOR if tensor in files.tensors), None)
+    if kind is None and any(mtp_prefix(key) is not None for key in files.tensors):
+        kind = "mtp"
+    if kind not in (None, name):
+        raise CheckpointError(f"{files.origin}: its tensors are those of a draft for speculate {kind!r}, not {name!r}")
+
+
+def find_mtp_format(files: CheckpointFiles) -> str:
+    """Return the format of a checkpoint's heads of multi-token prediction, a value of ``MTP_PREFIXES``.
+
+    Raises :class:`CheckpointError` if the checkpoint has none.
+    """
+    found = next((prefix for key in files.tensors if (prefix := mtp_prefix(key)) is not None), None)
+    if found is None:
+        raise CheckpointError(
+            f"{files.origin}: has no heads of multi-token prediction; expected tensors {' or '.join(MTP_PREFIXES)}*; name a "
+            "checkpoint that has them as the draft (--draft), or choose another name for speculate"
+        )
+    return MTP_PREFIXES[found]
 
 
 def head_config(
@@ -248,10 +296,17 @@ def _target_ids(files: CheckpointFiles, draft_vocab: int, vocab: int) -> Tensor 
         raise CheckpointError(
             f"{files.tensors['d2t'].path}: tensor 'd2t' has shape {list(offsets.shape)}, expected [{draft_vocab}]"
         )
-    ids = torch.arange(draft_vocab) + offsets
+    ids = torch.arange(draft_vocab, device="cpu") + offsets
     if int(ids.min()) < 0 or int(ids.max()) >= vocab:
         raise CheckpointError(
             f"{files.tensors['d2t'].path}: tensor 'd2t' points to tokens {int(ids.min())} to {int(ids.max())}, outside the "
             f"target's vocabulary of {vocab}"
+        )
+    ordered = ids.sort().values
+    repeated = ordered[1:][ordered[1:] == ordered[:-1]]
+    if repeated.numel():  # the distribution that a draft is sampled from would not be the one that verification is told
+        raise CheckpointError(
+            f"{files.tensors['d2t'].path}: tensor 'd2t' points to token {int(repeated[0])} more than once "
+            f"({repeated.numel()} repetitions in all), expected each token of the target at most once"
         )
     return ids

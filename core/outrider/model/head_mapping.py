@@ -19,8 +19,8 @@ from outrider.model.shards import Shards
 def eagle_targets(config: ModelConfig, present: Container[str], shards: Shards = SINGLE_RANK) -> list[Target]:
     """Return the weights of an EAGLE head. ``present`` holds the checkpoint's tensor names, for optional tensors.
 
-    Published heads have no ``layers.0.input_layernorm`` and no final norm. They may have ``fc.bias`` and their own copy of
-    the embedding.
+    Published heads have no ``layers.0.input_layernorm`` and no final norm. They may have ``fc.bias`` and their own copies of
+    the embedding and of the output head.
     """
     hidden = config.hidden_size
     targets = [Target("fusion", (Piece("fc.weight", (hidden, 2 * hidden)),))]
@@ -28,6 +28,8 @@ def eagle_targets(config: ModelConfig, present: Container[str], shards: Shards =
         targets.append(Target("fusion_bias", (Piece("fc.bias", (hidden,)),)))
     if "embed_tokens.weight" in present:
         targets.append(table_target("embedding", "embed_tokens.weight", config.vocab_size, hidden, shards))
+    if "lm_head.weight" in present:
+        targets.append(table_target("head", "lm_head.weight", config.vocab_size, hidden, shards))
     for index in range(config.num_layers):
         norm = index > 0 or "layers.0.input_layernorm.weight" in present
         targets += layer_targets(config, f"layers.{index}", f"layers.{index}", attention_norm=norm, shards=shards)
@@ -40,6 +42,7 @@ def eagle_weights(config: ModelConfig, weights: Mapping[str, Any], *, embedding:
         fusion=weights["fusion"],
         fusion_bias=weights.get("fusion_bias"),
         embedding=weights.get("embedding", embedding),
+        head=weights.get("head"),
         layers=tuple(layer_weights(weights, f"layers.{index}") for index in range(config.num_layers)),
     )
 
@@ -54,12 +57,15 @@ def eagle3_targets(
 ) -> list[Target]:
     """Return the weights of an EAGLE-3 head, whose first attention reads embedding and hidden state side by side."""
     hidden, states = config.hidden_size, len(options.layers)
+    has_target_shape = (hidden, draft_vocab) == (target.hidden_size, config.vocab_size)
     targets = [
-        Target("fusion", (Piece("fc.weight", (hidden, states * target.hidden_size)),)),
         Target("norm", (Piece("norm.weight", (hidden,)),)),
-        table_target("head", "lm_head.weight", draft_vocab, hidden, shards),
         Target("hidden_norm", (Piece(f"{options.prefix}.hidden_norm.weight", (hidden,)),)),
     ]
+    if states:
+        targets.append(Target("fusion", (Piece("fc.weight", (hidden, states * target.hidden_size)),)))
+    if "lm_head.weight" in present or not has_target_shape:
+        targets.append(table_target("head", "lm_head.weight", draft_vocab, hidden, shards))
     if "embed_tokens.weight" in present or hidden != target.hidden_size:
         targets.append(table_target("embedding", "embed_tokens.weight", config.vocab_size, hidden, shards))
     if options.norm_before_fc:
@@ -80,9 +86,9 @@ def eagle3_weights(
 ) -> Eagle3Weights:
     """Return the head's weights from the loaded tensors. ``embedding`` is the target's, for a head without its own."""
     return Eagle3Weights(
-        fusion=weights["fusion"],
+        fusion=weights.get("fusion"),
         embedding=weights.get("embedding", embedding),
-        head=weights["head"],
+        head=weights.get("head"),
         norm=weights["norm"],
         hidden_norm=weights["hidden_norm"],
         layer=layer_weights(weights, "layer"),

@@ -18,8 +18,6 @@ from outrider.model.pieces import Piece, Target, TensorSlice
 from outrider.model.recurrent import RecurrentWeights
 from outrider.model.shards import Shards
 
-HEAD_PREFIX = "mtp."
-"""Prefix of the tensors of a draft head in the checkpoint of its target."""
 _RECURRENT = "recurrent."
 _OFFSET_NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm", "final_norm", "token_norm", "hidden_norm")
 

@@ -116,6 +116,8 @@ class LanguageModel(ABC):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run :meth:`forward`, and also return the residual stream [T, H] at the input of each of ``layers``, in that order.
 
+        A native model also takes its number of layers, for the output of the last layer before the final norm.
+
         EAGLE-3 heads read three of these states side by side, so a model may return a :class:`SideBySide`, whose views are
         the states. Raises :class:`ConfigError` for a layer that doesn't exist.
         """

@@ -9,21 +9,21 @@ import torch
 from torch import Tensor
 
 from outrider.device import Backend, KernelSet
-from outrider.errors import CheckpointError
 from outrider.model.checkpoint_config import read_model_config
+from outrider.model.config import ModelConfig
 from outrider.model.decoder import Decoder
 from outrider.model.expert_mapping import check_count
 from outrider.model.files import CheckpointFiles, open_checkpoint
 from outrider.model.hybrid_configs import HYBRID_FAMILIES
-from outrider.model.hybrid_mapping import HEAD_PREFIX
-from outrider.model.mapping import decoder_stem, decoder_targets, decoder_weights, vision_name
-from outrider.model.pieces import Piece
+from outrider.model.mapping import decoder_stem, decoder_targets, decoder_weights, mtp_prefix, vision_name
 from outrider.model.quantization import QuantizedMode, read_quantization
-from outrider.model.quantization.cache import cache_format, read_scales, resolve_cache_format, scale_keys
+from outrider.model.quantization.cache import CacheScheme, cache_format, read_scales, resolve_cache_format, scale_keys
 from outrider.model.ranks import ModelRanks
 from outrider.model.reading import wrap_read_errors
 from outrider.model.shards import Shards
 from outrider.model.tensor_loading import Progress, check_tensors, load_tensors, loading_stream
+
+_HEAD = "lm_head.weight"
 
 
 def load_decoder(
@@ -37,12 +37,14 @@ def load_decoder(
     kv_dtype: str = "auto",
     kernels: KernelSet | None = None,
     drafts: bool = False,
+    positions: int = 0,
 ) -> Decoder:
     """Load a decoder's checkpoint onto ``backend`` in ``dtype``. Blocks until the weights are on the device.
 
     ``ranks``: the tensor-parallel ranks; only this rank's slices are read. ``quantized``: how quantized weights are loaded.
     ``kv_dtype``: dtype of the KV cache, as in EngineConfig. ``kernels``: kernels that the decoder calls, by default those of
-    ``backend``. ``drafts``: true for a draft model.
+    ``backend``. ``drafts``: true for a draft model. ``positions``: the least number of positions that the decoder
+    must run at, whatever its own context is.
 
     Raises :class:`CheckpointError` with file and tensor if a tensor is missing, superfluous, of a wrong shape or unreadable.
     Raises :class:`CapabilityError` if the backend doesn't compute in ``dtype``, or has no kernels for the quantized weights
@@ -50,31 +52,33 @@ def load_decoder(
     """
     kernels = backend.kernels_in_use if kernels is None else kernels
     config = read_model_config(Path(directory), drafts=drafts)
+    files = open_checkpoint(Path(directory))
+    config = replace(_untie(config, files), max_context=max(config.max_context, positions))
     shards = Shards() if ranks is None else ranks.shards
     local = shards.local(config, str(directory))
-    files = open_checkpoint(Path(directory))
     check_count(config, files.tensors, files.origin)
     targets = decoder_targets(config, files.tensors, shards)
-    optional = {"lm_head.weight"} if config.tie_embeddings else set()
+    optional = {key for key in files.tensors if mtp_prefix(key) is not None}  # the heads' loader checks them
+    if config.tie_embeddings:
+        optional.add(_HEAD)
     if config.vision is not None or config.family in HYBRID_FAMILIES:
         optional |= {key for key in files.tensors if vision_name(key) is not None}  # load_vision checks them
-    if config.family in HYBRID_FAMILIES:
-        optional |= {key for key in files.tensors if key.startswith(HEAD_PREFIX)}
     quantization = read_quantization(Path(directory), mode=quantized)
     scheme = None if quantization is None or kv_dtype == "plain" else quantization.cache_scheme
     format = resolve_cache_format(kv_dtype, scheme, kernels, backend, str(files.origin))
     stem = decoder_stem(files.tensors)
-    prefixes = [f"{stem}.layers.{index}" for index in config.attention_layers]
+    prefixes = [f"{stem}layers.{index}" for index in config.attention_layers]
     scales: list[tuple[Tensor, Tensor]] = []
-    if quantization is not None and quantization.cache is not None:
-        optional |= scale_keys(files, prefixes)
+    if quantization is not None:
+        stored_scales = scale_keys(files, prefixes)
+        optional |= stored_scales
+        if stored_scales and format is not None and scheme is None:
+            scheme = CacheScheme()  # the config doesn't announce them
     if scheme is not None:
         scales = [read_scales(files, prefix, scheme, config.num_kv_heads) for prefix in prefixes]
     check_tensors(
         files, decoder_targets(config, files.tensors), optional=optional, quantization=quantization, backend=backend
     )
-    if config.tie_embeddings and "lm_head.weight" in files.tensors:
-        _check_tied(files, "lm_head.weight", targets[0].pieces[0])
     with loading_stream(backend, dtype) as stream:
         weights = load_tensors(
             files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress, quantization=quantization
@@ -99,8 +103,14 @@ def load_decoder(
             return Decoder(local, record, kernels, ranks)
 
 
-def _check_tied(files: CheckpointFiles, head: str, embedding: Piece) -> None:
-    """Raise :class:`CheckpointError` unless ``head`` is a copy of the tied embedding."""
-    key, cut = embedding.key, embedding.tensor_slice
-    if files.shape(head) != files.shape(key) or not torch.equal(files.read_tensor(head, cut), files.read_tensor(key, cut)):
-        raise CheckpointError(f"{files.tensors[head].path}: tensor {head!r} differs from {key!r}, but the config ties them")
+def _untie(config: ModelConfig, files: CheckpointFiles) -> ModelConfig:
+    """Return ``config`` without the tie if the files hold an output head that differs from the embedding, as transformers
+    does.
+    """
+    embedding = f"{decoder_stem(files.tensors)}embed_tokens.weight"
+    if not config.tie_embeddings or not {_HEAD, embedding} <= files.tensors.keys():
+        return config
+    is_copy = files.shape(_HEAD) == files.shape(embedding) and torch.equal(
+        files.read_stored(_HEAD), files.read_stored(embedding)
+    )
+    return config if is_copy else replace(config, tie_embeddings=False)

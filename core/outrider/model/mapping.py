@@ -9,6 +9,7 @@ Letters: H hidden size, Hq query heads, Hkv KV heads, D head size, I intermediat
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from outrider.model.config import ModelConfig
@@ -19,6 +20,8 @@ from outrider.model.layer import LayerWeights
 from outrider.model.pieces import Piece, Target, TensorSlice
 from outrider.model.shards import Shards
 
+MTP_PREFIXES: Mapping[str, str] = MappingProxyType({"model.mtp_layers.": "mimo"})
+"""Format of heads of multi-token prediction by the prefix of their tensors' names."""
 SINGLE_RANK = Shards()
 """A single rank that holds the whole model."""
 
@@ -135,8 +138,14 @@ def table_target(name: str, key: str, rows: int, width: int, shards: Shards) -> 
 
 
 def decoder_stem(present: Container[str]) -> str:
-    """Return the prefix of the names of a decoder's tensors."""
-    return "model.language_model" if "model.language_model.embed_tokens.weight" in present else "model"
+    """Return the prefix of the names of a decoder's tensors, empty for a base model that was saved without its head."""
+    stems = ("model.", "model.language_model.", "")
+    return next((stem for stem in stems if f"{stem}embed_tokens.weight" in present), stems[0])
+
+
+def is_model(present: Container[str]) -> bool:
+    """Return True if a checkpoint with these tensors holds a decoder, not only heads that draft."""
+    return f"{decoder_stem(present)}embed_tokens.weight" in present
 
 
 def decoder_targets(config: ModelConfig, present: Container[str], shards: Shards = SINGLE_RANK) -> list[Target]:
@@ -147,16 +156,16 @@ def decoder_targets(config: ModelConfig, present: Container[str], shards: Shards
     """
     stem = decoder_stem(present)
     vocabulary, hidden = config.vocab_size, config.hidden_size
-    targets = [table_target("embedding", f"{stem}.embed_tokens.weight", vocabulary, hidden, shards)]
+    targets = [table_target("embedding", f"{stem}embed_tokens.weight", vocabulary, hidden, shards)]
     for index in range(config.num_layers):
-        prefix, mixture = f"{stem}.layers.{index}", config.has_experts(index)
+        prefix, mixture = f"{stem}layers.{index}", config.has_experts(index)
         attends = index in config.attention_layers
         targets += layer_targets(config, prefix, f"layers.{index}", attends=attends, mlp=not mixture, shards=shards)
         if not attends:
             targets += recurrent_targets(config, prefix, f"layers.{index}", present, shards)
         if mixture:
             targets += expert_targets(config, prefix, f"layers.{index}", present, shards)
-    targets.append(Target("norm", (Piece(f"{stem}.norm.weight", (config.hidden_size,)),)))
+    targets.append(Target("norm", (Piece(f"{stem}norm.weight", (config.hidden_size,)),)))
     if not config.tie_embeddings:
         targets.append(table_target("head", "lm_head.weight", vocabulary, hidden, shards))
     return list(offset_norms(config, targets))
@@ -183,6 +192,11 @@ def vision_name(key: str) -> str | None:
         if key.startswith(stem):
             return key.removeprefix(stem)
     return None
+
+
+def mtp_prefix(key: str) -> str | None:
+    """Return the prefix of a tensor of heads of multi-token prediction, or None for another tensor."""
+    return next((prefix for prefix in MTP_PREFIXES if key.startswith(prefix)), None)
 
 
 def is_unused_tensor(key: str) -> bool:

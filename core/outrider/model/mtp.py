@@ -25,7 +25,7 @@ from outrider.model.head_loading import check_hidden_size, head_config
 from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel
 from outrider.model.layer import DecoderLayer, LayerWeights
-from outrider.model.mapping import SINGLE_RANK, layer_targets, layer_weights
+from outrider.model.mapping import SINGLE_RANK, is_model, layer_targets, layer_weights, mtp_prefix
 from outrider.model.pending import add_rms_norm
 from outrider.model.pieces import Piece, Target
 from outrider.model.products import Weight, linear
@@ -99,6 +99,7 @@ def load_mtp(
 ) -> tuple[MtpHead, ...]:
     """Load the ``num_nextn_predict_layers`` multi-token prediction heads of a checkpoint for ``target``.
 
+    The checkpoint holds the heads alone, or the model and the heads; the model's tensors are then ignored.
     Arguments and errors follow :func:`load_eagle`.
     """
     directory = Path(directory)
@@ -115,7 +116,11 @@ def load_mtp(
     shards = target.shards
     targets = mtp_targets(config, heads, shards)
     quantization = read_quantization(directory, mode=quantized)
-    check_tensors(files, mtp_targets(config, heads), optional=set(), quantization=quantization, backend=backend)
+    model_tensors: set[str] = set()
+    if is_model(files.tensors):
+        model_tensors = {key for key in files.tensors if mtp_prefix(key) is None}
+        quantization = quantization and replace(quantization, weights=False)  # heads of a quantized model may be unquantized
+    check_tensors(files, mtp_targets(config, heads), optional=model_tensors, quantization=quantization, backend=backend)
     config = shards.local(config, str(directory))
     with loading_stream(backend, dtype) as stream:
         weights = load_tensors(

@@ -16,8 +16,10 @@ from outrider.model import (
     OUTPUT_FORMATS,
     DraftVocabulary,
     LanguageModel,
+    ModelConfig,
     Progress,
     QuantizedMode,
+    find_mtp_format,
     load_decoder,
     load_dflash,
     load_eagle,
@@ -27,6 +29,7 @@ from outrider.model import (
     with_output_head,
     with_vocabulary_size,
 )
+from outrider.model.files import open_checkpoint
 from outrider.speculative.block import BlockProposer
 from outrider.speculative.combined import CombinedProposer
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
@@ -140,7 +143,13 @@ def _eagle_proposer(head: DraftHead, options: DraftOptions) -> Proposer:
 
 
 def _build_eagle(options: DraftOptions) -> Proposer:
-    return _eagle_proposer(_load_head(load_eagle, options, "eagle", "an EAGLE head"), options)
+    head = _load_head(load_eagle, options, "eagle", "an EAGLE head")
+    if not head.share_output_head(options.target) and (options.output_head is not None or options.vocabulary is not None):
+        raise ConfigError(
+            "draft_output_head and draft_vocabulary draw drafts with a copy of the target's output head, and "
+            f"{options.directory} has another one of its own (lm_head.weight); leave them out"
+        )
+    return _eagle_proposer(head, options)
 
 
 def _build_eagle3(options: DraftOptions) -> Proposer:
@@ -148,12 +157,18 @@ def _build_eagle3(options: DraftOptions) -> Proposer:
 
 
 def _build_mtp(options: DraftOptions) -> Proposer:
+    directory = _draft_directory(options, "mtp", "heads of multi-token prediction")
+    return _MTP_BUILDERS[find_mtp_format(open_checkpoint(directory))](options)
+
+
+def _build_mimo_mtp(options: DraftOptions) -> Proposer:
     heads = _load_head(load_mtp, options, "mtp", "heads of multi-token prediction")
     return MtpProposer(heads, draft_tokens=options.draft_tokens, branches=options.topk)
 
 
 def _build_draft_model(options: DraftOptions) -> Proposer:
     directory = _draft_directory(options, "draft-model", "a draft model")
+    context = options.target.config.max_context
     model = load_decoder(
         directory,
         backend=options.backend,
@@ -162,10 +177,12 @@ def _build_draft_model(options: DraftOptions) -> Proposer:
         ranks=options.target.ranks,
         quantized=options.quantized,
         drafts=True,
+        positions=context,
     )
     model = with_vocabulary_size(model, options.target.config.vocab_size, directory=directory, backend=options.backend)
     if options.topk == 1:
-        return DraftModelProposer(model, target=options.target, draft_tokens=options.draft_tokens)
+        own = ModelConfig.from_checkpoint(directory).max_context
+        return DraftModelProposer(model, target=options.target, draft_tokens=options.draft_tokens, context=own)
     return DraftModelTreeProposer(model, target=options.target, shape=_tree_shape(options))
 
 
@@ -207,6 +224,9 @@ def _build_suffix(options: DraftOptions) -> Proposer:
     _require_chain(options, "suffix")
     return SuffixProposer.for_target(options.target, options.draft_tokens)
 
+
+_MTP_BUILDERS: Mapping[str, Builder] = MappingProxyType({"mimo": _build_mimo_mtp})
+"""Builders by the format of the heads, a value of ``MTP_PREFIXES``."""
 
 _BUILDER_OF: Mapping[str, Builder] = {
     "none": _build_none,

@@ -83,14 +83,15 @@ class _ModelDrafts(CachedProposer):
     """Base class of the chain and the tree of a draft model."""
 
     _model: LanguageModel
+    _context: int | None = None
     name = "draft-model"
     lookahead = 0  # the cache entry of a position depends on no later token
     reads_hidden = False
 
     @property
     def max_context(self) -> int:
-        """The maximum context of the draft model, in tokens."""
-        return self._model.config.max_context
+        """The context that the draft model was made for, in tokens."""
+        return self._context or self._model.config.max_context
 
     def prompt_passes(self, tokens: int, sequences: int, longest: int) -> tuple[int, ...]:
         """Return two passes: one over the prompts, and one over the token after each prompt."""
@@ -103,12 +104,13 @@ class DraftModelProposer(_ModelDrafts, ChainProposer):
 
     _tokens_ahead = 1
 
-    def __init__(self, model: LanguageModel, *, target: LanguageModel, draft_tokens: int) -> None:
+    def __init__(self, model: LanguageModel, *, target: LanguageModel, draft_tokens: int, context: int | None = None) -> None:
+        """``context``: that of the draft model's checkpoint, if the loaded ``model`` has positions for a longer one."""
         if draft_tokens < 1:
             raise ConfigError(f"draft_tokens is {draft_tokens}; a chain has at least 1 token")
         _check_vocabulary(model, target)
         super().__init__(model.config, model.cache_dtype)
-        self._model = model
+        self._model, self._context = model, context
         self._draft_tokens = draft_tokens
 
     @property

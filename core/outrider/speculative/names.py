@@ -11,7 +11,7 @@ BUILTIN_PROPOSERS: Mapping[str, str] = MappingProxyType(
         "eagle3": "an EAGLE-3 head (midlayer.*, its own lm_head, d2t): chain or tree",
         "peagle": "a P-EAGLE head (EAGLE-3 with mask_hidden, one or more layers): a draft in one pass, a chain",
         "dflash": "a DFlash head (fc, hidden_norm, layers.*, dflash_config): a block in one pass, a chain",
-        "mtp": "heads of multi-token prediction (model.mtp_layers.*), one a step: chain or tree",
+        "mtp": "heads of multi-token prediction (model.mtp_layers.*), of --draft or of the model: chain or tree",
         "draft-model": "any supported decoder with the same tokenizer: chain or tree",
         "ngram": "nothing: it drafts what followed the last tokens earlier in the text: chain or tree",
         "suffix": "nothing: it drafts what followed the last tokens in the text or in past outputs: chain",
@@ -22,6 +22,9 @@ BUILTIN_PROPOSERS: Mapping[str, str] = MappingProxyType(
 
 DRAFTLESS = frozenset(name for name, needs in BUILTIN_PROPOSERS.items() if needs.startswith("nothing:"))
 """Proposers that need no checkpoint."""
+
+INSIDE_MODEL = frozenset({"mtp"})
+"""Proposers whose heads are in the model's checkpoint if no draft is given."""
 
 USES_TARGET_HEAD = frozenset({"eagle", "dflash", "mtp"})
 """Proposers that sample drafts with the target's output head."""

@@ -217,7 +217,11 @@ class Proposer(ABC):
 
     @property
     def max_context(self) -> int | None:
-        """The maximum context of the draft in tokens, or None if only the target limits it."""
+        """The context in tokens that the draft was made for, or None for the target's.
+
+        Requests may become longer. Chains aren't drafted while every request of a batch is longer; otherwise the draft also
+        runs at positions beyond its context, where its tokens may be anything.
+        """
         return None
 
     @property

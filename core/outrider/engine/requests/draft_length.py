@@ -24,6 +24,9 @@ class DraftLengthPolicy(ABC):
     needs_acceptance: bool = True
     """Tells the host whether to call :meth:`observe`."""
 
+    context: int | None = None
+    """The draft's context in tokens: nothing is drafted for a batch whose requests all exceed it. None: the target's."""
+
     reads_load: bool = True
     """True if :meth:`choose` reads its arguments. Otherwise the scheduler does not count cached tokens."""
 
@@ -45,17 +48,21 @@ class DraftLengthPolicy(ABC):
 
 
 class FixedLength(DraftLengthPolicy):
-    """A policy with one length. For trees, whose shape never changes, the length counts all nodes."""
+    """A policy with one length. For trees, whose shape never changes, the length counts all nodes.
+
+    With a ``context`` the draft is left out beyond it.
+    """
 
     needs_acceptance = reads_load = False
 
-    def __init__(self, length: int) -> None:
-        super().__init__((length,))
+    def __init__(self, length: int, *, context: int | None = None) -> None:
+        super().__init__((length,) if context is None else (0, length))
+        self.context = context
 
     def choose(self, requests: int, cached: int) -> int:
         """Return the only length of this policy."""
         del requests, cached
-        return self.lengths[0]
+        return self.lengths[-1]
 
 
 class LengthSchedule(DraftLengthPolicy):

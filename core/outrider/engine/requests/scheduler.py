@@ -388,6 +388,8 @@ class Scheduler:
 
 def choose_draft_length(policy: DraftLengthPolicy, decode: Sequence[Request]) -> int:
     """Return the draft length that ``policy`` chooses for a batch of greedy requests."""
+    if policy.context is not None and all(request.known_length >= policy.context for request in decode):
+        return policy.lengths[0]
     cached = sum(request.known_length for request in decode) if policy.reads_load else 0
     return policy.choose(len(decode), cached)
 

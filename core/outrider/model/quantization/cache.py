@@ -36,12 +36,17 @@ _SCALE_NAMES = (
 class CacheScheme:
     """The fp8 scheme in which a checkpoint stores its keys and values."""
 
-    strategy: str
+    strategy: str = "tensor"
     """One of :data:`STRATEGIES`."""
 
     @classmethod
     def from_config(cls, raw: object) -> CacheScheme:
-        """Parse ``kv_cache_scheme``. Raises :class:`ConfigError` with the key for an unsupported value."""
+        """Parse ``kv_cache_scheme``: an object, or the word ``static`` of older fp8 writers.
+
+        Raises :class:`ConfigError` with the key for an unsupported value.
+        """
+        if raw == "static":
+            return cls()
         if not isinstance(raw, dict):
             raise ConfigError(
                 f"{KEY} is {shown(raw)}, expected a JSON object; --kv-dtype plain keeps the cache in the model's dtype"

@@ -1,7 +1,7 @@
 """Parsing of the quantization config of a checkpoint, for each supported method.
 
 The library compressed-tensors parses its own configs. This module parses the others: ``fp8`` of Hugging Face, ``awq``,
-``gptq``, ``modelopt``.
+``gptq``, ``modelopt``, ``auto-round``.
 """
 
 from __future__ import annotations
@@ -303,6 +303,28 @@ def _gptq_scheme(config: Mapping[str, Any]) -> Scheme:
     )
 
 
+def _auto_round(config: Mapping[str, Any]) -> FindScheme:
+    """Parse AutoRound's config: words as GPTQ or AWQ pack them, and other settings of single modules in ``extra_config``."""
+    packing, data_type, extra = config.get("packing_format"), config.get("data_type", "int"), config.get("extra_config") or {}
+    name = "auto_gptq" if packing is None else str(packing).removeprefix("auto_round:")
+    if name not in _AUTO_ROUND_LAYOUTS:
+        known = ", ".join(f"auto_round:{each}" for each in _AUTO_ROUND_LAYOUTS)
+        raise ConfigError(f"packing_format is {shown(packing)}, which isn't supported; supported are {known}; {_INSTEAD}")
+    if data_type != "int":
+        raise ConfigError(f"data_type is {shown(data_type)}, expected int; {_INSTEAD}")
+    if not isinstance(extra, dict) or not all(isinstance(each, dict) for each in extra.values()):
+        raise ConfigError(f"extra_config is {shown(extra)}, expected a JSON object of objects by the names of modules")
+    common = {**config, "checkpoint_format": _AUTO_ROUND_LAYOUTS[name], "version": "gemm", "dynamic": None, "lm_head": True}
+
+    def parse(fields: Mapping[str, Any]) -> FindScheme:
+        if is_whole(fields.get("bits"), 16, 32):
+            return lambda module: None
+        return _awq({**fields, "zero_point": not _flag(fields, "sym", True)}) if name == "auto_awq" else _gptq(fields)
+
+    default, by_module = parse(common), {module: parse({**common, **fields}) for module, fields in extra.items()}
+    return lambda module: by_module.get(module, default)(module)
+
+
 def _word_layout(config: Mapping[str, Any], older_key: str, default: str) -> tuple[str, object]:
     """Return the key that names the layout of the packed words, and the layout in lower case.
 
@@ -390,6 +412,16 @@ def _all_except(scheme: Scheme, names: Sequence[str]) -> FindScheme:
     return find
 
 
+_AUTO_ROUND_LAYOUTS = MappingProxyType({"auto_gptq": "gptq", "gptqmodel": "gptq_v2", "auto_awq": "awq"})
+"""Layouts of AutoRound's packed words, by its names of them."""
 _METHODS: Mapping[str, Callable[[Mapping[str, Any]], FindScheme]] = MappingProxyType(
-    {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "awq": _awq, "gptq": _gptq, "modelopt": _modelopt}
+    {
+        "compressed-tensors": _compressed_tensors,
+        "fp8": _fp8,
+        "awq": _awq,
+        "gptq": _gptq,
+        "modelopt": _modelopt,
+        "auto-round": _auto_round,
+        "intel/auto-round": _auto_round,
+    }
 )

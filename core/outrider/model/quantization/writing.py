@@ -138,7 +138,7 @@ def _has_tied_head(config: Mapping[str, Any], files: CheckpointFiles) -> bool:
     """
     text = config.get("text_config")
     is_tied = any(part.get("tie_word_embeddings") is True for part in (config, text if isinstance(text, dict) else {}))
-    return is_tied and f"{decoder_stem(files.tensors)}.embed_tokens.weight" in files.tensors
+    return is_tied and f"{decoder_stem(files.tensors)}embed_tokens.weight" in files.tensors
 
 
 def _no_head_error(files: CheckpointFiles) -> ConfigError:
