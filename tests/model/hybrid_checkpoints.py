@@ -3,9 +3,12 @@
 Norms, ``A_log`` and ``dt_bias`` are random, because the defaults 0 and 1 hide errors.
 """
 
+import json
 import random
+from importlib import import_module
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
@@ -77,13 +80,8 @@ def config_values(family, seed):
 def random_model(family, seed, **overrides):
     """The oracle, in float32."""
     kind, model_class = _CLASSES[family]
-    generator = torch.Generator().manual_seed(seed)
     model = model_class(kind(**config_values(family, seed) | overrides)).float().eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            noise = torch.randn(weight.shape, generator=generator)
-            scale = 0.3 if weight.dim() == 1 else 1.5 / weight.shape[-1] ** 0.5
-            weight.copy_(noise * scale if "A_log" not in name else noise.abs())
+    randomize(model, seed)
     return model
 
 
@@ -98,3 +96,78 @@ def logits(model, tokens):
     """Logits of the oracle at every token."""
     with torch.no_grad():
         return model(torch.tensor([list(tokens)])).logits[0]
+
+
+class MtpOracle(torch.nn.Module):
+    """The head of multi-token prediction, from transformers' parts: two norms, a projection, a layer and a norm."""
+
+    def __init__(self, model, seed):
+        super().__init__()
+        config = model.config
+        module = import_module(type(model).__module__)
+        layers, norms = (getattr(module, f"{type(model).__name__.removesuffix('ForCausalLM')}{part}") for part in _PARTS)
+        self.fc = torch.nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.pre_fc_norm_embedding = norms(config.hidden_size, config.rms_norm_eps)
+        self.pre_fc_norm_hidden = norms(config.hidden_size, config.rms_norm_eps)
+        self.norm = norms(config.hidden_size, config.rms_norm_eps)
+        attention = config.layer_types.index("full_attention")
+        self.layers = torch.nn.ModuleList([layers(config, attention)])
+        randomize(self, seed)
+        self.float().eval()
+
+    def forward(self, model, tokens):
+        """Results of the head at every position but the last, [T - 1, H], over the model's states of ``tokens``."""
+        ids = torch.tensor([list(tokens)])
+        with torch.no_grad():
+            states = model.model(ids).last_hidden_state[:, :-1]
+            embedded = self.pre_fc_norm_embedding(model.model.embed_tokens(ids[:, 1:]))
+            x = self.fc(torch.cat((embedded, self.pre_fc_norm_hidden(states)), dim=-1))
+            length = x.shape[1]
+            positions = torch.arange(length).unsqueeze(0)
+            axes = positions if "Next" in type(model).__name__ else positions.expand(3, 1, -1)
+            rotary = model.model.rotary_emb(x, axes)
+            mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
+            return self.norm(self.layers[0](x, position_embeddings=rotary, attention_mask=mask))[0]
+
+
+_PARTS = ("DecoderLayer", "RMSNorm")
+
+
+def randomize(module, seed):
+    """Random weights: norms and ``A_log`` too."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            scale = 0.3 if weight.dim() == 1 else 1.5 / weight.shape[-1] ** 0.5
+            weight.copy_(noise * scale if "A_log" not in name else noise.abs())
+
+
+def save(model, directory, *, head=None, nested=False):
+    """Write the checkpoint in two shards: the head of multi-token prediction has its own.
+
+    ``nested``: as a vision-language model writes it, with its config inside and a tensor of its tower.
+    """
+    model.save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    config = json.loads((directory / "config.json").read_text())
+    if nested:
+        tensors = {
+            key.replace("model.", "model.language_model.", 1) if key.startswith("model.") else key: value
+            for key, value in tensors.items()
+        }
+        tensors["model.visual.patch_embed.proj.weight"] = torch.zeros(4, 4)
+        outer = {"model_type": config["model_type"].removesuffix("_text"), "text_config": config}
+        outer |= {"tie_word_embeddings": config["tie_word_embeddings"], "vision_config": {"depth": 1}, "image_token_id": 3}
+        config = outer
+    heads = {} if head is None else {f"mtp.{key}": value.contiguous() for key, value in head.state_dict().items()}
+    (config["text_config"] if nested else config)["mtp_num_hidden_layers"] = 1
+    (directory / "config.json").write_text(json.dumps(config))
+    shards = {"model-00001-of-00002.safetensors": tensors, "model-00002-of-00002.safetensors": heads}
+    index = {}
+    for name, part in shards.items():
+        if part:
+            save_file(part, directory / name, metadata={"format": "pt"})
+            index |= dict.fromkeys(part, name)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))

@@ -136,6 +136,7 @@ MAKERS: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
     "eagle3": lambda t, _: EagleProposer(eagle3(t), draft_tokens=3),
     "eagle3-tree": lambda t, _: EagleTreeProposer(eagle3(t), shape()),
     "mtp": lambda t, _: MtpProposer(mtp(t)),
+    "mtp-chain": lambda t, _: EagleProposer(mtp(t)[0], draft_tokens=3),
     "mtp-tree": lambda t, _: MtpProposer(mtp(t), branches=3),
     "peagle": lambda t, _: PEagleProposer(peagle(t), draft_tokens=3),
     "dflash": lambda t, _: BlockProposer(dflash(t)),

@@ -10,6 +10,7 @@ from outrider.model.extra import require_models
 require_models()
 
 from outrider.model.cache import KVCache, LayerState
+from outrider.model.chained_mtp import load_chained_mtp
 from outrider.model.checkpoint_config import checkpoint_dtype, supported_families
 from outrider.model.config import ExpertsConfig, ModelConfig, RecurrentConfig, VisionConfig
 from outrider.model.decoder import Decoder, DecoderWeights
@@ -92,6 +93,7 @@ __all__ = [
     "find_checkpoint",
     "find_mtp_format",
     "has_tokenizer",
+    "load_chained_mtp",
     "load_decoder",
     "load_dflash",
     "load_eagle",

@@ -16,8 +16,8 @@ from outrider.model.cache import KVCache
 from outrider.model.config import ModelConfig
 from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel, SideBySide
-from outrider.model.layer import DecoderLayer, LayerWeights
-from outrider.model.mixture import MixtureLayer
+from outrider.model.layer import LayerWeights
+from outrider.model.mixture import create_layer
 from outrider.model.pending import Pending, add_rms_norm
 from outrider.model.products import Weight, linear
 from outrider.model.ranks import ModelRanks
@@ -57,9 +57,7 @@ class Decoder(LanguageModel):
             config.rope, config.head_size, config.max_context, kernels=kernels, dtype=self.dtype, device=self.device
         )
         self._layers = tuple(
-            DecoderLayer(config, layer, kernels, window=window, ranks=ranks)
-            if layer.router is None
-            else MixtureLayer(config, layer, kernels, window=window, ranks=ranks, index=index)
+            create_layer(config, layer, kernels, window=window, ranks=ranks, index=index)
             for index, (layer, window) in enumerate(zip(weights.layers, config.windows, strict=True))
         )
 

@@ -20,7 +20,7 @@ from outrider.model.layer import LayerWeights
 from outrider.model.pieces import Piece, Target, TensorSlice
 from outrider.model.shards import Shards
 
-MTP_PREFIXES: Mapping[str, str] = MappingProxyType({"model.mtp_layers.": "mimo"})
+MTP_PREFIXES: Mapping[str, str] = MappingProxyType({"model.mtp_layers.": "mimo", "mtp.": "chained"})
 """Format of heads of multi-token prediction by the prefix of their tensors' names."""
 SINGLE_RANK = Shards()
 """A single rank that holds the whole model."""
