@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outrider import Engine, SamplingParams
-from outrider.device import WrappedKernels
+from outrider.device import KernelSet, WrappedKernels
 from outrider.device.errors import ConfigError
 from outrider.model import MediaProcessor, load_decoder, load_vision
 from outrider.speculative.ngram import NgramProposer
@@ -26,7 +26,7 @@ from outrider_proof import quantised, tiny
 from outrider_proof.checkpoints import IMAGE, picture, write_vision_checkpoint
 from outrider_proof.decode_program import CONTEXT, Arrival, HostProgram, Serving, draft_length_of, limited_prefill_graphs
 from outrider_proof.guides import guide
-from outrider_proof.proposers import EXTREMES, MAKERS, decoder
+from outrider_proof.proposers import CHAINED, EXTREMES, MAKERS, decoder
 from outrider_proof.quantised import QUANTISED
 from outrider_proof.tiny import plain_config
 from outrider_sim.plugin import create_backend
@@ -177,7 +177,7 @@ class Models:
                 made: Proposer | None = quantised.proposer(self.target)
             else:
                 name = self.proposer.removesuffix(MIXTURE).removesuffix(HYBRID)
-                made = {**MAKERS, **EXTREMES}[name](self.target, self.backend)
+                made = {**MAKERS, **EXTREMES, **CHAINED}[name](self.target, self.backend)
         stream.synchronize()
         return made or NonSpeculativeProposer()
 
@@ -219,10 +219,15 @@ class _ShortIntervals(WrappedKernels):
     state_interval = 4
 
 
+def with_short_intervals(backend: Backend) -> KernelSet:
+    """Return the kernels of ``backend``, with states at multiples of four tokens."""
+    return _ShortIntervals(backend.kernels_in_use)
+
+
 def _text_target(proposer: str, backend: Backend, part: ModelRanks | None) -> Decoder:
     """Return the target of a text proposer on ``backend``; with ranks, this rank's part."""
     if proposer.endswith(HYBRID):
-        return decoder(tiny.hybrid(), backend, part, kernels=_ShortIntervals(backend.kernels_in_use))
+        return decoder(tiny.hybrid(), backend, part, kernels=with_short_intervals(backend))
     return decoder(tiny.mixture() if proposer.endswith(MIXTURE) else tiny.target(), backend, part)
 
 

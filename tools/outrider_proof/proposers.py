@@ -136,7 +136,6 @@ MAKERS: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
     "eagle3": lambda t, _: EagleProposer(eagle3(t), draft_tokens=3),
     "eagle3-tree": lambda t, _: EagleTreeProposer(eagle3(t), shape()),
     "mtp": lambda t, _: MtpProposer(mtp(t)),
-    "mtp-chain": lambda t, _: EagleProposer(mtp(t)[0], draft_tokens=3),
     "mtp-tree": lambda t, _: MtpProposer(mtp(t), branches=3),
     "peagle": lambda t, _: PEagleProposer(peagle(t), draft_tokens=3),
     "dflash": lambda t, _: BlockProposer(dflash(t)),
@@ -164,6 +163,11 @@ EXTREMES: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
     "draft-model, itself": lambda t, b: DraftModelProposer(decoder(tiny.target(), b), target=t, draft_tokens=3),
 }
 """Proposers whose drafts are nearly all rejected, and all accepted."""
+
+CHAINED: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
+    "mtp-chain": lambda t, _: EagleProposer(mtp(t)[0], draft_tokens=3),
+}
+"""A head of multi-token prediction that drafts a chain by itself, as the hybrid models have it."""
 
 
 def program(name: str, **config: Any) -> Callable[[Backend], None]:
