@@ -163,7 +163,7 @@ class Models:
             elif proposer == QUANTISED:
                 self.target = quantised.target(backend)
             else:
-                self.target = _text_target(proposer, backend, part)
+                self.target = text_target(proposer, backend, part)
         stream.synchronize()
         backend.synchronize()
 
@@ -176,8 +176,7 @@ class Models:
             if self.proposer == QUANTISED:
                 made: Proposer | None = quantised.proposer(self.target)
             else:
-                name = self.proposer.removesuffix(MIXTURE).removesuffix(HYBRID)
-                made = {**MAKERS, **EXTREMES, **CHAINED}[name](self.target, self.backend)
+                made = text_proposer(self.proposer, self.target, self.backend)
         stream.synchronize()
         return made or NonSpeculativeProposer()
 
@@ -224,11 +223,16 @@ def with_short_intervals(backend: Backend) -> KernelSet:
     return _ShortIntervals(backend.kernels_in_use)
 
 
-def _text_target(proposer: str, backend: Backend, part: ModelRanks | None) -> Decoder:
+def text_target(proposer: str, backend: Backend, part: ModelRanks | None) -> Decoder:
     """Return the target of a text proposer on ``backend``; with ranks, this rank's part."""
     if proposer.endswith(HYBRID):
         return decoder(tiny.hybrid(), backend, part, kernels=with_short_intervals(backend))
     return decoder(tiny.mixture() if proposer.endswith(MIXTURE) else tiny.target(), backend, part)
+
+
+def text_proposer(name: str, target: Decoder, backend: Backend) -> Proposer | None:
+    """Return the text proposer ``name``, which may have the suffix of a target; None for non-speculative decoding."""
+    return {**MAKERS, **EXTREMES, **CHAINED}[name.removesuffix(MIXTURE).removesuffix(HYBRID)](target, backend)
 
 
 @functools.cache

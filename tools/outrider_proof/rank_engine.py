@@ -219,10 +219,8 @@ class RankExplorer:
 
         from outrider import Engine
         from outrider.model import load_decoder, load_vision
-        from outrider_proof.engine_setups import vision_checkpoint
+        from outrider_proof.engine_setups import text_target, vision_checkpoint
         from outrider_proof.guides import ResidueGrammars
-        from outrider_proof.proposers import decoder
-        from outrider_proof.tiny import target
 
         stream = backend.create_stream("load")
         vision: VisionTower | None = None
@@ -232,7 +230,7 @@ class RankExplorer:
                 model = load_decoder(directory, backend=backend, dtype=dtype, ranks=ranks.model)
                 vision = load_vision(directory, backend=backend, dtype=dtype)
             else:
-                model = decoder(target(), backend, ranks.model)
+                model = text_target(setup.proposer, backend, ranks.model)
             proposer = _proposer(setup, model, backend)
         stream.synchronize()
         config = program.config(
@@ -258,11 +256,11 @@ class RankExplorer:
 def _proposer(setup: RankSetup, model: Any, backend: Backend) -> Proposer:
     from outrider.speculative.build import DraftOptions, build_proposer
     from outrider.speculative.proposer import NonSpeculativeProposer
-    from outrider_proof.proposers import MAKERS
+    from outrider_proof.engine_setups import text_proposer
     from outrider_proof.subjects import tiny_images
 
     if not setup.images:
-        return MAKERS[setup.proposer](model, backend) or NonSpeculativeProposer()
+        return text_proposer(setup.proposer, model, backend) or NonSpeculativeProposer()
     name = setup.proposer.partition(",")[0]
     eagle = tiny_images().eagle if name == "eagle" else None
     options = DraftOptions(target=model, backend=backend, dtype=model.dtype, directory=eagle, draft_tokens=3, topk=1)

@@ -18,6 +18,8 @@ from outrider.model.pieces import Piece, Target, TensorSlice
 from outrider.model.recurrent import RecurrentWeights
 from outrider.model.shards import Shards
 
+_FUSED_PARTS = ("in_proj_qkvz", "in_proj_ba")
+_STORED_WEIGHTS = ("weight", "weight_packed", "qweight")
 _RECURRENT = "recurrent."
 _OFFSET_NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm", "final_norm", "token_norm", "hidden_norm")
 
@@ -31,7 +33,7 @@ def recurrent_targets(config: ModelConfig, prefix: str, name: str, present: Cont
     assert recurrent is not None  # the caller asks for layers that are recurrent
     stem, hidden = f"{prefix}.linear_attn", config.hidden_size
     layout = _Layout(recurrent, shards)
-    fused = f"{stem}.in_proj_qkvz.weight" in present or f"{stem}.in_proj_qkvz.weight_packed" in present
+    fused = any(f"{stem}.{part}.{kind}" in present for part in _FUSED_PARTS for kind in _STORED_WEIGHTS)
     if fused:
         projection, gates = layout.fused_projection(stem, hidden), layout.fused_gates(stem, hidden)
     else:
