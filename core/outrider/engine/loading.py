@@ -122,6 +122,7 @@ def load_checkpoint(
     )
     proposer = build_proposer(speculate, options, builders=builders)
     chosen += _quantized_weights(model, mode, directory)
+    chosen += _recurrent_layers(model)
     if draft_output_head is not None:
         why = "as asked: drafts are drawn with a copy of the target's output head; what is verified takes the head itself"
         chosen += (Choice("draft_output_head", draft_output_head, why),)
@@ -157,6 +158,17 @@ def _load_native(
         kv_dtype=config.kv_dtype,
         kernels=kernels.batch_invariant() if config.batch_invariant else kernels,
     )
+
+
+def _recurrent_layers(model: LanguageModel) -> tuple[Choice, ...]:
+    """Return which kernels compute the recurrent layers of a hybrid model; nothing for another model."""
+    recurrent = model.config.recurrent
+    if recurrent is None:
+        return ()
+    names = ("short_convolution", "gated_delta_rule", "chunk_gated_delta_rule", "gated_rms_norm")
+    own = [name for name in names if getattr(type(model.kernels), name) is not getattr(KernelSet, name)]
+    why = f"{', '.join(own)} by the kernels {model.kernels.name!r}" if own else "computed by the torch references"
+    return (Choice("recurrent_layers", len(recurrent.layers), why),)
 
 
 def _quantized_weights(model: LanguageModel, mode: QuantizedMode, directory: Path) -> tuple[Choice, ...]:

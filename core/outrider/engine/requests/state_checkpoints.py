@@ -56,7 +56,7 @@ class StateCheckpoints:
             self._free.append(row)
 
     def clear(self) -> None:
-        """Free all rows."""
+        """Drop every checkpoint, for example after a fault that may have corrupted states."""
         self._free.extend(self._row_of.values())
         self._row_of.clear()
 
