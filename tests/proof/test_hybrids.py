@@ -1,9 +1,24 @@
 """Random programs over a hybrid model: the tokens of non-speculative decoding, and faults put back that they find."""
 
+from dataclasses import replace
+
 import pytest
 
-from outrider_proof.engine_setups import HYBRID, EngineSetup, random_host_program, reference_tokens, without_schedule
+from outrider import Engine, SamplingParams
+from outrider.device import ConfigError
+from outrider.engine.requests.request_state import RequestState
+from outrider_proof import tiny
+from outrider_proof.engine_setups import (
+    HYBRID,
+    EngineSetup,
+    models,
+    random_host_program,
+    reference_tokens,
+    without_schedule,
+)
 from outrider_proof.program_checks import prove_program
+from outrider_proof.proposers import MAKERS
+from outrider_proof.tiny import plain_config
 from proof.hybrid_faults import FAULTS, PROPOSERS, wrong_requests
 
 MODES = ("staged", "graphs", "fused")
@@ -19,11 +34,44 @@ def test_a_program_of_each_proposer(proposer, number):
 @pytest.mark.parametrize("proposer", PROPOSERS)
 def test_many_programs_of_each_proposer(proposer, mode):
     counts = dict.fromkeys(("requests", "hits", "preempted", "moved"), 0)
-    for number in range(100, 160):
+    for number in range(100, 130):
         wrong, found = wrong_requests(proposer, number, mode)
         assert wrong == [], number
         counts = {name: counts[name] + found[name] for name in counts}
     assert min(counts.values()) > 0
+
+
+def test_samples_of_one_prompt_and_their_log_probabilities():
+    """A second request or sample continues the first one's prefix. Speculation reports the same log-probabilities."""
+    prompt, params = [3, 1, 4, 1, 5, 9, 2, 6, 5], SamplingParams(max_tokens=8, logprobs=2, ignore_eos=True)
+    found = []
+    for proposer in ("none", "mtp-chain"):
+        loaded = models(proposer + HYBRID, None)
+        config = plain_config(max_context=40, max_requests=2, page_size=4, prefill_chunk=4, dtype="float64")
+        engine = Engine(loaded.target, loaded.backend, proposer=loaded.make(), config=config)
+        (first,), (second,) = engine.generate([prompt], params), engine.generate([prompt], params)
+        assert first.token_ids == second.token_ids
+        assert engine.stats.prefix_hits == 8
+        assert engine.load.state_checkpoints == 2
+        engine.generate([prompt[::-1]], replace(params, n=2, temperature=1.0))
+        assert engine.stats.prefix_hits == 16
+        found.append(first)
+    assert found[0].token_ids == found[1].token_ids
+    for one, other in zip(found[0].logprobs, found[1].logprobs, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-9)
+
+
+def test_what_hybrids_refuse():
+    loaded = models("none" + HYBRID, None)
+    config = plain_config(max_context=40, max_requests=2, page_size=4, dtype="float64")
+    tree = MAKERS["ngram-tree"](loaded.target, loaded.backend)
+    with pytest.raises(ConfigError, match="drafts trees, and the model has recurrent layers"):
+        Engine(loaded.target, loaded.backend, proposer=tree, config=config)
+    engine = Engine(loaded.target, loaded.backend, config=config)
+    with pytest.raises(ConfigError, match="a network card moves pages alone"):
+        engine.resume(RequestState(prompt=(1, 2), params=SamplingParams(max_tokens=2)), lend=True)
+    with pytest.raises(ConfigError, match="the model has no recurrent layers"):
+        tiny.engine(MAKERS["ngram"](tiny.target(), tiny.BACKEND), state_checkpoints=2)
 
 
 @pytest.mark.sample(3)

@@ -146,7 +146,7 @@ def eagle3_part(weights: _Eagle3, config: ModelConfig, shards: Shards) -> _Eagle
     return replace(
         weights,
         embedding=table_part(weights.embedding, shards),
-        head=table_part(plain(weights.head), shards),
+        head=None if weights.head is None else table_part(plain(weights.head), shards),
         layer=layer_part(weights.layer, config, shards),
         later=tuple(layer_part(layer, config, shards) for layer in weights.later),
     )

@@ -111,8 +111,8 @@ class _RuleOperands:
 
         def normalized(x: Tensor) -> Tensor:
             x = heads(x, key_size)
-            x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)
-            return x.repeat_interleave(repeats, dim=2)
+            each: Tensor = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)
+            return each.repeat_interleave(repeats, dim=2)
 
         b, a = gates.to(wide)[lanes.index].chunk(2, dim=2)
         token = lanes.is_token.unsqueeze(2)
