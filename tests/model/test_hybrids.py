@@ -11,6 +11,7 @@ from model.harness import Driver
 from model.hybrid_checkpoints import FAMILIES, MtpOracle, greedy, logits, random_model, save
 from model.quantized_checkpoints import write_compressed, write_fp8
 from outrider import Engine, SamplingParams
+from outrider.cli.models import Speculation
 from outrider.errors import CheckpointError
 from outrider.model import KVCache, QuantizedMode, load_decoder
 from outrider.model.products import quantized_products
@@ -55,6 +56,7 @@ def test_the_head_in_the_checkpoint(family, tmp_path, backend):
     model = random_model(family, 3)
     oracle, nested = MtpOracle(model, 4), family != "qwen3_next"
     save(model, tmp_path, head=oracle, nested=nested)
+    assert Speculation.with_defaults(None, model=tmp_path, draft=None, draft_tokens=3).kind == "mtp"
     config = tiny.plain_config(dtype="float32", max_context=128, page_size=4, prefill_chunk=9, draft_tokens=3)
     engine = Engine.from_checkpoint(tmp_path, backend, speculate="mtp", config=config)
     head = engine.proposer.head

@@ -7,6 +7,7 @@ import pytest
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.engine.requests.request_state import RequestState
+from outrider.engine.step import Step
 from outrider_proof import tiny
 from outrider_proof.engine_setups import (
     HYBRID,
@@ -97,3 +98,22 @@ def test_a_fault_put_back_is_found(name):
 def test_a_program_under_some_schedules(setup, number):
     """On the simulated device, watched by the sanitizer: no edge is missing."""
     assert prove_program(setup, number, 2)["failures"] == []
+
+
+def test_a_copy_of_states_on_another_stream_is_found(monkeypatch):
+    """Without a fence the sanitizer sees the state that forward writes and the copy reads."""
+    real = Step._copy_states
+
+    def copies(self, batch, packer, which):
+        streams = self._streams
+        self._streams = replace(streams, forward=streams.plan)
+        try:
+            real(self, batch, packer, which)
+        finally:
+            self._streams = streams
+
+    setup = EngineSetup("none" + HYBRID, "staged")
+    monkeypatch.setattr(Step, "_copy_states", copies)
+    (failure,) = prove_program(setup, 0, 1)["failures"]
+    assert failure["error"] == "RaceError"
+    assert "state_copies.py" in failure["text"]
