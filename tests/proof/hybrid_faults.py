@@ -126,12 +126,12 @@ def the_first_layer_resets_the_counts():
 
 
 def gates_are_not_gathered_with_the_rest():
-    real = recurrent._RuleOperands.of.__func__
+    real = recurrent._RuleOperands.from_inputs.__func__
 
     def of(cls, mixed, gates, *rest):
         return real(cls, mixed, gates.roll(1, 0), *rest)
 
-    return patch.object(recurrent._RuleOperands, "of", classmethod(of))
+    return patch.object(recurrent._RuleOperands, "from_inputs", classmethod(of))
 
 
 def a_prompt_of_few_tokens_leaves_no_state():
@@ -167,7 +167,7 @@ def a_state_is_kept_between_boundaries():
     def checkpoint(self, chunk):
         if chunk.request.page_key is None:
             return []
-        row = self.pages.checkpoints.take(chunk.request.page_key)
+        row = self.pages.checkpoints.allocate_row(chunk.request.page_key)
         return [] if row is None else [(chunk.request.row, row)]
 
     return patch.object(Scheduler, "_checkpoint", checkpoint)
@@ -210,13 +210,13 @@ def states_are_kept_before_the_prefill():
 
 
 def two_prefixes_share_a_checkpoint():
-    real = StateCheckpoints.take
+    real = StateCheckpoints.allocate_row
 
     def take(self, key):
         row = real(self, key)
         return row if row is None else self._row_of.setdefault(key, row) and min(self._row_of.values())
 
-    return patch.object(StateCheckpoints, "take", take)
+    return patch.object(StateCheckpoints, "allocate_row", take)
 
 
 def _padding(row):

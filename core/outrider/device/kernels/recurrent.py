@@ -29,7 +29,7 @@ class _SequenceLanes:
     """bool [B]: True if earlier tokens left a state. A sequence without earlier tokens starts from zeros."""
 
     @classmethod
-    def of(cls, query_start: Tensor, seq_lens: Tensor, max_query: int, tokens: int) -> _SequenceLanes:
+    def from_offsets(cls, query_start: Tensor, seq_lens: Tensor, max_query: int, tokens: int) -> _SequenceLanes:
         start = query_start[:-1].to(torch.int64).unsqueeze(1)
         count = query_start[1:].to(torch.int64).unsqueeze(1) - start
         lane = torch.arange(max_query, device=query_start.device)
@@ -64,7 +64,7 @@ def short_convolution(
     commit: Tensor | None,
 ) -> Tensor:
     """Causal depthwise convolution over the last K tokens, then SiLU. See ``KernelSet.short_convolution``."""
-    lanes = _SequenceLanes.of(query_start, seq_lens, max_query, x.shape[0])
+    lanes = _SequenceLanes.from_offsets(query_start, seq_lens, max_query, x.shape[0])
     before = lanes.state_of(state, rows).to(x.dtype)
     inputs = torch.cat((before, x[lanes.index]), dim=1)  # [B, K - 1 + Q, C]
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -97,7 +97,7 @@ class _RuleOperands:
     """[B, Q, Hv]: share of a key's value that is replaced."""
 
     @classmethod
-    def of(
+    def from_inputs(
         cls, mixed: Tensor, gates: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, lanes: _SequenceLanes
     ) -> _RuleOperands:
         value_heads, key_size, value_size = state.shape[1:]
@@ -139,12 +139,12 @@ def gated_delta_rule(
     commit: Tensor | None,
 ) -> Tensor:
     """The recurrence, token by token: a token's bits don't depend on Q. See ``KernelSet.gated_delta_rule``."""
-    lanes = _SequenceLanes.of(query_start, seq_lens, max_query, mixed.shape[0])
+    lanes = _SequenceLanes.from_offsets(query_start, seq_lens, max_query, mixed.shape[0])
     wide = torch.promote_types(mixed.dtype, torch.float32)
     current = lanes.state_of(state, rows).to(wide)  # [B, Hv, D, E]
     kept, made = current, []
     for token in range(max_query):
-        rule = _RuleOperands.of(mixed, gates, a_log, dt_bias, state, lanes.column(token))
+        rule = _RuleOperands.from_inputs(mixed, gates, a_log, dt_bias, state, lanes.column(token))
         q, k = rule.q[:, 0].unsqueeze(3), rule.k[:, 0].unsqueeze(3)
         current = current * rule.decay[:, 0].exp()[..., None, None]
         found = (current * k).sum(2)
@@ -174,8 +174,8 @@ def chunk_gated_delta_rule(
     The corrections u of a chunk solve one triangular system: u_t = beta_t (v_t - k_t . (e^(G_t) S + sum_j<t e^(G_t - G_j) k_j
     u_j)), where S is the state before the chunk and G_t the sum of the decays up to t.
     """
-    lanes = _SequenceLanes.of(query_start, seq_lens, max_query, mixed.shape[0])
-    rule = _RuleOperands.of(mixed, gates, a_log, dt_bias, state, lanes)
+    lanes = _SequenceLanes.from_offsets(query_start, seq_lens, max_query, mixed.shape[0])
+    rule = _RuleOperands.from_inputs(mixed, gates, a_log, dt_bias, state, lanes)
     current = lanes.state_of(state, rows).to(rule.q.dtype)
     made = []
     for start in range(0, max_query, CHUNK):

@@ -160,7 +160,7 @@ class Scheduler:
             return []
         if request.registered * self.pages.page_size != chunk.end:
             return []
-        row = checkpoints.take(request.page_key)
+        row = checkpoints.allocate_row(request.page_key)
         return [] if row is None else [(request.row, row)]
 
     @staticmethod

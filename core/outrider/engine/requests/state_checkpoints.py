@@ -38,7 +38,7 @@ class StateCheckpoints:
         """Return True if there is a checkpoint after the page ``key``."""
         return key in self._row_of
 
-    def take(self, key: PageKey) -> int | None:
+    def allocate_row(self, key: PageKey) -> int | None:
         """Return the row for a new checkpoint after the page ``key``: a free one, or that of the least recently used prefix.
 
         Returns None if there are no rows, or if the prefix has a checkpoint.
