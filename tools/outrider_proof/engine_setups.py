@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from outrider import Engine, SamplingParams
+from outrider.device import KernelSet, WrappedKernels
 from outrider.model import MediaProcessor, load_decoder, load_vision
 from outrider.speculative.build import DraftOptions, build_proposer
 from outrider.speculative.ngram import NgramProposer
@@ -23,7 +24,7 @@ from outrider_proof import quantised, tiny
 from outrider_proof.checkpoints import IMAGE, picture, write_vision_checkpoint
 from outrider_proof.decode_program import CONTEXT, Arrival, HostProgram, draft_length_of, limited_prefill_graphs
 from outrider_proof.guides import guide
-from outrider_proof.proposers import EXTREMES, MAKERS, decoder
+from outrider_proof.proposers import CHAINED, EXTREMES, MAKERS, decoder
 from outrider_proof.quantised import QUANTISED
 from outrider_proof.subjects import tiny_images
 from outrider_proof.tiny import plain_config
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from outrider.device import Backend, Fence
     from outrider.engine.ranks.ranks import Ranks
-    from outrider.model import Decoder, Media, VisionTower
+    from outrider.model import Decoder, Media, ModelRanks, VisionTower
     from outrider.speculative.proposer import Proposer
 
 TEXT, LONGEST = 400, 14
@@ -42,6 +43,8 @@ IMAGES = ", images"
 VISION = f"ngram{IMAGES}"
 MIXTURE = ", experts"
 """Suffix of the name of a proposer whose target is a mixture of experts."""
+HYBRID = ", hybrid"
+"""Suffix of the name of a proposer whose target has recurrent layers."""
 PROPOSERS = ("none", *(name for name in MAKERS if name != "none"), VISION)
 MODES = ("staged", "graphs", "fused")
 PERSONALITIES = ("cuda", "rocm", "npu")
@@ -96,8 +99,7 @@ class Models:
             elif proposer == QUANTISED:
                 self.target = quantised.target(backend)
             else:
-                whole = tiny.mixture() if proposer.endswith(MIXTURE) else tiny.target()
-                self.target = decoder(whole, backend, part)
+                self.target = text_target(proposer, backend, part)
         stream.synchronize()
         backend.synchronize()
 
@@ -112,7 +114,7 @@ class Models:
             elif self.proposer == f"eagle{IMAGES}":
                 made = _image_eagle(self.target, self.backend)
             else:
-                made = {**MAKERS, **EXTREMES}[self.proposer.removesuffix(MIXTURE)](self.target, self.backend)
+                made = text_proposer(self.proposer, self.target, self.backend)
         stream.synchronize()
         return made or NonSpeculativeProposer()
 
@@ -159,6 +161,29 @@ def _image_eagle(target: Decoder, backend: Backend) -> Proposer:
         topk=1,
     )
     return build_proposer("eagle", options)
+
+
+class _ShortIntervals(WrappedKernels):
+    """Kernels that keep recurrent states at multiples of four tokens: the programs have short prompts."""
+
+    state_interval = 4
+
+
+def with_short_intervals(backend: Backend) -> KernelSet:
+    """Return the kernels of ``backend``, with states at multiples of four tokens."""
+    return _ShortIntervals(backend.kernels_in_use)
+
+
+def text_target(proposer: str, backend: Backend, part: ModelRanks | None) -> Decoder:
+    """Return the target of a text proposer on ``backend``; with ranks, this rank's part."""
+    if proposer.endswith(HYBRID):
+        return decoder(tiny.hybrid(), backend, part, kernels=with_short_intervals(backend))
+    return decoder(tiny.mixture() if proposer.endswith(MIXTURE) else tiny.target(), backend, part)
+
+
+def text_proposer(name: str, target: Decoder, backend: Backend) -> Proposer | None:
+    """Return the text proposer ``name``, which may have the suffix of a target; None for non-speculative decoding."""
+    return {**MAKERS, **EXTREMES, **CHAINED}[name.removesuffix(MIXTURE).removesuffix(HYBRID)](target, backend)
 
 
 @functools.cache
