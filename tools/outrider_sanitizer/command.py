@@ -113,7 +113,11 @@ def _run_ranks(
         raise ConfigError(f"--ranks {ranks} takes devices 0 to {ranks - 1}; leave the number out of {str(spec)!r}")
     backends = [registry.create(replace(spec, ordinal=n, options=spec.options if n == 0 else {})) for n in range(ranks)]
     shared = RankClocks()
-    ends = run_rank_scripts(path, argv, backends, lambda made, stack: stack.enter_context(watching(made, ranks=shared)))
+
+    def attach(made: Backend, stack: ExitStack) -> None:
+        stack.enter_context(watching(made, ranks=shared))
+
+    ends = run_rank_scripts(path, argv, backends, attach)
     # What torch.distributed does of itself is no advice to the script's author.
     shared.report.advice = [item for item in shared.report.advice if not item.event.startswith("torch ")]
     return [shared.report], ends

@@ -26,7 +26,7 @@ from outrider.registry import BackendSpec, Registry
 if TYPE_CHECKING:
     from outrider.device import Backend
 
-Attach = Callable[["Backend", ExitStack], object]
+Attach = Callable[["Backend", ExitStack], None]
 """Starts watching a backend; what it enters on the stack is left when the script has ended."""
 
 ScriptBackendOption = Annotated[
@@ -44,7 +44,7 @@ SIMULATED = "sim"
 
 @dataclass(frozen=True, slots=True)
 class ScriptEnd:
-    """The end of a script."""
+    """Exit code of a script that has ended, and the error and line of a failed one."""
 
     exit_code: int
     error: str | None = None
