@@ -373,7 +373,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
     ) -> None:
         """Rotate queries and keys and write the cache, one program per token."""
         contiguous = all(x.stride(-1) == 1 for x in (q, k, v, cos, sin))
-        if not has_kernel(q) or not contiguous:
+        if not has_kernel(q) or not contiguous or cos.shape[1] != q.shape[2]:
             super().rope_write_cache(q, k, v, cos, sin, k_cache, v_cache, slots)
             return
         _TRITON.rope_write_cache.triton(q, k, v, cos, sin, k_cache, v_cache, slots, self.pdl)

@@ -13,7 +13,8 @@ def rotates(rotary: RotaryArgs, x: Tensor) -> bool:
     """Return True if a Triton kernel can rotate and write keys and values that a product computes in the dtype of ``x``."""
     cos, sin, k_cache, v_cache, slots = rotary
     contiguous = cos.stride(1) == 1 and slots.is_contiguous() and _laid_out(cos, sin, k_cache, v_cache)
-    return contiguous and k_cache.dtype in (x.dtype, torch.float8_e4m3fn) and k_cache.shape[3] % 2 == 0
+    rotated, size = cos.shape[1], k_cache.shape[3]
+    return contiguous and k_cache.dtype in (x.dtype, torch.float8_e4m3fn) and size % 2 == 0 and rotated == size
 
 
 def expect_laid_out(cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
@@ -21,6 +22,10 @@ def expect_laid_out(cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor) 
     expect(
         _laid_out(cos, sin, k_cache, v_cache),
         lambda: "rope_write_cache: caches must be contiguous, and cos and sin laid out alike",
+    )
+    expect(
+        cos.shape[1] == k_cache.shape[3],
+        lambda: f"rope_write_cache: cos of {cos.shape[1]} for heads of {k_cache.shape[3]}; expected all of a head rotated",
     )
 
 

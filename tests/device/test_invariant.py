@@ -5,7 +5,7 @@ from inspect import getmembers, isfunction
 import pytest
 import torch
 
-from outrider.device import AttentionMetadata, CapabilityError, KernelSet
+from outrider.device import AttentionMetadata, CapabilityError, KernelSet, RecurrentBatch
 from outrider.device.kernels import kernel_names
 from outrider.device.kernels.invariant import InvariantKernels
 
@@ -178,3 +178,61 @@ def test_draws_and_reports():
     arguments = (logits, drawn.unsqueeze(1), probs, hot, seeds, positions)
     for mine, plain in zip(KERNELS.verify_chain(*arguments), PLAIN.verify_chain(*arguments), strict=True):
         assert torch.equal(mine, plain)
+
+
+def recurrent_operands(dtype, tokens):
+    """Sequences of ``tokens`` tokens each in rows 1 to n, the second without an earlier token."""
+    count = len(tokens)
+    starts = torch.tensor([0, *tokens]).cumsum(0).to(torch.int32)
+    lens = torch.tensor([number + (0 if index == 1 else 3) for index, number in enumerate(tokens)], dtype=torch.int32)
+    batch = RecurrentBatch(torch.arange(1, count + 1), starts, lens, max(tokens))
+    state = torch.randn(count + 1, 4, 6, 5)
+    mixed, gates = torch.randn(sum(tokens), 2 * 2 * 6 + 4 * 5).to(dtype), torch.randn(sum(tokens), 8).to(dtype)
+    return (mixed, gates, torch.randn(4), torch.randn(4)), state, batch
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_recurrent_kernels(dtype):
+    """A sequence's bits don't depend on other sequences, on later tokens, nor on the chunks of its prompt."""
+    operands, state, batch = recurrent_operands(dtype, [5, 4, 7])
+    inputs, weight, last = operands[0], torch.randn(operands[0].shape[1], 4).to(dtype), torch.randn(4, 3, 44).to(dtype)
+    whole, whole_last = state.clone(), last.clone()
+    made = KERNELS.chunk_gated_delta_rule(*operands, whole, batch)
+    convolved = KERNELS.short_convolution(inputs, weight, whole_last, batch, batch.token_counts)
+    for number, (start, end) in enumerate(((0, 5), (5, 9), (9, 16))):
+        own, own_last, chunks, short = state.clone(), last.clone(), [], []
+        before = int(batch.seq_lens[number]) - (end - start)
+        for begin, stop in ((start, start + 2), (start + 2, end)):
+            starts, lens = torch.tensor([0, stop - begin]), torch.tensor([before + stop - start])
+            alone = RecurrentBatch(
+                batch.rows[number : number + 1], starts.to(torch.int32), lens.to(torch.int32), stop - begin
+            )
+            part = (operands[0][begin:stop], operands[1][begin:stop], *operands[2:])
+            chunks.append(KERNELS.chunk_gated_delta_rule(*part, own, alone))
+            short.append(KERNELS.short_convolution(inputs[begin:stop], weight, own_last, alone, alone.token_counts))
+        assert torch.equal(torch.cat(chunks), made[start:end])
+        assert torch.equal(torch.cat(short), convolved[start:end])
+        assert torch.equal(own[number + 1], whole[number + 1])
+        assert torch.equal(own_last[number + 1], whole_last[number + 1])
+
+
+@pytest.mark.parametrize("kernels", [PLAIN, KERNELS], ids=["reference", "invariant"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_second_call_commits_what_the_first_computed(kernels, dtype):
+    """Drafts are verified without a write. The accepted prefix then leaves the bits of a pass over that prefix alone."""
+    operands, state, batch = recurrent_operands(dtype, [4, 4, 4])
+    before = state.clone()
+    made = kernels.gated_delta_rule(*operands, state, batch)
+    assert torch.equal(state, before)
+    accepted = torch.tensor([1, 4, 2])
+    again = kernels.gated_delta_rule(*operands, state, batch, accepted)
+    assert torch.equal(again, made)
+    own, ones = before.clone(), torch.ones(3, dtype=torch.int64)
+    for token in range(4):
+        index = torch.arange(token, 12, 4)
+        lens = batch.seq_lens - 3 + token
+        alone = RecurrentBatch(batch.rows, torch.arange(4, dtype=torch.int32), lens, 1)
+        single = kernels.gated_delta_rule(operands[0][index], operands[1][index], *operands[2:], own, alone, ones)
+        assert torch.equal(single, made[index])
+        for number in (accepted == token + 1).nonzero().flatten().tolist():
+            assert torch.equal(own[number + 1], state[number + 1])

@@ -253,3 +253,30 @@ def test_what_is_given_stays_and_the_rest_is_decided(config, known):
     assert all(choice.why for choice in made.chosen)
     assert all(getattr(made, field.name) is not None for field in fields(DecidedConfig) if field.name in OPEN)
     assert resolve(made, known) is made
+
+
+STATE = 154 << 20
+HYBRID_27B = replace(LLAMA_8B, token_bytes=65536, state_bytes=STATE, context=262144, memory=CacheMemory(140 * GIB, 86 * GIB))
+
+
+def test_recurrent_states_share_the_memory_with_the_cache():
+    """States of requests and of the prefix cache, and pages: together what pages alone take of other models."""
+    made = decided(HYBRID_27B)
+    assert (made.max_requests, made.state_checkpoints) == (int(86 * GIB * 0.25) // STATE - 1, int(8.6 * GIB) // STATE)
+    rows = made.max_requests + made.state_checkpoints + 1
+    used = rows * STATE + made.num_pages * made.page_size * HYBRID_27B.token_bytes
+    assert 0.85 * 86 * GIB < used <= 0.9 * 86 * GIB
+    assert "recurrent states of 154 MiB each" in why(made, "max_requests")
+    assert "GiB of recurrent states" in why(made, "num_pages")
+    assert decided(HYBRID_27B, prefix_cache=False).state_checkpoints == 0
+    asked = decided(HYBRID_27B, max_requests=16, state_checkpoints=4, kv_memory=0.5)
+    used = 21 * STATE + asked.num_pages * asked.page_size * HYBRID_27B.token_bytes
+    assert (asked.max_requests, asked.state_checkpoints) == (16, 4)
+    assert 0.49 * 86 * GIB < used <= 0.5 * 86 * GIB
+
+
+def test_too_little_memory_for_states_says_what_to_lower():
+    with pytest.raises(OutOfDeviceMemory, match=r"recurrent states take .* GiB: lower max_requests or state_checkpoints"):
+        decided(replace(HYBRID_27B, memory=CacheMemory(24 * GIB, 4 * GIB)), max_requests=64)
+    with pytest.raises(ConfigError, match="the model has no recurrent layers"):
+        decided(state_checkpoints=3)

@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 import torch
 
 from outrider.device import AttentionMetadata
-from outrider.model import ForwardInput, KVCache
+from outrider.model import ForwardInput, KVCache, StateInput
 
 
 @dataclass
 class Sequence:
     pages: list[int]
+    row: int = 0
     length: int = 0
     delta: int = 0  # mrope: what a text position is ahead of the number of tokens
     slots: list[int] = field(default_factory=list)
@@ -26,18 +27,19 @@ class Driver:
         self.free = [
             page for pair in zip(range(1, pages // 2), range(pages - 1, pages // 2, -1), strict=True) for page in pair
         ]
-        self.cache = KVCache.allocate(
-            config.num_layers,
-            config.num_kv_heads,
-            config.head_size,
+        self.rows = list(range(1, 17))
+        self.cache = KVCache.for_model(
+            config,
             pages=pages,
             page_size=page_size,
-            dtype=model.cache_dtype,
+            dtype=model.dtype,
+            cache_dtype=model.cache_dtype,
+            rows=len(self.rows) + 1,
             device=self.device,
         )
 
     def sequence(self):
-        return Sequence([])
+        return Sequence([], 0 if self.model.config.recurrent is None else self.rows.pop())
 
     def inputs(self, batch, *, padding=0, positions=None, **extra):
         """ForwardInput of ``batch``, a list of (sequence, new tokens); ``padding`` more tokens at the end."""
@@ -70,7 +72,8 @@ class Driver:
         position = device(where + pad) if positions is None else positions.to(self.device)
         if positions is None and self.model.config.rope.sections:
             position = position.expand(3, -1).contiguous()
-        return ForwardInput(device(tokens + pad), position, device(slots + pad), metadata, **extra)
+        states = None if self.model.config.recurrent is None else StateInput(device([each.row for each, _ in batch]))
+        return ForwardInput(device(tokens + pad), position, device(slots + pad), metadata, states=states, **extra)
 
     def hidden(self, batch, **options):
         with torch.no_grad():

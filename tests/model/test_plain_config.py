@@ -81,13 +81,13 @@ def test_as_transformers_reads_it(name, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("published", [VICUNA_16K, QWEN_25_YARN, LLAMA_2], ids=["linear", "yarn", "no theta"])
 def test_what_is_left_to_transformers(published):
-    assert parse_config(published["model_type"], config_fields(published, vision=False)) is None
+    assert parse_config(published["model_type"], config_fields(published["model_type"], published)) is None
 
 
 @pytest.mark.parametrize("name", sorted(name for name in SHAPES if shape_config(name).experts is None))
 def test_each_shape_as_a_checkpoint_says_it(name):
     content = written(shape_config(name), dtype="bfloat16")
-    fields = config_fields(content, vision=False)
+    fields = config_fields(str(content["model_type"]), content)
     assert parse_config(str(content["model_type"]), fields) is not None
 
 

@@ -439,7 +439,8 @@ class Serving:
         return SamplingParams(max_tokens=arrival.max_tokens)
 
     def _move(self, index: int, side: int, request: int) -> None:
-        if (index + len(self._arrivals[index].moves) - len(self._moves[index])) % 2:
+        has_pages_alone = self._engines[side].model.config.recurrent is None  # the network moves no other state
+        if has_pages_alone and (index + len(self._arrivals[index].moves) - len(self._moves[index])) % 2:
             self._move_by_network(index, side, request)
             return
         try:

@@ -35,7 +35,7 @@ from outrider_proof.rank_parts import decoder_part, dflash_part, eagle3_part, ea
 from outrider_proof.tiny import plain_config
 
 if TYPE_CHECKING:
-    from outrider.device import Backend
+    from outrider.device import Backend, KernelSet
     from outrider.speculative.proposer import Proposer
 
 PROMPTS: list[tuple[int, ...]] = [(3,), (1, 2, 3, 4, 5)]
@@ -54,11 +54,13 @@ def copy_to_device(value: Any, device: torch.device) -> Any:
     return value
 
 
-def decoder(model: Decoder, backend: Backend, ranks: ModelRanks | None = None) -> Decoder:
-    """Return a copy of the model on another backend with its kernels; with ranks, this rank's part."""
+def decoder(
+    model: Decoder, backend: Backend, ranks: ModelRanks | None = None, *, kernels: KernelSet | None = None
+) -> Decoder:
+    """Return the model on another backend with its kernels, or with ``kernels``; with ranks, this rank's part."""
     shards = Shards() if ranks is None else ranks.shards
     weights = copy_to_device(decoder_part(model.weights, model.config, shards), backend.device)
-    return Decoder(shards.local(model.config, "the model"), weights, backend.kernels_in_use, ranks)
+    return Decoder(shards.local(model.config, "the model"), weights, kernels or backend.kernels_in_use, ranks)
 
 
 def eagle(target: Decoder) -> EagleHead:
@@ -161,6 +163,11 @@ EXTREMES: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
     "draft-model, itself": lambda t, b: DraftModelProposer(decoder(tiny.target(), b), target=t, draft_tokens=3),
 }
 """Proposers whose drafts are nearly all rejected, and all accepted."""
+
+CHAINED: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
+    "mtp-chain": lambda t, _: EagleProposer(mtp(t)[0], draft_tokens=3),
+}
+"""A head of multi-token prediction that drafts a chain by itself, as the hybrid models have it."""
 
 
 def program(name: str, **config: Any) -> Callable[[Backend], None]:

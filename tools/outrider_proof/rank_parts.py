@@ -16,6 +16,8 @@ from outrider.model import (
     LayerWeights,
     ModelConfig,
     MtpWeights,
+    RecurrentConfig,
+    RecurrentWeights,
     Shards,
 )
 from outrider.model.products import plain
@@ -47,7 +49,15 @@ def layer_part(weights: LayerWeights, config: ModelConfig, shards: Shards) -> La
     def gate_up(stacked: Tensor | None) -> Tensor | None:
         return None if stacked is None else torch.cat([rows(half, inner, 1) for half in stacked.chunk(2)])
 
-    projections = qkv(plain(weights.qkv))
+    output = plain(weights.output)[:, own[0] * size : own[1] * size].contiguous()
+    if weights.attention_gate is not None:
+        weights = replace(weights, attention_gate=rows(plain(weights.attention_gate), own, size))
+    if weights.recurrent is not None and config.recurrent is not None:
+        projections: Tensor | None
+        projections, output, recurrent = _recurrent_part(weights, weights.recurrent, config.recurrent, shards)
+        weights = replace(weights, recurrent=recurrent)
+    else:
+        projections = qkv(plain(weights.qkv))
     assert projections is not None
     if weights.router is None:
         gates, down = gate_up(plain(weights.gate_up)), plain(weights.down)[:, inner[0] : inner[1]].contiguous()
@@ -68,13 +78,39 @@ def layer_part(weights: LayerWeights, config: ModelConfig, shards: Shards) -> La
         weights,
         qkv=projections,
         qkv_bias=qkv(weights.qkv_bias),
-        output=plain(weights.output)[:, own[0] * size : own[1] * size].contiguous(),
+        output=output,
         output_bias=weights.output_bias if shards.attention.rank == 0 else None,
         gate_up=gates,
         gate_up_bias=gate_up(weights.gate_up_bias),
         down=down,
         down_bias=weights.down_bias if shards.mlp.rank == 0 else None,
     )
+
+
+def _recurrent_part(
+    weights: LayerWeights, recurrent: RecurrentWeights, config: RecurrentConfig, shards: Shards
+) -> tuple[Tensor, Tensor, RecurrentWeights]:
+    """Return this rank's part of a recurrent layer: the product of q, k, v and gate, the output, and the other weights."""
+    first, last = shards.attention.even(config.key_heads)
+    keys = slice(first * config.key_size, last * config.key_size)
+    repeats = config.value_heads // config.key_heads
+    heads = slice(first * repeats, last * repeats)
+    values = slice(heads.start * config.value_size, heads.stop * config.value_size)
+    widths = (config.key_width, config.key_width, config.value_width)
+
+    def channels(stacked: Tensor) -> list[Tensor]:
+        return [part[own] for part, own in zip(stacked.split(widths), (keys, keys, values), strict=True)]
+
+    mixed, gate = plain(weights.qkv).split((config.channels, config.value_width))
+    b, a = plain(recurrent.gates).chunk(2)
+    own = replace(
+        recurrent,
+        gates=torch.cat((b[heads], a[heads])),
+        convolution=torch.cat(channels(recurrent.convolution)),
+        a_log=recurrent.a_log[heads],
+        dt_bias=recurrent.dt_bias[heads],
+    )
+    return torch.cat((*channels(mixed), gate[values])), plain(weights.output)[:, values].contiguous(), own
 
 
 def _experts_part(gate_up: Tensor, down: Tensor, shards: Shards) -> tuple[Tensor, Tensor]:

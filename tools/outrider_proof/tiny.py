@@ -30,6 +30,8 @@ from outrider.model import (
     MtpWeights,
     PEagleHead,
     PEagleWeights,
+    RecurrentConfig,
+    RecurrentWeights,
     RopeConfig,
 )
 from outrider.model.products import plain as plain_weight
@@ -141,6 +143,48 @@ def mixture(noise: float = 1.0) -> Decoder:
         for index, dense in enumerate(weights.layers)
     )
     return Decoder(config(len(layers), experts=EXPERTS), replace(weights, layers=layers), BACKEND.kernels)
+
+
+RECURRENT = RecurrentConfig(layers=(0, 2), key_heads=2, value_heads=4, key_size=6, value_size=4, kernel_size=4)
+
+
+def _recurrent_layer(generator: torch.Generator, dense: LayerWeights, noise: float) -> LayerWeights:
+    """Return the layer with a recurrent block instead of its attention."""
+    heads, width = RECURRENT.value_heads, RECURRENT.channels + RECURRENT.value_width
+    return replace(
+        dense,
+        qkv=random(generator, width, HIDDEN, scale=1 / HIDDEN**0.5),
+        output=random(generator, HIDDEN, RECURRENT.value_width, scale=2 * noise / HIDDEN**0.5),
+        recurrent=RecurrentWeights(
+            gates=random(generator, 2 * heads, HIDDEN, scale=1 / HIDDEN**0.5),
+            convolution=random(generator, RECURRENT.channels, RECURRENT.kernel_size, scale=0.7),
+            a_log=random(generator, heads),
+            dt_bias=random(generator, heads),
+            norm=1 + random(generator, RECURRENT.value_size, scale=0.2),
+        ),
+    )
+
+
+def _gated_layer(generator: torch.Generator, dense: LayerWeights) -> LayerWeights:
+    """Return the layer with norms of heads and a gate of its attention."""
+    norm = 1 + random(generator, HEAD_SIZE, scale=0.2)
+    gate = random(generator, HEADS * HEAD_SIZE, HIDDEN, scale=1 / HIDDEN**0.5)
+    return replace(dense, q_norm=norm, k_norm=norm.flip(0), attention_gate=gate)
+
+
+@functools.cache
+def hybrid(noise: float = 1.0) -> Decoder:
+    """Return a target with recurrent layers and the same successors; the heads here draft for it, too."""
+    generator = torch.Generator().manual_seed(17)
+    weights = target().weights
+    layers = tuple(
+        _recurrent_layer(generator, dense, noise) if index in RECURRENT.layers else _gated_layer(generator, dense)
+        for index, dense in enumerate(weights.layers)
+    )
+    shape = config(
+        len(layers), recurrent=RECURRENT, attention_gate=True, qk_norm=True, rope=RopeConfig(theta=100.0, rotated_share=0.5)
+    )
+    return Decoder(shape, replace(weights, layers=layers), BACKEND.kernels)
 
 
 BACKEND = CpuBackend()

@@ -46,7 +46,7 @@ class CpuKernels(KernelSet, complete=True):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Use torch's operator for float32 and wider dtypes, where it is as exact as the reference."""
-        if x.dtype.itemsize < torch.float32.itemsize:
+        if x.dtype.itemsize < torch.float32.itemsize or weight.dtype is not x.dtype:
             return super().rms_norm(x, weight, eps)
         return F.rms_norm(x, weight.shape, weight, eps)
 
@@ -62,6 +62,8 @@ class CpuKernels(KernelSet, complete=True):
     def linear_rope_write_cache(self, product: Product, rotary: RotaryArgs) -> Tensor:
         """Rotate queries and keys in one operation, then write the cache."""
         kv_heads, size = rotary.k_cache.shape[2:]
+        if rotary.cos.shape[1] != size:
+            return super().linear_rope_write_cache(product, rotary)
         made = self.linear(*product).view(product.x.shape[0], -1, size)
         turned, v = made[:, :-kv_heads], made[:, -kv_heads:]
         rotated: Tensor = torch.ops.outrider.rope_write_cache.host(turned, v, *rotary)

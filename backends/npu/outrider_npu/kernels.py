@@ -116,8 +116,8 @@ class NpuKernels(KernelSet):
         because it takes positions and a table instead.
         """
         turn = (cos.unsqueeze(0).unsqueeze(2), sin.unsqueeze(0).unsqueeze(2))  # 1S1D beside BSND
-        for x in (q, k):
-            x.copy_(torch_npu.npu_rotary_mul(x.unsqueeze(0), *turn).squeeze(0))
+        for x in (q[..., : cos.shape[1]], k[..., : cos.shape[1]]):
+            x.copy_(torch_npu.npu_rotary_mul(x.contiguous().unsqueeze(0), *turn).squeeze(0))
         for cache, rows in ((k_cache, k), (v_cache, v)):
             cache.flatten(0, 1).index_copy_(0, slots, rows)
 

@@ -213,6 +213,8 @@ class Speculation:
     ) -> Speculation:
         """Locate the checkpoints. Without ``model`` the model is the bundled one, with its head of that kind if it has one.
 
+        A model with heads of multi-token prediction in its checkpoint drafts with them unless ``kind`` or a draft is given.
+
         Raises :class:`ConfigError` for options that contradict each other and :class:`CheckpointError` for a checkpoint that
         can't be found.
         """
@@ -223,9 +225,12 @@ class Speculation:
             draft = bundled(head)
         from outrider.model.location import find_checkpoint
 
+        target = bundled("target") if model is None else find_checkpoint(model, code=trust_remote_code)
+        if kind is None and draft is None:
+            kind = "mtp" if model is not None and not through_transformers and has_mtp_heads(target) else "none"
         return cls(
-            kind=kind or ("none" if draft is None else "eagle"),
-            model=bundled("target") if model is None else find_checkpoint(model, code=trust_remote_code),
+            kind=kind or "eagle",
+            model=target,
             draft=None if draft is None else find_checkpoint(draft),
             draft_tokens=draft_tokens,
             draft_topk=draft_topk,
@@ -239,6 +244,18 @@ class Speculation:
     def without(self) -> Speculation:
         """Return the same model with non-speculative decoding."""
         return replace(self, kind="none", draft_topk=1, draft_output_head=None, draft_vocabulary=None)
+
+
+def has_mtp_heads(model: Path) -> bool:
+    """Return True if the checkpoint ``model`` has heads of multi-token prediction. Its loader reports unreadable files."""
+    from outrider.errors import CheckpointError
+    from outrider.model.files import open_checkpoint
+    from outrider.model.mapping import mtp_prefix
+
+    try:
+        return any(mtp_prefix(key) is not None for key in open_checkpoint(model).tensors)
+    except CheckpointError:
+        return False
 
 
 def vocabulary_of(given: str | int | None) -> Path | int | None:

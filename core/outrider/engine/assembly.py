@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from outrider.engine.requests.features import Features
 from outrider.engine.requests.groups import AgreedLength, GroupScheduler
 from outrider.engine.requests.pages import FreeList, PagePool
 from outrider.engine.requests.scheduler import Scheduler, SchedulerLimits
+from outrider.engine.requests.state_checkpoints import StateCheckpoints
 from outrider.engine.stages import DraftStage, Extend, Gather, Iteration, Stages, Verify
 from outrider.engine.state.attention_plans import AttentionPlans
 from outrider.engine.state.buffers import StaticBuffers, step_buffers
@@ -33,6 +35,7 @@ from outrider.engine.state.probes import Probes
 from outrider.engine.state.results import Results
 from outrider.engine.state.rows import FutureMap, RowTable, SeqLensRing
 from outrider.engine.state.staging import Staging, staging_capacity
+from outrider.engine.state.state_copies import StateCopies
 from outrider.engine.state.transfer import StateTransfer
 from outrider.engine.step import Step
 from outrider.engine.streams import Streams
@@ -115,13 +118,13 @@ def _allocate_staging(model: LanguageModel, backend: Backend, config: DecidedCon
 
 
 def _allocate_cache(model: LanguageModel, backend: Backend, config: DecidedConfig) -> KVCache:
-    return KVCache.allocate(
-        model.config.num_layers,
-        model.config.num_kv_heads,
-        model.config.head_size,
+    return KVCache.for_model(
+        model.config,
         pages=config.num_pages,
         page_size=config.page_size,
-        dtype=model.cache_dtype,
+        dtype=model.dtype,
+        cache_dtype=model.cache_dtype,
+        rows=config.max_requests + 1 + config.state_checkpoints,
         device=backend.device,
     )
 
@@ -333,6 +336,8 @@ def can_replay_prefill(parts: EngineParts) -> bool:
         return False  # attention reads lengths on the host
     if model.config.rope.sections or model.config.rope.depends_on_length:
         return False  # rope depends on more than a position
+    if model.config.recurrent is not None:
+        return False  # the reference's launches grow with the tokens of a chunk
     if not model.native or model.kernels.row_invariant:
         return False  # kernels launch a call for each token, or belong to another model's code
     return proposer.accepts_padding or not proposer.extends
@@ -373,6 +378,7 @@ def build_step(
         transfer=parts.transfer,
         prefill=prefill,
         prefill_graphs=prefill_graphs,
+        state_copies=StateCopies(parts.model.kernels, parts.cache, parts.staging),
         stages=stages,
         iteration=iteration,
         runner=runner,
@@ -390,13 +396,29 @@ def build_step(
     )
 
 
+def build_checkpoints(parts: EngineParts) -> StateCheckpoints | None:
+    """Create the host's record of state checkpoints, whose rows follow those of requests; None without recurrent layers."""
+    config = parts.config
+    if parts.model.config.recurrent is None:
+        return None
+    return StateCheckpoints(
+        first_row=config.max_requests + 1,
+        count=config.state_checkpoints,
+        interval=math.lcm(config.page_size, parts.model.kernels.state_interval),
+    )
+
+
 def build_scheduler(parts: EngineParts, draft_length: DraftLengthPolicy) -> Scheduler:
     """Create a scheduler whose rows and pages are all free."""
     config, proposer = parts.config, parts.proposer
     return Scheduler(
         rows=FreeList("request row", config.max_requests + 1),
         pages=PagePool(
-            count=parts.cache.pages, page_size=config.page_size, ahead=proposer.lookahead, share=config.prefix_cache
+            count=parts.cache.pages,
+            page_size=config.page_size,
+            ahead=proposer.lookahead,
+            share=config.prefix_cache,
+            checkpoints=build_checkpoints(parts),
         ),
         limits=SchedulerLimits(
             growth=proposer.depth + 1,

@@ -79,7 +79,8 @@ class EngineBase:
         pages = self._scheduler.pages
         running = sum(not request.finished for request in self._scheduler.running)
         every = (pages.count - 1) * self.groups
-        return EngineLoad(running, len(self._requests) - running, every, pages.available, cached_pages=pages.cached)
+        waiting = len(self._requests) - running
+        return EngineLoad(running, waiting, every, pages.available, pages.cached, pages.state_checkpoints)
 
     @property
     def longest_request(self) -> int:

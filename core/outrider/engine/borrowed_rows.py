@@ -26,6 +26,11 @@ class BorrowedRows:
 
     def __init__(self, parts: EngineParts, loop: Loop, admission: Admission) -> None:
         self._parts, self._loop, self._admission = parts, loop, admission
+        if parts.model.config.recurrent is not None:
+            raise ConfigError(
+                "the model has recurrent layers, and a network card moves pages alone, not the states of these layers: the "
+                "engine can't lend requests or borrow them; use hand_over in one process, or prefill and decode on one engine"
+            )
         ranks = None if loop.decision_log is None else loop.decision_log.ranks
         if ranks is not None and ranks.config.tensor > 1:
             raise ConfigError(

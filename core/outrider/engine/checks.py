@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from outrider.device import Backend, CapabilityError, ConfigError, KernelSet, OutOfDeviceMemory, StepMode
-from outrider.engine.config import MAX_LOGPROBS, DecidedConfig
+from outrider.engine.config import MAX_LOGPROBS, DecidedConfig, EngineConfig
 from outrider.engine.device_model_facts import memory_of
 from outrider.engine.requests.sampling import MAX_LOGIT_BIAS, SamplingParams
 from outrider.errors import RequestError, shown
@@ -22,6 +23,23 @@ def check_type(name: str, value: object, *kinds: type) -> None:
     if not isinstance(value, kinds):
         expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
         raise ConfigError(f"{name} is {shown(value)} (a {type(value).__name__}); expected {expected}")
+
+
+def check_engine_types(model: object, config: object) -> None:
+    """Raise :class:`ConfigError` if an argument of ``Engine`` has a wrong type."""
+    check_type("model", model, LanguageModel)
+    check_type("config", config, EngineConfig, type(None))
+
+
+def check_loading_types(model_dir: object, backend: object, draft_dir: object, **named: object) -> None:
+    """Raise :class:`ConfigError` if an argument of ``Engine.from_checkpoint`` has a wrong type."""
+    check_type("model_dir", model_dir, str, Path)
+    check_type("backend", backend, str, Backend)
+    check_type("draft_dir", draft_dir, str, Path, type(None))
+    check_type("speculate", named["speculate"], str)
+    check_type("config", named["config"], EngineConfig, type(None))
+    check_type("quantized", named["quantized"], str)
+    check_type("draft_vocabulary", named["draft_vocabulary"], str, Path, int, type(None))
 
 
 def check_policy(backend: Backend, config: DecidedConfig, proposer: Proposer, kernels: KernelSet) -> None:
@@ -64,6 +82,11 @@ def check_tree(model: LanguageModel, proposer: Proposer) -> None:
             f"the proposer {proposer.name!r} declares {proposer.nodes} nodes and paths of {proposer.depth}: a path has no "
             "more nodes than its tree"
         )
+    if proposer.is_tree and model.config.recurrent is not None:
+        raise ConfigError(
+            f"the proposer {proposer.name!r} drafts trees, and the model has recurrent layers: each branch of a tree would "
+            "need a state of its own, and the kernels of these layers keep one for each request; draft a chain (draft_topk=1)"
+        )
     if proposer.is_tree and any(model.config.windows):
         raise ConfigError(
             f"the proposer {proposer.name!r} drafts trees, and the model has layers with a sliding window, which count slots"
@@ -84,16 +107,20 @@ def check_cache(backend: Backend, config: DecidedConfig, model: LanguageModel, *
         )
     shape = model.config
     page = KVCache.page_bytes(
-        shape.num_layers, shape.num_kv_heads, shape.head_size, page_size=config.page_size, dtype=model.cache_dtype
+        len(shape.attention_layers), shape.num_kv_heads, shape.head_size, page_size=config.page_size, dtype=model.cache_dtype
     )
     memory = memory_of(backend)
     if memory is None:
         return
     total, whose = memory.total, "this machine" if memory.shared else backend.label
-    if pages * page > total:
+    rows = config.max_requests + config.state_checkpoints + 1
+    states = 0 if shape.recurrent is None else rows * shape.recurrent.state_bytes(model.dtype)
+    if pages * page + states > total:
+        more = f", its recurrent states {rows} rows of {states // rows} bytes" if states else ""
         raise OutOfDeviceMemory(
-            f"the KV cache would have {pages} pages of {page} bytes: {pages * page / 2**30:.1f} GiB, and {whose} has "
-            f"{total / 2**30:.1f} GiB in all; lower num_pages, max_requests or max_context"
+            f"the KV cache would have {pages} pages of {page} bytes{more}: {(pages * page + states) / 2**30:.1f} GiB, and "
+            f"{whose} has {total / 2**30:.1f} GiB in all; lower num_pages, max_requests or max_context"
+            f"{' or state_checkpoints' if states else ''}"
         )
 
 

@@ -44,6 +44,7 @@ SIZES = {
     "draft_topk": (1, 1024),
     "num_pages": (2, 2**31 - 1),
     "max_context": (2, 2**31 - 1),
+    "state_checkpoints": (0, 2**20),
 }
 """Minimum and maximum of each size of an :class:`EngineConfig`. Cache slots are counted in 32 bits."""
 
@@ -54,6 +55,7 @@ _OPTIONAL = (
     "token_budget",
     "num_pages",
     "max_context",
+    "state_checkpoints",
 )
 _SWITCHES = ("overlap", "graphs", "prefix_cache", "batch_invariant", "plan_stream")
 
@@ -108,6 +110,11 @@ class EngineConfig:
     """The host plans an iteration while the previous one runs, and reads its results one iteration later."""
     prefix_cache: bool = True
     """Requests share the pages of a common prefix."""
+    state_checkpoints: int | None = None
+    """Number of prefixes whose recurrent states are kept for the prefix cache, apart from the states of requests.
+
+    Only models with recurrent layers have such states. A prefix without its state can't be shared.
+    """
     batch_invariant: bool = False
     """The output of a request is bitwise independent of the other requests, with slower kernels.
 
@@ -215,6 +222,7 @@ class DecidedConfig(EngineConfig):
     num_pages: int
     max_context: int
     prefill_chunk: int
+    state_checkpoints: int
     dtype: DtypeName
     overlap: bool
     mode: ModeName

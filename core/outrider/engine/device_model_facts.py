@@ -37,7 +37,8 @@ _INNER_AT_ONCE = 3
 def situation_of(backend: Backend, model: LanguageModel, proposer: Proposer) -> DeviceModelFacts:
     """Collect the facts for an engine of this model on this backend, after the weights were loaded."""
     config, sync = model.config, backend.speculative_sync
-    kept = KVCache.page_bytes(config.num_layers, config.num_kv_heads, config.head_size, page_size=1, dtype=model.cache_dtype)
+    layers = len(config.attention_layers)
+    kept = KVCache.page_bytes(layers, config.num_kv_heads, config.head_size, page_size=1, dtype=model.cache_dtype)
     no_fused = no_graphs = "" if model.native else "the code of transformers may wait for the device"
     if model.kernels.plans_on_host:
         no_fused = no_fused or f"the kernels {model.kernels.name!r} plan each batch on the host"
@@ -52,6 +53,7 @@ def situation_of(backend: Backend, model: LanguageModel, proposer: Proposer) -> 
         dtype=model.dtype,
         cache_dtype=model.cache_dtype,
         cached_bytes=kept,
+        state_bytes=0 if config.recurrent is None else config.recurrent.state_bytes(model.dtype),
         context=config.max_context,
         slots=proposer.slots,
         token_bytes=kept + proposer.token_bytes,

@@ -5,6 +5,8 @@ ends:
 
 - The stash is written and gathered on forward.
 - Every access to KV pages is on forward, so the reuse of a page is ordered.
+- Every access to the states of recurrent layers is on forward: prefill, verify, the commit after acceptance, and the copies
+  of the prefix cache. So the reuse of a row or of a checkpoint is ordered.
 - A gather precedes the *inputs ready* of its own iteration.
 - The plan of an iteration never meets the verify of the iteration before: *shared reads done* follows that verify on forward.
 - A fused iteration unpacks its inputs on forward, after the reads of the iteration before.
@@ -118,7 +120,7 @@ FENCES: tuple[FenceSpec, ...] = (
         "forward",
         ("forward of another engine", "host"),
         Hazard.READ_AFTER_WRITE,
-        "keys, values, draft caches and relay of a request that leaves for another engine",
+        "keys, values, draft caches, recurrent states and relay of a request that leaves for another engine",
     ),
     FenceSpec(
         "pages_ready",

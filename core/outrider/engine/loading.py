@@ -9,7 +9,7 @@ from typing import cast
 
 import torch
 
-from outrider.device import Backend, ConfigError, KernelSet
+from outrider.device import Backend, ConfigError, KernelSet, WrappedKernels
 from outrider.engine.config import DTYPES, Choice, DecidedConfig, DtypeName, EngineConfig
 from outrider.engine.device_model_facts import situation_of
 from outrider.engine.ranks.ranks import Ranks
@@ -56,7 +56,7 @@ class Loaded:
 def load_checkpoint(
     directory: Path,
     backend: Backend,
-    config: EngineConfig,
+    config: EngineConfig | None,
     *,
     draft_dir: Path | None,
     speculate: str,
@@ -70,6 +70,7 @@ def load_checkpoint(
     ranks: Ranks | None = None,
 ) -> Loaded:
     """Load a checkpoint and its draft; see :meth:`outrider.engine.engine.Engine.from_checkpoint` for the arguments."""
+    config = config or EngineConfig()
     directory = find_checkpoint(directory, code=trust_remote_code)
     draft_dir = None if draft_dir is None else find_checkpoint(draft_dir)
     builders = dict(builders or {})
@@ -87,11 +88,7 @@ def load_checkpoint(
     if config.dtype is None:
         chosen = (choose_dtype(backend.capabilities, checkpoint_dtype(directory)),)
         config = replace(config, dtype=cast("DtypeName", str(chosen[0].value)))
-    head = speculate.removeprefix(SUFFIX_PREFIX)
-    if draft_dir is None and head in INSIDE_MODEL and speculate not in builders:
-        draft_dir = directory
-    if draft_dir is not None and head in BUILTIN_PROPOSERS.keys() - DRAFTLESS and speculate not in builders:
-        check_draft_kind(draft_dir, head)  # before the target is read; opening the files checks their headers
+    draft_dir = draft_dir if speculate in builders else _checked_draft(directory, draft_dir, speculate)
     assert config.dtype is not None
     dtype = DTYPES[config.dtype]
     if through_transformers and ranks is not None:
@@ -123,18 +120,26 @@ def load_checkpoint(
         vocabulary=vocabulary,
     )
     proposer = build_proposer(speculate, options, builders=builders)
-    chosen += _quantized_weights(model, mode, directory)
-    if draft_output_head is not None:
-        why = "as asked: drafts are drawn with a copy of the target's output head; what is verified takes the head itself"
-        chosen += (Choice("draft_output_head", draft_output_head, why),)
-    if vocabulary is not None:
-        why = f"as asked: drafts are drawn from {vocabulary.origin}; what is verified has all {model.config.vocab_size}"
-        chosen += (Choice("draft_vocabulary", vocabulary.ids.numel(), why),)
+    chosen += (*_quantized_weights(model, mode, directory), *_recurrent_layers(model))
+    chosen += _draft_head_choices(model, draft_output_head, vocabulary)
     vision = None
     if model.config.vision is not None:
         vision = load_vision(directory, backend=backend, dtype=dtype, progress=progress)
     decided = resolve(config, situation_of(backend, model, proposer), chosen)
     return Loaded(decided, model, proposer, tokenizer, vision)
+
+
+def _checked_draft(directory: Path, draft_dir: Path | None, speculate: str) -> Path | None:
+    """Return the draft's directory, which is the model's if the heads are in its checkpoint.
+
+    Its kind and its files' headers are checked here, before the target is read.
+    """
+    head = speculate.removeprefix(SUFFIX_PREFIX)
+    if draft_dir is None and head in INSIDE_MODEL:
+        draft_dir = directory
+    if draft_dir is not None and head in BUILTIN_PROPOSERS.keys() - DRAFTLESS:
+        check_draft_kind(draft_dir, head)
+    return draft_dir
 
 
 def _load_native(
@@ -159,6 +164,34 @@ def _load_native(
         kv_dtype=config.kv_dtype,
         kernels=kernels.batch_invariant() if config.batch_invariant else kernels,
     )
+
+
+def _draft_head_choices(
+    model: LanguageModel, output_head: str | None, vocabulary: DraftVocabulary | None
+) -> tuple[Choice, ...]:
+    """Return what was requested of the output head that drafts are sampled with."""
+    made: tuple[Choice, ...] = ()
+    if output_head is not None:
+        why = "as asked: drafts are drawn with a copy of the target's output head; what is verified takes the head itself"
+        made += (Choice("draft_output_head", output_head, why),)
+    if vocabulary is not None:
+        why = f"as asked: drafts are drawn from {vocabulary.origin}; what is verified has all {model.config.vocab_size}"
+        made += (Choice("draft_vocabulary", vocabulary.ids.numel(), why),)
+    return made
+
+
+def _recurrent_layers(model: LanguageModel) -> tuple[Choice, ...]:
+    """Return which kernels compute the recurrent layers of a hybrid model; nothing for another model."""
+    recurrent = model.config.recurrent
+    if recurrent is None:
+        return ()
+    kernels = model.kernels
+    while isinstance(kernels, WrappedKernels):
+        kernels = kernels.inner
+    names = ("short_convolution", "gated_delta_rule", "chunk_gated_delta_rule", "gated_rms_norm")
+    own = [name for name in names if getattr(type(kernels), name) is not getattr(KernelSet, name)]
+    why = f"{', '.join(own)} by the kernels {kernels.name!r}" if own else "computed by the torch references"
+    return (Choice("recurrent_layers", len(recurrent.layers), why),)
 
 
 def _quantized_weights(model: LanguageModel, mode: QuantizedMode, directory: Path) -> tuple[Choice, ...]:

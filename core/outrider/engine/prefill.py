@@ -20,7 +20,7 @@ from outrider.engine.state.probes import GUIDE_LATE, MEDIA_FAILED, Probes
 from outrider.engine.state.results import Results
 from outrider.engine.state.rows import FutureMap, RowTable
 from outrider.engine.state.staging import Packer, PrefillInputs, Staging, prefill_attention, prefill_inputs
-from outrider.model import ForwardInput, KeptRows, KVCache, LanguageModel, VisionTower
+from outrider.model import ForwardInput, KeptRows, KVCache, LanguageModel, StateInput, VisionTower
 from outrider.speculative.host_seq_lens import HostSeqLens
 from outrider.speculative.proposer import ExtendInputs, Proposer
 
@@ -128,6 +128,7 @@ class Prefill:
             *media,
             prompt_lens=inputs.prompt_lens,
             kept=None if proposer.reads_hidden else kept,
+            states=None if model.config.recurrent is None else StateInput(inputs.rows),
         )
         layers = proposer.aux_hidden_state_layers
         hidden, aux_hidden_states = model.forward_with_aux_hidden_states(flat, self._cache, layers)

@@ -21,6 +21,11 @@ HOST_KV_SHARE = 0.25
 """The same where the device's memory is the host's, which others use too."""
 HOST_MOST = 0.9
 """Of the host's free memory, for a cache that was asked for and the work beside it at most."""
+STATES_SHARE = 0.25
+"""Of the free memory, for the recurrent states of requests at most, where their number is chosen."""
+CHECKPOINTS_SHARE = 0.1
+"""Of the free memory, for the states that the prefix cache keeps at most, where their number is chosen."""
+CHECKPOINTS_PER_REQUEST = 2
 COMMON_CONTEXT = 4096
 """Tokens that a request has room for where nothing is known of the memory, and all but one where it's the host's."""
 
@@ -86,6 +91,8 @@ class DeviceModelFacts:
     no_overlap_fused: bool = False
     cache_dtype: torch.dtype | None = None
     cached_bytes: int = 0
+    state_bytes: int = 0
+    """Bytes of one request's recurrent states."""
 
 
 def choose_dtype(capabilities: Capabilities, checkpoint: torch.dtype | None) -> Choice:
@@ -210,8 +217,40 @@ def _sizes(choices: _Choices, known: DeviceModelFacts) -> None:
     if choices.config.buckets is not None:
         choices.add("max_requests", max(choices.config.buckets), "the largest bucket")
     else:
-        choices.add("max_requests", requests, why)
+        _requests(choices, known, requests, why)
     choices.add("prefill_chunk", chunk, why)
+    _checkpoints(choices, known)
+
+
+def _requests(choices: _Choices, known: DeviceModelFacts, requests: int, why: str) -> None:
+    """Decide the number of requests: the common one, or fewer if their recurrent states would take much of the memory."""
+    if known.state_bytes and known.memory is not None:
+        held = max(1, int(known.memory.free * STATES_SHARE) // known.state_bytes - 1)
+        if held < requests:
+            requests, why = (
+                held,
+                f"recurrent states of {known.state_bytes / 2**20:.0f} MiB each, in a quarter of the memory",
+            )
+    choices.add("max_requests", requests, why)
+
+
+def _checkpoints(choices: _Choices, known: DeviceModelFacts) -> None:
+    """Decide the number of recurrent states that the prefix cache keeps."""
+    if not known.state_bytes:
+        if choices.config.state_checkpoints:
+            raise ConfigError(
+                f"state_checkpoints is {choices.config.state_checkpoints}, and the model has no recurrent layers; leave "
+                "it out"
+            )
+        choices.values["state_checkpoints"] = 0
+        return
+    count, why = CHECKPOINTS_PER_REQUEST * choices.number("max_requests"), f"{CHECKPOINTS_PER_REQUEST} for each request"
+    if known.memory is not None and count * known.state_bytes > CHECKPOINTS_SHARE * known.memory.free:
+        count = int(CHECKPOINTS_SHARE * known.memory.free) // known.state_bytes
+        why = f"states of {known.state_bytes / 2**20:.0f} MiB in a tenth of the memory"
+    if not choices.config.prefix_cache:
+        count, why = 0, "the prefix cache is off"
+    choices.add("state_checkpoints", count, why)
 
 
 def _cache(choices: _Choices, known: DeviceModelFacts) -> None:
@@ -236,6 +275,9 @@ def _cache(choices: _Choices, known: DeviceModelFacts) -> None:
         todo = "take a smaller model, page_size, prefill_chunk or max_requests"
         if config.kv_memory is not None:
             todo = "raise kv_memory, or take a smaller page_size"
+        if known.state_bytes:
+            states = _state_rows(choices) * known.state_bytes / GIB
+            todo += f"; recurrent states take {states:.1f} GiB: lower max_requests or state_checkpoints"
         raise OutOfDeviceMemory(
             f"the KV cache may take {max(most, 0)} pages of {page_bytes} bytes, {why}: room for no request; free memory, or "
             f"{todo}"
@@ -248,7 +290,7 @@ def _cache(choices: _Choices, known: DeviceModelFacts) -> None:
     full = _width(context, known.slots, page_size)
     if config.max_context is not None and config.kv_memory is None and most <= full:  # it was asked for: the rest gives way
         most, why = full + 1, f"max_context {context} for one request"
-        if most * page_bytes > known.memory.free:
+        if most * page_bytes + _state_rows(choices) * known.state_bytes > known.memory.free:
             raise OutOfDeviceMemory(
                 f"max_context is {context}: {most * page_bytes / GIB:.1f} GiB of KV cache for one request, and "
                 f"{known.memory.free / GIB:.1f} GiB are free; lower max_context"
@@ -273,15 +315,23 @@ def _most_pages(choices: _Choices, known: DeviceModelFacts, page_bytes: int) -> 
     chunk, requests = choices.number("prefill_chunk"), choices.number("max_requests")
     work = known.fixed_bytes + chunk * known.prompt_token_bytes
     work += requests * (known.slots * known.drafted_token_bytes + known.request_bytes)
+    states = _state_rows(choices) * known.state_bytes
+    if states:
+        free += f", without {states / GIB:.1f} GiB of recurrent states"
     if share is not None:
         if memory.shared:
             _check_left(share, memory, work)
-        return int(memory.free * share) // page_bytes, f"kv_memory {share:g} of the {free}"
+        return (int(memory.free * share) - states) // page_bytes, f"kv_memory {share:g} of the {free}"
     share = HOST_KV_SHARE if memory.shared else KV_SHARE
-    room = int(memory.free * share)
-    if memory.free - work < room:
-        return (memory.free - work) // page_bytes, f"what {work / GIB:.1f} GiB of work leave of the {free}"
+    room = int(memory.free * share) - states
+    if memory.free - work - states < room:
+        return (memory.free - work - states) // page_bytes, f"what {work / GIB:.1f} GiB of work leave of the {free}"
     return room // page_bytes, f"{share:g} of the {free}"
+
+
+def _state_rows(choices: _Choices) -> int:
+    """Return the number of rows of recurrent states: those of requests, of the prefix cache, and the padding row."""
+    return choices.number("max_requests") + choices.number("state_checkpoints") + 1
 
 
 def _check_left(share: float, memory: CacheMemory, work: int) -> None:

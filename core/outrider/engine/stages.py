@@ -34,7 +34,16 @@ from outrider.engine.state.probes import Probes
 from outrider.engine.state.results import Results
 from outrider.engine.state.rows import FutureMap, RowTable
 from outrider.engine.state.staging import Staging
-from outrider.model import ForwardInput, KeptRows, KVCache, LanguageModel, ModelRanks, SideBySide, side_by_side
+from outrider.model import (
+    ForwardInput,
+    KeptRows,
+    KVCache,
+    LanguageModel,
+    ModelRanks,
+    SideBySide,
+    StateInput,
+    side_by_side,
+)
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, Proposer
 from outrider.speculative.tree import Tree
 
@@ -222,7 +231,10 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
         attention = given.attention
         if batch.seq_lens_host is not None:
             attention = replace(attention, seq_lens_host=batch.seq_lens_host.host_param("verify", width))
-        flat = ForwardInput(plan.tokens, positions, plan.slots, attention)
+        states = None
+        if model.config.recurrent is not None:
+            states = StateInput(inputs.rows, decodes=True, window=[] if batch.drafted else None)
+        flat = ForwardInput(plan.tokens, positions, plan.slots, attention, states=states)
         hidden, aux_hidden_states = model.forward_with_aux_hidden_states(flat, self._cache, self._layers)
         logits = model.logits(hidden).view(count, width, -1)
         options, found = self._options.options_from_inputs(features, inputs), self._results.probe_results(count)
@@ -256,6 +268,8 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
             self._results.decode_rows(count, tokens.shape[1]),
             (outputs.tokens, outputs.accepted),
         )
+        if states is not None and states.window is not None:
+            model.commit(flat, self._cache, accepted)
         if self._keeps_states and outputs.path is not None and path is not None:
             outputs.path.copy_(path)
         return replace(outputs, hidden=hidden, aux_hidden_states=aux_hidden_states)

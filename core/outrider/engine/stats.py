@@ -45,3 +45,5 @@ class EngineLoad:
     pages: int
     free_pages: int
     cached_pages: int
+    state_checkpoints: int = 0
+    """Prefixes whose recurrent states are kept."""

@@ -58,7 +58,8 @@ from outrider.engine.state.plans import PlanAtJoin, Plans
 from outrider.engine.state.probes import GUIDE_LATE
 from outrider.engine.state.results import PendingResult, Results
 from outrider.engine.state.rows import SeqLensRing
-from outrider.engine.state.staging import Packer
+from outrider.engine.state.staging import RESTORED_STATES, SAVED_STATES, Packer
+from outrider.engine.state.state_copies import StateCopies
 from outrider.engine.state.transfer import StateTransfer
 from outrider.engine.streams import Streams
 from outrider.model import ModelRanks
@@ -70,7 +71,8 @@ class Step:
     """The launcher of iterations: it enqueues each stage on its stream, with every wait and record between them.
 
     ``runner`` runs the stages; ``called``, an eager runner, runs them if a request is guided. ``masks`` holds the token masks
-    of guided requests. ``prefill_graphs`` replays prompt chunks; None if prefill is always called. ``entries`` is the number
+    of guided requests. ``prefill_graphs`` replays prompt chunks; None if prefill is always called. ``state_copies`` copies
+    recurrent states from and to the checkpoints of the prefix cache. ``entries`` is the number
     of ring entries of staging and results. ``capacity`` is the number of tokens that a block table holds. With
     ``plans_on_host``, the host plans attention from exact lengths. ``ranks`` are the ranks that share the model; None for
     one.
@@ -86,6 +88,7 @@ class Step:
         transfer: StateTransfer,
         prefill: Prefill,
         prefill_graphs: PrefillGraphs | None,
+        state_copies: StateCopies,
         stages: Stages,
         iteration: Iteration,
         runner: Runner,
@@ -109,6 +112,7 @@ class Step:
         self._transfer = transfer
         self._prefill = prefill
         self._prefill_graphs = prefill_graphs
+        self._state_copies = state_copies
         self._stages = stages
         self._iteration = iteration
         self._runner = runner
@@ -190,11 +194,13 @@ class Step:
                 self._input_upload.write_token_counts(packer)
         if batch.arrivals:
             self._transfer.write_arrivals(batch.arrivals)
+        self._copy_states(batch, packer, RESTORED_STATES)
         filled = None
         if bucket is not None and self._prefill_graphs is not None:
             self._prefill_graphs.launch(batch, bucket)
         elif batch.prefill:
             filled = self._prefill.launch(batch, packer)
+        self._copy_states(batch, packer, SAVED_STATES)
         ticket = None
         if not batch.decode:
             self._publish(entry)  # before the results leave: once the host has read them, the ring entry is filled again
@@ -210,6 +216,11 @@ class Step:
         else:
             self._decode(batch, entry, requested.features)
         return self._copy_results_to_host(requested, entry) if ticket is None else ticket
+
+    def _copy_states(self, batch: Batch, packer: Packer, which: str) -> None:
+        if batch.restored_states or batch.saved_states:
+            with self._backend.on(self._streams.forward):
+                self._state_copies.copy(packer, which)
 
     def _copy_results_to_host(self, requested: Batch, entry: int) -> PendingResult:
         """Copy the results into ring ``entry`` on forward, then to the host on copy, so that the next iteration can

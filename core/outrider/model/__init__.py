@@ -9,9 +9,10 @@ from outrider.model.extra import require_models
 
 require_models()
 
-from outrider.model.cache import KVCache
+from outrider.model.cache import KVCache, LayerState
+from outrider.model.chained_mtp import load_chained_mtp
 from outrider.model.checkpoint_config import checkpoint_dtype, supported_families
-from outrider.model.config import ExpertsConfig, ModelConfig, VisionConfig
+from outrider.model.config import ExpertsConfig, ModelConfig, RecurrentConfig, VisionConfig
 from outrider.model.decoder import Decoder, DecoderWeights
 from outrider.model.dflash import DFlashHead, DFlashWeights
 from outrider.model.dflash_loading import load_dflash
@@ -20,7 +21,7 @@ from outrider.model.draft_output import OUTPUT_FORMATS, DraftVocabulary, OutputF
 from outrider.model.eagle import EagleHead, EagleWeights
 from outrider.model.eagle3 import Eagle3Head, Eagle3Weights
 from outrider.model.head_loading import check_draft_kind, find_mtp_format, load_eagle, load_eagle3
-from outrider.model.inputs import ForwardInput, KeptRows
+from outrider.model.inputs import ForwardInput, KeptRows, StateInput
 from outrider.model.language_model import LanguageModel, SideBySide, side_by_side
 from outrider.model.layer import LayerWeights, attention_shapes
 from outrider.model.loading import load_decoder
@@ -31,6 +32,7 @@ from outrider.model.mtp import MtpHead, MtpWeights, load_mtp
 from outrider.model.peagle import PEagleHead, PEagleWeights, load_peagle
 from outrider.model.quantization import QuantizedMode, QuantizedName
 from outrider.model.ranks import ModelRanks
+from outrider.model.recurrent import RecurrentWeights
 from outrider.model.rope import RopeConfig
 from outrider.model.shards import Shard, Shards
 from outrider.model.stream_decoder import StreamDecoder
@@ -58,6 +60,7 @@ __all__ = [
     "KVCache",
     "KeptRows",
     "LanguageModel",
+    "LayerState",
     "LayerWeights",
     "Media",
     "MediaGrid",
@@ -72,10 +75,13 @@ __all__ = [
     "Progress",
     "QuantizedMode",
     "QuantizedName",
+    "RecurrentConfig",
+    "RecurrentWeights",
     "RopeConfig",
     "Shard",
     "Shards",
     "SideBySide",
+    "StateInput",
     "StreamDecoder",
     "Tokenizer",
     "TransformersDecoder",
@@ -89,6 +95,7 @@ __all__ = [
     "find_checkpoint",
     "find_mtp_format",
     "has_tokenizer",
+    "load_chained_mtp",
     "load_decoder",
     "load_dflash",
     "load_eagle",

@@ -15,7 +15,6 @@ from outrider.errors import CheckpointError, shown
 from outrider.model.config import ModelConfig, VisionConfig
 from outrider.model.config_fields import MAX_CONTEXT, config_fields, is_whole
 from outrider.model.expert_configs import (
-    EXPERT_FAMILIES,
     REFUSED,
     layer_windows,
     mixtral,
@@ -23,6 +22,7 @@ from outrider.model.expert_configs import (
     qwen2_moe,
     qwen3_moe,
 )
+from outrider.model.hybrid_configs import HYBRID_FAMILIES, qwen3_5, qwen3_5_moe, qwen3_next
 from outrider.model.location import refuse_other_formats
 from outrider.model.parsed_config import parse_config
 from outrider.model.reading import describe, present, read_json, wrap_read_errors
@@ -75,7 +75,8 @@ def _model_config(directory: Path, raw: dict[str, Any]) -> ModelConfig:
     if family in _VISION_FAMILIES:
         fields["vision"] = _vision(full_config)
     fields["eos_token_ids"], fields["bos_token_id"] = special_tokens(directory, hf)
-    config = ModelConfig(family=family, rope=_rope(hf, mrope=family in _VISION_FAMILIES), **fields)
+    rope = _rope(hf, mrope=family in _VISION_FAMILIES, partial=family in HYBRID_FAMILIES)
+    config = ModelConfig(family=family, rope=rope, **fields)
     _check_rope(config)
     return config
 
@@ -127,7 +128,7 @@ def _parse_config(family: str, raw: dict[str, Any]) -> HfConfig:
 
 
 def _known_fields(family: str, raw: dict[str, Any]) -> dict[str, Any]:
-    return config_fields(raw, vision=family in _VISION_FAMILIES, experts=family in EXPERT_FAMILIES)
+    return config_fields(family, raw)
 
 
 def _through_transformers(family: str, known: dict[str, Any]) -> HfConfig:
@@ -145,7 +146,8 @@ def _common_fields(hf: HfConfig) -> dict[str, Any]:
     return {
         "vocab_size": hf.vocab_size,
         "hidden_size": hf.hidden_size,
-        "intermediate_size": hf.intermediate_size,
+        # A mixture in every layer has no other intermediate size than that of its experts.
+        "intermediate_size": getattr(hf, "intermediate_size", None) or hf.moe_intermediate_size,
         "num_layers": hf.num_hidden_layers,
         "num_heads": hf.num_attention_heads,
         "num_kv_heads": hf.num_key_value_heads,
@@ -195,7 +197,12 @@ _FAMILIES: Mapping[str, Callable[[HfConfig], dict[str, Any]]] = MappingProxyType
         "qwen2_moe": qwen2_moe,
         "qwen2_vl": _qwen2,
         "qwen3": _qwen3,
+        "qwen3_5": qwen3_5,
+        "qwen3_5_moe": qwen3_5_moe,
+        "qwen3_5_moe_text": qwen3_5_moe,
+        "qwen3_5_text": qwen3_5,
         "qwen3_moe": qwen3_moe,
+        "qwen3_next": qwen3_next,
     }
 )
 _SAME_DECODER: Mapping[str, str] = MappingProxyType({"mimo": "qwen2"})
@@ -229,12 +236,12 @@ def _vision(hf: HfConfig) -> VisionConfig:
     )
 
 
-def _rope(hf: HfConfig, *, mrope: bool) -> RopeConfig:
+def _rope(hf: HfConfig, *, mrope: bool, partial: bool) -> RopeConfig:
     parameters = dict(hf.rope_parameters)
     kind = parameters.get("rope_type", "default")
     if kind is None:  # transformers would ignore the other parameters
         raise ConfigError(f"rope_type of the rope is None, expected one of {', '.join(ROPE_KINDS)}")
-    if parameters.get("partial_rotary_factor") not in (None, 1.0):
+    if parameters.get("partial_rotary_factor") not in (None, 1.0) and not partial:
         raise _NotNativeError(f"partial_rotary_factor is {parameters['partial_rotary_factor']}, only 1 is supported")
     optional = {
         name: parameters[name]
@@ -261,6 +268,7 @@ def _rope(hf: HfConfig, *, mrope: bool) -> RopeConfig:
         factor=_rope_factor(hf),
         original_context=_original_context(hf),
         sections=tuple(parameters.get("mrope_section") or _MROPE_SECTIONS) if mrope else (),
+        rotated_share=float(parameters.get("partial_rotary_factor") or 1.0),
         **optional,
     )
 

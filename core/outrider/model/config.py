@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
+
 from outrider.device import ConfigError
 from outrider.model.rope import RopeConfig
 
@@ -65,6 +67,72 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RecurrentConfig:
+    """The layers with a gated delta rule in place of attention. Raises :class:`ConfigError` for impossible values."""
+
+    layers: tuple[int, ...]
+    """Indices of the layers, ascending."""
+    key_heads: int
+    value_heads: int
+    """A multiple of ``key_heads``."""
+    key_size: int
+    value_size: int
+    kernel_size: int
+    """Tokens that the short convolution reads, the token's own included."""
+    state_dtype: torch.dtype = torch.float32
+    """Dtype of the delta rule's state. A model in a wider dtype keeps its states in that dtype."""
+
+    def __post_init__(self) -> None:
+        sizes = (self.key_heads, self.value_heads, self.key_size, self.value_size)
+        if min(sizes) < 1 or self.kernel_size < 2 or not self.layers:
+            raise ConfigError(
+                f"model config: recurrent layers are {self}, expected positive numbers and a kernel of 2 or more"
+            )
+        if self.value_heads % self.key_heads:
+            raise ConfigError(
+                f"model config: linear_num_value_heads {self.value_heads} isn't a multiple of linear_num_key_heads "
+                f"{self.key_heads}"
+            )
+
+    @property
+    def key_width(self) -> int:
+        """Numbers of a token's keys; its queries have as many."""
+        return self.key_heads * self.key_size
+
+    @property
+    def value_width(self) -> int:
+        """Numbers of a token's values; its output gate has as many."""
+        return self.value_heads * self.value_size
+
+    @property
+    def channels(self) -> int:
+        """Channels of the short convolution: queries, keys and values."""
+        return 2 * self.key_width + self.value_width
+
+    def state_shapes(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
+        """Return the shapes of one layer's states: last inputs of the convolution, and the delta rule's state."""
+        return (self.kernel_size - 1, self.channels), (self.value_heads, self.key_size, self.value_size)
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of one request's states in all layers of a model in ``dtype``."""
+        inputs, state = self.state_shapes()
+        wide = torch.promote_types(dtype, self.state_dtype)
+        return len(self.layers) * (math.prod(inputs) * dtype.itemsize + math.prod(state) * wide.itemsize)
+
+    def shard(self, ranks: int) -> RecurrentConfig:
+        """Return the config of one of ``ranks`` tensor-parallel ranks, which holds key heads with their value heads.
+
+        Raises :class:`ConfigError` if ``ranks`` does not divide the key heads.
+        """
+        if self.key_heads % ranks:
+            raise ConfigError(
+                f"recurrent layers with {self.key_heads} key heads can't be shared out among {ranks} ranks; expected a "
+                "number that divides them"
+            )
+        return replace(self, key_heads=self.key_heads // ranks, value_heads=self.value_heads // ranks)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """Shape and constants of a Llama-style decoder. Raises :class:`ConfigError` for impossible values."""
 
@@ -88,12 +156,18 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     """True if each head of q and k is normalized before the rotary embedding."""
+    attention_gate: bool = False
+    """True if the attention output is multiplied by the sigmoid of a gate, whose rows follow each head's in ``q_proj``."""
+    norm_offset: float = 0.0
+    """Number that is added to the stored weights of all norms but those of recurrent layers."""
     windows: tuple[int, ...] = ()
     """Attention window of each layer in positions, the token's own included. 0 means full attention."""
     experts: ExpertsConfig | None = None
     """The mixture of experts that replaces MLPs, or None."""
+    recurrent: RecurrentConfig | None = None
+    """The layers with a recurrent state instead of attention, or None."""
     vision: VisionConfig | None = None
-    """None for a text-only model."""
+    """None for a text-only model, and for the text side of a model whose images aren't supported."""
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end a generation."""
     bos_token_id: int | None = None
@@ -134,6 +208,14 @@ class ModelConfig:
                 f"model config: rope sections {self.rope.sections} sum to {sum(self.rope.sections)}, expected half the "
                 f"head size, {self.head_size // 2}"
             )
+        rotated = self.rope.rotated_size(self.head_size)
+        if rotated % 2 or not rotated:
+            raise ConfigError(
+                f"model config: partial_rotary_factor {self.rope.rotated_share:g} rotates {rotated} of {self.head_size} "
+                "dimensions of a head, expected an even number of at least 2"
+            )
+        if self.recurrent is not None and not self.attention_layers:
+            raise ConfigError("model config: all layers are recurrent; expected at least one with attention")
         if not self.windows:
             object.__setattr__(self, "windows", (0,) * self.num_layers)
         if len(self.windows) != self.num_layers or min(self.windows) < 0:
@@ -147,6 +229,12 @@ class ModelConfig:
             return self.intermediate_size
         mixed = experts.per_token * experts.intermediate_size + experts.shared_size
         return max(mixed, self.intermediate_size if experts.dense_layers else 0)
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with attention, which have keys and values in the KV cache."""
+        recurrent = () if self.recurrent is None else self.recurrent.layers
+        return tuple(index for index in range(self.num_layers) if index not in recurrent)
 
     def has_experts(self, layer: int) -> bool:
         """Return True if ``layer`` has a mixture of experts instead of an MLP."""

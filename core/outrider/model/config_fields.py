@@ -132,6 +132,7 @@ ROPE: Mapping[str, Field] = MappingProxyType(
         "long_factor": list_of(_SCALE),
         "llama_4_scaling_beta": number(0, 1e6),
         "mrope_section": list_of(whole_number(0, 1 << 16), 3),
+        "mrope_interleaved": FLAG,
     }
 )
 VISION_ROPE: Mapping[str, Field] = MappingProxyType(
@@ -186,6 +187,20 @@ EXPERTS: Mapping[str, Field] = MappingProxyType(
         "mlp_bias": choice_of(False),
     }
 )
+HYBRID: Mapping[str, Field] = MappingProxyType(
+    {
+        **EXPERTS,
+        "linear_conv_kernel_dim": whole_number(2, 64, empty=False),
+        "linear_key_head_dim": whole_number(1, 1 << 14, empty=False),
+        "linear_value_head_dim": whole_number(1, 1 << 14, empty=False),
+        "linear_num_key_heads": whole_number(1, 1 << 16, empty=False),
+        "linear_num_value_heads": whole_number(1, 1 << 16, empty=False),
+        "full_attention_interval": whole_number(1, MAX_LAYERS, empty=False),
+        "mamba_ssm_dtype": choice("float32", "bfloat16", "float16"),
+        "attn_output_gate": choice_of(True),
+        "output_gate_type": choice("silu", "swish"),
+    }
+)
 _PATCH = whole_number(1, 1024, empty=False)
 VISION: Mapping[str, Field] = MappingProxyType(
     {
@@ -216,6 +231,16 @@ _WITH_VISION: Mapping[str, Field] = MappingProxyType(
         "video_token_id": whole_number(0, MAX_VOCABULARY, empty=False),
     }
 )
+_HYBRID_WITH_VISION: Mapping[str, Field] = MappingProxyType({**HYBRID, "text_config": record(HYBRID)})
+FAMILY_FIELDS: Mapping[str, Mapping[str, Field]] = MappingProxyType(
+    {
+        **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), EXPERTS),
+        **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _WITH_VISION),
+        **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), HYBRID),
+        **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _HYBRID_WITH_VISION),
+    }
+)
+"""Fields of the families that aren't dense text models."""
 
 
 def check_fields(raw: Mapping[str, Any], fields: Mapping[str, Field], within: str = "") -> dict[str, Any]:
@@ -268,9 +293,6 @@ def check_any_config(raw: Mapping[str, Any], tensors: int) -> None:
                 raise ConfigError(f"{key} is {shown(value)}, expected at most {limit} of a checkpoint of {tensors} tensors")
 
 
-def config_fields(raw: Mapping[str, Any], *, vision: bool, experts: bool = False) -> dict[str, Any]:
-    """Return the known fields of a config.json of a vision-language, mixture-of-experts or dense text model.
-
-    Raises the :class:`ConfigError` of :func:`check_fields`.
-    """
-    return check_fields(raw, _WITH_VISION if vision else EXPERTS if experts else TEXT_MODEL)
+def config_fields(family: str, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the known fields of a config.json of ``family``. Raises the :class:`ConfigError` of :func:`check_fields`."""
+    return check_fields(raw, FAMILY_FIELDS.get(family, TEXT_MODEL))

@@ -16,11 +16,12 @@ from outrider.model.cache import KVCache
 from outrider.model.config import ModelConfig
 from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel, SideBySide
-from outrider.model.layer import DecoderLayer, LayerWeights
-from outrider.model.mixture import MixtureLayer
+from outrider.model.layer import LayerWeights
+from outrider.model.mixture import create_layer
 from outrider.model.pending import Pending, add_rms_norm
 from outrider.model.products import Weight, linear
 from outrider.model.ranks import ModelRanks
+from outrider.model.recurrent import commit_states
 from outrider.model.rope import query_scales
 from outrider.model.rotary import make_rotary
 from outrider.model.shapes import decoder_shape
@@ -49,7 +50,7 @@ class Decoder(LanguageModel):
     def __init__(
         self, config: ModelConfig, weights: DecoderWeights, kernels: KernelSet, ranks: ModelRanks | None = None
     ) -> None:
-        kernels = kernels.for_shape(decoder_shape(config, weights.norm.dtype))
+        kernels = kernels.for_shape(decoder_shape(config, weights.embedding.dtype))
         super().__init__(config, kernels, ranks)
         self.weights = weights
         self._output_ids: Tensor | None = None
@@ -57,9 +58,7 @@ class Decoder(LanguageModel):
             config.rope, config.head_size, config.max_context, kernels=kernels, dtype=self.dtype, device=self.device
         )
         self._layers = tuple(
-            DecoderLayer(config, layer, kernels, window=window, ranks=ranks)
-            if layer.router is None
-            else MixtureLayer(config, layer, kernels, window=window, ranks=ranks, index=index)
+            create_layer(config, layer, kernels, window=window, ranks=ranks, index=index)
             for index, (layer, window) in enumerate(zip(weights.layers, config.windows, strict=True))
         )
 
@@ -71,7 +70,7 @@ class Decoder(LanguageModel):
     @property
     def cache_dtype(self) -> torch.dtype:
         """Dtype of the KV cache: that of the layers' cache format, or of the weights."""
-        format = self.weights.layers[0].cache
+        format = self.weights.layers[self.config.attention_layers[0]].cache
         return self.dtype if format is None else format.dtype
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -96,7 +95,9 @@ class Decoder(LanguageModel):
         pending: Pending | None = None
         self.begin_pass(inputs)
         last, reads_output = len(self._layers) - 1, len(self._layers) in layers
-        for index, (layer, pages) in enumerate(zip(self._layers, cache.layers, strict=True)):
+        pages_of_layers, states_of_layers = iter(cache.layers), iter(cache.states)
+        for index, layer in enumerate(self._layers):
+            pages = next(pages_of_layers if layer.recurrent is None else states_of_layers)
             captured = tuple(state for state, wanted in zip(states, layers, strict=True) if wanted == index)
             if index == last and not reads_output:
                 pending, residual = layer.forward_last(pending, residual, inputs, cos_sin, pages, captured)
@@ -111,6 +112,11 @@ class Decoder(LanguageModel):
                 self.kernels.copy_rows(residual, state)
             final = inputs.select_rows(final, self.kernels)
         return final, states
+
+    def commit(self, inputs: ForwardInput, cache: KVCache, accepted: Tensor) -> None:
+        """Run the recurrent layers over the accepted tokens again and write their states."""
+        blocks = tuple(layer.recurrent for layer in self._layers if layer.recurrent is not None)
+        commit_states(blocks, cache.states, inputs, accepted)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [N, Vd] of ``hidden`` [N, H], gathered from all ranks."""

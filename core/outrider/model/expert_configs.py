@@ -11,8 +11,6 @@ from outrider.device import ConfigError
 from outrider.errors import shown
 from outrider.model.config import ExpertsConfig
 
-EXPERT_FAMILIES = frozenset({"mixtral", "qwen2_moe", "qwen3_moe"})
-
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
@@ -47,6 +45,7 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
         **dict.fromkeys(_LATENT_FAMILIES, _LATENT_ATTENTION),
         **dict.fromkeys(_GROUPED_FAMILIES, _GROUPING),
         "gpt_oss": _SINKS,
+        "qwen4_exp": Refusal("its layers aren't those of Qwen3.5, and they aren't done here"),
     }
 )
 """Unsupported mixture-of-experts families with the reasons."""
@@ -67,7 +66,7 @@ def mixtral(hf: HfConfig) -> dict[str, Any]:
 
 def qwen2_moe(hf: HfConfig) -> dict[str, Any]:
     """Return the fields of a Qwen2-MoE config, which has a shared expert that processes every token."""
-    experts = _experts(hf, shared=hf.shared_expert_intermediate_size)
+    experts = experts_of(hf, shared=hf.shared_expert_intermediate_size)
     return {"attention_bias": hf.qkv_bias, "experts": experts, "windows": layer_windows(hf)}
 
 
@@ -77,12 +76,12 @@ def qwen3_moe(hf: HfConfig) -> dict[str, Any]:
         "attention_bias": hf.attention_bias,
         "output_bias": hf.attention_bias,
         "qk_norm": True,
-        "experts": _experts(hf, shared=0),
+        "experts": experts_of(hf, shared=0),
         "windows": one_window(hf, hf.sliding_window),
     }
 
 
-def _experts(hf: HfConfig, *, shared: int) -> ExpertsConfig | None:
+def experts_of(hf: HfConfig, *, shared: int) -> ExpertsConfig | None:
     """Return the mixture config, or None if every layer is dense.
 
     Dense layers are those in ``mlp_only_layers`` and all but every ``decoder_sparse_step``-th layer.

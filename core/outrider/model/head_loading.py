@@ -242,10 +242,7 @@ def head_config(
     :class:`CheckpointError` if the head's vocabulary or dtype differs from the target's.
     """
     config = read_model_config(directory, part=part, drafts=True)
-    if config.vocab_size != target.config.vocab_size:
-        raise _wrong_target(directory, "vocab_size", config.vocab_size, target.config.vocab_size)
-    if dtype != target.dtype:
-        raise CheckpointError(f"{directory}: the head can't be loaded as {dtype}, its target is {target.dtype}")
+    check_vocabulary_and_dtype(directory, config, target, dtype)
     with wrap_read_errors(directory / "config.json", "the config of a head"):
         return replace(
             config,
@@ -254,6 +251,14 @@ def head_config(
             output_bias=f"{layer}.self_attn.o_proj.bias" in present,
             rope=_head_rope(directory, config, target.config),
         )
+
+
+def check_vocabulary_and_dtype(directory: Path, config: ModelConfig, target: LanguageModel, dtype: torch.dtype) -> None:
+    """Raise :class:`CheckpointError` unless the head in ``directory`` has its target's vocabulary and dtype."""
+    if config.vocab_size != target.config.vocab_size:
+        raise _wrong_target(directory, "vocab_size", config.vocab_size, target.config.vocab_size)
+    if dtype != target.dtype:
+        raise CheckpointError(f"{directory}: the head can't be loaded as {dtype}, its target is {target.dtype}")
 
 
 def check_hidden_size(directory: Path, config: ModelConfig, target: LanguageModel) -> None:

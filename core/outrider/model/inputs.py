@@ -58,6 +58,20 @@ class KeptRows:
 
 
 @dataclass(frozen=True, slots=True)
+class StateInput:
+    """The states of recurrent layers that a pass reads, and how it writes them."""
+
+    rows: Tensor
+    """int64 [B]: row of each sequence's states; row 0 for padding sequences."""
+    decodes: bool = False
+    """True if each sequence has few tokens, which a recurrence computes token by token."""
+    window: list[tuple[Tensor, Tensor]] | None = None
+    """None: the pass writes the states after all tokens. A list: states stay unchanged, and each recurrent layer appends its
+    inputs, from which :meth:`LanguageModel.commit` computes the states after the accepted tokens.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardInput:
     """A ragged batch of T new tokens, padding included. Every tensor is on the model's device."""
 
@@ -82,6 +96,8 @@ class ForwardInput:
 
     query_scales: Tensor | None = None
     """[T, 1, 1] in the model's dtype: factors of the queries of each token; None means 1. The decoder sets them."""
+    states: StateInput | None = None
+    """Required by models with recurrent layers."""
 
     @property
     def whole(self) -> ForwardInput:

@@ -128,6 +128,13 @@ class LanguageModel(ABC):
         """
         return self.forward_with_aux_hidden_states(inputs, cache, ())[0]
 
+    def commit(self, inputs: ForwardInput, cache: KVCache, accepted: Tensor) -> None:
+        """Write the states of recurrent layers after ``accepted`` int64 [B] drafts of a pass that kept its window.
+
+        ``inputs`` are those of the pass, with ``states.window`` filled. The default has no recurrent layers to write.
+        """
+        del inputs, cache, accepted
+
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [N, Vd] of ``hidden`` [N, H]: any rows of :meth:`forward`'s result, or of an EAGLE head's."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import AttentionShape, HeadNorms, KernelSet, Product, QuantizedWeight, RotaryArgs
+from outrider.model.cache import LayerState
 from outrider.model.config import ModelConfig
 from outrider.model.inputs import ForwardInput
 from outrider.model.pending import Attended, Partial, Pending, add, add_rms_norm
@@ -27,6 +28,7 @@ from outrider.model.products import (
     rope_write_cache,
 )
 from outrider.model.ranks import ModelRanks
+from outrider.model.recurrent import RecurrentBlock, RecurrentWeights
 
 
 def attention_scale(config: ModelConfig) -> float:
@@ -76,9 +78,9 @@ class LayerWeights:
     """
 
     qkv: Weight
-    """[(Hq + 2 Hkv) D, H]: q, k and v concatenated."""
+    """[(Hq + 2 Hkv) D, H]: q, k and v concatenated. Of a recurrent layer: q, k, v and the output gate."""
     output: Weight
-    """[H, Hq D]."""
+    """[H, Hq D]. Of a recurrent layer: [H, Hv E] for Hv value heads of size E."""
     gate_up: Weight
     """[2 I, H], or [E, 2 I, H] for experts."""
     down: Weight
@@ -87,6 +89,10 @@ class LayerWeights:
     """[H]."""
     attention_norm: Tensor | None = None
     """[H]. None in an EAGLE head that doesn't norm its input."""
+    attention_gate: Weight | None = None
+    """[Hq D, H]: gate of the attention output."""
+    recurrent: RecurrentWeights | None = None
+    """Further weights of a recurrent layer. None for a layer with attention."""
     qkv_bias: Tensor | None = None
     output_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
@@ -139,6 +145,12 @@ class DecoderLayer:
         # Without a reduction or scales between attention, output product and gate-up product, one kernel can do all three.
         quantized = isinstance(weights.output, QuantizedWeight) and isinstance(weights.gate_up, QuantizedWeight)
         self._can_defer_attention = quantized and self._scales_after is None and ranks is None and weights.router is None
+        self.recurrent: RecurrentBlock | None = None
+        if weights.recurrent is not None and config.recurrent is not None:
+            self.recurrent = RecurrentBlock(config.recurrent, weights.qkv, weights.recurrent, kernels, eps=config.rms_eps)
+        # Two products read the normed input, so no kernel may keep it to itself.
+        self._needs_normed = self.recurrent is not None or weights.attention_gate is not None
+        self._can_defer_attention = self._can_defer_attention and not self._needs_normed
 
     def forward(
         self,
@@ -201,6 +213,8 @@ class DecoderLayer:
             normed = residual if pending is None else add(pending, residual, kernels)
         elif pending is None:
             normed = kernels.rms_norm(residual, weights.attention_norm, eps)
+        elif self._needs_normed:
+            normed = add_rms_norm(pending, residual, weights.attention_norm, eps, kernels)
         elif self._can_fuse_rope_write and isinstance(pending, Product) and isinstance(weights.qkv, Tensor):
             rotary = RotaryArgs(*cos_sin, *cache, inputs.slots)
             q = kernels.norm_linear_rope_write_cache(
@@ -263,36 +277,51 @@ class DecoderLayer:
     ) -> Attended:
         """Return the pending attention contribution of the kept rows for normed input [T, H].
 
-        Writes keys and values of all rows to their slots.
+        Writes keys and values of all rows to their slots. ``cache`` of a recurrent layer are its states.
         """
         weights, kernels = self._weights, self._kernels
+        if self.recurrent is not None:
+            return self._contribute(self.recurrent.forward(normed, inputs, LayerState(*cache)))
         qkv = product(normed, weights.qkv, weights.qkv_bias)
+        if weights.attention_gate is not None:
+            gate = linear(kernels, normed, weights.attention_gate)
+            return self._attend_projected(multiply(kernels, qkv), inputs, cos_sin, cache, gate)
         if self._can_fuse_rope_write:
             rotary = RotaryArgs(*cos_sin, *cache, inputs.slots)
             return self._attend_to_cache(linear_rope_write_cache(kernels, qkv, rotary), inputs, cache)
         return self._attend_projected(multiply(kernels, qkv), inputs, cos_sin, cache)
 
     def _attend_projected(
-        self, qkv: Tensor, inputs: ForwardInput, cos_sin: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
+        self,
+        qkv: Tensor,
+        inputs: ForwardInput,
+        cos_sin: tuple[Tensor, Tensor],
+        cache: tuple[Tensor, Tensor],
+        gate: Tensor | None = None,
     ) -> Attended:
-        """Run :meth:`attend` from projected queries, keys and values [T, (Hq + 2 Hkv) D]."""
+        """Run :meth:`attend` from projected queries, keys and values [T, (Hq + 2 Hkv) D], and the output's gate [T, Hq D]."""
         kernels, rotary = self._kernels, RotaryArgs(*cos_sin, *cache, inputs.slots)
         if self._head_norms is None:
             if self._scales_before is not None:
                 qkv.view(qkv.shape[0], -1, self._config.head_size).mul_(self._scales_before)
-            return self._attend_to_cache(rope_write_cache(kernels, qkv, rotary), inputs, cache)
+            return self._attend_to_cache(rope_write_cache(kernels, qkv, rotary), inputs, cache, gate)
         if self._scales_before is None:
-            return self._attend_to_cache(kernels.head_norm_rope_write_cache(qkv, self._head_norms, rotary), inputs, cache)
+            q = kernels.head_norm_rope_write_cache(qkv, self._head_norms, rotary)
+            return self._attend_to_cache(q, inputs, cache, gate)
         q, k, v = rotary.split(qkv)
         q_norm, k_norm, eps = self._head_norms
         q, k = kernels.rms_norm(q, q_norm, eps), kernels.rms_norm(k, k_norm, eps)
         for each, factor in zip((q, k, v), self._scales_before.split([each.shape[1] for each in (q, k, v)]), strict=True):
             each.mul_(factor)
         kernels.rope_write_cache(q, k, v, *rotary)
-        return self._attend_to_cache(q, inputs, cache)
+        return self._attend_to_cache(q, inputs, cache, gate)
 
-    def _attend_to_cache(self, q: Tensor, inputs: ForwardInput, cache: tuple[Tensor, Tensor]) -> Attended:
-        """Attend with ``q`` [T, Hq, D] to the cache. Return the pending contribution of the kept rows."""
+    def _attend_to_cache(
+        self, q: Tensor, inputs: ForwardInput, cache: tuple[Tensor, Tensor], gate: Tensor | None = None
+    ) -> Attended:
+        """Attend with ``q`` [T, Hq, D] to the cache. Return the pending contribution of the kept rows, multiplied by the
+        sigmoid of ``gate`` [T, Hq D] before the output product.
+        """
         if inputs.query_scales is not None:
             q = q * inputs.query_scales
         weights, q = self._weights, inputs.select_rows(q, self._kernels)
@@ -302,7 +331,14 @@ class DecoderLayer:
         out = self._kernels.paged_attention(q, *cache, attention, scale=self._scale, window=self._window)
         if self._scales_after is not None:
             out.mul_(self._scales_after)
-        contribution = product(out.reshape(q.shape[0], -1), weights.output, weights.output_bias)
+        attended = out.reshape(q.shape[0], -1)
+        if gate is not None:
+            attended = attended * torch.sigmoid(inputs.select_rows(gate, self._kernels))
+        return self._contribute(attended)
+
+    def _contribute(self, attended: Tensor) -> Product | OtherProduct | Partial:
+        """Return the pending output product of ``attended`` [S, Hq D]."""
+        contribution = product(attended, self._weights.output, self._weights.output_bias)
         return contribution if self._ranks is None else Partial(multiply(self._kernels, contribution), self._ranks)
 
     def _mlp_on_ranks(self, attended: Partial, residual: Tensor) -> Partial:

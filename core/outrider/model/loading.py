@@ -14,6 +14,7 @@ from outrider.model.config import ModelConfig
 from outrider.model.decoder import Decoder
 from outrider.model.expert_mapping import check_count
 from outrider.model.files import CheckpointFiles, open_checkpoint
+from outrider.model.hybrid_configs import HYBRID_FAMILIES
 from outrider.model.mapping import decoder_stem, decoder_targets, decoder_weights, mtp_prefix, vision_name
 from outrider.model.quantization import QuantizedMode, read_quantization
 from outrider.model.quantization.cache import CacheScheme, cache_format, read_scales, resolve_cache_format, scale_keys
@@ -60,13 +61,13 @@ def load_decoder(
     optional = {key for key in files.tensors if mtp_prefix(key) is not None}  # the heads' loader checks them
     if config.tie_embeddings:
         optional.add(_HEAD)
-    if config.vision is not None:
+    if config.vision is not None or config.family in HYBRID_FAMILIES:
         optional |= {key for key in files.tensors if vision_name(key) is not None}  # load_vision checks them
     quantization = read_quantization(Path(directory), mode=quantized)
     scheme = None if quantization is None or kv_dtype == "plain" else quantization.cache_scheme
     format = resolve_cache_format(kv_dtype, scheme, kernels, backend, str(files.origin))
     stem = decoder_stem(files.tensors)
-    prefixes = [f"{stem}layers.{index}" for index in range(config.num_layers)]
+    prefixes = [f"{stem}layers.{index}" for index in config.attention_layers]
     scales: list[tuple[Tensor, Tensor]] = []
     if quantization is not None:
         stored_scales = scale_keys(files, prefixes)
@@ -93,10 +94,11 @@ def load_decoder(
                     dtype=dtype,
                     device=backend.device,
                 )
-                for index in range(config.num_layers)
+                for index in range(len(config.attention_layers))
             ]
-            layers = zip(record.layers, formats, strict=True)
-            record = replace(record, layers=tuple(replace(layer, cache=each) for layer, each in layers))
+            by_layer = dict(zip(config.attention_layers, formats, strict=True))
+            layers = enumerate(record.layers)
+            record = replace(record, layers=tuple(replace(layer, cache=by_layer.get(index)) for index, layer in layers))
         with wrap_read_errors(files.origin, "a decoder"):
             return Decoder(local, record, kernels, ranks)
 

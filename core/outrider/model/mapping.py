@@ -15,11 +15,12 @@ from typing import Any
 from outrider.model.config import ModelConfig
 from outrider.model.decoder import DecoderWeights
 from outrider.model.expert_mapping import expert_targets, stack_experts
+from outrider.model.hybrid_mapping import gated_queries, nest_recurrent, offset_norms, recurrent_targets
 from outrider.model.layer import LayerWeights
 from outrider.model.pieces import Piece, Target, TensorSlice
 from outrider.model.shards import Shards
 
-MTP_PREFIXES: Mapping[str, str] = MappingProxyType({"model.mtp_layers.": "mimo"})
+MTP_PREFIXES: Mapping[str, str] = MappingProxyType({"model.mtp_layers.": "mimo", "mtp.": "chained"})
 """Format of heads of multi-token prediction by the prefix of their tensors' names."""
 SINGLE_RANK = Shards()
 """A single rank that holds the whole model."""
@@ -48,14 +49,15 @@ def layer_targets(
     *,
     attention_norm: bool = True,
     attention_width: int | None = None,
+    attends: bool = True,
     mlp: bool = True,
     shards: Shards = SINGLE_RANK,
 ) -> list[Target]:
     """Return the weights of one layer, called ``name`` in the model and ``prefix`` in the checkpoint.
 
     ``config`` is the checkpoint's; ``shards`` are the slices that this rank reads. ``attention_width`` is the width of the
-    attention's input, by default the hidden size. ``mlp`` is false for a layer without an MLP. A bias of a sum over ranks is
-    read by the first of these ranks only.
+    attention's input, by default the hidden size. ``attends`` and ``mlp`` are false for a layer without attention or without
+    an MLP. A bias of a sum over ranks is read by the first of these ranks only.
     """
     hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_size
     width = attention_width or hidden
@@ -80,16 +82,16 @@ def layer_targets(
     def gated(part: str, kind: str, *shape: int) -> tuple[str, tuple[int, ...]]:
         return f"mlp.{part}.{kind}", shape
 
-    targets = [
-        target(
+    targets = [target("mlp_norm", ("post_attention_layernorm.weight", (hidden,)))]
+    if attends:
+        qkv = target(
             "qkv",
             attention("q_proj", "weight", queries, width),
             attention("k_proj", "weight", keys, width),
             attention("v_proj", "weight", keys, width),
-        ),
-        target("output", attention("o_proj", "weight", hidden, queries)),
-        target("mlp_norm", ("post_attention_layernorm.weight", (hidden,))),
-    ]
+        )
+        targets += gated_queries(qkv, config, shards) if config.attention_gate else (qkv,)
+        targets.append(target("output", attention("o_proj", "weight", hidden, queries)))
     if mlp:
         targets.append(
             target("gate_up", gated("gate_proj", "weight", inner, hidden), gated("up_proj", "weight", inner, hidden))
@@ -97,7 +99,7 @@ def layer_targets(
         targets.append(target("down", gated("down_proj", "weight", hidden, inner)))
     if attention_norm:
         targets.append(target("attention_norm", ("input_layernorm.weight", (hidden,))))
-    if config.attention_bias:
+    if config.attention_bias and attends:
         targets.append(
             target(
                 "qkv_bias",
@@ -106,13 +108,13 @@ def layer_targets(
                 attention("v_proj", "bias", keys),
             )
         )
-    if config.output_bias and shards.attention.rank == 0:
+    if config.output_bias and attends and shards.attention.rank == 0:
         targets.append(target("output_bias", attention("o_proj", "bias", hidden)))
     if config.mlp_bias:
         targets.append(target("gate_up_bias", gated("gate_proj", "bias", inner), gated("up_proj", "bias", inner)))
     if config.mlp_bias and shards.mlp.rank == 0:
         targets.append(target("down_bias", gated("down_proj", "bias", hidden)))
-    if config.qk_norm:
+    if config.qk_norm and attends:
         targets.append(target("q_norm", ("self_attn.q_norm.weight", (config.head_size,))))
         targets.append(target("k_norm", ("self_attn.k_norm.weight", (config.head_size,))))
     return targets
@@ -121,7 +123,8 @@ def layer_targets(
 def layer_weights(weights: Mapping[str, Any], name: str) -> LayerWeights:
     """Return a layer's weights from the loaded tensors."""
     prefix = f"{name}."
-    return LayerWeights(**{key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)})
+    fields = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
+    return LayerWeights(**nest_recurrent(fields))
 
 
 def table_target(name: str, key: str, rows: int, width: int, shards: Shards) -> Target:
@@ -156,13 +159,16 @@ def decoder_targets(config: ModelConfig, present: Container[str], shards: Shards
     targets = [table_target("embedding", f"{stem}embed_tokens.weight", vocabulary, hidden, shards)]
     for index in range(config.num_layers):
         prefix, mixture = f"{stem}layers.{index}", config.has_experts(index)
-        targets += layer_targets(config, prefix, f"layers.{index}", mlp=not mixture, shards=shards)
+        attends = index in config.attention_layers
+        targets += layer_targets(config, prefix, f"layers.{index}", attends=attends, mlp=not mixture, shards=shards)
+        if not attends:
+            targets += recurrent_targets(config, prefix, f"layers.{index}", present, shards)
         if mixture:
             targets += expert_targets(config, prefix, f"layers.{index}", present, shards)
     targets.append(Target("norm", (Piece(f"{stem}norm.weight", (config.hidden_size,)),)))
     if not config.tie_embeddings:
         targets.append(table_target("head", "lm_head.weight", vocabulary, hidden, shards))
-    return targets
+    return list(offset_norms(config, targets))
 
 
 def decoder_weights(config: ModelConfig, weights: Mapping[str, Any]) -> DecoderWeights:
@@ -172,7 +178,7 @@ def decoder_weights(config: ModelConfig, weights: Mapping[str, Any]) -> DecoderW
         head=weights["embedding"] if config.tie_embeddings else weights["head"],
         norm=weights["norm"],
         layers=tuple(
-            LayerWeights(**stack_experts(config, weights, f"layers.{index}"))
+            LayerWeights(**nest_recurrent(stack_experts(config, weights, f"layers.{index}")))
             if config.has_experts(index)
             else layer_weights(weights, f"layers.{index}")
             for index in range(config.num_layers)

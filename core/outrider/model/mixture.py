@@ -71,3 +71,18 @@ class MixtureLayer(DecoderLayer):
             return mixed
         shared = linear(kernels, linear_silu_mul(kernels, x, weights.shared_gate_up, None), weights.shared_down)
         return mixed.add_(torch.sigmoid(linear(kernels, x, weights.shared_gate)) * shared)
+
+
+def create_layer(
+    config: ModelConfig,
+    weights: LayerWeights,
+    kernels: KernelSet,
+    *,
+    window: int,
+    ranks: ModelRanks | None = None,
+    index: int = 0,
+) -> DecoderLayer:
+    """Return the layer that ``weights`` are of: with experts if they have a router. ``index`` is the layer's in its stack."""
+    if weights.router is None:
+        return DecoderLayer(config, weights, kernels, window=window, ranks=ranks)
+    return MixtureLayer(config, weights, kernels, window=window, ranks=ranks, index=index)

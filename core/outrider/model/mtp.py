@@ -1,6 +1,6 @@
 """Multi-token prediction heads: one head for each position ahead (Gloeckle et al. 2024; DeepSeek-V3, section 2.2).
 
-The supported format is that of MiMo (Xiaomi 2025). ``model.mtp_layers.<k>`` holds a norm of the embedding, a norm of the
+:func:`load_mtp` reads the format of MiMo (Xiaomi 2025). ``model.mtp_layers.<k>`` holds a norm of the embedding, a norm of the
 hidden state, a projection of both side by side, one decoder layer and a final norm.
 
 Letters: T new tokens, N rows of logits, H hidden size, V vocabulary.
@@ -24,8 +24,9 @@ from outrider.model.files import open_checkpoint
 from outrider.model.head_loading import check_hidden_size, head_config
 from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel
-from outrider.model.layer import DecoderLayer, LayerWeights
+from outrider.model.layer import LayerWeights
 from outrider.model.mapping import SINGLE_RANK, is_model, layer_targets, layer_weights, mtp_prefix
+from outrider.model.mixture import create_layer
 from outrider.model.pending import add_rms_norm
 from outrider.model.pieces import Piece, Target
 from outrider.model.products import Weight, linear
@@ -42,7 +43,7 @@ class MtpWeights:
     token_norm: Tensor
     hidden_norm: Tensor
     projection: Weight
-    """[H, 2 H] over the hidden state and the embedding, in this order."""
+    """[H, 2 H] over the hidden state and the embedding, in this order unless the head says otherwise."""
     layer: LayerWeights
     final_norm: Tensor
 
@@ -51,14 +52,32 @@ class MtpHead(BaseDraftHead):
     """Head number ``ahead``, from 1. Placement and capture follow :class:`LanguageModel`.
 
     At position i it reads the token at i + ``ahead`` and a hidden state of position i: the target's for the first head, else
-    the preceding head's result. Its own result at i predicts the token at i + ``ahead`` + 1.
+    the preceding head's result. Its own result at i predicts the token at i + ``ahead`` + 1. ``embedding_first``: the
+    projection reads the embedding before the hidden state.
     """
 
-    def __init__(self, config: ModelConfig, weights: MtpWeights, target: LanguageModel, *, ahead: int) -> None:
+    reads_hidden = True
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: MtpWeights,
+        target: LanguageModel,
+        *,
+        ahead: int,
+        embedding_first: bool = False,
+    ) -> None:
         super().__init__(config, target)
         self.weights = weights
         self.ahead = ahead
-        self._layer = DecoderLayer(config, weights.layer, self.kernels, window=config.windows[0], ranks=target.ranks)
+        self._embedding_first = embedding_first
+        self._layer = create_layer(config, weights.layer, self.kernels, window=config.windows[0], ranks=target.ranks)
+
+    def condition(self, final: Tensor | None, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
+        """Return the target's final hidden states [T, H], which the first head reads."""
+        del aux_hidden_states
+        assert final is not None  # required by reads_hidden
+        return final
 
     def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:
         """Return hidden states [T, H] after the head's final norm, or [S, H] of the kept rows. ``cache`` has one layer."""
@@ -66,8 +85,9 @@ class MtpHead(BaseDraftHead):
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
         self.target.begin_pass(inputs)
         embedded = kernels.rms_norm(self.target.embed(inputs.tokens), weights.token_norm, eps)
-        joined = torch.cat((kernels.rms_norm(hidden, weights.hidden_norm, eps), embedded), dim=-1)
-        residual = linear(kernels, joined, weights.projection)
+        states = kernels.rms_norm(hidden, weights.hidden_norm, eps)
+        joined = (embedded, states) if self._embedding_first else (states, embedded)
+        residual = linear(kernels, torch.cat(joined, dim=-1), weights.projection)
         pending, residual = self._layer.forward_last(None, residual, inputs, cos_sin, cache.layers[0])
         return add_rms_norm(pending, residual, weights.final_norm, eps, kernels)
 

@@ -59,6 +59,10 @@ class Target:
     """Tensors that are concatenated along the rows."""
     padding: int = 0
     """Number of zero rows after them."""
+    wide: bool = False
+    """True for a weight that is loaded in float32 if the model's dtype is narrower."""
+    offset: float = 0.0
+    """Number that is added to the stored values. Only for wide weights."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -37,6 +37,8 @@ class RopeConfig:
     """Divisors of the D/2 frequencies beyond the original context (``longrope``)."""
     query_beta: float = 0.0
     """Queries at position p are multiplied by 1 + ``query_beta`` ln(1 + floor(p / ``original_context``)) (Llama 4)."""
+    rotated_share: float = 1.0
+    """Share of a head's dimensions that are rotated, the first ones."""
     sections: tuple[int, ...] = ()
     """If not empty, positions have three axes (time, height, width). Each axis has that many of the D/2 frequencies, in order
     (Qwen2-VL's mrope).
@@ -56,10 +58,16 @@ class RopeConfig:
                 f"rope: high_freq_factor is {self.high_freq_factor}, expected more than low_freq_factor, which is "
                 f"{self.low_freq_factor}"
             )
+        if not 0 < self.rotated_share <= 1:
+            raise ConfigError(f"rope: partial_rotary_factor is {self.rotated_share}, expected above 0 and at most 1")
         if self.sections and len(self.sections) != 3:
             raise ConfigError(f"rope: sections are {self.sections}, expected three: time, height, width")
         if self.sections and self.depends_on_length:
             raise ConfigError(f"rope: scaling of kind {self.kind!r} together with sections isn't supported")
+
+    def rotated_size(self, head_size: int) -> int:
+        """Return the number of dimensions of a head that are rotated."""
+        return int(head_size * self.rotated_share)
 
     @property
     def axes(self) -> int:
@@ -96,8 +104,8 @@ class RopeConfig:
 
 
 def inverse_frequencies(rope: RopeConfig, head_size: int) -> Tensor:
-    """Return the angle per position of each frequency, float32 [D/2], on the host."""
-    return _FREQUENCIES[rope.kind](rope, head_size)
+    """Return the angle per position of each frequency, float32 [Dr/2] for Dr rotated dimensions, on the host."""
+    return _FREQUENCIES[rope.kind](rope, rope.rotated_size(head_size))
 
 
 def long_frequencies(rope: RopeConfig, head_size: int) -> Tensor:

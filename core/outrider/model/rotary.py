@@ -1,4 +1,6 @@
-"""Cosines and sines of the positions of a forward pass. Letters: T new tokens, D head size, P positions of the table."""
+"""Cosines and sines of the positions of a forward pass. Letters: T new tokens, D rotated
+dimensions of a head, P positions of the table.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def make_rotary(
         kind = _DynamicRotary if rope.kind == "dynamic" else _LongRotary
         return kind(rope, head_size, dtype, device)
     rows = positions + DRAFT_MARGIN
-    if rows * 2 * head_size * dtype.itemsize > _MAX_TABLE_BYTES:
+    if rows * 2 * rope.rotated_size(head_size) * dtype.itemsize > _MAX_TABLE_BYTES:
         return _OnTheFlyRotary(rope, head_size, dtype, device)
     return _TableRotary(rope, head_size, rows, kernels, dtype, device)
 
@@ -47,7 +49,7 @@ class _TableRotary(Rotary):
     ) -> None:
         self._kernels = kernels
         frequencies = inverse_frequencies(rope, head_size)
-        table = torch.empty(rows, 2 * head_size, dtype=dtype)
+        table = torch.empty(rows, 4 * frequencies.shape[0], dtype=dtype)
         for begin in range(0, rows, _ROWS_PER_CHUNK):
             positions = torch.arange(begin, min(begin + _ROWS_PER_CHUNK, rows), dtype=torch.float32)
             # Cosines and sines are side by side, so that one gather reads both.
@@ -95,6 +97,7 @@ class _DynamicRotary(Rotary):
 
     def __init__(self, rope: RopeConfig, head_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._rope, self._dtype = rope, dtype
+        head_size = rope.rotated_size(head_size)
         self._power = head_size / (head_size - 2)
         self._exponent = (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size).to(device)
 

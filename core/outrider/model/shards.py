@@ -82,6 +82,7 @@ class Shards:
             num_kv_heads=last - first,
             intermediate_size=config.intermediate_size // mlp,
             experts=None if experts is None else experts.shard(mlp),
+            recurrent=None if config.recurrent is None else config.recurrent.shard(ranks),
         )
 
 

@@ -126,13 +126,14 @@ def load_tensors(
         if quantization is not None and quantization.has_quantized_piece(files, target):
             weights[target.name] = quantization.load(files, target, dtype=dtype, device=backend.device, done=done)
             continue
-        weight = weights[target.name] = torch.empty(target.shape, dtype=dtype, device=backend.device)
+        stored = torch.promote_types(dtype, torch.float32) if target.wide else dtype
+        weight = weights[target.name] = torch.empty(target.shape, dtype=stored, device=backend.device)
         row = 0
         for piece in target.pieces:
             rows = weight[row : row + piece.read_shape[0]]
             row += rows.shape[0]
             extent = files.extent(piece.key)
-            if extent is not None and extent.dtype == dtype:
+            if extent is not None and extent.dtype == stored:
                 parts.append(TensorRead(piece.key, extent.sliced(piece.shape, piece.tensor_slice), rows))
             else:
                 cast.append((piece, rows))
@@ -140,6 +141,9 @@ def load_tensors(
             weight[row:].zero_()
     read_parts([part for part in parts if part.destination.numel()], backend, stream, done)
     for piece, rows in cast:
-        rows.copy_(files.read_tensor(piece.key, piece.tensor_slice).to(dtype).reshape(rows.shape))
+        rows.copy_(files.read_tensor(piece.key, piece.tensor_slice).to(rows.dtype).reshape(rows.shape))
         done(piece.key)
+    for target in targets:
+        if target.offset:
+            weights[target.name].add_(target.offset)
     return weights

@@ -164,6 +164,7 @@ class _EngineCollector(Collector):
             ("outrider_requests_waiting", "Samples that wait for a row or for pages.", load.waiting),
             ("outrider_kv_cache_usage", "Share of the KV pages that requests hold, 0 to 1.", used),
             ("outrider_kv_pages_cached", "Pages that only the prefix cache holds.", load.cached_pages),
+            ("outrider_state_checkpoints", "Prefixes whose recurrent states are kept.", load.state_checkpoints),
         ]
         counters = [
             ("outrider_prefix_cache_queries", "Tokens looked up.", stats.prefix_looked_up),

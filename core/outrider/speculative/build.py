@@ -21,6 +21,7 @@ from outrider.model import (
     Progress,
     QuantizedMode,
     find_mtp_format,
+    load_chained_mtp,
     load_decoder,
     load_dflash,
     load_eagle,
@@ -174,9 +175,18 @@ def _build_mimo_mtp(options: DraftOptions) -> Proposer:
     return MtpProposer(heads, draft_tokens=options.draft_tokens, branches=options.topk)
 
 
+def _build_chained_mtp(options: DraftOptions) -> Proposer:
+    return _eagle_proposer(_load_head(load_chained_mtp, options, "mtp", "a head of multi-token prediction"), options)
+
+
 def _build_draft_model(options: DraftOptions) -> Proposer:
     directory = _draft_directory(options, "draft-model", "a draft model")
-    context = options.target.config.max_context
+    context, own = options.target.config.max_context, ModelConfig.from_checkpoint(directory)
+    if own.recurrent is not None:
+        raise ConfigError(
+            f"{directory} has recurrent layers, whose states can't be cut back to the accepted tokens: a draft model has "
+            "attention in every layer; take another draft, or the head in the model's checkpoint (speculate mtp)"
+        )
     model = load_decoder(
         directory,
         backend=options.backend,
@@ -189,8 +199,7 @@ def _build_draft_model(options: DraftOptions) -> Proposer:
     )
     model = with_vocabulary_size(model, options.target.config.vocab_size, directory=directory, backend=options.backend)
     if options.topk == 1:
-        own = ModelConfig.from_checkpoint(directory).max_context
-        return DraftModelProposer(model, target=options.target, draft_tokens=options.draft_tokens, context=own)
+        return DraftModelProposer(model, target=options.target, draft_tokens=options.draft_tokens, context=own.max_context)
     return DraftModelTreeProposer(model, target=options.target, shape=_tree_shape(options))
 
 
@@ -233,7 +242,7 @@ def _build_suffix(options: DraftOptions) -> Proposer:
     return SuffixProposer.for_target(options.target, options.draft_tokens)
 
 
-_MTP_BUILDERS: Mapping[str, Builder] = MappingProxyType({"mimo": _build_mimo_mtp})
+_MTP_BUILDERS: Mapping[str, Builder] = MappingProxyType({"mimo": _build_mimo_mtp, "chained": _build_chained_mtp})
 """Builders by the format of the heads, a value of ``MTP_PREFIXES``."""
 
 _BUILDER_OF: Mapping[str, Builder] = {

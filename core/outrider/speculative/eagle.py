@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import AttentionShape, ConfigError
-from outrider.model import Eagle3Head, EagleHead, ForwardInput, attention_shapes
+from outrider.model import Eagle3Head, EagleHead, ForwardInput, MtpHead, attention_shapes
 from outrider.speculative.cached_proposer import (
     ChainProposer,
     HeadProposer,
@@ -26,11 +26,12 @@ from outrider.speculative.cached_proposer import (
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, sample_draft
 from outrider.speculative.tree import Level, TreeShape, most_likely
 
-DraftHead = EagleHead | Eagle3Head
+DraftHead = EagleHead | Eagle3Head | MtpHead
+"""A head that drafts from its own results. A head of multi-token prediction does so if it is the model's only one."""
 
 
 def _name_of(head: DraftHead) -> str:
-    return "eagle3" if isinstance(head, Eagle3Head) else "eagle"
+    return "mtp" if isinstance(head, MtpHead) else "eagle3" if isinstance(head, Eagle3Head) else "eagle"
 
 
 class HeadDrafts(HeadProposer):

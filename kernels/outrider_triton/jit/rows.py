@@ -11,9 +11,14 @@ from outrider_triton.jit.nibble_planes import store_in_planes
 
 @triton.jit
 def norm(wide, weight, out_type: tl.constexpr, size, eps):
-    """Normalise one row in float32 (RMS norm), rounded as the reference rounds it: before the weight and after it."""
+    """Normalise one row in float32 (RMS norm), rounded as the reference rounds it: before the weight and after it.
+
+    A weight in another dtype than the result is wider, and multiplies what isn't rounded yet.
+    """
     mean = tl.sum(wide * wide, axis=0) / size
-    normed = (wide * tl.rsqrt(mean + eps)).to(out_type).to(tl.float32)
+    normed = wide * tl.rsqrt(mean + eps)
+    if weight.dtype == out_type:
+        normed = normed.to(out_type).to(tl.float32)
     return (weight.to(tl.float32) * normed).to(out_type)
 
 

@@ -15,10 +15,11 @@ from outrider_conformance.random_kernels.experts import EXPERTS
 from outrider_conformance.random_kernels.logits import LOGITS
 from outrider_conformance.random_kernels.problem import KernelProblems, Problem, RandomValues, Shape
 from outrider_conformance.random_kernels.quantized import QUANTIZED
+from outrider_conformance.random_kernels.recurrent import RECURRENT
 from outrider_conformance.random_kernels.token_choices import CHOICES
 
 KERNELS: Mapping[str, KernelProblems] = MappingProxyType(
-    {drawn.kernel: drawn for drawn in (*DENSE, *EXPERTS, *QUANTIZED, *ATTENTION, *CHOICES, *LOGITS, *BOOKKEEPING)}
+    {drawn.kernel: drawn for drawn in (*DENSE, *EXPERTS, *RECURRENT, *QUANTIZED, *ATTENTION, *CHOICES, *LOGITS, *BOOKKEEPING)}
 )
 
 

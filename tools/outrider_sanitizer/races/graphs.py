@@ -112,7 +112,7 @@ def captured_address(backend: Backend, fixed: bool) -> None:
 
 @race(RACES, FindingKind.STALE_PADDING, names=("input 'x'", "bytes 8 to 16"), visible=False)
 def stale_padding(backend: Backend, fixed: bool) -> None:
-    """A smaller batch's graph reads rows that a larger batch wrote.
+    """A graph reads rows of an earlier, larger batch as padding.
 
     A batch of two follows a batch of four: the graph still reads four rows.
     """

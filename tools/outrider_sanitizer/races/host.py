@@ -68,7 +68,7 @@ def pinned_renewed(backend: Backend, fixed: bool) -> None:
 
 @race(RACES, FindingKind.STALE_MIRROR, names=("copy the value again after aten::add_",))
 def stale_mirror(backend: Backend, fixed: bool) -> None:
-    """The host's copy of a value is older than the device's value.
+    """The host's copy of a value is older than the device's.
 
     The host plans with lengths that verification has changed since.
     """
@@ -126,7 +126,7 @@ def _run_threads(backend: Backend, *bodies: Callable[[], None]) -> None:
 
 @race(RACES, within=10)
 def branch_on_query(backend: Backend, fixed: bool) -> None:
-    """The host's branch depends on how far the device has progressed.
+    """The host's next operation depends on how far the device happens to be.
 
     The host takes another branch if the result isn't ready, and the branch gives another answer.
     """

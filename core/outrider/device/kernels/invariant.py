@@ -18,6 +18,7 @@ from torch import Tensor
 from outrider.device.kernels.kernelset import KernelSet
 from outrider.device.kernels.metadata import AttentionMetadata
 from outrider.device.kernels.quantized import QuantizedWeight
+from outrider.device.kernels.recurrent_kernels import RecurrentBatch
 
 if TYPE_CHECKING:
     from outrider.device.collectives import Group
@@ -46,6 +47,7 @@ class InvariantKernels(KernelSet):
         self._tile = tile
         self.name = f"{inner.name}, batch-invariant"
         self.cache_formats = inner.cache_formats
+        self.state_interval = inner.state_interval
 
     def batch_invariant(self) -> KernelSet:
         """Return this kernel set, which is already invariant."""
@@ -128,6 +130,44 @@ class InvariantKernels(KernelSet):
         return _each(
             lambda token, share, own: self._inner.experts_quantized(token, share, own, gate_up, down), x, weights, chosen
         )
+
+    def short_convolution(
+        self, x: Tensor, weight: Tensor, state: Tensor, batch: RecurrentBatch, commit: Tensor | None = None
+    ) -> Tensor:
+        """Call the wrapped kernel once per token."""
+
+        def one(token: slice, states: Tensor, alone: RecurrentBatch, commit: Tensor) -> Tensor:
+            return self._inner.short_convolution(x[token].clone(), weight, states, alone, commit)
+
+        return _token_by_token(one, state, batch, commit, x.shape[0])
+
+    def gated_delta_rule(
+        self,
+        mixed: Tensor,
+        gates: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        state: Tensor,
+        batch: RecurrentBatch,
+        commit: Tensor | None = None,
+    ) -> Tensor:
+        """Call the wrapped kernel once per token."""
+
+        def one(token: slice, states: Tensor, alone: RecurrentBatch, commit: Tensor) -> Tensor:
+            operands = mixed[token].clone(), gates[token].clone(), a_log, dt_bias
+            return self._inner.gated_delta_rule(*operands, states, alone, commit)
+
+        return _token_by_token(one, state, batch, commit, mixed.shape[0])
+
+    def chunk_gated_delta_rule(
+        self, mixed: Tensor, gates: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, batch: RecurrentBatch
+    ) -> Tensor:
+        """Run the recurrence: the bits of a chunk depend on where it begins."""
+        return self.gated_delta_rule(mixed, gates, a_log, dt_bias, state, batch, batch.token_counts)
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Call the wrapped kernel once per row."""
+        return _each(lambda row, own: self._inner.gated_rms_norm(row, own, weight, eps), x, gate)
 
     def rope_write_cache(
         self,
@@ -247,6 +287,44 @@ class InvariantKernels(KernelSet):
 def _each(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
     """Return ``function`` of each row, called with copies: all copies have the same alignment."""
     return torch.cat([function(*(tensor[i : i + 1].clone() for tensor in rows)) for i in range(rows[0].shape[0])])
+
+
+def _token_by_token(
+    function: Callable[[slice, Tensor, RecurrentBatch, Tensor], Tensor],
+    state: Tensor,
+    batch: RecurrentBatch,
+    commit: Tensor | None,
+    tokens: int,
+) -> Tensor:
+    """Return the results of ``function`` for each token alone, on copies of the states. Write the states that ``commit`` asks
+    for.
+    """
+    device, count = state.device, batch.rows.shape[0]
+    starts = batch.query_start.to(torch.int64)
+    token = torch.arange(tokens, device=device)
+    sequence = (torch.searchsorted(starts, token, right=True) - 1).clamp(max=count - 1)
+    lane = token - starts.index_select(0, sequence)
+    before = batch.seq_lens.to(torch.int64) - batch.token_counts
+    lens = (before.index_select(0, sequence) + lane + 1).to(torch.int32)
+    real = token < starts[-1]
+    # The last copy takes padding.
+    rows = torch.where(real, sequence, count)
+    states = torch.cat((state.index_select(0, batch.rows), state[:1]))
+    kept = states.clone()
+    once = torch.ones(1, dtype=torch.int64, device=device)
+    alone = torch.arange(2, dtype=torch.int32, device=device)
+    made = []
+    for index in range(tokens):
+        own = slice(index, index + 1)
+        made.append(function(own, states, RecurrentBatch(rows[own], alone, lens[own], 1), once))
+        if commit is not None:
+            counts = (lane[own] < commit.index_select(0, sequence[own])) & real[own]
+            after = states.index_select(0, rows[own])
+            shape = (-1, *([1] * (state.dim() - 1)))
+            kept.index_copy_(0, rows[own], torch.where(counts.view(shape), after, kept.index_select(0, rows[own])))
+    if commit is not None:
+        state.index_copy_(0, batch.rows, kept[:count])
+    return torch.cat(made)
 
 
 def _visible(metadata: AttentionMetadata, tokens: int, page_size: int, window: int) -> tuple[Tensor, Tensor, Tensor]:

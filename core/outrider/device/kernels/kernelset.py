@@ -1,4 +1,4 @@
-"""KernelSet: the computations that a backend may implement faster than torch, in four parts."""
+"""KernelSet: the computations that a backend may implement faster than torch, in five parts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
 from outrider.device.kernels.collective_kernels import CollectiveKernels
 from outrider.device.kernels.model_kernels import ModelKernels
 from outrider.device.kernels.quantized import CACHE_FORMATS
+from outrider.device.kernels.recurrent_kernels import RecurrentKernels
 from outrider.device.kernels.sampling_kernels import SamplingKernels
 from outrider.device.kernels.tuning import DecoderShape, TuningProgress, TuningResult
 
@@ -34,11 +35,11 @@ _CACHE_KERNELS = frozenset(
 """Kernels that read or write the pages of a cache."""
 
 
-class KernelSet(ModelKernels, SamplingKernels, BookkeepingKernels, CollectiveKernels):
+class KernelSet(ModelKernels, RecurrentKernels, SamplingKernels, BookkeepingKernels, CollectiveKernels):
     """Kernels as plain methods. The defaults are the torch references; a plugin overrides the kernels that it does better.
 
-    The set has four parts, each in its own file: kernels of the model, of sampling, of the engine's bookkeeping, and of
-    collectives.
+    The set has five parts, each in its own file: kernels of the model, of its recurrent layers, of sampling, of the engine's
+    bookkeeping, and of collectives.
 
     *Placement.* Every method enqueues on the stream whose scope the caller opened, and returns tensors of that stream.
     *Capture.* Every method may be captured; none reads a device value on the host.
@@ -184,12 +185,12 @@ class KernelSet(ModelKernels, SamplingKernels, BookkeepingKernels, CollectiveKer
 
 
 def kernel_names() -> tuple[str, ...]:
-    """Return the names of the kernels that one rank computes alone, in the order of their three classes.
+    """Return the names of the kernels that one rank computes alone, in the order of their four classes.
 
     Kernels of :class:`CollectiveKernels` need a group and aren't included. The further methods of :class:`KernelSet` select,
     tune and report, and are no kernels.
     """
-    return methods_of(ModelKernels, SamplingKernels, BookkeepingKernels)
+    return methods_of(ModelKernels, RecurrentKernels, SamplingKernels, BookkeepingKernels)
 
 
 def methods_of(*parts: type) -> tuple[str, ...]:

@@ -102,7 +102,7 @@ class Product(NamedTuple):
 class RotaryArgs(NamedTuple):
     """The rotation of new keys and queries, and the cache slots of keys and values: see :meth:`KernelSet.rope_write_cache`.
 
-    ``cos`` and ``sin`` [T, D]; caches [pages, page size, Hkv, D], written; ``slots`` int64 [T].
+    ``cos`` and ``sin`` [T, Dr]; caches [pages, page size, Hkv, D], written; ``slots`` int64 [T].
     """
 
     cos: Tensor

@@ -245,7 +245,11 @@ class ModelKernels:
         return torch.cat((self.embedding(tokens, weight), hidden), dim=-1)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return the root-mean-square norm of ``x`` [..., H] with ``weight`` [H]."""
+        """Return the root-mean-square norm of ``x`` [..., H] with ``weight`` [H], in x's dtype.
+
+        ``weight`` has x's dtype, or a wider one: then the norm is multiplied before it is rounded. The same holds for the
+        weights of all other kernels with a norm.
+        """
         return torch.ops.outrider.rms_norm(x, weight, eps)  # type: ignore[no-any-return]  # torch.ops has no types
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -323,7 +327,9 @@ class ModelKernels:
         v_cache: Tensor,
         slots: Tensor,
     ) -> None:
-        """Rotate q [T, Hq, D] and k [T, Hkv, D] in place by cos and sin [T, D]; write k, v into the cache.
+        """Rotate q [T, Hq, D] and k [T, Hkv, D] in place by cos and sin [T, Dr]; write k, v into the cache.
+
+        Only the first Dr of D dimensions of a head are rotated; most models have Dr = D.
 
         Caches are [pages, page size, Hkv, D]; ``slots`` int64 [T] is page * page size + offset. Padding tokens write to
         the reserved page 0; other slots are distinct.

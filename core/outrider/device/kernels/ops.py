@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.device.kernels import bookkeeping, experts, quantized_reference, reference, shaping
+from outrider.device.kernels import bookkeeping, experts, quantized_reference, recurrent, reference, shaping
 from outrider.device.kernels.checks import check_copy, expect
 from outrider.device.kernels.operators import define_operator
 
@@ -101,6 +101,25 @@ _define(
     _empty_like,
 )
 _define("experts", experts.experts, _mixed)
+_define(
+    "short_convolution",
+    recurrent.short_convolution,
+    lambda x, *rest: torch.empty_like(x, memory_format=torch.contiguous_format),
+    writes=("state",),
+)
+_define(
+    "gated_delta_rule",
+    recurrent.gated_delta_rule,
+    lambda mixed, gates, a_log, dt_bias, state, *rest: mixed.new_empty((mixed.shape[0], state.shape[1], state.shape[3])),
+    writes=("state",),
+)
+_define(
+    "chunk_gated_delta_rule",
+    recurrent.chunk_gated_delta_rule,
+    lambda mixed, gates, a_log, dt_bias, state, *rest: mixed.new_empty((mixed.shape[0], state.shape[1], state.shape[3])),
+    writes=("state",),
+)
+_define("gated_rms_norm", recurrent.gated_rms_norm, lambda x, gate, weight, eps: _normed(x, weight))
 _define(
     "sample",
     reference.sample,
@@ -243,6 +262,9 @@ ROW_ACCESS: Mapping[str, Mapping[str, RowResolver]] = MappingProxyType(
     {
         "outrider::rope_write_cache": MappingProxyType({"k_cache": _rows_of_slots, "v_cache": _rows_of_slots}),
         "outrider::paged_attention": MappingProxyType({"k_cache": _rows_of_pages, "v_cache": _rows_of_pages}),
+        "outrider::short_convolution": MappingProxyType({"state": _cells_of_state}),
+        "outrider::gated_delta_rule": MappingProxyType({"state": _cells_of_state}),
+        "outrider::chunk_gated_delta_rule": MappingProxyType({"state": _cells_of_state}),
         "outrider::penalize_logits": MappingProxyType({"counts": _cells_of_rows}),
         "outrider::count_tokens": MappingProxyType({"counts": _cells_of_tokens}),
         "outrider::gather_rows": MappingProxyType({"state": _cells_of_state}),

@@ -20,6 +20,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension, statistics in float32 or wider (Zhang and Sennrich 2019)."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if weight.dtype is not x.dtype:  # a weight in float32 multiplies what isn't rounded yet
+        return (weight * normed).to(x.dtype)
     return weight * normed.to(x.dtype)
 
 
@@ -39,7 +41,7 @@ def rope_write_cache(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
 ) -> None:
     """Rotate q and k in place (halves, as Hugging Face lays them out), then write k and v into the cache."""
-    for x in (q, k):
+    for x in (q[..., : cos.shape[-1]], k[..., : cos.shape[-1]]):
         half = x.shape[-1] // 2
         rotated = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
         x.copy_(x * cos.unsqueeze(1) + rotated * sin.unsqueeze(1))

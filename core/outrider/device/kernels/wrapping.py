@@ -11,7 +11,7 @@ from outrider.device.kernels.collective_kernels import CollectiveKernels
 from outrider.device.kernels.kernelset import KernelSet, declared_below, kernel_names, methods_of, parts_of
 from outrider.device.kernels.tuning import DecoderShape
 
-_INHERITED_ATTRIBUTES = ("name", "row_invariant", "plans_on_host", "tunes", "cache_formats")
+_INHERITED_ATTRIBUTES = ("name", "row_invariant", "plans_on_host", "tunes", "cache_formats", "state_interval")
 _FUSED_WITH_ATTENTION = ("attention_norm_linear_quantized", "attention_norm_linear_silu_mul_quantized")
 _FUSED_OF_PARTS = (
     "verify_checked",
@@ -29,8 +29,8 @@ _OVERRIDABLE_PARTS = dict.fromkeys(_FUSED_WITH_ATTENTION, frozenset({"paged_atte
 class WrappedKernels(KernelSet):
     """A kernel set that passes each call on to ``inner``. A subclass overrides methods, and calls ``inner`` by ``super()``.
 
-    ``name``, ``row_invariant``, ``plans_on_host``, ``tunes`` and ``cache_formats`` are those of ``inner`` unless the subclass
-    declares its own. A subclass that overrides a kernel over caches must declare ``cache_formats``.
+    ``name``, ``row_invariant``, ``plans_on_host``, ``tunes``, ``cache_formats`` and ``state_interval`` are those of ``inner``
+    unless the subclass declares its own. A subclass that overrides a kernel over caches must declare ``cache_formats``.
 
     *Calls within* ``inner`` don't reach the subclass: if ``inner.linear_add`` calls ``inner.linear``, an override of
     ``linear`` isn't called. There are two exceptions. The fused kernels with attention call an override of

@@ -16,13 +16,15 @@ def common_config(ranks: Ranks, config: DecidedConfig) -> DecidedConfig:
     """Return the config of the first rank with the fewest pages and the shortest context of all ranks."""
     configs: list[DecidedConfig] = ranks.exchange("the engine's config", config, DecidedConfig)
     first = configs[0]
-    pages, context = (min(getattr(each, name) for each in configs) for name in ("num_pages", "max_context"))
+    pages, context, states = (
+        min(getattr(each, name) for each in configs) for name in ("num_pages", "max_context", "state_checkpoints")
+    )
     choices = first.chosen
     if (pages, context) != (first.num_pages, first.max_context):
         reason = "the rank with the least memory has room for no more"
         choices = tuple(choice for choice in choices if choice.name not in ("num_pages", "max_context"))
         choices += (Choice("num_pages", pages, reason), Choice("max_context", context, reason))
-    return replace(first, num_pages=pages, max_context=context, chosen=choices)
+    return replace(first, num_pages=pages, max_context=context, state_checkpoints=states, chosen=choices)
 
 
 def join_engine(

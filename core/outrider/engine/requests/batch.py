@@ -60,6 +60,10 @@ class Batch:
     """The batches of all data-parallel groups; None if there is only one group."""
     decode_features: Features | None = None
     """The features that ``decode`` needs; None: :attr:`features` computes them."""
+    restored_states: tuple[tuple[int, int], ...] = ()
+    """Copies of recurrent states before the prefill, as (checkpoint row, request row)."""
+    saved_states: tuple[tuple[int, int], ...] = ()
+    """Copies of recurrent states after the prefill, as (request row, checkpoint row)."""
 
     @property
     def group_batches(self) -> tuple[Batch, ...]:
@@ -103,4 +107,6 @@ class Batch:
             table_updates=tuple(update for update in self.table_updates if update[0] == request.row),
             arrivals=tuple(arrival for arrival in self.arrivals if arrival[0] is request),
             drafted=self.drafted,
+            restored_states=tuple(copy for copy in self.restored_states if copy[1] == request.row),
+            saved_states=tuple(copy for copy in self.saved_states if copy[0] == request.row),
         )

@@ -217,6 +217,11 @@ class GroupPages:
         return sum(pool.cached for pool in self._pools)
 
     @property
+    def state_checkpoints(self) -> int:
+        """The number of prefixes whose recurrent states are kept, in all groups."""
+        return sum(pool.state_checkpoints for pool in self._pools)
+
+    @property
     def shares_prefixes(self) -> bool:
         """Return True if pages are registered by contents, see :attr:`PagePool.shares_prefixes`."""
         return self._own.shares_prefixes

@@ -35,6 +35,8 @@ class HandOver:
     """The proposer's cache entries of the same tokens and the following one: [length + 1, ...] on ``backend``."""
     relay: Mapping[str, Tensor] = field(repr=False)
     """The tensors that the proposer relays between iterations, by name: [1, ...] on ``backend``."""
+    states: tuple[Tensor, ...] = field(repr=False)
+    """Convolution state, then delta state, of each recurrent layer in turn: [1, ...] on ``backend``."""
     model: ModelConfig = field(repr=False)
     dtype: torch.dtype
     cache_dtype: torch.dtype

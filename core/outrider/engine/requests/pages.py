@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from outrider.device import InterfaceError
+
+if TYPE_CHECKING:
+    from outrider.engine.requests.state_checkpoints import StateCheckpoints
 
 Extra = Callable[[int, int], object]
 """Return the extra identity of the tokens ``start`` to ``end``, such as image digests; None if tokens alone identify them."""
@@ -95,12 +98,14 @@ class PagePool:
     recently freed cached page.
     """
 
-    def __init__(self, *, count: int, page_size: int, ahead: int, share: bool) -> None:
-        """Create a pool whose pages are all free.
-
-        ``ahead`` is the number of tokens after a page that its contents depend on (EAGLE: the draft's keys and values at
-        position i depend on token i+1). ``share``: register pages, so that requests share prefixes.
+    def __init__(
+        self, *, count: int, page_size: int, ahead: int, share: bool, checkpoints: StateCheckpoints | None = None
+    ) -> None:
+        """``ahead``: number of tokens after a page that its contents depend on (EAGLE: the draft's keys and values at
+        position i depend on token i+1). ``share``: register pages, so that requests share prefixes. ``checkpoints``: the
+        checkpoints of recurrent states, without which a prefix of a hybrid model can't be continued.
         """
+        self.checkpoints = checkpoints
         self.count = count
         self.page_size = page_size
         self._ahead = ahead
@@ -133,6 +138,11 @@ class PagePool:
         """The number of registered pages without a holder."""
         return len(self._cached)
 
+    @property
+    def state_checkpoints(self) -> int:
+        """The number of prefixes whose recurrent states are kept."""
+        return 0 if self.checkpoints is None else self.checkpoints.held
+
     def allocate(self) -> int:
         """Allocate a page with undefined contents. Raises :class:`InterfaceError` if all pages are held."""
         if self._free:
@@ -141,6 +151,8 @@ class PagePool:
             page, _ = self._cached.popitem(last=False)
             key = self._key_of.pop(page)
             del self._page_of[key]
+            if self.checkpoints is not None:
+                self.checkpoints.drop(key)
             if self._watcher is not None:
                 self._watcher.removed(key)
         else:
@@ -166,10 +178,11 @@ class PagePool:
     def match(self, tokens: Sequence[int], extra: Extra | None = None) -> tuple[list[int], PageKey | None]:
         """Hold the registered pages of the longest prefix of ``tokens`` that leaves at least one token to compute.
 
-        Returns the pages and the key of the last page.
+        Returns the pages and the key of the last page. With checkpoints of states, the prefix ends at one of them.
         """
         pages: list[int] = []
         key: PageKey | None = None
+        restorable, restorable_key = 0, key
         while (len(pages) + 1) * self.page_size < len(tokens):
             candidate = self._key(key, tokens, len(pages), extra)
             page = self._page_of.get(candidate) if candidate is not None else None
@@ -179,6 +192,11 @@ class PagePool:
             self._cached.pop(page, None)
             self._holders[page] = self._holders.get(page, 0) + 1
             pages.append(page)
+            if self.checkpoints is not None and self.checkpoints.has(key):
+                restorable, restorable_key = len(pages), key
+        if self.checkpoints is not None:
+            self.give_back(pages[restorable:])
+            pages, key = pages[:restorable], restorable_key
         return pages, key
 
     def register(
@@ -217,6 +235,8 @@ class PagePool:
         """Unregister every page, for example after a fault that may have corrupted contents."""
         if self._key_of and self._watcher is not None:
             self._watcher.cleared()
+        if self.checkpoints is not None:
+            self.checkpoints.clear()
         self._key_of.clear()
         self._page_of.clear()
         self._free.extend(self._cached)

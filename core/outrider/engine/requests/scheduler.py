@@ -68,6 +68,8 @@ class Scheduler:
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._gathered_iterations = 0  # iterations that the new prompts have waited for other prompts
+        self._restored_states: list[tuple[int, int]] = []
+        """Copies (checkpoint row, request row) for the next batch."""
         self._table_updates: list[tuple[int, int, int]] = []
         """Entries (row, index, page) that the device's block table lacks."""
         self.preemptions = 0
@@ -129,16 +131,39 @@ class Scheduler:
         arrivals = tuple((r, r.arrival) for r in admitted if r.arrival is not None)
         if not decode and not prefill and not arrivals:
             return None
+        saved_states = []
         for chunk in prefill:
             chunk.request.prefilled = chunk.end
             self.register(chunk.request, chunk.end)
+            saved_states += self._checkpoint(chunk)
         for request, _ in arrivals:
             request.arrival = None  # the batch holds the state from now on
             request.prefilled = len(request.context)
-        batch = Batch(prefill, decode, admitted, tuple(self._table_updates), arrivals, drafted, decode_features=features)
+        batch = Batch(
+            prefill,
+            decode,
+            admitted,
+            tuple(self._table_updates),
+            arrivals,
+            drafted,
+            decode_features=features,
+            restored_states=tuple(self._restored_states),
+            saved_states=tuple(saved_states),
+        )
         self._table_updates.clear()
+        self._restored_states.clear()
         self._count(batch, 1)
         return batch
+
+    def _checkpoint(self, chunk: PrefillChunk) -> list[tuple[int, int]]:
+        """Return the copy of the state after ``chunk`` to a new checkpoint, if the chunk ends with a registered prefix."""
+        checkpoints, request = self.pages.checkpoints, chunk.request
+        if checkpoints is None or request.page_key is None or chunk.end % checkpoints.interval:
+            return []
+        if request.registered * self.pages.page_size != chunk.end:
+            return []
+        row = checkpoints.allocate_row(request.page_key)
+        return [] if row is None else [(request.row, row)]
 
     @staticmethod
     def _can_decode(request: Request) -> bool:
@@ -226,6 +251,7 @@ class Scheduler:
     def _requeue(self, request: Request) -> None:
         """Free the request's row and pages and queue it, to prefill its prompt and its output again."""
         self._table_updates = [update for update in self._table_updates if update[0] != request.row]
+        self._restored_states = [copy for copy in self._restored_states if copy[1] != request.row]
         self._release(request)
         request.context = (*request.prompt, *request.output)
         request.prefilled = 0
@@ -298,6 +324,7 @@ class Scheduler:
             if not reserved:
                 request.registered, request.page_key = len(hit), key
                 request.prefilled = request.prefill_start = len(hit) * self.pages.page_size
+                self._restore(request, key)
             for page in hit:
                 self._append(request, page)
             while len(request.pages) < needed:
@@ -305,6 +332,13 @@ class Scheduler:
             bisect.insort(self._running, request, key=lambda r: r.urgency)
             admitted.append(request)
         return tuple(admitted)
+
+    def _restore(self, request: Request, key: PageKey | None) -> None:
+        """Copy the state at the end of the cached prefix to the request's row, before its prefill continues."""
+        if self.pages.checkpoints is not None and key is not None:
+            row = self.pages.checkpoints.row_of(key)
+            assert row is not None  # a prefix ends at a checkpoint, and no page was evicted since it was matched
+            self._restored_states.append((row, request.row))
 
     def _initial_pages(self, request: Request) -> int:
         """Return the number of pages for the context and for the slots that the first iteration writes after it."""
@@ -326,6 +360,8 @@ class Scheduler:
             if budget == 0:
                 break
             end = min(len(request.context), request.prefilled + budget)
+            if self.pages.checkpoints is not None:
+                end = self.pages.checkpoints.chunk_end(request.prefilled, end, len(request.context))
             chunks.append(PrefillChunk(request, request.prefilled, end))
             budget -= end - request.prefilled
         return tuple(chunks)

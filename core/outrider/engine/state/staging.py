@@ -152,6 +152,8 @@ class Staging:
         return self._device[start:end]
 
 
+RESTORED_STATES, SAVED_STATES = "restored_states", "saved_states"
+"""Segments of pairs of rows: source and target of each copy."""
 _MAX_SEGMENTS = 40
 """Upper bound of the number of segments of a batch; each can need one value for alignment."""
 
@@ -191,7 +193,13 @@ class Packer:
 
 def staging_capacity(*, requests: int, pages: int, prefill_chunk: int) -> int:
     """Return the maximum number of values of a batch, without sampling options."""
-    return 8 * prefill_chunk + 12 * requests + 1 + 2 * requests * pages + _MAX_SEGMENTS
+    return 8 * prefill_chunk + 16 * requests + 1 + 2 * requests * pages + _MAX_SEGMENTS
+
+
+def pack_state_copies(packer: Packer, restored: Sequence[tuple[int, int]], saved: Sequence[tuple[int, int]]) -> None:
+    """Add the copies of recurrent states of a batch to ``packer``, as pairs of rows."""
+    for name, pairs in ((RESTORED_STATES, restored), (SAVED_STATES, saved)):
+        packer.add(name, [row for pair in pairs for row in pair])
 
 
 def pack(
@@ -217,6 +225,8 @@ def pack(
     packer.add("mrope_position_deltas", [r.mrope_position_delta for r in batch.admitted])
     packer.add("entries", [row * table_width + index for row, index, _ in batch.table_updates])
     packer.add("pages", [page for _, _, page in batch.table_updates])
+    if batch.restored_states or batch.saved_states:
+        pack_state_copies(packer, batch.restored_states, batch.saved_states)
     return packer
 
 

@@ -53,7 +53,9 @@ class StateTransfer:
         the forward stream reuses the pages after the copies, and the next use of the row waits for *shared reads done*.
         """
         length = len(request.prompt) + len(request.output) - 1
-        keys_values, draft_caches, relay = self._state(request, length) if request.group == self._group else ((), (), {})
+        keys_values, draft_caches, relay, states = (
+            self._state(request, length) if request.group == self._group else ((), (), {}, ())
+        )
         self._fences.handed_over.signal(self._forward)
         self._fences.shared_reads_done.signal(self._forward)
         return HandOver(
@@ -69,6 +71,7 @@ class StateTransfer:
             keys_values=keys_values,
             draft_caches=draft_caches,
             relay=relay,
+            states=states,
             model=self._model.config,
             dtype=self._model.dtype,
             cache_dtype=self._model.cache_dtype,
@@ -79,13 +82,22 @@ class StateTransfer:
             group=request.group,
         )
 
-    def _state(self, request: Request, length: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Mapping[str, Tensor]]:
-        """Return copies of keys and values, of the draft cache entries, and of the relayed tensors."""
+    def _state(
+        self, request: Request, length: int
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Mapping[str, Tensor], tuple[Tensor, ...]]:
+        """Return copies of keys and values, of draft cache entries, of the relayed tensors, and of recurrent states."""
         with self._backend.on(self._forward):
             slots = self._slots(request.row, length + 1)
             keys_values = tuple(cache.flatten(0, 1)[slots[:length]] for pair in self._cache.layers for cache in pair)
             draft_caches = tuple(cache.flatten(0, 1)[slots] for cache in self._proposer.caches)
-            return keys_values, draft_caches, dict(self._future.gather_relay(self._scalar(request.row)))
+            row = self._scalar(request.row)
+            states = tuple(self._model.kernels.gather_rows(state, row) for state in self._states)
+            return keys_values, draft_caches, dict(self._future.gather_relay(row)), states
+
+    @property
+    def _states(self) -> tuple[Tensor, ...]:
+        """All tensors of recurrent states, [rows, ...] each."""
+        return tuple(state for layer in self._cache.states for state in layer)
 
     def copy_to_this_backend(self, handed: HandOver) -> HandOver:
         """Return ``handed`` with tensors on this engine's backend.
@@ -95,12 +107,14 @@ class StateTransfer:
         """
         if handed.backend is self._backend:
             return handed
-        copies = iter(self._copy_through_host(handed, [*handed.keys_values, *handed.draft_caches, *handed.relay.values()]))
+        tensors = [*handed.keys_values, *handed.draft_caches, *handed.relay.values(), *handed.states]
+        copies = iter(self._copy_through_host(handed, tensors))
         return replace(
             handed,
             keys_values=tuple(next(copies) for _ in handed.keys_values),
             draft_caches=tuple(next(copies) for _ in handed.draft_caches),
             relay={name: next(copies) for name in handed.relay},
+            states=tuple(next(copies) for _ in handed.states),
             backend=self._backend,
             stream=self._forward,
             ready=self._fences.handed_over,
@@ -158,6 +172,8 @@ class StateTransfer:
                 for cache, values in zip(self._proposer.caches, handed.draft_caches, strict=True):
                     _write_rows(cache, slots, values)
                 row = self._scalar(request.row)
+                for state, value in zip(self._states, handed.states, strict=True):
+                    self._model.kernels.scatter_rows(state, row, value)
                 self._future.publish(row, self._scalar(handed.length))
                 self._future.stash(row, self._scalar(handed.output[-1]), handed.relay)
 

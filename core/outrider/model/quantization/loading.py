@@ -172,12 +172,15 @@ class Quantization:
         piece is read.
         """
         joined: list[Tensor | QuantizedWeight] = []
+        read: dict[str, QuantizedWeight] = {}  # a target may have many slices of one weight
         for piece in target.pieces:
             scheme = self.scheme_of(files, piece)
             if scheme is None:
                 part: Tensor | QuantizedWeight = files.read_tensor(piece.key, piece.tensor_slice).to(dtype)
             else:
-                part = slice_weight(self._read(files, piece, scheme), piece.tensor_slice)
+                if piece.key not in read:
+                    read[piece.key] = self._read(files, piece, scheme)
+                part = slice_weight(read[piece.key], piece.tensor_slice)
                 if self.mode is QuantizedMode.DEQUANTIZE:
                     part = _dequantized(part, dtype)
             joined.append(part)

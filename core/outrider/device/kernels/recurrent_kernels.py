@@ -1,0 +1,97 @@
+"""The part of a KernelSet for recurrent layers: short convolution, gated delta rule and gated norm."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.device.kernels import ops as _ops  # noqa: F401  (registers the operators)
+from outrider.device.kernels.recurrent import CHUNK
+
+
+class RecurrentBatch(NamedTuple):
+    """The B sequences of a pass through recurrent layers, with T new tokens in all.
+
+    ``rows`` int64 [B]: the row of each sequence's state; distinct, except for row 0, which takes padding. ``query_start``
+    int32 [B + 1], ``seq_lens`` int32 [B] and ``max_query`` are those of the pass's
+    :class:`~outrider.device.AttentionMetadata`. A sequence whose length equals its number of new tokens has no earlier
+    token: its state starts from zeros, whatever its row holds.
+    """
+
+    rows: Tensor
+    query_start: Tensor
+    seq_lens: Tensor
+    max_query: int
+
+    @property
+    def token_counts(self) -> Tensor:
+        """int64 [B]: number of new tokens of each sequence."""
+        return (self.query_start[1:] - self.query_start[:-1]).to(torch.int64)
+
+
+class RecurrentKernels:
+    """Kernels of recurrent layers. Rules: :class:`~outrider.device.KernelSet`.
+
+    C channels are q and k of Hk heads of size D, then v of Hv heads of size E. R state rows, K kernel size.
+
+    *Commit.* ``commit`` int64 [B] is a number of new tokens for each sequence, from 1 to its own. The kernel then writes the
+    state after that many tokens to the sequence's row. None leaves all states unchanged: so drafts are verified. A second
+    call with the same inputs and the number of accepted tokens then commits exactly what the first call computed.
+
+    *Equal bits.* The results of a token in :meth:`short_convolution` and :meth:`gated_delta_rule` don't depend on the number
+    of new tokens after it, nor on ``commit``.
+    """
+
+    state_interval = CHUNK
+    """Number of tokens at whose multiples prompts are cut, and at which the prefix cache keeps states.
+
+    A pass that begins at a multiple computes the bits of a longer pass that began earlier.
+    """
+
+    def short_convolution(
+        self, x: Tensor, weight: Tensor, state: Tensor, batch: RecurrentBatch, commit: Tensor | None = None
+    ) -> Tensor:
+        """Return SiLU of the causal depthwise convolution of ``x`` [T, C] with ``weight`` [C, K] → [T, C].
+
+        ``state`` [R, K - 1, C] holds the last inputs of each row, the oldest first. The last column of ``weight`` belongs to
+        the token itself. Sums are in float32 or wider.
+        """
+        return torch.ops.outrider.short_convolution(x, weight, state, *batch, commit)  # type: ignore[no-any-return]
+
+    def gated_delta_rule(
+        self,
+        mixed: Tensor,
+        gates: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        state: Tensor,
+        batch: RecurrentBatch,
+        commit: Tensor | None = None,
+    ) -> Tensor:
+        """Return the gated delta rule (Yang et al. 2024) of the convolution's result ``mixed`` [T, C] → [T, Hv, E].
+
+        ``gates`` [T, 2 Hv] are b, then a; ``a_log`` and ``dt_bias`` [Hv]; ``state`` S [R, Hv, D, E]. Key head h serves value
+        heads h Hv / Hk onwards. q and k are divided by their Euclidean norm (with 1e-6 under the root), and q by the root of
+        D. For each token: S *= exp(-exp(a_log) softplus(a + dt_bias)); S += k (sigmoid(b) (v - S'k))'; the result is S'q.
+        All of it is computed in float32 or wider. For few tokens of a sequence.
+        """
+        return torch.ops.outrider.gated_delta_rule(  # type: ignore[no-any-return]
+            mixed, gates, a_log, dt_bias, state, *batch, commit
+        )
+
+    def chunk_gated_delta_rule(
+        self, mixed: Tensor, gates: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, batch: RecurrentBatch
+    ) -> Tensor:
+        """Return :meth:`gated_delta_rule` for many tokens of a sequence, and write the state after all of them.
+
+        Chunks of tokens may be computed at once, so results equal those of the recurrence up to rounding.
+        """
+        return torch.ops.outrider.chunk_gated_delta_rule(  # type: ignore[no-any-return]
+            mixed, gates, a_log, dt_bias, state, *batch
+        )
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return the root-mean-square norm of ``x`` [..., E] with ``weight`` [E], times SiLU of ``gate`` [..., E]."""
+        return torch.ops.outrider.gated_rms_norm(x, gate, weight, eps)  # type: ignore[no-any-return]

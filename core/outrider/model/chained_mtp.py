@@ -1,0 +1,125 @@
+"""Loading of a head of multi-token prediction that drafts a chain by itself, as Qwen3-Next and Qwen3.5 publish it.
+
+The head is one layer with gated attention, in the model's own checkpoint (``mtp.*``). It reads the state of a position and
+the token after it. Each further draft token reads the head's own result, so the head drafts like an EAGLE head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.device import Backend
+from outrider.errors import CheckpointError, shown
+from outrider.model.checkpoint_config import read_model_config
+from outrider.model.config import ModelConfig
+from outrider.model.expert_mapping import expert_targets, stack_experts
+from outrider.model.files import open_checkpoint
+from outrider.model.head_loading import check_hidden_size, check_vocabulary_and_dtype
+from outrider.model.hybrid_configs import HYBRID_FAMILIES
+from outrider.model.hybrid_mapping import offset_norms
+from outrider.model.language_model import LanguageModel
+from outrider.model.layer import LayerWeights
+from outrider.model.mapping import SINGLE_RANK, is_model, layer_targets, layer_weights, mtp_prefix
+from outrider.model.mtp import MtpHead, MtpWeights
+from outrider.model.pieces import Piece, Target
+from outrider.model.quantization import QuantizedMode, read_quantization
+from outrider.model.reading import read_json
+from outrider.model.shards import Shards
+from outrider.model.tensor_loading import Progress, check_tensors, load_tensors, loading_stream
+
+_LAYER = "mtp.layers.0"
+_DEPTH_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+
+
+def load_chained_mtp(
+    directory: str | Path,
+    *,
+    target: LanguageModel,
+    backend: Backend,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    quantized: QuantizedMode = QuantizedMode.KERNELS,
+) -> MtpHead:
+    """Load the head of a checkpoint for ``target``. Arguments and errors follow :func:`load_eagle`.
+
+    The checkpoint holds the head alone, or the model and the head; the model's tensors are then ignored. Embedding and output
+    head are the target's.
+    """
+    directory = Path(directory)
+    files = open_checkpoint(directory)
+    config = _head_config(directory, target, dtype)
+    shards = target.shards
+    quantization = read_quantization(directory, mode=quantized)
+    model_tensors: set[str] = set()
+    if is_model(files.tensors):
+        model_tensors = {key for key in files.tensors if mtp_prefix(key) is None}
+        quantization = quantization and replace(quantization, weights=False)  # heads of a quantized model may be unquantized
+    everything = _targets(config, files.tensors, SINGLE_RANK)
+    check_tensors(files, everything, optional=model_tensors, quantization=quantization, backend=backend)
+    targets = _targets(config, files.tensors, shards)
+    config = shards.local(config, str(directory))
+    with loading_stream(backend, dtype) as stream:
+        weights = load_tensors(
+            files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress, quantization=quantization
+        )
+        record = MtpWeights(
+            token_norm=weights["token_norm"],
+            hidden_norm=weights["hidden_norm"],
+            projection=weights["projection"],
+            layer=_layer_weights(config, weights),
+            final_norm=weights["final_norm"],
+        )
+        return MtpHead(config, record, target, ahead=1, embedding_first=True)
+
+
+def _head_config(directory: Path, target: LanguageModel, dtype: torch.dtype) -> ModelConfig:
+    """Return the config of the head's one layer. Raises :class:`CheckpointError` for a head that isn't supported."""
+    raw = read_json(directory / "config.json")
+    config = read_model_config(directory, drafts=True)
+    text = raw.get("text_config")
+    fields: dict[str, Any] = raw | (text if isinstance(text, dict) else {})
+    depth = next((fields[key] for key in _DEPTH_KEYS if fields.get(key) is not None), 1)
+    problem = None
+    if config.family not in HYBRID_FAMILIES:
+        problem = f"model_type is {shown(config.family)}, and a head with tensors mtp.* belongs to a hybrid model"
+    elif depth != 1:
+        problem = f"the head has {shown(depth)} layers, expected 1, which drafts every token of a chain"
+    elif fields.get("mtp_use_dedicated_embeddings", False) is not False:
+        problem = "mtp_use_dedicated_embeddings is true, expected false: the head reads the model's embedding"
+    if problem is not None:
+        raise CheckpointError(f"{directory / 'config.json'}: {problem}")
+    check_vocabulary_and_dtype(directory, config, target, dtype)
+    check_hidden_size(directory, config, target)
+    experts = None if config.experts is None else replace(config.experts, dense_layers=())
+    return replace(config, num_layers=1, windows=(0,), recurrent=None, experts=experts)
+
+
+def _targets(config: ModelConfig, present: Container[str], shards: Shards) -> list[Target]:
+    """Return the weights of the head: a mixture of experts if its checkpoint has a router."""
+    hidden = config.hidden_size
+    mixture = _is_mixture(config, present)
+    targets = [
+        Target("token_norm", (Piece("mtp.pre_fc_norm_embedding.weight", (hidden,)),)),
+        Target("hidden_norm", (Piece("mtp.pre_fc_norm_hidden.weight", (hidden,)),)),
+        Target("projection", (Piece("mtp.fc.weight", (hidden, 2 * hidden)),)),
+        Target("final_norm", (Piece("mtp.norm.weight", (hidden,)),)),
+        *layer_targets(config, _LAYER, "layer", mlp=not mixture, shards=shards),
+    ]
+    if mixture:
+        targets += expert_targets(config, _LAYER, "layer", present, shards)
+    return list(offset_norms(config, targets))
+
+
+def _is_mixture(config: ModelConfig, present: Container[str]) -> bool:
+    return config.experts is not None and f"{_LAYER}.mlp.gate.weight" in present
+
+
+def _layer_weights(config: ModelConfig, weights: dict[str, Any]) -> LayerWeights:
+    if "layer.router" in weights:
+        return LayerWeights(**stack_experts(config, weights, "layer"))
+    return layer_weights(weights, "layer")

@@ -1,0 +1,290 @@
+"""Programs over a hybrid model on the host, and faults of other engines with recurrent states, put back one at a time."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest.mock import patch
+
+import torch
+
+from outrider.device.kernels import recurrent
+from outrider.device.kernels.recurrent_kernels import RecurrentKernels
+from outrider.engine import assembly, stages
+from outrider.engine.requests.scheduler import Scheduler
+from outrider.engine.requests.state_checkpoints import StateCheckpoints
+from outrider.engine.state.buffers import StaticBuffers
+from outrider.engine.state.state_copies import StateCopies
+from outrider.engine.state.transfer import StateTransfer
+from outrider.engine.step import Step
+from outrider.model import StateInput
+from outrider.model.recurrent import RecurrentBlock
+from outrider_proof.engine_setups import (
+    HYBRID,
+    RecordedServing,
+    models,
+    random_host_program,
+    reference_tokens,
+    without_schedule,
+)
+
+PROPOSERS = ("none", "ngram", "suffix", "draft-model", "mtp-chain", "eagle, untrained")
+
+
+def wrong_requests(proposer, number, mode="staged"):
+    """Requests of a program whose tokens aren't those of non-speculative decoding, and counts of what the program had."""
+    name, program = proposer + HYBRID, random_host_program(number)
+    wanted = [reference_tokens(name, without_schedule(arrival)) for arrival in program.arrivals]
+    moves = any(arrival.moves for arrival in program.arrivals)
+    engines = [models(name, None).engine(program, mode=mode, overlap=bool(number % 3)) for _ in range(2 if moves else 1)]
+    served = RecordedServing(engines, program, name)
+    served.step_until_idle()
+    wrong = []
+    for index, tokens in enumerate(wanted):
+        got = tuple(served.tokens[index])
+        if got != (tokens[: len(got)] if served.ended[index] == "abort" else tokens):
+            wrong.append(index)
+    records = served.records.values()
+    return wrong, {
+        "requests": len(wanted),
+        "hits": sum(record.prefill_start > 0 for record in records),
+        "preempted": sum(record.preemptions > 0 for record in records),
+        "moved": served.moved,
+    }
+
+
+def _commits(change):
+    """Change the counts that a layer commits: ``change`` gets the block, the counts and the batch."""
+    real = RecurrentBlock.commit
+
+    def commit(self, kept, state, batch, counts):
+        real(self, kept, state, batch, change(self, counts, batch))
+
+    return patch.object(RecurrentBlock, "commit", commit)
+
+
+def _run(change):
+    """Replace the run of a block: ``change`` gets the real one and its arguments."""
+    real = RecurrentBlock._run
+
+    def run(self, mixed, gates, state, batch, commit, *, decodes):
+        return change(real, self, mixed, gates, state, batch, commit, decodes)
+
+    return patch.object(RecurrentBlock, "_run", run)
+
+
+def a_row_without_drafts_reads_another_row():
+    def states(rows, *, decodes, window):
+        return StateInput(rows if window is not None else rows.roll(1), decodes=decodes, window=window)
+
+    return patch.object(stages, "StateInput", states)
+
+
+def the_window_ends_with_the_drafts():
+    def run(real, self, mixed, gates, state, batch, commit, decodes):
+        before = state.convolution.clone()
+        made = real(self, mixed, gates, state, batch, commit, decodes=decodes)
+        if commit is not None and decodes:
+            every = torch.full_like(commit, batch.max_query)
+            state.convolution.copy_(before)
+            self._kernels.short_convolution(mixed, self._weights.convolution, state.convolution, batch, every)
+        return made
+
+    return _run(run)
+
+
+def what_rejects_every_draft_commits_nothing():
+    return _commits(lambda block, counts, batch: counts - 1)
+
+
+def placeholders_enter_the_state():
+    return _commits(lambda block, counts, batch: torch.full_like(counts, batch.max_query))
+
+
+def counts_are_those_of_the_iteration_before():
+    known = {}
+
+    def change(block, counts, batch):
+        before = known.get(id(block))
+        known[id(block)] = counts.clone()
+        stale = before is not None and before.shape == counts.shape
+        return before.clamp(max=batch.max_query) if stale else counts
+
+    return _commits(change)
+
+
+def counts_belong_to_other_rows():
+    return _commits(lambda block, counts, batch: counts.roll(1))
+
+
+def the_first_layer_resets_the_counts():
+    first = []
+
+    def change(block, counts, batch):
+        first[:] = first or [block]
+        return counts if block is first[0] else torch.ones_like(counts)
+
+    return _commits(change)
+
+
+def gates_are_not_gathered_with_the_rest():
+    real = recurrent._RuleOperands.from_inputs.__func__
+
+    def of(cls, mixed, gates, *rest):
+        return real(cls, mixed, gates.roll(1, 0), *rest)
+
+    return patch.object(recurrent._RuleOperands, "from_inputs", classmethod(of))
+
+
+def a_prompt_of_few_tokens_leaves_no_state():
+    def run(real, self, mixed, gates, state, batch, commit, decodes):
+        if not decodes and batch.max_query <= 4:
+            state = type(state)(*(each.clone() for each in state))
+        return real(self, mixed, gates, state, batch, commit, decodes=decodes)
+
+    return _run(run)
+
+
+def a_new_request_continues_an_old_state():
+    def state_of(self, state, rows):
+        return state.index_select(0, rows)
+
+    return patch.object(recurrent._SequenceLanes, "state_of", state_of)
+
+
+def a_short_chunk_writes_the_window_alone():
+    real = RecurrentKernels.short_convolution
+
+    def convolve(self, x, weight, state, batch, commit=None):
+        made = real(self, x, weight, state, batch, commit)
+        missing = weight.shape[1] - 1 - batch.max_query
+        if commit is not None and missing > 0:
+            state[batch.rows, :missing] = 0
+        return made
+
+    return patch.object(RecurrentKernels, "short_convolution", convolve)
+
+
+def a_state_is_kept_between_boundaries():
+    def checkpoint(self, chunk):
+        if chunk.request.page_key is None:
+            return []
+        row = self.pages.checkpoints.allocate_row(chunk.request.page_key)
+        return [] if row is None else [(chunk.request.row, row)]
+
+    return patch.object(Scheduler, "_checkpoint", checkpoint)
+
+
+def a_hit_restores_keys_alone():
+    return patch.object(Scheduler, "_restore", lambda self, request, key: None)
+
+
+@contextmanager
+def a_hit_needs_no_state():
+    def restore(self, request, key):
+        row = None if key is None else self.pages.checkpoints.row_of(key)
+        self._restored_states += [] if row is None else [(row, request.row)]
+
+    with patch.object(StateCheckpoints, "has", lambda self, key: True), patch.object(Scheduler, "_restore", restore):
+        yield
+
+
+def the_first_request_alone_keeps_its_state():
+    real = StateCopies.copy
+
+    def copy(self, packer, which):
+        start, end = packer.segments[which]
+        packer._segments[which] = (start, min(end, start + 2))
+        real(self, packer, which)
+
+    return patch.object(StateCopies, "copy", copy)
+
+
+def states_are_kept_before_the_prefill():
+    real = Step._copy_states
+
+    def copies(self, batch, packer, which):
+        if which == "restored_states":
+            real(self, batch, packer, "saved_states")
+            real(self, batch, packer, which)
+
+    return patch.object(Step, "_copy_states", copies)
+
+
+def two_prefixes_share_a_checkpoint():
+    real = StateCheckpoints.allocate_row
+
+    def take(self, key):
+        row = real(self, key)
+        return row if row is None else self._row_of.setdefault(key, row) and min(self._row_of.values())
+
+    return patch.object(StateCheckpoints, "allocate_row", take)
+
+
+def _padding(row):
+    """Let the rows of a bucket without a request name ``row`` instead of the reserved one."""
+    real = assembly.step_buffers
+
+    def buffers(*arguments, **options):
+        specs = real(*arguments, **options)
+        return tuple(replace(spec, padding=row) if spec.name == "inputs.rows" else spec for spec in specs)
+
+    return patch.object(assembly, "step_buffers", buffers)
+
+
+def padding_goes_to_the_first_request():
+    return _padding(1)
+
+
+def padding_keeps_stale_rows():
+    real = StaticBuffers.pad
+
+    def pad(self, prefix, *, count, bucket, drafted=None):
+        rows = self.rows("inputs.rows", count, bucket, drafted).clone()
+        real(self, prefix, count=count, bucket=bucket, drafted=drafted)
+        if prefix == "inputs":
+            self.rows("inputs.rows", count, bucket, drafted).copy_(rows)
+
+    return patch.object(StaticBuffers, "pad", pad)
+
+
+def _handed_over(change):
+    real = StateTransfer._state
+
+    def state(self, request, length):
+        *others, states = real(self, request, length)
+        return *others, tuple(change(each) for each in states)
+
+    return patch.object(StateTransfer, "_state", state)
+
+
+def a_hand_over_loses_the_states():
+    return _handed_over(torch.zeros_like)
+
+
+def a_hand_over_loses_the_window():
+    return _handed_over(lambda state: torch.zeros_like(state) if state.dim() == 3 else state)
+
+
+FAULTS = {
+    "vllm 39273, 39463": (a_row_without_drafts_reads_another_row, "none", 0, "staged"),
+    "vllm 40738": (the_window_ends_with_the_drafts, "ngram", 0, "staged"),
+    "vllm 56419": (what_rejects_every_draft_commits_nothing, "ngram", 0, "staged"),
+    "vllm 55178, 47466": (placeholders_enter_the_state, "ngram", 0, "staged"),
+    "vllm 51571": (counts_are_those_of_the_iteration_before, "ngram", 2, "staged"),
+    "TensorRT-LLM 13151": (counts_belong_to_other_rows, "ngram", 2, "staged"),
+    "vllm 50432": (the_first_layer_resets_the_counts, "ngram", 2, "staged"),
+    "vllm 51812": (gates_are_not_gathered_with_the_rest, "none", 0, "staged"),
+    "vllm 53051": (a_prompt_of_few_tokens_leaves_no_state, "none", 0, "staged"),
+    "vllm-metal 488, sglang 30986": (a_new_request_continues_an_old_state, "none", 0, "staged"),
+    "vllm 56196": (a_short_chunk_writes_the_window_alone, "none", 0, "staged"),
+    "vllm 51113, 53912": (a_state_is_kept_between_boundaries, "ngram", 2, "staged"),
+    "keys without the state": (a_hit_restores_keys_alone, "none", 0, "staged"),
+    "a prefix without a state": (a_hit_needs_no_state, "none", 0, "staged"),
+    "sglang 37836": (the_first_request_alone_keeps_its_state, "none", 18, "staged"),
+    "a state kept too early": (states_are_kept_before_the_prefill, "none", 0, "staged"),
+    "vllm 55601": (two_prefixes_share_a_checkpoint, "none", 0, "staged"),
+    "sglang 38485": (a_hand_over_loses_the_states, "none", 1, "staged"),
+    "a window lost on the way": (a_hand_over_loses_the_window, "none", 1, "staged"),
+    "tokenspeed 700": (padding_goes_to_the_first_request, "none", 2, "graphs"),
+    "vllm 41841": (padding_keeps_stale_rows, "ngram", 0, "graphs"),
+}
+"""Faults by the threads that report them, or in words, each with a program that shows it: proposer, number and mode."""

@@ -1,0 +1,119 @@
+"""Random programs over a hybrid model: the tokens of non-speculative decoding, and faults put back that they find."""
+
+from dataclasses import replace
+
+import pytest
+from outrider_proof.program_checks import prove_program
+
+from outrider import Engine, SamplingParams
+from outrider.device import ConfigError
+from outrider.engine.requests.request_state import RequestState
+from outrider.engine.step import Step
+from outrider_proof import tiny
+from outrider_proof.engine_setups import (
+    HYBRID,
+    EngineSetup,
+    models,
+    random_host_program,
+    reference_tokens,
+    without_schedule,
+)
+from outrider_proof.proposers import MAKERS
+from outrider_proof.tiny import plain_config
+from proof.hybrid_faults import FAULTS, PROPOSERS, wrong_requests
+
+MODES = ("staged", "graphs", "fused")
+
+
+@pytest.mark.parametrize(("proposer", "number"), [(name, number) for number, name in enumerate(PROPOSERS)])
+def test_a_program_of_each_proposer(proposer, number):
+    assert wrong_requests(proposer, number, MODES[number % 3])[0] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_many_programs_of_each_proposer(proposer, mode):
+    counts = dict.fromkeys(("requests", "hits", "preempted", "moved"), 0)
+    for number in range(100, 130):
+        wrong, found = wrong_requests(proposer, number, mode)
+        assert wrong == [], number
+        counts = {name: counts[name] + found[name] for name in counts}
+    assert min(counts.values()) > 0
+
+
+def test_samples_of_one_prompt_and_their_log_probabilities():
+    """A second request or sample continues the first one's prefix. Speculation reports the same log-probabilities."""
+    prompt, params = [3, 1, 4, 1, 5, 9, 2, 6, 5], SamplingParams(max_tokens=8, logprobs=2, ignore_eos=True)
+    found = []
+    for proposer in ("none", "mtp-chain"):
+        loaded = models(proposer + HYBRID, None)
+        config = plain_config(max_context=40, max_requests=2, page_size=4, prefill_chunk=4, dtype="float64")
+        engine = Engine(loaded.target, loaded.backend, proposer=loaded.make(), config=config)
+        (first,), (second,) = engine.generate([prompt], params), engine.generate([prompt], params)
+        assert first.token_ids == second.token_ids
+        assert engine.stats.prefix_hits == 8
+        assert engine.load.state_checkpoints == 2
+        engine.generate([prompt[::-1]], replace(params, n=2, temperature=1.0))
+        assert engine.stats.prefix_hits == 16
+        found.append(first)
+    assert found[0].token_ids == found[1].token_ids
+    for one, other in zip(found[0].logprobs, found[1].logprobs, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-9)
+
+
+def test_what_hybrids_refuse():
+    loaded = models("none" + HYBRID, None)
+    config = plain_config(max_context=40, max_requests=2, page_size=4, dtype="float64")
+    tree = MAKERS["ngram-tree"](loaded.target, loaded.backend)
+    with pytest.raises(ConfigError, match="drafts trees, and the model has recurrent layers"):
+        Engine(loaded.target, loaded.backend, proposer=tree, config=config)
+    engine = Engine(loaded.target, loaded.backend, config=config)
+    with pytest.raises(ConfigError, match="a network card moves pages alone"):
+        engine.resume(RequestState(prompt=(1, 2), params=SamplingParams(max_tokens=2)), lend=True)
+    with pytest.raises(ConfigError, match="the model has no recurrent layers"):
+        tiny.engine(MAKERS["ngram"](tiny.target(), tiny.BACKEND), state_checkpoints=2)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_put_back_is_found(name):
+    fault, proposer, number, mode = FAULTS[name]
+    for arrival in random_host_program(number).arrivals:
+        reference_tokens(proposer + HYBRID, without_schedule(arrival))
+    with fault():
+        assert wrong_requests(proposer, number, mode)[0] != []
+    assert wrong_requests(proposer, number, mode)[0] == []
+
+
+@pytest.mark.parametrize(
+    ("setup", "number"),
+    [
+        pytest.param(EngineSetup("mtp-chain" + HYBRID, "fused"), 4, marks=pytest.mark.slow),
+        pytest.param(EngineSetup("ngram" + HYBRID, "graphs", "npu"), 3, marks=pytest.mark.slow),
+        (EngineSetup("none" + HYBRID, "staged", "rocm"), 1),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_a_program_under_some_schedules(setup, number):
+    """On the simulated device, watched by the sanitizer: no edge is missing."""
+    assert prove_program(setup, number, 2)["failures"] == []
+
+
+def test_a_copy_of_states_on_another_stream_is_found(monkeypatch):
+    """Without a fence the sanitizer sees the state that forward writes and the copy reads."""
+    real = Step._copy_states
+
+    def copies(self, batch, packer, which):
+        streams = self._streams
+        self._streams = replace(streams, forward=streams.plan)
+        try:
+            real(self, batch, packer, which)
+        finally:
+            self._streams = streams
+
+    setup = EngineSetup("none" + HYBRID, "staged")
+    monkeypatch.setattr(Step, "_copy_states", copies)
+    (failure,) = prove_program(setup, 0, 1)["failures"]
+    assert failure["error"] == "RaceError"
+    assert "state_copies.py" in failure["text"]

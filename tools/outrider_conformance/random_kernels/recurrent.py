@@ -1,0 +1,194 @@
+"""Random problems of the kernels of recurrent layers. A loop over tokens in float64 computes what is right."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from outrider.device import KernelSet, RecurrentBatch
+from outrider_conformance.random_kernels import bounds
+from outrider_conformance.random_kernels.dense import EPS, Mapped
+from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape
+
+_ROUNDINGS = 64.0
+"""Roundings of one token's step through the state, relative to the largest magnitude; norms and exponentials included."""
+_STATE_ROWS = 7
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _sequences(shape: Shape, dice: RandomValues) -> tuple[dict[str, Operand], list[tuple[int, int, int, bool]], int]:
+    """Return the operands of a batch, its sequences (row, first token, tokens, whether it starts), and its tokens."""
+    batch, most = shape["batch"], shape["new"]
+    counts = [most] * batch if not shape["ragged"] else [int(dice.integers(1, most + 1, 1)) for _ in range(batch)]
+    starts = [sum(counts[:number]) for number in range(batch + 1)]
+    rows = (dice.permutation(_STATE_ROWS - 1)[:batch] + 1).tolist()
+    fresh = [dice.coin() for _ in range(batch)]
+    lens = [count if first else count + 5 for count, first in zip(counts, fresh, strict=True)]
+    operands = {
+        "rows": Operand(torch.tensor(rows)),
+        "query_start": Operand(torch.tensor(starts, dtype=torch.int32)),
+        "seq_lens": Operand(torch.tensor(lens, dtype=torch.int32)),
+    }
+    padding = 2 if shape["padding"] else 0
+    return operands, list(zip(rows, starts, counts, fresh, strict=False)), starts[-1] + padding
+
+
+def _batch(o: Mapped, most: int) -> RecurrentBatch:
+    return RecurrentBatch(o["rows"], o["query_start"], o["seq_lens"], most)
+
+
+def _committed(shape: Shape, count: int, dice: RandomValues) -> int:
+    return int(dice.integers(1, count + 1, 1)) if shape["flag"] else count
+
+
+def _near(value: Tensor, steps: int, dtype: torch.dtype) -> bounds.Number:
+    """Return ``value`` with the error of ``steps`` tokens, relative to its largest magnitude."""
+    error = torch.full_like(value, _ROUNDINGS * steps * bounds.wide(dtype) * (1.0 + float(value.abs().max())))
+    return bounds.Number(value, error)
+
+
+def _short_convolution(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
+    operands, sequences, tokens = _sequences(shape, dice)
+    channels, kernel = shape["hidden"], shape["depth"] + 2
+    x, weight = dice.normal(tokens, channels, dtype=dtype), dice.normal(channels, kernel, dtype=dtype)
+    state = dice.normal(_STATE_ROWS, kernel - 1, channels, dtype=dtype)
+    made, after = torch.zeros(tokens, channels, dtype=torch.float64), state.clone()
+    commit = torch.zeros(len(sequences), dtype=torch.int64)
+    for number, (row, start, count, fresh) in enumerate(sequences):
+        before = torch.zeros_like(state[row]) if fresh else state[row]
+        inputs = torch.cat((before, x[start : start + count])).double()
+        for token in range(count):
+            summed = (inputs[token : token + kernel] * weight.double().T).sum(0)
+            made[start + token] = summed * torch.sigmoid(summed)
+        commit[number] = _committed(shape, count, dice)
+        after[row] = inputs[commit[number] : commit[number] + kernel - 1].to(dtype)
+    operands |= {"x": Operand(x), "weight": Operand(weight), "state": Operand(state), "commit": Operand(commit)}
+    real = sequences[-1][1] + sequences[-1][2]
+
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        committed = None if shape["active"] else o["commit"]
+        out = kernels.short_convolution(o["x"], o["weight"], o["state"], _batch(o, shape["new"]), committed)
+        return {"out": out[:real]}
+
+    unit = bounds.rounded(_near(made[:real], kernel, dtype), dtype, 2.0)
+    return Problem(operands, call, {"out": unit, "state": state if shape["active"] else after})
+
+
+def _rule(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, chunks: bool) -> Problem:
+    operands, sequences, tokens = _sequences(shape, dice)
+    key_heads, repeats, key, value = shape["heads"], shape["drafts"], shape["outer"], shape["gates"]
+    heads = key_heads * repeats
+    mixed = dice.normal(tokens, 2 * key_heads * key + heads * value, dtype=dtype)
+    gates = dice.normal(tokens, 2 * heads, dtype=dtype)
+    a_log, dt_bias = dice.normal(heads, dtype=_wide(dtype)), dice.normal(heads, dtype=_wide(dtype))
+    state = dice.normal(_STATE_ROWS, heads, key, value, dtype=_wide(dtype))
+    made, after = torch.zeros(tokens, heads, value, dtype=torch.float64), state.to(torch.float64, copy=True)
+    commit = torch.zeros(len(sequences), dtype=torch.int64)
+    q, k, v = mixed.double().split((key_heads * key, key_heads * key, heads * value), dim=1)
+
+    def normalized(each: Tensor) -> Tensor:
+        each = each.unflatten(1, (key_heads, key))
+        return (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(repeats, dim=1)
+
+    q, k, v = normalized(q) / key**0.5, normalized(k), v.unflatten(1, (heads, value))
+    beta, a = gates.double().chunk(2, dim=1)
+    factor = torch.exp(-a_log.double().exp() * torch.nn.functional.softplus(a + dt_bias.double()))
+    for number, (row, start, count, fresh) in enumerate(sequences):
+        current = torch.zeros_like(after[row]) if fresh else state[row].double()
+        commit[number] = count if chunks else _committed(shape, count, dice)
+        after[row] = current
+        for token in range(start, start + count):
+            current = current * factor[token].view(-1, 1, 1)
+            read = torch.einsum("hke,hk->he", current, k[token])
+            write = beta[token].sigmoid().unsqueeze(1) * (v[token] - read)
+            current = current + torch.einsum("hk,he->hke", k[token], write)
+            made[token] = torch.einsum("hke,hk->he", current, q[token])
+            if token - start < commit[number]:
+                after[row] = current
+    operands |= {"mixed": Operand(mixed), "gates": Operand(gates), "a_log": Operand(a_log), "dt_bias": Operand(dt_bias)}
+    operands |= {"state": Operand(state), "commit": Operand(commit)}
+    real = sequences[-1][1] + sequences[-1][2]
+    writes = chunks or not shape["active"]
+
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        given = o["mixed"], o["gates"], o["a_log"], o["dt_bias"], o["state"], _batch(o, shape["new"])
+        if chunks:
+            return {"out": kernels.chunk_gated_delta_rule(*given)[:real]}
+        return {"out": kernels.gated_delta_rule(*given, o["commit"] if writes else None)[:real]}
+
+    steps = shape["new"] + key
+    wanted: dict[str, bounds.Number | Tensor] = {"out": bounds.rounded(_near(made[:real], steps, dtype), dtype)}
+    wanted["state"] = _near(after, steps, dtype) if writes else state
+    return Problem(operands, call, wanted)
+
+
+def _gated_delta_rule(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
+    return _rule(shape, dtype, dice, chunks=False)
+
+
+def _chunk_gated_delta_rule(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
+    return _rule(shape, dtype, dice, chunks=True)
+
+
+def _gated_rms_norm(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
+    size = shape["outer"]
+    x, gate = (dice.normal(shape["tokens"], shape["heads"], size, dtype=dtype) for _ in range(2))
+    weight = dice.normal(size, dtype=dtype)
+    wide = bounds.rounded(bounds.rms_norm(bounds.exact(x), weight, EPS, dtype), dtype, 2.0)
+    wanted = bounds.rounded(bounds.silu_mul(bounds.exact(gate), wide, dtype), dtype, 2.0)
+    operands = {"x": Operand(x), "gate": Operand(gate), "weight": Operand(weight)}
+
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        return {"out": kernels.gated_rms_norm(o["x"], o["gate"], o["weight"], EPS)}
+
+    return Problem(operands, call, {"out": wanted})
+
+
+_FLAG = st.integers(0, 1)
+_BATCH = {"batch": st.integers(1, 5), "ragged": _FLAG, "padding": _FLAG}
+_HEADS = {"heads": st.integers(1, 3), "drafts": st.integers(1, 3), "outer": st.sampled_from((4, 8, 20))} | {
+    "gates": st.sampled_from((4, 8, 24))
+}
+_SMALL = {"batch": 3, "ragged": 0, "padding": 0}
+RECURRENT = (
+    KernelProblems(
+        "short_convolution",
+        _short_convolution,
+        {**_BATCH, "new": st.integers(1, 9), "hidden": st.sampled_from((8, 24, 136)), "depth": st.integers(0, 3)}
+        | {"flag": _FLAG, "active": _FLAG},
+        [
+            {**_SMALL, "new": 4, "hidden": 24, "depth": 2, "flag": 1, "active": 0},
+            {**_SMALL, "new": 1, "hidden": 24, "depth": 2, "flag": 0, "active": 1},
+            {"batch": 4, "ragged": 1, "padding": 1, "new": 9, "hidden": 8, "depth": 2, "flag": 0, "active": 0},
+        ],
+    ),
+    KernelProblems(
+        "gated_delta_rule",
+        _gated_delta_rule,
+        {**_BATCH, **_HEADS, "new": st.integers(1, 6), "flag": _FLAG, "active": _FLAG},
+        [
+            {**_SMALL, "heads": 2, "drafts": 3, "outer": 8, "gates": 24, "new": 4, "flag": 1, "active": 0},
+            {**_SMALL, "heads": 2, "drafts": 1, "outer": 8, "gates": 8, "new": 4, "flag": 0, "active": 1},
+            {**_SMALL, "heads": 1, "drafts": 2, "outer": 20, "gates": 4, "new": 1, "flag": 0, "active": 0},
+        ],
+    ),
+    KernelProblems(
+        "chunk_gated_delta_rule",
+        _chunk_gated_delta_rule,
+        {**_BATCH, **_HEADS, "new": st.sampled_from((1, 3, 20, 63, 64, 65, 130))},
+        [
+            {"batch": 2, "ragged": 1, "padding": 1, "heads": 1, "drafts": 2, "outer": 8, "gates": 8, "new": 130},
+            {**_SMALL, "heads": 2, "drafts": 1, "outer": 4, "gates": 8, "new": 64},
+        ],
+    ),
+    KernelProblems(
+        "gated_rms_norm",
+        _gated_rms_norm,
+        {"tokens": st.integers(1, 9), "heads": st.integers(1, 4), "outer": st.sampled_from((4, 8, 20, 128))},
+        [{"tokens": 5, "heads": 3, "outer": 20}],
+    ),
+)
