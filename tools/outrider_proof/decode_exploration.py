@@ -73,7 +73,7 @@ class DecodeExploration:
 
     @property
     def described(self) -> dict[str, Any]:
-        """Return the options that a report repeats."""
+        """Return the options of the exploration that a report repeats."""
         return {"program": DECODE, "strategy": self.strategy, "seed": self.seed, **self.setup}
 
 

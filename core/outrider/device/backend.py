@@ -461,7 +461,10 @@ class Backend(BackendDeclarations, GroupFactory, ABC):
         destination.copy_(source, non_blocking=True)
 
     def _reissue(self, context: CaptureContext, param: HostParam, issue: Callable[[tuple[int, ...]], None]) -> None:
-        """Carry out :meth:`reissue` on the vendor's device in a capture. A device that captures the whole callable again needs none."""
+        """Carry out :meth:`reissue` on the vendor's device in a capture.
+
+        A device that captures the whole callable again needs no implementation.
+        """
         del context
         issue(param.value)
 

@@ -101,8 +101,10 @@ class PagePool:
     def __init__(
         self, *, count: int, page_size: int, ahead: int, share: bool, checkpoints: StateCheckpoints | None = None
     ) -> None:
-        """``ahead``: number of tokens after a page that its contents depend on (EAGLE: the draft's keys and values at
-        position i depend on token i+1). ``share``: register pages, so that requests share prefixes. ``checkpoints``: the
+        """Create a pool whose pages are all free.
+
+        ``ahead`` is the number of tokens after a page that its contents depend on (EAGLE: the draft's keys and values at
+        position i depend on token i+1). ``share``: register pages, so that requests share prefixes. ``checkpoints`` are the
         checkpoints of recurrent states, without which a prefix of a hybrid model can't be continued.
         """
         self.checkpoints = checkpoints
