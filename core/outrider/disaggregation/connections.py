@@ -164,7 +164,9 @@ class ConnectionHub:
             self._listener = None
 
     def poll(self, seconds: float) -> list[ConnectionEvent]:
-        """Send and receive, and return the events since the last call. Wait up to ``seconds`` for the first event."""
+        """Send and receive messages, and return the events since the last call. Wait up to ``seconds`` for the
+        first event.
+        """
         self._reconnect()
         if self._events:
             seconds = 0.0

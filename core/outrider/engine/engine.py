@@ -94,11 +94,9 @@ class Engine(RequestMigration):
         ranks: Ranks | None = None,
         parallel: ParallelConfig | None = None,
     ) -> None:
-        """Create an engine for a loaded model.
-
-        ``draft_length`` replaces the draft-length policy of the config. ``ranks`` run the engine together: each rank creates
-        its own engine over its part of the model, in the same order, and all ranks but the first then call :meth:`follow`.
-        ``parallel`` is refused for several ranks; :meth:`from_checkpoint` starts them.
+        """Create an engine. ``draft_length`` replaces the draft-length policy of the config. ``ranks`` run the engine
+        together: each creates its own engine over its part of the model, in the same order, and all but the first then
+        call :meth:`follow`. ``parallel`` is refused for several ranks; :meth:`from_checkpoint` starts them.
         """
         check_one_rank(parallel)
         check_engine_types(model, config)

@@ -181,7 +181,7 @@ def _draft_head_choices(
 
 
 def _recurrent_layers(model: LanguageModel) -> tuple[Choice, ...]:
-    """Return which kernels compute the recurrent layers of a hybrid model; nothing for another model."""
+    """Return the report's choice of kernels for the recurrent layers; empty for a model without recurrent layers."""
     recurrent = model.config.recurrent
     if recurrent is None:
         return ()

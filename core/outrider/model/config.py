@@ -68,7 +68,9 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecurrentConfig:
-    """The layers with a gated delta rule in place of attention. Raises :class:`ConfigError` for impossible values."""
+    """The sizes of layers with a gated delta rule in place of attention. Raises :class:`ConfigError` for
+    impossible values.
+    """
 
     layers: tuple[int, ...]
     """Indices of the layers, ascending."""
@@ -96,12 +98,12 @@ class RecurrentConfig:
 
     @property
     def key_width(self) -> int:
-        """Numbers of a token's keys; its queries have as many."""
+        """Number of elements of a token's keys in all heads; the queries have as many."""
         return self.key_heads * self.key_size
 
     @property
     def value_width(self) -> int:
-        """Numbers of a token's values; its output gate has as many."""
+        """Number of elements of a token's values in all heads; the output gate has as many."""
         return self.value_heads * self.value_size
 
     @property

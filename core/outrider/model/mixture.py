@@ -82,7 +82,9 @@ def create_layer(
     ranks: ModelRanks | None = None,
     index: int = 0,
 ) -> DecoderLayer:
-    """Return the layer that ``weights`` are of: with experts if they have a router. ``index`` is the layer's in its stack."""
+    """Create the decoder layer for ``weights``: a mixture of experts if they have a router. ``index`` is its index in the
+    stack.
+    """
     if weights.router is None:
         return DecoderLayer(config, weights, kernels, window=window, ranks=ranks)
     return MixtureLayer(config, weights, kernels, window=window, ranks=ranks, index=index)

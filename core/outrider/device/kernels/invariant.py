@@ -162,7 +162,7 @@ class InvariantKernels(KernelSet):
     def chunk_gated_delta_rule(
         self, mixed: Tensor, gates: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, batch: RecurrentBatch
     ) -> Tensor:
-        """Run the recurrence: the bits of a chunk depend on where it begins."""
+        """Compute the delta rule token by token, because the bits of a chunk would depend on where the chunk begins."""
         return self.gated_delta_rule(mixed, gates, a_log, dt_bias, state, batch, batch.token_counts)
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -296,8 +296,8 @@ def _token_by_token(
     commit: Tensor | None,
     tokens: int,
 ) -> Tensor:
-    """Return the results of ``function`` for each token alone, on copies of the states. Write the states that ``commit`` asks
-    for.
+    """Return the results of ``function``, called for each token alone on copies of the states. Write the states of the tokens
+    that ``commit`` names.
     """
     device, count = state.device, batch.rows.shape[0]
     starts = batch.query_start.to(torch.int64)

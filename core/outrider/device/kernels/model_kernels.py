@@ -33,7 +33,9 @@ class ModelKernels:
         return F.linear(x.contiguous(), weight, bias)
 
     def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """:meth:`silu_mul` of :meth:`linear`: ``weight`` [2*I, in] holds the gate's rows, then those of up → [..., I]."""
+        """Return :meth:`silu_mul` of the product ``x @ weight.T + bias`` → [..., I]. ``weight`` [2*I, in] holds the gate's
+        rows, then those of up.
+        """
         return self.silu_mul(self.linear(x, weight, bias))
 
     def linear_add_rms_norm(
@@ -45,8 +47,8 @@ class ModelKernels:
         norm: Tensor,
         eps: float,
     ) -> Tensor:
-        """:meth:`add_rms_norm` of :meth:`linear`: ``residual`` [T, H] grows in place by ``x @ weight.T + bias``; returns its
-        norm with ``norm`` [H]. The sum may be rounded once instead of twice.
+        """Add the product ``x @ weight.T + bias`` to ``residual`` [T, H] in place; return the norm of ``residual`` with
+        ``norm`` [H]. The sum may be rounded once instead of twice.
         """
         return self.add_rms_norm(self.linear(x, weight, bias), residual, norm, eps)
 
@@ -65,8 +67,8 @@ class ModelKernels:
     def norm_linear_silu_mul(
         self, added: Product, residual: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """:meth:`linear_silu_mul` with ``weight`` and ``bias`` of :meth:`linear_add_rms_norm` of ``added``. The norm
-        needn't be stored: its factor may be applied after the product.
+        """Add the product ``added`` to ``residual`` in place, multiply the norm of ``residual`` by ``weight`` with ``bias``,
+        and return :meth:`silu_mul` of the result. The norm needn't be stored: its factor may be applied after the product.
         """
         return self.linear_silu_mul(self.linear_add_rms_norm(*added, residual, norm, eps), weight, bias)
 
@@ -80,8 +82,8 @@ class ModelKernels:
         bias: Tensor | None,
         rotary: RotaryArgs,
     ) -> Tensor:
-        """:meth:`linear_rope_write_cache` with ``weight`` and ``bias`` of :meth:`linear_add_rms_norm` of ``added``, in the
-        same way.
+        """Add the product ``added`` to ``residual`` in place, multiply the norm of ``residual`` by ``weight`` with ``bias``,
+        and call :meth:`rope_write_cache` with the result → queries. The norm's factor may be applied after the product.
         """
         normed = self.linear_add_rms_norm(*added, residual, norm, eps)
         return self.linear_rope_write_cache(Product(normed, weight, bias), rotary)
@@ -121,7 +123,9 @@ class ModelKernels:
     def embed_beside_linear_quantized(
         self, tokens: Tensor, embedding: Tensor, hidden: Tensor, weight: QuantizedWeight, bias: Tensor | None = None
     ) -> Tensor:
-        """:meth:`linear_quantized` with ``weight`` and ``bias`` of :meth:`embed_beside` of the others → [T, out]."""
+        """Concatenate embeddings and hidden states as :meth:`embed_beside` does, and return their product with ``weight`` and
+        ``bias`` → [T, out].
+        """
         return self.linear_quantized(self.embed_beside(tokens, embedding, hidden), weight, bias)
 
     def linear_quantized_add(self, added: QuantizedProduct, residual: Tensor) -> Tensor:
@@ -130,8 +134,8 @@ class ModelKernels:
         return residual.add_(self.linear_quantized(x, added.weight, added.bias))
 
     def linear_quantized_add_rms_norm(self, added: QuantizedProduct, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """:meth:`add_rms_norm` of the product ``added``: ``residual`` [T, H] grows in place by it; returns its norm with
-        ``norm`` [H]. The sum may be rounded once instead of twice.
+        """Add the product ``added`` to ``residual`` [T, H] in place; return the norm of ``residual`` with ``norm`` [H]. The
+        sum may be rounded once instead of twice.
         """
         x = self.silu_mul(added.x) if added.gated else added.x
         return self.add_rms_norm(self.linear_quantized(x, added.weight, added.bias), residual, norm, eps)
@@ -155,10 +159,10 @@ class ModelKernels:
         weight: QuantizedWeight,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """:meth:`linear_quantized` with ``weight`` and ``bias`` of :meth:`linear_quantized_add_rms_norm` of ``added``:
-        ``residual`` [T, H] grows in place by that product, and its norm with ``norm`` [H] is what is multiplied → [T, out].
+        """Add the product ``added`` to ``residual`` [T, H] in place, and return the product of the norm of ``residual`` with
+        ``weight`` and ``bias`` → [T, out]. ``norm`` [H] is the weight of the norm.
 
-        The sum may be rounded once instead of twice, and activations may be quantised from what wasn't rounded yet.
+        The sum may be rounded once instead of twice, and activations may be quantised from values that were not rounded.
         """
         return self.linear_quantized(self.linear_quantized_add_rms_norm(added, residual, norm, eps), weight, bias)
 
@@ -196,8 +200,8 @@ class ModelKernels:
         scale: float,
         window: int = 0,
     ) -> Tensor:
-        """:meth:`norm_linear_quantized` of the attention output: ``residual`` [T, H] grows in place by the product of
-        :meth:`paged_attention` with ``output`` [H, Hq D], and its norm is multiplied with ``weight`` → [T, out].
+        """Compute attention, add its product with ``output`` [H, Hq D] to ``residual`` [T, H] in place, and return the
+        product of the norm of ``residual`` with ``weight`` → [T, out].
 
         The attention output needn't be rounded to q's dtype, and may have any memory layout.
         """
@@ -224,11 +228,11 @@ class ModelKernels:
         scale: float,
         window: int = 0,
     ) -> QuantizedProduct:
-        """:meth:`attention_norm_linear_quantized` with gate and up, ``weight`` [2 I, H], and the MLP's second product, not
-        computed yet: the product of :meth:`silu_mul` of it with ``down`` [H, I].
+        """Compute :meth:`attention_norm_linear_quantized` with the gate and up rows ``weight`` [2 I, H]; return the product
+        of its :meth:`silu_mul` with ``down`` [H, I], which is not computed yet.
 
-        Either ``x`` is [T, 2 I] and ``gated``, or it went through :meth:`silu_mul` here and is [T, I], perhaps with its
-        ``maxima``: the form that suits the later kernels better.
+        The kernel chooses between two forms of the returned record. Either ``x`` is [T, 2 I] and ``gated``, or the kernel has
+        applied :meth:`silu_mul` and ``x`` is [T, I], perhaps with its ``maxima``.
         """
         operands = q, k_cache, v_cache, metadata, output, output_bias, residual, norm, eps, weight, bias
         both = self.attention_norm_linear_quantized(*operands, scale=scale, window=window)
@@ -337,9 +341,10 @@ class ModelKernels:
         torch.ops.outrider.rope_write_cache(q, k, v, cos, sin, k_cache, v_cache, slots)
 
     def head_norm_rope_write_cache(self, made: Tensor, norms: HeadNorms, rotary: RotaryArgs) -> Tensor:
-        """:meth:`rms_norm` of each head of queries and of keys, then :meth:`rope_write_cache` → queries [T, Hq, D]. ``made``
-        [T, (Hq + 2 Hkv) D] is contiguous, has queries, keys and values side by side, and isn't changed. Hq may be 0: then
-        ``made`` has only keys and values.
+        """Normalise each head of the queries and keys in ``made``, then call :meth:`rope_write_cache` → queries [T, Hq, D].
+
+        ``made`` [T, (Hq + 2 Hkv) D] is contiguous, has queries, keys and values side by side, and isn't changed. Hq may be 0:
+        then ``made`` has only keys and values.
         """
         q, k, v = rotary.split(made)
         k = self.rms_norm(k, norms.keys, norms.eps)

@@ -37,7 +37,7 @@ class _SequenceLanes:
         return cls((start + lane).clamp(max=max(tokens - 1, 0)), lane < count, has_state)
 
     def column(self, token: int) -> _SequenceLanes:
-        """Return token number ``token`` of each sequence alone."""
+        """Return a view of these sequences with token number ``token`` of each alone."""
         part = slice(token, token + 1)
         return _SequenceLanes(self.index[:, part], self.is_token[:, part], self.has_state)
 
@@ -63,7 +63,7 @@ def short_convolution(
     max_query: int,
     commit: Tensor | None,
 ) -> Tensor:
-    """Causal depthwise convolution over the last K tokens, then SiLU. See ``KernelSet.short_convolution``."""
+    """Compute the causal depthwise convolution over the last K tokens, then SiLU. See ``KernelSet.short_convolution``."""
     lanes = _SequenceLanes.from_offsets(query_start, seq_lens, max_query, x.shape[0])
     before = lanes.state_of(state, rows).to(x.dtype)
     inputs = torch.cat((before, x[lanes.index]), dim=1)  # [B, K - 1 + Q, C]
@@ -139,7 +139,7 @@ def gated_delta_rule(
     max_query: int,
     commit: Tensor | None,
 ) -> Tensor:
-    """The recurrence, token by token: a token's bits don't depend on Q. See ``KernelSet.gated_delta_rule``."""
+    """Compute the delta rule token by token, so that a token's bits don't depend on Q. See ``KernelSet.gated_delta_rule``."""
     lanes = _SequenceLanes.from_offsets(query_start, seq_lens, max_query, mixed.shape[0])
     wide = torch.promote_types(mixed.dtype, torch.float32)
     current = lanes.state_of(state, rows).to(wide)  # [B, Hv, D, E]
@@ -200,7 +200,7 @@ def chunk_gated_delta_rule(
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension, times SiLU of the gate, in float32 or wider."""
+    """Return the root-mean-square norm over the last dimension, times SiLU of the gate, computed in float32 or wider."""
     wide = torch.promote_types(x.dtype, torch.float32)
     values = x.to(wide)
     normed = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)

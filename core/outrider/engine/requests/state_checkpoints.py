@@ -16,7 +16,7 @@ class StateCheckpoints:
     """
 
     def __init__(self, *, first_row: int, count: int, interval: int) -> None:
-        """``first_row``: the first of ``count`` rows. ``interval``: a multiple of the page size."""
+        """Create ``count`` free rows, of which ``first_row`` is the first. ``interval`` is a multiple of the page size."""
         self.interval = interval
         self.count = count
         self._free = list(range(first_row + count - 1, first_row - 1, -1))

@@ -8,7 +8,7 @@ from outrider.model import KVCache
 
 
 class StateCopies:
-    """The copies of a batch, on the current stream, which is forward.
+    """The copies of recurrent states for a batch, enqueued on the current stream, which is forward.
 
     States are restored before the prefill that continues them and saved after the prefill that wrote them.
     """
