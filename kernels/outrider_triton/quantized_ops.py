@@ -31,7 +31,9 @@ MAX_ROW_ELEMENTS = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class ProductPlan:
-    """How the product of a weight is computed; see :func:`outrider_triton.jit.quantized.linear_quantized`."""
+    """The plan by which a kernel computes the product of a weight; see
+    :func:`outrider_triton.jit.quantized.linear_quantized`.
+    """
 
     mode: str
     """Scales per ``row``, per ``block`` of at least the columns of one multiplication, or ``fine``."""

@@ -122,7 +122,7 @@ PlotOption = Annotated[Path | None, typer.Option("--plot", metavar="F.svg", help
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """How the engine of a benchmark launches its iterations, and how large the engine is."""
+    """Options of a benchmark's engine: how iterations are launched, and the sizes of the engine."""
 
     dtype: DtypeOption = None
     mode: ModeOption = None

@@ -24,7 +24,7 @@ class Drop(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FenceEdge:
-    """One wait for one record.
+    """An edge of a fence: one wait of ``consumer`` for one record of ``producer``.
 
     Operations of ``producer`` before its position ``start`` precede operations of ``consumer`` from position ``end`` on.
     ``done`` is False if the log left the wait or the record out.

@@ -1,10 +1,12 @@
 """The sanitizer: finds missing, stale and misplaced orderings between streams, host threads and graph replays.
 
-from outrider_sanitizer import watch
+Example::
 
-with watch(backend) as report:
-run(backend)
-report.raise_if_any()
+    from outrider_sanitizer import watch
+
+    with watch(backend) as report:
+        run(backend)
+    report.raise_if_any()
 """
 
 from outrider_sanitizer.advisor import Advice

@@ -79,7 +79,9 @@ _BLIND = (
 
 
 class _Operands(NamedTuple):
-    """How an operator treats its arguments: (name, writes) by position and by keyword, and whether results are views."""
+    """The accesses of an operator: (name, writes) of each argument by position and by keyword, and whether
+    results are views.
+    """
 
     names: tuple[str, ...]
     writes: frozenset[str]

@@ -13,7 +13,7 @@ from outrider_sim.strategies import OPTIONS as STRATEGY_OPTIONS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Personality:
-    """How a family of devices behaves. Times are virtual microseconds, rates are per microsecond."""
+    """The behaviour of a family of devices. Times are virtual microseconds, rates are per microsecond."""
 
     name: str
     forks_in_capture: bool = True

@@ -156,7 +156,9 @@ MaxRequestsOption = Annotated[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Running:
-    """How iterations are launched, by the field names of :class:`~outrider.engine.EngineConfig`. None: the engine chooses."""
+    """Options for the launch of iterations, by the field names of :class:`~outrider.engine.EngineConfig`. None: the engine
+    chooses.
+    """
 
     mode: str | None = None
     graphs: bool | None = None

@@ -56,7 +56,7 @@ GuideOption = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How the tokens of a request are sampled, and where its text ends."""
+    """Options of a request: how its tokens are sampled, and where its text ends."""
 
     temperature: TemperatureOption = 0.0
     seed: SeedOption = 0

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class StepMode(StrEnum):
-    """How an iteration is launched."""
+    """The way in which an iteration is launched: stage by stage, or as one graph."""
 
     STAGED = "staged"
     """Stages on their own streams, ordered by fences; graphs per stage."""

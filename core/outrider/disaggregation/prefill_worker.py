@@ -37,7 +37,7 @@ class _DecodePeer:
 
 @dataclass(eq=False, slots=True)
 class _PrefillJob:
-    """One request of a peer."""
+    """The state of one request that a decode server has sent to this prefill server."""
 
     peer: _DecodePeer
     ticket: int

@@ -169,7 +169,7 @@ def _load_native(
 def _draft_head_choices(
     model: LanguageModel, output_head: str | None, vocabulary: DraftVocabulary | None
 ) -> tuple[Choice, ...]:
-    """Return what was requested of the output head that drafts are sampled with."""
+    """Return the user's choices for the output head from which drafts are sampled, for the report."""
     made: tuple[Choice, ...] = ()
     if output_head is not None:
         why = "as asked: drafts are drawn with a copy of the target's output head; what is verified takes the head itself"

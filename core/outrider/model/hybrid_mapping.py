@@ -77,7 +77,7 @@ class _Layout:
         return TensorSlice(0, offset + self._first * each, offset + self._last * each)
 
     def channel_slices(self) -> tuple[TensorSlice | None, ...]:
-        """Return the rows of q, k and v in a tensor of channels."""
+        """Return this rank's rows of q, k and v in a checkpoint tensor that concatenates all channels."""
         config = self._config
         if self._is_whole:
             return (None,)
@@ -85,20 +85,22 @@ class _Layout:
         return self.keys(0), self.keys(config.key_width), values
 
     def separate_projection(self, stem: str, hidden: int) -> tuple[Piece, ...]:
-        """Return q, k, v and the output gate of separate tensors."""
+        """Return the pieces of q, k, v and the output gate for a checkpoint with a tensor for each."""
         config = self._config
         qkv = [Piece(f"{stem}.in_proj_qkv.weight", (config.channels, hidden), rows) for rows in self.channel_slices()]
         gate = self.values(config.value_width, config.value_size)
         return *qkv, Piece(f"{stem}.in_proj_z.weight", (config.value_width, hidden), gate)
 
     def separate_gates(self, stem: str, hidden: int) -> tuple[Piece, ...]:
-        """Return b and a of separate tensors."""
+        """Return the pieces of the gates b and a for a checkpoint with a tensor for each."""
         heads = self._config.value_heads
         rows = self.values(heads, 1)
         return tuple(Piece(f"{stem}.in_proj_{kind}.weight", (heads, hidden), rows) for kind in ("b", "a"))
 
     def fused_projection(self, stem: str, hidden: int) -> tuple[Piece, ...]:
-        """Return q, k, v and the output gate of one tensor, whose rows are grouped by key head."""
+        """Return the pieces of q, k, v and the output gate for a checkpoint with one tensor, whose rows are grouped by key
+        head.
+        """
         config = self._config
         values = self._values_per_key * config.value_size
         sizes = (config.key_size, config.key_size, values, values)
@@ -106,7 +108,7 @@ class _Layout:
         return self._grouped(f"{stem}.in_proj_qkvz.weight", (rows, hidden), sizes)
 
     def fused_gates(self, stem: str, hidden: int) -> tuple[Piece, ...]:
-        """Return b and a of one tensor, whose rows are grouped by key head."""
+        """Return the pieces of the gates b and a for a checkpoint with one tensor, whose rows are grouped by key head."""
         sizes = (self._values_per_key, self._values_per_key)
         return self._grouped(f"{stem}.in_proj_ba.weight", (2 * self._config.value_heads, hidden), sizes)
 
@@ -149,7 +151,7 @@ def offset_norms(config: ModelConfig, targets: Iterable[Target]) -> Iterator[Tar
 
 
 def nest_recurrent(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a layer with those of a recurrent block in a record of their own."""
+    """Return the weights of a layer by field, with those of a recurrent block moved to a record of their own."""
     inner = {key.removeprefix(_RECURRENT): value for key, value in fields.items() if key.startswith(_RECURRENT)}
     if not inner:
         return fields

@@ -18,7 +18,7 @@ HEADER_TIMEOUT_S = 30.0
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """One connection. It is refused if a request's headers are too many, too long or too late, before the API key is read."""
+    """One HTTP connection. The server closes it before reading the API key if headers are too many, too long or too late."""
 
     header_timeout_s = HEADER_TIMEOUT_S
 

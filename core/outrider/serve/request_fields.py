@@ -174,7 +174,7 @@ class ImageUrl(StrictFields):
 
 
 class MessagePart(StrictFields):
-    """One part of a message's content."""
+    """One part of a chat message's content, such as a text or an image."""
 
     type: Literal["text", "image_url", "refusal", "input_audio", "file"]
     text: str | None = None
@@ -200,7 +200,7 @@ class ChatMessage(StrictFields):
 
 
 class ToolFunction(StrictFields):
-    """A function that the model may call."""
+    """The name, description and parameters of a function that the model may call."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
@@ -209,7 +209,7 @@ class ToolFunction(StrictFields):
 
 
 class Tool(StrictFields):
-    """A tool that the model may call."""
+    """A tool that the client offers to the model."""
 
     type: Literal["function"]
     function: ToolFunction

@@ -47,7 +47,7 @@ from outrider.speculative.tree import DynamicTree
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftOptions:
-    """Everything that a proposer is built from."""
+    """The checkpoint, target and options from which :func:`build_proposer` builds a proposer."""
 
     target: LanguageModel
     """The model that verifies the drafts."""

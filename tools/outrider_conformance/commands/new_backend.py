@@ -41,7 +41,7 @@ _FILES: Mapping[str, str | None] = MappingProxyType(
 
 
 class DeviceKind(StrEnum):
-    """How torch reaches the device."""
+    """The way in which torch reaches the device of a new backend."""
 
     TORCH = "torch"
     """A device type with a module of its own (``torch.get_device_module``)."""

@@ -38,7 +38,7 @@ def programs(draw: Callable[[Any], Any], abilities: Abilities, family: str) -> M
 
 
 class _ProgramDraft:
-    """One program under construction."""
+    """A random program under construction, and the model after its steps so far."""
 
     def __init__(self, random: Random, abilities: Abilities, family: str) -> None:
         self._random = random

@@ -39,7 +39,9 @@ def _masked(logits: Tensor, bitmask: Tensor) -> Tensor:
 
 
 def _normed(x: Tensor, weight: Tensor) -> Tensor:
-    """Return an empty tensor like the norm. A queueing device calls this before it enqueues, so errors are raised here."""
+    """Return an empty tensor like the norm's result. A queueing device calls this before it enqueues, so errors are raised
+    here.
+    """
     expect(x.shape[-1:] == weight.shape, lambda: f"norm of {tuple(x.shape)} with a weight of {tuple(weight.shape)}")
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -200,7 +202,7 @@ def _rows_of_pages(arguments: Mapping[str, Any]) -> Tensor:
 
 
 def _cells_of_rows(arguments: Mapping[str, Any]) -> Tensor:
-    """Return the cells of ``counts`` in the rows that are read."""
+    """Return the cells of ``counts`` that penalties read: the whole rows of the batch's requests."""
     rows: Tensor = arguments["rows"]
     vocabulary = arguments["counts"].shape[1]
     cells: Tensor = rows.unsqueeze(1) * vocabulary + torch.arange(vocabulary, device=rows.device)
@@ -231,24 +233,24 @@ def _cells_of_state(arguments: Mapping[str, Any]) -> Tensor:
 
 
 def _rows_of_requests(arguments: Mapping[str, Any]) -> Tensor:
-    """Return the touched rows of a state with one dimension."""
+    """Return the rows of a state with one dimension that an operator reads or writes."""
     rows: Tensor = arguments["rows"]
     return rows.flatten()
 
 
 def _rows_of_lens(arguments: Mapping[str, Any]) -> Tensor:
-    """Return the touched rows of the lengths: by request row, or in the order of the batch."""
+    """Return the rows of ``lens`` that a gather reads: the request rows, or the first rows in the order of the batch."""
     rows: Tensor = arguments["rows"]
     return rows.flatten() if arguments["lens_by_row"] else torch.arange(rows.shape[0], device=rows.device)
 
 
 def _cells_of_tables(arguments: Mapping[str, Any]) -> Tensor:
-    """Return the cells of the requests' block tables."""
+    """Return the cells of the requests' block tables that a gather reads."""
     return _cells_of_state({"state": arguments["tables"], "rows": arguments["rows"]})
 
 
 def _cells_of_source(arguments: Mapping[str, Any]) -> Tensor:
-    """Return the checked cells: of the given rows, or of all rows."""
+    """Return the cells of ``source`` that an operator checks: those of the given rows, or of all rows."""
     source: Tensor = arguments["source"]
     rows = arguments["rows"]
     if rows is None:

@@ -37,7 +37,7 @@ class _SequenceLanes:
         return cls((start + lane).clamp(max=max(tokens - 1, 0)), lane < count, has_state)
 
     def column(self, token: int) -> _SequenceLanes:
-        """Return a view of these sequences with token number ``token`` of each alone."""
+        """Return token number ``token`` of each sequence, as sequences of one token."""
         part = slice(token, token + 1)
         return _SequenceLanes(self.index[:, part], self.is_token[:, part], self.has_state)
 
@@ -170,7 +170,7 @@ def chunk_gated_delta_rule(
     seq_lens: Tensor,
     max_query: int,
 ) -> Tensor:
-    """The same rule for :data:`CHUNK` tokens at once. See ``KernelSet.chunk_gated_delta_rule``.
+    """Compute the delta rule for :data:`CHUNK` tokens at once. See ``KernelSet.chunk_gated_delta_rule``.
 
     The corrections u of a chunk solve one triangular system: u_t = beta_t (v_t - k_t . (e^(G_t) S + sum_j<t e^(G_t - G_j) k_j
     u_j)), where S is the state before the chunk and G_t the sum of the decays up to t.

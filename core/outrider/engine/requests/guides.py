@@ -31,11 +31,7 @@ class Guide:
 
 @dataclass(frozen=True, slots=True)
 class JsonSchema(Guide):
-    """JSON that a schema accepts.
-
-    Objects have only the properties that the schema names, in its order. A keyword that the engine can't enforce raises
-    :class:`ConfigError`; :mod:`outrider.engine.requests.schemas` lists the supported keywords.
-    """
+    """A guide for a JSON text that a schema accepts."""
 
     schema: str | Mapping[str, Any]
     """The schema as JSON text or as a mapping; stored as JSON text."""
@@ -62,10 +58,7 @@ class JsonObject(Guide):
 
 @dataclass(frozen=True, slots=True)
 class Regex(Guide):
-    """A text that ``pattern`` matches as a whole, in the syntax of Python's ``re``.
-
-    Flags, look-around, back references, and anchors inside the pattern raise :class:`ConfigError`.
-    """
+    """A guide for a text that ``pattern`` matches as a whole, in the syntax of Python's ``re``."""
 
     pattern: str
 
@@ -81,7 +74,7 @@ class Regex(Guide):
 
 @dataclass(frozen=True, slots=True)
 class Ebnf(Guide):
-    """A text of a context-free grammar, in the EBNF that llama.cpp calls GBNF."""
+    """A guide for a text of a context-free grammar, in the EBNF that llama.cpp calls GBNF."""
 
     grammar: str
     root: str = "root"
@@ -94,7 +87,7 @@ class Ebnf(Guide):
 
 @dataclass(frozen=True, slots=True)
 class ChoiceGuide(Guide):
-    """One of several fixed texts."""
+    """A guide that allows one of several fixed texts."""
 
     options: Sequence[str]
 

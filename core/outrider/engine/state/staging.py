@@ -178,7 +178,9 @@ class Packer:
 
     @property
     def packed(self) -> Tensor:
-        """All values as an int64 host tensor. The tensor shares memory: while it exists, :meth:`add` raises BufferError."""
+        """The packed values as an int64 host tensor. The tensor shares memory: while it exists, :meth:`add` raises
+        BufferError.
+        """
         return torch.frombuffer(self._values, dtype=torch.int64)
 
     def has_same_values(self, other: Packer) -> bool:

@@ -96,7 +96,7 @@ class StateTransfer:
 
     @property
     def _states(self) -> tuple[Tensor, ...]:
-        """All tensors of recurrent states, [rows, ...] each."""
+        """The state tensors of all recurrent layers, [rows, ...] each."""
         return tuple(state for layer in self._cache.states for state in layer)
 
     def copy_to_this_backend(self, handed: HandOver) -> HandOver:

@@ -31,7 +31,7 @@ QuantizedName = Literal["kernels", "reference", "dequantize"]
 
 
 class QuantizedMode(StrEnum):
-    """How quantized weights are run."""
+    """The way in which quantized weights are loaded and multiplied."""
 
     KERNELS = "kernels"
     """Keep them quantized. A format that the backend doesn't declare is an error."""

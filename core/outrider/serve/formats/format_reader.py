@@ -258,7 +258,10 @@ class FormatReader:
     # -- buffer and delta --------------------------------------------------------------------------------------------
 
     def _find(self, literals: Sequence[str]) -> tuple[int, str]:
-        """Return position and text of the first of ``literals``, or the length that certainly has none and ``""``."""
+        """Return position and text of the first of ``literals`` in the buffered text.
+
+        If none is found: the length of the text that is certainly no part of a literal, and an empty string.
+        """
         found = [(position, literal) for literal in literals if (position := self._buffer.find(literal)) >= 0]
         if found:
             return min(found, key=lambda each: (each[0], -len(each[1])))

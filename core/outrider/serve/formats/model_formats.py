@@ -22,7 +22,7 @@ _PROMPT_TAIL = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatRegion:
-    """One kind of region in a model's text, such as the reasoning or a tool call.
+    """A kind of region in a model's text, such as the reasoning or a tool call.
 
     All regular expressions match a text as soon as they have it: none ends with an optional part.
     """
