@@ -122,7 +122,8 @@ def test_outrider_help_shows_the_reason(outrider, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "beyond"), [("generate", {"--exact", "--verbose"}), ("serve", {"--role", "--tool-format", "--reasoning-format"})]
+    ("name", "beyond"),
+    [("generate", {"--exact", "--verbose"}), ("serve", {"--role", "--tool-format", "--reasoning-format", "--verbose"})],
 )
 def test_a_command_has_at_most_30_options(name, beyond):
     """The help is one of them. ``beyond``: options that aren't counted."""

@@ -96,7 +96,7 @@ def test_wrong_usage_is_exit_2(outrider, arguments, message):
         ),
         (PermissionError(13, "Permission denied", "p.txt"), 1, "PermissionError", "p.txt: Permission denied; give yourself"),
         (OSError(28, "No space left on device", "trace.json"), 1, "OSError", "writing trace.json failed: no space left"),
-        (BrokenPipeError(32, "Broken pipe"), 1, "BrokenPipe", "closed by its reader"),
+        (BrokenPipeError(32, "Broken pipe"), 1, "BrokenPipeError", "Broken pipe"),
         (KeyboardInterrupt(), 130, "Interrupted", "interrupted"),
         (Interrupted("interrupted after 3 tokens", {"text": "a"}), 130, "Interrupted", "interrupted after 3 tokens"),
         (ZeroDivisionError("division by zero"), 1, "ZeroDivisionError", "this is a bug in outrider"),
@@ -160,9 +160,7 @@ def test_closed_pipe(child, arguments):
     os.close(read)
     with os.fdopen(write, "w") as closed:
         result = child(*arguments, stdout=closed)
-    assert result.code == 1
-    assert "closed by its reader" in result.err
-    assert result.err.count("\n") == 1
+    assert (result.code, result.err) == (141, "")
 
 
 def test_the_installed_command():

@@ -41,6 +41,8 @@ class DecodeExploration:
     mode: str = "staged"
     graphs: bool = False
     images: bool = False
+    progress: Callable[[int], None] = lambda done: None
+    """Gets the number of programs that have run."""
 
     def explorer(self, device: Backend) -> DecodeExplorer:
         """Return an explorer of these options on ``device``."""
@@ -103,6 +105,7 @@ def _explored(chosen: DecodeExploration, device: Backend, explorer: DecodeExplor
     """
     found: dict[str, Any] = {"runs": 0, "failed": False, "left_out": 0}
     for number in range(chosen.seed, chosen.seed + chosen.iterations):
+        chosen.progress(found["runs"])
         program = explorer.program(number)
         error, schedule = _run(chosen, device, explorer, program, number)
         found["runs"] += 1

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider.cli.environment import backend_from_environment
+from outrider.cli.option_values import option, whole
 from outrider.cli.report import BackendOption, CommandReport, JsonOption
 from outrider.device.errors import ConfigError
 from outrider.registry import BackendSpec, Registry
@@ -39,13 +40,17 @@ class RequiredCount(StrEnum):
 def sanitize(
     script: Annotated[list[str], typer.Argument(metavar="-- SCRIPT [ARGS]...", help="The script and its arguments.")],
     backend: BackendOption = None,
-    advice: Annotated[bool, typer.Option("--advice/--no-advice", help="List waits that order nothing new.")] = True,
+    advice: Annotated[bool, option("--advice/--no-advice", help="List waits that order nothing new.")] = True,
     ranks: Annotated[
-        int, typer.Option(min=1, max=64, help="Run it as so many ranks of torch.distributed, on simulated devices.")
+        int, option("--ranks", value=whole(1, 64), help="Run it as so many ranks of torch.distributed, on simulated devices.")
     ] = 1,
     require: Annotated[
         list[RequiredCount] | None,
-        typer.Option(help="Fail unless some of these were watched; may be given again. A run that does nothing is clean."),
+        typer.Option(
+            "--require",
+            metavar="|".join(RequiredCount),
+            help="Fail unless some of these were watched; may be given again. A run that does nothing is clean.",
+        ),
     ] = None,
     json_output: JsonOption = False,
 ) -> CommandReport:

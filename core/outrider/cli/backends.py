@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.environment import plugin_probe
 from outrider.cli.listing import survey
+from outrider.cli.option_values import option
 from outrider.cli.report import CommandReport, JsonOption
 from outrider.cli.torch_probe import known_torch
 
 
 def backends(
-    open_devices: Annotated[
-        bool, typer.Option("--open", help="Also open each usable device and show what it declares.")
-    ] = False,
+    open_devices: Annotated[bool, option("--open", help="Also open each usable device and show what it declares.")] = False,
     json_output: JsonOption = False,
 ) -> CommandReport:
     """List the installed backends and whether they can run here."""

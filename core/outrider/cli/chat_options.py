@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from outrider.cli.inputs import read_bounded
+from outrider.cli.option_values import INPUT_FILE, option
 from outrider.errors import RequestError, shown
 
 if TYPE_CHECKING:
@@ -19,20 +18,17 @@ if TYPE_CHECKING:
 _MAX_TEMPLATE_BYTES = 1 << 20
 _MAX_MESSAGES = 10_000
 
-ChatOption = Annotated[
-    bool,
-    typer.Option("--chat", help="Pass the prompt as a message, through the checkpoint's chat template."),
-]
+ChatOption = Annotated[bool, option("--chat", help="Pass the prompt as a message, through the checkpoint's chat template.")]
 MessagesOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
         "--messages",
-        metavar="F",
+        value=INPUT_FILE,
         help='A conversation to answer, as JSON: [{"role": "user", "content": "…"}, …]; - is standard input.',
     ),
 ]
 ChatTemplateOption = Annotated[
-    Path | None, typer.Option("--chat-template", metavar="F", help="A Jinja template in place of the checkpoint's.")
+    Path | None, option("--chat-template", value=INPUT_FILE, help="A Jinja template in place of the checkpoint's.")
 ]
 
 

@@ -65,8 +65,6 @@ def serve_decode(
     from outrider.disaggregation.server import DecodeServer
     from outrider.registry.transports import get_transport
 
-    if not prefill_servers:
-        raise ConfigError("--role decode needs a prefill server; name at least one with --prefill-server HOST:PORT")
     peers = [PeerAddress.parse(each) for each in prefill_servers]
     secret = _check_address(host, port, secret_file)
     load_engine = _engine_loader(options)
@@ -172,7 +170,7 @@ def _read_secret(file: Path | None) -> bytes:
 
 
 def _engine_loader(options: ServerOptions) -> Callable[..., Engine]:
-    return options.loader(options.speculation(), max_requests=_MAX_REQUESTS, say=True)
+    return options.loader(options.speculation(), max_requests=_MAX_REQUESTS)
 
 
 def _serve_until_signal(server: DisaggregationServer, drain_s: float) -> CommandReport:

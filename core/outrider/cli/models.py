@@ -8,12 +8,24 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from outrider.cli.environment import backend_from_environment, plugin_probe, tuned_directory
 from outrider.cli.files import check_directory
-from outrider.cli.starting import chosen, print_choices, print_start_report, show_progress
-from outrider.device.errors import ConfigError
+from outrider.cli.option_values import (
+    CHECKPOINT,
+    DRAFT_VOCABULARY,
+    DTYPES,
+    ENGINE,
+    KV_DTYPES,
+    PROPOSER,
+    SPECULATION,
+    WEIGHT_FORMATS,
+    UsageError,
+    number,
+    one_of,
+    option,
+    whole,
+)
+from outrider.cli.starting import chosen, print_engine, show_progress, sum_of_loads
 from outrider.device.scopes import uncollected
 from outrider.registry import Registry
 from outrider.speculative.names import BUILTIN_PROPOSERS, DRAFTLESS
@@ -34,124 +46,149 @@ BUNDLED_HEADS = ("eagle", "dflash")
 
 ModelOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
         "--model",
-        metavar="DIR|OWNER/NAME",
+        value=CHECKPOINT,
         help="A checkpoint in Hugging Face's format, or its name on the Hub, also OWNER/NAME@REVISION; without a network "
         "from the Hub's cache. Default: the bundled model.",
     ),
 ]
 DraftOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
         "--draft",
-        metavar="DIR|OWNER/NAME",
+        value=CHECKPOINT,
+        heading=SPECULATION,
         help="Checkpoint of the draft, a head or a model, named as for --model. Default: the bundled head of that kind.",
     ),
 ]
 SpeculateOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--speculate",
-        metavar="|".join(BUILTIN_PROPOSERS),
-        help="Proposer: one of these or an installed plugin's name. Default: eagle if there is a head, else none.",
+        value=PROPOSER,
+        help=f"Proposer: {', '.join(BUILTIN_PROPOSERS)}, or an installed plugin's name. Default: eagle if there is a head, "
+        "else none.",
     ),
 ]
 DraftTopkOption = Annotated[
-    int, typer.Option("--draft-topk", metavar="T", help="Children that a draft tree considers per node; 1: a chain.")
+    int,
+    option(
+        "--draft-topk",
+        value=whole(1, 1024),
+        heading=SPECULATION,
+        help="Children that a draft tree considers per node; 1: a chain.",
+    ),
 ]
 TransformersOption = Annotated[
     bool,
-    typer.Option(
+    option(
         "--through-transformers",
+        heading=ENGINE,
         help="Run the model with the code of transformers on the paged cache: any decoder, slower.",
     ),
 ]
 TrustOption = Annotated[
     bool,
-    typer.Option(
+    option(
         "--trust-remote-code",
+        heading=ENGINE,
         help="With --through-transformers: run Python code of the checkpoint on this machine, with your rights. "
         "Only for a checkpoint whose code you have read.",
     ),
 ]
 QuantizedOption = Annotated[
     str,
-    typer.Option(
+    option(
         "--quantized",
-        metavar="kernels|reference|dequantize",
+        value=one_of("kernels", "reference", "dequantize"),
+        heading=ENGINE,
         help="How to run quantised weights: kernels (error if the device has none for the format), reference (slow), "
         "dequantize (to the model's dtype).",
     ),
 ]
 DraftTokensOption = Annotated[
     int,
-    typer.Option(
-        "--draft-tokens", metavar="K", help="Number of tokens that a draft chain has, or the longest path of a draft tree."
+    option(
+        "--draft-tokens",
+        value=whole(1, 1024),
+        heading=SPECULATION,
+        help="Number of tokens that a draft chain has, or the longest path of a draft tree.",
     ),
 ]
 DraftOutputHeadOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--draft-output-head",
-        metavar="fp8|int8|int4",
+        value=one_of(*WEIGHT_FORMATS),
+        heading=SPECULATION,
         help="Select drafts with a quantised copy of the target's output head: drafts take less time, tokens are the same, "
         "and slightly fewer drafts may be accepted. Default: the head itself.",
     ),
 ]
 DraftVocabularyOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--draft-vocabulary",
-        metavar="N|FILE",
+        value=DRAFT_VOCABULARY,
+        heading=SPECULATION,
         help="Select drafts among the first N tokens of the vocabulary, or among the tokens that a file lists (.json, .pt, "
         "see outrider draft-vocabulary): drafts take less time, tokens are the same. Default: among all tokens.",
     ),
 ]
 DtypeOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--dtype",
-        metavar="DTYPE",
-        help="Dtype of weights, activations and cache: float32, bfloat16, float16, float64. Default: the checkpoint's, if "
-        "the device's kernels have it.",
+        value=one_of(*DTYPES),
+        heading=ENGINE,
+        help="Dtype of weights, activations and cache. Default: the checkpoint's, if the device's kernels have it.",
     ),
 ]
 MaxContextOption = Annotated[
     int | None,
-    typer.Option(
+    option(
         "--max-context",
-        metavar="N",
+        value=whole(2),
+        heading=ENGINE,
         help="Maximum number of tokens of prompt and output together. Default: the model's, if the memory holds it.",
     ),
 ]
 KvMemoryOption = Annotated[
     float | None,
-    typer.Option(
+    option(
         "--kv-memory",
-        metavar="SHARE",
+        value=number(0, 1, above=True),
+        heading=ENGINE,
         help="Share of the memory that is free after the weights for the KV cache: above 0, at most 1. Default: enough "
         "for all requests, at most 0.9.",
     ),
 ]
 PageSizeOption = Annotated[
     int | None,
-    typer.Option("--page-size", metavar="N", help="Tokens of a KV page. Default: the page size of the device's kernels."),
+    option(
+        "--page-size",
+        value=whole(1, 65536),
+        heading=ENGINE,
+        help="Tokens of a KV page. Default: the page size of the device's kernels.",
+    ),
 ]
 KvDtypeOption = Annotated[
     str,
-    typer.Option(
+    option(
         "--kv-dtype",
-        metavar="FORMAT",
+        value=one_of(*KV_DTYPES),
+        heading=ENGINE,
         help="Format of the KV cache: fp8 (with the checkpoint's scales, or 1), plain (the model's dtype), or auto (the "
         "checkpoint's format).",
     ),
 ]
 MaxRequestsOption = Annotated[
     int | None,
-    typer.Option(
+    option(
         "--max-requests",
-        metavar="N",
+        value=whole(1, 4096),
+        heading=ENGINE,
         help="Maximum number of requests that run at the same time. Default: chosen by the device's memory.",
     ),
 ]
@@ -221,7 +258,7 @@ class Speculation:
         """
         head = "eagle" if kind is None else kind.removeprefix("suffix+")
         if draft is not None and kind in DRAFTLESS:
-            raise ConfigError(f"--speculate {kind} needs no draft, and --draft names {draft}; leave one of them out")
+            raise UsageError(f"--speculate {kind} needs no draft, and --draft names {draft}; leave one of them out")
         if draft is None and model is None and head in BUNDLED_HEADS:
             draft = bundled(head)
         from outrider.model.location import find_checkpoint
@@ -286,15 +323,16 @@ def load(
     dtype: str | None = None,
     running: Running | None = None,
     sizes: Sizes | None = None,
-    say: bool = False,
+    verbose: bool = False,
     command_choices: Sequence[Choice] = (),
     joined: Joined | None = None,
     prefix_cache: bool = True,
 ) -> Engine:
     """Select the backend and load the checkpoint onto it. Progress is shown on standard error if that is a terminal.
 
-    ``max_requests``: number of requests of the command, replaced by a number in ``sizes``; None: the engine chooses. ``say``:
-    print the engine's choices and the command's own, ``command_choices``. ``joined``: the ranks that the engine runs on.
+    ``max_requests``: number of requests of the command, replaced by a number in ``sizes``; None: the engine chooses.
+    ``verbose``: say what the engine chose, compiled and captured, and the command's own ``command_choices``. ``joined``: the
+    ranks that the engine runs on.
     ``prefix_cache``: False for a benchmark of prefill, in which an earlier prompt must not shorten a later one.
     """
     from outrider.engine.config import EngineConfig
@@ -329,15 +367,12 @@ def load(
             quantized=speculation.quantized,
             draft_output_head=speculation.draft_output_head,
             draft_vocabulary=speculation.draft_vocabulary,
-            progress=lambda file, done, total: tell(f"loading {file}", done, total),
+            progress=sum_of_loads(tell),
             capture_progress=lambda done, total: tell("capturing graphs", done, total),
             ranks=ranks,
         )
-    if not leads:
-        return engine
-    if say:
-        print_choices(engine, command_choices)
-    print_start_report(engine)
+    if leads and verbose:
+        print_engine(engine, command_choices)
     return engine
 
 
