@@ -236,6 +236,22 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
     through_transformers: TransformersOption = False
     verbose: VerboseOption = False
 
+    def check(self) -> None:
+        """Raise :class:`UsageError` for options that don't go together. Needs no torch."""
+        self.check_formats()
+        if self.draft_layers is not None and (self.shape is None or self.speculate != "dflash"):
+            raise UsageError(
+                "--draft-layers is the size of a random block drafter: it goes with --shape and --speculate dflash"
+            )
+        if self.shape is None:
+            return
+        unwanted = {"--model": self.model, "--draft": self.draft, "--through-transformers": self.through_transformers}
+        for name, value in unwanted.items():
+            if value:
+                raise UsageError(f"{name} doesn't go with --shape, which has random weights of its own")
+        if self.draft_topk != 1:
+            raise UsageError("--shape drafts chains alone; leave out --draft-topk")
+
     def running(self) -> Running:
         """Return the launch settings, with the draft length."""
         return replace(super().running(), draft_length=self.draft_length)
@@ -256,11 +272,6 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
         """
         from outrider.engine.config import Choice
 
-        self.check_formats()
-        if self.draft_layers is not None and (self.shape is None or self.speculate != "dflash"):
-            raise UsageError(
-                "--draft-layers is the size of a random block drafter: it goes with --shape and --speculate dflash"
-            )
         needed = context + 2 * (self.draft_tokens + 1)
         own = [] if self.max_requests else [Choice("max_requests", requests, requests_origin)]
         load_engine = self._from_checkpoint if self.shape is None else partial(self._from_shape, self.shape)
@@ -327,12 +338,6 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
     ) -> tuple[Engine, Mapping[str, object]]:
         from outrider.model.shapes import shape_config
 
-        unwanted = {"--model": self.model, "--draft": self.draft, "--through-transformers": self.through_transformers}
-        for name, value in unwanted.items():
-            if value:
-                raise UsageError(f"{name} doesn't go with --shape, which has random weights of its own")
-        if self.draft_topk != 1:
-            raise UsageError("--shape drafts chains alone; leave out --draft-topk")
         random = RandomModel(
             shape=shape,
             speculate=self.speculate or "eagle",
