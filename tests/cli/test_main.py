@@ -1,10 +1,13 @@
 """Dispatch, exit codes, and what an error looks like to a person and to a script."""
 
+import fcntl
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 
 import pytest
@@ -14,6 +17,7 @@ from outrider.cli import dispatch
 from outrider.cli import main as cli
 from outrider.cli.report import CommandReport, Interrupted, to_json
 from outrider.cli.stopping import Stopped, until_stopped
+from outrider.cli.streams import wrap_words
 from outrider.device import ConfigError
 
 
@@ -437,3 +441,77 @@ def test_no_figure_of_a_table_is_cut(command, outrider, count):
     shown = outrider("x")
     assert [figure for figure in figures if figure not in shown.out] == []
     assert "…" not in shown.out
+
+
+# -- terminals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def terminal():
+    """A stream to a terminal of 60 columns, and a function that returns what was written to it."""
+    leader, follower = os.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    stream = os.fdopen(follower, "w", encoding="utf-8")
+
+    def written():
+        stream.flush()
+        return os.read(leader, 65536).decode().replace("\r\n", "\n")
+
+    yield stream, written
+    stream.close()
+    os.close(leader)
+
+
+def test_a_table_wider_than_the_terminal_becomes_paragraphs(terminal):
+    stream, written = terminal
+    table = Table("name", "an-unbreakable-header", "about", box=None)
+    table.add_row("first", "v" * 34, "some " + "w" * 16 + " words " * 8)
+    table.add_row("second", "", "short")
+    dispatch._show(lambda console: console.print(table), stream)
+    lines = written().splitlines()
+    assert lines[:2] == ["first", "  an-unbreakable-header: " + "v" * 34]
+    assert lines[-2:] == ["second", "  about: short"]
+    words = {word for line in lines for word in line.split()}
+    assert words == {"first", "second", "an-unbreakable-header:", "v" * 34, "about:", "some", "w" * 16, "words", "short"}
+
+
+def test_a_table_that_fits_stays_one(terminal):
+    stream, written = terminal
+    table = Table("name", "about", box=None, pad_edge=False)
+    table.add_row("first", "some words " * 8)
+    dispatch._show(lambda console: console.print(table), stream)
+    lines = written().splitlines()
+    assert lines[0].split() == ["name", "about"]
+    assert max(map(len, lines)) <= 60
+
+
+def test_lines_end_between_words_on_a_terminal_alone(terminal, tmp_path):
+    stream, written = terminal
+    text = "  " + "words-with-hyphens and " * 6
+    stream.write(wrap_words(text, stream))
+    lines = written().splitlines()
+    assert len(lines) > 2
+    assert max(map(len, lines)) <= 60
+    assert all(line.startswith("    ") for line in lines[1:])
+    assert " ".join(" ".join(lines).split()) == text.strip()
+    with (tmp_path / "file").open("w") as file:
+        assert wrap_words(text, file) == text
+
+
+def test_help_groups_options_and_lists_those_of_every_command(outrider):
+    shown = outrider("generate", "--help").out
+    headings = [line.removesuffix(":") for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings == ["Options", "Speculation", "Engine", "Sampling", "Several devices", "General"]
+    first, *_ = shown.partition("\nOptions:\n")[2].splitlines()
+    assert first.split()[:2] == ["--prompt", "TEXT"]
+    general = shown.partition("\nGeneral:\n")[2]
+    assert all(f"  {option} " in general for option in ("--debug", "--verbose", "--json", "--help"))
+    root = outrider("--help").out
+    assert all(f"  {option} " in root for option in ("--version", "--debug", "--install-completion"))
+
+
+def test_a_shell_completes_commands_options_and_values(child):
+    for words, completion in (("gen", "generate"), ("generate --temp", "--temperature"), ("generate --dtype b", "bfloat16")):
+        line = {"COMP_WORDS": f"outrider {words}", "COMP_CWORD": str(len(words.split()))}
+        result = child(_OUTRIDER_COMPLETE="complete_bash", **line)
+        assert (result.code, result.out.split(), result.err) == (0, [completion], "")

@@ -11,6 +11,7 @@ from outrider.cli.environment import plugin_probe
 from outrider.cli.listing import survey
 from outrider.cli.option_values import option
 from outrider.cli.report import CommandReport, JsonOption
+from outrider.cli.starting import show_progress
 from outrider.cli.torch_probe import known_torch
 
 
@@ -20,7 +21,9 @@ def backends(
 ) -> CommandReport:
     """List the installed backends and whether they can run here."""
     del json_output
-    found = survey(known_torch(plugin_probe()), open_devices=open_devices)
+    with show_progress() as tell:
+        tell("probing backends", 0, 0)
+        found = survey(known_torch(plugin_probe()), open_devices=open_devices)
     rows, extras = found.backends, found.others
 
     def render(console: Console) -> None:

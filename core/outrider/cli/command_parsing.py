@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ from outrider.cli.option_values import GENERAL, UsageError
 from outrider.errors import shown
 
 _DEBUG = ("--debug", "Show the traceback of an error. May stand anywhere.")
+_MAX_OPTION_WIDTH = 24
 _LIKELY_OPTIONS = ("--prompt", "--model")
 """Options for a value that a user gives as an argument, most likely first."""
 
@@ -40,6 +43,12 @@ class CheckedCommand(TyperCommand):
                 return f"did you mean {name} {shown(surplus)}?"
         return f"run `{ctx.command_path} --help`"
 
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        """Write the paragraphs of the docstring."""
+        del ctx
+        for paragraph in inspect.cleandoc(self.help or "").split("\n\n"):
+            formatter.write("\n" + _fill(paragraph, formatter.width, "  ") + "\n")
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the options by heading: first those without a heading, last those that every command has."""
         write_options(self, ctx, formatter, _DEBUG)
@@ -55,15 +64,31 @@ def write_options(command: Any, ctx: Any, formatter: Any, *others: tuple[str, st
             continue
         heading = getattr(each, "rich_help_panel", None) or "Options"
         if each.param_type_name == "argument":
-            heading = "Arguments"
+            heading, record = "Arguments", (each.metavar or record[0], record[1])
         if heading == GENERAL or each.name in ("help", "install_completion", "show_completion"):
             general.append(record)
         else:
             rows.setdefault(heading, []).append(record)
     for heading, records in (rows | {GENERAL: [*others, *general]}).items():
         if records:
-            with formatter.section(heading):
-                formatter.write_dl(records)
+            formatter.write(f"\n{heading}:\n")
+            _write_rows(formatter, records)
+
+
+def _write_rows(formatter: Any, rows: Sequence[tuple[str, str]]) -> None:
+    """Write rows of an option and its help in two columns. The help of a longer option begins on the next line."""
+    column = min(max(len(option) for option, _ in rows), _MAX_OPTION_WIDTH) + 4
+    for option, help in rows:
+        text = _fill(help, formatter.width, " " * column)
+        begins_below = len(option) + 4 > column
+        formatter.write(f"  {option}\n{text}\n" if begins_below else f"  {option}{text[len(option) + 2 :]}\n")
+
+
+def _fill(text: str, width: int, indent: str) -> str:
+    """Return ``text`` in lines that end between words; typer's own lines also end at hyphens, and so within options."""
+    return textwrap.fill(
+        text, width, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _check_texts(words: Sequence[str], may_be_empty: set[str]) -> None:

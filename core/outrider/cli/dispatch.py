@@ -29,7 +29,7 @@ from outrider.cli.lazy import group
 from outrider.cli.option_values import UsageError
 from outrider.cli.report import CommandReport, Interrupted, Unfinished, Unsaid, exit_code, to_json
 from outrider.cli.stopping import SignalStop
-from outrider.cli.streams import note, prepare_streams, reserve_stdout_for_json, wrap_words, write, write_json
+from outrider.cli.streams import note, prepare_streams, reserve_stdout_for_json, terminal_width, wrap_words, write, write_json
 from outrider.device.errors import OutriderError
 
 _HELP = "Overlapped speculative decoding of LLMs behind a small hardware-backend interface."
@@ -150,7 +150,10 @@ def _run(arguments: Sequence[str], json_out: TextIO | None, stop: SignalStop) ->
 
 
 def _show(render: Callable[[Console], None], stream: TextIO) -> None:
-    render(_Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=True))
+    width = terminal_width(stream)
+    height = None if width is None else _MAX_TABLE_WIDTH  # rich ignores a width without a height on a dumb terminal
+    options = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
+    render(_Console(file=stream, width=width, height=height, **options))
 
 
 def _say_ended(json_out: TextIO, number: int) -> None:

@@ -14,6 +14,7 @@ from outrider.cli.environment import AUTOLOAD_VARIABLE, BACKEND_VARIABLE, backen
 from outrider.cli.listing import survey
 from outrider.cli.option_values import option
 from outrider.cli.report import CommandReport, JsonOption
+from outrider.cli.starting import show_progress
 from outrider.cli.torch_probe import TorchState, loaded_torch, probe_torch
 from outrider.device.errors import OutriderError
 from outrider.device.plugin import INTERFACE_VERSION
@@ -28,8 +29,10 @@ def doctor(
 ) -> CommandReport:
     """Say for each installed backend why it can or can't run here. Exit code 1 when none can."""
     del json_output
-    torch = loaded_torch() or probe_torch()
-    found = survey(torch, open_devices=open_devices)
+    with show_progress() as tell:
+        tell("probing backends", 0, 0)
+        torch = loaded_torch() or probe_torch()
+        found = survey(torch, open_devices=open_devices)
     rows = found.backends
     chosen, why = _chosen(found.registry, torch)
     data: dict[str, object] = {

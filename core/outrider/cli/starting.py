@@ -41,13 +41,13 @@ def show_progress(shown: bool = True) -> Generator[Tell]:
     Total 0: the amount of work is unknown.
     """
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), _Amount(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=12), _Amount(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not (shown and _has_terminal())) as bars:
         bar_of: dict[str, TaskID] = {}
 
         def tell(task: str, done: int, total: int) -> None:
             if task not in bar_of:
-                bar_of[task] = bars.add_task(task)
+                bar_of[task] = bars.add_task(task, total=None)
             bars.update(bar_of[task], completed=done, total=total or None)
 
         yield tell
@@ -80,7 +80,7 @@ def chosen(engine: Engine, command_choices: Sequence[Choice] = ()) -> list[dict[
 
 def print_engine(engine: Engine, command_choices: Sequence[Choice] = ()) -> None:
     """Print what the engine and the command chose, compiled and captured on standard error, one line each."""
-    found = [*command_choices, *engine.chosen, engine.warm_up, engine.captured]
+    found: list[object] = [*command_choices, *engine.chosen, engine.warm_up, engine.captured]
     if engine.captured_prefill is not None:
         found.append(f"of prompts, {engine.captured_prefill}")
     if engine.draft_length.costs:

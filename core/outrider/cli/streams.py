@@ -83,11 +83,16 @@ def write(stream: TextIO, text: str) -> None:
     stream.flush()
 
 
+def terminal_width(stream: IO[str]) -> int | None:
+    """Return the number of columns of a terminal, or None for another stream."""
+    return os.get_terminal_size(stream.fileno()).columns or _USUAL_WIDTH if stream.isatty() else None
+
+
 def wrap_words(text: str, stream: IO[str]) -> str:
     """Return ``text`` with line ends between words for a terminal, which would break words. Other streams get it as it is."""
-    if not stream.isatty():
+    width = terminal_width(stream)
+    if width is None:
         return text
-    width = os.get_terminal_size(stream.fileno()).columns or _USUAL_WIDTH
 
     def wrap(line: str) -> str:
         indent = " " * (len(line) - len(line.lstrip()) + 2)
