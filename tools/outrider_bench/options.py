@@ -26,15 +26,14 @@ from outrider.cli.models import (
     SpeculateOption,
     Speculation,
     TransformersOption,
+    check_draft,
     launched,
     load,
 )
 from outrider.cli.option_values import (
-    ENGINE,
     RANDOM_FORMATS,
     SHAPE,
     SIZES,
-    SPECULATION,
     UsageError,
     number,
     one_of,
@@ -55,7 +54,6 @@ if TYPE_CHECKING:
     from outrider.engine.engine import Engine
     from outrider.model import ModelConfig
 
-_MIXED = "Mixed load"
 _RANGE = parsed("A-B", parse_range)
 
 DraftLengthOption = Annotated[
@@ -63,7 +61,6 @@ DraftLengthOption = Annotated[
     option(
         "--draft-length",
         value=one_of("fixed", "load"),
-        heading=SPECULATION,
         help="Draft K tokens in every iteration (fixed), or as many as make the batch fastest (load). "
         "Default: load where graphs are replayed concurrently with the host.",
     ),
@@ -73,7 +70,6 @@ ModeOption = Annotated[
     option(
         "--mode",
         value=one_of("staged", "fused"),
-        heading=ENGINE,
         help="Stages on their own streams, or the whole iteration in one graph. Default: fused where the backend has it.",
     ),
 ]
@@ -81,7 +77,6 @@ GraphsOption = Annotated[
     bool | None,
     option(
         "--graphs/--no-graphs",
-        heading=ENGINE,
         help="In staged mode too, replay each stage from a graph. Default: where the device captures graphs.",
     ),
 ]
@@ -89,18 +84,12 @@ OverlapOption = Annotated[
     bool | None,
     option(
         "--overlap/--no-overlap",
-        heading=ENGINE,
         help="Launch an iteration before the previous one's results are read. Default: where the device is asynchronous.",
     ),
 ]
 PrefillChunkOption = Annotated[
     int | None,
-    option(
-        "--prefill-chunk",
-        value=whole(1, 2**20),
-        heading=ENGINE,
-        help="Prompt tokens of an iteration. Default: by the device's memory.",
-    ),
+    option("--prefill-chunk", value=whole(1, 2**20), help="Prompt tokens of an iteration. Default: by the device's memory."),
 ]
 ShapeOption = Annotated[
     str | None,
@@ -112,27 +101,18 @@ AcceptLengthOption = Annotated[
     option(
         "--accept-length",
         value=number(1, 1025),
-        heading=SPECULATION,
         help="With random weights, synthetic acceptance: mean number of tokens that an iteration yields.",
     ),
 ]
 QuantizeOption = Annotated[
     str | None,
-    option(
-        "--quantize",
-        value=one_of(*RANDOM_FORMATS),
-        heading=ENGINE,
-        help="Format of random weights of layers, also the draft's.",
-    ),
+    option("--quantize", value=one_of(*RANDOM_FORMATS), help="Format of random weights of layers, also the draft's."),
 ]
-LmHeadOption = Annotated[bool, option("--lm-head", heading=ENGINE, help="With --quantize, quantise the output head too.")]
+LmHeadOption = Annotated[bool, option("--lm-head", help="With --quantize, quantise the output head too.")]
 DraftQuantizeOption = Annotated[
     str | None,
     option(
-        "--draft-quantize",
-        value=one_of(*RANDOM_FORMATS),
-        heading=SPECULATION,
-        help="Format of the random weights of the draft's layers alone.",
+        "--draft-quantize", value=one_of(*RANDOM_FORMATS), help="Format of the random weights of the draft's layers alone."
     ),
 ]
 BatchOption = Annotated[str, option("--batch", value=SIZES, help="Batch sizes.")]
@@ -194,8 +174,7 @@ class RandomWeightOptions(RandomDraftOptions):
     draft_vocabulary: DraftVocabularyOption = None
     draft_quantize: DraftQuantizeOption = None
 
-    def check_formats(self) -> None:
-        """Raise :class:`UsageError` for formats of weights that aren't random."""
+    def __post_init__(self) -> None:
         if self.lm_head and self.quantize is None:
             raise UsageError("--lm-head says what --quantize takes too; leave it out, or name a format with --quantize")
         if self.quantize is not None and self.shape is None:
@@ -227,18 +206,15 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
     draft_layers: Annotated[
         int | None,
         option(
-            "--draft-layers",
-            value=whole(1),
-            heading=SPECULATION,
-            help="With --shape and --speculate dflash: layers of the drafter. Default: 5.",
+            "--draft-layers", value=whole(1), help="With --shape and --speculate dflash: layers of the drafter. Default: 5."
         ),
     ] = None
     through_transformers: TransformersOption = False
     verbose: VerboseOption = False
 
-    def check(self) -> None:
-        """Raise :class:`UsageError` for options that don't go together. Needs no torch."""
-        self.check_formats()
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_draft(self.speculate, self.draft)
         if self.draft_layers is not None and (self.shape is None or self.speculate != "dflash"):
             raise UsageError(
                 "--draft-layers is the size of a random block drafter: it goes with --shape and --speculate dflash"
@@ -368,16 +344,10 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
 class MixedLoadOptions:
     """A load of requests of random lengths."""
 
-    requests: Annotated[
-        int, option("--requests", value=whole(1), heading=_MIXED, help="Requests of the load, all at once.")
-    ] = 256
-    seed: Annotated[int, option("--seed", value=whole(0), heading=_MIXED, help="Seed of the lengths.")] = 7
-    prompts: Annotated[str, option("--prompts", value=_RANGE, heading=_MIXED, help="Prompt lengths in tokens, uniform.")] = (
-        "32-1036"
-    )
-    outputs: Annotated[str, option("--outputs", value=_RANGE, heading=_MIXED, help="Output lengths in tokens, uniform.")] = (
-        "16-400"
-    )
+    requests: Annotated[int, option("--requests", value=whole(1), help="Requests of the load, all at once.")] = 256
+    seed: Annotated[int, option("--seed", value=whole(0), help="Seed of the lengths.")] = 7
+    prompts: Annotated[str, option("--prompts", value=_RANGE, help="Prompt lengths in tokens, uniform.")] = "32-1036"
+    outputs: Annotated[str, option("--outputs", value=_RANGE, help="Output lengths in tokens, uniform.")] = "16-400"
 
     def load(self) -> MixedLoad:
         """Return the load."""

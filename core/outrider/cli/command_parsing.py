@@ -15,6 +15,7 @@ from outrider.errors import shown
 
 _DEBUG = ("--debug", "Show the traceback of an error. May stand anywhere.")
 _MAX_OPTION_WIDTH = 24
+_DEFAULT = "[default: "
 _LIKELY_OPTIONS = ("--prompt", "--model")
 """Options for a value that a user gives as an argument, most likely first."""
 
@@ -79,7 +80,7 @@ def _write_rows(formatter: Any, rows: Sequence[tuple[str, str]]) -> None:
     """Write rows of an option and its help in two columns. The help of a longer option begins on the next line."""
     column = min(max(len(option) for option, _ in rows), _MAX_OPTION_WIDTH) + 4
     for option, help in rows:
-        text = _fill(help, formatter.width, " " * column)
+        text = _fill(help.replace(_DEFAULT, "[default:\xa0"), formatter.width, " " * column).replace("\xa0", " ")
         begins_below = len(option) + 4 > column
         formatter.write(f"  {option}\n{text}\n" if begins_below else f"  {option}{text[len(option) + 2 :]}\n")
 

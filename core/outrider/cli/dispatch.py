@@ -152,8 +152,7 @@ def _run(arguments: Sequence[str], json_out: TextIO | None, stop: SignalStop) ->
 def _show(render: Callable[[Console], None], stream: TextIO) -> None:
     width = terminal_width(stream)
     height = None if width is None else _MAX_TABLE_WIDTH  # rich ignores a width without a height on a dumb terminal
-    options = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
-    render(_Console(file=stream, width=width, height=height, **options))
+    render(_Console(file=stream, width=width, height=height, highlight=False, markup=False, emoji=False, soft_wrap=True))
 
 
 def _say_ended(json_out: TextIO, number: int) -> None:

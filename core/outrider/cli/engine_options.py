@@ -27,8 +27,10 @@ from outrider.cli.models import (
     Speculation,
     TransformersOption,
     TrustOption,
+    check_draft,
     load,
 )
+from outrider.cli.option_values import UsageError
 from outrider.cli.report import BackendOption, VerboseOption
 
 if TYPE_CHECKING:
@@ -54,6 +56,11 @@ class ModelOptions:
     through_transformers: TransformersOption = False
     trust_remote_code: TrustOption = False
     verbose: VerboseOption = False
+
+    def __post_init__(self) -> None:
+        check_draft(self.speculate, self.draft)
+        if self.trust_remote_code and not self.through_transformers:
+            raise UsageError("--trust-remote-code goes with --through-transformers; add it, or leave both out")
 
     def speculation(self) -> Speculation:
         """Return the checkpoints and the proposer. Raises :class:`CheckpointError` for a checkpoint that can't be found."""

@@ -15,7 +15,7 @@ from rich.console import Console
 from outrider.cli.chat_options import ChatOption, ConversationPrompt, MessagesOption
 from outrider.cli.engine_options import ModelOptions, with_options
 from outrider.cli.images import EncodedPrompt, ImageOption
-from outrider.cli.inputs import read_bounded
+from outrider.cli.inputs import read_text
 from outrider.cli.models import launched
 from outrider.cli.option_values import INPUT_FILE, checking_options, option, parsed, text
 from outrider.cli.rank_processes import DataParallelOption, Joined, TensorParallelOption, run_on_ranks
@@ -215,14 +215,7 @@ def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
             f"{'neither' if prompt is None else 'both'} --prompt TEXT {'nor' if prompt is None else 'and'} --prompt-file F "
             'given; expected exactly one of them, such as --prompt "def read("'
         )
-    if prompt_file is None:
-        text = prompt or ""
-    else:
-        data = read_bounded(prompt_file)
-        try:
-            text = data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise RequestError(f"{prompt_file}: not UTF-8 text: {error.reason} at byte {error.start}") from None
+    text = prompt or "" if prompt_file is None else read_text(prompt_file)
     if not text:
         raise RequestError("the prompt is empty; give at least one character")
     return text

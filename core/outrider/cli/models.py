@@ -14,21 +14,21 @@ from outrider.cli.option_values import (
     CHECKPOINT,
     DRAFT_VOCABULARY,
     DTYPES,
-    ENGINE,
     KV_DTYPES,
-    PROPOSER,
-    SPECULATION,
     WEIGHT_FORMATS,
     UsageError,
+    installed_plugin,
     number,
     one_of,
     option,
     whole,
 )
 from outrider.cli.starting import chosen, print_engine, show_progress, sum_of_loads
+from outrider.cli.torch_probe import require_torch
 from outrider.device.scopes import uncollected
 from outrider.registry import Registry
-from outrider.speculative.names import BUILTIN_PROPOSERS, DRAFTLESS
+from outrider.speculative.names import BUILTIN_PROPOSERS, DRAFTLESS, SUFFIX_PREFIX
+from outrider.speculative.plugin import PROPOSERS_GROUP
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,7 +58,6 @@ DraftOption = Annotated[
     option(
         "--draft",
         value=CHECKPOINT,
-        heading=SPECULATION,
         help="Checkpoint of the draft, a head or a model, named as for --model. Default: the bundled head of that kind.",
     ),
 ]
@@ -66,33 +65,24 @@ SpeculateOption = Annotated[
     str | None,
     option(
         "--speculate",
-        value=PROPOSER,
+        value=installed_plugin(PROPOSERS_GROUP, *BUILTIN_PROPOSERS, prefix=SUFFIX_PREFIX),
         help=f"Proposer: {', '.join(BUILTIN_PROPOSERS)}, or an installed plugin's name. Default: eagle if there is a head, "
         "else none.",
     ),
 ]
 DraftTopkOption = Annotated[
-    int,
-    option(
-        "--draft-topk",
-        value=whole(1, 1024),
-        heading=SPECULATION,
-        help="Children that a draft tree considers per node; 1: a chain.",
-    ),
+    int, option("--draft-topk", value=whole(1, 1024), help="Children that a draft tree considers per node; 1: a chain.")
 ]
 TransformersOption = Annotated[
     bool,
     option(
-        "--through-transformers",
-        heading=ENGINE,
-        help="Run the model with the code of transformers on the paged cache: any decoder, slower.",
+        "--through-transformers", help="Run the model with the code of transformers on the paged cache: any decoder, slower."
     ),
 ]
 TrustOption = Annotated[
     bool,
     option(
         "--trust-remote-code",
-        heading=ENGINE,
         help="With --through-transformers: run Python code of the checkpoint on this machine, with your rights. "
         "Only for a checkpoint whose code you have read.",
     ),
@@ -102,7 +92,6 @@ QuantizedOption = Annotated[
     option(
         "--quantized",
         value=one_of("kernels", "reference", "dequantize"),
-        heading=ENGINE,
         help="How to run quantised weights: kernels (error if the device has none for the format), reference (slow), "
         "dequantize (to the model's dtype).",
     ),
@@ -112,7 +101,6 @@ DraftTokensOption = Annotated[
     option(
         "--draft-tokens",
         value=whole(1, 1024),
-        heading=SPECULATION,
         help="Number of tokens that a draft chain has, or the longest path of a draft tree.",
     ),
 ]
@@ -121,7 +109,6 @@ DraftOutputHeadOption = Annotated[
     option(
         "--draft-output-head",
         value=one_of(*WEIGHT_FORMATS),
-        heading=SPECULATION,
         help="Select drafts with a quantised copy of the target's output head: drafts take less time, tokens are the same, "
         "and slightly fewer drafts may be accepted. Default: the head itself.",
     ),
@@ -131,7 +118,6 @@ DraftVocabularyOption = Annotated[
     option(
         "--draft-vocabulary",
         value=DRAFT_VOCABULARY,
-        heading=SPECULATION,
         help="Select drafts among the first N tokens of the vocabulary, or among the tokens that a file lists (.json, .pt, "
         "see outrider draft-vocabulary): drafts take less time, tokens are the same. Default: among all tokens.",
     ),
@@ -141,7 +127,6 @@ DtypeOption = Annotated[
     option(
         "--dtype",
         value=one_of(*DTYPES),
-        heading=ENGINE,
         help="Dtype of weights, activations and cache. Default: the checkpoint's, if the device's kernels have it.",
     ),
 ]
@@ -150,7 +135,6 @@ MaxContextOption = Annotated[
     option(
         "--max-context",
         value=whole(2),
-        heading=ENGINE,
         help="Maximum number of tokens of prompt and output together. Default: the model's, if the memory holds it.",
     ),
 ]
@@ -159,26 +143,19 @@ KvMemoryOption = Annotated[
     option(
         "--kv-memory",
         value=number(0, 1, above=True),
-        heading=ENGINE,
         help="Share of the memory that is free after the weights for the KV cache: above 0, at most 1. Default: enough "
         "for all requests, at most 0.9.",
     ),
 ]
 PageSizeOption = Annotated[
     int | None,
-    option(
-        "--page-size",
-        value=whole(1, 65536),
-        heading=ENGINE,
-        help="Tokens of a KV page. Default: the page size of the device's kernels.",
-    ),
+    option("--page-size", value=whole(1, 65536), help="Tokens of a KV page. Default: the page size of the device's kernels."),
 ]
 KvDtypeOption = Annotated[
     str,
     option(
         "--kv-dtype",
         value=one_of(*KV_DTYPES),
-        heading=ENGINE,
         help="Format of the KV cache: fp8 (with the checkpoint's scales, or 1), plain (the model's dtype), or auto (the "
         "checkpoint's format).",
     ),
@@ -188,7 +165,6 @@ MaxRequestsOption = Annotated[
     option(
         "--max-requests",
         value=whole(1, 4096),
-        heading=ENGINE,
         help="Maximum number of requests that run at the same time. Default: chosen by the device's memory.",
     ),
 ]
@@ -243,13 +219,9 @@ class Speculation:
         *,
         model: Path | None,
         draft: Path | None,
-        draft_tokens: int,
-        draft_topk: int = 1,
-        through_transformers: bool = False,
-        trust_remote_code: bool = False,
-        quantized: str = "kernels",
-        draft_output_head: str | None = None,
         draft_vocabulary: str | int | None = None,
+        trust_remote_code: bool = False,
+        **others: Any,
     ) -> Speculation:
         """Locate the checkpoints. Without ``model`` the model is the bundled one, with its head of that kind if it has one.
 
@@ -257,8 +229,7 @@ class Speculation:
         can't be found.
         """
         head = "eagle" if kind is None else kind.removeprefix("suffix+")
-        if draft is not None and kind in DRAFTLESS:
-            raise UsageError(f"--speculate {kind} needs no draft, and --draft names {draft}; leave one of them out")
+        check_draft(kind, draft)
         if draft is None and model is None and head in BUNDLED_HEADS:
             draft = bundled(head)
         from outrider.model.location import find_checkpoint
@@ -267,18 +238,20 @@ class Speculation:
             kind=kind or ("none" if draft is None else "eagle"),
             model=bundled("target") if model is None else find_checkpoint(model, code=trust_remote_code),
             draft=None if draft is None else find_checkpoint(draft),
-            draft_tokens=draft_tokens,
-            draft_topk=draft_topk,
-            through_transformers=through_transformers,
             trust_remote_code=trust_remote_code,
-            quantized=quantized,
-            draft_output_head=draft_output_head,
             draft_vocabulary=vocabulary_of(draft_vocabulary),
+            **others,
         )
 
     def without(self) -> Speculation:
         """Return the same model with non-speculative decoding."""
         return replace(self, kind="none", draft_topk=1, draft_output_head=None, draft_vocabulary=None)
+
+
+def check_draft(kind: str | None, draft: Path | None) -> None:
+    """Raise :class:`UsageError` for a draft of a proposer that needs none."""
+    if draft is not None and kind in DRAFTLESS:
+        raise UsageError(f"--speculate {kind} needs no draft, and --draft names {draft}; leave one of them out")
 
 
 def vocabulary_of(given: str | int | None) -> Path | int | None:
@@ -335,6 +308,7 @@ def load(
     ranks that the engine runs on.
     ``prefix_cache``: False for a benchmark of prefill, in which an earlier prompt must not shorten a later one.
     """
+    require_torch()  # a server's engine process hasn't imported it
     from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine
     from outrider.model import ModelConfig

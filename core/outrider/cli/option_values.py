@@ -8,10 +8,11 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import typer
@@ -22,13 +23,24 @@ from outrider.device.plugin import ENTRY_POINT_GROUP
 from outrider.errors import RequestError, shown
 from outrider.registry.backends import AUTO, parse_spec
 from outrider.registry.discovery import installed_entry_points
-from outrider.speculative.names import BUILTIN_PROPOSERS, SUFFIX_PREFIX
-from outrider.speculative.plugin import PROPOSERS_GROUP
 
-SAMPLING, SPECULATION, ENGINE, RANKS = "Sampling", "Speculation", "Engine", "Several devices"
-"""Headings of options that several commands share. Options without a heading come first in the help."""
 GENERAL = "General"
 """Heading of the options that every command has. They come last in the help."""
+_HEADINGS: Mapping[str, str] = MappingProxyType(
+    {
+        "Sampling": "--temperature --top-k --top-p --stop --guide",
+        "Speculation": "--draft --draft-tokens --draft-topk --draft-length --draft-layers --draft-output-head "
+        "--draft-vocabulary --draft-quantize --accept-length",
+        "Engine": "--dtype --kv-dtype --kv-memory --page-size --max-context --max-requests --prefill-chunk --mode --graphs "
+        "--overlap --quantize --quantized --through-transformers --trust-remote-code",
+        "Server": "--served-model-name --api-key-file --allow-origin --chat-template --tool-format --kv-events "
+        "--drain-seconds",
+        "Prefill and decode in separate processes": "--role --prefill-server --transport",
+        "Several devices": "--tensor-parallel --data-parallel",
+        GENERAL: "--json --verbose",
+    }
+)
+"""Headings of the help, and the options below each. All other options of a command come first."""
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 KV_DTYPES = ("auto", "plain", "fp8")
@@ -69,8 +81,10 @@ class Value:
     """Values that a shell completes."""
 
 
-def option(*names: str, value: Value | None = None, heading: str | None = None, help: str = "", **others: Any) -> Any:
+def option(*names: str, value: Value | None = None, help: str = "", **others: Any) -> Any:
     """Return the declaration of an option for ``Annotated``. ``value`` is None for a flag."""
+    name = names[0].partition("/")[0]
+    heading = next((heading for heading, options in _HEADINGS.items() if name in options.split()), None)
     if value is None:
         return typer.Option(*names, rich_help_panel=heading, help=help, **others)
     kind = value
@@ -232,7 +246,6 @@ INPUT_FILE = Value("FILE", _problem_of_input)
 DIRECTORY = Value("DIR", _problem_of_directory)
 DRAFT_VOCABULARY = Value("N|FILE", _problem_of_vocabulary)
 SHAPE = Value("NAME|FILE", _problem_of_shape)
-PROPOSER = installed_plugin(PROPOSERS_GROUP, *BUILTIN_PROPOSERS, prefix=SUFFIX_PREFIX)
 
 
 def output_file(suffix: str | None = None) -> Value:

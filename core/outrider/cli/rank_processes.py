@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.environment import rank_environment, rank_variables
-from outrider.cli.option_values import RANKS, option, whole
+from outrider.cli.option_values import option, whole
 from outrider.cli.report import CommandReport, Unsaid
 from outrider.cli.stopping import Stopped
 from outrider.device.errors import BackendError, ConfigError, DeviceError, OutriderError
@@ -42,7 +42,6 @@ TensorParallelOption = Annotated[
     option(
         "--tensor-parallel",
         value=whole(1),
-        heading=RANKS,
         help="Split each layer's heads and the vocabulary among N devices of this host, or among the ranks of torchrun.",
     ),
 ]
@@ -51,7 +50,6 @@ DataParallelOption = Annotated[
     option(
         "--data-parallel",
         value=whole(1),
-        heading=RANKS,
         help="Run this many groups of devices, each with requests of its own; all groups share each layer's MLP.",
     ),
 ]

@@ -11,13 +11,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from outrider.cli.option_values import BACKEND, GENERAL, option
+from outrider.cli.option_values import BACKEND, option
 from outrider.device.errors import OutriderError
 
-JsonOption = Annotated[bool, option("--json", heading=GENERAL, help="Print one JSON object on standard output.")]
+JsonOption = Annotated[bool, option("--json", help="Print one JSON object on standard output.")]
 VerboseOption = Annotated[
     bool,
-    option("--verbose", heading=GENERAL, help="Also say what the engine chose, compiled and captured, on standard error."),
+    option("--verbose", help="Also say what the engine chose, compiled and captured, on standard error."),
 ]
 BackendOption = Annotated[
     str | None,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from outrider.cli.inputs import read_bounded
-from outrider.cli.option_values import SAMPLING, closest, number, option, text, whole
+from outrider.cli.inputs import read_text
+from outrider.cli.option_values import closest, number, option, text, whole
 from outrider.errors import RequestError, shown
 
 if TYPE_CHECKING:
@@ -19,38 +19,22 @@ _MAX_GUIDE_BYTES = 1 << 20
 
 MaxTokensOption = Annotated[int, option("--max-tokens", value=whole(1), help="Maximum number of new tokens of a text.")]
 TemperatureOption = Annotated[
-    float, option("--temperature", value=number(0), heading=SAMPLING, help="Temperature of the samples; 0 is greedy.")
+    float, option("--temperature", value=number(0), help="Temperature of the samples; 0 is greedy.")
 ]
 SeedOption = Annotated[
-    int,
-    option(
-        "--seed",
-        value=whole(-(2**63), 2**63 - 1),
-        heading=SAMPLING,
-        help="Random seed of the samples; unused at temperature 0.",
-    ),
+    int, option("--seed", value=whole(-(2**63), 2**63 - 1), help="Random seed of the samples; unused at temperature 0.")
 ]
-TopKOption = Annotated[
-    int, option("--top-k", value=whole(0), heading=SAMPLING, help="Sample from the K likeliest tokens; 0: all.")
-]
+TopKOption = Annotated[int, option("--top-k", value=whole(0), help="Sample from the K likeliest tokens; 0: all.")]
 TopPOption = Annotated[
     float,
-    option(
-        "--top-p",
-        value=number(0, 1, above=True),
-        heading=SAMPLING,
-        help="Sample from the likeliest tokens with this total probability.",
-    ),
+    option("--top-p", value=number(0, 1, above=True), help="Sample from the likeliest tokens with this total probability."),
 ]
-StopOption = Annotated[
-    list[str] | None, option("--stop", value=text(), heading=SAMPLING, help="End before this text. Repeatable.")
-]
+StopOption = Annotated[list[str] | None, option("--stop", value=text(), help="End before this text. Repeatable.")]
 GuideOption = Annotated[
     list[str] | None,
     option(
         "--guide",
         value=text("KIND[=VALUE]"),
-        heading=SAMPLING,
         help="The output must match: json-object, json-schema=FILE|TEXT (TEXT starts with {), regex=PATTERN, grammar=FILE "
         "(EBNF of GBNF, from the rule root on), or choice=TEXT. Repeat choice for several texts.",
     ),
@@ -103,21 +87,16 @@ def build_guide(given: Sequence[str]) -> Guide | None:
         case "json-object":
             return JsonObject()
         case "json-schema":
-            return JsonSchema(value if value.lstrip().startswith("{") else _read_text(Path(value), "a JSON schema"))
+            return JsonSchema(
+                value if value.lstrip().startswith("{") else read_text(Path(value), "a JSON schema", _MAX_GUIDE_BYTES)
+            )
         case "regex":
             return Regex(value)
         case "grammar":
-            return Ebnf(_read_text(Path(value), "a grammar"))
+            return Ebnf(read_text(Path(value), "a grammar", _MAX_GUIDE_BYTES))
         case "choice":
             return ChoiceGuide([text for _, text in pairs])
     kinds_of_guide = ("json-object", "json-schema", "regex", "grammar", "choice")
     raise RequestError(
         f"--guide has the kind {shown(kind)}; expected one of {', '.join(kinds_of_guide)}{closest(kind, kinds_of_guide)}"
     )
-
-
-def _read_text(path: Path, content: str) -> str:
-    try:
-        return read_bounded(path, content, _MAX_GUIDE_BYTES).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None

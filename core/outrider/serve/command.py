@@ -36,6 +36,7 @@ from outrider.cli.option_values import (
 )
 from outrider.cli.rank_processes import DataParallelOption, TensorParallelOption
 from outrider.cli.report import CommandReport
+from outrider.cli.starting import show_progress
 from outrider.device.errors import ConfigError
 from outrider.disaggregation.connections import PeerAddress
 from outrider.serve.optional_packages import require_kv_events, require_serve
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
     from outrider.serve.engine_messages import EngineInfo
     from outrider.serve.prompt_builder import PromptBuilder
 
-_SERVER = "Server"
-_DISAGGREGATION = "Prefill and decode in separate processes"
 _MAX_FILE_BYTES = 1 << 20
 _DEFAULT_PORTS = {"all": 8000, "prefill": 9500, "decode": 9600}
 _HTTP_OPTIONS = ("name", "allow_origin", "chat_template", "tool_format", "kv_events", "tensor_parallel")
@@ -118,7 +117,6 @@ class HttpOptions:
         option(
             "--served-model-name",
             value=text("NAME"),
-            heading=_SERVER,
             help="Name of the model for clients. Repeatable. Default: the last part of --model.",
         ),
     ] = None
@@ -127,7 +125,6 @@ class HttpOptions:
         option(
             "--api-key-file",
             value=INPUT_FILE,
-            heading=_SERVER,
             help="File of API keys, one a line; a client must send one of them. OUTRIDER_API_KEY adds keys. Default: no key "
             "is needed. With --role prefill|decode: the secret of at least 16 bytes that all processes share.",
         ),
@@ -137,7 +134,6 @@ class HttpOptions:
         option(
             "--allow-origin",
             value=parsed("URL", _check_origin),
-            heading=_SERVER,
             help="Origin of web pages that may call the server. Repeatable.",
         ),
     ] = None
@@ -147,7 +143,6 @@ class HttpOptions:
         option(
             "--tool-format",
             value=parsed("NAME|FILE", _check_tool_format),
-            heading=_SERVER,
             help=f"How the model writes tool calls: {', '.join(TOOL_FORMATS)}, or a .json file with a response_template "
             "of transformers. Default: the checkpoint's response_template.",
         ),
@@ -157,19 +152,12 @@ class HttpOptions:
         option(
             "--kv-events",
             value=parsed("ADDRESS[,REPLAY]", _check_event_addresses),
-            heading=_SERVER,
             help="Publish the events of the prefix cache on ZMQ, in vLLM's format: tcp://*:5557 is bound, a host name is "
             "connected to. REPLAY, such as tcp://*:5558: where subscribers request the events that they missed.",
         ),
     ] = None
     drain_seconds: Annotated[
-        float,
-        option(
-            "--drain-seconds",
-            value=number(0),
-            heading=_SERVER,
-            help="Seconds that running requests have after SIGTERM.",
-        ),
+        float, option("--drain-seconds", value=number(0), help="Seconds that running requests have after SIGTERM.")
     ] = 30.0
 
 
@@ -182,7 +170,6 @@ class RoleOptions:
         option(
             "--role",
             value=one_of("all", "prefill", "decode"),
-            heading=_DISAGGREGATION,
             help="all: serve OpenAI's API. prefill: prefill prompts for decode servers. decode: decode for a DecodeClient, "
             "with prompts from prefill servers.",
         ),
@@ -192,7 +179,6 @@ class RoleOptions:
         option(
             "--prefill-server",
             value=parsed("HOST:PORT", PeerAddress.parse),
-            heading=_DISAGGREGATION,
             help="With --role decode: a prefill server. Repeatable.",
         ),
     ] = None
@@ -201,7 +187,6 @@ class RoleOptions:
         option(
             "--transport",
             value=installed_plugin("outrider.transports"),
-            heading=_DISAGGREGATION,
             help="Plugin that transfers KV pages between the servers: nixl, torch, or an installed plugin's name.",
         ),
     ] = "torch"
@@ -268,12 +253,14 @@ def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: Server
     make: Any = options.loader(speculation, max_requests=None)
     if http.kv_events is not None:
         make = _with_kv_events(make, http.kv_events)
-    from outrider.serve.engine_ranks import create_engine_client
-    from outrider.serve.log_formats import log_to_stderr
-    from outrider.serve.prompt_builder import PromptBuilder, PromptResources
-    from outrider.serve.server import HttpAddress
-    from outrider.serve.server import serve_http as serve_until_ended
-    from outrider.serve.tracing import RequestSpans
+    with show_progress() as tell:
+        tell("importing the server", 0, 0)
+        from outrider.serve.engine_ranks import create_engine_client
+        from outrider.serve.log_formats import log_to_stderr
+        from outrider.serve.prompt_builder import PromptBuilder, PromptResources
+        from outrider.serve.server import HttpAddress
+        from outrider.serve.server import serve_http as serve_until_ended
+        from outrider.serve.tracing import RequestSpans
 
     wording = PromptResources(speculation.model, chat_template=template, response_template=response_template)
     spans = RequestSpans() if spans_from_environment() else None

@@ -77,7 +77,6 @@ def decode(
         raise UsageError(
             f"--max-requests is {options.max_requests}, and --batch {max(sizes)} requests decode together; raise it"
         )
-    options.check()
     require_torch()
     spread_out = run_on_ranks(context.obj, tensor_parallel, data_parallel, json_output=json_output)
     if spread_out is not None:

@@ -35,7 +35,6 @@ def mixed(
 
     del json_output
     load = load_options.load()
-    options.check()
     require_torch()
     engine, described = options.build_engine(
         requests=min(load.requests, _MAX_CONCURRENT), requests_origin="--requests", context=load.longest

@@ -109,24 +109,17 @@ class PeerWorkOptions(RandomWeightOptions):
     ] = None
     memory: Annotated[
         float | None,
-        option(
-            "--memory",
-            value=number(0, 1, above=True),
-            help="Share of the device's memory, for engines that take one.",
-        ),
+        option("--memory", value=number(0, 1, above=True), help="Share of the device's memory, for engines that take one."),
     ] = None
     keep: Annotated[
         Path | None,
         option(
-            "--keep",
-            value=DIRECTORY,
-            help="Directory for compiled kernels and output of the engines, for the next run too.",
+            "--keep", value=DIRECTORY, help="Directory for compiled kernels and output of the engines, for the next run too."
         ),
     ] = None
 
     def check(self, engines: Sequence[str], proposers: Sequence[str]) -> None:
         """Raise :class:`ConfigError` for options that ``engines`` with ``proposers`` can't use."""
-        self.check_formats()
         check_new_tokens(self.new_tokens)
         if self.keep is not None:
             check_directory("--keep", self.keep)
@@ -220,12 +213,7 @@ def peers(
     ] = 0.0,
     plot: PlotOption = None,
     so_far: Annotated[
-        Path | None,
-        option(
-            "--so-far",
-            value=output_file(),
-            help="File for the results, written after each run.",
-        ),
+        Path | None, option("--so-far", value=output_file(), help="File for the results, written after each run.")
     ] = None,
     limit: Annotated[float, option("--limit", value=number(1), help="Seconds for a start, and for one run.")] = 900.0,
     json_output: JsonOption = False,

@@ -41,7 +41,6 @@ def prefill(
 
     del json_output
     lengths = parse_sizes(prompt_tokens)
-    options.check()
     require_torch()
     most = max(lengths)
     engine, described = options.build_engine(requests=1, requests_origin="one prompt at a time", context=most + _NEXT_TOKENS)

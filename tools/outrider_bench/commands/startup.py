@@ -37,19 +37,11 @@ def startup(
     options: LaunchOptions,
     directory: Annotated[
         Path | None,
-        option(
-            "--directory",
-            value=DIRECTORY,
-            help="Directory for a checkpoint that is removed. Default: temporary.",
-        ),
+        option("--directory", value=DIRECTORY, help="Directory for a checkpoint that is removed. Default: temporary."),
     ] = None,
     checkpoint: Annotated[
         Path | None,
-        option(
-            "--checkpoint",
-            value=DIRECTORY,
-            help="Directory for the checkpoint of --shape, which stays and is reused.",
-        ),
+        option("--checkpoint", value=DIRECTORY, help="Directory for the checkpoint of --shape, which stays and is reused."),
     ] = None,
     starts: Annotated[
         int | None,
