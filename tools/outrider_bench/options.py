@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,13 +33,13 @@ from outrider.cli.models import (
 from outrider.cli.option_values import (
     RANDOM_FORMATS,
     SHAPE,
-    SIZES,
     UsageError,
+    Value,
+    closest,
     number,
     one_of,
     option,
     output_file,
-    parse_range,
     parsed,
     whole,
 )
@@ -54,6 +54,39 @@ if TYPE_CHECKING:
     from outrider.engine.engine import Engine
     from outrider.model import ModelConfig
 
+
+def some_of(*names: str) -> Value:
+    """Return the kind of some of ``names``, with commas between them."""
+    return parsed(",".join(names), lambda given: parse_names(given, names))
+
+
+def parse_names(given: str, known: Sequence[str]) -> list[str]:
+    """Return the names with commas between them, each known and there once. Raises :class:`ConfigError`."""
+    names = [name.strip() for name in given.split(",")]
+    unknown = [name for name in names if name not in known]
+    if unknown or len(set(names)) != len(names):
+        suggestion = closest(unknown[0], known) if unknown else ""
+        raise ConfigError(f"expected some of {', '.join(known)}, each once, with commas between them{suggestion}")
+    return names
+
+
+def parse_sizes(given: str) -> list[int]:
+    """Return the positive whole numbers with commas between them. Raises :class:`ConfigError`."""
+    parts = [part.strip() for part in given.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) > 0 for part in parts):
+        raise ConfigError("expected whole numbers of at least 1, with commas between them, such as 1,32")
+    return [int(part) for part in parts]
+
+
+def parse_range(given: str) -> tuple[int, int]:
+    """Return the two numbers of a range such as ``32-1036``. Raises :class:`ConfigError`."""
+    least, dash, most = given.partition("-")
+    if not dash or not all(each.isascii() and each.isdigit() for each in (least, most)) or not 1 <= int(least) <= int(most):
+        raise ConfigError("expected the least and the most tokens, such as 32-1036")
+    return int(least), int(most)
+
+
+SIZES = parsed("N,N,…", parse_sizes)
 _RANGE = parsed("A-B", parse_range)
 
 DraftLengthOption = Annotated[
@@ -350,7 +383,7 @@ class MixedLoadOptions:
     outputs: Annotated[str, option("--outputs", value=_RANGE, help="Output lengths in tokens, uniform.")] = "16-400"
 
     def load(self) -> MixedLoad:
-        """Return the load."""
+        """Return the load with its ranges parsed."""
         return MixedLoad(
             requests=self.requests,
             seed=self.seed,

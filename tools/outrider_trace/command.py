@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.environment import backend_from_environment
-from outrider.cli.files import check_output, write_whole
+from outrider.cli.files import output_problem, write_whole
 from outrider.cli.option_values import UsageError, number, option, output_file
 from outrider.cli.report import BackendOption, CommandReport, JsonOption
 from outrider.registry import Registry
@@ -52,7 +52,8 @@ def trace(
     target = picture or out.with_suffix(".html")
     if target == out:
         raise UsageError(f"{out} would get the timeline and the picture; name another file for one, with --out or --picture")
-    check_output("the picture next to --out", target)
+    if problem := output_problem(target):
+        raise UsageError(f"the picture next to --out is {str(target)!r}; {problem}")
     registry = Registry()
     timelines: list[tuple[Backend, Timeline]] = []
     first = registry.create(registry.select(backend, backend_from_environment()))

@@ -42,13 +42,6 @@ def output_problem(path: Path, suffix: str | None = None) -> str | None:
     return None
 
 
-def check_output(option: str, path: Path, suffix: str | None = None) -> None:
-    """Raise :class:`ConfigError` if no file can be written at ``path``, which ``option`` named."""
-    problem = output_problem(path, suffix)
-    if problem is not None:
-        raise ConfigError(f"{option} is {str(path)!r}; {problem}")
-
-
 def write_whole(path: Path, text: str) -> None:
     """Write a file completely or not at all: a regular file is written under a temporary name and then renamed.
 

@@ -113,12 +113,8 @@ def generate(
         launch = launched(engine, command_choices)
         data: dict[str, Any] = {**output.data(engine), "speculate": speculation.kind, **launch}
         if output.error is not None or not compare:
-            return CommandReport(
-                data=data,
-                render=lambda console: _summary(console, data),
-                exit_code=1 if output.error else 0,
-                streamed=True,
-            )
+            code = 1 if output.error else 0
+            return CommandReport(data=data, render=lambda console: _summary(console, data), exit_code=code, streamed=True)
         return _compare(load_reference(), encoded, params, output, data)
 
 

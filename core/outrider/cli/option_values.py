@@ -140,11 +140,6 @@ def one_of(*names: str, metavar: str | None = None) -> Value:
     return Value(metavar or "|".join(names), lambda given: None if given in names else _expected(given, names), names)
 
 
-def some_of(*names: str) -> Value:
-    """Return the kind of some of ``names``, with commas between them."""
-    return parsed(",".join(names), lambda given: parse_names(given, names))
-
-
 def _expected(given: str, names: Sequence[str]) -> str:
     return f"expected one of {', '.join(names)}{closest(given, names)}"
 
@@ -160,35 +155,6 @@ def parsed(metavar: str, parse: Callable[[str], object]) -> Value:
         return None
 
     return Value(metavar, problem)
-
-
-def parse_names(given: str, known: Sequence[str]) -> list[str]:
-    """Return the names with commas between them, each known and there once. Raises :class:`ConfigError`."""
-    names = [name.strip() for name in given.split(",")]
-    unknown = [name for name in names if name not in known]
-    if unknown or len(set(names)) != len(names):
-        suggestion = closest(unknown[0], known) if unknown else ""
-        raise ConfigError(f"expected some of {', '.join(known)}, each once, with commas between them{suggestion}")
-    return names
-
-
-def parse_sizes(given: str) -> list[int]:
-    """Return the positive whole numbers with commas between them. Raises :class:`ConfigError`."""
-    parts = [part.strip() for part in given.split(",")]
-    if not all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) > 0 for part in parts):
-        raise ConfigError("expected whole numbers of at least 1, with commas between them, such as 1,32")
-    return [int(part) for part in parts]
-
-
-def parse_range(given: str) -> tuple[int, int]:
-    """Return the two numbers of a range such as ``32-1036``. Raises :class:`ConfigError`."""
-    least, dash, most = given.partition("-")
-    if not dash or not all(each.isascii() and each.isdigit() for each in (least, most)) or not 1 <= int(least) <= int(most):
-        raise ConfigError("expected the least and the most tokens, such as 32-1036")
-    return int(least), int(most)
-
-
-SIZES = parsed("N,N,…", parse_sizes)
 
 
 def installed_plugin(entry_points: str, *names: str, prefix: str = "", metavar: str = "NAME") -> Value:

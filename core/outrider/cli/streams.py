@@ -89,7 +89,7 @@ def terminal_width(stream: IO[str]) -> int | None:
 
 
 def wrap_words(text: str, stream: IO[str]) -> str:
-    """Return ``text`` with line ends between words for a terminal, which would break words. Other streams get it as it is."""
+    """Return ``text`` with line ends between words for a terminal, which would break words. Other streams change nothing."""
     width = terminal_width(stream)
     if width is None:
         return text

@@ -8,10 +8,11 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.environment import backend_from_environment
-from outrider.cli.option_values import SIZES, one_of, option, parse_names, parse_sizes, some_of, whole
+from outrider.cli.option_values import one_of, option, whole
 from outrider.cli.report import BackendOption, CommandReport, JsonOption
 from outrider.device.errors import CapabilityError
 from outrider.registry import Registry
+from outrider_bench.options import SIZES, parse_names, parse_sizes, some_of
 
 KINDS = ("all_reduce", "all_reduce_rms_norm", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send")
 _LIMIT_S = 240.0

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.engine_options import with_options
-from outrider.cli.option_values import UsageError, option, parse_sizes
+from outrider.cli.option_values import UsageError, option
 from outrider.cli.rank_processes import DataParallelOption, Joined, TensorParallelOption, run_on_ranks
 from outrider.cli.report import CommandReport, JsonOption
 from outrider.device.errors import CapabilityError, ConfigError
@@ -25,6 +25,7 @@ from outrider_bench.options import (
     PlotOption,
     PromptLengthsOption,
     check_context,
+    parse_sizes,
 )
 from outrider_bench.plot import limits_svg, write_plot
 

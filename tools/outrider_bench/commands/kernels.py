@@ -10,21 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.environment import backend_from_environment
-from outrider.cli.option_values import (
-    DTYPES,
-    RANDOM_FORMATS,
-    SIZES,
-    one_of,
-    option,
-    parse_names,
-    parse_sizes,
-    some_of,
-    text,
-)
+from outrider.cli.option_values import DTYPES, RANDOM_FORMATS, one_of, option, text
 from outrider.cli.report import BackendOption, CommandReport, JsonOption
 from outrider.device.errors import CapabilityError
 from outrider.registry import Registry
-from outrider_bench.options import RequiredShapeOption
+from outrider_bench.options import SIZES, RequiredShapeOption, parse_names, parse_sizes, some_of
 
 if TYPE_CHECKING:
     import torch

@@ -14,20 +14,7 @@ from outrider.cli.engine_options import with_options
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.files import check_directory
 from outrider.cli.models import DraftTokensOption
-from outrider.cli.option_values import (
-    DIRECTORY,
-    DTYPES,
-    SIZES,
-    UsageError,
-    number,
-    one_of,
-    option,
-    output_file,
-    parse_names,
-    parse_sizes,
-    some_of,
-    whole,
-)
+from outrider.cli.option_values import DIRECTORY, DTYPES, UsageError, number, one_of, option, output_file, whole
 from outrider.cli.report import CommandReport, Interrupted, JsonOption
 from outrider.cli.starting import show_progress
 from outrider.cli.streams import note
@@ -35,6 +22,7 @@ from outrider.registry import Registry
 from outrider_bench.child import ChildFailed, ChildSession, open_session
 from outrider_bench.mixed_load import MixedLoad
 from outrider_bench.options import (
+    SIZES,
     BatchOption,
     MixedLoadOptions,
     ModeOption,
@@ -45,6 +33,9 @@ from outrider_bench.options import (
     RandomWeightOptions,
     RequiredShapeOption,
     check_new_tokens,
+    parse_names,
+    parse_sizes,
+    some_of,
 )
 from outrider_bench.peers.comparing import OURS, EngineRuns, compare_engines, plot_points, render_engines
 from outrider_bench.peers.work import PHASES, PeerWork

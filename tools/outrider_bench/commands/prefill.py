@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.engine_options import with_options
-from outrider.cli.option_values import option, parse_sizes, whole
+from outrider.cli.option_values import option, whole
 from outrider.cli.report import CommandReport, JsonOption
 from outrider_bench.mixed_load import token_ids
-from outrider_bench.options import MeasuredEngineOptions, PlotOption, PromptLengthsOption, check_context
+from outrider_bench.options import MeasuredEngineOptions, PlotOption, PromptLengthsOption, check_context, parse_sizes
 from outrider_bench.plot import series_svg, write_plot
 
 if TYPE_CHECKING:

@@ -17,25 +17,14 @@ from rich.table import Table
 from outrider.cli.engine_options import with_options
 from outrider.cli.files import check_directory
 from outrider.cli.models import DraftTokensOption, DtypeOption
-from outrider.cli.option_values import (
-    DIRECTORY,
-    SIZES,
-    UsageError,
-    number,
-    one_of,
-    option,
-    parse_names,
-    parse_sizes,
-    some_of,
-    text,
-    whole,
-)
+from outrider.cli.option_values import DIRECTORY, UsageError, number, one_of, option, text, whole
 from outrider.cli.report import CommandReport, JsonOption
 from outrider.cli.streams import note
 from outrider.device.errors import ConfigError
 from outrider_bench.child import ChildFailed, run_child
 from outrider_bench.http_load import HttpLoad, ServerFailed, run_clients, run_vllm_bench, summarize
 from outrider_bench.options import (
+    SIZES,
     AcceptLengthOption,
     NewTokensOption,
     PromptTokensOption,
@@ -44,6 +33,9 @@ from outrider_bench.options import (
     RequiredShapeOption,
     check_lengths,
     check_new_tokens,
+    parse_names,
+    parse_sizes,
+    some_of,
 )
 
 if TYPE_CHECKING:

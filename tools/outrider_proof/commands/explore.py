@@ -60,6 +60,18 @@ DropFenceOption = Annotated[
         help="decode: leave this fence out; every: one by one.",
     ),
 ]
+DropOption = Annotated[
+    str, option("--drop", value=one_of("wait", "record"), help="decode: the half of the fence that is left out.")
+]
+ExploredProposerOption = Annotated[
+    str, option("--speculate", value=one_of("eagle", "ngram", "none"), help="decode: the proposer.")
+]
+DraftTopkOption = Annotated[
+    int, option("--draft-topk", value=whole(1, 1024), help="decode: 1 drafts chains, more drafts trees.")
+]
+ExploredModeOption = Annotated[
+    str, option("--mode", value=one_of("staged", "fused"), help="decode: how iterations are launched.")
+]
 ImagesOption = Annotated[
     bool, option("--images", help="decode: a tiny model over text and images, with positions on three axes.")
 ]
@@ -89,21 +101,10 @@ def explore(
     seed: Annotated[int, option("--seed", value=whole(0), help="Seed of the strategy's draws.")] = 0,
     replay: Annotated[str | None, option("--replay", value=text("SCHEDULE"), help="One run, with this schedule.")] = None,
     drop_fence: DropFenceOption = None,
-    drop: Annotated[
-        str,
-        option(
-            "--drop", value=one_of("wait", "record"), help="decode: the half of the fence that is left out, wait or record."
-        ),
-    ] = "wait",
-    speculate: Annotated[
-        str, option("--speculate", value=one_of("eagle", "ngram", "none"), help="decode: the proposer.")
-    ] = "eagle",
-    draft_topk: Annotated[
-        int, option("--draft-topk", value=whole(1, 1024), help="decode: 1 drafts chains, more drafts trees.")
-    ] = 1,
-    mode: Annotated[
-        str, option("--mode", value=one_of("staged", "fused"), help="decode: how iterations are launched.")
-    ] = "staged",
+    drop: DropOption = "wait",
+    speculate: ExploredProposerOption = "eagle",
+    draft_topk: DraftTopkOption = 1,
+    mode: ExploredModeOption = "staged",
     graphs: Annotated[bool, option("--graphs", help="decode: replay stages from graphs in staged mode too.")] = False,
     images: ImagesOption = False,
     corrected: Annotated[bool, option("--corrected", help="The corrected program of the corpus.")] = False,
