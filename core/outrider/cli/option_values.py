@@ -119,8 +119,14 @@ def text(metavar: str = "TEXT") -> Value:
 
 def whole(least: int = 1, most: int = _MAX_INT) -> Value:
     """Return the kind of whole numbers from ``least`` to ``most``."""
-    expected = f"expected a whole number {f'of at least {least}' if most == _MAX_INT else f'from {least} to {most}'}"
-    return Value("N", lambda given: None if least <= given <= most else expected)
+
+    def problem(given: int) -> str | None:
+        if least <= given <= most:
+            return None
+        only_least = most == _MAX_INT and given < least
+        return f"expected a whole number {f'of at least {least}' if only_least else f'from {least} to {most}'}"
+
+    return Value("N", problem)
 
 
 def number(least: float, most: float = math.inf, *, above: bool = False) -> Value:
