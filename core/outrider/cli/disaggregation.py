@@ -13,6 +13,7 @@ from rich.console import Console
 
 from outrider.cli.engine_options import ServerOptions
 from outrider.cli.inputs import check_listening, read_bounded
+from outrider.cli.option_values import checking_options
 from outrider.cli.rank_processes import Joined, RankPlacement
 from outrider.cli.report import CommandReport
 from outrider.cli.stopping import SignalStop
@@ -150,12 +151,13 @@ def _end_child(process: Any) -> None:
 
 
 def _check_address(host: str, port: int, secret_file: Path | None) -> bytes:
-    """Check the address before a model is loaded, and return the secret. Raises :class:`ConfigError`."""
+    """Check the address before a model is loaded, and return the secret. Raises :class:`UsageError`."""
     from outrider.disaggregation.connections import PeerAddress, require_secret
 
-    secret = _read_secret(secret_file)
-    require_secret(host, secret)
-    check_listening("--host and --port", host, port, family=PeerAddress(host, port).family)
+    with checking_options():
+        secret = _read_secret(secret_file)
+        require_secret(host, secret)
+        check_listening("--host and --port", host, port, family=PeerAddress(host, port).family)
     return secret
 
 
