@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import select
 import signal
 import struct
 import subprocess
@@ -455,7 +456,10 @@ def terminal():
 
     def written():
         stream.flush()
-        return os.read(leader, 65536).decode().replace("\r\n", "\n")
+        found = b""
+        while select.select([leader], [], [], 0.1)[0]:
+            found += os.read(leader, 65536)
+        return found.decode().replace("\r\n", "\n")
 
     yield stream, written
     stream.close()
