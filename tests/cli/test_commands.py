@@ -125,7 +125,7 @@ def test_outrider_help_shows_the_reason(outrider, monkeypatch):
     ("name", "beyond"),
     [
         ("generate", {"--exact", "--verbose"}),
-        ("serve", {"--role", "--tool-format", "--reasoning-format", "--decode-server", "--decode-secret-file"}),
+        ("serve", {"--role", "--tool-format", "--reasoning-format", "--decode-server", "--decode-secret-file", "--verbose"}),
     ],
 )
 def test_a_command_has_at_most_30_options(name, beyond):

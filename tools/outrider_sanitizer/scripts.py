@@ -16,11 +16,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from outrider.cli.environment import backend_from_environment
+from outrider.cli.option_values import BACKEND, UsageError, option
 from outrider.cli.report import exit_code
-from outrider.device.errors import CapabilityError, ConfigError
+from outrider.device.errors import CapabilityError
 from outrider.registry import BackendSpec, Registry
 
 if TYPE_CHECKING:
@@ -31,9 +30,9 @@ Attach = Callable[["Backend", ExitStack], None]
 
 ScriptBackendOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--backend",
-        metavar="NAME",
+        value=BACKEND,
         help="Backend: a name such as sim, NAME:1 for a device, NAME:key=value for options, or auto. "
         "Without it OUTRIDER_BACKEND decides, then it is sim.",
     ),
@@ -69,13 +68,10 @@ def select_for_script(registry: Registry, backend: str | None) -> BackendSpec:
 
 
 def script_path(script: Sequence[str], command: str) -> Path:
-    """Return the file of ``script``, a path and its arguments.
-
-    Raises :class:`ConfigError`, with the usage of ``command``, if the file does not exist.
-    """
+    """Return the file of ``script``, a path and arguments of ``command``. Raises :class:`UsageError` if it doesn't exist."""
     path = Path(script[0])
     if not path.is_file():
-        raise ConfigError(f"script {script[0]!r} doesn't exist; usage: outrider {command} [--backend NAME] -- script.py args")
+        raise UsageError(f"script {script[0]!r} doesn't exist; usage: outrider {command} [--backend NAME] -- script.py args")
     return path
 
 
