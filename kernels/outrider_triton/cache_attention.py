@@ -101,10 +101,10 @@ class TritonAttention(TritonQuantized):
         scale: float,
         window: int = 0,
     ) -> Tensor:
-        """Attend, project, normalise and multiply by a quantised weight.
+        """Compute attention, its output projection and the norm, and multiply the norm by a quantised weight.
 
-        If the output projection is in four bits, the kernel that joins the splits stores rows in its nibble-plane layout:
-        one kernel fewer.
+        If the output projection is in four bits, the kernel that joins the splits stores rows in its nibble-plane layout: one
+        kernel fewer.
         """
         call = PrefillOperands(q, k_cache, v_cache, metadata, scale, window)
         following = residual, norm, eps, weight, bias
@@ -133,7 +133,7 @@ class TritonAttention(TritonQuantized):
         scale: float,
         window: int = 0,
     ) -> QuantizedProduct:
-        """Attend, project, normalise and apply gate, up and SwiGLU.
+        """Compute attention, its output projection and the norm, and apply gate, up and SwiGLU to the norm.
 
         A streamed product applies SwiGLU itself and returns the maxima of its rows. Several programs per row then quantise
         the activation, where otherwise one program must see the whole row.

@@ -280,7 +280,10 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
     def norm_linear_silu_mul(
         self, added: Product, residual: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """Add, normalise, multiply and apply SwiGLU, in two kernels if they were faster than three."""
+        """Add a product to the residual, multiply its norm by the gate and up weights and apply SwiGLU.
+
+        Uses two kernels if they were measured to be faster than three.
+        """
         for scaled, squares in self._scaled(added, residual, norm):
             for config_list in self._products("scaled_silu_mul", scaled, weight):
                 _TRITON.linear_silu_mul.triton(scaled, weight, bias, config_list, self.pdl, squares, eps)
@@ -301,7 +304,10 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         bias: Tensor | None,
         rotary: RotaryArgs,
     ) -> Tensor:
-        """Add, normalise, multiply, rotate and write the cache, in two kernels if they were faster than four."""
+        """Add a product to the residual, multiply its norm to queries, keys and values, rotate them and write the cache.
+
+        Uses two kernels if they were measured to be faster than four.
+        """
         half = rotary.k_cache.shape[3] // 2
         for first in self._scaled(added, residual, norm) if rotates(rotary, residual) else ():
             for config_list in self._products("linear_rope", first[0], weight, scaled=True, rotary=rotary):
@@ -342,7 +348,9 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
     def all_reduce_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, group: Group, stream: Stream
     ) -> Tensor:
-        """Reduce over ranks, add and normalise in one kernel, if peer memory is accessible and the rows are few."""
+        """Sum rows over the ranks, add them to the residual and normalise, in one kernel if peer memory is accessible and
+        rows are few.
+        """
         if group.has_peer_memory and group.size > 1:
             exchange = self._exchanges.get(group)
             if exchange is None:
@@ -379,7 +387,9 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         _TRITON.rope_write_cache.triton(q, k, v, cos, sin, k_cache, v_cache, slots, self.pdl)
 
     def head_norm_rope_write_cache(self, made: Tensor, norms: HeadNorms, rotary: RotaryArgs) -> Tensor:
-        """Normalise heads, rotate and write the cache in one kernel instead of three, one program per token and head."""
+        """Normalise the heads of queries and keys, rotate them and write the cache in one kernel, one program per token and
+        head.
+        """
         supported = has_kernel(made) and rotates(rotary, made)
         if not supported or not made.is_contiguous() or {norms.queries.dtype, norms.keys.dtype} != {made.dtype}:
             return super().head_norm_rope_write_cache(made, norms, rotary)

@@ -184,9 +184,10 @@ class TritonQuantized(variants.WarmedKernels):
         bias: Tensor | None,
         rotary: RotaryArgs,
     ) -> Tensor:
-        """Multiply, add, normalise, multiply, rotate and write the cache, in four kernels for few tokens.
+        """Add a product to the residual, multiply its norm to queries, keys and values, rotate them and write the cache.
 
-        The rotating kernel adds the parts of the second product. A streamed product rotates its own rows: three kernels.
+        Uses four kernels for few tokens. The rotating kernel adds the parts of the second product. A streamed product rotates
+        its own rows: three kernels.
         """
         normed = None
         if self._rotates(residual, rotary):
@@ -198,7 +199,9 @@ class TritonQuantized(variants.WarmedKernels):
     def linear_quantized_rope_write_cache(
         self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, rotary: RotaryArgs
     ) -> Tensor:
-        """Multiply, rotate and write the cache, after a kernel that converts rows to the product's format."""
+        """Multiply rows to queries, keys and values, rotate them and write the cache, after a kernel that
+        converts the rows.
+        """
         product_plan, config = plan(self.facts, weight), None
         if product_plan is not None and x.dim() == 2 and self._multiplies(x, weight) and self._rotates(x, rotary):
             config = self.quantized_config(x, weight, product_plan)

@@ -401,7 +401,9 @@ class _Tuner:
     # -- products outside layers --------------------------------------------------------------------------------------
 
     def _tune_outside_layer(self, key: Key, m: int) -> None:
-        """Choose for a product outside the layers, timed over rotating weights and compared with the library's."""
+        """Choose the configuration of a product outside the layers: time candidates over rotating weights, and the library's
+        product.
+        """
         operator, _, n, k = key
         copies = max(2, -(-_ROTATE_BYTES // (n * k * 2)))
         weights = [normal(self._device, n, k) for _ in range(copies)]

@@ -40,7 +40,7 @@ longer than the kit's own work for an operand set on the host.
 
 
 class OverlapObserved(Exception):
-    """A program observed the overlap that it looks for."""
+    """Raised by a program that has observed the overlap that it looks for."""
 
 
 class BrokenPromiseError(AssertionError):

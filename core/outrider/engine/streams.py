@@ -1,4 +1,4 @@
-"""The record of the streams of an engine, without repeats."""
+"""Streams: the record of an engine's device streams, some of which may be the same stream."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ class _Metadata:
         return found
 
     def of_model(self, key: str, kind: type, default: Any = None) -> Any:
-        """Return the value of a key of the architecture."""
+        """Return the metadata value of ``key`` with the prefix of the file's model architecture."""
         return self.value(f"{self.architecture}.{key}", kind, default)
 
     def number(self, key: str, default: float | None = None) -> float:

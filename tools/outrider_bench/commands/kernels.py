@@ -110,7 +110,7 @@ def _row(case: TimedKernelCase, us: float, own_us: float, torch_us: float, limit
 def _cases(
     device: Backend, stream: Stream, decoder: DecoderShape, sizes: list[int], dtype: torch.dtype, quantized: list[str]
 ) -> Iterator[TimedKernelCase]:
-    """Yield products with weights in the formats of ``quantized``; without formats every other kernel."""
+    """Yield the timed cases: products with weights in the formats of ``quantized``, or without formats all other kernels."""
     from outrider_tune.measure import kernel_cases, product_cases
     from outrider_tune.quantized import quantized_cases
 

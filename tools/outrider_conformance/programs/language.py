@@ -27,7 +27,7 @@ class ElementSpan:
 
     @property
     def view(self) -> slice:
-        """The span as an index of the tensor."""
+        """The slice that selects the span's elements from the tensor of its buffer or slot."""
         return slice(self.start, self.start + self.count * self.stride, self.stride)
 
 

@@ -431,8 +431,9 @@ _HANDLERS = lang.handlers(Model)
 
 
 def judge(program: DeviceProgram) -> Model:
-    """Return the model after the whole program. Raises :class:`Unordered` or :class:`ForbiddenStep` for an invalid
-    program.
+    """Apply all steps of a program to a new model and return the model.
+
+    Raises :class:`Unordered` or :class:`ForbiddenStep` for an invalid program.
     """
     model = Model(program)
     for index, step in enumerate(program.steps):
