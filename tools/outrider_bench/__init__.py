@@ -1,1 +1,1 @@
-"""Benchmarks of Outrider. Each figure is a ratio to a limit, or to another system measured in the same run."""
+"""Benchmarks of Outrider, whose figures are ratios to a limit or to another system measured in the same run."""
