@@ -51,7 +51,7 @@ def read_text(path: Path, what: str = "the text of a prompt", most: int = MAX_BY
 
 
 def read_utf8(path: Path, what: str, most: int = MAX_BYTES) -> str:
-    """Return :func:`read_text`. Raises :class:`ConfigError` instead, also for a file that can't be read."""
+    """Return the text of a file as :func:`read_text` does. Raises :class:`ConfigError`, also if the file can't be read."""
     try:
         return read_text(path, what, most)
     except OSError as error:

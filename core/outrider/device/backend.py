@@ -241,7 +241,7 @@ class Backend(BackendDeclarations, GroupFactory, ABC):
 
     @abstractmethod
     def memory_info(self) -> MemoryInfo:
-        """Return the bytes of device memory now."""
+        """Return how many bytes of device memory exist, are free and are allocated now."""
 
     # -- graphs ----------------------------------------------------------------------------------------------------
 

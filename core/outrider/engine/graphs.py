@@ -50,7 +50,8 @@ def powers_up_to(most: int, base: int = 2) -> tuple[int, ...]:
 
 
 def buckets_up_to(most: int) -> tuple[int, ...]:
-    """Return 1, 2, 4, every 8 to 32, every 16 to 96, every 32 to 192, every 64 above, and ``most``.
+    """Return the batch sizes of buckets: 1, 2, 4, every 8 to 32, every 16 to 96, every 32 to 192, every 64 above, and
+    ``most``.
 
     A batch of 8 or more requests is padded by at most half. Each graph takes time to capture and holds memory, so there are
     no more sizes.

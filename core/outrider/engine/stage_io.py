@@ -55,8 +55,9 @@ class DecodeBatch:
 
 @dataclass(frozen=True, slots=True)
 class GatherInput:
-    """The row numbers of the batch, ``rows`` int64 [B]. ``seq_lens`` int64 [B] are resolved on schedule; None reads the
-    published lengths.
+    """The input of gather: the row numbers of the batch, ``rows`` int64 [B].
+
+    ``seq_lens`` int64 [B] are resolved on schedule; None reads the published lengths.
     """
 
     batch: DecodeBatch
@@ -66,7 +67,7 @@ class GatherInput:
 
 @dataclass(frozen=True, slots=True)
 class DraftStageInput:
-    """The gathered row state that the draft stage reads."""
+    """The input of draft: the gathered row state."""
 
     batch: DecodeBatch
     inputs: DecodeInputs
@@ -74,7 +75,7 @@ class DraftStageInput:
 
 @dataclass(frozen=True, slots=True)
 class PlanPositionsInput:
-    """The gathered lengths and block tables that plan positions reads."""
+    """The input of plan positions: the gathered lengths and block tables."""
 
     batch: DecodeBatch
     inputs: DecodeInputs
@@ -82,7 +83,7 @@ class PlanPositionsInput:
 
 @dataclass(frozen=True, slots=True)
 class AttentionInput:
-    """The batch, and ``seq_lens_host``: exact lengths of the bucket, read only if attention is planned on the host."""
+    """The input of verify attention: the batch and, only if attention is planned on the host, the exact ``seq_lens_host``."""
 
     batch: DecodeBatch
     seq_lens_host: HostSeqLens | None
@@ -90,7 +91,7 @@ class AttentionInput:
 
 @dataclass(frozen=True, slots=True)
 class PlanTokensInput:
-    """The gathered state, the draft, and ``verify``, the output of plan positions."""
+    """The input of plan tokens: the gathered state, the draft, and ``verify``, the output of plan positions."""
 
     batch: DecodeBatch
     inputs: DecodeInputs
@@ -100,8 +101,10 @@ class PlanTokensInput:
 
 @dataclass(frozen=True, slots=True)
 class VerifyStageInput:
-    """``plan`` has the tokens, positions and slots of verify, ``attention`` its planned metadata. ``masks`` int32 [B, N, W]
-    are the token masks of guided requests; None without one.
+    """The input of verify.
+
+    ``plan`` has the tokens, positions and slots of verify, ``attention`` its planned metadata. ``masks`` int32 [B, N, W] are
+    the token masks of guided requests; None without one.
     """
 
     batch: DecodeBatch
@@ -114,7 +117,7 @@ class VerifyStageInput:
 
 @dataclass(frozen=True, slots=True)
 class ExtendPlanInput:
-    """``verify``, the inputs of verify, and ``outputs``, the accepted tokens."""
+    """The input of the extend plan: ``verify``, the inputs of verify, and ``outputs``, the accepted tokens."""
 
     batch: DecodeBatch
     inputs: DecodeInputs
@@ -124,7 +127,9 @@ class ExtendPlanInput:
 
 @dataclass(frozen=True, slots=True)
 class ExtendAttentionInput:
-    """``verify``, the planned metadata of verify. ``seq_lens_host`` as in :class:`AttentionInput`."""
+    """The input of extend attention: ``verify``, the planned metadata of verify. ``seq_lens_host`` as in
+    :class:`AttentionInput`.
+    """
 
     batch: DecodeBatch
     verify: AttentionMetadata
@@ -133,7 +138,7 @@ class ExtendAttentionInput:
 
 @dataclass(frozen=True, slots=True)
 class ExtendStageInput:
-    """The accepted tokens, their positions and slots, and the target's hidden states there."""
+    """The input of extend: the accepted tokens, their positions and slots, and the target's hidden states there."""
 
     batch: DecodeBatch
     inputs: DecodeInputs

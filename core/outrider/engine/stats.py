@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counts since the engine was created.
+    """Counts of iterations, tokens and cache look-ups since the engine was created.
 
     ``iterations`` counts launched batches, with those of prefill only. ``request_iterations`` counts verifications of single
     requests, ``verified_tokens`` their tokens, and ``drafted_tokens`` the draft tokens that could have been accepted: those

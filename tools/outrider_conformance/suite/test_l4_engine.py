@@ -103,7 +103,7 @@ class _Joined:
 
 @promise("SpeculativeSync.after_join", "Do what this device needs between the join and the replay. Idempotent")
 def test_what_is_done_after_the_join_is_what_is_declared(lab: Lab) -> None:
-    """Two calls make the same declared requests, and an idle batch makes none."""
+    """Two calls of ``after_join`` make the same declared requests to the plan, and a call for an idle batch makes none."""
     sync = lab.backend.speculative_sync
     (stream,) = lab.streams("s")
     plan, idle = _Joined(idle=False), _Joined(idle=True)
