@@ -17,8 +17,18 @@ from outrider.registry import Registry
 from outrider_sanitizer.scripts import ScriptBackendOption, run_script, script_path, select_for_script
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from outrider.device import Backend
-    from outrider_trace.timeline import Timeline
+    from outrider_trace.timeline import Timeline, WaitCost
+
+
+def _wait_table(costs: Sequence[WaitCost]) -> Table:
+    table = Table("stream", "waits for", "at", "times", "stalled, us", "critical, us", box=None, pad_edge=False)
+    for cost in costs:
+        times = str(cost.count), f"{cost.stall_us:.1f}", f"{cost.critical_us:.1f}"
+        table.add_row(cost.stream, cost.event, cost.location, *times)
+    return table
 
 
 def trace(
@@ -91,17 +101,7 @@ def trace(
             where = "between --from and --to" if out in written else f"on {device.label}, so that no file was written"
             console.print(f"no picture: no operation ran {where}")
         if costs:
-            table = Table("stream", "waits for", "at", "times", "stalled, us", "critical, us", box=None, pad_edge=False)
-            for cost in costs[:20]:
-                table.add_row(
-                    cost.stream,
-                    cost.event,
-                    cost.location,
-                    str(cost.count),
-                    f"{cost.stall_us:.1f}",
-                    f"{cost.critical_us:.1f}",
-                )
-            console.print(table)
+            console.print(_wait_table(costs[:20]))
         if ended.failure:
             console.print(f"the script failed: {ended.failure}")
 
