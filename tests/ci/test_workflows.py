@@ -121,14 +121,14 @@ def test_the_gate_asks_at_run_time():
 def test_a_row_of_the_matrix_fits_the_workflow_that_takes_it():
     """Each input comes from a key that a row has, and only a row that says "runs" takes a machine."""
     from outrider.registry import Registry
-    from outrider_conformance.commands.ci_matrix import row
+    from outrider_conformance.commands.ci_matrix import rows_of
 
     given = read("ci.yml")["jobs"]["conformance"]["with"]
     called = read("conformance.yml")
     assert set(given) == set(called["on"]["workflow_call"]["inputs"]) - {"ref"}
     assert read("pr-test-extra.yml")["jobs"]["conformance"]["with"] == {"ref": "${{ needs.gate.outputs.sha }}", **given}
     keys = {re.search(r"matrix\.(\w+)", text)[1] for text in given.values()}
-    assert keys <= set(row(Registry().candidates()[0], []))
+    assert keys <= set(rows_of(Registry().candidates()[0], [])[0])
     assert called["jobs"]["conform"]["if"] == "inputs.status == 'runs'"
 
 

@@ -83,7 +83,7 @@ def test_compare_warns_of_acceptance_near_chance(outrider, checkpoint, spoilt):
     options = ("--model", str(target), "--draft", str(head), "--speculate", "eagle", "--prompt", PROMPT, "--max-tokens", "12")
     result = outrider("generate", *options, "--compare")
     assert result.code == 0
-    assert ("hardly any draft was accepted" in " ".join(result.out.split())) is spoilt
+    assert ("hardly any draft was accepted" in " ".join(result.err.split())) is spoilt
 
 
 def test_sampling_is_decided_by_the_seed(outrider):

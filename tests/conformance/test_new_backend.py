@@ -152,5 +152,5 @@ def test_nothing_is_left_half_written(outrider, tmp_path, monkeypatch):
 
 def test_conform_says_at_once_that_a_backend_is_not_there(outrider):
     result = outrider("conform", "--backend", "acme", "--json")
-    assert result.code == 1
-    assert result.json["error"]["type"] == "BackendNotFound"
+    assert result.code == 2
+    assert "'acme'; expected one of auto, cpu" in result.json["error"]["message"]

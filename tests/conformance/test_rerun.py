@@ -83,7 +83,7 @@ def test_the_directory_is_found_without_an_import(tmp_path, monkeypatch):
 
 def test_watching_goes_with_no_report(outrider, tmp_path):
     result = outrider("conform", "--backend", "cpu", "--watch", "--json")
-    assert result.code == 1
+    assert result.code == 2
     assert "neither --json nor --report" in result.json["error"]["message"]
 
 

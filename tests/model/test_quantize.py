@@ -102,7 +102,7 @@ def test_a_head_that_drafts(tmp_path, backend, plain, capfd):
 def test_what_cannot_be_written(tmp_path, plain, capfd, monkeypatch):
     def error(*arguments):
         code, said = quantize(capfd, *arguments)
-        assert code == 1
+        assert code in (1, 2)  # 2 for a value that is wrong by itself
         return said["error"]["message"]
 
     out = tmp_path / "q"
