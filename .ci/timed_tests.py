@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Run commands one after another and fail if they took longer than a limit that scales with the speed of the machine.
+"""Run commands at the same time and fail if they took longer than a limit that scales with the speed of the machine.
 
     python .ci/timed_tests.py [--limit-s SECONDS] -- COMMAND ... [-- COMMAND ...]
 
-The exit status is that of the first command that failed, or 1 if only the time was over the limit. Later commands also run
-after a failure, so that one call shows every error.
+The output of the last command appears as it comes, that of the others after it. The exit status is that of the first command
+in the list that failed, or 1 if only the time was over the limit. A failure ends no other command, so that one call shows
+every error.
 
 Time is wall time on idle cores: ``wall_s * (1 - taken_share)``. ``taken_share`` is the share of the machine's CPU time that
 other processes and other virtual machines took during the run. Only Linux reports this share; elsewhere it is 0.
@@ -18,10 +19,12 @@ least.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -93,11 +96,29 @@ def scaled_limit(limit_s: float, loop_s: float) -> float:
     return limit_s * max(loop_s / REFERENCE_LOOP_S, LEAST_SCALE)
 
 
+def run_together(commands: list[list[str]]) -> list[int]:
+    """Run ``commands`` at the same time and return their exit codes; print the output of all but the last afterwards."""
+    with contextlib.ExitStack() as stack:
+        outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in commands[:-1]]
+        others = [
+            subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+            for command, output in zip(commands[:-1], outputs, strict=True)
+        ]
+        last = subprocess.run(commands[-1], check=False).returncode
+        codes = [process.wait() for process in others]
+        for output in outputs:
+            output.seek(0)
+            sys.stdout.flush()
+            sys.stdout.buffer.write(output.read())
+            sys.stdout.buffer.flush()
+        return [*codes, last]
+
+
 def run_within(commands: list[list[str]], limit_s: float, calibrate: Callable[[], float] = calibration_loop) -> int:
     """Run ``commands`` and print the time, the limit and the calibration; return the exit status of the whole."""
     first_loop_s = calibrate()
     start, began = CpuClock.now(), time.monotonic()
-    codes = [subprocess.run(command, check=False).returncode for command in commands]
+    codes = run_together(commands)
     wall_s, end = time.monotonic() - began, CpuClock.now()
     loop_s = min(first_loop_s, calibrate())
     taken_share = start.share_of_others(end)

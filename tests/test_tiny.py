@@ -6,7 +6,7 @@ The bundled model has 4.5 million parameters and writes Python-like text. The te
 import pytest
 
 from outrider import Engine, EngineConfig, SamplingParams, get_backend
-from outrider.cli.models import bundled
+from outrider.bundled import bundled
 from outrider.engine.fences import FENCES
 from outrider_proof.decode_program import DecodeExplorer
 from outrider_sanitizer import RaceError, watch

@@ -122,14 +122,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
 
 
 def fences() -> str:
-    """The table of the engine as a drawing and as a table of text."""
+    """The table of the engine as a drawing."""
     from outrider.engine import fences as engine
 
-    rows = [(s.name, s.producer, s.consumers, str(s.hazard), s.resources) for s in engine.FENCES]
-    lines = ["| fence | from | to | without it | protects |", "|---|---|---|---|---|"]
-    for name, producer, consumers, hazard, resources in rows:
-        lines.append(f"| `{name}` | {producer} | {', '.join(consumers)} | {hazard} | {resources} |")
-    return drawing([row[:4] for row in rows]) + "\n\n" + "\n".join(lines) + "\n"
+    return drawing([(s.name, s.producer, s.consumers, str(s.hazard)) for s in engine.FENCES])
 
 
 def layers(root: Path) -> str:

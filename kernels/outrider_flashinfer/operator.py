@@ -11,13 +11,10 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from outrider.device.kernels.operators import register_operator
+
 # torch unregisters an operator when its Library is collected, so this module must own it.
 _LIBRARY = torch.library.Library("outrider", "FRAGMENT")
-_LIBRARY.define(
-    "paged_attention.flashinfer(Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_start, Tensor seq_lens, "
-    "Tensor block_table, Tensor? tree_mask, int max_query, int max_kv, float scale, int window, Tensor indices, "
-    "Tensor? mask, Tensor(a!) scratch, Tensor tables) -> Tensor"
-)
 
 
 def know(tables: Any, wrapper: object) -> None:
@@ -32,10 +29,12 @@ def _run(q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> Tensor:
     return out
 
 
-_LIBRARY.impl("paged_attention.flashinfer", _run, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "outrider::paged_attention.flashinfer",
+register_operator(
+    _LIBRARY,
+    "paged_attention.flashinfer(Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_start, Tensor seq_lens, "
+    "Tensor block_table, Tensor? tree_mask, int max_query, int max_kv, float scale, int window, Tensor indices, "
+    "Tensor? mask, Tensor(a!) scratch, Tensor tables) -> Tensor",
+    _run,
     lambda q, *rest: torch.empty(q.shape, dtype=q.dtype, device=q.device),
-    lib=_LIBRARY,
 )
 OPERATOR = torch.ops.outrider.paged_attention.flashinfer

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from outrider.device.kernels.checks import expect
-from outrider_triton.define import define
+from outrider_triton.define import register
 from outrider_triton.jit import attention, attention_streamed
 from outrider_triton.launch import launch, power_of_two
 from outrider_triton.nibble_plane_ops import allocate_rows, row_stride
@@ -141,12 +141,12 @@ def _paged_attention_planes(q: Tensor, k_cache: Tensor, v_cache: Tensor, query_s
     return _join(parts, stats, query_start, q, out, operands[-1], grains=grains, planes=planes)
 
 
-define(
+register(
     f"paged_attention.triton({_ATTENTION}) -> Tensor",
     _paged_attention,
     lambda q, *rest: q.new_empty(q.shape),
 )
-define(
+register(
     f"paged_attention.triton_planes({_ATTENTION}, int planes) -> Tensor",
     _paged_attention_planes,
     lambda q, *rest: allocate_rows(q, (q.shape[0], q.shape[1] * q.shape[2]), rest[-1])[0],

@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from outrider.device import BookkeepingKernels, RequestInputs, RequestRows
+from outrider.device import RequestInputs, RequestRows
 from outrider_triton import bookkeeping_ops as _bookkeeping_ops  # noqa: F401  (registers the operators)
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+from outrider_triton.launch import has_kernel
+from outrider_triton.variants import WarmedKernels
 
 _TRITON = torch.ops.outrider
 _MAX_ELEMENTS_PER_PROGRAM = 1 << 14
 """A row with more elements is too long for one program to check."""
 
 
-class TritonBookkeeping(BookkeepingKernels):
-    """Kernels that gather, place and publish integers, and look for invalid values.
-
-    ``processors`` and ``pdl`` are those of the whole kernel set.
-    """
-
-    processors: int
-    pdl: bool
-
-    @abstractmethod
-    def _uses(self, kernel: str, *operands: Tensor) -> bool:
-        """Return True if Triton implements ``kernel`` for these operands."""
-
-    @abstractmethod
-    def _shares(self, shape: Sequence[int]) -> Iterator[int]:
-        """Yield the number of programs that share a row of this shape: first the variants to compile, last the one to run."""
+class TritonBookkeeping(WarmedKernels):
+    """Kernels that gather, place and publish integers, and look for invalid values."""
 
     def gather_requests(
         self,
@@ -47,9 +29,6 @@ class TritonBookkeeping(BookkeepingKernels):
         lens_by_row: bool,
     ) -> None:
         """Copy each request's state rows to the iteration's own tensors, one program per request."""
-        if not self._uses("gather_requests"):
-            super().gather_requests(rows, lens, state, own, found, lens_by_row=lens_by_row)
-            return
         _TRITON.gather_requests.triton(rows, lens, lens_by_row, *state, *own, found, self.pdl)
 
     def gather_checked(
@@ -59,7 +38,7 @@ class TritonBookkeeping(BookkeepingKernels):
 
         Distributions over a vocabulary are long: one pass finds NaN, another copies.
         """
-        if not self._uses("gather_checked", source) or not source.is_contiguous():
+        if not has_kernel(source) or not source.is_contiguous():
             super().gather_checked(source, rows, out, found, bounds=bounds)
         elif bounds is None and source[0].numel() > _MAX_ELEMENTS_PER_PROGRAM:
             value = source if rows is None else source.index_select(0, rows)
@@ -73,9 +52,6 @@ class TritonBookkeeping(BookkeepingKernels):
         self, lens: Tensor, tables: Tensor, page_size: int, last: int, positions: Tensor, slots: Tensor, seq_lens: Tensor
     ) -> None:
         """Compute positions, slots and lengths of the new tokens, one program per request."""
-        if not self._uses("place_tokens"):
-            super().place_tokens(lens, tables, page_size, last, positions, slots, seq_lens)
-            return
         _TRITON.place_tokens.triton(lens, tables, page_size, last, positions, slots, seq_lens, self.pdl)
 
     def publish_accepted(
@@ -89,23 +65,17 @@ class TritonBookkeeping(BookkeepingKernels):
         own: tuple[Tensor, Tensor],
     ) -> None:
         """Publish accepted tokens and lengths to state rows and results, one program per request."""
-        if not self._uses("publish_accepted"):
-            super().publish_accepted(rows, lens, decided, lengths, last_tokens, results, own)
-            return
         _TRITON.publish_accepted.triton(rows, lens, *decided, lengths, last_tokens, results, *own, self.pdl)
 
     def place_accepted(
         self, lens: Tensor, tokens: Tensor, accepted: Tensor, following: Tensor, last: Tensor, positions: Tensor
     ) -> None:
         """Compute the draft pass's tokens and positions from the accepted ones, one program per request."""
-        if not self._uses("place_accepted"):
-            super().place_accepted(lens, tokens, accepted, following, last, positions)
-            return
         _TRITON.place_accepted.triton(lens, tokens, accepted, following, last, positions, self.pdl)
 
     def find_nan(self, x: Tensor, found: Tensor) -> None:
         """Report the first NaN of each row; several programs share a row."""
-        if not self._uses("find_nan", x) or not x.is_contiguous():
+        if not has_kernel(x) or not x.is_contiguous():
             super().find_nan(x, found)
             return
         for count in self._shares(x.shape):

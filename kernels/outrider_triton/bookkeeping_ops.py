@@ -53,11 +53,9 @@ def _gather_requests(
 
 
 define(
-    "gather_requests.triton(Tensor rows, Tensor lens, bool lens_by_row, Tensor last_tokens, Tensor seeds, "
-    "Tensor temperature, Tensor tables, Tensor(a!) own_rows, Tensor(b!) own_lens, Tensor(c!) own_last_tokens, "
-    "Tensor(d!) own_seeds, Tensor(e!) own_temperature, Tensor(f!) own_tables, Tensor(g!) found, bool pdl) -> ()",
+    "gather_requests.triton",
     _gather_requests,
-    lambda *operands: None,
+    writes=("own_rows", "own_lens", "own_last_tokens", "own_seeds", "own_temperature", "own_tables", "found"),
 )
 
 
@@ -69,19 +67,13 @@ def _gather_checked(source: Tensor, rows: Tensor | None, low: int, high: int, ou
         bookkeeping.gather_checked,
         (out.shape[0],),
         *(source, rows, low, high, out, found, size, found.stride(0)),
-        SOME=rows is not None,
         NUMBERS=source.is_floating_point(),
         BLOCK=block,
         pdl=pdl,
-        warps=warps_for(block),
     )
 
 
-define(
-    "gather_checked.triton(Tensor source, Tensor? rows, int low, int high, Tensor(a!) out, Tensor(b!) found, bool pdl) -> ()",
-    _gather_checked,
-    lambda *operands: None,
-)
+define("gather_checked.triton", _gather_checked, writes=("out", "found"))
 
 
 def _find_nan(x: Tensor, found: Tensor, shares: int, pdl: bool) -> None:
@@ -99,11 +91,7 @@ def _find_nan(x: Tensor, found: Tensor, shares: int, pdl: bool) -> None:
     launch(bookkeeping.reduce_nan, (rows,), firsts, found, found.stride(0), SHARES=shares, pdl=pdl, warps=1)
 
 
-define(
-    "find_nan.triton(Tensor x, Tensor(a!) found, int shares, bool pdl) -> ()",
-    _find_nan,
-    lambda *operands: None,
-)
+define("find_nan.triton", _find_nan, writes=("found",))
 
 
 def _place_tokens(
@@ -129,12 +117,7 @@ def _place_tokens(
     )
 
 
-define(
-    "place_tokens.triton(Tensor lens, Tensor tables, int page_size, int last, Tensor(a!) positions, Tensor(b!) slots, "
-    "Tensor(c!) seq_lens, bool pdl) -> ()",
-    _place_tokens,
-    lambda *operands: None,
-)
+define("place_tokens.triton", _place_tokens, writes=("positions", "slots", "seq_lens"))
 
 
 def _publish_accepted(
@@ -164,10 +147,7 @@ def _publish_accepted(
 
 
 define(
-    "publish_accepted.triton(Tensor rows, Tensor lens, Tensor tokens, Tensor accepted, Tensor(a!) lengths, "
-    "Tensor(b!) last_tokens, Tensor(c!) results, Tensor(d!) own_tokens, Tensor(e!) own_accepted, bool pdl) -> ()",
-    _publish_accepted,
-    lambda *operands: None,
+    "publish_accepted.triton", _publish_accepted, writes=("lengths", "last_tokens", "results", "own_tokens", "own_accepted")
 )
 
 
@@ -186,12 +166,7 @@ def _place_accepted(
     )
 
 
-define(
-    "place_accepted.triton(Tensor lens, Tensor tokens, Tensor accepted, Tensor(a!) following, Tensor(b!) last, "
-    "Tensor(c!) positions, bool pdl) -> ()",
-    _place_accepted,
-    lambda *operands: None,
-)
+define("place_accepted.triton", _place_accepted, writes=("following", "last", "positions"))
 
 
 def _empty_concatenation(tokens: Tensor, weight: Tensor, hidden: Tensor) -> Tensor:
@@ -218,13 +193,8 @@ def _embed_beside(tokens: Tensor, weight: Tensor, hidden: Tensor, pdl: bool) -> 
         *(tokens.contiguous(), weight, hidden, out, weight.shape[1], hidden.shape[1], hidden.stride(0)),
         BLOCK=block,
         pdl=pdl,
-        warps=warps_for(block),
     )
     return out
 
 
-define(
-    "embed_beside.triton(Tensor tokens, Tensor weight, Tensor hidden, bool pdl) -> Tensor",
-    _embed_beside,
-    lambda tokens, weight, hidden, pdl: _empty_concatenation(tokens, weight, hidden),
-)
+define("embed_beside.triton", _embed_beside, lambda tokens, weight, hidden, pdl: _empty_concatenation(tokens, weight, hidden))

@@ -18,18 +18,17 @@ from outrider_triton.derive_attention import (
     unsplit_programs,
 )
 from outrider_triton.jit.nibble_planes import UNIT_COLUMNS
-from outrider_triton.launch import compile_only, power_of_two
+from outrider_triton.launch import compile_only, has_kernel, power_of_two
 from outrider_triton.nibble_plane_ops import row_layout
 from outrider_triton.prefill_attention import PrefillOperands, PromptAttention
-from outrider_triton.quantized import NormedRows, TokenRows
+from outrider_triton.quantized import NormedRows, TokenRows, TritonQuantized
 from outrider_triton.quantized_ops import ProductPlan
-from outrider_triton.quantized_stack_ends import TritonStackEnds
 from outrider_triton.table import AttentionConfig, MatmulConfig, Table
 
 _TRITON = torch.ops.outrider
 
 
-class TritonAttention(TritonStackEnds):
+class TritonAttention(TritonQuantized):
     """Attention over the cache, alone or fused with the output projection and the norm that follow."""
 
     table: Table | None
@@ -195,7 +194,7 @@ class TritonAttention(TritonStackEnds):
         return TokenRows(out.reshape(out.shape[0], -1), None, False)
 
     def _attends(self, q: Tensor) -> bool:
-        return self._uses("paged_attention", q) and q.shape[-1] <= 256
+        return has_kernel(q) and q.shape[-1] <= 256
 
     def _operands(self, call: PrefillOperands, config: list[int]) -> tuple[Any, ...]:
         metadata = call.metadata

@@ -74,7 +74,7 @@ def _compile_product(job: ProductJob, device: torch.device, pdl: bool) -> None:
         ops.linear_silu_mul.triton(x, normal(device, 2 * rows, k), None, block, pdl)
     elif operator == "scaled_silu_mul":
         for squares in _squares(shape, config, m, device):
-            ops.scaled_silu_mul.triton(x, squares, normal(device, 2 * rows, k), None, 1e-5, block, pdl)
+            ops.linear_silu_mul.triton(x, normal(device, 2 * rows, k), None, block, pdl, squares, 1e-5)
     elif operator == "linear_rope":
         cache = torch.zeros(m, 16, shape.kv_heads, shape.head_size, dtype=x.dtype, device=device)
         angle = normal(device, m, shape.head_size)

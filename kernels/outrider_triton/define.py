@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
+
+from outrider.device.kernels.operators import define_operator, register_operator
 
 # torch unregisters an operator when its Library is collected, so this module must own it.
 _LIBRARY = torch.library.Library("outrider", "FRAGMENT")
 
+define = partial(define_operator, _LIBRARY)
+"""Register an operator by its name, its implementation, a fake that returns empty results, and the operands it writes."""
 
-def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Register an operator by its schema, its implementation and a fake that returns empty results."""
-    name = schema.split("(", 1)[0]
-    _LIBRARY.define(schema)
-    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"outrider::{name}", fake, lib=_LIBRARY)
+register = partial(register_operator, _LIBRARY)
+"""Register an operator by its schema, its implementation and a fake that returns empty results."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from outrider.device.kernels.checks import expect
 from outrider_triton.define import define
 from outrider_triton.jit import experts as jit
-from outrider_triton.launch import launch, power_of_two, warps_for
+from outrider_triton.launch import launch, power_of_two
 from outrider_triton.table import MatmulConfig
 
 _MAX_COMPARED_PAIRS = 64
@@ -35,7 +35,6 @@ def _route(logits: Tensor, count: int, renormalize: bool, pdl: bool) -> tuple[Te
         COUNT=power_of_two(count),
         BLOCK=block,
         pdl=pdl,
-        warps=warps_for(block),
     )
     return weights, chosen
 
@@ -49,11 +48,7 @@ def _routed(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
 
 
-define(
-    "route.triton(Tensor logits, int count, bool renormalize, bool pdl) -> (Tensor, Tensor)",
-    _route,
-    lambda logits, count, renormalize, pdl: _routed(logits, count),
-)
+define("route.triton", _route, lambda logits, count, renormalize, pdl: _routed(logits, count))
 
 
 def block_count(pairs: int, experts: int, size: int) -> int:
@@ -128,7 +123,7 @@ def sum_expert_rows(parts: Tensor, x: Tensor, count: int, pdl: bool) -> Tensor:
     m, hidden = x.shape
     block = min(power_of_two(hidden), 1024)
     grid = (m, triton.cdiv(hidden, block))
-    launch(jit.add_experts, grid, parts, out, count, hidden, BLOCK=block, pdl=pdl, warps=warps_for(block))
+    launch(jit.add_experts, grid, parts, out, count, hidden, BLOCK=block, pdl=pdl)
     return out
 
 
@@ -174,9 +169,4 @@ def _experts(
     return sum_expert_rows(parts, x, count, pdl)
 
 
-define(
-    "experts.triton(Tensor x, Tensor weights, Tensor chosen, Tensor gate_up, Tensor down, int size, int[] gates, "
-    "int[] outputs, bool pdl) -> Tensor",
-    _experts,
-    lambda x, *rest: torch.empty_like(x, memory_format=torch.contiguous_format),
-)
+define("experts.triton", _experts, lambda x, *rest: torch.empty_like(x, memory_format=torch.contiguous_format))

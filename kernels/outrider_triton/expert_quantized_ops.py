@@ -36,7 +36,8 @@ def _experts_quantized(
     activation_group: int,
     inner: int,
     size: int,
-    modes: Sequence[str],
+    gate_up_mode: str,
+    down_mode: str,
     columns: Sequence[int],
     at_once: Sequence[int],
     native: Sequence[bool],
@@ -79,12 +80,10 @@ def _experts_quantized(
             BY_PAIR=bool(place),
             FORMAT=format,
             NATIVE=native[place],
-            MODE=modes[place],
+            MODE=(gate_up_mode, down_mode)[place],
             ROWS=block[0],
             COLUMNS=columns[place],
             GROUP=group if activations else 0,
-            ZEROS=zeros is not None,
-            ACTIVE=bool(activations),
             FP8=fp8,
             ASM=asm,
             SUB=min(at_once[place], tiling.block_k) if at_once[place] else tiling.block_k,
@@ -99,11 +98,7 @@ def _experts_quantized(
 
 # An overload of the operator that has the same operands.
 define(
-    "experts_quantized.triton(Tensor x, Tensor weights, Tensor chosen, Tensor gate_up, Tensor gate_up_scales, "
-    "Tensor? gate_up_zeros, Tensor? gate_up_input, int[] gate_up_block, Tensor down, Tensor down_scales, "
-    "Tensor? down_zeros, Tensor? down_input, int[] down_block, int experts, str format, str activations, "
-    "int activation_group, int inner, int size, str[] modes, int[] columns, int[] at_once, bool[] native, bool fp8, "
-    "bool asm, int[] gates, int[] outputs, bool pdl) -> Tensor",
+    "experts_quantized.triton",
     _experts_quantized,
     lambda x, *rest: torch.empty_like(x, memory_format=torch.contiguous_format),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import ceil, sqrt
 
 import torch
@@ -14,7 +15,7 @@ from outrider_triton import expert_quantized_ops as _expert_quantized_ops  # noq
 from outrider_triton import variants
 from outrider_triton.derive import rank_configs
 from outrider_triton.derive_quantized import UNQUANTIZED, OperandStorage
-from outrider_triton.launch import compile_only, power_of_two
+from outrider_triton.launch import compile_only, has_kernel, power_of_two
 from outrider_triton.quantized_ops import ProductPlan, plan
 from outrider_triton.table import BUCKETS, MatmulConfig, bucket
 
@@ -44,7 +45,7 @@ class TritonExperts(variants.WarmedKernels):
 
     def route(self, logits: Tensor, count: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
         """Route each token to its experts, one program per token; at most 1024 experts."""
-        if not self._uses("route", logits) or logits.shape[1] > _MAX_EXPERTS or logits.stride(1) != 1:
+        if not has_kernel(logits) or logits.shape[1] > _MAX_EXPERTS or logits.stride(1) != 1:
             return super().route(logits, count, renormalize=renormalize)
         weights, chosen = _TRITON.route.triton(logits, count, renormalize, self.pdl)
         return weights, chosen
@@ -58,17 +59,11 @@ class TritonExperts(variants.WarmedKernels):
         """
         plans = [plan(self.facts, each, planes=False) for each in (gate_up, down)]
         is_half = x.dtype in (torch.bfloat16, torch.float16) and x.numel()
-        if None in plans or not is_half or not self._uses("experts_quantized", x, weights, gate_up.scales):
+        if None in plans or not is_half or not has_kernel(x, weights, gate_up.scales):
             return super().experts_quantized(x, weights, chosen, gate_up, down)
         first, second = (each for each in plans if each is not None)
         if self._scope.must_compile(("experts_quantized", x.dtype, gate_up.label, gate_up.shape, chosen.shape[1])):
-            count = chosen.shape[1]
-            for tokens in self._token_counts(gate_up.shape[0] // (2 * down.shape[1]), count):
-                sample = (
-                    x.new_empty((tokens, x.shape[1])),
-                    weights.new_empty((tokens, count)),
-                    chosen.new_zeros((tokens, count)),
-                )
+            for sample in self._samples(x, weights, chosen, down.shape[0] // x.shape[1]):
                 with compile_only():
                     self._launch_quantized(*sample, gate_up, down, first, second)
         return self._launch_quantized(x, weights, chosen, gate_up, down, first, second)
@@ -83,29 +78,29 @@ class TritonExperts(variants.WarmedKernels):
         first: ProductPlan,
         second: ProductPlan,
     ) -> Tensor:
-        hidden, inner = x.shape[1], down.shape[1]
-        experts = down.shape[0] // hidden
-        unsorted = x.shape[0] <= _MAX_UNSORTED_TOKENS
-        block_tokens = power_of_two(x.shape[0]) if unsorted else _sorted_block_tokens(x.shape[0], chosen.shape[1], experts)
-        used = min(experts, block_tokens * chosen.shape[1]) if unsorted else experts
-        key = unsorted, block_tokens, used, gate_up.label, gate_up.shape, down.shape
-        if key not in self._derived_experts:
-            gates = self._tile_config("linear_parts", block_tokens, 2 * inner * used, hidden, first.stored(gate_up.format))
-            outputs = self._tile_config("linear_parts", block_tokens, hidden * used, inner, second.stored(down.format))
-            self._derived_experts[key] = (0 if unsorted else gates.block_m, gates, outputs)
-        size, gates, outputs = self._derived_experts[key]
+        experts, inner = down.shape[0] // x.shape[1], down.shape[1]
+        storages = first.stored(gate_up.format), second.stored(down.format)
+        size, gates, outputs = self._configs(
+            x.shape[0], chosen.shape[1], (experts, inner, x.shape[1]), ("linear_parts", "linear_parts"), storages
+        )
         weight_operands = [
             part
             for each in (gate_up, down)
             for part in (each.data, each.scales, each.zero_points, each.input_scale, list(each.block))
         ]
         options = experts, gate_up.format, gate_up.activations or "", gate_up.activation_group, inner
-        lists = [[getattr(each, name) for each in (first, second)] for name in ("mode", "columns", "at_once", "native")]
+        lists = [[getattr(each, name) for each in (first, second)] for name in ("columns", "at_once", "native")]
         asm = self.facts.capability >= 80 and not triton.knobs.runtime.interpret
         return _TRITON.experts_quantized.triton(  # type: ignore[no-any-return]  # torch.ops has no types
-            *(x, weights, chosen, *weight_operands, *options, size, *lists),
+            *(x, weights, chosen, *weight_operands, *options, size, first.mode, second.mode, *lists),
             *(self.facts.fp8, asm, gates.as_list(), outputs.as_list(), self.pdl),
         )
+
+    def _samples(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield operands that together need every configuration of these experts; nothing is run with them."""
+        for tokens in self._token_counts(experts, chosen.shape[1]):
+            shape = tokens, chosen.shape[1]
+            yield x.new_empty((tokens, x.shape[1])), weights.new_empty(shape), chosen.new_zeros(shape)
 
     @staticmethod
     def _token_counts(experts: int, count: int) -> tuple[int, ...]:
@@ -117,18 +112,30 @@ class TritonExperts(variants.WarmedKernels):
 
     def experts_config(self, tokens: int, chosen: int, gate_up: Tensor) -> tuple[int, MatmulConfig, MatmulConfig]:
         """Return the tokens of a sorted block (0: unsorted), and the tile configurations of gates and outputs."""
-        experts, inner, hidden = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
+        shape = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
+        return self._configs(tokens, chosen, shape, ("linear_silu_mul", "linear"), (UNQUANTIZED, UNQUANTIZED))
+
+    def _configs(
+        self,
+        tokens: int,
+        chosen: int,
+        shape: tuple[int, int, int],
+        operators: tuple[str, str],
+        storages: tuple[OperandStorage, OperandStorage],
+    ) -> tuple[int, MatmulConfig, MatmulConfig]:
+        """Return :meth:`experts_config` for weights of ``shape``: experts, inner size, hidden size."""
+        experts, inner, hidden = shape
         unsorted = tokens <= _MAX_UNSORTED_TOKENS
         block_tokens = power_of_two(tokens) if unsorted else _sorted_block_tokens(tokens, chosen, experts)
-        key = unsorted, block_tokens, chosen, experts, inner, hidden
+        key = unsorted, block_tokens, chosen, *shape, *operators, *storages
         if key not in self._derived_experts:
             used = min(experts, block_tokens * chosen) if unsorted else experts
-            gates = self._tile_config("linear_silu_mul", block_tokens, 2 * inner * used, hidden)
-            outputs = self._tile_config("linear", block_tokens, hidden * used, inner)
+            gates = self._tile_config(operators[0], block_tokens, 2 * inner * used, hidden, storages[0])
+            outputs = self._tile_config(operators[1], block_tokens, hidden * used, inner, storages[1])
             self._derived_experts[key] = (0 if unsorted else gates.block_m, gates, outputs)
         return self._derived_experts[key]
 
-    def _tile_config(self, operator: str, m: int, n: int, k: int, stored: OperandStorage = UNQUANTIZED) -> MatmulConfig:
+    def _tile_config(self, operator: str, m: int, n: int, k: int, stored: OperandStorage) -> MatmulConfig:
         """Return the best configuration with whole tiles: a tile must not cross from one expert's rows to the next."""
         ranked = rank_configs(self.facts, operator, m=m, n=n, k=k, stored=stored)
         return next(
@@ -140,22 +147,16 @@ class TritonExperts(variants.WarmedKernels):
         reference.
         """
         is_half = x.dtype in (torch.bfloat16, torch.float16) and gate_up.dtype is x.dtype
-        if not is_half or not x.numel() or not self._uses("experts", x, weights) or not gate_up.is_contiguous():
+        if not is_half or not x.numel() or not has_kernel(x, weights) or not gate_up.is_contiguous():
             return super().experts(x, weights, chosen, gate_up, down)
-        operands = weights, chosen, gate_up, down
         if self._scope.must_compile(("experts", x.dtype, gate_up.shape, chosen.shape[1])):
-            self._compile_experts(x, *operands)
+            for sample in self._samples(x, weights, chosen, gate_up.shape[0]):
+                with compile_only():
+                    self._launch_experts(*sample, gate_up, down)
+        return self._launch_experts(x, weights, chosen, gate_up, down)
+
+    def _launch_experts(self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         size, gates, outputs = self.experts_config(x.shape[0], chosen.shape[1], gate_up)
         return _TRITON.experts.triton(  # type: ignore[no-any-return]  # torch.ops has no types
-            x, *operands, size, gates.as_list(), outputs.as_list(), self.pdl
+            x, weights, chosen, gate_up, down, size, gates.as_list(), outputs.as_list(), self.pdl
         )
-
-    def _compile_experts(self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> None:
-        """Compile every configuration that these experts have for any number of tokens."""
-        count = chosen.shape[1]
-        for tokens in self._token_counts(gate_up.shape[0], count):
-            size, gates, outputs = self.experts_config(tokens, count, gate_up)
-            # Operands of the right shapes; nothing is run with them.
-            sample = x.new_empty((tokens, x.shape[1])), weights.new_empty((tokens, count)), chosen.new_zeros((tokens, count))
-            with compile_only():
-                _TRITON.experts.triton(*sample, gate_up, down, size, gates.as_list(), outputs.as_list(), self.pdl)

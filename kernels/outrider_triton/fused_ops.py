@@ -46,9 +46,6 @@ def _add(
         (programs, triton.cdiv(m, tiling.block_m)),
         *(flat, weight, tile_descriptor(weight, tiling), bias, residual, norm, scaled, squares, m, n, k, flat.stride(0)),
         *(tiling.rows_per_program or tiling.block_n, tiling.prefetch_columns if k % 8 == 0 else 0),
-        HAS_BIAS=bias is not None,
-        NORM=norm is not None,
-        DESCRIPTOR=bool(tiling.descriptor),
         **tiling.launch_constants(k),
         pdl=pdl,
     )
@@ -64,62 +61,12 @@ def _linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
     _add(x, weight, bias, residual, None, config, pdl)
 
 
+define("linear_add.triton", _linear_add, writes=("residual",))
 define(
-    "linear_add.triton(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) residual, int[] config, bool pdl) -> ()",
-    _linear_add,
-    lambda *operands: None,
-)
-define(
-    "linear_add_scaled.triton(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) residual, Tensor norm, int[] config, "
-    "bool pdl) -> (Tensor, Tensor)",
+    "linear_add_scaled.triton",
     _add,
     lambda x, weight, bias, residual, norm, config, pdl: _empty_scaled(residual, weight, config),
-)
-
-
-def _scaled_silu_mul(
-    x: Tensor, squares: Tensor, weight: Tensor, bias: Tensor | None, eps: float, config: list[int], pdl: bool
-) -> Tensor:
-    """Multiply and apply SwiGLU; ``x`` and ``squares`` are the results of ``linear_add_scaled``."""
-    tiling = MatmulConfig(*config)
-    flat = flat_product(x, weight)
-    (m, k), n = flat.shape, weight.shape[0] // 2
-    out = x.new_empty((*x.shape[:-1], n))
-    if tiling.descriptor == STREAMED:
-        streamed.silu_mul(flat, squares, weight, bias, out, eps, tiling, pdl)
-        return out
-    expect_blocks(config)
-    launch(
-        fused.scaled_silu_mul,
-        (triton.cdiv(n, tiling.rows_per_program or tiling.block_n), triton.cdiv(m, tiling.block_m)),
-        *(
-            flat,
-            squares,
-            weight,
-            bias,
-            out,
-            eps,
-            m,
-            n,
-            k,
-            flat.stride(0),
-            squares.shape[0],
-            tiling.rows_per_program or tiling.block_n,
-        ),
-        tiling.prefetch_columns if k % 8 == 0 else 0,
-        HAS_BIAS=bias is not None,
-        SHARES=power_of_two(squares.shape[0]),
-        **tiling.launch_constants(k),
-        pdl=pdl,
-    )
-    return out
-
-
-define(
-    "scaled_silu_mul.triton(Tensor x, Tensor squares, Tensor weight, Tensor? bias, float eps, int[] config, bool pdl) "
-    "-> Tensor",
-    _scaled_silu_mul,
-    lambda x, squares, weight, *rest: x.new_empty((*x.shape[:-1], weight.shape[0] // 2)),
+    writes=("residual",),
 )
 
 
@@ -141,18 +88,29 @@ def _linear_rope_write_cache(
     slots: Tensor,
     config: list[int],
     pdl: bool,
+    x_scales: Tensor | None = None,
+    scales: Tensor | None = None,
+    rows: int = 0,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
+    """Multiply, rotate and write the cache; return queries.
+
+    With ``x_scales`` and ``scales``, the operands are in e4m3, ``rows`` weight rows share a scale, and queries are in
+    ``dtype``.
+    """
     # A block holds both rows of its pairs.
     tiling = MatmulConfig(*config)
     flat = flat_product(x, weight)
     expect_laid_out(cos, sin, k_cache, v_cache)
     expect(cos.stride(1) == 1, lambda: "rope_write_cache: numbers of cos and sin must lie side by side")
     (m, k), (kv_heads, size) = flat.shape, k_cache.shape[2:]
-    q = _queries(flat, weight, k_cache)
+    q = _queries(flat, weight, k_cache, dtype)
     if tiling.descriptor == STREAMED:
         rotary = cos, sin, k_cache, v_cache, slots
-        streamed.rope_write_cache(flat, squares, weight, bias, eps, rotary, q, tiling, pdl)
+        quantized = None if x_scales is None or scales is None else (x_scales, scales, rows)
+        streamed.rope_write_cache(flat, squares, weight, bias, eps, rotary, q, tiling, pdl, quantized=quantized)
         return q
+    expect(x_scales is None, lambda: f"only streamed kernels rotate quantised products; this one is tiled as {config}")
     expect_blocks(config)
     block_n = tiling.block_n
     expect(
@@ -166,8 +124,6 @@ def _linear_rope_write_cache(
         *(flat, squares, weight, bias, cos, sin, q, k_cache, v_cache, slots, eps, m, k, flat.stride(0), shares),
         *(q.shape[1], kv_heads, cos.stride(0), k_cache.stride(1), k_cache.stride(2)),
         *(tiling.rows_per_program or block_n // 2, tiling.prefetch_columns if k % 8 == 0 else 0),
-        HAS_BIAS=bias is not None,
-        SCALED=squares is not None,
         SHARES=power_of_two(shares),
         HALF=size // 2,
         **tiling.launch_constants(k),
@@ -178,44 +134,12 @@ def _linear_rope_write_cache(
 
 # An overload of the operator that writes the same cache rows, so that row access is known.
 define(
-    "rope_write_cache.triton_linear(Tensor x, Tensor? squares, Tensor weight, Tensor? bias, float eps, Tensor cos, "
-    "Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, int[] config, bool pdl) -> Tensor",
+    "rope_write_cache.triton_linear",
     _linear_rope_write_cache,
-    lambda x, squares, weight, bias, eps, cos, sin, k_cache, *rest: _queries(x, weight, k_cache),
-)
-
-
-def _linear_quantized_rope_write_cache(
-    x: Tensor,
-    x_scales: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    rows: int,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    config: list[int],
-    pdl: bool,
-) -> Tensor:
-    """Multiply e4m3 operands, rotate and write the cache. Return queries in ``dtype``; ``rows`` weight rows share a scale."""
-    rotary = cos, sin, k_cache, v_cache, slots
-    q = _queries(x, weight, k_cache, dtype)
-    streamed.rope_write_cache(
-        x, None, weight, bias, 0.0, rotary, q, MatmulConfig(*config), pdl, quantized=(x_scales, scales, rows)
-    )
-    return q
-
-
-define(
-    "rope_write_cache.triton_linear_quantized(Tensor x, Tensor x_scales, Tensor weight, Tensor scales, int rows, "
-    "Tensor? bias, ScalarType dtype, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, "
-    "int[] config, bool pdl) -> Tensor",
-    _linear_quantized_rope_write_cache,
-    lambda x, x_scales, weight, scales, rows, bias, dtype, cos, sin, k_cache, *rest: _queries(x, weight, k_cache, dtype),
+    lambda x, squares, weight, bias, eps, cos, sin, k_cache, v_cache, slots, config, pdl, *quantized: _queries(
+        x, weight, k_cache, quantized[3] if quantized else None
+    ),
+    writes=("k_cache", "v_cache"),
 )
 
 
@@ -245,8 +169,8 @@ def _linear_planes_rope_write_cache(
 
 
 define(
-    "rope_write_cache.triton_linear_planes(Tensor x, Tensor data, Tensor scales, Tensor? bias, ScalarType dtype, Tensor cos, "
-    "Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, int[] config, bool pdl) -> Tensor",
+    "rope_write_cache.triton_linear_planes",
     _linear_planes_rope_write_cache,
     lambda x, data, scales, bias, dtype, cos, sin, k_cache, *rest: _queries(x, data, k_cache, dtype),
+    writes=("k_cache", "v_cache"),
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from copy import copy
+from typing import TYPE_CHECKING, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,71 +26,50 @@ from outrider_triton.cache_attention import TritonAttention
 from outrider_triton.derive import MAX_TOKENS_TUNED, choose_config
 from outrider_triton.device_facts import DeviceFacts
 from outrider_triton.experts import TritonExperts
-from outrider_triton.launch import compile_only
-from outrider_triton.measured_choices import Measured, TritonTuning
+from outrider_triton.launch import compile_only, has_kernel
 from outrider_triton.peers import FUSED_BYTES, PeerExchange
 from outrider_triton.prefill_attention import PromptAttention
 from outrider_triton.rotary import rotates
-from outrider_triton.table import STREAMED, MatmulConfig, Table, bucket
+from outrider_triton.table import ANY_LAYER, STREAMED, MatmulConfig, Table, bucket, layer_of
 from outrider_triton.token_choice import TritonChoices
+from outrider_triton.tuned_store import ChoiceRow, PromptStore, TunedStore, merge_choices
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from outrider.device import DecoderShape, TuningProgress, TuningResult
 
 _TRITON = torch.ops.outrider
 _MAX_MOVES = 256
-_NORM_PRODUCT_ROTATED = "norm_linear_quantized_rope_write_cache"
-_NORM_PRODUCTS = (
-    "norm_linear_quantized",
-    _NORM_PRODUCT_ROTATED,
-    "attention_norm_linear_quantized",
-    "attention_norm_linear_silu_mul_quantized",
-)
-_DEPENDENT_METHODS = {
-    "gather_rows": ("embedding",),
-    "add_rms_norm": ("linear_add_rms_norm", "linear_quantized_add_rms_norm", *_NORM_PRODUCTS),
-    "rms_norm": ("head_norm_rope_write_cache",),
-    "rope_write_cache": ("head_norm_rope_write_cache", "linear_quantized_rope_write_cache", _NORM_PRODUCT_ROTATED),
-    "embed_beside": ("embed_beside_linear_quantized",),
-    "linear_quantized": (
-        "linear_quantized_add",
-        "linear_quantized_add_rms_norm",
-        "linear_quantized_rope_write_cache",
-        "embed_beside_linear_quantized",
-        *_NORM_PRODUCTS,
-    ),
-    "verify_chain": ("verify_checked",),
-    "find_nan": ("verify_checked",),
-}
-"""Methods that call the default implementation if the named kernel lost against torch's."""
 
 
-class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExperts, TritonTuning, KernelSet, complete=True):
+class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExperts, KernelSet, complete=True):
     """Kernels in Triton for one device.
 
     ``facts`` describes the device. ``table`` has its measurements, or is None. Configurations that the table lacks are
-    derived from the facts (:mod:`outrider_triton.derive`). ``everywhere`` also uses kernels that lost against torch's in the
-    table. ``device`` is where tuning runs. ``takes_over`` uses choices that an earlier process stored on this machine.
+    derived from the facts (:mod:`outrider_triton.derive`). ``device`` is where tuning runs. ``takes_over`` uses choices that
+    an earlier process stored on this machine.
 
     The references compute float64, which they do exactly, and shapes that a kernel's docstring excludes. The library
     computes float32 products.
     """
 
     name = "triton"
+    tunes = True
+    _layer: str = ANY_LAYER
 
     def __init__(
         self,
         facts: DeviceFacts,
         *,
         table: Table | None = None,
-        everywhere: bool = False,
         device: torch.device | None = None,
         takes_over: bool = True,
     ) -> None:
         self.facts, self.device, self.takes_over = facts, device, takes_over
-        self._measured = Measured(table)
-        self._ignores_losses = everywhere
+        self._tables = [table]
         self.processors, self.pdl = facts.processors, facts.pdl
         self._scope = variants.VariantScope()
         self._exchanges: WeakKeyDictionary[Group, PeerExchange] = WeakKeyDictionary()
@@ -102,19 +82,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
             self.cache_formats = frozenset({"fp8"} if facts.fp8 else ())
         if "name" not in declared:
             tuned = f"derived for {facts.architecture}" if table is None else f"tuned for {table.device}"
-            self.name = f"triton, {tuned}" + (", everywhere" if everywhere else "")
-
-    def _uses(self, kernel: str, *operands: Tensor) -> bool:
-        if any(operand.dtype is torch.float64 for operand in operands):
-            return False
-        return self._ignores_losses or self.table is None or self.table.kernels.get(kernel, True)
-
-    def unused_overrides(self) -> Mapping[str, str]:
-        """Return kernels that lost against the reference when this device was measured, with the reason."""
-        lost = [name for name in (self.table.kernels if self.table else ()) if not self._uses(name)]
-        return dict.fromkeys(
-            [each for name in lost for each in (name, *_DEPENDENT_METHODS.get(name, ()))], "the reference was faster"
-        )
+            self.name = f"triton, {tuned}"
 
     def every_variant(self) -> AbstractContextManager[None] | None:
         """Compile every table configuration of a weight, and every split of cached tokens and of the vocabulary."""
@@ -168,6 +136,54 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
             self._derived[key] = choose_config(self.facts, operator, m=m, n=n, k=k, half=half)
         return self._derived[key]
 
+    # -- measurements ----------------------------------------------------------------------------------------------
+
+    @property
+    def table(self) -> Table | None:
+        """Return the measurements in use, or None. All :meth:`for_shape` copies share them."""
+        return self._tables[-1]
+
+    @table.setter
+    def table(self, table: Table | None) -> None:
+        self._tables[:] = [table]
+
+    def for_shape(self, shape: DecoderShape) -> Self:
+        """Return a copy that shares all state and prefers choices measured in layers of this shape."""
+        copied = copy(self)
+        copied._layer = layer_of(shape)
+        return copied
+
+    def tune(
+        self,
+        shapes: Sequence[DecoderShape],
+        *,
+        deadline_s: float,
+        directory: Path,
+        progress: TuningProgress | None = None,
+    ) -> tuple[TuningResult, ...]:
+        """Measure and store choices for bfloat16 and up to 128 tokens; see :mod:`outrider_triton.tuner`."""
+        from outrider_triton.tuner import tune
+
+        return tune(self, shapes, deadline_s=deadline_s, directory=directory, progress=progress)
+
+    def use_tuned(self, directory: Path) -> int:
+        """Load stored choices for this device name, torch, Triton and kernel sources; return how many.
+
+        Also load the ranking of prefill kernels, and store later warm-up measurements there. Does nothing, and returns 0, if
+        the set ignores earlier measurements.
+        """
+        if not self.takes_over:
+            return 0
+        store = TunedStore(directory, self.facts)
+        rows = store.load()
+        self.use_choices(rows)
+        self._prompts.use_store(PromptStore(store.home / "prompts"))
+        return len(rows)
+
+    def use_choices(self, rows: Sequence[ChoiceRow]) -> None:
+        """Use these choices from now on, before all others."""
+        self.table = merge_choices(self.table, self.facts, rows)
+
     # -- matrix products -------------------------------------------------------------------------------------------
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -198,15 +214,15 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         eps: float,
     ) -> Tensor:
         """Multiply, in parts if that was faster; the norm kernel adds the parts up."""
-        for config_list in self._products("linear_parts", x, weight) if self._uses("add_rms_norm", residual) else ():
+        for config_list in self._products("linear_parts", x, weight) if has_kernel(residual) else ():
             parts = _TRITON.linear_parts.triton(_sample(x), weight, config_list, self.pdl)
             # The kernel writes the residual, so compile with a copy.
-            _TRITON.add_parts_rms_norm.triton(parts, bias, _sample(residual).clone(), norm, eps, self.pdl)
+            _TRITON.add_rms_norm.triton(parts, bias, _sample(residual).clone(), norm, eps, self.pdl)
         config = self.matmul_config("linear_parts", x, weight)
-        if config is None or not self._uses("add_rms_norm", residual):
+        if config is None or not has_kernel(residual):
             return super().linear_add_rms_norm(x, weight, bias, residual, norm, eps)
         parts = _TRITON.linear_parts.triton(x, weight, config.as_list(), self.pdl)
-        return _TRITON.add_parts_rms_norm.triton(parts, bias, residual, norm, eps, self.pdl)  # type: ignore[no-any-return]
+        return _TRITON.add_rms_norm.triton(parts, bias, residual, norm, eps, self.pdl)  # type: ignore[no-any-return]
 
     def _pair(
         self, added: Product, residual: Tensor, norm: Tensor, consumer: str, weight: Tensor, *, half: int = 0
@@ -261,15 +277,15 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         self, added: Product, residual: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         """Add, normalise, multiply and apply SwiGLU, in two kernels if they were faster than three."""
-        for first in self._scaled(added, residual, norm):
-            for config_list in self._products("scaled_silu_mul", first[0], weight):
-                _TRITON.scaled_silu_mul.triton(*first, weight, bias, eps, config_list, self.pdl)
+        for scaled, squares in self._scaled(added, residual, norm):
+            for config_list in self._products("scaled_silu_mul", scaled, weight):
+                _TRITON.linear_silu_mul.triton(scaled, weight, bias, config_list, self.pdl, squares, eps)
         pair = self._pair(added, residual, norm, "scaled_silu_mul", weight)
         if pair is None:
             return super().norm_linear_silu_mul(added, residual, norm, eps, weight, bias)
         adding, taking = (config.as_list() for config in pair)
         scaled, squares = _TRITON.linear_add_scaled.triton(*added, residual, norm, adding, self.pdl)
-        return _TRITON.scaled_silu_mul.triton(scaled, squares, weight, bias, eps, taking, self.pdl)  # type: ignore[no-any-return]
+        return _TRITON.linear_silu_mul.triton(scaled, weight, bias, taking, self.pdl, squares, eps)  # type: ignore[no-any-return]
 
     def norm_linear_rope_write_cache(
         self,
@@ -303,21 +319,21 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
 
     def embed_beside(self, tokens: Tensor, weight: Tensor, hidden: Tensor) -> Tensor:
         """Concatenate embeddings and features, one program per token and block of columns."""
-        if not self._uses("embed_beside", weight, hidden) or weight.dtype is not hidden.dtype or hidden.stride(-1) != 1:
+        if not has_kernel(weight, hidden) or weight.dtype is not hidden.dtype or hidden.stride(-1) != 1:
             return super().embed_beside(tokens, weight, hidden)
         return _TRITON.embed_beside.triton(tokens, weight, hidden, self.pdl)  # type: ignore[no-any-return]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise rows, one program per row."""
-        if not self._uses("rms_norm", x):
+        if not has_kernel(x):
             return super().rms_norm(x, weight, eps)
         return _TRITON.rms_norm.triton(x, weight, eps, self.pdl)  # type: ignore[no-any-return]
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Add to the residual and normalise, one program per row."""
-        if not self._uses("add_rms_norm", x) or not residual.is_contiguous():
+        if not has_kernel(x) or not residual.is_contiguous():
             return super().add_rms_norm(x, residual, weight, eps)
-        return _TRITON.add_rms_norm.triton(x, residual, weight, eps, self.pdl)  # type: ignore[no-any-return]
+        return _TRITON.add_rms_norm.triton(x, None, residual, weight, eps, self.pdl)  # type: ignore[no-any-return]
 
     def all_reduce_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, group: Group, stream: Stream
@@ -336,7 +352,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Apply SwiGLU elementwise to gate and up."""
-        if not self._uses("silu_mul", gate_up):
+        if not has_kernel(gate_up):
             return super().silu_mul(gate_up)
         return _TRITON.silu_mul.triton(gate_up, self.pdl)  # type: ignore[no-any-return]
 
@@ -353,14 +369,14 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
     ) -> None:
         """Rotate queries and keys and write the cache, one program per token."""
         contiguous = all(x.stride(-1) == 1 for x in (q, k, v, cos, sin))
-        if not self._uses("rope_write_cache", q) or not contiguous or cos.shape[1] != q.shape[2]:
+        if not has_kernel(q) or not contiguous or cos.shape[1] != q.shape[2]:
             super().rope_write_cache(q, k, v, cos, sin, k_cache, v_cache, slots)
             return
         _TRITON.rope_write_cache.triton(q, k, v, cos, sin, k_cache, v_cache, slots, self.pdl)
 
     def head_norm_rope_write_cache(self, made: Tensor, norms: HeadNorms, rotary: RotaryArgs) -> Tensor:
         """Normalise heads, rotate and write the cache in one kernel instead of three, one program per token and head."""
-        supported = self._uses("rope_write_cache", made) and self._uses("rms_norm", made) and rotates(rotary, made)
+        supported = has_kernel(made) and rotates(rotary, made)
         if not supported or not made.is_contiguous() or {norms.queries.dtype, norms.keys.dtype} != {made.dtype}:
             return super().head_norm_rope_write_cache(made, norms, rotary)
         queries: Tensor = _TRITON.rope_write_cache.triton_parts(made, None, *rotary, made.dtype, self.pdl, *norms)
@@ -368,7 +384,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
 
     def move_cache(self, k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
         """Move cache rows in one launch, up to 256 rows."""
-        if not self._uses("move_cache", k_cache) or sources.shape[0] > _MAX_MOVES:
+        if not has_kernel(k_cache) or sources.shape[0] > _MAX_MOVES:
             super().move_cache(k_cache, v_cache, sources, destinations)
             return
         if self._scope.must_compile(("move_cache", k_cache.dtype, k_cache.stride(1))):
@@ -380,27 +396,27 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
 
     def gather_rows(self, state: Tensor, rows: Tensor) -> Tensor:
         """Gather rows, one program per row and block of columns."""
-        if not self._uses("gather_rows", state) or not state.is_contiguous():
+        if not has_kernel(state) or not state.is_contiguous():
             return super().gather_rows(state, rows)
         return _TRITON.gather_rows.triton(state, rows, self.pdl)  # type: ignore[no-any-return]
 
     def copy_rows(self, source: Tensor, out: Tensor) -> None:
         """Copy rows, one program per row and block of columns."""
-        if not self._uses("copy_rows", source) or source.stride(-1) != 1 or out.stride(-1) != 1:
+        if not has_kernel(source) or source.stride(-1) != 1 or out.stride(-1) != 1:
             super().copy_rows(source, out)
             return
         _TRITON.copy_rows.triton(source, out, self.pdl)
 
     def scatter_rows(self, state: Tensor, rows: Tensor, values: Tensor) -> None:
         """Scatter rows, one program per row and block of columns."""
-        if not self._uses("scatter_rows", state) or not state.is_contiguous():
+        if not has_kernel(state) or not state.is_contiguous():
             super().scatter_rows(state, rows, values)
             return
         _TRITON.scatter_rows.triton(state, rows, values, self.pdl)
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """Look up embeddings by gathering rows."""
-        if tokens.dim() != 1 or not self._uses("gather_rows", weight) or not weight.is_contiguous():
+        if tokens.dim() != 1 or not has_kernel(weight) or not weight.is_contiguous():
             return super().embedding(tokens, weight)
         return _TRITON.gather_rows.triton(weight, tokens, self.pdl)  # type: ignore[no-any-return]
 

@@ -8,6 +8,8 @@ from contextvars import ContextVar
 from threading import Thread
 from typing import Any
 
+import torch
+from torch import Tensor
 from triton.runtime import cache
 
 _ahead = ContextVar("outrider_triton_ahead", default=False)
@@ -16,6 +18,11 @@ _ahead = ContextVar("outrider_triton_ahead", default=False)
 def power_of_two(value: int) -> int:
     """Return the least power of two that isn't below ``value``."""
     return 1 << max(value - 1, 0).bit_length()
+
+
+def has_kernel(*operands: Tensor) -> bool:
+    """Return True unless an operand is in float64, which only the references compute exactly."""
+    return all(operand.dtype is not torch.float64 for operand in operands)
 
 
 def warps_for(block: int) -> int:
@@ -41,12 +48,14 @@ def compile_only() -> Iterator[None]:
         _ahead.reset(token)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, pdl: bool, warps: int, **settings: Any) -> None:
-    """Enqueue a kernel on the ambient stream, or only compile it inside :func:`compile_only`. An empty grid is not
-    launched.
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, pdl: bool, warps: int = 0, **settings: Any) -> None:
+    """Enqueue a kernel on the ambient stream, or only compile it inside :func:`compile_only`.
+
+    Without ``warps``, their number follows from the setting BLOCK (:func:`warps_for`). An empty grid is not launched.
     """
     if min(grid) < 1:
         return
+    warps = warps or warps_for(settings["BLOCK"])
     if pdl:
         settings["launch_pdl"] = True
     kernel.run(*arguments, grid=grid, warmup=_ahead.get(), PDL=pdl, num_warps=warps, **settings)

@@ -13,7 +13,7 @@ from outrider.device import QuantizedWeight
 from outrider_triton.define import define
 from outrider_triton.jit import quantized
 from outrider_triton.launch import launch
-from outrider_triton.quantized_ops import OPERANDS, empty_product, flat_rows, quantized_rows, weight_of_operands
+from outrider_triton.quantized_ops import empty_product, flat_rows, quantized_rows, weight_of_operands
 
 
 def dequantized_weight(weight: QuantizedWeight, dtype: torch.dtype, *, fp8: bool, pdl: bool) -> Tensor:
@@ -38,7 +38,6 @@ def dequantized_weight(weight: QuantizedWeight, dtype: torch.dtype, *, fp8: bool
         COLUMNS=columns,
         WIDTH=width,
         FORMAT=weight.format,
-        ZEROS=weight.zero_points is not None,
         FP8=fp8,
         BLOCK_N=16,
         BLOCK_K=block,
@@ -59,7 +58,6 @@ def scaled_products(
         (m, triton.cdiv(n, block)),
         *(sums, x_scales, scales, bias, out, n),
         ROWS=rows,
-        HAS_BIAS=bias is not None,
         BLOCK=block,
         pdl=pdl,
         warps=4,
@@ -68,8 +66,7 @@ def scaled_products(
 
 
 define(
-    "scale_products.triton(Tensor sums, Tensor x_scales, Tensor scales, Tensor? bias, int rows, ScalarType dtype, bool pdl) "
-    "-> Tensor",
+    "scale_products.triton",
     scaled_products,
     lambda sums, x_scales, scales, bias, rows, dtype, pdl: torch.empty_like(sums, dtype=dtype),
 )
@@ -113,4 +110,4 @@ def _library(
     return product.view(*x.shape[:-1], n)
 
 
-define(f"linear_quantized.library({OPERANDS}, bool scaled, bool fp8, bool pdl) -> Tensor", _library, empty_product)
+define("linear_quantized.library", _library, empty_product)

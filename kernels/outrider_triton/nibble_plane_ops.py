@@ -83,11 +83,7 @@ def permute_rows(x: Tensor, pdl: bool, how: int = NIBBLE_PLANES) -> Tensor:
     return out
 
 
-define(
-    "lay_in_planes.triton(Tensor x, bool pdl, int how) -> Tensor",
-    permute_rows,
-    lambda x, pdl, how: allocate_rows(x, x.shape, how)[0],
-)
+define("lay_in_planes.triton", permute_rows, lambda x, pdl, how: allocate_rows(x, x.shape, how)[0])
 
 
 def _linear_planes(
@@ -147,8 +143,6 @@ def _linear_planes(
         MODE=mode,
         ROWS=block[0],
         COLUMNS=columns,
-        ZEROS=zero_points is not None,
-        HAS_BIAS=bias is not None and tiling.split == 1,
         ASM=asm,
         SUB=min(at_once, tiling.block_k) if at_once else tiling.block_k,
         SPLIT=tiling.split,
@@ -181,12 +175,7 @@ def _empty_gated(both: Tensor, data: Tensor, *rest: Any) -> Tensor:
     return both.new_empty((split, 1, n), dtype=torch.float32) if split > 1 else both.new_empty((1, n))
 
 
-define(
-    "linear_quantized.triton_gated_planes(Tensor both, Tensor data, Tensor scales, Tensor? bias, int[] config, bool pdl) "
-    "-> Tensor",
-    _gated_planes,
-    _empty_gated,
-)
+define("linear_quantized.triton_gated_planes", _gated_planes, _empty_gated)
 
 
 def _empty(x: Tensor, data: Tensor, *rest: Any) -> Tensor:
@@ -196,9 +185,4 @@ def _empty(x: Tensor, data: Tensor, *rest: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], n), dtype=rest[-7] or x.dtype)
 
 
-define(
-    "linear_quantized.triton_planes(Tensor x, Tensor data, Tensor scales, Tensor? zero_points, Tensor? bias, int[] block, "
-    "ScalarType? laid, str mode, int columns, int at_once, bool asm, int[] config, bool pdl) -> Tensor",
-    _linear_planes,
-    _empty,
-)
+define("linear_quantized.triton_planes", _linear_planes, _empty)

@@ -14,8 +14,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from outrider.device.kernels.checks import check_copy, expect
 from outrider_triton import streamed
 from outrider_triton.define import define
-from outrider_triton.jit import matmul, rows
-from outrider_triton.launch import launch, power_of_two, warps_for
+from outrider_triton.jit import matmul
+from outrider_triton.jit import rows as jit_rows
+from outrider_triton.launch import launch, power_of_two
 from outrider_triton.nibble_plane_ops import allocate_rows, row_stride
 from outrider_triton.rotary import expect_laid_out
 from outrider_triton.table import LARGE_M, STREAMED, MatmulConfig
@@ -48,21 +49,16 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool) -> Tensor:
         inner, outer_stride, inner_stride = 1, size, size
     block = power_of_two(size)
     launch(
-        rows.rms_norm,
+        jit_rows.rms_norm,
         (out.numel() // size if size else 0,),
         *(x, weight, out, eps, size, inner, outer_stride, inner_stride),
         BLOCK=block,
         pdl=pdl,
-        warps=warps_for(block),
     )
     return out
 
 
-define(
-    "rms_norm.triton(Tensor x, Tensor weight, float eps, bool pdl) -> Tensor",
-    _rms_norm,
-    lambda x, weight, eps, pdl: _normed(x, weight),
-)
+define("rms_norm.triton", _rms_norm, lambda x, weight, eps, pdl: _normed(x, weight))
 
 
 def _add_parts(
@@ -83,29 +79,27 @@ def _add_parts(
     size = residual.shape[-1]
     block = power_of_two(size)
     launch(
-        rows.add_rms_norm,
+        jit_rows.add_rms_norm,
         (residual.numel() // size,),
         *(x.contiguous(), bias, residual, weight, out, grains, eps, size, residual.numel(), row_stride(out, grains)),
         PARTS=parts,
-        HAS_BIAS=bias is not None,
         PLANES=planes > 0,
         BLOCK=block,
         pdl=pdl,
-        warps=warps_for(block),
     )
     return out
 
 
+def _empty_norm(residual: Tensor, weight: Tensor, planes: int) -> Tensor:
+    _check_norm(residual, weight)
+    return allocate_rows(residual, residual.shape, planes)[0]
+
+
 define(
-    "add_rms_norm.triton(Tensor x, Tensor(a!) residual, Tensor weight, float eps, bool pdl) -> Tensor",
-    lambda x, residual, weight, eps, pdl: _add_parts(x, None, residual, weight, eps, pdl),
-    lambda x, residual, weight, eps, pdl: _normed(residual, weight),
-)
-define(
-    "add_parts_rms_norm.triton(Tensor x, Tensor? bias, Tensor(a!) residual, Tensor weight, float eps, bool pdl, "
-    "int planes=0) -> Tensor",
+    "add_rms_norm.triton",
     _add_parts,
-    lambda x, bias, residual, weight, eps, pdl, planes=0: allocate_rows(residual, residual.shape, planes)[0],
+    lambda x, bias, residual, weight, eps, pdl, planes=0: _empty_norm(residual, weight, planes),
+    writes=("residual",),
 )
 
 
@@ -116,12 +110,12 @@ def _silu_mul(gate_up: Tensor, pdl: bool, planes: int = 0) -> Tensor:
     grid = (gate_up.numel() // (2 * size), triton.cdiv(size, block))
     constants = {"PLANES": planes > 0, "BLOCK": block}
     operands = gate_up.contiguous(), out, grains, size, row_stride(out, grains)
-    launch(rows.silu_mul, grid, *operands, **constants, pdl=pdl, warps=warps_for(block))
+    launch(jit_rows.silu_mul, grid, *operands, **constants, pdl=pdl)
     return out
 
 
 define(
-    "silu_mul.triton(Tensor gate_up, bool pdl, int planes=0) -> Tensor",
+    "silu_mul.triton",
     _silu_mul,
     lambda gate_up, pdl, planes=0: allocate_rows(gate_up, (*gate_up.shape[:-1], gate_up.shape[-1] // 2), planes)[0],
 )
@@ -143,7 +137,7 @@ def _rope_write_cache(
     kv_heads = k.shape[1]
     block_q, block_half = power_of_two(heads), power_of_two(size // 2)
     launch(
-        rows.rope_write_cache,
+        jit_rows.rope_write_cache,
         (tokens,),
         *(q, k, v, cos, sin, k_cache, v_cache, slots, heads, kv_heads, size // 2),
         *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), cos.stride(0)),
@@ -156,12 +150,7 @@ def _rope_write_cache(
     )
 
 
-define(
-    "rope_write_cache.triton(Tensor(a!) q, Tensor(b!) k, Tensor v, Tensor cos, Tensor sin, Tensor(c!) k_cache, "
-    "Tensor(d!) v_cache, Tensor slots, bool pdl) -> ()",
-    _rope_write_cache,
-    lambda q, k, v, cos, sin, k_cache, v_cache, slots, pdl: None,
-)
+define("rope_write_cache.triton", _rope_write_cache, writes=("q", "k", "k_cache", "v_cache"))
 
 
 def _queries(parts: Tensor, k_cache: Tensor, dtype: torch.dtype) -> Tensor:
@@ -192,14 +181,12 @@ def _add_parts_rope_write_cache(
     q = _queries(parts, k_cache, dtype)
     (tokens, heads, size), kv_heads = q.shape, k_cache.shape[2]
     launch(
-        rows.add_parts_rope_write_cache,
+        jit_rows.add_parts_rope_write_cache,
         (tokens, heads + 2 * kv_heads),
         *(parts, bias, q_norm, k_norm, eps, cos, sin, q, k_cache, v_cache, slots, heads, kv_heads, size // 2),
         tokens * parts.shape[-1],
         *(cos.stride(0), k_cache.stride(1), k_cache.stride(2)),
         PARTS=1 if parts.dim() == 2 else parts.shape[0],
-        HAS_BIAS=bias is not None,
-        NORMED=q_norm is not None,
         BLOCK_HALF=power_of_two(size // 2),
         pdl=pdl,
         warps=1,
@@ -209,11 +196,10 @@ def _add_parts_rope_write_cache(
 
 # An overload of the operator that writes the same cache rows, so that row access is known.
 define(
-    "rope_write_cache.triton_parts(Tensor parts, Tensor? bias, Tensor cos, Tensor sin, Tensor(a!) k_cache, "
-    "Tensor(b!) v_cache, Tensor slots, ScalarType dtype, bool pdl, Tensor? q_norm=None, Tensor? k_norm=None, "
-    "float eps=0.0) -> Tensor",
+    "rope_write_cache.triton_parts",
     _add_parts_rope_write_cache,
     lambda parts, bias, cos, sin, k_cache, v_cache, slots, dtype, *rest: _queries(parts, k_cache, dtype),
+    writes=("k_cache", "v_cache"),
 )
 
 
@@ -223,7 +209,7 @@ def _move_cache(k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations:
     size = k_cache.stride(1)
     block = 64
     launch(
-        rows.move_cache,
+        jit_rows.move_cache,
         (triton.cdiv(size, block) if moves else 0,),
         *(k_cache, v_cache, sources, destinations, moves, size),
         MOVES=power_of_two(moves),
@@ -233,11 +219,7 @@ def _move_cache(k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations:
     )
 
 
-define(
-    "move_cache.triton(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor sources, Tensor destinations, bool pdl) -> ()",
-    _move_cache,
-    lambda k_cache, v_cache, sources, destinations, pdl: None,
-)
+define("move_cache.triton", _move_cache, writes=("k_cache", "v_cache"))
 
 
 def _rows_grid(state: Tensor, count: int) -> tuple[tuple[int, int], int, int]:
@@ -246,31 +228,23 @@ def _rows_grid(state: Tensor, count: int) -> tuple[tuple[int, int], int, int]:
     return (count, triton.cdiv(size, block)), size, block
 
 
-def _gather_rows(state: Tensor, rows_of: Tensor, pdl: bool) -> Tensor:
-    out = state.new_empty((rows_of.shape[0], *state.shape[1:]))
-    grid, size, block = _rows_grid(state, rows_of.shape[0])
-    launch(rows.gather_rows, grid, state, rows_of, out, size, BLOCK=block, pdl=pdl, warps=warps_for(block))
+def _gather_rows(state: Tensor, rows: Tensor, pdl: bool) -> Tensor:
+    out = state.new_empty((rows.shape[0], *state.shape[1:]))
+    grid, size, block = _rows_grid(state, rows.shape[0])
+    launch(jit_rows.gather_rows, grid, state, rows, out, size, BLOCK=block, pdl=pdl)
     return out
 
 
-define(
-    "gather_rows.triton(Tensor state, Tensor rows, bool pdl) -> Tensor",
-    _gather_rows,
-    lambda state, rows, pdl: state.new_empty((rows.shape[0], *state.shape[1:])),
-)
+define("gather_rows.triton", _gather_rows, lambda state, rows, pdl: state.new_empty((rows.shape[0], *state.shape[1:])))
 
 
-def _scatter_rows(state: Tensor, rows_of: Tensor, values: Tensor, pdl: bool) -> None:
-    grid, size, block = _rows_grid(state, rows_of.shape[0])
+def _scatter_rows(state: Tensor, rows: Tensor, values: Tensor, pdl: bool) -> None:
+    grid, size, block = _rows_grid(state, rows.shape[0])
     values = values.contiguous()
-    launch(rows.scatter_rows, grid, state, rows_of, values, size, BLOCK=block, pdl=pdl, warps=warps_for(block))
+    launch(jit_rows.scatter_rows, grid, state, rows, values, size, BLOCK=block, pdl=pdl)
 
 
-define(
-    "scatter_rows.triton(Tensor(a!) state, Tensor rows, Tensor values, bool pdl) -> ()",
-    _scatter_rows,
-    lambda state, rows, values, pdl: None,
-)
+define("scatter_rows.triton", _scatter_rows, writes=("state",))
 
 
 def _copy_rows(source: Tensor, out: Tensor, pdl: bool) -> None:
@@ -279,16 +253,15 @@ def _copy_rows(source: Tensor, out: Tensor, pdl: bool) -> None:
     count, size = source.shape
     block = min(power_of_two(size), 1024)
     launch(
-        rows.copy_rows,
+        jit_rows.copy_rows,
         (count, triton.cdiv(size, block)),
         *(source, out, size, source.stride(0), out.stride(0)),
         BLOCK=block,
         pdl=pdl,
-        warps=warps_for(block),
     )
 
 
-define("copy_rows.triton(Tensor source, Tensor(a!) out, bool pdl) -> ()", _copy_rows, lambda source, out, pdl: None)
+define("copy_rows.triton", _copy_rows, writes=("out",))
 
 # -- matrix products -----------------------------------------------------------------------------------------------
 
@@ -334,9 +307,7 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, confi
         grid,
         *(flat, weight, tile_descriptor(weight, tiling), bias, out),
         *(m, n, k, flat.stride(0), rows_per_program, tiling.prefetch_columns if k % 8 == 0 else 0),
-        HAS_BIAS=bias is not None,
         SPLIT=tiling.split,
-        DESCRIPTOR=bool(tiling.descriptor),
         **tiling.launch_constants(k),
         pdl=pdl,
     )
@@ -361,38 +332,40 @@ def _empty_parts(x: Tensor, weight: Tensor, config: list[int]) -> Tensor:
     return x.new_empty((config[3], *shape), dtype=torch.float32) if config[3] > 1 else x.new_empty(shape)
 
 
-define(
-    "linear.triton(Tensor x, Tensor weight, Tensor? bias, int[] config, bool pdl) -> Tensor",
-    _linear,
-    lambda x, weight, bias, config, pdl: x.new_empty((*x.shape[:-1], weight.shape[0])),
-)
-define(
-    "linear_parts.triton(Tensor x, Tensor weight, int[] config, bool pdl) -> Tensor",
-    _linear_parts,
-    lambda x, weight, config, pdl: _empty_parts(x, weight, config),
-)
+define("linear.triton", _linear, lambda x, weight, bias, config, pdl: x.new_empty((*x.shape[:-1], weight.shape[0])))
+define("linear_parts.triton", _linear_parts, lambda x, weight, config, pdl: _empty_parts(x, weight, config))
 
 
-def _linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None, config: list[int], pdl: bool) -> Tensor:
+def _linear_silu_mul(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    config: list[int],
+    pdl: bool,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Multiply and apply SwiGLU; with ``squares``, ``x`` and ``squares`` are the results of ``linear_add_scaled``."""
     tiling = MatmulConfig(*config)
     expect(tiling.split == 1, lambda: "a gated product isn't split: the activation needs the whole sum")
     flat = flat_product(x, weight)
     (m, k), n = flat.shape, weight.shape[0] // 2
     out = x.new_empty((*x.shape[:-1], n))
     if tiling.descriptor == STREAMED:
-        streamed.silu_mul(flat, None, weight, bias, out, 0.0, tiling, pdl)
+        streamed.silu_mul(flat, squares, weight, bias, out, eps, tiling, pdl)
         return out
-    if tiling.descriptor == LARGE_M:
+    if tiling.descriptor == LARGE_M and squares is None:
         streamed.silu_mul_large_m(flat, weight, bias, out, tiling, pdl)
         return out
     expect_blocks(config)
     rows_per_program = tiling.rows_per_program or tiling.block_n
-    grid = triton.cdiv(n, rows_per_program), triton.cdiv(m, tiling.block_m)
+    shares = 1 if squares is None else squares.shape[0]
     launch(
         matmul.linear_silu_mul,
-        grid,
-        *(flat, weight, bias, out, m, n, k, flat.stride(0), rows_per_program, tiling.prefetch_columns if k % 8 == 0 else 0),
-        HAS_BIAS=bias is not None,
+        (triton.cdiv(n, rows_per_program), triton.cdiv(m, tiling.block_m)),
+        *(flat, squares, weight, bias, out, eps, m, n, k, flat.stride(0), shares, rows_per_program),
+        tiling.prefetch_columns if k % 8 == 0 else 0,
+        SHARES=power_of_two(shares),
         **tiling.launch_constants(k),
         pdl=pdl,
     )
@@ -400,7 +373,7 @@ def _linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None, config: lis
 
 
 define(
-    "linear_silu_mul.triton(Tensor x, Tensor weight, Tensor? bias, int[] config, bool pdl) -> Tensor",
+    "linear_silu_mul.triton",
     _linear_silu_mul,
-    lambda x, weight, bias, config, pdl: x.new_empty((*x.shape[:-1], weight.shape[0] // 2)),
+    lambda x, weight, *rest: x.new_empty((*x.shape[:-1], weight.shape[0] // 2)),
 )

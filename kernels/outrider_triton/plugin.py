@@ -21,7 +21,7 @@ def kernel_info() -> KernelInfo:
     found = find_spec("triton") is not None
     return KernelInfo(
         name="triton",
-        description="Kernels in Triton, all of them, whatever was measured",
+        description="Kernels in Triton with this device's measurements",
         backends=("cuda", "rocm"),
         usable=found,
         reason="" if found else "triton isn't installed",
@@ -31,8 +31,8 @@ def kernel_info() -> KernelInfo:
 
 @hookimpl
 def create_kernels(backend: Backend) -> KernelSet:
-    """Create the set that uses Triton for every kernel, with this device's table if there is one."""
-    return _kernels(backend, everywhere=True)
+    """Create the set that backends use by default."""
+    return tuned_kernels(backend)
 
 
 def tuned_kernels(backend: Backend) -> KernelSet:
@@ -40,7 +40,7 @@ def tuned_kernels(backend: Backend) -> KernelSet:
 
     The library computes the products that it won in the table. Raises :class:`BackendLoadError` without Triton.
     """
-    return _kernels(backend, everywhere=False)
+    return _kernels(backend)
 
 
 def derived_kernels(backend: Backend) -> KernelSet:
@@ -48,10 +48,10 @@ def derived_kernels(backend: Backend) -> KernelSet:
 
     Later measurements are used. Raises :class:`BackendLoadError` without Triton.
     """
-    return _kernels(backend, everywhere=False, measured=False)
+    return _kernels(backend, measured=False)
 
 
-def _kernels(backend: Backend, *, everywhere: bool, measured: bool = True) -> KernelSet:
+def _kernels(backend: Backend, *, measured: bool = True) -> KernelSet:
     if find_spec("triton") is None:
         raise BackendLoadError(
             f"the kernels of {backend.label} are in Triton, which isn't installed; {_ADVICE}, or choose kernels=torch"
@@ -68,7 +68,6 @@ def _kernels(backend: Backend, *, everywhere: bool, measured: bool = True) -> Ke
     return TritonKernels(
         facts_of(properties),
         table=load(properties.name) if measured else None,
-        everywhere=everywhere,
         device=backend.device,
         takes_over=measured,
     )

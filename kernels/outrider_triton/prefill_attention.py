@@ -24,7 +24,7 @@ from outrider.device import AttentionMetadata
 from outrider_triton import prefill_ops
 from outrider_triton.device_facts import DeviceFacts
 from outrider_triton.launch import power_of_two
-from outrider_triton.prefill_ranking_store import PromptStore
+from outrider_triton.tuned_store import PromptStore
 
 _TRITON = torch.ops.outrider
 MIN_PREFILL_QUERY = 64

@@ -63,8 +63,7 @@ def _copy_context(
 
 
 define(
-    "copy_context.triton(Tensor k_cache, Tensor v_cache, Tensor seq_lens, Tensor block_table, int rows, int most, "
-    "int padded, ScalarType dtype, bool pdl) -> (Tensor, Tensor, Tensor)",
+    "copy_context.triton",
     _copy_context,
     lambda k_cache, v_cache, seq_lens, block_table, rows, most, padded, dtype, pdl: (
         k_cache.new_empty((rows, k_cache.shape[2], padded), dtype=dtype),
@@ -125,9 +124,4 @@ def _prompt_attention(
     return out
 
 
-define(
-    "prompt_attention.triton(Tensor q, Tensor keys, Tensor values, Tensor query_start, Tensor seq_lens, Tensor block_table, "
-    "Tensor? kv_start, int blocks, float scale, int window, int[] config, bool pdl) -> Tensor",
-    _prompt_attention,
-    lambda q, *rest: q.new_empty(q.shape),
-)
+define("prompt_attention.triton", _prompt_attention, lambda q, *rest: q.new_empty(q.shape))

@@ -17,11 +17,11 @@ from outrider_triton import quantized_ops as _quantized_ops  # noqa: F401
 from outrider_triton import variants
 from outrider_triton.derive import MAX_TOKENS_TUNED, choose_config, config_tokens, every_config
 from outrider_triton.derive_quantized import MAX_TOKENS_TRITON_GEMM
-from outrider_triton.launch import compile_only
+from outrider_triton.launch import compile_only, has_kernel
 from outrider_triton.nibble_plane_ops import INT8_COMPONENTS, allocate_rows, computes_swiglu, row_layout
 from outrider_triton.quantized_ops import MAX_ROW_ELEMENTS, ProductPlan, activation_dtype, plan, sum_parts
 from outrider_triton.rotary import rotates
-from outrider_triton.table import BUCKETS, MatmulConfig
+from outrider_triton.table import BUCKETS, STREAMED, MatmulConfig
 
 _TRITON = torch.ops.outrider
 
@@ -115,7 +115,7 @@ class TritonQuantized(variants.WarmedKernels):
 
     def _multiplies(self, x: Tensor, weight: QuantizedWeight) -> bool:
         is_half = x.dtype in (torch.bfloat16, torch.float16)
-        return is_half and bool(x.numel()) and self._uses("linear_quantized", x, weight.scales)
+        return is_half and bool(x.numel()) and has_kernel(x, weight.scales)
 
     def _skinny(
         self,
@@ -208,7 +208,7 @@ class TritonQuantized(variants.WarmedKernels):
 
     def _rotates(self, x: Tensor, rotary: RotaryArgs) -> bool:
         """Return True if Triton's kernels rotate and write products in the dtype of ``x``."""
-        return rotates(rotary, x) and self._uses("rope_write_cache", x)
+        return rotates(rotary, x)
 
     def _convert_rows(
         self, x: Tensor, weight: QuantizedWeight, product_plan: ProductPlan, config: MatmulConfig
@@ -260,9 +260,9 @@ class TritonQuantized(variants.WarmedKernels):
             return _TRITON.rope_write_cache.triton_linear_planes(  # type: ignore[no-any-return]  # torch.ops has no types
                 rows, weight.data, weight.scales, bias, dtype, *rotary, config.as_list(), self.pdl
             )
-        operands = weight.data, weight.scales, weight.block[0], bias, dtype
-        return _TRITON.rope_write_cache.triton_linear_quantized(  # type: ignore[no-any-return]
-            rows, scales, *operands, *rotary, config.as_list(), self.pdl
+        quantized = scales, weight.scales, weight.block[0], dtype
+        return _TRITON.rope_write_cache.triton_linear(  # type: ignore[no-any-return]
+            rows, None, weight.data, bias, 0.0, *rotary, config.as_list(), self.pdl, *quantized
         )
 
     def _compile_rotary(
@@ -326,7 +326,7 @@ class TritonQuantized(variants.WarmedKernels):
         supported = (
             self._multiplies(residual, weight) and norm.dtype is residual.dtype and residual.shape[-1] <= MAX_ROW_ELEMENTS
         )
-        second = plan(self.facts, weight) if supported and self._uses("add_rms_norm", residual) else None
+        second = plan(self.facts, weight) if supported else None
         first = None if second is None else self._first(added, residual)
         if first is None or second is None:
             return None
@@ -340,7 +340,7 @@ class TritonQuantized(variants.WarmedKernels):
         product, remaining_bias = self._product(added, *first, residual.dtype, taken)
         if not has_dynamic_activations(weight):
             layout = row_layout(second_config) if second.planes else 0
-            normed = _TRITON.add_parts_rms_norm.triton(product, remaining_bias, residual, norm, eps, self.pdl, layout)
+            normed = _TRITON.add_rms_norm.triton(product, remaining_bias, residual, norm, eps, self.pdl, layout)
             return NormedRows(normed, None, second, second_config)
         normed, scales = self._norm(product, remaining_bias, residual, norm, eps, weight, second)
         return NormedRows(normed, scales, second, second_config)
@@ -389,7 +389,7 @@ class TritonQuantized(variants.WarmedKernels):
             if product_plan.can_stream and not product_plan.planes
             else None
         )
-        if config is None or normed.scales is None or not self._uses("silu_mul", residual):
+        if config is None or normed.scales is None:
             return None
         operands = weight.data, weight.scales, weight.block[0], bias, residual.dtype
         if self._scope.must_compile(("linear_quantized_silu_mul", residual.dtype, weight.shape, weight.label, bias is None)):
@@ -416,7 +416,7 @@ class TritonQuantized(variants.WarmedKernels):
         if has_dynamic_activations(weight):
             rows, scales = _TRITON.silu_mul.triton_quantize(x, *activation_format(weight, product_plan), self.pdl)
             return TokenRows(rows, scales, False)
-        laid = product_plan.planes and self._uses("silu_mul", x)
+        laid = product_plan.planes
         if laid and computes_swiglu(config, x.shape[0]) and x.dim() == 2:
             return TokenRows(x, None, False, gated=True)
         return TokenRows(_TRITON.silu_mul.triton(x, self.pdl, row_layout(config)) if laid else self.silu_mul(x), None, laid)
@@ -465,12 +465,7 @@ class TritonQuantized(variants.WarmedKernels):
 
     def _compile_activation(self, added: QuantizedProduct, product_plan: ProductPlan) -> None:
         """Compile SwiGLU with each row layout that the following product may take."""
-        if (
-            added.gated
-            and product_plan.planes
-            and not has_dynamic_activations(added.weight)
-            and self._uses("silu_mul", added.x)
-        ):
+        if added.gated and product_plan.planes and not has_dynamic_activations(added.weight):
             configs = self._every(added.x, added.weight, product_plan)
             for layout in {row_layout(tiling) for tiling in configs}:
                 with compile_only():
@@ -501,7 +496,87 @@ class TritonQuantized(variants.WarmedKernels):
                 if has_dynamic_activations(weight):
                     self._norm(parts, remaining_bias, sample, norm, 1e-5, weight, second)
                 else:
-                    _TRITON.add_parts_rms_norm.triton(parts, remaining_bias, sample, norm, 1e-5, self.pdl, layout)
+                    _TRITON.add_rms_norm.triton(parts, remaining_bias, sample, norm, 1e-5, self.pdl, layout)
+
+    # -- products without another quantised product before or after them -----------------------------------------------
+
+    def embed_beside_linear_quantized(
+        self, tokens: Tensor, embedding: Tensor, hidden: Tensor, weight: QuantizedWeight, bias: Tensor | None = None
+    ) -> Tensor:
+        """Quantise each token's embedding and hidden features while they are read, then multiply."""
+        product_plan, config, k = plan(self.facts, weight), None, weight.shape[1]
+        supported = (
+            hidden.dim() == 2 and hidden.stride(1) == 1 and hidden.dtype is embedding.dtype and embedding.is_contiguous()
+        )
+        supported = supported and k <= MAX_ROW_ELEMENTS and has_dynamic_activations(weight) and has_kernel(embedding, hidden)
+        if product_plan is not None and supported and self._multiplies(hidden, weight):
+            concatenated = hidden[:, :1].expand(-1, k)  # only the shape and dtype are used
+            config = self.quantized_config(concatenated, weight, product_plan)
+            self._prepare(concatenated, weight, bias)
+        if product_plan is None or config is None:
+            return super().embed_beside_linear_quantized(tokens, embedding, hidden, weight, bias)
+        row_format = activation_format(weight, product_plan)
+        x, scales = _TRITON.embed_beside.triton_quantize(tokens, embedding, hidden, *row_format, self.pdl)
+        return self._skinny(x, weight, bias, product_plan, config, dtype=hidden.dtype, scales=scales)
+
+    def linear_quantized_add(self, added: QuantizedProduct, residual: Tensor) -> Tensor:
+        """Add a quantised product to the residual.
+
+        A streamed product adds to the residual itself. Torch's addition is one kernel more, which starts after its
+        predecessor has ended and doesn't let its successor start early.
+        """
+        first = self._first(added, residual, parts=False)
+        if first is None:
+            return super().linear_quantized_add(added, residual)
+        (product_plan, config), weight = first, added.weight
+        can_stream = product_plan.can_stream and not product_plan.planes
+        if self._scope.must_compile(("linear_quantized_add", residual.dtype, weight.shape, weight.label, added.bias is None)):
+            self._compile_activation(added, product_plan)
+            sample = residual[:4]
+            for tiling in self._every(residual, weight, product_plan):
+                if can_stream and tiling.descriptor == STREAMED:
+                    with compile_only():
+                        self._launch_add(
+                            TokenRows(sample.new_empty((sample.shape[0], weight.shape[1])), None, False),
+                            added,
+                            sample,
+                            tiling,
+                        )
+        rows = self._taken(added, product_plan, config)
+        if can_stream and config.descriptor == STREAMED:
+            self._launch_add(rows, added, residual, config)
+            return residual
+        x, scales, laid, gated = rows
+        product = self._skinny(
+            x, weight, added.bias, product_plan, config, dtype=residual.dtype, scales=scales, laid=laid, gated=gated
+        )
+        return residual.add_(product)
+
+    def _launch_add(self, rows: TokenRows, added: QuantizedProduct, residual: Tensor, config: MatmulConfig) -> None:
+        weight = added.weight
+        tensors = weight.data, weight.scales, weight.input_scale, added.bias
+        x = rows.x if rows.x.stride(-1) == 1 else rows.x.contiguous()
+        options = weight.block[0], weight.activations or "", rows.scales
+        _TRITON.linear_quantized.triton_add(x, *tensors, *options, residual, config.as_list(), self.pdl)
+
+    def linear_quantized_add_rms_norm(self, added: QuantizedProduct, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """Multiply; the norm kernel adds the product's parts to the residual."""
+        supported = norm.dtype is residual.dtype and residual.shape[-1] <= MAX_ROW_ELEMENTS
+        first = self._first(added, residual) if supported else None
+        if first is None:
+            return super().linear_quantized_add_rms_norm(added, residual, norm, eps)
+        product_plan, weight = first[0], added.weight
+        weight_key = weight.shape, weight.label, added.bias is None
+        if self._scope.must_compile(("linear_quantized_add_rms_norm", residual.dtype, *weight_key)):
+            self._compile_activation(added, product_plan)
+            for split in {each.split for each in self._every(residual, weight, product_plan)}:
+                sample = residual[:4].clone()
+                parts = sample.new_empty((split, *sample.shape), dtype=torch.float32) if split > 1 else sample
+                with compile_only():
+                    bias = added.bias if split > 1 else None
+                    _TRITON.add_rms_norm.triton(parts, bias, sample, norm, 1e-5, self.pdl)
+        product, remaining_bias = self._product(added, *first, residual.dtype)
+        return _TRITON.add_rms_norm.triton(product, remaining_bias, residual, norm, eps, self.pdl)  # type: ignore[no-any-return]
 
 
 def _operands(weight: QuantizedWeight, bias: Tensor | None) -> tuple[object, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider_triton.bookkeeping_ops import expect_beside
 from outrider_triton.define import define
 from outrider_triton.jit import activations
-from outrider_triton.launch import launch, power_of_two, warps_for
+from outrider_triton.launch import launch, power_of_two
 from outrider_triton.quantized_ops import allocate_quantized
 from outrider_triton.streamed import silu_mul
 from outrider_triton.table import MatmulConfig
@@ -47,8 +47,7 @@ def _gated(x: Tensor, weight: Tensor, dtype: torch.dtype, config: list[int]) -> 
 
 
 define(
-    "linear_silu_mul.triton_quantized(Tensor x, Tensor x_scales, Tensor weight, Tensor scales, int rows, Tensor? bias, "
-    "ScalarType dtype, int[] config, bool pdl) -> (Tensor, Tensor)",
+    "linear_silu_mul.triton_quantized",
     _silu_mul_linear,
     lambda x, x_scales, weight, scales, rows, bias, dtype, config, pdl: _gated(x, weight, dtype, config),
 )
@@ -74,7 +73,7 @@ def _quantize_by_maxima(x: Tensor, maxima: Tensor, format: str, dtype: torch.dty
 
 
 define(
-    "quantize_by_maxima.triton(Tensor x, Tensor maxima, str format, ScalarType dtype, bool pdl) -> (Tensor, Tensor)",
+    "quantize_by_maxima.triton",
     _quantize_by_maxima,
     lambda x, maxima, format, dtype, pdl: allocate_quantized(x, x.shape[1], 0, dtype),
 )
@@ -96,14 +95,12 @@ def _embed_beside_quantize(
         GROUP=min(group, block),
         BLOCK=block,
         pdl=pdl,
-        warps=warps_for(block),
     )
     return out, scales
 
 
 define(
-    "embed_beside.triton_quantize(Tensor tokens, Tensor weight, Tensor hidden, str format, int group, ScalarType dtype, "
-    "bool pdl) -> (Tensor, Tensor)",
+    "embed_beside.triton_quantize",
     _embed_beside_quantize,
     lambda tokens, weight, hidden, format, group, dtype, pdl: allocate_quantized(
         hidden, weight.shape[1] + hidden.shape[1], group, dtype

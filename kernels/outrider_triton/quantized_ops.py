@@ -18,8 +18,8 @@ from outrider_triton.device_facts import DeviceFacts
 from outrider_triton.jit import activations as jit_activations
 from outrider_triton.jit import quantized
 from outrider_triton.jit.nibble_planes import UNIT_COLUMNS
-from outrider_triton.launch import launch, power_of_two, warps_for
-from outrider_triton.streamed import multiply_quantized
+from outrider_triton.launch import launch, power_of_two
+from outrider_triton.streamed import multiply
 from outrider_triton.table import STREAMED, MatmulConfig
 
 _COLUMNS_PER_SCALE = 128
@@ -123,18 +123,15 @@ def quantized_rows(
         (m, groups),
         *(x, input_scale, out, scales, k, x.stride(0), group, groups),
         FORMAT=format,
-        GIVEN=input_scale is not None,
         PLAIN=plain,
         BLOCK=block,
         pdl=pdl,
-        warps=warps_for(block),
     )
     return out, scales
 
 
 define(
-    "quantize_rows.triton(Tensor x, str format, int group, Tensor? input_scale, ScalarType dtype, bool pdl) -> "
-    "(Tensor, Tensor)",
+    "quantize_rows.triton",
     quantized_rows,
     lambda x, format, group, input_scale, dtype, pdl: allocate_quantized(x, x.shape[1], group, dtype),
 )
@@ -218,7 +215,7 @@ def _linear_quantized(
             flat, x_scales = quantized_rows(flat, activations, group, input_scale, activation_dtype(data, native), pdl)
         groups = x_scales.shape[1]
     if is_streamed and x_scales is not None:
-        multiply_quantized(flat, data, bias, product[0], (x_scales, scales, block[0]), tiling, pdl)
+        multiply(flat, data, bias, product[0], tiling, pdl, quantized=(x_scales, scales, block[0]))
         return product.view(*x.shape[:-1], n)
     packed = format == "int4"
     if packed and (flat.data_ptr() % 4 or flat.stride(0) % 2):
@@ -237,9 +234,6 @@ def _linear_quantized(
         ROWS=block[0],
         COLUMNS=columns,
         GROUP=group,
-        ZEROS=zero_points is not None,
-        ACTIVE=bool(activations),
-        HAS_BIAS=bias is not None and tiling.split == 1,
         FP8=fp8,
         ASM=asm,
         SUB=min(at_once, tiling.block_k) if at_once else tiling.block_k,
@@ -267,18 +261,11 @@ def sum_parts(parts: Tensor, bias: Tensor | None, x: Tensor, dtype: torch.dtype,
         (triton.cdiv(out.numel(), block),),
         *(parts, bias, out, out.numel(), n),
         PARTS=split,
-        HAS_BIAS=bias is not None,
         BLOCK=block,
         pdl=pdl,
         warps=2,
     )
     return out
-
-
-OPERANDS = (
-    "Tensor x, Tensor data, Tensor scales, Tensor? zero_points, Tensor? input_scale, Tensor? bias, str format, int[] block, "
-    "int[] shape, str activations, int activation_group"
-)
 
 
 def empty_product(x: Tensor, *rest: Any) -> Tensor:
@@ -294,12 +281,7 @@ def _empty_parts(x: Tensor, *rest: Any) -> Tensor:
 
 
 # An overload of the operator that has the same operands.
-define(
-    f"linear_quantized.triton({OPERANDS}, Tensor? x_scales, ScalarType dtype, bool parts, str mode, int columns, "
-    "int at_once, bool native, bool fp8, bool asm, int[] config, bool pdl) -> Tensor",
-    _linear_quantized,
-    _empty_parts,
-)
+define("linear_quantized.triton", _linear_quantized, _empty_parts)
 
 
 def _linear_quantized_add(
@@ -325,15 +307,10 @@ def _linear_quantized_add(
     )
     if x_scales is None:
         x, x_scales = quantized_rows(x, activations, 0, input_scale, data.dtype, pdl)
-    multiply_quantized(x, data, bias, residual, (x_scales, scales, rows), MatmulConfig(*config), pdl, add=True)
+    multiply(x, data, bias, residual, MatmulConfig(*config), pdl, quantized=(x_scales, scales, rows), add=True)
 
 
-define(
-    "linear_quantized.triton_add(Tensor x, Tensor data, Tensor scales, Tensor? input_scale, Tensor? bias, int rows, "
-    "str activations, Tensor? x_scales, Tensor(a!) residual, int[] config, bool pdl) -> ()",
-    _linear_quantized_add,
-    lambda *operands: None,
-)
+define("linear_quantized.triton_add", _linear_quantized_add, writes=("residual",))
 
 
 def allocate_quantized(like: Tensor, k: int, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -371,21 +348,19 @@ def _add_rms_norm_quantize(
         FORMAT=format,
         GROUP=min(group, block),
         PARTS=1 if x.dim() == 2 else x.shape[0],
-        HAS_BIAS=bias is not None,
         BLOCK=block,
         pdl=pdl,
-        warps=warps_for(block),
     )
     return out, scales
 
 
 define(
-    "add_rms_norm.triton_quantize(Tensor x, Tensor? bias, Tensor(a!) residual, Tensor weight, float eps, str format, "
-    "int group, ScalarType dtype, bool pdl) -> (Tensor, Tensor)",
+    "add_rms_norm.triton_quantize",
     _add_rms_norm_quantize,
     lambda x, bias, residual, weight, eps, format, group, dtype, pdl: allocate_quantized(
         residual, residual.shape[-1], group, dtype
     ),
+    writes=("residual",),
 )
 
 
@@ -401,13 +376,12 @@ def _silu_mul_quantize(gate_up: Tensor, format: str, group: int, dtype: torch.dt
         GROUP=min(group, block),
         BLOCK=block,
         pdl=pdl,
-        warps=warps_for(block),
     )
     return out, scales
 
 
 define(
-    "silu_mul.triton_quantize(Tensor gate_up, str format, int group, ScalarType dtype, bool pdl) -> (Tensor, Tensor)",
+    "silu_mul.triton_quantize",
     _silu_mul_quantize,
     lambda gate_up, format, group, dtype, pdl: allocate_quantized(gate_up, gate_up.shape[-1] // 2, group, dtype),
 )

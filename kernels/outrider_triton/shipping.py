@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"choices must lie in one folder of {options.device!r}: {name}-ARCHITECTURE-PROCESSORS/VERSIONS")
     torch, triton, _ = folders.pop().name.rsplit("-", 2)
     software = {"torch": torch, "triton": triton}
-    empty_table = {"device": options.device, "software": software, "date": options.date, "kernels": {}, "matmul": []}
+    empty_table = {"device": options.device, "software": software, "date": options.date, "matmul": []}
     table = json.loads(options.table.read_text(encoding="utf-8")) if options.table.exists() else empty_table
     rows = [json.loads(path.read_text(encoding="utf-8")) | {"date": options.date} for path in options.choices]
     temporary = options.table.with_suffix(".new")

@@ -20,38 +20,30 @@ _PAIRS: int = PAIRS.value
 _LAYOUTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int8: gl.int8, torch.float8_e4m3fn: gl.float8e4nv}
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: MatmulConfig, pdl: bool) -> None:
-    """Multiply ``x [m, k]`` into ``out [m, n]``, or into the parts ``[split, m, n]``."""
-    m, n, fold = x.shape[0], weight.shape[0], config.split == 1
-    expect(fold or bias is None, lambda: "parts of a product have no bias")
-    operands = bias, None, None, out, m, n, config.rows_per_program
-    flags = {"HAS_BIAS": bias is not None, "ROWS": 0, "FOLD": fold, "ADD": False}
-    pairs = n if fold else -(-n // (2 * _PAIRS)) * _PAIRS
-    _launch(streamed.streamed_linear, x, weight, config, operands, pairs=pairs, half=_PAIRS, pdl=pdl, fold=fold, **flags)
-
-
-def multiply_quantized(
+def multiply(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     out: Tensor,
-    quantized: tuple[Tensor, Tensor, int],
     config: MatmulConfig,
     pdl: bool,
     *,
+    quantized: tuple[Tensor, Tensor, int] | None = None,
     add: bool = False,
 ) -> None:
-    """Multiply ``x [m, k]`` and ``weight [n, k]`` in e4m3 into ``out [m, n]``. ``add``: add to ``out``.
+    """Multiply ``x [m, k]`` into ``out [m, n]``, or into the parts ``[split, m, n]``. ``add``: add to ``out``.
 
-    ``quantized`` holds the scales of x, float32 [m], the scales of the weight, and the number of rows per scale.
+    ``quantized``: both operands are in e4m3, and there are no parts. It holds the scales of x, float32 [m], the scales of the
+    weight, and the number of rows per scale.
     """
-    expect(config.split == 1, lambda: f"a streamed product of quantised operands has no parts: {config}")
-    x_scales, scales, rows = quantized
-    operands = bias, x_scales, scales, out, x.shape[0], weight.shape[0], config.rows_per_program
-    flags = {"HAS_BIAS": bias is not None, "ROWS": rows, "FOLD": True, "ADD": add}
-    _launch(
-        streamed.streamed_linear, x, weight, config, operands, pairs=weight.shape[0], half=_PAIRS, pdl=pdl, fold=True, **flags
-    )
+    m, n, fold = x.shape[0], weight.shape[0], config.split == 1
+    expect(fold or bias is None, lambda: "parts of a product have no bias")
+    expect(fold or quantized is None, lambda: f"a streamed product of quantised operands has no parts: {config}")
+    x_scales, scales, rows = quantized or (None, None, 0)
+    operands = bias, x_scales, scales, out, m, n, config.rows_per_program
+    flags = {"ROWS": rows, "FOLD": fold, "ADD": add}
+    pairs = n if fold else -(-n // (2 * _PAIRS)) * _PAIRS
+    _launch(streamed.streamed_linear, x, weight, config, operands, pairs=pairs, half=_PAIRS, pdl=pdl, fold=fold, **flags)
 
 
 def add(
@@ -73,9 +65,8 @@ def add(
         lambda: f"{config.rows_per_program} rows: a product that is added has {_PAIRS} at most",
     )
     operands = bias, residual, norm, *made, x.shape[0], weight.shape[0], config.rows_per_program
-    flags = {"HAS_BIAS": bias is not None, "NORM": norm is not None}
     pairs = weight.shape[0]
-    _launch(streamed.streamed_linear_add, x, weight, config, operands, pairs=pairs, half=_PAIRS, pdl=pdl, fold=True, **flags)
+    _launch(streamed.streamed_linear_add, x, weight, config, operands, pairs=pairs, half=_PAIRS, pdl=pdl, fold=True)
 
 
 def silu_mul(
@@ -93,14 +84,14 @@ def silu_mul(
 ) -> None:
     """Multiply gate rows and up rows and store SwiGLU to ``out [m, n]``.
 
-    With ``squares``, ``x`` is first divided by its root mean square. ``quantized``: as in :func:`multiply_quantized`;
+    With ``squares``, ``x`` is first divided by its root mean square. ``quantized``: as in :func:`multiply`;
     ``maxima``, float32 [programs, m], then receives the largest magnitude that each program stores of each row.
     """
     (m, k), n = x.shape, weight.shape[0] // 2
-    shares, flags = _scaled(squares, bias)
+    shares = _share_count(squares)
     x_scales, scales, rows = quantized or (None, None, 0)
     operands = squares, bias, out, eps, m, n, k, shares, config.rows_per_program, x_scales, scales, maxima
-    flags |= {"ROWS": rows}
+    flags: dict[str, Any] = {"SHARES": power_of_two(shares), "ROWS": rows}
     _launch(streamed.streamed_silu_mul, x, weight, config, operands, pairs=n, half=n, pdl=pdl, **flags)
 
 
@@ -121,7 +112,6 @@ def silu_mul_large_m(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
         (-(-n // config.rows_per_program), -(-m // config.block_m)),
         *(_of_tokens(x, config.block_m, config.block_k), descriptor(weight, box, config.block_k)),
         *(bias, out, m, n, config.rows_per_program),
-        HAS_BIAS=bias is not None,
         GROUPS=groups,
         STEPS=k // config.block_k,
         BLOCK_M=config.block_m,
@@ -150,16 +140,16 @@ def rope_write_cache(
 ) -> None:
     """Multiply, rotate, and store queries to ``q`` and keys and values to their slots.
 
-    ``rotary`` is (cos, sin, k_cache, v_cache, slots). ``quantized``: as in :func:`multiply_quantized`.
+    ``rotary`` is (cos, sin, k_cache, v_cache, slots). ``quantized``: as in :func:`multiply`.
     """
     cos, sin, k_cache, v_cache, slots = rotary
     (m, k), (kv_heads, size) = x.shape, k_cache.shape[2:]
-    shares, flags = _scaled(squares, bias)
+    shares = _share_count(squares)
     operands = squares, bias, cos, sin, q, k_cache, v_cache, slots, eps, m, k, shares, q.shape[1], kv_heads
     x_scales, scales, rows = quantized or (None, None, 0)
     strides = cos.stride(0), k_cache.stride(1), k_cache.stride(2), config.rows_per_program, x_scales, scales
     pairs, half = weight.shape[0] // 2, size // 2
-    flags |= {"HALF": half, "ROWS": rows}
+    flags: dict[str, Any] = {"SHARES": power_of_two(shares), "HALF": half, "ROWS": rows}
     _launch(
         streamed.streamed_rope_write_cache, x, weight, config, operands + strides, pairs=pairs, half=half, pdl=pdl, **flags
     )
@@ -278,7 +268,6 @@ def _launch_planes(
             steps,
             *rotary,
         ),
-        HAS_BIAS=bias is not None,
         GROUPS=groups,
         STEPS=steps,
         TILES=-(-config.rows_per_program // height),
@@ -294,9 +283,8 @@ def _launch_planes(
     )
 
 
-def _scaled(squares: Tensor | None, bias: Tensor | None) -> tuple[int, dict[str, Any]]:
-    shares = 1 if squares is None else squares.shape[0]
-    return shares, {"HAS_BIAS": bias is not None, "SCALED": squares is not None, "SHARES": power_of_two(shares)}
+def _share_count(squares: Tensor | None) -> int:
+    return 1 if squares is None else squares.shape[0]
 
 
 def descriptor(rows: Tensor, count: int, columns: int) -> TensorDescriptor:

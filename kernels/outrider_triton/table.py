@@ -2,7 +2,7 @@
 
 A table is a JSON file in this package, named after its device. Choices that ``outrider tune`` measures on a machine take
 precedence (:mod:`outrider_triton.tuned_store`). An entry of a matrix product has the fastest configuration, its time and
-torch's time, or says that torch's product is faster. Other kernels have a flag each. Configurations that no table has are
+torch's time, or says that torch's product is faster. Configurations that no table has are
 derived: :mod:`outrider_triton.derive`.
 
 The fastest configuration depends on the surrounding kernels, so an entry names the layer (:func:`layer_of`) that it was
@@ -149,8 +149,6 @@ class Table:
     software: Mapping[str, str]
     entries: Mapping[Key, Mapping[str, tuple[ProductEntry, ...]]]
     """Entries of each product by layer, in the order of layer names, then by number of tokens; see :func:`by_layer`."""
-    kernels: Mapping[str, bool]
-    """True for each other kernel with which Triton was faster."""
     attention: tuple[AttentionEntry, ...] = ()
 
     def attention_config(self, groups: int, head_size: int, group: int, *, layer: str = ANY_LAYER) -> AttentionConfig | None:
@@ -249,5 +247,4 @@ def parse(data: Mapping[str, Any]) -> Table:
             )
             for item in data.get("attention", ())
         ),
-        kernels={str(name): bool(wins) for name, wins in data["kernels"].items()},
     )

@@ -2,48 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from outrider.device import LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL, LANE_SAMPLE
 from outrider_triton import token_choice_ops as _choice_ops  # noqa: F401  (registers the operators)
-from outrider_triton import variants
-from outrider_triton.launch import compile_only, vocabulary_shares
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+from outrider_triton.launch import compile_only, has_kernel
+from outrider_triton.variants import WarmedKernels
 
 _TRITON = torch.ops.outrider
 
 
-class TritonChoices(variants.WarmedKernels):
+class TritonChoices(WarmedKernels):
     """Kernels that read logits over a vocabulary."""
-
-    def _shares(self, shape: Sequence[int]) -> Iterator[int]:
-        """Yield the number of programs that share one row of logits.
-
-        Inside the scope, first yield every count that another batch may need, each to be compiled and not run.
-        """
-        rows = 1
-        for size in shape[:-1]:
-            rows *= size
-        if self._scope.depth:  # other operands need other variants, so repeat this for each call
-            for count in variants.share_counts(shape[-1], self.processors):
-                with compile_only():
-                    yield count
-        yield vocabulary_shares(rows, shape[-1], self.processors)
 
     def apply_token_bitmask(self, logits: Tensor, bitmask: Tensor) -> Tensor:
         """Mask logits by the grammar's bitmask, one program per row and block of tokens."""
-        if not self._uses("apply_token_bitmask", logits):
+        if not has_kernel(logits):
             return super().apply_token_bitmask(logits, bitmask)
         return _TRITON.apply_token_bitmask.triton(logits, bitmask, self.pdl)  # type: ignore[no-any-return]
 
     def sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, draft: bool = False) -> Tensor:
         """Sample one token per row; several programs share the vocabulary."""
-        if not self._uses("sample", logits):
+        if not has_kernel(logits):
             return super().sample(logits, temperature, seeds, positions, draft=draft)
         lane = LANE_DRAFT if draft else LANE_SAMPLE
         for count in self._shares(logits.shape):
@@ -60,7 +41,7 @@ class TritonChoices(variants.WarmedKernels):
         positions: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Verify a chain of drafts: two launches if no row samples, else three."""
-        if not self._uses("verify_chain", target_logits) or not draft_tokens.numel():
+        if not has_kernel(target_logits) or not draft_tokens.numel():
             return super().verify_chain(target_logits, draft_tokens, draft_probs, temperature, seeds, positions)
         lanes = [LANE_ACCEPT, LANE_RESIDUAL]
         for count in self._shares(target_logits.shape):
@@ -79,7 +60,7 @@ class TritonChoices(variants.WarmedKernels):
         found: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Verify drafts greedily and report NaN: two launches, of which one reads the logits."""
-        if not all(self._uses(kernel, target_logits) for kernel in ("verify_checked", "verify_chain", "find_nan")):
+        if not has_kernel(target_logits):
             return super().verify_checked(target_logits, draft_tokens, temperature, seeds, positions, found)
         if self._scope.depth and draft_tokens.numel():
             with compile_only():  # a grammar or a penalty between logits and verification needs this kernel
@@ -101,7 +82,7 @@ class TritonChoices(variants.WarmedKernels):
         sampling: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Choose a token at every node, then follow the accepted path."""
-        if not self._uses("verify_tree", target_logits):
+        if not has_kernel(target_logits):
             return super().verify_tree(
                 target_logits, tokens, parents, temperature, seeds, positions, depth=depth, sampling=sampling
             )

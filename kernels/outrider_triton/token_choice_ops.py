@@ -49,7 +49,6 @@ def _best(
         SAMPLING=sampling,
         LANE=lane,
         DEPTH=depth,
-        FIND=find,
         SHARES=shares,
         BLOCK=_VOCABULARY_BLOCK if sampling else _GREEDY_BLOCK,
         pdl=pdl,
@@ -68,12 +67,7 @@ def _sample(
     return tokens
 
 
-define(
-    "sample.triton(Tensor logits, Tensor temperature, Tensor seeds, Tensor positions, int lane, int shares, bool pdl) "
-    "-> Tensor",
-    _sample,
-    lambda logits, *rest: logits.new_empty(logits.shape[:-1], dtype=torch.int64),
-)
+define("sample.triton", _sample, lambda logits, *rest: logits.new_empty(logits.shape[:-1], dtype=torch.int64))
 
 
 def _verify_chain(
@@ -139,12 +133,12 @@ def _verify_chain(
 
 
 def _accept_greedy(
-    logits: Tensor, draft_tokens: Tensor, found: Tensor | None, shares: int, pdl: bool
+    target_logits: Tensor, draft_tokens: Tensor, found: Tensor | None, shares: int, pdl: bool
 ) -> tuple[Tensor, Tensor]:
     """Verify drafts where no row samples. ``found``: also report NaN among the logits, at no extra read."""
-    (batch, num_draft_tokens), vocabulary, find = draft_tokens.shape, logits.shape[-1], found is not None
+    (batch, num_draft_tokens), vocabulary, find = draft_tokens.shape, target_logits.shape[-1], found is not None
     tokens, accepted = _empty_chain(draft_tokens)
-    best, index, firsts = _best(logits, shares=shares, pdl=pdl, find=find)
+    best, index, firsts = _best(target_logits, shares=shares, pdl=pdl, find=find)
     launch(
         token_choice.accept_greedy,
         (batch,),
@@ -152,7 +146,6 @@ def _accept_greedy(
         *(num_draft_tokens, vocabulary, 0 if found is None else found.stride(0)),
         SHARES=shares,
         NUM_DRAFT_TOKENS=num_draft_tokens,
-        FIND=find,
         pdl=pdl,
         warps=1,
     )
@@ -160,10 +153,10 @@ def _accept_greedy(
 
 
 define(
-    "verify_checked.triton(Tensor target_logits, Tensor draft_tokens, Tensor(a!) found, int shares, bool pdl) "
-    "-> (Tensor, Tensor)",
+    "verify_checked.triton",
     _accept_greedy,
     lambda target_logits, draft_tokens, *rest: _empty_chain(draft_tokens),
+    writes=("found",),
 )
 
 
@@ -172,12 +165,7 @@ def _empty_chain(draft_tokens: Tensor) -> tuple[Tensor, Tensor]:
     return draft_tokens.new_empty((batch, num_draft_tokens + 1)), draft_tokens.new_empty((batch,))
 
 
-define(
-    "verify_chain.triton(Tensor target_logits, Tensor draft_tokens, Tensor? draft_probs, Tensor temperature, Tensor seeds, "
-    "Tensor positions, int[] lanes, int shares, bool pdl) -> (Tensor, Tensor)",
-    _verify_chain,
-    lambda target_logits, draft_tokens, *rest: _empty_chain(draft_tokens),
-)
+define("verify_chain.triton", _verify_chain, lambda target_logits, draft_tokens, *rest: _empty_chain(draft_tokens))
 
 
 def _verify_tree(
@@ -219,8 +207,7 @@ def _empty_path(tokens: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 define(
-    "verify_tree.triton(Tensor target_logits, Tensor tokens, Tensor parents, Tensor temperature, Tensor seeds, "
-    "Tensor positions, int depth, bool sampling, int lane, int shares, bool pdl) -> (Tensor, Tensor, Tensor)",
+    "verify_tree.triton",
     _verify_tree,
     lambda target_logits, tokens, parents, temperature, seeds, positions, depth, sampling, lane, shares, pdl: _empty_path(
         tokens, depth
@@ -249,7 +236,7 @@ def _apply_token_bitmask(logits: Tensor, bitmask: Tensor, pdl: bool) -> Tensor:
 
 
 define(
-    "apply_token_bitmask.triton(Tensor logits, Tensor bitmask, bool pdl) -> Tensor",
+    "apply_token_bitmask.triton",
     _apply_token_bitmask,
     lambda logits, bitmask, pdl: torch.empty_like(logits, memory_format=torch.contiguous_format),
 )

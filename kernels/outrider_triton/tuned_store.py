@@ -14,6 +14,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,9 @@ ChoiceRow = Mapping[str, Any]
 
 ``layer`` is the layer that it was measured in (:func:`outrider_triton.table.layer_of`); without it, every layer.
 """
+Ranking = Mapping[int, tuple[str, ...]]
+"""Names of candidates, the fastest first, by the number of new tokens."""
+_ATTENTION_LIBRARIES = ("fa3-fwd",)
 
 
 def software() -> dict[str, str]:
@@ -114,6 +118,48 @@ class TunedStore:
         self.home.mkdir(parents=True, exist_ok=True)
         for row in rows:
             write_whole(self.home / _file_name(row), json.dumps(row) + "\n")
+
+
+def libraries() -> dict[str, str]:
+    """Return releases of attention libraries that torch doesn't bring along; an empty string if one isn't installed."""
+    releases = {}
+    for name in _ATTENTION_LIBRARIES:
+        try:
+            releases[name] = version(name)
+        except PackageNotFoundError:
+            releases[name] = ""
+    return releases
+
+
+class PromptStore:
+    """Measured rankings of prefill attention kernels, one file per kind of operands under ``directory``.
+
+    The directory needn't exist yet. Each file names the releases of other libraries.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def load(self, key: Sequence[object], counts: Sequence[int]) -> Ranking:
+        """Return the ranking for all ``counts`` of new tokens. Return {} if a file is incomplete, unreadable or of other
+        libraries.
+        """
+        try:
+            row = json.loads(self._path(key).read_text(encoding="utf-8"))
+            ranked = {count: tuple(map(str, row["ranked"][str(count)])) for count in counts}
+            same_libraries = row["libraries"] == libraries()
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            return {}
+        return ranked if same_libraries and all(ranked.values()) else {}
+
+    def write(self, key: Sequence[object], ranked: Ranking) -> None:
+        """Store a ranking in place of the previous one. Raises OSError if the directory can't be written."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        row = {"libraries": libraries(), "ranked": {str(count): list(names) for count, names in ranked.items()}}
+        write_whole(self._path(key), json.dumps(row) + "\n")
+
+    def _path(self, key: Sequence[object]) -> Path:
+        return self._directory / ("-".join(str(each).removeprefix("torch.") for each in key) + ".json")
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -199,7 +245,6 @@ def _table_json(device: str, rows: Sequence[ChoiceRow]) -> dict[str, Any]:
     return {
         "device": device,
         "software": {},
-        "kernels": {},
         "matmul": [row for row in rows if "operator" in row],
         "attention": [row for row in rows if "operator" not in row],
     }

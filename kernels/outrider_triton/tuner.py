@@ -455,7 +455,7 @@ def _enqueue(operator: str, x: Tensor, residual: Tensor, config: MatmulConfig, p
 
 
 def _empty_table(device: str) -> Table:
-    return Table(device=device, software={}, entries={}, kernels={})
+    return Table(device=device, software={}, entries={})
 
 
 def _row(key: Key, m: int, config: list[int] | None, us: float, torch_us: float, *, layer: str) -> ChoiceRow:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
-from torch import Tensor
 from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.errors import OutOfResources
 
 from outrider.device import KernelSet
 from outrider_triton.derive import MAX_TOKENS_TUNED, every_config
 from outrider_triton.device_facts import DeviceFacts
-from outrider_triton.launch import power_of_two, vocabulary_shares
+from outrider_triton.launch import compile_only, power_of_two, vocabulary_shares
 from outrider_triton.table import ANY_LAYER, BUCKETS, MatmulConfig, Table
 
 _MAX_ROWS = 1024
@@ -73,9 +71,19 @@ class WarmedKernels(KernelSet):
     pdl: bool
     _scope: VariantScope
 
-    @abstractmethod
-    def _uses(self, kernel: str, *operands: Tensor) -> bool:
-        """Return True if Triton implements ``kernel`` for these operands."""
+    def _shares(self, shape: Sequence[int]) -> Iterator[int]:
+        """Yield the number of programs that share one row of logits.
+
+        Inside the scope, first yield every count that another batch may need, each to be compiled and not run.
+        """
+        rows = 1
+        for size in shape[:-1]:
+            rows *= size
+        if self._scope.depth:  # other operands need other variants, so repeat this for each call
+            for count in share_counts(shape[-1], self.processors):
+                with compile_only():
+                    yield count
+        yield vocabulary_shares(rows, shape[-1], self.processors)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import functools
 import io
 import re
 import tokenize
@@ -54,9 +55,15 @@ class Finding:
     text: str
 
 
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    """Return the tree of a module. Several rules ask for the same files."""
+    return ast.parse(source)
+
+
 def prose_of_python(source: str) -> Iterator[tuple[int, str, str]]:
     """Yield line, kind (``public``, ``private`` or ``comment``) and text of each docstring and comment."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
             text := ast.get_docstring(node)
         ):
@@ -110,7 +117,7 @@ def long_functions(path: str, source: str) -> list[str]:
     """
     return [
         f"{path}:{node.lineno}: {node.name} has {node.end_lineno - node.lineno + 1} lines"
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parsed(source))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
         and not any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
@@ -121,7 +128,7 @@ def duplicate_classes(files: Mapping[str, str]) -> dict[str, list[str]]:
     """Return the places of each class name that two classes have."""
     places = collections.defaultdict(list)
     for path, source in files.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parsed(source)):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(f"{path}:{node.lineno}")
     return {name: found for name, found in places.items() if len(found) > 1}
@@ -136,10 +143,7 @@ def bare_verbs(files: Mapping[str, str]) -> list[str]:
     A shared base class or a protocol may declare such a method.
     """
     classes = [
-        (path, node)
-        for path, source in files.items()
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.ClassDef)
+        (path, node) for path, source in files.items() for node in ast.walk(parsed(source)) if isinstance(node, ast.ClassDef)
     ]
     bases = {part for _, node in classes for base in node.bases for part in re.findall(r"\w+", ast.unparse(base))}
     return [

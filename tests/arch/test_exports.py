@@ -51,7 +51,7 @@ def test_each_name_of_the_backend_interface_loads(name):
 
 @pytest.mark.parametrize("module", [outrider, outrider.device])
 def test_lazy_names_are_the_ones_that_type_checkers_see(module):
-    """The names under TYPE_CHECKING, the lazy table and ``__all__`` say the same thing three times."""
+    """The names under TYPE_CHECKING and in ``__all__`` are the same."""
     with open(module.__file__, encoding="utf-8") as file:
         tree = ast.parse(file.read())
     imported = {

@@ -52,13 +52,10 @@ def test_imports_neither_torch_nor_a_vendor_package(module):
     assert_clean(run([*VENDOR, "torch"], f"import {module}"))
 
 
-def test_every_plugin_describes_itself_without_a_vendor_package():
-    code = "\n".join(f"import {name}; assert {name}.backend_info().name" for name in PLUGINS)
-    assert_clean(run(VENDOR, code))
-
-
-def test_the_whole_backend_interface_imports_no_vendor_package():
-    assert_clean(run(VENDOR, "from outrider.device import *"))
+def test_plugins_and_the_whole_backend_interface_import_no_vendor_package_and_start_no_device():
+    code = [f"import {name}; assert {name}.backend_info().name" for name in PLUGINS]
+    code += ["from outrider.device import *", "import torch", "assert not torch.cuda.is_initialized()"]
+    assert_clean(run(VENDOR, "\n".join(code)))
 
 
 def test_no_command_needs_torch_for_its_help():
@@ -99,10 +96,6 @@ def test_what_needs_the_interface_alone_imports_no_package_for_checkpoints(tmp_p
     left_out = [f"outrider_conformance.{name}" for name in ENGINE]
     code = textwrap.dedent(EVERY_MODULE).format(packages=INTERFACE_ALONE, left_out=left_out, report=str(tmp_path))
     assert_clean(run(CHECKPOINTS, code))
-
-
-def test_importing_starts_no_device():
-    assert_clean(run(VENDOR, "from outrider.device import *\nimport torch\nassert not torch.cuda.is_initialized()"))
 
 
 @pytest.mark.parametrize(

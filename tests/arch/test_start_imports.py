@@ -12,7 +12,7 @@ import pytest
 NEEDLESS = ("sympy", "torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch._inductor", "transformers", "PIL")
 
 START = """
-    from outrider.cli.models import bundled
+    from outrider.bundled import bundled
     from outrider.cli.starting import chosen
     from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine

@@ -58,10 +58,21 @@ def test_time_of_descendants_is_own_time():
     assert CpuClock.now().own_s - start.own_s >= 0.5
 
 
-def test_the_first_failure_is_the_exit_status_and_later_commands_run(tmp_path):
+def test_the_first_failure_is_the_exit_status_and_other_commands_run(tmp_path):
     touch = [sys.executable, "-c", f"open({str(tmp_path / 'ran')!r}, 'w')"]
     assert run_within([exits(3), exits(4), touch], 60, loops(1, 1)) == 3
     assert (tmp_path / "ran").exists()
+
+
+def test_commands_run_at_the_same_time_and_outputs_are_whole(tmp_path, capfd):
+    """Each of two commands waits for a file of the other; the first one's output follows the last one's."""
+    waits = (
+        "import pathlib, sys, time; a, b, text = sys.argv[1:]; pathlib.Path(a).touch()\nwhile not pathlib.Path(b).exists(): "
+    )
+    command = [sys.executable, "-c", waits + "time.sleep(0.01)\nprint(text)"]
+    paths = [str(tmp_path / "first"), str(tmp_path / "last")]
+    assert run_within([[*command, *paths, "linted"], [*command, *paths[::-1], "tested"]], 60, loops(1, 1)) == 0
+    assert capfd.readouterr().out.split("\n")[:2] == ["tested", "linted"]
 
 
 def test_a_command_line_without_commands_is_an_error(capsys):

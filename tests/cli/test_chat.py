@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli.models import bundled
+from outrider.bundled import bundled
 from outrider.model.chat_template import ChatTemplate
 
 TEMPLATE = (

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from outrider import Engine, EngineConfig
+from outrider.bundled import bundled
 from outrider.cli.differences import PrefillComparison
-from outrider.cli.models import Running, Sizes, Speculation, bundled, load
+from outrider.cli.models import Running, Sizes, Speculation, load
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import tiny
 

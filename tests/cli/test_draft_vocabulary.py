@@ -6,7 +6,8 @@ from collections import Counter
 import pytest
 
 from outrider import SamplingParams
-from outrider.cli.models import Speculation, bundled, load
+from outrider.bundled import bundled
+from outrider.cli.models import Speculation, load
 from outrider.model import DraftVocabulary, Tokenizer
 
 TEXT = "def add(first, second):\n    return first + second\n" * 3 + "# größer\n"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from outrider.cli.models import bundled
+from outrider.bundled import bundled
 
 PROMPT = "def read("
 

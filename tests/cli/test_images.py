@@ -6,7 +6,8 @@ from PIL import Image
 
 from model.test_vision import IMAGE, picture, reference_inputs
 from outrider.model import MediaProcessor, ModelConfig, expand_placeholders
-from outrider_proof.checkpoints import VISION_TOKENS, word_tokenizer, write_vision_checkpoint
+from outrider_proof.checkpoints import VISION_TOKENS, write_vision_checkpoint
+from tiny_checkpoints import word_tokenizer
 
 NAMES = {
     "vision_start_token_id": "<|vision_start|>",

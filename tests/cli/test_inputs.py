@@ -80,7 +80,7 @@ def test_sizes_on_the_command_line(outrider, option, says):
 
 
 def test_a_cache_that_does_not_fit_is_refused_before_it_is_made():
-    from outrider.cli.models import bundled
+    from outrider.bundled import bundled
     from outrider.engine.engine import Engine
     from outrider.registry import get_backend
 

@@ -5,7 +5,8 @@ import gc
 import pytest
 
 from outrider import Engine
-from outrider.cli.models import Speculation, bundled, load
+from outrider.bundled import bundled
+from outrider.cli.models import Speculation, load
 from outrider.model import supported_families
 from outrider.speculative.build import BUILDERS
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli.models import bundled
+from outrider.bundled import bundled
 from outrider.device import BackendLoadError, ConfigError
 from outrider.registry import get_backend
 from outrider.speculative import build

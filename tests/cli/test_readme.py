@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from outrider.cli.models import bundled
+from outrider.bundled import bundled
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -33,10 +33,10 @@ def script(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("end", "code", "error"),
     [
-        ("sys.exit(5)", 5, None),
+        ("sys.exit(5)", 5, "ends.py:11: exit code 5"),
         ("sys.exit()", 0, None),
-        ("sys.exit('no')", 1, "no"),
-        ("raise ValueError('odd')", 1, "ValueError: odd"),
+        ("sys.exit('no')", 1, "ends.py:11: no"),
+        ("raise ValueError('odd')", 1, "ends.py:11: ValueError: odd"),
     ],
 )
 def test_trace_gives_what_was_recorded_and_the_scripts_exit_code(outrider, script, end, code, error):
@@ -63,9 +63,70 @@ def test_trace_looks_at_its_files_before_the_script_runs(outrider, script, given
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--from", "1e9"), "no operation ran between --from and --to"),
+        (("--from", "5", "--to", "5"), "the picture ends after it starts"),
+    ],
+)
+def test_trace_draws_no_picture_without_operations(outrider, script, given, said, tmp_path):
+    result = outrider("trace", *given, "--", f"{script('pass', 'runs')}.py")
+    assert result.code == 1
+    assert said in result.out + result.err
+    assert not (tmp_path / "trace.html").exists()
+
+
+def test_a_script_without_operations_is_not_clean_and_has_no_picture(outrider, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "idle.py").write_text("print('no device')")
+    traced = outrider("trace", "--", "idle.py")
+    assert traced.code == 1
+    assert "no picture: no operation ran on backend 'sim' (sim:0)" in traced.out
+    assert [path.name for path in tmp_path.iterdir()] == ["idle.py"]
+    watched = outrider("sanitize", "--", "idle.py")
+    assert watched.code == 1
+    assert "nothing was watched: 0 operations" in watched.out
+    assert "clean" not in watched.out
+
+
+FAILS = """
+import torch
+
+def fail():
+    raise ValueError("odd")
+
+x = torch.ones(4, device="cuda", requires_grad=False) + 1
+{end}
+"""
+ENDS = [
+    ("fail()", "fails.py:5: ValueError: odd"),
+    ("x.nothing", "fails.py:8: AttributeError: "),
+    ("import sys; sys.exit(3)", "fails.py:8: exit code 3"),
+    ("if x", "fails.py:8: SyntaxError: "),
+]
+
+
+@pytest.mark.parametrize(("end", "said"), ENDS, ids=["raises", "torch", "exits", "syntax"])
+def test_a_script_that_fails_shows_its_line_and_is_never_clean(outrider, end, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fails.py").write_text(FAILS.format(end=end))
+    for command in ("sanitize", "trace"):
+        result = outrider(command, "--", "fails.py")
+        assert result.code != 0
+        assert said in result.out
+        assert "clean" not in result.out
+        assert "Traceback" not in result.err
+    shown = outrider("sanitize", "--debug", "--json", "--", "fails.py")
+    assert (shown.json["clean"], said in shown.json["script_error"]) == (False, True)
+    first = shown.err.split("Traceback (most recent call last):\n")
+    assert len(first) == (1 if "exit" in end or end == "if x" else 2)
+    assert all('  File "fails.py", line 8, in <module>' in each.splitlines()[0] for each in first[1:])
+
+
 ENGINE = """
 from outrider import Engine, EngineConfig, SamplingParams, get_backend
-from outrider.cli.models import bundled
+from outrider.bundled import bundled
 
 for name in ({backends}):
     config = EngineConfig(max_requests=1, max_context=64)

@@ -79,7 +79,7 @@ if has matrix; then
     >"$out/matrix.log" 2>&1 &
 fi
 if has engine; then
-  on 10 "$python" -m outrider_proof.mutations -n "$left" --sample "${SAMPLE:-2000}" --seconds $((seconds - 15)) --limit 60 \
+  on 10 "$python" -m proof.mutants -n "$left" --sample "${SAMPLE:-2000}" --seconds $((seconds - 15)) --limit 60 \
     --out "$out/engine.jsonl" >"$out/engine.log" 2>&1 &
 fi
 wait

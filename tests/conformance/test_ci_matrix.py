@@ -4,6 +4,9 @@ import json
 import tomllib
 from pathlib import Path
 
+from outrider.device import CiDeclaration
+from outrider_conformance.ci_declaration import declaration_fault
+
 ROOT = Path(__file__).resolve().parents[2]
 DECLARES = """
     from outrider.device.plugin import BackendInfo, CiDeclaration, hookimpl
@@ -64,13 +67,6 @@ def test_several_devices_have_a_job_of_their_own(outrider, install):
     assert by_name(outrider("ci-matrix", "--json"))["cuda-ranks"]["runner_labels"] == ["self-hosted", "gpu", "two-devices"]
 
 
-def test_no_devices_cannot_be_meant(outrider, install):
-    chip(install, device_count=0)
-    rows = by_name(outrider("ci-matrix", "--json"))
-    assert (rows["chip"]["status"], "chip-ranks" in rows) == ("broken", False)
-    assert "device_count=0" in rows["chip"]["reason"]
-
-
 def test_what_declares_nothing_runs_where_everybody_can(outrider, install):
     install("chip")
     row = by_name(outrider("ci-matrix", "--json"))["chip"]
@@ -108,16 +104,26 @@ def test_a_broken_plugin_is_listed_and_stops_nobody(outrider, install):
     assert "no_such_vendor_package" in outrider("ci-matrix").out
 
 
-def test_a_declaration_that_cannot_be_meant_is_broken(outrider, install):
-    chip(install, level="L9")
+UNUSABLE = {
+    "level": ("L9", 4.5),
+    "runner_labels": ((), "ubuntu-latest", ("self hosted",), ("self-hosted,gpu",), ("",), None),
+    "ranks_runner_labels": (("a\tb",),),
+    "markers": (("graphs\nfast",), (" ",), "graphs"),
+    "container": ("vendor/chip 9", "vendor/chip:9\nprivileged: true", ""),
+    "torch": ("torch==2.10.0\n--pre", " "),
+    "device_count": (0, True, "2"),
+}
+
+
+def test_a_declaration_that_no_workflow_can_use_is_broken(outrider, install):
+    """Its row names the field, and holds none of the declared text."""
+    for field, value in ((field, value) for field, values in UNUSABLE.items() for value in values):
+        assert field in declaration_fault(CiDeclaration(**{field: value})), value
+    assert "CiDeclaration" in declaration_fault(None)
+    chip(install, markers=("graphs\nfast",), container="vendor/chip 9")
     row = by_name(outrider("ci-matrix", "--json"))["chip"]
-    assert row["status"] == "broken"
-    assert "'L9' doesn't exist" in row["reason"]
-
-
-def test_a_declaration_without_runners_is_broken(outrider, install):
-    chip(install, runner_labels=())
-    assert "at least one label" in by_name(outrider("ci-matrix", "--json"))["chip"]["reason"]
+    assert (row["status"], row["title"], row["markers"], row["container"]) == ("broken", "chip: broken", [], "")
+    assert "markers=('graphs\\nfast',)" in row["reason"]
 
 
 def test_select_by_name_and_by_marker(outrider, install):

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -56,7 +57,7 @@ def sick(install, monkeypatch):
     return make
 
 
-FEW = ("--programs", "12")
+FEW = ("--programs", "3")
 """Where it's about how the suite is run. All programs run on the reference for the report of test_report.py."""
 MEMORY_ALONE = ("-k", "memory_figures")
 """Where one failure is the point; what is left out keeps no failed level from being told."""
@@ -70,6 +71,9 @@ def test_runs_from_outside_with_plain_pytest(run_suite, tmp_path):
     done = run_suite("--backend", "cpu", "--level", "L1", "--report", "out", *FEW)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "conformance of cpu:0" in done.stdout
+    collected = re.search(r"collected (\d+) items\n", done.stdout)
+    assert collected is not None, "modules above the level were collected, or the count names deselected tests"
+    assert int(collected[1]) == len(json.loads((tmp_path / "out" / "report.json").read_text())["tests"])
     assert json.loads((tmp_path / "out" / "report.json").read_text())["reached"] == "L1"
 
 

@@ -10,6 +10,7 @@ from outrider_conformance.page import badge, page
 from outrider_conformance.publish import FILES, junit
 from outrider_conformance.report import levels_of, seal, verify
 from outrider_conformance.run import passed
+from outrider_trace.html_page import prose
 
 
 def test_the_reference_passes_and_its_report_holds(cpu_run):
@@ -24,7 +25,7 @@ def test_the_reference_passes_and_its_report_holds(cpu_run):
 def test_a_report_says_what_ran(cpu_run):
     _, report = cpu_run
     assert report["command"] == "outrider conform --backend cpu --level L3"
-    assert report["tier"]["kind"] == "run on a device"
+    assert report["tier"]["kind"] == "run on the host"
     assert report["backend"]["name"] == "cpu"
     assert report["versions"]["torch"] == report["host"]["torch"]
     assert report["capabilities"]["captures_graphs"] is False
@@ -96,10 +97,24 @@ def test_the_page_stands_alone_and_escapes(cpu_run):
     assert "http://" not in text.replace("http://www.w3.org", "")
     assert report["command"] in text
     assert "Promises that were broken (1)" in text
+    assert "``" not in text
+    assert "raises <code>ConfigError</code>" in text
     ElementTree.fromstring(junit(report).encode())
+
+
+@pytest.mark.parametrize(
+    ("text", "html"),
+    [
+        ("``wait`` and `signal(1)`", "<code>wait</code> and <code>signal(1)</code>"),
+        (":class:`~outrider.device.Stream`, :meth:`wait`", "<code>Stream</code>, <code>wait</code>"),
+        ("`a<b` & a lone ` stays", "<code>a&lt;b</code> &amp; a lone ` stays"),
+    ],
+)
+def test_code_in_prose_is_marked(text, html):
+    assert prose(text) == html
 
 
 def test_the_badge_says_the_level_and_the_tier(cpu_run):
     text = badge(cpu_run[1])
     ElementTree.fromstring(text)
-    assert "L3 run on a device" in text
+    assert "L3 run on the host" in text

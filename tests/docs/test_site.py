@@ -62,6 +62,7 @@ def parsed(site):
     return pages
 
 
+@pytest.mark.slow
 def test_every_page_is_there_and_can_be_reached_from_the_navigation(site, parsed):
     reachable = {(site / "index.html")}
     waiting = list(reachable)
@@ -78,6 +79,7 @@ def test_every_page_is_there_and_can_be_reached_from_the_navigation(site, parsed
         assert html in reachable, page.name
 
 
+@pytest.mark.slow
 def test_links_and_anchors_lead_somewhere(site, parsed):
     lost = []
     for page, links in parsed.items():
@@ -97,10 +99,12 @@ def test_links_and_anchors_lead_somewhere(site, parsed):
     assert lost == []
 
 
+@pytest.mark.slow
 def test_a_page_fetches_nothing_from_elsewhere(parsed):
     assert {src for links in parsed.values() for src in links.fetched if "//" in src} == set()
 
 
+@pytest.mark.slow
 def test_every_fence_of_the_table_is_drawn(site):
     text = (site / "architecture.html").read_text(encoding="utf-8")
     drawing = text[text.index('<svg class="fences"') : text.index("</svg>", text.index('<svg class="fences"'))]
@@ -110,6 +114,7 @@ def test_every_fence_of_the_table_is_drawn(site):
     assert drawing.count("<circle") == len(FENCES)
 
 
+@pytest.mark.slow
 def test_the_reference_holds_the_contract(site):
     stream = (site / "reference" / "stream.html").read_text(encoding="utf-8")
     assert "Complete a new generation of" in stream
@@ -170,17 +175,17 @@ def test_citations_of_rows_lead_to_a_row():
     assert {(path, row) for path, row in cited if row not in rows} == set()
 
 
-def packages():
-    spec = importlib.util.spec_from_file_location("site_packages", ROOT / "docs" / "_site" / "packages.py")
+def tables():
+    spec = importlib.util.spec_from_file_location("site_tables", ROOT / "docs" / "_site" / "tables.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def test_the_table_of_packages_is_that_of_the_tree():
-    table = packages()
+    table = tables()
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    assert table.differences(page) == [], "run: python docs/_site/packages.py"
+    assert table.differences(page) == [], "run: python docs/_site/tables.py"
     (row,) = re.findall(r"^\| `tools/outrider_trace` .*\n", page, re.MULTILINE)
     count = table.rows()["tools/outrider_trace"][1]
     assert table.differences(page.replace(row, "")) == ["tools/outrider_trace has no row"]
@@ -188,6 +193,11 @@ def test_the_table_of_packages_is_that_of_the_tree():
     assert table.differences(page.replace(row, wrong)) == [
         f"tools/outrider_trace: the page says {count * 2:,} lines, the tree has {count:,}"
     ]
+
+
+def test_the_table_of_fences_is_that_of_the_engine():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert tables().fence_table() in page, "run: python docs/_site/tables.py"
 
 
 def test_pictures_are_small():

@@ -11,7 +11,7 @@ import time
 import torch
 
 from outrider import Engine, EngineConfig, SamplingParams, get_backend
-from outrider.cli.models import bundled
+from outrider.bundled import bundled
 from outrider.device import KernelSet
 from outrider.model import load_decoder
 from outrider_proof.guides import Residues, guide

@@ -12,9 +12,10 @@ from outrider.engine.engine import Engine
 from outrider.engine.loading import load_checkpoint
 from outrider.registry import Registry
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import write_checkpoint, write_eagle
+from outrider_proof.checkpoints import write_eagle
 from outrider_proof.tiny import plain_config
 from outrider_sanitizer import watch
+from tiny_checkpoints import write_checkpoint
 
 PROMPTS = [(3, 1, 4, 1, 5, 9, 2, 6), (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5), (8, 9), (7, 7, 7), (44,), tuple(range(10, 50))]
 MODES = {

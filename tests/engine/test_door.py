@@ -9,8 +9,9 @@ from outrider import Engine, SamplingParams
 from outrider.errors import CheckpointError
 from outrider.model.quantization.writing import quantize_checkpoint
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import SHAPE, byte_level_tokenizer, write_checkpoint
+from outrider_proof.checkpoints import SHAPE
 from outrider_proof.tiny import plain_config
+from tiny_checkpoints import byte_level_tokenizer, write_checkpoint
 
 PROMPTS = [[5, 9, 9, 3, 40, 7], [11, 3, 2 + 1], list(range(30, 52))]
 

@@ -9,8 +9,8 @@ from outrider import Engine, SamplingParams
 from outrider.model import load_decoder
 from outrider.speculative.draft_model import DraftModelProposer
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import ROPES, write_checkpoint
 from outrider_proof.tiny import plain_config
+from tiny_checkpoints import ROPES, write_checkpoint
 
 START = [1, 7, 23, 5, 40, 41, 9, 9, 17, 60, 33, 2, 8, 90, 14, 3]
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)

@@ -140,7 +140,7 @@ WAYS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_greedy_tokens_are_those_of_a_plain_loop(way, request, oracle, prompt_tokens):
     """Four guided requests and two that aren't, in one batch."""
@@ -154,6 +154,74 @@ def test_greedy_tokens_are_those_of_a_plain_loop(way, request, oracle, prompt_to
         assert completion.token_ids == oracle(prompt, guide), guide
     if speculate != "none":
         assert max(completion.acceptance_length for completion in found[:4]) > 1
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_guide_after_a_text_leaves_the_tokens_before_it_alone(way, request, oracle, prompt_tokens):
+    name, speculate, config = WAYS[way]
+    bundled = request.getfixturevalue(name)
+    prompt = prompt_tokens[0][-20:]
+    free = oracle(prompt, None)
+    length = next(k for k in range(2, LONGEST) if bundled.text(free[:k]).count(bundled.text(free[k - 2 : k])) == 1)
+    guide = JsonSchema(SCHEMA, after=bundled.text(free[length - 2 : length]))
+    (found,) = bundled.engine(speculate, **config).generate([prompt], SamplingParams(max_tokens=LONGEST, guide=guide))
+    guided = oracle([*prompt, *free[:length]], "schema")
+    assert found.token_ids == (*free[:length], *guided)[:LONGEST]
+    assert len(found.token_ids) > length
+
+
+class Bracketed:
+    """A matcher for "(" and any number of letters: tokens are bytes."""
+
+    def __init__(self):
+        self.accepted = []
+
+    def accept(self, token):
+        allowed = (token == ord("(")) == (not self.accepted)
+        self.accepted += [token] * allowed
+        return allowed
+
+    def rollback(self, count):
+        del self.accepted[len(self.accepted) - count :]
+
+    def fill(self, words, index):
+        words[index] = guidance.mask_of_tokens([ord("(")] if not self.accepted else [ord("a")], 256)
+
+    is_complete = False
+
+
+TOKENS = dict(enumerate((b"<", b"/t>", b">", b"</t>", b"</t> ", b">(", b"t", b"(", b"<<", b"")))
+STEPS = st.lists(st.tuples(st.integers(0, len(TOKENS) - 1), st.integers(0, 3)), max_size=12)
+
+
+@settings(max_examples=100, deadline=None, database=None, derandomize=True)
+@given(steps=STEPS)
+def test_a_delayed_matcher_goes_back_to_where_it_was(steps):
+    """Against a search in the whole text. ``steps``: a token, and how many tokens are undone after it."""
+    inner = Bracketed()
+    inner_accept = inner.accept
+    inner.accept = lambda token: inner_accept(TOKENS[token][0] if TOKENS[token] else 0)
+    crossing = [(token, text) for token, text in TOKENS.items() if text.partition(b">")[2].strip()]
+    matcher = guidance.DelayedMatcher(
+        inner, b"</t>", TOKENS.__getitem__, crossing=crossing, ends=frozenset((9,)), vocabulary=len(TOKENS)
+    )
+    accepted = []
+    words = torch.zeros((1, 1), dtype=torch.int32)
+    for token, undone in steps:
+        before, marker, _ = b"".join(TOKENS[each] for each in accepted).partition(b"</t>")
+        if not marker:
+            matcher.fill(words, 0)
+            completed = (before + TOKENS[token]).partition(b"</t>")[2].strip()
+            assert bool(words[0, 0] >> token & 1) == (token != 9 and not completed)
+        if matcher.accept(token):
+            accepted.append(token)
+        matcher.rollback(min(undone, len(accepted)))
+        del accepted[max(0, len(accepted) - undone) :]
+        texts = [b"".join(TOKENS[each] for each in accepted[:count]) for count in range(len(accepted) + 1)]
+        started = next((count for count, text in enumerate(texts) if b"</t>" in text), len(accepted))
+        assert len(inner.accepted) == len(accepted) - started
+        assert 9 not in accepted[:started]
 
 
 @pytest.fixture(scope="module")

@@ -73,7 +73,7 @@ def test_tokens_and_acceptance_are_those_of_one_engine(name, other_backend, over
     assert free == [(each.free_pages, each.free_rows) for each in (first, second)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name", ["none", "eagle", "eagle-tree", "mtp", "mtp-tree", "peagle", "draft-model", "ngram", "ngram-tree"]
 )

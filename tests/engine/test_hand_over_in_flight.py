@@ -55,6 +55,7 @@ def expected(bundled_dir):
     return {prompt: host.generate([prompt], PARAMS)[0].token_ids for prompt in (PROMPT, OTHER)}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("seed", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_rows_and_pages_find_another_owner_at_once(bundled_dir, expected, tree, seed):

@@ -146,6 +146,7 @@ def test_a_draft_that_keeps_the_plan_of_other_lengths_is_an_error(monkeypatch):
     assert "runs with the plan of another batch" in str(error)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fence", ["lengths_on_host", "plan_ready"])
 def test_a_fence_left_out_is_found_and_named(fence):
     """*Lengths on host* is live where kernels plan, not only where a device takes host integers."""

@@ -5,7 +5,8 @@ import pytest
 from outrider import Engine, EngineConfig
 from outrider.errors import CheckpointError
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import word_tokenizer, write_checkpoint, write_eagle
+from outrider_proof.checkpoints import write_eagle
+from tiny_checkpoints import word_tokenizer, write_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ def plain():
     return [engine.generate([prompt], SamplingParams(max_tokens=NEW))[0].token_ids for prompt in PROMPTS]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", MAKERS)
 def test_every_proposer_gives_plain_tokens(plain, name):
     proposer = MAKERS[name](tiny.mixture(), tiny.BACKEND)

@@ -76,7 +76,6 @@ def test_a_stop_that_never_comes_changes_nothing(engine, bundle64, prompt_tokens
     plain = bundle64.plain(prompt, 30).token_ids
     assert tuple(token for output in outputs for token in output.tokens) == plain
     assert "".join(output.text for output in outputs) == engine.tokenizer.decode(plain)
-    assert engine.generate([prompt], SamplingParams(max_tokens=4))[0].text is None
 
 
 def test_an_aborted_request_gives_out_what_it_held_back(engine, prompt_tokens):

@@ -19,16 +19,10 @@ from outrider.speculative.ngram import NgramProposer
 from outrider.speculative.peagle import PEagleProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import (
-    VISION_FAMILIES,
-    write_checkpoint,
-    write_eagle,
-    write_mtp,
-    write_peagle,
-    write_vision_checkpoint,
-)
+from outrider_proof.checkpoints import VISION_FAMILIES, write_eagle, write_vision_checkpoint
 from outrider_proof.tiny import plain_config
 from outrider_sanitizer import watch
+from tiny_checkpoints import write_checkpoint, write_mtp, write_peagle
 
 TOKENS = 12
 GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
@@ -212,6 +206,7 @@ def counting(checkpoint):
     return Tower(), seen
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_same_image_is_a_prefix_hit_and_another_is_not(checkpoint, overlap):
     image, other = (checkpoint.processor.image(picture(32, 32, seed=seed)) for seed in (1, 2))
@@ -401,6 +396,7 @@ def run_like_npu(directory, graphs):
     return report
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("graphs", "left_out", "named"),
     [

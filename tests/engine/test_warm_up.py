@@ -114,7 +114,7 @@ def serve(engine, prompts):
     return engine.generate([(prompts[i] * 9)[:length] for i, length in enumerate(lengths)], each)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_is_compiled_after_the_start(bundle, tiny_tokens, mode):
     kernels = Compiling()

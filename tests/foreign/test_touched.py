@@ -81,26 +81,31 @@ def seen():
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_kernel_that_writes_one_block_leaves_a_copy_of_another_alone(seen):
     assert seen["other block"] == []
     assert len(seen["same block"]) == 1
     assert "bytes 64 to 128" in seen["same block"][0]
 
 
+@pytest.mark.slow
 def test_memory_behind_a_table_of_addresses_is_seen(seen):
     assert len(seen["through a table"]) == 1
     assert "read after write" in seen["through a table"][0]
     assert seen["nowhere"] == {}
 
 
+@pytest.mark.slow
 def test_a_result_that_is_read_before_the_kernel_ran_isn_t_called_unwritten(seen):
     assert seen["queued"] == []
 
 
+@pytest.mark.slow
 def test_what_a_kernel_leaves_out_is_unwritten(seen):
     assert [text.partition("\n")[0] for text in seen["left out"]] == ["read before it was written"]
 
 
+@pytest.mark.slow
 def test_an_atomic_reads_and_writes(seen):
     assert len(seen["atomic"]) == 1
     assert "write" in seen["atomic"][0]

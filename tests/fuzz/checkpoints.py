@@ -24,20 +24,16 @@ from outrider.device import OutriderError
 from outrider.errors import CheckpointError
 from outrider.model import MediaProcessor
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import (
-    IMAGE,
-    SHAPE,
+from outrider_proof.checkpoints import IMAGE, SHAPE, picture, write_eagle, write_vision_checkpoint
+from outrider_proof.tiny import plain_config
+from tiny_checkpoints import (
     byte_level_tokenizer,
-    picture,
     sentencepiece_tokenizer,
     write_checkpoint,
     write_dflash,
-    write_eagle,
     write_eagle3,
     write_peagle,
-    write_vision_checkpoint,
 )
-from outrider_proof.tiny import plain_config
 
 TARGET = "llama"
 LONGEST = 2000  # characters of a message: a paragraph

@@ -6,7 +6,7 @@ import tempfile
 
 import triton
 
-LATE = {"linear_silu_mul", "scaled_silu_mul", "streamed_silu_mul", "linear_planes", "linear_quantized"}
+LATE = {"linear_silu_mul", "streamed_silu_mul", "linear_planes", "linear_quantized"}
 LATE |= {"expert_gates", "tall_silu_mul"}
 """One of them is in each layer: what starts behind it may read what was written before it (docs/kernels.md)."""
 READS_WEIGHTS = {"all_reduce_rms_norm", "rms_norm", "add_rms_norm", "linear_add", "streamed_linear_add"}

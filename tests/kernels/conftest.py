@@ -60,6 +60,6 @@ def kernels(pdl):
     from kernels.devices import SMALL
     from outrider_triton.kernelset import TritonKernels
 
-    made = TritonKernels(SMALL, everywhere=True)
+    made = TritonKernels(SMALL)
     made.pdl = pdl
     return made

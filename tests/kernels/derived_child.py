@@ -91,7 +91,7 @@ def product(facts, operator, config, even, k, half, target):
     if config.descriptor == LARGE_M:
         ends = {"x": descriptor(config.block_m, config.block_k), "w": descriptor(config.block_n, config.block_k)}
         own = {"STEPS": k // config.block_k, "BLOCK_M": config.block_m, "BLOCK_K": config.block_k, "STAGES": config.stages}
-        own |= {"TOKEN_STAGES": config.ahead, "GROUPS": config.warps // 4, "bias": None, "HAS_BIAS": False, "PDL": pdl}
+        own |= {"TOKEN_STAGES": config.prefetch_columns, "GROUPS": config.warps // 4, "bias": None, "PDL": pdl}
         return compiled(GluonASTSource, large_m_gates.tall_silu_mul, ends, own, target, aligned=("n", "out"))
     if config.descriptor == STREAMED:
         fold = operator in ("linear", "linear_add", "linear_add_scaled") or (operator == "linear_parts" and config.split == 1)
@@ -107,22 +107,22 @@ def product(facts, operator, config, even, k, half, target):
             ),
             "linear_silu_mul": (streamed.streamed_silu_mul, {**PLAIN, **UNQUANTIZED, "maxima": None}, {"k": "i32"}),
             "scaled_silu_mul": (streamed.streamed_silu_mul, {**SCALED, **UNQUANTIZED, "maxima": None}, {"k": "i32"}),
-            "linear_add": (streamed.streamed_linear_add, {**PLAIN, "norm": None, "NORM": False}, {"scaled": HALF}),
-            "linear_add_scaled": (streamed.streamed_linear_add, {**SCALED, "NORM": True}, {"norm": HALF, "scaled": HALF}),
+            "linear_add": (streamed.streamed_linear_add, {**PLAIN, "norm": None}, {"scaled": HALF}),
+            "linear_add_scaled": (streamed.streamed_linear_add, SCALED, {"norm": HALF, "scaled": HALF}),
             "linear_rope": (streamed.streamed_rope_write_cache, {**SCALED, **UNQUANTIZED, "HALF": half}, {"k": "i32"}),
         }[operator]
         given = {name: value for name, value in {**given, **own}.items() if name in kernel.arg_names}
         return compiled(GluonASTSource, kernel, {**types, **ends}, given, target, warps=config.warps)
     own = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "EVEN": even, "PDL": pdl}
-    plain = {"descriptor": None, "DESCRIPTOR": False}
+    plain = {"descriptor": None}
     kernel, given, types = {
         "linear": (matmul.linear, {**plain, "SPLIT": 1}, {}),
         "linear_parts": (matmul.linear, {**plain, "SPLIT": config.split}, {"out": WIDE} if config.split > 1 else {}),
-        "linear_silu_mul": (matmul.linear_silu_mul, {}, {}),
-        "scaled_silu_mul": (fused.scaled_silu_mul, {"SHARES": 128}, {"eps": "fp32"}),
-        "linear_add": (fused.linear_add, {**plain, "norm": None, "NORM": False}, {"scaled": HALF}),
-        "linear_add_scaled": (fused.linear_add, {**plain, "NORM": True}, {"norm": HALF, "scaled": HALF}),
-        "linear_rope": (fused.linear_rope_write_cache, {"SCALED": True, "SHARES": 128, "HALF": half}, {}),
+        "linear_silu_mul": (matmul.linear_silu_mul, {"squares": None, "SHARES": 1}, {}),
+        "scaled_silu_mul": (matmul.linear_silu_mul, {"SHARES": 128}, {"eps": "fp32"}),
+        "linear_add": (fused.linear_add, {**plain, "norm": None}, {"scaled": HALF}),
+        "linear_add_scaled": (fused.linear_add, plain, {"norm": HALF, "scaled": HALF}),
+        "linear_rope": (fused.linear_rope_write_cache, {"SHARES": 128, "HALF": half}, {}),
     }[operator]
     aligned = [name for name in ALIGNED if name in kernel.arg_names]
     made = {**PRODUCT, **given, **own}
@@ -185,7 +185,7 @@ def quantized_product(facts, config, even, name, operator, way, half, target):
     active, block = format != "int4", config.block_k
     held = {"fp8": "*fp8e4nv" if way.native else "*i8", "int8": "*i8", "int4": "*u8"}[format]
     given = {"FORMAT": format, "NATIVE": way.native, "MODE": way.mode, "ROWS": 1, "COLUMNS": way.columns, "GROUP": group}
-    given |= {"ZEROS": False, "ACTIVE": active, "HAS_BIAS": False, "FP8": facts.fp8, "ASM": capability >= 80, "zeros": None}
+    given |= {"FP8": facts.fp8, "ASM": capability >= 80, "zeros": None}
     given |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": block, "SPLIT": config.split, "EVEN": even}
     given |= {"SUB": min(way.at_once, block) if way.at_once else block, "PDL": facts.pdl, "bias": None}
     given |= {} if active else {"x_scales": None}
@@ -203,7 +203,7 @@ def quantized_product(facts, config, even, name, operator, way, half, target):
 
 def in_a_ring(facts, config, half, target):
     """A product of four bits that come through a ring; of ``half`` a head: one that turns its rows."""
-    wide = config.ahead
+    wide = config.prefetch_columns
     ends = {
         "x": descriptor(2 * config.block_m, wide, "i8"),
         "w": descriptor(config.block_n, wide // 2, "i8"),
@@ -213,7 +213,7 @@ def in_a_ring(facts, config, half, target):
     given = {"GROUPS": config.warps // 4, "STEPS": config.block_k // wide, "PDL": facts.pdl}
     given |= {"TILES": -(-config.rows_per_program // (32 if half else 64)), "HALF": half}
     given |= {} if half else dict.fromkeys(("cos", "sin", "k_cache", "v_cache", "slots"))
-    given |= {"BLOCK_M": config.block_m, "STAGES": config.stages, "HAS_BIAS": False, "bias": None, "MAX_REGISTERS": 112}
+    given |= {"BLOCK_M": config.block_m, "STAGES": config.stages, "bias": None, "MAX_REGISTERS": 112}
     given["GATED"] = False
     types = {**ends, "out": WIDE if config.split > 1 else HALF}
     if not half and computes_swiglu(config, 1):

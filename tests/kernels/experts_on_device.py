@@ -324,7 +324,7 @@ def main() -> int:
     seconds = float(sys.argv[1] if len(sys.argv) > 1 else 115)
     device = torch.device("cuda")
     facts = facts_of(torch.cuda.get_device_properties(device))
-    kernels = TritonKernels(facts, everywhere=True, device=device)
+    kernels = TritonKernels(facts, device=device)
     checked, timed = jobs_of(kernels)
     compiled = set()
     workers = max(1, min((os.cpu_count() or 2) - 1, 15))

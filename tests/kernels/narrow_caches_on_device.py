@@ -203,7 +203,7 @@ def main():
     else:
         device, dtype = torch.device("cuda"), torch.bfloat16
         facts = facts_of(torch.cuda.get_device_properties(device))
-    kernels = TritonKernels(facts, everywhere=True, device=device)
+    kernels = TritonKernels(facts, device=device)
     if "fp8" not in kernels.cache_formats:
         print(f"{facts.architecture} has no numbers of e4m3: nothing to check")
         return 1

@@ -38,7 +38,7 @@ class StandIn(CpuBackend):
 
     def __init__(self, place):
         super().__init__()
-        self._declarations["kernels"] = TritonKernels(SMALL, everywhere=True)
+        self._declarations["kernels"] = TritonKernels(SMALL)
         self.place = place
 
     def _create_group(self, name, ranks, rank, store, timeout_s):

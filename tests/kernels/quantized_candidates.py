@@ -75,7 +75,7 @@ def main() -> None:
     end = begun + float(given.get("seconds", 60))
     device = torch.device("cuda")
     facts = facts_of(torch.cuda.get_device_properties(device))
-    kernels = TritonKernels(facts, everywhere=True, device=device)
+    kernels = TritonKernels(facts, device=device)
     rate = copied(device)
     only = given.get("products")
     jobs = []

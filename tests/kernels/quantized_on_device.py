@@ -121,7 +121,7 @@ def experts(kernels, device):
 def main() -> int:
     end = time.monotonic() + float(sys.argv[1] if len(sys.argv) > 1 else 90)
     device = torch.device("cuda")
-    kernels = TritonKernels(facts_of(torch.cuda.get_device_properties(device)), everywhere=True, device=device)
+    kernels = TritonKernels(facts_of(torch.cuda.get_device_properties(device)), device=device)
     cases, failed, late = [], 0, False
     for work in (layers, products, experts):
         found = work(kernels, device)

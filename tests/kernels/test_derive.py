@@ -25,6 +25,7 @@ from outrider_triton.derive import OPERATORS, choose_config, estimate_seconds, r
 from outrider_triton.derive_attention import AttentionHeads, attention_bytes, derive_attention_launch, unsplit_programs
 from outrider_triton.device_facts import DeviceFacts, facts_of
 from outrider_triton.kernelset import TritonKernels
+from outrider_triton.launch import has_kernel
 from outrider_triton.table import BUCKETS, LARGE_M, STREAMED, AttentionConfig, MatmulConfig
 
 MODELS = sorted(set(SHAPES) - {"tiny"})
@@ -197,8 +198,8 @@ def test_derived_and_measured_live_together():
     assert kernels.matmul_config("linear", unknown[:4], unknown) == expected is not None
     assert kernels.matmul_config("linear", unknown.float()[:4], unknown.float()) is None
     wide = torch.empty(4, 8, 128, dtype=torch.float32)
-    assert kernels._uses("paged_attention", wide), "attention in float32 is no reference's, either"
-    assert not kernels._uses("paged_attention", wide.double())
+    assert has_kernel(wide), "attention in float32 is no reference's, either"
+    assert not has_kernel(wide.double())
 
 
 def test_facts_come_from_what_a_device_says():

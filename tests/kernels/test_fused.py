@@ -76,12 +76,11 @@ def test_gates_of_a_norm(m, n, k, config, with_bias, device, pdl):
         Product(*wide(*added)), *wide(residual, norm), 1e-5, weight.double(), None if bias is None else bias.double()
     )
     ops = torch.ops.outrider
-    scaled = ops.linear_add_scaled.triton(
+    scaled, squares = ops.linear_add_scaled.triton(
         *(tensor.to(device) for tensor in added), residual.to(device), norm.to(device), [16, 16, 32, 1, 4, 2, 0, 0, 0], pdl
     )
-    made = ops.scaled_silu_mul.triton(
-        *scaled, weight.to(device), None if bias is None else bias.to(device), 1e-5, list(config), pdl
-    )
+    bias = None if bias is None else bias.to(device)
+    made = ops.linear_silu_mul.triton(scaled, weight.to(device), bias, list(config), pdl, squares, 1e-5)
     close(made, wanted, torch.float16)
 
 

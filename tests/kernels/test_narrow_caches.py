@@ -22,7 +22,7 @@ ROWS = (HEADS + 2 * KV_HEADS) * SIZE
 @pytest.fixture
 def narrow(pdl):
     """Kernels of a device that has e4m3."""
-    made = TritonKernels(replace(SMALL, architecture="sm_89"), everywhere=True)
+    made = TritonKernels(replace(SMALL, architecture="sm_89"))
     made.pdl = pdl
     return made
 

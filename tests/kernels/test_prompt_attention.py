@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 from outrider.device import AttentionMetadata, KernelSet
 from outrider_triton import prefill_attention, prefill_ops
 from outrider_triton.device_facts import DeviceFacts
-from outrider_triton.prefill_ranking_store import PromptStore, libraries
+from outrider_triton.tuned_store import PromptStore, libraries
 
 REFERENCE = KernelSet()
 
@@ -196,7 +196,7 @@ def test_what_was_kept_is_measured_again_where_it_no_longer_holds(started, monke
     assert started(times).name == "slow", "which was kept in its place"
     assert started({"fast": 1.0}).name == "fast", "the other one isn't there any more"
     assert set(started({"slow": 3.0, "fast": 1.0}, new=600).ran) == {"slow", "fast"}, "other numbers of tokens"
-    monkeypatch.setattr("outrider_triton.prefill_ranking_store.libraries", lambda: {"fa3-fwd": "another"})
+    monkeypatch.setattr("outrider_triton.tuned_store.libraries", lambda: {"fa3-fwd": "another"})
     assert set(started({"slow": 3.0, "fast": 1.0}, new=600).ran) == {"slow", "fast"}
 
 

@@ -52,7 +52,7 @@ def rotary(m, seed=1):
 
 @pytest.fixture
 def kernels(device, pdl):
-    made = TritonKernels(SMALL, everywhere=True)
+    made = TritonKernels(SMALL)
     made.pdl = pdl
     torch.set_default_device(device)
     yield made
@@ -232,6 +232,7 @@ def test_a_norm_behind_attention(format, batch, padding, kernels):
     assert made.isfinite().all()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("planes", [nibble_plane_ops.NIBBLE_PLANES, nibble_plane_ops.INT8_COMPONENTS])
 def test_attention_leaves_rows_in_planes(planes, kernels):
     """Bit for bit what laying out its result does; rows of padding are zeros."""
@@ -302,6 +303,7 @@ def inputs_of(m, metadata):
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("format", FORMATS)
 def test_kernels_of_a_draft(format, kernels, launched):
     """A layer with nothing ahead of it, and no norm behind it: what turns queries and keys adds parts, and SwiGLU leaves
@@ -327,6 +329,7 @@ def test_kernels_of_a_draft(format, kernels, launched):
         }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("format", FORMATS)
 def test_kernels_of_a_layer(format, kernels, launched):
     """A few tokens behind another layer: four products, and between them what follows each in one kernel. What joins the

@@ -35,11 +35,11 @@ def launched(instead_of_launching):
     """Kernels that were launched, and what makes their variants; nothing runs."""
     calls = []
 
-    def launch(kernel, grid, *arguments, pdl, warps, **settings):
+    def launch(kernel, grid, *arguments, pdl, warps=0, **settings):
         known = dict(zip(kernel.arg_names, arguments, strict=False))
         blocks = tuple(tuple(known[each].block_shape) for each in ("x", "w") if hasattr(known.get(each), "block_shape"))
-        given = tuple(known[each] is None for each in ("bias", "squares", "x_scales", "grains") if each in known)
-        calls.append((kernel.__name__, _ahead.get(), (blocks, given, tuple(sorted(settings.items())))))
+        missing = tuple(sorted(name for name, value in known.items() if value is None))
+        calls.append((kernel.__name__, _ahead.get(), (blocks, missing, tuple(sorted(settings.items())))))
         if kernel.__name__.startswith("streamed"):
             assert set(known) | set(settings) | {"PDL"} >= set(kernel.arg_names), "an operand is missing"
 
@@ -273,6 +273,7 @@ def four_bits(monkeypatch):
     return {name: random_quantized(way, *shape, device=torch.device("cpu")) for name, shape in shapes.items()}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("m", "turned"), [(1, True), (4, True), (5, True), (16, True), (17, False), (64, False)])
 def test_queries_and_keys_of_four_bits_turn_in_the_ring(m, turned, launched, kernels, four_bits):
     assert turns(kernels, four_bits, m).shape == (m, HEADS, SIZE)
@@ -336,10 +337,10 @@ def test_a_unit_of_eight_bits_has_one_piece_or_two(columns, allowed, launched, w
     weight, x = weights["output"], torch.zeros(4, 3072, dtype=torch.float8_e4m3fn)
     out, scales = torch.zeros(4, HIDDEN, dtype=BF16), torch.ones(4, 1)
     config = MatmulConfig(8, 32, columns, 1, 4, 4, 0, STREAMED, 32)
-    own = x, weight.data[:, :3072].contiguous(), None, out, (scales, weight.scales, 1), config, True
+    own, quantized = (x, weight.data[:, :3072].contiguous(), None, out, config, True), (scales, weight.scales, 1)
     if allowed:
-        streamed.multiply_quantized(*own)
+        streamed.multiply(*own, quantized=quantized)
         assert [name for name, _, _ in launched] == ["streamed_linear"]
     else:
         with pytest.raises(RuntimeError, match="one or two pieces of 128"):
-            streamed.multiply_quantized(*own)
+            streamed.multiply(*own, quantized=quantized)

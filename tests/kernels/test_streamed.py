@@ -107,7 +107,7 @@ def test_gates(m, inner, config, with_norm, hopper, ops):
             Product(*(t.double() for t in added)), residual.double(), norm.double(), 1e-5, weight.double(), bias.double()
         )
         scaled = ops.linear_add_scaled.triton(*added, residual, norm, CONFIGS[2], True)
-        made = ops.scaled_silu_mul.triton(*scaled, weight, bias, 1e-5, config, True)
+        made = ops.linear_silu_mul.triton(scaled[0], weight, bias, config, True, scaled[1], 1e-5)
     else:
         wanted = REFERENCE.linear_silu_mul(x.double(), weight.double(), bias.double())
         made = ops.linear_silu_mul.triton(x, weight, bias, config, True)
@@ -157,7 +157,7 @@ def test_queries_turn_and_keys_and_values_go_to_their_slots(m, config, with_norm
 @pytest.mark.parametrize(("batch", "width"), [(1, 4), (16, 1), (8, 4), (16, 4), (32, 4)])
 def test_layers_one_after_another(batch, width, hopper):
     """Each kernel begins while the one before still runs and has its weights come then: what all make is the same without."""
-    kernels = TritonKernels(DEVICES["H200"], table=load("NVIDIA H200"), everywhere=True)
+    kernels = TritonKernels(DEVICES["H200"], table=load("NVIDIA H200"))
     kernels.pdl = False
     chain = Chain(decoder_shape(shape_config("llama-3.1-8b"), HALF), kernels, hopper)
     chain.prepare(batch, width, 640)

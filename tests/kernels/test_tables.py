@@ -1,24 +1,17 @@
 """Tables of tuned kernels: what the package ships can be used, and what is broken says so."""
 
 import json
-from collections import defaultdict
 from dataclasses import replace
-from functools import cache
 from importlib import resources
-from unittest.mock import patch
 
 import pytest
-import torch
 
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
-from kernels.devices import DEVICES, SMALL
-from outrider.device import BackendLoadError, HeadNorms, KernelSet, RotaryArgs
-from outrider_conformance.random_kernels.kernels import KERNELS, problem
+from outrider.device import BackendLoadError
 from outrider_triton import shipping
 from outrider_triton import table as tables
-from outrider_triton.kernelset import TritonKernels
-from outrider_triton.table import AttentionConfig, Table, load, parse, table_name
+from outrider_triton.table import AttentionConfig, load, parse, table_name
 
 SHIPPED = sorted(path.name for path in resources.files("outrider_triton").joinpath("tuned").iterdir())
 
@@ -33,16 +26,13 @@ def test_a_table_of_the_package_says_what_was_measured(name):
     for entries in (each for layers in table.entries.values() for each in layers.values()):
         assert [entry.m for entry in entries] == sorted({entry.m for entry in entries})
         assert all(entry.us > 0 and entry.torch_us > 0 for entry in entries)
-    assert all(isinstance(wins, bool) for wins in table.kernels.values())
 
 
 def test_a_device_without_a_table():
     assert load("No Such Chip 9000") is None
 
 
-@pytest.mark.parametrize(
-    "text", ["{", '{"matmul": []}', '{"device": "x", "software": {}, "kernels": {}, "matmul": [{"m": 1}]}']
-)
+@pytest.mark.parametrize("text", ["{", '{"matmul": []}', '{"device": "x", "software": {}, "matmul": [{"m": 1}]}'])
 def test_a_broken_table_says_what_to_do(text, tmp_path, monkeypatch):
     (tmp_path / "tuned").mkdir()
     (tmp_path / "tuned" / "x.json").write_text(text)
@@ -57,7 +47,6 @@ def test_attention_takes_the_nearest_measurement():
             "device": "made up",
             "software": {},
             "matmul": [],
-            "kernels": {},
             "attention": [
                 {"groups": 8, "max_kv": 640, "config": [64, 8, 4, 2]},
                 {"groups": 256, "max_kv": 640, "config": [128, 1, 8, 2]},
@@ -71,14 +60,14 @@ def test_attention_takes_the_nearest_measurement():
     assert table.attention_config(8, 64, 4) is table.attention_config(8, 128, 7) is None  # other heads were not measured
     rows = [{"groups": groups, "max_kv": 640, "config": [64, groups, 4, 2]} for groups in (8, 32)]
     for order in (rows, rows[::-1]):  # as near to both, in whatever order a cache is read
-        between = parse({"device": "x", "software": {}, "kernels": {}, "matmul": [], "attention": order})
+        between = parse({"device": "x", "software": {}, "matmul": [], "attention": order})
         assert between.attention_config(16, 128, 4) == AttentionConfig(64, 8, 4, 2)
 
 
 def test_what_was_measured_for_more_tokens_says_nothing_about_few():
     row = {"operator": "linear", "dtype": "bfloat16", "n": 64, "k": 64, "config": None, "us": 1.0, "torch_us": 2.0}
     rows = [{**row, "m": 4}, {**row, "m": 32}]
-    table = parse({"device": "made up", "software": {}, "kernels": {}, "matmul": rows})
+    table = parse({"device": "made up", "software": {}, "matmul": rows})
     found = {m: table.entry("linear", "bfloat16", n=64, k=64, m=m) for m in (1, 4, 5, 8, 9, 16, 17, 32, 33)}
     assert {m for m, entry in found.items() if entry is not None} == {1, 4, 17, 32}
 
@@ -86,7 +75,7 @@ def test_what_was_measured_for_more_tokens_says_nothing_about_few():
 def test_a_tile_serves_as_many_tokens_as_it_has_room_for():
     row = {"operator": "linear", "dtype": "bfloat16", "n": 64, "k": 64, "us": 1.0, "torch_us": 2.0}
     rows = [{**row, "m": m, "config": [room, 32, 128, 1, 4, 4, 0, 2, 32]} for m, room in ((4, 8), (16, 16))]
-    table = parse({"device": "made up", "software": {}, "kernels": {}, "matmul": rows})
+    table = parse({"device": "made up", "software": {}, "matmul": rows})
     found = {m: table.entry("linear", "bfloat16", n=64, k=64, m=m) for m in (1, 4, 5, 8, 9, 16, 17)}
     assert {m: entry.m for m, entry in found.items() if entry is not None} == {1: 4, 4: 4, 5: 4, 8: 4, 9: 16, 16: 16}
 
@@ -139,75 +128,3 @@ def test_a_choice_that_cant_be_read_leaves_the_table_alone(tmp_path):
     with pytest.raises(KeyError):
         shipping.main([str(file), *_kept(tmp_path, {key: value for key, value in ROW.items() if key != "us"}), *said])
     assert file.read_text() == before
-
-
-OVERRIDDEN = {name for kind in TritonKernels.__mro__[: TritonKernels.__mro__.index(KernelSet)] for name in vars(kind)}
-MEASURED = {
-    name
-    for file in SHIPPED
-    for name in json.loads(resources.files("outrider_triton").joinpath("tuned", file).read_text())["kernels"]
-}
-
-
-@cache
-def drawn_once(label):
-    """A problem of a kernel that the kit draws for: no more than its call is wanted of it."""
-    drawn = KERNELS[label]
-    return problem(drawn, drawn.corners[0], torch.float16, 0)
-
-
-@cache
-def left_to_the_default(lost):
-    """Of each kernel that the kit draws for whether a call of it goes to the reference; and what is said to be unused."""
-    found = defaultdict(list)
-    kernels = TritonKernels(DEVICES["L4"], table=Table(device="made up", software={}, entries={}, kernels={lost: False}))
-    for label in KERNELS:
-        name = label.partition(",")[0]
-        if name in OVERRIDDEN:
-            owner = next(kind for kind in KernelSet.__mro__ if name in vars(kind))
-            made = drawn_once(label)
-            operands = {each: operand.tensor.clone() for each, operand in made.operands.items()}
-            with patch.object(owner, name, autospec=True, side_effect=vars(owner)[name]) as default:
-                made.call(kernels, operands)
-            found[name].append(default.called)
-    return {name for name, called in found.items() if all(called)}, set(kernels.unused_overrides())
-
-
-@pytest.mark.usefixtures("unlaunched")
-@pytest.mark.parametrize("lost", sorted(MEASURED | {"linear_quantized"}))
-def test_no_override_is_left_out_of_what_is_unused(lost):
-    """Whatever a kernel that lost takes along: those that go to the reference then, and went to a kernel before."""
-    ever, _ = left_to_the_default("nothing")
-    left, named = left_to_the_default(lost)
-    assert lost in left
-    assert left - ever <= named
-
-
-@pytest.mark.usefixtures("unlaunched")
-@pytest.mark.parametrize(
-    ("lost", "left"),
-    [
-        ("silu_mul", set()),
-        ("gather_rows", {"embedding"}),
-        ("rms_norm", {"head_norm_rope_write_cache"}),
-        (
-            "rope_write_cache",
-            {
-                "head_norm_rope_write_cache",
-                "linear_quantized_rope_write_cache",
-                "norm_linear_quantized_rope_write_cache",
-            },
-        ),
-    ],
-)
-def test_what_is_decided_with_a_kernel_that_lost_is_said_to_be_unused(lost, left):
-    """Else the kit takes it for an override that never computes anything."""
-    table = Table(device="made up", software={}, entries={}, kernels={lost: False, "add_rms_norm": True})
-    kernels = TritonKernels(SMALL, table=table)
-    assert set(kernels.unused_overrides()) == {lost, *left}
-    kept, size, made = [torch.ones(2, 4, 1, 8) for _ in range(2)], 8, torch.ones(3, 32)
-    rotary = RotaryArgs(torch.ones(3, size), torch.zeros(3, size), *kept, torch.arange(3))
-    norms = HeadNorms(torch.ones(size), torch.ones(size), 1e-5)
-    with patch.object(KernelSet, "head_norm_rope_write_cache", return_value="the reference's") as reference:
-        kernels.head_norm_rope_write_cache(made, norms, rotary)
-        assert reference.called == ("head_norm_rope_write_cache" in left)

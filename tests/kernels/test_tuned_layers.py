@@ -69,6 +69,7 @@ def differing(one, other):
     return {key for key in one.keys() & other.keys() if one[key] != other[key]}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shapes", [(LLAMA, QWEN), (QWEN, LLAMA)], ids=["llama first", "qwen first"])
 def test_each_shape_keeps_what_was_tuned_in_its_own_layers(shapes, tastes, tmp_path):
     first, second = shapes

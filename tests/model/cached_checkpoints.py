@@ -7,7 +7,7 @@ import torch
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 from safetensors.torch import load_file, save_file
 
-from outrider_proof.checkpoints import write_checkpoint
+from tiny_checkpoints import write_checkpoint
 
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 

@@ -11,7 +11,7 @@ from outrider.errors import CheckpointError
 from outrider.model import QuantizedMode, load_decoder
 from outrider.model.products import quantized_products
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import write_checkpoint
+from tiny_checkpoints import write_checkpoint
 
 PROMPT = [1, 17, 44, 90, 5, 61, 61, 8, 33, 72]
 

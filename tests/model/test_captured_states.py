@@ -14,7 +14,7 @@ from outrider.model import ModelRanks, Shards, SideBySide, load_decoder, side_by
 from outrider.model.eagle3 import fuse
 from outrider.registry import get_backend
 from outrider_proof import tiny
-from outrider_proof.checkpoints import write_checkpoint
+from tiny_checkpoints import write_checkpoint
 
 PROMPT = [1, 17, 44, 90, 5, 61, 61, 8, 33]
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.1}

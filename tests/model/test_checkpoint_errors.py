@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from outrider.device import CapabilityError
 from outrider.errors import CheckpointError
 from outrider.model import ModelConfig, load_decoder
-from outrider_proof.checkpoints import FAMILIES, write_checkpoint
+from tiny_checkpoints import FAMILIES, write_checkpoint
 
 
 def rewrite(directory, change):
@@ -185,7 +185,7 @@ def test_quantised_tensor(tmp_path, backend):
         ),
         (
             {"rope_parameters": {"rope_type": None, "factor": 2.0, "rope_theta": 7.0}},
-            "rope_type of the rope is None, expected one of default, dynamic, linear, llama3, yarn",
+            "rope_type of the rope is None, expected one of default, dynamic, linear, llama3, longrope, yarn",
         ),
         ({"is_causal": False}, "is_causal is False, expected true: a token here sees none that come after it"),
         ({"eos_token_id": 5000}, "special token 5000 isn't a token id below the vocabulary size"),

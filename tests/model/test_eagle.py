@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from model.harness import Driver
 from outrider.errors import CheckpointError
 from outrider.model import load_decoder, load_eagle
-from outrider_proof.checkpoints import tiny_config, write_checkpoint, write_eagle, write_vision_checkpoint
+from outrider_proof.checkpoints import write_eagle, write_vision_checkpoint
+from tiny_checkpoints import tiny_config, write_checkpoint
 
 TOKENS = [1, 17, 44, 90, 5, 61, 61, 8, 33]
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from model.harness import Driver
 from outrider.errors import CheckpointError
 from outrider.model import KVCache, load_decoder, load_eagle3
-from outrider_proof.checkpoints import tiny_config, write_checkpoint, write_eagle3
+from tiny_checkpoints import tiny_config, write_checkpoint, write_eagle3
 
 TOKENS = [1, 17, 44, 90, 5, 61, 61, 8, 33]
 EPS = 1e-6

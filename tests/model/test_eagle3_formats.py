@@ -10,7 +10,7 @@ from model.harness import Driver
 from model.test_eagle3 import TOKENS, norm, reference_head
 from outrider.errors import CheckpointError
 from outrider.model import KVCache, load_decoder, load_eagle3
-from outrider_proof.checkpoints import write_checkpoint, write_eagle3
+from tiny_checkpoints import write_checkpoint, write_eagle3
 
 HIDDEN = 32
 NORMS = {"input_norm.weight": (3 * HIDDEN,), **{f"fc_norm.{index}.weight": (HIDDEN,) for index in range(3)}}

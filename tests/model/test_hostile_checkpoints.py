@@ -27,14 +27,8 @@ from outrider.model import (
 from outrider.model.config_fields import check_fields, number, record, whole_number
 from outrider.model.reading import read_json, wrap_read_errors
 from outrider.model.rotary import make_rotary
-from outrider_proof.checkpoints import (
-    byte_level_tokenizer,
-    picture,
-    write_checkpoint,
-    write_eagle,
-    write_eagle3,
-    write_vision_checkpoint,
-)
+from outrider_proof.checkpoints import picture, write_eagle, write_vision_checkpoint
+from tiny_checkpoints import byte_level_tokenizer, write_checkpoint, write_eagle3
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from outrider.model import (
     load_through_transformers,
 )
 from outrider_proof import proposers, tiny
-from outrider_proof.checkpoints import write_checkpoint
+from tiny_checkpoints import write_checkpoint
 
 
 class Counting(KernelSet):

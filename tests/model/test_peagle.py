@@ -15,8 +15,8 @@ from outrider.errors import CheckpointError
 from outrider.model import load_decoder, load_eagle3, load_peagle
 from outrider.speculative.eagle import EagleProposer
 from outrider.speculative.peagle import PEagleProposer
-from outrider_proof.checkpoints import tiny_config, write_checkpoint, write_eagle3, write_peagle
 from outrider_proof.tiny import plain_config
+from tiny_checkpoints import tiny_config, write_checkpoint, write_eagle3, write_peagle
 
 PROMPTS = [[1, 17, 44, 90, 5, 61, 61, 8, 33], [7, 3]]
 HIDDEN, HEAD, K = 32, 8, 4

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from model.test_published_configs import COMMON, LLAMA_2, LLAMA_31, MISTRAL, QWEN_25_YARN, VICUNA_16K
-from outrider.cli.models import bundled
+from outrider.bundled import bundled
 from outrider.device.errors import OutriderError
 from outrider.model import ModelConfig, checkpoint_config
 from outrider.model.config_fields import config_fields

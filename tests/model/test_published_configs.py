@@ -6,7 +6,7 @@ import pytest
 
 from outrider.errors import CheckpointError
 from outrider.model import ModelConfig, RopeConfig
-from outrider_proof.checkpoints import tiny_config
+from tiny_checkpoints import tiny_config
 
 COMMON = {"hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2}
 

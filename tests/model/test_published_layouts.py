@@ -9,25 +9,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from model.cached_checkpoints import write_scales
 from model.harness import Driver
 from model.quantized_checkpoints import write_awq, write_fp8, write_gptq
+from model.test_dflash import envelope
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError
 from outrider.model import load_decoder
 from outrider.model.inputs import KeptRows
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import (
-    write_checkpoint,
-    write_dflash,
-    write_eagle,
-    write_eagle3,
-    write_mtp,
-    write_peagle,
-)
+from outrider_proof.checkpoints import SHAPE, write_eagle
 from outrider_proof.tiny import plain_config
+from tiny_checkpoints import write_checkpoint, write_dflash, write_eagle3, write_mtp, write_peagle
 
 PROMPTS, COUNT = [[5, 6, 7, 8, 5, 6], [9]], 10
 GREEDY = SamplingParams(max_tokens=COUNT, ignore_eos=True)
@@ -196,7 +192,7 @@ def test_eagle_with_an_output_head(target, tmp_path, copy):
     own = own if copy else own.flip(0)
     rewrite(tmp_path, lambda state: state | {"lm_head.weight": own})
     head = check(directory, model, "eagle", draft=tmp_path).proposer.head
-    assert (head.weights.head is None) is copy
+    assert (head._head is None) is copy
     hidden = torch.randn(2, 32, dtype=torch.float64)
     torch.testing.assert_close(head.logits(hidden), hidden @ own.double().T)
     if copy:
@@ -339,3 +335,66 @@ def test_what_auto_round_says_that_is_refused(plain, tmp_path, said, message):
     )
     with pytest.raises(CheckpointError, match=message):
         engine_of(tmp_path)
+
+
+# -- rope ------------------------------------------------------------------------------------------------------------
+
+
+def generated(model):
+    """The greedy tokens of transformers' ``generate``, whose cache keeps keys as they were rotated."""
+    model, found = model.double(), []
+    model.generation_config.eos_token_id = None
+    for prompt in PROMPTS:
+        tokens = torch.tensor([prompt])
+        out = model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=COUNT, do_sample=False, pad_token_id=0
+        )
+        found.append(tuple(out[0, len(prompt) :].tolist()))
+    return found
+
+
+@pytest.mark.parametrize("original", [4, 12])
+def test_longrope_on_both_sides_of_the_original_context(tmp_path, original):
+    """A prompt beyond the original context, and outputs that reach beyond it; each twice, from the prefix cache."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": original}
+    rope |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.0, 4.0, 8.0]}
+    model = write_checkpoint(tmp_path, "llama", rope_parameters=rope, max_position_embeddings=64)
+    expected = generated(model)
+    for speculate in ("none", "draft-model"):
+        engine = engine_of(tmp_path, speculate, draft=tmp_path if speculate == "draft-model" else None)
+        assert [tokens_of(engine), tokens_of(engine)] == [expected, expected], speculate
+    rewrite(tmp_path, lambda state: None, rope_parameters=rope | {"long_factor": [1.0]})
+    with pytest.raises(CheckpointError, match="longrope has 1 factors in a list, expected half the head size, 4"):
+        engine_of(tmp_path)
+
+
+def test_ministral3_scales_queries_beyond_the_original_context(tmp_path):
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 4}
+    rope |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.9}
+    torch.manual_seed(3)
+    config = CONFIG_MAPPING["ministral3"](**SHAPE, head_dim=8, rope_parameters=rope)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path)
+    check(tmp_path, model)
+    rewrite(tmp_path, lambda state: None, rope_parameters=rope | {"llama_4_scaling_beta": 0.0})
+    assert tokens_of(engine_of(tmp_path)) != oracle(model), "the factors make no difference"
+
+
+# -- other drafts ----------------------------------------------------------------------------------------------------
+
+
+def test_a_draft_model_of_a_shorter_context(target, tmp_path):
+    directory, model = target
+    for path in ("config.json", "model.safetensors"):
+        (tmp_path / path).write_bytes((directory / path).read_bytes())
+    rewrite(tmp_path, lambda state: None, max_position_embeddings=8)
+    assert check(directory, model, draft=tmp_path).max_context == 48
+
+
+def test_dflash_with_sliding_layers_and_a_draft_vocabulary(target, tmp_path):
+    directory, model = target
+    write_dflash(tmp_path / "head")
+    envelope(tmp_path)
+    drafting = check(directory, model, "dflash", draft=tmp_path / "head")
+    assert drafting.proposer.head.draft_vocab_size == 40
+    assert drafting.proposer.head.config.windows == (5, 0)

@@ -20,7 +20,8 @@ from outrider.model.pieces import TensorSlice
 from outrider.model.products import quantized_products
 from outrider.model.quantization.layouts import pad_rows, slice_weight, stack_weights, to_device
 from outrider.model.quantization.rounding import ROUND_BY_FORMAT, quantize_weight
-from outrider_proof.checkpoints import write_checkpoint, write_eagle
+from outrider_proof.checkpoints import write_eagle
+from tiny_checkpoints import write_checkpoint
 
 PROMPT = [1, 17, 44, 90, 5, 61, 61, 8]
 

@@ -29,7 +29,7 @@ from outrider.errors import CheckpointError
 from outrider.model import QuantizedMode, load_decoder
 from outrider.model.products import SplitWeight, quantized_products
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import write_checkpoint
+from tiny_checkpoints import write_checkpoint
 
 PROMPT = [1, 17, 44, 90, 5, 61, 61, 8, 33, 72]
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "initializer_range": 0.1}

@@ -15,7 +15,7 @@ from outrider.device import ConfigError, KernelSet, QuantizedWeight
 from outrider.errors import CheckpointError
 from outrider.model import Decoder, ModelRanks, Shard, Shards, load_decoder
 from outrider.model.products import quantized_products
-from outrider_proof.checkpoints import write_checkpoint
+from tiny_checkpoints import write_checkpoint
 
 SHAPE = {
     "hidden_size": 128,
@@ -60,6 +60,7 @@ def wanted(mixture, state, tmp_path):
 CASES = [*(("qwen3_moe", name) for name in WRITERS), ("qwen2_moe", "fp8 per channel"), ("qwen2_moe", "int4")]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("mixture", "name"), CASES, indirect=["mixture"])
 def test_logits(tmp_path, backend, mixture, name):
     """Activations aren't quantised for this: a router that is a hair's breadth from another choice takes it then."""

@@ -23,13 +23,8 @@ from outrider.model import (
     load_through_transformers,
     load_vision,
 )
-from outrider_proof.checkpoints import (
-    byte_level_tokenizer,
-    write_checkpoint,
-    write_eagle,
-    write_eagle3,
-    write_vision_checkpoint,
-)
+from outrider_proof.checkpoints import write_eagle, write_vision_checkpoint
+from tiny_checkpoints import byte_level_tokenizer, write_checkpoint, write_eagle3
 
 EVIL = """
 import pathlib

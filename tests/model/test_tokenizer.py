@@ -1,16 +1,21 @@
 """Text to tokens as transformers does it, and streams of text that are never cut inside a character."""
 
 import json
+from os.path import commonprefix
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
-from outrider import Engine
+from outrider import Engine, SamplingParams
+from outrider.cli.images import EncodedPrompt
+from outrider.cli.streamed_output import StreamedOutput
 from outrider.errors import CheckpointError
 from outrider.model import Tokenizer
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import TEXT, byte_level_tokenizer, sentencepiece_tokenizer
+from outrider_proof.tiny import plain_config
+from tiny_checkpoints import TEXT, byte_level_tokenizer, sentencepiece_tokenizer, write_checkpoint
 
 KINDS = {"byte-level": byte_level_tokenizer, "sentencepiece": sentencepiece_tokenizer}
 
@@ -43,8 +48,6 @@ def stream(tokenizer, ids):
 
 @pytest.mark.parametrize("text", [*TEXT, "", "the", " the", "zebra 🦓"])
 def test_as_transformers(directory, tokenizer, text):
-    from transformers import AutoTokenizer
-
     reference = AutoTokenizer.from_pretrained(directory)
     ids = tokenizer.encode(text)
     assert ids == reference(text)["input_ids"]
@@ -64,6 +67,42 @@ def test_any_text(tokenizer, text):
     assert "".join(pieces) == tokenizer.decode(ids)
     if "\N{REPLACEMENT CHARACTER}" not in text:
         assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
+
+
+@given(
+    prompt=st.text(alphabet=st.sampled_from("the cat\n日本é🙂👩‍👧é."), max_size=30),
+    after=st.data(),
+    cut=st.integers(0, 3),
+)
+def test_text_after_a_prompt_is_what_it_adds_to_the_prompts(tokenizer, prompt, after, cut):
+    """Also where the prompt's last tokens are part of a character; a special token begins a new text."""
+    prompt = tokenizer.encode(prompt, special_tokens=False)
+    ids = after.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=20))
+    prompt, ids = prompt[: len(prompt) - cut], prompt[len(prompt) - cut :] + ids
+    before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *ids])
+    expected = whole[len(commonprefix((before, whole))) :]  # noqa: RUF071 by characters, as meant
+    for sizes in (1, 3):
+        decoder = tokenizer.stream(prompt=prompt)
+        pieces = [decoder.push(*ids[at : at + sizes]) for at in range(0, len(ids), sizes)]
+        assert "".join(pieces) + decoder.flush() == expected
+    ended = [*prompt, min(tokenizer.special_tokens)]
+    decoder = tokenizer.stream(prompt=ended)
+    assert decoder.push(*ids) + decoder.flush() == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("stop", [(), ("zzz",)])
+def test_a_completion_keeps_its_first_space(tmp_path, stop):
+    """As transformers decodes prompt and answer together: of every route to text, with stop strings and without."""
+    write_checkpoint(tmp_path, "llama", vocab_size=274, num_hidden_layers=1)
+    sentencepiece_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    engine = Engine.from_checkpoint(tmp_path, CpuBackend(), config=plain_config())
+    prompt = engine.tokenizer.encode("the cat")
+    params = SamplingParams(max_tokens=3, stop=stop, logit_bias={engine.tokenizer.token_id("▁the"): 1000})
+    output = StreamedOutput(EncodedPrompt(tuple(prompt)))
+    output.stream(engine, params, None)
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    whole = reference.decode([*prompt, *output.tokens], skip_special_tokens=True)
+    assert (output.text, whole) == (" the the the", "the cat the the the")
 
 
 def test_text_comes_early(tokenizer):

@@ -11,7 +11,8 @@ from model.test_decoder import PROMPT, expect
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError
 from outrider.model import load_through_transformers
-from outrider_proof.checkpoints import SHAPE, write_checkpoint
+from outrider_proof.checkpoints import SHAPE
+from tiny_checkpoints import write_checkpoint
 
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 OTHERS = {

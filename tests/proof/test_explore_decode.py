@@ -1,5 +1,7 @@
 """``outrider explore decode`` on a device that decides its schedules itself: in the order of the program, every fence."""
 
+import re
+
 import pytest
 
 from outrider.engine.fences import FENCES
@@ -17,6 +19,7 @@ def test_silence_with_every_fence(outrider):
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fence", ["published", "plan_ready"])
 def test_a_fence_left_out_is_named(outrider, fence):
     """Also the one that orders rows which are picked by data."""
@@ -24,6 +27,19 @@ def test_a_fence_left_out_is_named(outrider, fence):
     assert shown.code == 1
     assert shown.json["error"]["type"] == "RaceError"
     assert shown.json["implied"] == [fence]
+
+
+def test_a_fence_that_was_not_exercised_is_not_all_right(outrider):
+    """A device without host lengths says nothing about *params free*. Where it is needed, one run finds it, with any seed."""
+    unknown = outrider("explore", "decode", "--backend", "cpu", "--drop-fence", "params_free", "--iterations", "1")
+    assert unknown.code == 2
+    assert "all right" not in unknown.out
+    assert "none exercised the wait of params_free" in unknown.out
+    assert "--backend sim:like=npu --graphs" in unknown.out
+    found = outrider("explore", "decode", "--drop-fence", "params_free", "--iterations", "1", "--seed", "3")
+    assert found.code == 1
+    assert "the finding implies: params_free\n" in found.out
+    assert "--seed 3 --iterations 1 --backend sim:like=npu --strategy program --drop-fence params_free" in found.out
 
 
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("sim", marks=pytest.mark.slow)])
@@ -43,6 +59,23 @@ def test_a_fence_that_nobody_misses_is_told(outrider, monkeypatch):
     monkeypatch.setattr("outrider_sanitizer.Report.raise_if_any", lambda self: None)
     shown = outrider("explore", "decode", "--backend", "cpu", "--drop-fence", "every", "--iterations", "1")
     assert shown.code == 1
+
+
+@pytest.mark.slow
+def test_one_command_shows_every_fence(outrider):
+    shown = outrider("explore", "decode", "--drop-fence", "every", "--json")
+    assert shown.code == 0, shown.json["fences"]
+    assert [row["implied"] for row in shown.json["fences"]] == [[], *([fence.name] for fence in FENCES)]
+
+
+def test_a_fence_that_the_whole_table_does_not_exercise_fails(outrider, monkeypatch):
+    """The net: in the setup that the command chooses, a fence of the table that nothing uses isn't passed over."""
+    monkeypatch.setattr("outrider.engine.fences.FENCES", some("params_free"))
+    monkeypatch.setattr("outrider_proof.decode_exploration.PARAMETER_FENCES", frozenset())
+    shown = outrider("explore", "decode", "--drop-fence", "every", "--iterations", "1", "--seed", "2")
+    assert shown.code == 1
+    assert re.search(r"params_free +sim +not exercised", shown.out)
+    assert "0 of 1 fences were missed" in shown.out
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from outrider_proof.program_checks import prove_program
 
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
@@ -17,7 +18,6 @@ from outrider_proof.engine_setups import (
     reference_tokens,
     without_schedule,
 )
-from outrider_proof.program_checks import prove_program
 from outrider_proof.proposers import MAKERS
 from outrider_proof.tiny import plain_config
 from proof.hybrid_faults import FAULTS, PROPOSERS, wrong_requests

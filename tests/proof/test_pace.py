@@ -7,7 +7,7 @@ from outrider.engine.requests.scheduler import Scheduler
 from outrider.engine.state.results import Results
 from outrider.engine.step import Step
 from outrider_proof.engine_setups import EngineSetup, random_host_program
-from outrider_proof.program_checks import run_once_checked
+from proof.program_checks import run_once_checked
 
 STAGED, CROWDED = EngineSetup("none", "staged"), 2
 

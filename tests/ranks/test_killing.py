@@ -7,7 +7,7 @@ import pytest
 from killing import HOW, TIMES, children, lose_one
 
 from outrider import Engine, EngineConfig, SamplingParams
-from outrider.cli.models import bundled
+from outrider.bundled import bundled
 from outrider.device import EngineStopped
 from outrider.engine.ranks.parallel import ParallelConfig
 from outrider.engine.ranks.records import RanksFailed

@@ -11,15 +11,9 @@ from outrider.engine.ranks.records import RanksDiffer, RanksFailed
 from outrider.model import ModelConfig, bulk, load_decoder
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import proposers, tiny
-from outrider_proof.checkpoints import (
-    byte_level_tokenizer,
-    write_checkpoint,
-    write_dflash,
-    write_eagle,
-    write_mtp,
-    write_peagle,
-)
+from outrider_proof.checkpoints import write_eagle
 from outrider_proof.tiny import plain_config
+from tiny_checkpoints import byte_level_tokenizer, write_checkpoint, write_dflash, write_mtp, write_peagle
 
 TENSOR, DATA, BOTH = ParallelConfig(tensor=2), ParallelConfig(data=2), ParallelConfig(tensor=2, data=2)
 PROMPTS = [(3,), (1, 2, 3, 4, 5), (7, 8, 9)]
@@ -173,7 +167,7 @@ def test_odd_sizes_are_refused(odd, layout, match):
 
 
 def test_the_bundled_model_is_refused_at_three():
-    from outrider.cli.models import bundled
+    from outrider.bundled import bundled
 
     with pytest.raises(ConfigError, match="8 heads, which can't be shared out among 3 ranks"):
         ParallelConfig(tensor=3).shards(0).local(ModelConfig.from_checkpoint(bundled("target")), "the model")

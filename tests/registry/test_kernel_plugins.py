@@ -64,7 +64,7 @@ def test_stands_beside_the_backends_own_options(quick):
 
 def test_the_model_computes_with_them(quick):
     from outrider import Engine
-    from outrider.cli.models import bundled
+    from outrider.bundled import bundled
 
     quick(
         make=MAKE.replace(

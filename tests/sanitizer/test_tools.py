@@ -69,7 +69,7 @@ def test_the_fixture_passes_a_clean_block_and_fails_another(sanitized: Any) -> N
 
 
 def test_sanitize_finds_the_race_of_a_script(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, data = run(capsys, "sanitize", "--backend", "sim", "--json", "--", str(script))
+    code, data = run(capsys, "sanitize", "--json", "--", str(script))  # on sim, which needs no hardware
     assert code == 1
     (finding,) = data["reports"][0]["findings"]
     assert finding["kind"] == "read_after_write"
@@ -97,19 +97,19 @@ def test_what_is_required_and_was_not_watched_fails(
     script.write_text(f"import torch\n{body}\n")
     wanted = [f"--require={name}" for name in ("operations", "streams", "replays", "replays")]
     code, data = run(capsys, "sanitize", "--backend", "sim", *wanted, "--json", "--", str(script))
-    assert (code, data["clean"], data["not_watched"]) == (int(bool(missing)), True, missing)
+    assert (code, data["clean"], data["not_watched"]) == (int(bool(missing)), bool(body), missing)
     assert tuple(data["watched"].values()) == watched
     assert main(["sanitize", "--backend", "sim", *wanted, "--", str(script)]) == code
     said = capsys.readouterr().out
     assert [f"no {name}, which --require asked for" in said for name in missing] == [True] * len(missing)
     assert f"{watched[0]} operations, {watched[1]} streams and {watched[2]} replays" in said
-    assert main(["sanitize", "--backend", "sim", "--", str(script)]) == 0
+    assert main(["sanitize", "--backend", "sim", "--", str(script)]) == int(not body)
 
 
 def test_sanitize_reports_a_script_that_fails(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script.write_text("raise ValueError('no')")
     code, data = run(capsys, "sanitize", "--backend", "sim", "--json", "--", str(script))
-    assert (code, data["script_error"]) == (1, "ValueError: no")
+    assert (code, data["script_error"]) == (1, f"{script}:1: ValueError: no")
 
 
 def test_sanitize_watches_backends_that_the_script_makes(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,6 +218,10 @@ def test_trace_writes_a_timeline_and_a_picture(script: Path, tmp_path: Path, cap
     assert data["streams"] == ["default", "s1"]
     assert json.loads(out.read_text())["traceEvents"]
     assert "<svg" in (tmp_path / "t.html").read_text()
+    image = tmp_path / "t.svg"
+    script.write_text(SCRIPT.replace("sim", "cuda"))
+    assert main(["trace", "--out", str(out), "--picture", str(image), "--", str(script)]) == 0
+    assert image.read_text().startswith("<svg")
 
 
 def test_the_advisor_names_a_wait_that_orders_nothing_new() -> None:
@@ -303,13 +307,15 @@ TESTS = """
 import pytest
 import torch
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "nothing")  # as test modules choose it when imported
+
 @pytest.fixture
 def x():
-    return torch.zeros(1000, device="sim")
+    return torch.zeros(1000, device=DEVICE)
 
 def test_race(x):
-    side = torch.sim.Stream()
-    with torch.sim.stream(side):
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
         y = x + 1
 
 def test_clean(x):
@@ -328,6 +334,7 @@ def test_the_option_of_pytest_fails_a_test_with_the_report(tmp_path: Path, capsy
     assert "read after write" in said
     assert "make 's1' wait" in said
     assert "2 tests and 6 operations watched" in said
+    assert not torch.cuda.is_available() or not isinstance(torch.cuda.Stream(), torch.sim.Stream)  # type: ignore[attr-defined]
 
 
 def test_a_backward_carries_the_lines_of_the_forward() -> None:

@@ -54,6 +54,7 @@ def test_a_gap_is_found_on_the_simulated_device(name: str, argv: list[str]) -> N
         assert {finding.kind for finding in report} == expected, f"{word}: {report}"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", GAPS)
 def test_a_gap_is_found_by_what_torch_tells(name: str, argv: list[str], monkeypatch: Any) -> None:
     for word, expected in (("wrong", GAPS[name]), ("right", set())):

@@ -13,7 +13,9 @@ from outrider.model import Tokenizer, load_decoder, load_eagle
 from outrider.speculative.eagle import EagleProposer
 from outrider_cpu.backend import CpuBackend
 
-MISSING = [name for name in ("fastapi", "uvicorn", "prometheus_client", "openai", "httpx") if find_spec(name) is None]
+MISSING = [
+    name for name in ("fastapi", "uvicorn", "prometheus_client", "openai", "anthropic", "httpx") if find_spec(name) is None
+]
 if MISSING:
     collect_ignore_glob = ["test_*.py"]
 

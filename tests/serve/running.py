@@ -3,12 +3,15 @@
 import asyncio
 import contextlib
 import threading
+import time
 
+import httpx
 import uvicorn
 
 from outrider.serve.app import create_app
 from outrider.serve.config import ServeConfig
 from outrider.serve.engine_thread import EngineThread
+from outrider.serve.http_protocol import LimitedHttpProtocol
 from outrider.serve.prompt_builder import PromptBuilder, PromptResources
 
 
@@ -40,9 +43,8 @@ def running(make, model_dir, *, chat_template=None, response_template=None, **co
             prompter = PromptBuilder(model_dir, info, wording)
             app = create_app(client, prompter, ServeConfig(**{"names": ("m",)} | config))
             server.service = app.state.service
-            uvicorn_ = uvicorn.Server(
-                uvicorn.Config(app, port=0, lifespan="off", log_config=None, access_log=False, ws="none")
-            )
+            options = {"lifespan": "off", "log_config": None, "access_log": False, "ws": "none", "http": LimitedHttpProtocol}
+            uvicorn_ = uvicorn.Server(uvicorn.Config(app, port=0, **options))
             task = asyncio.create_task(uvicorn_.serve())
             while not uvicorn_.started:
                 await asyncio.sleep(0.01)
@@ -78,3 +80,29 @@ def running(make, model_dir, *, chat_template=None, response_template=None, **co
     assert not thread.is_alive()
     if failed:
         raise failed[0]
+
+
+class HealthWatch:
+    """Requests to ``/health`` every 10 ms during a block; ``longest`` is the longest time until an answer, in seconds."""
+
+    def __init__(self, url):
+        self.longest, self.failed = 0.0, []
+        self._url, self._ended = url, threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self):
+        with httpx.Client(base_url=self._url, timeout=60) as client:
+            while not self._ended.wait(0.01):
+                began = time.monotonic()
+                status = client.get("/health").status_code
+                self.longest = max(self.longest, time.monotonic() - began)
+                if status != 200:
+                    self.failed.append(status)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 
 import httpx
@@ -9,6 +10,7 @@ import pytest
 
 from outrider.serve.api_errors import ApiError
 from outrider.serve.config import ServeConfig
+from outrider.serve.metric_aliases import ALIASES
 
 ASKED = {"model": "m", "prompt": "def f():", "max_tokens": 4, "temperature": 0}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -128,6 +130,22 @@ def metrics(http):
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
 
+def test_health_routes_have_head(http):
+    for path in ("/health", "/ready", "/metrics", "/version", "/v1/models", "/"):
+        answer = http.head(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+        assert answer.headers["x-request-id"]
+    assert http.head("/v1/completions").status_code == 405
+
+
+def test_every_alias_of_vllm_is_exported(http):
+    http.post("/v1/completions", json=ASKED).raise_for_status()
+    time.sleep(0.2)
+    exported = {re.split(r"[{ ]", line)[0] for line in http.get("/metrics").text.splitlines()}
+    for alias in ALIASES:
+        assert {alias.name, f"{alias.name}_total", f"{alias.name}_count"} & exported, alias.name
+
+
 def test_metrics_count_what_happened(http):
     before = metrics(http)
     http.post("/v1/completions", json={**ASKED, "max_tokens": 8}).raise_for_status()
@@ -142,15 +160,23 @@ def test_metrics_count_what_happened(http):
     assert more('outrider_samples_total{finish_reason="length",model_name="m"}') == 1
     assert more('outrider_http_requests_total{route="/v1/completions",status="200"}') == 1
     assert more(f"outrider_time_to_first_token_seconds_count{model}") == 1
-    assert more(f"outrider_request_seconds_count{model}") == more(f"vllm:e2e_request_latency_seconds_count{model}") == 1
+    assert more(f"outrider_request_seconds_count{model}") == 1
+    assert more('vllm:e2e_request_latency_seconds_count{engine="0",model_name="m"}') == 1
     drafted = [more(f'outrider_drafted_tokens_total{{model_name="m",position="{place}"}}') for place in range(1, 5)]
     accepted = [more(f'outrider_accepted_tokens_total{{model_name="m",position="{place}"}}') for place in range(1, 5)]
     assert drafted[0] >= accepted[0] > 0
     assert accepted == sorted(accepted, reverse=True)
     assert more(f"outrider_iterations_total{model}") > 0
     assert more(f"outrider_step_seconds_total{model}") > 0
+    vllm = '{engine="0",model_name="m"}'
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
-        assert after[f"vllm:{name}{model}"] == 0
+        assert after[f"vllm:{name}{vllm}"] == 0
+    assert more(f"vllm:spec_decode_num_accepted_tokens_total{vllm}") == sum(accepted)
+    assert more(f"vllm:spec_decode_num_draft_tokens_total{vllm}") == sum(drafted)
+    assert more(f"vllm:spec_decode_num_drafts_total{vllm}") == drafted[0]
+    per_position = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"}'
+    assert more(per_position) == accepted[0]
+    assert more('vllm:request_success_total{engine="0",finished_reason="length",model_name="m"}') == 1
     assert any(name.startswith("vllm:cache_config_info{") for name in after)
     assert after[f"outrider_up{model}"] == 1
 

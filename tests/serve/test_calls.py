@@ -5,19 +5,21 @@ import json
 import pytest
 
 from outrider.serve.api_errors import ApiError
+from outrider.serve.formats.format_reader import FormatReader
+from outrider.serve.formats.model_formats import ModelFormat
 from outrider.serve.request_fields import ChatRequest
 from outrider.serve.tool_calls import (
-    TOOL_CALL_FORMATS,
-    CallListReader,
     NamedToolReader,
     ParsedResponseReader,
     RequestToolCalls,
 )
+from serve.response_templates import TOOL_CALL_FORMATS
 
 TOOL = {
     "type": "function",
     "function": {"name": "look", "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}}},
 }
+NO_FORMAT = ModelFormat("none", "none")
 WRITTEN = {
     "hermes": (
         "<|im_start|>assistant\n",
@@ -77,7 +79,7 @@ def test_what_is_no_call_is_content(name, text, size):
 
 
 def test_a_call_that_was_cut_off_is_content():
-    reader = CallListReader()
+    reader = FormatReader(ModelFormat("json", "none"), "", [TOOL])
     assert reader.feed('[{"name": "lo', last=True) == {"content": '[{"name": "lo'}
     assert not reader.has_calls
 
@@ -93,13 +95,10 @@ def asked(**more):
 
 
 def test_what_is_asked_for_by_a_choice_of_tools():
-    assert RequestToolCalls(asked(), None).guide is None
-    assert RequestToolCalls(asked(tools=[TOOL]), None).special_tokens is False
-    assert RequestToolCalls(asked(tools=[TOOL]), TOOL_CALL_FORMATS["hermes"]).special_tokens is True
-    assert RequestToolCalls(asked(tools=[TOOL], tool_choice="none"), TOOL_CALL_FORMATS["hermes"]).special_tokens is False
-    assert '"minItems": 1' in RequestToolCalls(asked(tools=[TOOL], tool_choice="required"), None).guide.schema
+    assert RequestToolCalls(asked(), NO_FORMAT).guide is None
+    assert '"minItems": 1' in RequestToolCalls(asked(tools=[TOOL], tool_choice="required"), NO_FORMAT).guide.schema
     named = {"type": "function", "function": {"name": "look"}}
-    assert json.loads(RequestToolCalls(asked(tools=[TOOL], tool_choice=named), None).guide.schema)["properties"] == {
+    assert json.loads(RequestToolCalls(asked(tools=[TOOL], tool_choice=named), NO_FORMAT).guide.schema)["properties"] == {
         "n": {"type": "integer"}
     }
     for wrong in (
@@ -107,5 +106,5 @@ def test_what_is_asked_for_by_a_choice_of_tools():
         {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}},
     ):
         with pytest.raises(ApiError) as refused:
-            RequestToolCalls(asked(**wrong), None)
+            RequestToolCalls(asked(**wrong), NO_FORMAT)
         assert refused.value.param == "tool_choice"

@@ -110,12 +110,11 @@ def test_another_exporter_of_spans_is_refused(monkeypatch):
 
 
 def test_a_tool_format_is_a_name_or_a_file(tmp_path):
-    from outrider.serve.tool_calls import TOOL_CALL_FORMATS
 
     file = tmp_path / "own.json"
     file.write_text('{"fields": {}}')
-    assert _read_tool_format("hermes") == dict(TOOL_CALL_FORMATS["hermes"])
-    assert _read_tool_format(str(file)) == {"fields": {}}
+    assert _read_tool_format("hermes") == ("hermes", None)
+    assert _read_tool_format(str(file)) == (None, {"fields": {}})
     file.write_text("[]")
     with pytest.raises(ConfigError, match="has a list; expected a JSON object"):
         _read_tool_format(str(file))

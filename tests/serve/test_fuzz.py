@@ -1,18 +1,22 @@
 """Drawn requests over the description of the API: no answer is a 500, and each has a form that the description knows."""
 
 import json
+from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 
+from serve.running import HealthWatch
 from serve.test_api import everything_is_back
 
 schemathesis = pytest.importorskip("schemathesis", reason="not run: schemathesis isn't installed")
 
-SOME, MANY = 2, 400
+SOME, MANY = 2, 2000
+"""Requests for each route, and for all routes together."""
 MODES = [schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE]
 KNOWN = {"/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name}", "/health", "/ready", "/metrics"}
+KNOWN |= {"/v1/responses", "/v1/responses/{response_id}", "/v1/messages", "/v1/messages/count_tokens", "/tokenize"}
 
 
 def served(case):
@@ -21,13 +25,15 @@ def served(case):
     if isinstance(body, dict):
         if len(str(body)) % 8:
             body["model"] = "m"
-        for name in ("max_tokens", "max_completion_tokens"):
+        for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
             if isinstance(body.get(name), int) and body[name] > 8:
                 body[name] = 1 + body[name] % 8
         if isinstance(body.get("n"), int) and body["n"] > 3:
             body["n"] = 1 + body["n"] % 3
         if case.path == "/v1/chat/completions" and not {"max_tokens", "max_completion_tokens"} & body.keys():
             body["max_tokens"] = 4
+        if case.path == "/v1/responses":
+            body.setdefault("max_output_tokens", 4)
         if isinstance(body.get("min_tokens"), int):
             body["min_tokens"] = 0
     return case
@@ -42,14 +48,15 @@ def check(answer, path, described):
         assert error["message"]
     elif path.startswith("/v1"):
         if "text/event-stream" in str(answer.headers["content-type"]):
-            *events, done = answer.text.strip().split("\n\n")
-            assert done == "data: [DONE]"
-            assert all(isinstance(json.loads(event[6:]), dict) for event in events)
+            events = answer.text.strip().split("\n\n")
+            if "completions" in path:
+                assert events.pop() == "data: [DONE]"
+            assert all(isinstance(json.loads(event.rpartition("data: ")[2]), dict) for event in events)
         else:
             assert isinstance(answer.json(), dict)
 
 
-def try_operation(operation, mode, examples):
+def try_operation(operation, mode, examples, statuses):
     described = operation.definition.raw["responses"]
 
     @settings(
@@ -61,22 +68,40 @@ def try_operation(operation, mode, examples):
     )
     @given(case=operation.as_strategy(generation_mode=mode).map(served))
     def run(case):
-        check(case.call(timeout=60), operation.path, described)
+        answer = case.call(timeout=60)
+        statuses[answer.status_code] += 1
+        check(answer, operation.path, described)
 
     run()
 
 
-@pytest.mark.parametrize("examples", [SOME, pytest.param(MANY, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
-def test_no_request_is_an_internal_error(server, mode, examples):
-    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
-    paths = set()
-    for found in schema.get_all_operations():
-        operation = found.ok()
-        paths.add(operation.path)
+def try_routes(server, mode, examples):
+    """Requests to every route; those that take fields get nearly all of them. Returns the answers by status."""
+    operations = [found.ok() for found in schemathesis.openapi.from_url(f"{server.url}/openapi.json").get_all_operations()]
+    assert {operation.path for operation in operations} >= KNOWN
+    statuses = Counter()
+    for operation in operations:
         try:
-            try_operation(operation, mode, examples if operation.method == "post" else 3)
+            try_operation(operation, mode, examples if operation.method == "post" else 3, statuses)
         except Unsatisfiable:
-            assert operation.method == "get", "a request without fields has no wrong form"
-    assert paths >= KNOWN
+            assert operation.method in ("get", "delete"), "a request without fields has no wrong form"
+    return statuses
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
+def test_no_request_is_an_internal_error(server, mode):
+    try_routes(server, mode, SOME)
+    assert everything_is_back(server)
+
+
+@pytest.mark.slow
+def test_many_requests_to_all_routes(server):
+    """The longest time until /health answers is printed: a busy machine may need longer."""
+    statuses, num_posts = Counter(), 6
+    with HealthWatch(server.url) as watch:
+        while sum(statuses.values()) < MANY:
+            for mode in MODES:
+                statuses += try_routes(server, mode, MANY // (2 * num_posts))
+    print(f"{sum(statuses.values())} requests: {dict(statuses)}; /health took {watch.longest:.3f} s at most")
+    assert not watch.failed
     assert everything_is_back(server)

@@ -12,9 +12,10 @@ from tokenizers import AddedToken, decoders
 from outrider import Engine, SamplingParams
 from outrider.model import MediaProcessor, load_decoder, load_vision
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import VISION_TOKENS, picture, word_tokenizer, write_vision_checkpoint
+from outrider_proof.checkpoints import VISION_TOKENS, picture, write_vision_checkpoint
 from outrider_proof.tiny import plain_config
 from serve.running import running
+from tiny_checkpoints import word_tokenizer
 
 SPECIAL = {
     "<|vision_start|>": VISION_TOKENS["vision_start_token_id"],
@@ -86,8 +87,11 @@ def test_images_are_seen_where_they_stand(http, model):
     start, end, pad = SPECIAL.values()
     tokens = [5, 9, start, pad, end, 7, start, pad, end]
     media = [model.processor.image(each) for each in (one, two)]
-    (expected,) = model.engine().generate([tokens], SamplingParams(max_tokens=6, ignore_eos=True), media=[media])
+    engine = model.engine()
+    (expected,) = engine.generate([tokens], SamplingParams(max_tokens=6, ignore_eos=True), media=[media])
     assert answer.json()["choices"][0]["token_ids"] == list(expected.token_ids)
+    features = sum(each.grid.features(engine.model.config.vision) for each in media)
+    assert answer.json()["usage"]["prompt_tokens"] == len(tokens) - 2 + features
     other = chat(
         http, [{"type": "text", "text": "w5 w9"}, image(url_of(two)), {"type": "text", "text": "w7"}, image(url_of(one))]
     )

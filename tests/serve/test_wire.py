@@ -85,7 +85,7 @@ def test_events(event, size):
 
 @pytest.mark.parametrize("params", PARAMS, ids=range(len(PARAMS)))
 def test_requests(params):
-    command = SubmitRequest(6, [1, 2, 3], params, -1, [])
+    command = SubmitRequest(6, (1, 2, 3), params, -1, ())
     assert command_of_wire(over(command_to_wire, command, 64)) == command
     assert command_of_wire(over(command_to_wire, AbortRequest(6), 64)) == AbortRequest(6)
     assert command_of_wire(over(command_to_wire, StopEngine(), 64)) == StopEngine()

@@ -1,15 +1,8 @@
 import pytest
 import torch
 
-from outrider_proof.checkpoints import (
-    byte_level_tokenizer,
-    write_checkpoint,
-    write_dflash,
-    write_eagle,
-    write_eagle3,
-    write_mtp,
-    write_peagle,
-)
+from outrider_proof.checkpoints import write_eagle
+from tiny_checkpoints import byte_level_tokenizer, write_checkpoint, write_dflash, write_eagle3, write_mtp, write_peagle
 
 
 @pytest.fixture(scope="session", autouse=True)

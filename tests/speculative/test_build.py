@@ -14,12 +14,8 @@ from outrider.model import load_decoder, load_mtp, with_vocabulary_size
 from outrider.speculative.build import BUILDERS, DraftOptions, build_proposer
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import (
-    tiny_config,
-    word_tokenizer,
-    write_checkpoint,
-)
 from outrider_proof.tiny import plain_config
+from tiny_checkpoints import tiny_config, word_tokenizer, write_checkpoint
 
 PROMPTS = [[1, 5, 9, 13], [7], [3, 3, 3, 3, 3, 3]]
 CHAINS = ("dflash", "peagle", "suffix")
@@ -27,6 +23,7 @@ CHAINS = ("dflash", "peagle", "suffix")
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(("name", "topk"), [(n, k) for n in sorted(BUILDERS) for k in (1, 3) if k == 1 or n not in CHAINS])
 def test_every_name_builds_a_proposer_that_changes_no_token(checkpoints, name, topk):
     config = plain_config(dtype="float64", draft_tokens=3, draft_topk=topk, max_context=48)

@@ -12,9 +12,10 @@ from outrider.speculative.suffix import SuffixProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import tiny
-from outrider_proof.checkpoints import write_checkpoint, write_eagle
+from outrider_proof.checkpoints import write_eagle
 from outrider_proof.proposers import untrained
 from outrider_proof.tiny import plain_config
+from tiny_checkpoints import write_checkpoint
 
 
 def combined(other=None, least=2):

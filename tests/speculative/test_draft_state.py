@@ -69,6 +69,7 @@ def test_the_draft_cache_does_not_decay(name, page_size, prefill_chunk):
     assert worst_decay(PROPOSERS[name](), PROPOSERS[name], page_size=page_size, prefill_chunk=prefill_chunk) < 1e-9
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["eagle", "mtp", "mtp-tree", "peagle", "draft-model-tree", "ngram"])
 def test_nor_behind_a_shared_prefix(name):
     """Entries at the end of a page depend on the tokens behind it; a hit must agree on these."""

@@ -24,7 +24,7 @@ def _plain_first():
         tiny.plain(prompt, NEW_TOKENS)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_sanitizer_finds_nothing(name):
     backend = SimBackend(parse_options({}))
@@ -34,7 +34,7 @@ def test_the_sanitizer_finds_nothing(name):
     assert report.clean, str(report)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seeds", [2, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MAKERS)
 def test_any_schedule_gives_plain_greedy_tokens(name, seeds):
@@ -45,6 +45,7 @@ def test_any_schedule_gives_plain_greedy_tokens(name, seeds):
             raise AssertionError(f"seed {seed}") from error
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "wait",
     [

@@ -49,7 +49,7 @@ def test_a_small_cache_preempts_and_changes_no_token():
     assert engine.free_pages == total
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", PROPOSERS)
 def test_preempted_requests_draft_on(name):
     engine = tiny.engine(PROPOSERS[name](), page_size=2, num_pages=22, max_requests=4, overlap=True)

@@ -89,7 +89,7 @@ test_any_program_gives_plain_greedy_tokens, test_many_programs_give_plain_greedy
     given(program=programs(tiny.VOCABULARY), **ENGINES),
     pytest.mark.parametrize("name", PROPOSERS),
     pytest.mark.sample(10),
-    some=3,
+    some=2,
     many=8,
 )
 
@@ -117,7 +117,7 @@ def test_a_uniform_pass_has_as_many_new_tokens_as_it_says(name, monkeypatch):
 CHAINS = ["eagle", "mtp", "peagle", "dflash", "draft-model", "suffix+eagle"]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "drafted"),
     [*((name, ()) for name in (*CHAINS, "eagle-tree", "draft-model-tree")), *((name, (1, 3, 0, 2)) for name in CHAINS)],
@@ -207,7 +207,7 @@ def acceptance(proposer, **config):
     return engine.stats.acceptance_length
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [name for name in PROPOSERS if not name.startswith("dflash")])  # its tiny head is random
 def test_drafts_are_really_accepted(name):
     found = acceptance(PROPOSERS[name]())
@@ -231,7 +231,7 @@ TREES = [name for name in PROPOSERS if PROPOSERS[name]().is_tree]
 CHAINS = [name for name in PROPOSERS if name not in TREES]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", TREES)
 def test_sampled_trees_give_the_very_tokens_of_plain_sampling(name):
     prompts = [(i, 2, 3) for i in range(6)]
@@ -297,7 +297,7 @@ def excess(proposer, target=None):
     return float(((got - wanted) ** 2 / wanted).sum()) / critical, engine.stats.acceptance_length
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CHAINS)
 def test_sampled_chains_follow_the_target(name):
     found, acceptance_length = excess(PROPOSERS[name]())

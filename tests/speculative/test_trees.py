@@ -242,7 +242,7 @@ def test_trees_accept_more_than_chains():
     assert tree > chain
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize(
     "make",
@@ -345,6 +345,7 @@ def test_a_wrong_compaction_shows(kernels):
     assert compaction_error(backend, 3) > 1e-3
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("temperature", [0.7, 1.2])
 def test_sampled_trees_give_the_very_tokens_of_plain_sampling(temperature):
     prompts = [(i, 2, 3) for i in range(6)]

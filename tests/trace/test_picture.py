@@ -9,7 +9,7 @@ from outrider.engine.fences import FENCES
 from outrider_proof import tiny
 from outrider_proof.proposers import program
 from outrider_sim.plugin import create_backend
-from outrider_trace.picture import render_svg, sort_lanes
+from outrider_trace.picture import PAGE_WIDTHS, WIDTH, render_page, render_svg, sort_lanes
 from outrider_trace.stages import STAGES, stage_spans
 from outrider_trace.timeline import FenceMark, OperationSpan, Timeline, WaitArrow, record_timeline
 
@@ -93,16 +93,35 @@ def test_every_stage_and_fence_is_named(recorded):
     assert {text for kind, text in texts if kind == "name"} == drawn >= {"plan_ready", "draft_outputs_ready"}
 
 
-def test_names_lie_beside_each_other(recorded):
-    """No two names on one line of the picture overlap, whatever their width is taken for."""
+@pytest.mark.parametrize("width", [WIDTH, *PAGE_WIDTHS.values()])
+def test_names_lie_beside_each_other(recorded, width):
+    """No two names on one line of the picture overlap, whatever their width is taken for, and none leaves the picture."""
     start = next(band for band in stage_spans(recorded) if band.name == "draft").start
-    picture = render_svg(recorded.part_between(start, start + 900.0))
-    found = re.findall(r'over" x="([\d.]+)" y="([\d.]+)" text-anchor="(\w+)">([^<]*)<', picture)
+    picture = render_svg(recorded.part_between(start, start + 900.0), width)
+    found = re.findall(r'<text class="(?:name|text of|faint|text)[^>]* x="([\d.]+)" y="([\d.]+)"([^>]*)>([^<]*)<', picture)
     boxes = []
-    for x, y, anchor, text in found:
+    for x, y, attributes, text in found:
+        anchor = re.search(r'text-anchor="(\w+)"', attributes)
         long = 6.0 * len(text)
-        left = float(x) - {"start": 0.0, "middle": long / 2, "end": long}[anchor]
+        left = float(x) - {"start": 0.0, "middle": long / 2, "end": long}[anchor[1] if anchor else "start"]
         boxes.append((left, left + long, float(y)))
-    assert len(boxes) > 10
+    assert len(boxes) > 20
+    assert min(left for left, _, _ in boxes) >= 0
+    assert max(right for _, right, _ in boxes) <= width
     for number, (left, right, y) in enumerate(boxes):
         assert not any(left < r and a < right and abs(y - at) < 10 for a, r, at in boxes[:number])
+
+
+def test_a_long_name_of_a_stream_stays_off_the_bars():
+    """The margin grows with the name. If it would take a third of the picture, the name is shortened and is a tooltip."""
+    name = "a stream with a long <name>"
+    lanes = Timeline({name: [OperationSpan(name, "op", 0.0, 0.5)]})
+    wide, narrow = (render_svg(lanes, width) for width in PAGE_WIDTHS.values())
+    assert '"600">a stream with a long &lt;name&gt;</text>' in wide
+    first = re.search(r'class="op l0" x="([\d.]+)"', wide)[1]
+    assert float(first) > 8 + 6.0 * len(name)
+    assert "a stream with…<title>a stream with a long &lt;name&gt;</title>" in narrow
+    assert ">0.25 µs<" in wide
+    page = render_page(lanes, "a page")
+    assert [f'class="{kind}"' in page for kind in PAGE_WIDTHS] == [True, True]
+    assert 'name="viewport"' in page

@@ -70,14 +70,6 @@ def test_blocks_are_written_and_told_of(pair):
         assert pair.links[1 - side].notices() == []
 
 
-def test_blocks_are_read(pair):
-    transfer = pair.links[0].start_read([0, 1], [8, 7])
-    until(transfer.done)
-    for here, there in zip(*pair.memory, strict=True):
-        assert torch.equal(here[[0, 1]], there[[8, 7]])
-    assert pair.links[1].notices() == []
-
-
 @pytest.mark.parametrize(
     ("ours", "theirs", "notice", "message"),
     [

@@ -31,7 +31,7 @@ def texts(count: int) -> list[str]:
 def outputs(backend: Any, count: int, tokens: int, ranks: Any) -> list[tuple[list[int], list[float]]] | None:
     """Of each prompt its tokens, and how far its two best tokens lay apart at each; None: this rank follows."""
     from outrider import Engine, EngineConfig, SamplingParams
-    from outrider.cli.models import bundled
+    from outrider.bundled import bundled
 
     config = EngineConfig(dtype="float32", max_requests=8, max_context=512, draft_tokens=4)
     engine = Engine.from_checkpoint(

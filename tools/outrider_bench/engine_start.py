@@ -31,7 +31,8 @@ def time_start(work: Mapping[str, Any]) -> dict[str, object]:
     import outrider.engine.engine  # noqa: F401  (what is timed)
 
     imported = time.time()
-    from outrider.cli.models import Running, Sizes, bundled
+    from outrider.bundled import bundled
+    from outrider.cli.models import Running, Sizes
     from outrider.cli.starting import chosen
     from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine

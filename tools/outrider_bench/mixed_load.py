@@ -7,8 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from outrider.device.errors import ConfigError
+
+if TYPE_CHECKING:
+    from outrider.engine.engine import Engine
 
 _QUANTILES = (50, 95, 99)
 
@@ -107,3 +111,15 @@ def token_ids(request: int, count: int, vocabulary: int) -> list[int]:
 
 Arrived = Callable[[object, int], None]
 """Callback for the arrival of tokens: the request, and the number of its tokens."""
+
+
+def serve_on_engine(engine: Engine, prompts: Sequence[Sequence[int]], counts: Sequence[int], arrived: Arrived) -> None:
+    """Serve all requests at once, ``counts`` new tokens each, and call ``arrived`` for each output with tokens."""
+    from outrider.engine.requests.sampling import SamplingParams
+
+    for prompt, count in zip(prompts, counts, strict=True):
+        engine.add_request(prompt, SamplingParams(max_tokens=count, ignore_eos=True))
+    while engine.has_unfinished:
+        for output in engine.step():
+            if output.tokens:
+                arrived(output.request_id, len(output.tokens))

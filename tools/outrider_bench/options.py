@@ -37,6 +37,8 @@ from outrider_bench.mixed_load import MixedLoad
 from outrider_bench.random_model import DRAFT_LAYERS, RandomModel
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from outrider.cli.rank_processes import Joined
     from outrider.engine.config import Choice
     from outrider.engine.engine import Engine
@@ -360,6 +362,14 @@ class MixedLoadOptions:
             seed=self.seed,
             prompts=parse_range(self.prompts, "--prompts"),
             outputs=parse_range(self.outputs, "--outputs"),
+        )
+
+
+def print_acceptance(console: Console, data: Mapping[str, object]) -> None:
+    """Print a warning if the acceptance of a report is not that of a real model."""
+    if data["acceptance"] != "real":
+        console.print(
+            f"ACCEPTANCE IS {str(data['acceptance']).upper()}: tokens/s are those of this acceptance, the text is nonsense"
         )
 
 

@@ -108,7 +108,7 @@ def write_checkpoint(shape: str, root: Path, *, dtype: str = "bfloat16", shard: 
     Norms are ones, matrices are random. The tokenizer is that of the bundled model, which has fewer tokens. The files are in
     the page cache, as far as the memory holds them.
     """
-    from outrider.cli.models import bundled
+    from outrider.bundled import bundled
     from outrider.model.head_mapping import eagle_targets
     from outrider.model.mapping import decoder_targets
     from outrider.model.shapes import shape_config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.models import Running, Sizes, prepare_device
@@ -195,10 +195,9 @@ class RandomModel:
     ) -> EngineConfig:
         from outrider.engine.config import EngineConfig
 
-        own = {"max_requests": max_requests, "max_context": max_context}
+        own: dict[str, Any] = {"max_requests": max_requests, "max_context": max_context, "dtype": dtype}
         return EngineConfig(
             draft_tokens=self.draft_tokens,
-            dtype=dtype,
             prefix_cache=False,
             **asdict(running),
             **own | (sizes or Sizes()).given,

@@ -6,14 +6,14 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.resources import files
-from pathlib import Path
+from typing import cast
 
 import torch
 
-import outrider
 from outrider import Engine, EngineConfig, SamplingParams
+from outrider.bundled import bundled
 from outrider.device import Backend, Fence, Stream
+from outrider.engine.config import DtypeName
 from outrider.registry import get_backend
 
 PROMPTS = (
@@ -60,7 +60,6 @@ def engine_on(
     ``mode`` is staged, graphs (staged, with stages replayed from graphs) or fused. ``buckets`` are the batch sizes for
     which graphs are captured.
     """
-    bundled = Path(str(files(outrider))) / "bundled"
     config = EngineConfig(
         max_requests=MAX_REQUESTS,
         page_size=page_size,
@@ -69,14 +68,12 @@ def engine_on(
         draft_tokens=3,
         draft_length="fixed",
         overlap=overlap,
-        dtype=dtype,
+        dtype=cast("DtypeName", dtype),
         mode="fused" if mode == "fused" else "staged",
         graphs=mode == "graphs",
         buckets=buckets,
     )
-    return Engine.from_checkpoint(
-        bundled / "target", backend, draft_dir=bundled / "eagle", speculate=speculate, config=config
-    )
+    return Engine.from_checkpoint(bundled("target"), backend, draft_dir=bundled("eagle"), speculate=speculate, config=config)
 
 
 def preferred(backend: Backend) -> str:

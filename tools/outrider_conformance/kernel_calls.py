@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, wraps
 from types import MappingProxyType
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from outrider.device import AttentionMetadata, InterfaceError, KernelSet, WrappedKernels
 from outrider.device.kernels import declared_below, kernel_names
-from outrider_conformance.ways import Ways
 
 KERNELS: tuple[str, ...] = kernel_names()
 """The methods of a KernelSet that compute, in the order of its parts."""
@@ -49,8 +47,6 @@ class KernelCalls:
         self._counts: Counter[KernelCall] = Counter()
         self._lock = threading.Lock()
         self._local = threading.local()
-        self._ways = Ways()
-        self._computed: set[tuple[str, str]] = set()
 
     @property
     def counts(self) -> Counter[KernelCall]:
@@ -75,13 +71,6 @@ class KernelCalls:
             {"kernels": kernels, "kernel": kernel, "use": use, "own": own, "shapes": shapes}
             for (kernels, kernel, use, own), shapes in found.items()
         ]
-
-    def unrun_path(self, kernels: str, kernel: str) -> str:
-        """Return the line (``file.py:12``) at which the path that an override never ran begins.
-
-        Empty if the override has no such path: it only passes calls on.
-        """
-        return self._ways.other((kernels, kernel))
 
     @contextmanager
     def during(self, use: str) -> Generator[None]:
@@ -109,10 +98,8 @@ class KernelCalls:
         opened = _OpenCall(kernels, kernel)
         shape = _described((*args, *kwargs.values()))
         self._open.append(opened)
-        seen = (kernels.name, kernel) in self._computed
         try:
-            with nullcontext() if seen else self._ways.traced(_package(kernels)):
-                result = method(*args, **kwargs)
+            result = method(*args, **kwargs)
         finally:
             self._open.pop()
         self._note(kernels.name, kernel, not opened.left, shape)
@@ -123,9 +110,6 @@ class KernelCalls:
         for opened in reversed(self._open):
             if opened.kernels is kernels and opened.kernel == kernel:
                 opened.left = True
-                key = kernels.name, kernel
-                if key not in self._computed:
-                    self._ways.left(key, sys._getframe(2), _package(kernels), KernelCalls._call.__code__)
                 return
         self._note(kernels.name, kernel, False, _described(args))
 
@@ -133,8 +117,6 @@ class KernelCalls:
         call = KernelCall(kernels, kernel, own, self._use, shape)
         with self._lock:
             self._counts[call] += 1
-            if own:
-                self._computed.add((kernels, kernel))
 
 
 def merged(reports: Iterable[Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:
@@ -200,10 +182,6 @@ def layers_of(kernels: KernelSet) -> Iterator[KernelSet]:
         yield kernels
 
 
-def _package(kernels: KernelSet) -> str:
-    return type(kernels).__module__.partition(".")[0]
-
-
 def _base(kind: type) -> type:
     return WrappedKernels if issubclass(kind, WrappedKernels) else KernelSet
 
@@ -241,8 +219,7 @@ def _counting_base(base: type) -> type:
         @wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             self._counted_by._left(self, name, (*args, *kwargs.values()))
-            with self._counted_by._ways.paused():
-                return method(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
 
         return call
 

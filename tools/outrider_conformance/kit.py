@@ -88,7 +88,8 @@ def host_facts() -> dict[str, Any]:
 
 def _facts(backend: Backend) -> dict[str, Any]:
     versions = {str(key): str(value) for key, value in backend.versions().items()}
-    kind = "simulated" if backend.control is not None else "run on a device"
+    is_host = backend.device.type == "cpu" and not backend.capabilities.asynchronous
+    kind = "simulated" if backend.control is not None else "run on the host" if is_host else "run on a device"
     return {
         "device": str(backend.device),
         "versions": versions,

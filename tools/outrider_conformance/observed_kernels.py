@@ -15,7 +15,6 @@ from outrider.engine.prefill import Prefill
 from outrider.engine.stages import DraftStage, Extend, Verify
 from outrider_conformance import engines
 from outrider_conformance.kernel_calls import KernelCalls, counting, layers_of
-from outrider_conformance.kernel_cases import CASES
 from outrider_conformance.random_kernels.kernels import KERNELS as DRAWN
 from outrider_conformance.random_kernels.kernels import corners
 
@@ -31,11 +30,11 @@ ALONE = "alone"
 
 @dataclass(frozen=True)
 class ObservedKernels:
-    """Counted kernel calls of the engines and of the kit's cases on one backend."""
+    """Counted kernel calls of the engines and of the kit on one backend."""
 
     calls: KernelCalls
-    """Calls by engines in every declared mode (preferred page size and dtype), and by the kit's cases in each preferred
-    dtype. Overrides that computed nothing there are called with generated operands too.
+    """Calls by engines in every declared mode (preferred page size and dtype). Overrides that computed nothing there are
+    called with random operands too, in each preferred dtype.
     """
     layers: tuple[tuple[str, frozenset[str], dict[str, str]], ...]
     """The kernel sets, the outermost first: name, overridden kernels, and the reason for each override that is never used."""
@@ -59,21 +58,6 @@ class ObservedKernels:
             if kernel in overrides:
                 return name, unused.get(kernel, "")
         return None
-
-    def passed_on(self, kernel: str) -> bool:
-        """Return whether the override of :meth:`overriding_layer` left every call and has no path of its own."""
-        judged = self.overriding_layer(kernel)
-        return (
-            judged is not None
-            and not self.calls_computed(kernel)
-            and bool(self.calls_left(kernel))
-            and not self.unrun_path(kernel)
-        )
-
-    def unrun_path(self, kernel: str) -> str:
-        """Return the line at which the override's own path begins that never ran (``file.py:12``), or an empty string."""
-        judged = self.overriding_layer(kernel)
-        return "" if judged is None else self.calls.unrun_path(judged[0], kernel)
 
     def calls_computed(self, kernel: str, use: str = "") -> int:
         """Return the number of calls that the kernel set of :meth:`overriding_layer` computed itself."""
@@ -112,7 +96,7 @@ def modes_of(backend: Backend) -> tuple[str, ...]:
 
 
 def observe(kit: Kit) -> ObservedKernels:
-    """Run engines in every declared mode, with and without a draft, and each kernel's cases, and count their kernel calls.
+    """Run engines in every declared mode, with and without a draft, and count their kernel calls.
 
     Other tests check the results. The kit keeps the counts for later tests of the session.
     """
@@ -120,7 +104,6 @@ def observe(kit: Kit) -> ObservedKernels:
         backend = kit.open()
         with counting(backend.kernels_in_use) as calls:
             _engines(backend, calls)
-            _cases(backend, calls)
             _drawn(backend, calls)
         backend.synchronize()
         kit.observed = ObservedKernels(
@@ -151,20 +134,11 @@ def _engines(backend: Backend, calls: KernelCalls) -> None:
                 engines.run(engine, engines.PROMPTS[:2], 8)
 
 
-def _cases(backend: Backend, calls: KernelCalls) -> None:
-    stream = backend.create_stream("cases")
-    for dtype in _dtypes(backend):
-        for case in CASES.values():
-            host = case.make(dtype)
-            with backend.on(stream), calls.during(ALONE):
-                case.call(backend.kernels_in_use, {name: tensor.to(backend.device) for name, tensor in host.items()})
-            stream.synchronize()
-
-
 def _drawn(backend: Backend, calls: KernelCalls) -> None:
-    """Call every override that computed nothing for an engine or a case, on generated operands.
+    """Call every override that computed nothing for an engine, on random operands.
 
-    These are kernels of quantized layers and of experts, and overrides that only accept operands of another size.
+    These are kernels that the engines did not call, such as those of quantized layers and of experts, and overrides that only
+    accept operands of another size.
     """
     stream = backend.create_stream("drawn")
     computed = {call.kernel for call in calls.counts if call.own}

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
-from outrider.device import Access, Event, Observer, Operation, Stream
+import torch
+from torch import Tensor
+
+from outrider.device import Access, Backend, Event, Observer, Operation, Stream
 
 
 class ObserverLog(Observer):
@@ -54,3 +59,29 @@ class ObserverLog(Observer):
     def rows_touched(self, operation: Operation, accesses: tuple[Access, ...]) -> None:
         """Store the exact rows of an operation."""
         self.rows.append(accesses)
+
+
+@contextmanager
+def logged(backend: Backend) -> Generator[ObserverLog]:
+    """Attach a new log to the backend for this scope."""
+    log = ObserverLog()
+    backend.attach(log)
+    try:
+        yield log
+    finally:
+        backend.detach()
+
+
+def log_cache_write(backend: Backend, slots: tuple[int, ...]) -> tuple[ObserverLog, Tensor]:
+    """Write one token to each of ``slots`` of a KV cache with pages of 2 tokens; return the log and the key cache."""
+    stream, count = backend.create_stream("s"), len(slots)
+    with backend.on(stream):
+        x, turn = torch.ones(count, 1, 4, device=backend.device), torch.ones(count, 4, device=backend.device)
+        keys, values = (torch.zeros(4, 2, 1, 4, device=backend.device) for _ in range(2))
+        places = torch.tensor(slots, dtype=torch.int64, device=backend.device)
+    stream.synchronize()
+    with logged(backend) as log:
+        with backend.on(stream):
+            backend.kernels.rope_write_cache(x, x.clone(), x.clone(), turn, turn, keys, values, places)
+        stream.synchronize()
+    return log, keys

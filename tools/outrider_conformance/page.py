@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
+from outrider_trace.html_page import html_page, prose
+
 _COLOURS = {
     "passed": "#1a7f37",
     "passed with waivers": "#9a6700",
@@ -16,30 +18,19 @@ _COLOURS = {
     "not applicable": "#6e7781",
 }
 _STYLE = """
-:root { color-scheme: light dark; --line: #d0d7de; --soft: #f6f8fa; --text: #1f2328; --dim: #59636e; --back: #fff; }
-@media (prefers-color-scheme: dark) {
-  :root { --line: #3d444d; --soft: #151b23; --text: #f0f6fc; --dim: #9198a1; --back: #0d1117; }
-}
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 64rem; padding: 2rem 1.25rem 4rem; color: var(--text); background: var(--back);
-  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-h1 { font-size: 1.75rem; margin: 0 0 .25rem; } h2 { font-size: 1.2rem; margin: 2.25rem 0 .5rem; }
-p { margin: .25rem 0 .75rem; } .dim { color: var(--dim); }
-table { border-collapse: collapse; width: 100%; } th, td { text-align: left; padding: .4rem .75rem .4rem 0;
-  border-bottom: 1px solid var(--line); vertical-align: top; } th { font-weight: 600; }
-td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-code, pre { font: .875em/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
-pre { background: var(--soft); border: 1px solid var(--line); border-radius: 6px; padding: .75rem 1rem; overflow-x: auto;
-  white-space: pre-wrap; overflow-wrap: anywhere; margin: .5rem 0; }
+body { max-width: 64rem; }
+pre { background: var(--soft); border: 1px solid var(--line); border-radius: 6px; padding: .75rem 1rem; margin: .5rem 0;
+  white-space: pre-wrap; }
 .tag { display: inline-block; color: #fff; border-radius: 1rem; padding: .05rem .65rem; font-size: .8rem; font-weight: 600;
   white-space: nowrap; }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: .75rem; margin: 1.25rem 0; }
 .card { border: 1px solid var(--line); border-radius: 8px; padding: .75rem 1rem; border-top: 4px solid var(--c); }
 .card b { font-size: 1.25rem; } .card p { margin: .15rem 0 0; font-size: .85rem; }
-details { border-bottom: 1px solid var(--line); padding: .4rem 0; } summary { cursor: pointer; }
+.card .tag { white-space: normal; } .date { white-space: nowrap; }
+details { border-bottom: 1px solid var(--line); padding: .4rem 0; } td details { border: 0; padding: 0; }
+summary { cursor: pointer; }
 summary .tag { margin-right: .5rem; } details p { margin: .4rem 0 .4rem 1rem; } blockquote { margin: .4rem 0 .4rem 1rem;
   padding-left: .75rem; border-left: 3px solid var(--line); color: var(--dim); }
-.scroll { overflow-x: auto; }
 .lead { display: flex; align-items: center; gap: 1rem; margin: 1rem 0 0; } .lead p { margin: 0; }
 .reached { font-size: 1.6rem; font-weight: 700; color: #fff; background: var(--c); border-radius: 10px; padding: .35rem .9rem;
   white-space: nowrap; }
@@ -54,7 +45,6 @@ summary .tag { margin-right: .5rem; } details p { margin: .4rem 0 .4rem 1rem; } 
 def page(report: Mapping[str, Any]) -> str:
     """Return the HTML page of a report."""
     backend, tier = report["backend"], report["tier"]
-    title = f"Conformance of {backend['name']}"
     reached, asked = report["reached"], report["level"]
     lead = (
         f"All requested levels are passed: L0 to {asked}."
@@ -69,24 +59,19 @@ def page(report: Mapping[str, Any]) -> str:
     abilities = "".join(_chip(key, value) for key, value in declared.items() if isinstance(value, bool))
     others = "".join(_row(key, _ability(value)) for key, value in declared.items() if not isinstance(value, bool))
     waived = [test for test in report["tests"] if test["outcome"] == "waived"]
-    return f"""<!doctype html>
-<html lang="en">
-<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)}</title>
-<style>{_STYLE}</style>
-<h1>{escape(title)}</h1>
-<div class="lead"><span class="reached" style="--c:{colour}">{escape(reached or "none")}</span>
-<p>{escape(lead)}<br><span class="dim">{escape(backend["spec"])} · {escape(device)} · {escape(tier["date"])}</span></p></div>
+    body = f"""<div class="lead"><span class="reached" style="--c:{colour}">{escape(reached or "none")}</span>
+<p>{escape(lead)}<br><span class="dim">{escape(backend["spec"])} · {escape(device)} ·
+<span class="date">{escape(tier["date"])}</span></span></p></div>
 <div class="cards">{"".join(map(_card, report["levels"].items()))}</div>
 {_problems(report)}
 <h2>What ran, and how to run it again</h2>
 <pre>{escape(report["command"])}</pre>
-<div class="scroll"><table>{"".join(_row(key, value) for key, value in _facts(report))}</table></div>
+<table>{"".join(_row(key, value) for key, value in _facts(report))}</table>
 <h2>What the backend declares</h2>
 <p class="dim">The levels test these abilities. An ability that isn't declared isn't claimed, and one that works
 without being declared is a failure.</p>
 <ul class="abilities">{abilities}</ul>
-<div class="scroll"><table>{others}</table></div>
+<table>{others}</table>
 {_kernels(report)}
 {_figures(report)}
 {_waivers(waived)}
@@ -96,9 +81,8 @@ without being declared is a failure.</p>
 <h2>Check this report</h2>
 <p>Its data is <code>report.json</code>. <code>outrider conform --verify report.json</code> computes the seal again and
 checks that the results follow from the tests. The seal shows that the report is unchanged; it doesn't say who made it.</p>
-<pre>{escape(report["seal"])}</pre>
-</html>
-"""
+<pre>{escape(report["seal"])}</pre>"""
+    return html_page(f"Conformance of {backend['name']}", body, _STYLE)
 
 
 def badge(report: Mapping[str, Any]) -> str:
@@ -139,17 +123,15 @@ def _problems(report: Mapping[str, Any]) -> str:
 
 def _test(test: Mapping[str, Any], *, opened: bool = False) -> str:
     promise = test["promise"]
-    quote = (
-        f"<blockquote><code>{escape(promise['member'])}</code>: {escape(promise['words'])}</blockquote>" if promise else ""
-    )
+    quote = f"<blockquote><code>{escape(promise['member'])}</code>: {prose(promise['words'])}</blockquote>" if promise else ""
     reason = f"<pre>{escape(test['reason'])}</pre>" if test["reason"] else ""
     said = [("where", test.get("where", "")), *(("likely cause", cause) for cause in test.get("causes", ()))]
-    hints = "".join(f"<p><b>{name}</b>: {escape(text)}</p>" for name, text in said if text)
+    hints = "".join(f"<p><b>{name}</b>: {prose(text)}</p>" for name, text in said if text)
     hints += f"<p><b>alone</b>: <code>{escape(test['alone'])}</code></p>" if test.get("alone") else ""
     return (
         f"<details{' open' if opened else ''}><summary>{_tag(test['outcome'])}<code>{escape(test['id'])}</code>"
         f' <span class="dim">{test["seconds"]:.2f} s</span></summary>'
-        f"<p>{escape(test['what'])}</p>{quote}{reason}{hints}</details>"
+        f"<p>{prose(test['what'])}</p>{quote}{reason}{hints}</details>"
     )
 
 
@@ -176,8 +158,7 @@ def _figures(report: Mapping[str, Any]) -> str:
         for name, value, unit in report["figures"]
     )
     return (
-        "<h2>Figures</h2><p class='dim'>Measured in this run. No figure passes or fails a backend.</p>"
-        f"<div class='scroll'><table>{rows}</table></div>"
+        f"<h2>Figures</h2><p class='dim'>Measured in this run. No figure passes or fails a backend.</p><table>{rows}</table>"
     )
 
 
@@ -189,39 +170,39 @@ def _kernels(report: Mapping[str, Any]) -> str:
     if not found:
         return ""
     rows = "".join(
-        f"<tr><td><code>{escape(kernel)}</code></td><td>{escape(kernels)}</td><td>{escape(use)}</td>"
+        f"<tr><td>{_shapes(kernel, ', for '.join(filter(None, (kernels, use))), answers)}</td>"
         f'<td class="number">{sum(answers.get(True, {}).values())}</td>'
-        f'<td class="number">{sum(answers.get(False, {}).values())}</td><td>{_shapes(answers)}</td></tr>'
+        f'<td class="number">{sum(answers.get(False, {}).values())}</td></tr>'
         for (kernel, kernels, use), answers in sorted(found.items())
     )
     return (
         "<h2>Kernels that answered</h2><p class='dim'>Calls of each kernel that the kernel set computed itself, and calls "
         "that it left to the method that it overrides, or doesn't override (the references). A call in a graph is counted "
-        "when it's captured.</p><div class='scroll'><table>"
-        "<tr><th>kernel<th>kernel set<th>for<th>own<th>left<th>operands</tr>"
-        f"{rows}</table></div>"
+        "when it's captured. Open a kernel to see the shapes of its operands.</p>"
+        f"<table><tr><th>kernel<th class='number'>own<th class='number'>left</tr>{rows}</table>"
     )
 
 
-def _shapes(answers: Mapping[bool, Mapping[str, int]]) -> str:
+def _shapes(kernel: str, where: str, answers: Mapping[bool, Mapping[str, int]]) -> str:
+    """Return the name of a kernel, which opens the list of its operands' shapes."""
     lines = [
         f"{'own' if own else 'left'} {count}: {shape}"
         for own in (True, False)
         for shape, count in answers.get(own, {}).items()
     ]
     listed = "".join(f"<div><code>{escape(line)}</code></div>" for line in lines)
-    return f"<details><summary>{len(lines)} shapes</summary>{listed}</details>"
+    return f"<details><summary><code>{escape(kernel)}</code> of {escape(where)}</summary>{listed}</details>"
 
 
 def _waivers(tests: list[Mapping[str, Any]]) -> str:
     if not tests:
         return ""
     rows = "".join(
-        f"<tr><td><code>{escape(test['id'])}</code></td><td>{escape(test['waiver']['reason'])}</td>"
-        f'<td><a href="{escape(test["waiver"]["link"])}">issue</a></td><td>{escape(test["waiver"]["expires"])}</td></tr>'
+        f"<tr><td><code>{escape(test['id'])}</code><br>{prose(test['waiver']['reason'])}</td>"
+        f'<td><a href="{escape(test["waiver"]["link"])}">until {escape(test["waiver"]["expires"])}</a></td></tr>'
         for test in tests
     )
-    return f"<h2>Waivers</h2><table><tr><th>test<th>reason<th>tracked in<th>until</tr>{rows}</table>"
+    return f"<h2>Waivers</h2><table><tr><th>test and reason<th>tracked</tr>{rows}</table>"
 
 
 def _row(key: str, value: str) -> str:

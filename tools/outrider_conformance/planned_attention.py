@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import AttentionMetadata, AttentionShape, CaptureContext, HostParam, KernelSet, Stream
-from outrider_conformance.fixed_case import attention_metadata, in_float64, largest_error
+from outrider_conformance.attention_operands import attention_metadata, in_float64, largest_error
 from outrider_conformance.lab import Lab
 
 _HEADS, _KV_HEADS, _SIZE, _PAGE, _PAGES = 4, 2, 64, 16, 5
@@ -123,13 +123,18 @@ def check_in_graph(lab: Lab) -> None:
 
 
 def check_unplanned(lab: Lab) -> None:
-    """Plan without shapes: attention must work with the metadata that comes back."""
-    (stream,) = lab.streams("s")
+    """Plan on a stream of its own without shapes: attention must work with the metadata that comes back."""
+    plan, stream = lab.streams("plan", "s")
     batch = PlannedBatch(lab, stream, (1, 1, 1))
     with lab.backend.on(stream):
         metadata = replace(batch.metadata(_LENGTHS[0], batch.made), seq_lens_host=None, host_query_start=None)
         batch.made["seq_lens"].copy_(torch.tensor([1 + n for n in _LENGTHS[0]], dtype=torch.int32))
-        planned = lab.backend.kernels_in_use.plan_attention(metadata, stream=stream)
+    plan.wait(lab.record(stream, "lengths"))
+    with lab.backend.on(plan):
+        planned = lab.backend.kernels_in_use.plan_attention(metadata, stream=plan)
+    assert isinstance(planned, AttentionMetadata), f"plan_attention returned a {type(planned).__name__}"
+    stream.wait(lab.record(plan, "planned"))
+    with lab.backend.on(stream):
         out = batch.attend(lab.backend.kernels_in_use, batch.made, planned)
     stream.synchronize()
     batch.check(out, _LENGTHS[0], "without a plan")

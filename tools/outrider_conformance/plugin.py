@@ -91,6 +91,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(recorder, "outrider-conformance-recorder")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the modules above the requested level, so that pytest counts and imports only the tests that it runs."""
+    level = level_of(collection_path)
+    return True if level is not None and KIT in config.stash and level > parse_level(config.getoption("--level")) else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of the requested levels, ordered by level."""
     suite = [(item, level) for item in items if (level := level_of(item.path)) is not None]

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 PASSED, WAIVED, FAILED, NOT_RUN = "passed", "passed with waivers", "failed", "not run"
-_GOOD = ("passed", "not declared", "not applicable")
 
 
 def complete(

@@ -90,6 +90,8 @@ def conform(
             code = child.wait()
         if code == 4:
             raise ConformanceError(f"pytest refused the run for backend {backend!r}; the reason stands above")
+        if code == 5:
+            raise ConformanceError(f"no test up to {level} has {only!r} in its name; choose another word, or a higher level")
         journal = directory / "journal.jsonl"
         if code >= UNWRITTEN and not journal.exists():
             raise ConformanceError(

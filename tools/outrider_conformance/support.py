@@ -39,6 +39,8 @@ MEANINGS: Mapping[Tier, str] = {
     Tier.DEVICE: "the plugin ran on the named device, on the given date, with the given versions",
 }
 
+_TIERS: Mapping[str, Tier] = {"simulated": Tier.SIMULATED, "run on the host": Tier.DEVICE, "run on a device": Tier.DEVICE}
+"""Tiers by their names in reports. The host is the device of a backend that computes on it."""
 _TESTED_IN: Mapping[str, str] = {
     "captures_graphs": "L2",
     "forks_in_capture": "L2",
@@ -100,8 +102,8 @@ def load_records(directory: Path) -> list[EvidenceRecord]:
 
 def from_report(report: Mapping[str, Any], *, tier: Tier | None = None, note: str = "") -> EvidenceRecord:
     """Return the record of a conformance report. ``tier`` may lower the report's own tier, and never raises it."""
-    kind = Tier.SIMULATED if report["tier"]["kind"] == "simulated" else Tier.DEVICE
-    if report["tier"]["kind"] not in ("simulated", "run on a device"):
+    kind = _TIERS.get(report["tier"]["kind"])
+    if kind is None:
         raise ConfigError(f"the report's tier is {report['tier']['kind']!r}, which is no evidence")
     if tier is not None and tier > kind:
         raise ConfigError(f"the report says {report['tier']['kind']!r}, which isn't {WORDS[tier]!r}")

@@ -1,8 +1,7 @@
-"""Tiny randomly initialised checkpoints, written by transformers, for every family that the decoder runs."""
+"""Tiny random checkpoints for the proof: a vision-language model, written by transformers, and an EAGLE head."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,9 @@ import numpy.typing as npt
 import torch
 import transformers
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-# transformers types neither of them
-_CAUSAL: Any = transformers.AutoModelForCausalLM
+# untyped in transformers
 _VISION: Any = transformers.AutoModelForImageTextToText
 
 SHAPE: dict[str, Any] = {
@@ -31,99 +28,6 @@ SHAPE: dict[str, Any] = {
     # wide enough that random logits have a clear winner
     "initializer_range": 0.3,
 }
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "llama-biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
-    "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
-    "llama-mha": {"model_type": "llama", "num_key_value_heads": 4, "head_dim": 16},
-    "mistral": {"sliding_window": None},
-    "mistral-window": {"model_type": "mistral", "sliding_window": 7},
-    "qwen2": {},
-    "qwen2-sliding": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-    "qwen3": {"head_dim": 16},
-    "qwen3-biases": {"model_type": "qwen3", "head_dim": 16, "attention_bias": True, "tie_word_embeddings": True},
-}
-
-_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-MIXTURES: dict[str, dict[str, Any]] = {
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
-    "mixtral-window": {"model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 7},
-    "qwen3_moe": {**_EXPERTS, "head_dim": 16, "norm_topk_prob": True},
-    "qwen3_moe-dense": {"model_type": "qwen3_moe", **_EXPERTS, "head_dim": 8, "mlp_only_layers": [1]},
-    "qwen3_moe-steps": {
-        "model_type": "qwen3_moe",
-        **_EXPERTS,
-        "head_dim": 8,
-        "decoder_sparse_step": 2,
-        "attention_bias": True,
-    },
-    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 40},
-    "qwen2_moe-sliding": {
-        "model_type": "qwen2_moe",
-        **_EXPERTS,
-        "shared_expert_intermediate_size": 16,
-        "qkv_bias": False,
-        "use_sliding_window": True,
-        "sliding_window": 5,
-        "max_window_layers": 2,
-        "tie_word_embeddings": True,
-    },
-}
-"""Families with experts, and what their configs may say."""
-
-ROPES: dict[str, dict[str, Any]] = {
-    "default": {"rope_type": "default", "rope_theta": 5000.0},
-    "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
-    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-        "rope_theta": 500000.0,
-    },
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0},
-    "yarn-mscale": {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-        "rope_theta": 10000.0,
-        "mscale": 0.7,
-        "mscale_all_dim": 1.3,
-        "beta_fast": 16,
-        "beta_slow": 2,
-        "truncate": False,
-    },
-    "yarn-attention": {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-        "rope_theta": 10000.0,
-        "attention_factor": 0.8,
-    },
-}
-
-
-def tiny_config(name: str, **overrides: Any) -> Any:
-    """Return transformers' config of a family at the tiny shape; ``overrides`` replaces its fields."""
-    fields = SHAPE | (FAMILIES | MIXTURES)[name] | overrides
-    family = fields.pop("model_type", name)
-    return CONFIG_MAPPING[family](**fields)
-
-
-def write_checkpoint(directory: str | Path, name: str, *, shards: int = 1, seed: int = 0, **overrides: Any) -> Any:
-    """Write a checkpoint of family ``name`` and return transformers' model of it, in float32 and evaluation mode."""
-    torch.manual_seed(seed)
-    model = _CAUSAL.from_config(tiny_config(name, **overrides), dtype=torch.float32)
-    for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith(("norm.weight", ".bias")):  # ones and zeros would hide a mistake
-            torch.nn.init.normal_(parameter, 1.0 if "norm" in parameter_name else 0.0, 0.3)
-    size = sum(parameter.nbytes for parameter in model.parameters())
-    model.save_pretrained(directory, max_shard_size=size if shards == 1 else size // shards)
-    return model.eval()
-
 
 VISION_TOKENS = {"vision_start_token_id": 90, "vision_end_token_id": 91, "image_token_id": 92, "video_token_id": 93}
 
@@ -187,11 +91,11 @@ def write_eagle(
 ) -> dict[str, torch.Tensor]:
     """Write a random EAGLE head in its published format; returns its tensors."""
     torch.manual_seed(seed)
-    config = tiny_config("llama", hidden_size=hidden_size, num_hidden_layers=1)
+    config: Any = CONFIG_MAPPING["llama"](**SHAPE | {"hidden_size": hidden_size, "num_hidden_layers": 1})
     inner, kv = config.intermediate_size, config.num_key_value_heads * config.head_dim
     shapes = {
         "fc.weight": (hidden_size, 2 * hidden_size),
-        **_layer_products("layers.0", hidden_size, inner, kv),
+        **layer_products("layers.0", hidden_size, inner, kv),
         "layers.0.post_attention_layernorm.weight": (hidden_size,),
     }
     if bias:
@@ -202,126 +106,11 @@ def write_eagle(
         shapes["embed_tokens.weight"] = (config.vocab_size, hidden_size)
     state = {key: torch.randn(shape) * 0.3 for key, shape in shapes.items()}
     config.architectures = ["LlamaForCausalLM"]
-    _save(Path(directory), config, state, fmt)
+    save_head(Path(directory), config, state, fmt)
     return state
 
 
-def write_eagle3(
-    directory: str | Path,
-    *,
-    draft_vocab: int = 40,
-    seed: int = 2,
-    layers: tuple[int, ...] | None = (0, 1, 2),
-    depth: int = 1,
-    fmt: str = "safetensors",
-    vocab: int = 96,
-    mask: int | None = None,
-) -> dict[str, torch.Tensor]:
-    """Write a random EAGLE-3 head in its published format; returns its tensors. ``layers``: whose inputs it reads; ``depth``:
-    its own; ``mask``: the mask token of a parallel one (P-EAGLE).
-    """
-    torch.manual_seed(seed)
-    config = tiny_config("llama", num_hidden_layers=depth)
-    hidden, inner, kv = config.hidden_size, config.intermediate_size, config.num_key_value_heads * config.head_dim
-    shapes = {
-        "fc.weight": (hidden, 3 * hidden),
-        "norm.weight": (hidden,),
-        "lm_head.weight": (draft_vocab, hidden),
-        "midlayer.hidden_norm.weight": (hidden,),
-        "midlayer.input_layernorm.weight": (hidden,),
-        "midlayer.post_attention_layernorm.weight": (hidden,),
-        **_layer_products("midlayer", hidden, inner, kv, reads=2 * hidden),
-    }
-    for index in range(1, depth):
-        for key in [key for key in shapes if key.startswith("midlayer.") and "hidden_norm" not in key]:
-            narrow = tuple(min(size, hidden) if "_proj" in key and "self_attn" in key else size for size in shapes[key])
-            shapes[key.replace("midlayer", f"layers.{index}")] = narrow
-    if mask is not None:
-        config.mask_token_id = mask
-        shapes["mask_hidden"] = (1, 1, 3 * hidden)
-        shapes["embed_tokens.weight"] = (vocab, hidden)
-    state = {key: torch.randn(shape) * 0.3 for key, shape in shapes.items()}
-    kept = torch.randperm(vocab)[:draft_vocab].sort().values
-    state["d2t"] = kept - torch.arange(draft_vocab)
-    state["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, kept, True)
-    config.architectures = ["LlamaForCausalLMEagle3"]
-    config.draft_vocab_size = draft_vocab
-    if layers is not None:
-        config.eagle_config = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers]}
-    _save(Path(directory), config, state, fmt)
-    return state
-
-
-def write_peagle(
-    directory: str | Path, *, mask: int = 95, depth: int = 2, layers: tuple[int, ...] = (0, 1, 2), fmt: str = "safetensors"
-) -> dict[str, torch.Tensor]:
-    """Write a random P-EAGLE head in its published format; returns its tensors. As :func:`write_eagle3`."""
-    return write_eagle3(directory, seed=9, layers=layers, depth=depth, fmt=fmt, mask=mask)
-
-
-def write_mtp(directory: str | Path, *, heads: int = 2, seed: int = 5) -> dict[str, torch.Tensor]:
-    """Write random heads of multi-token prediction in the format that MiMo publishes; returns their tensors."""
-    torch.manual_seed(seed)
-    config = tiny_config("llama")
-    hidden, inner, kv = config.hidden_size, config.intermediate_size, config.num_key_value_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {}
-    for index in range(heads):
-        layer = f"model.mtp_layers.{index}"
-        shapes |= {
-            f"{layer}.token_layernorm.weight": (hidden,),
-            f"{layer}.hidden_layernorm.weight": (hidden,),
-            f"{layer}.input_proj.weight": (hidden, 2 * hidden),
-            f"{layer}.final_layernorm.weight": (hidden,),
-            f"{layer}.input_layernorm.weight": (hidden,),
-            f"{layer}.post_attention_layernorm.weight": (hidden,),
-            **_layer_products(layer, hidden, inner, kv),
-        }
-    state = {key: torch.randn(shape) * 0.3 for key, shape in shapes.items()}
-    config.num_nextn_predict_layers = heads
-    _save(Path(directory), config, state, "safetensors")
-    return state
-
-
-def write_dflash(
-    directory: str | Path,
-    *,
-    block_size: int = 4,
-    mask: int = 95,
-    reads: tuple[int, ...] = (0, 1),
-    layers: int = 2,
-    seed: int = 5,
-    fmt: str = "safetensors",
-) -> dict[str, torch.Tensor]:
-    """Write a random DFlash head in its published format; returns its tensors. ``reads``: layers whose output it reads."""
-    torch.manual_seed(seed)
-    config = tiny_config("qwen3", num_hidden_layers=layers)
-    hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
-    heads, kv = config.num_attention_heads * size, config.num_key_value_heads * size
-    shapes = {"fc.weight": (hidden, len(reads) * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
-    for index in range(layers):
-        own = {
-            "input_layernorm.weight": (hidden,),
-            "post_attention_layernorm.weight": (hidden,),
-            "self_attn.q_proj.weight": (heads, hidden),
-            "self_attn.k_proj.weight": (kv, hidden),
-            "self_attn.v_proj.weight": (kv, hidden),
-            "self_attn.o_proj.weight": (hidden, heads),
-            "self_attn.q_norm.weight": (size,),
-            "self_attn.k_norm.weight": (size,),
-            "mlp.gate_proj.weight": (inner, hidden),
-            "mlp.up_proj.weight": (inner, hidden),
-            "mlp.down_proj.weight": (hidden, inner),
-        }
-        shapes |= {f"layers.{index}.{key}": shape for key, shape in own.items()}
-    state = {key: torch.randn(shape) * 0.3 for key, shape in shapes.items()}
-    config.architectures = ["DFlashDraftModel"]
-    config.block_size = block_size
-    config.dflash_config = {"mask_token_id": mask, "target_layer_ids": list(reads)}
-    _save(Path(directory), config, state, fmt)
-    return state
-
-
-def _layer_products(prefix: str, hidden: int, inner: int, kv: int, *, reads: int | None = None) -> dict[str, tuple[int, ...]]:
+def layer_products(prefix: str, hidden: int, inner: int, kv: int, *, reads: int | None = None) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a layer's matrices, by name; ``reads`` is the input width of attention (None: ``hidden``)."""
     reads = reads or hidden
     return {
@@ -335,7 +124,7 @@ def _layer_products(prefix: str, hidden: int, inner: int, kv: int, *, reads: int
     }
 
 
-def _save(directory: Path, config: Any, state: dict[str, torch.Tensor], fmt: str) -> None:
+def save_head(directory: Path, config: Any, state: dict[str, torch.Tensor], fmt: str) -> None:
     """Write a head's config and tensors as ``model.safetensors``, or by torch.save for any other ``fmt``."""
     directory.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(directory)
@@ -343,45 +132,3 @@ def _save(directory: Path, config: Any, state: dict[str, torch.Tensor], fmt: str
         save_file(state, directory / "model.safetensors")
     else:
         torch.save(state, directory / "pytorch_model.bin")
-
-
-TEXT = ["the cat sat on the mat", "naïve café, déjà vu", "日本語のテキスト", "smile 🙂 and 👩‍👩‍👧", "a  b   c\n\td"]
-
-
-def byte_level_tokenizer(size: int = 300) -> Tokenizer:
-    """Return a byte-level BPE tokenizer with a start token, like those of Llama 3 and Qwen."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=["<|begin|>", "<|end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(TEXT * 3, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
-    return tokenizer
-
-
-def word_tokenizer(words: Sequence[str]) -> Tokenizer:
-    """Return a tokenizer with one token per word, in the order of ``words``; the first is the unknown token."""
-    tokenizer = Tokenizer(models.WordLevel({word: token for token, word in enumerate(words)}, unk_token=words[0]))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return tokenizer
-
-
-def sentencepiece_tokenizer() -> Tokenizer:
-    """Return a BPE tokenizer with byte fallback and sentencepiece spaces, like those of Llama 2 and Mistral."""
-    words = ["▁", "▁the", "▁cat", "a", "b", "c", "t", "h", "e", "▁▁", "\n", "é", ".", "▁a", "日"]
-    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2}
-    vocabulary |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
-    vocabulary |= {word: 259 + index for index, word in enumerate(words)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1)]
-    )
-    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return tokenizer

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import shlex
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,26 +14,35 @@ from rich.text import Text
 
 from outrider.cli.report import CommandReport
 from outrider.device.errors import CapabilityError
-from outrider_proof.decode_program import DecodeExplorer, HostProgram
+from outrider_proof.decode_program import PARAMETER_FENCES, DecodeExplorer, HostProgram
 
 if TYPE_CHECKING:
     from outrider.device import Backend
+    from outrider.registry import Registry
 
 DECODE = "decode"
 EVERY = "every"
 _PROGRAM_ORDER = "program"
+_SIMULATED = "sim"
+_WITH_PARAMETERS = "sim:like=npu"
+"""A simulated device with host lengths in its graphs."""
+_NOT_EXERCISED = 2
+"""Exit code of a run that says nothing about the fence that was left out: it is neither missed nor dispensable."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeExploration:
     """Options of the command, and the device."""
 
-    make: Callable[[], Backend]
-    """Opens a fresh device: a real device has few streams, and each engine keeps its own."""
-    iterations: int
+    registry: Registry
+    backend: str | None
+    """Spec of the device. None: *sim*, or for a dropped fence that it lacks, a simulated device that has the fence."""
+    iterations: int | None
+    """Number of host programs. None: 100, or 4 for each fence of *every*."""
     seed: int
     strategy: str | None = None
-    """Strategy of the schedules. None: *mixed* on a controllable device, else *program*, which the sanitizer needs once."""
+    """Strategy of the schedules. None: *mixed* on a controllable device, else *program*. The sanitizer misses a dropped fence
+    in any order, so that *program* is the default there, too."""
     drop_fence: str | None = None
     """Name of the fence to leave out, or ``every`` for each fence in turn."""
     drop: str = "wait"
@@ -42,6 +53,42 @@ class DecodeExploration:
     graphs: bool = False
     images: bool = False
 
+    @property
+    def needs_parameters(self) -> bool:
+        """True if the dropped fence exists on no other simulated device, and the caller named no device."""
+        return self.backend is None and self.drop_fence in PARAMETER_FENCES
+
+    @property
+    def has_graphs(self) -> bool:
+        """True if stages are replayed from graphs in staged mode."""
+        return self.graphs or self.needs_parameters
+
+    @property
+    def spec(self) -> str:
+        """The spec of the device."""
+        return self.backend or (_WITH_PARAMETERS if self.needs_parameters else _SIMULATED)
+
+    def open_device(self) -> Backend:
+        """Open a fresh device: a real device has few streams, and each engine keeps its own."""
+        return self.registry.create(self.spec)
+
+    def command(self, number: int) -> str:
+        """Return the command that runs host program ``number`` alone, in the same setup."""
+        options = {
+            "--seed": str(number),
+            "--iterations": "1",
+            "--backend": self.spec,
+            "--strategy": self.strategy,
+            "--drop-fence": self.drop_fence,
+            "--drop": self.drop if self.drop_fence else None,
+            "--speculate": self.speculate,
+            "--draft-topk": str(self.draft_topk),
+            "--mode": self.mode,
+        }
+        words = [word for option, value in options.items() if value is not None for word in (option, value)]
+        flags = ["--graphs"] * self.has_graphs + ["--images"] * self.images
+        return shlex.join(["outrider", "explore", DECODE, *words, *flags])
+
     def explorer(self, device: Backend) -> DecodeExplorer:
         """Return an explorer of these options on ``device``."""
         return DecodeExplorer(
@@ -49,7 +96,7 @@ class DecodeExploration:
             speculate=self.speculate,
             draft_topk=self.draft_topk,
             mode=self.mode,
-            graphs=self.graphs,
+            graphs=self.has_graphs,
             drop=self.drop_fence,
             half=self.drop,
             images=self.images,
@@ -65,16 +112,17 @@ class DecodeExploration:
             "speculate": self.speculate,
             "draft_topk": self.draft_topk,
             "mode": self.mode,
-            "graphs": self.graphs,
+            "graphs": self.has_graphs,
             "images": self.images,
         }
 
 
 def explore_decode(exploration: DecodeExploration) -> CommandReport:
     """Run host programs, each under a schedule of its own; stop at the first that fails."""
-    device = exploration.make()
-    default = "mixed" if device.control is not None else _PROGRAM_ORDER
-    chosen = replace(exploration, strategy=exploration.strategy or default)
+    device = exploration.open_device()
+    default = "mixed" if device.control is not None and exploration.drop_fence is None else _PROGRAM_ORDER
+    iterations = exploration.iterations or (4 if exploration.drop_fence == EVERY else 100)
+    chosen = replace(exploration, strategy=exploration.strategy or default, iterations=iterations)
     if device.control is None and chosen.strategy != _PROGRAM_ORDER:
         raise CapabilityError(
             f"{device.label} decides its schedules itself: it runs decode in the order of the program alone; leave out "
@@ -85,25 +133,45 @@ def explore_decode(exploration: DecodeExploration) -> CommandReport:
             f"{device.label} computes in the host's own memory, which a vision tower reads without asking: the sanitizer "
             "would call that a race; explore images on a device that runs beside the host, such as 'sim'"
         )
-    if chosen.drop_fence == EVERY:
-        return _explore_every_fence(chosen, device)
+    with _one_thread():
+        if chosen.drop_fence == EVERY:
+            return _explore_every_fence(chosen, device)
+        found = _explored(chosen, device, chosen.explorer(device))
+    left_out = found.pop("left_out")
     data = {
         **chosen.described,
         "dropped": f"{chosen.drop} of {chosen.drop_fence}" if chosen.drop_fence else None,
-        **_explored(chosen, device, chosen.explorer(device)),
+        "exercised": found["failed"] or left_out > 0 if chosen.drop_fence else None,
+        **found,
     }
-    data.pop("left_out")
-    return CommandReport(data=data, render=lambda console: _render(console, data), exit_code=1 if data["failed"] else 0)
+    code = 1 if data["failed"] else _NOT_EXERCISED if data["exercised"] is False else 0
+    return CommandReport(data=data, render=lambda console: _render(console, chosen, data), exit_code=code)
+
+
+@contextmanager
+def _one_thread() -> Generator[None]:
+    """Let torch compute with one thread: the operands are tiny, and further threads would wait actively for each other."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _explored(chosen: DecodeExploration, device: Backend, explorer: DecodeExplorer) -> dict[str, Any]:
     """Run one program after the other and return the number of runs and the first failure.
 
-    ``left_out`` counts waits or records that were left out in programs where no other fence gives their order.
+    If a fence is dropped, the first program is one that exercises the fence. ``left_out`` counts waits or records that were
+    left out in programs where no other fence gives their order.
     """
     found: dict[str, Any] = {"runs": 0, "failed": False, "left_out": 0}
+    assert chosen.iterations is not None
     for number in range(chosen.seed, chosen.seed + chosen.iterations):
-        program = explorer.program(number)
+        is_exercising = chosen.drop_fence is not None and number == chosen.seed
+        program = explorer.exercising_program if is_exercising else explorer.program(number)
         error, schedule = _run(chosen, device, explorer, program, number)
         found["runs"] += 1
         if explorer.log is not None and not explorer.log.covered:
@@ -118,7 +186,7 @@ def _explored(chosen: DecodeExploration, device: Backend, explorer: DecodeExplor
                 **schedule,
             }
         if device.control is None:
-            device = chosen.make()
+            device = chosen.open_device()
             explorer = chosen.explorer(device)
     return found
 
@@ -126,15 +194,16 @@ def _explored(chosen: DecodeExploration, device: Backend, explorer: DecodeExplor
 def _run(
     chosen: DecodeExploration, device: Backend, explorer: DecodeExplorer, program: HostProgram, number: int
 ) -> tuple[BaseException | None, dict[str, Any]]:
-    """Run one program once; return its error and, on a controllable device, the schedule that caused it."""
+    """Run one program once; return its error and, for another order than the program's, the schedule that caused it."""
     control = device.control
-    if control is None:
+    if control is not None:
+        control.reset()
+    if control is None or chosen.strategy == _PROGRAM_ORDER:
         try:
             explorer.run_program(program, device)
         except Exception as error:
             return error, {"shrunk": None, "orderings": []}
         return None, {}
-    control.reset()
     result = control.explore(
         lambda backend: explorer.run_program(program, backend), strategy=str(chosen.strategy), iterations=1, seed=number
     )
@@ -145,59 +214,84 @@ def _run(
 
 
 def _explore_every_fence(chosen: DecodeExploration, device: Backend) -> CommandReport:
-    """Run with every fence, then without each in turn: expect no finding first, then one per fence that is used."""
+    """Run with every fence, then without each in turn: expect no finding first, then one per fence that is exercised.
+
+    If the caller named neither a device, a mode nor a half of the fence, every fence must be exercised.
+    """
     from outrider.engine.fences import FENCES
 
+    is_complete = chosen.backend is None and chosen.mode == "staged" and chosen.drop == "wait"
     rows: list[dict[str, Any]] = []
+    spec = chosen.spec
     for name in (None, *(fence.name for fence in FENCES)):
         one = replace(chosen, drop_fence=name)
-        if device.control is None or not rows:
-            device = one.make()
+        if rows and (device.control is None or one.spec != spec):
+            device, spec = one.open_device(), one.spec
         found = _explored(one, device, one.explorer(device))
         races = found["failed"] and found["error"]["type"] == "RaceError"
         rows.append(
             {
                 "dropped": name,
-                "used": name is None or found["left_out"] > 0,
+                "device": f"{one.spec}{', graphs' if one.has_graphs else ''}",
+                "used": name is None or races or found["left_out"] > 0,
                 "runs": found["runs"],
                 "found": races,
                 "implied": found.get("implied", []),
                 "error": found["error"] if found["failed"] and not races else None,
             }
         )
-    right = all(_is_expected(row) for row in rows)
-    data = {**chosen.described, "drop": chosen.drop, "device": device.label, "fences": rows, "right": right}
-    return CommandReport(data=data, render=lambda console: _render_fences(console, data), exit_code=0 if right else 1)
+    right = all(_is_expected(row, is_complete) for row in rows)
+    data = {**chosen.described, "drop": chosen.drop, "device": chosen.spec, "fences": rows, "right": right}
+    return CommandReport(
+        data=data, render=lambda console: _render_fences(console, data, is_complete), exit_code=0 if right else 1
+    )
 
 
-def _is_expected(row: Mapping[str, Any]) -> bool:
-    """Return True if a row is as expected: no finding with every fence, a race without a fence that is used."""
+def _is_expected(row: Mapping[str, Any], is_complete: bool) -> bool:
+    """Return True if a row is as expected: no finding with every fence, a race without a fence that is exercised.
+
+    ``is_complete``: every fence must be exercised.
+    """
     if row["dropped"] is None:
         return not row["found"] and row["error"] is None
-    return bool(row["found"]) or not row["used"]
+    return bool(row["found"]) or (not row["used"] and not is_complete)
 
 
-def _render(console: Console, data: Mapping[str, Any]) -> None:
-    if not data["failed"]:
-        how = "in the order of the program" if data["strategy"] == _PROGRAM_ORDER else "each under a schedule of its own"
-        console.print(Text(f"{data['runs']} host programs, {how}: all right", style="green"))
-        return
-    console.print(Text(f"host program {data['run']} failed: {data['error']['type']}", style="bold red"))
-    console.print(data["error"]["message"], markup=False)
-    if data["implied"]:
-        console.print(Text(f"the finding implies: {', '.join(data['implied'])}", style="bold yellow"))
-    console.print(f"run it again with: outrider explore decode --seed {data['run']} --iterations 1", markup=False)
+def _render(console: Console, chosen: DecodeExploration, data: Mapping[str, Any]) -> None:
+    how = "in the order of the program" if data["strategy"] == _PROGRAM_ORDER else "each under a schedule of its own"
+    ran = f"{data['runs']} host programs, {how}"
+    if data["failed"]:
+        console.print(Text(f"host program {data['run']} failed: {data['error']['type']}", style="bold red"))
+        console.print(data["error"]["message"], markup=False)
+        if data["implied"]:
+            console.print(Text(f"the finding implies: {', '.join(data['implied'])}", style="bold yellow"))
+        console.print(f"run it again with: {chosen.command(data['run'])}", markup=False)
+    elif data["exercised"] is None:
+        console.print(Text(f"{ran}: all right", style="green"))
+    elif data["exercised"]:
+        console.print(Text(f"{ran}: nothing missed the {data['dropped']}, although it was left out", style="bold red"))
+    else:
+        console.print(
+            Text(f"{ran}: none exercised the {data['dropped']}, so that nothing is known about it", style="bold red")
+        )
+        console.print("this device and mode have no use for the fence, or another fence gives the same order")
+        if chosen.drop_fence in PARAMETER_FENCES:
+            console.print(f"a device with host lengths in its graphs has it: --backend {_WITH_PARAMETERS} --graphs")
 
 
-def _render_fences(console: Console, data: Mapping[str, Any]) -> None:
-    console.print(
-        f"decode on {data['device']}, {data['mode']}{', graphs' if data['graphs'] else ''}: the {data['drop']} dropped"
-    )
-    table = Table("fence", "programs", "found", "the finding implies", box=None, pad_edge=False)
+def _render_fences(console: Console, data: Mapping[str, Any], is_complete: bool) -> None:
+    console.print(f"decode, {data['mode']}: the {data['drop']} of each fence left out")
+    table = Table("fence", "device", "result", box=None, pad_edge=False)
     for row in data["fences"]:
-        result = "a race" if row["found"] else "nothing" if row["error"] is None else row["error"]["type"]
-        if not row["used"]:
-            result = "not used here"
-        text = Text(result, style="green" if _is_expected(row) else "bold red")
-        table.add_row(row["dropped"] or "(none)", str(row["runs"]), text, ", ".join(row["implied"]))
+        result = "no finding" if row["error"] is None else row["error"]["type"]
+        if row["found"]:
+            named = row["implied"] == [row["dropped"]]
+            result = "caught" if named else f"a race that implies {', '.join(row['implied']) or 'no fence'}"
+        elif not row["used"]:
+            result = "not exercised"
+        text = Text(result, style="green" if _is_expected(row, is_complete) else "bold red")
+        table.add_row(row["dropped"] or "(none left out)", row["device"], text)
     console.print(table)
+    dropped = [row for row in data["fences"] if row["dropped"] is not None]
+    caught = sum(row["found"] for row in dropped)
+    console.print(f"{caught} of {len(dropped)} fences were missed when they were left out")

@@ -7,7 +7,7 @@ has one schedule. The tokens are compared with non-speculative greedy decoding o
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -181,7 +181,10 @@ MOVING = HostProgram(
 )
 """A program whose requests move between engines by copies and by network: freed pages get new owners at once."""
 
-_NETWORK_FENCES = frozenset({"pages_ready", "pages_read", "pages_free", "pages_written"})
+_FENCES_OF_MOVES = frozenset({"handed_over", "pages_ready", "pages_read", "pages_free", "pages_written"})
+_FENCES_OF_GUIDES = frozenset({"draft_on_host", "masks_ready"})
+PARAMETER_FENCES = frozenset({"lengths_on_host", "params_free", "params_bound"})
+"""Fences that only a device with host lengths in its graphs has."""
 
 
 class DecodeExplorer:
@@ -225,14 +228,19 @@ class DecodeExplorer:
         """True if lost overlap, lost batching or a row freed too early fails a run."""
 
     def program(self, seed: int) -> HostProgram:
-        """Return host program number ``seed``; if a network fence is dropped, number 0 is a program that needs this fence."""
-        if seed == 0 and self._drop in _NETWORK_FENCES:
-            return MOVING
+        """Return host program number ``seed``."""
         program = HostProgram.draw(seed, len(self._subject.text))
         if not self._subject.images:
             return program
         # The reference loop for guided tokens does not support images.
         return replace(program, arrivals=tuple(replace(arrival, guided=False) for arrival in program.arrivals))
+
+    @property
+    def exercising_program(self) -> HostProgram:
+        """A program that exercises the dropped fence, if the device and the mode have the fence."""
+        if self._drop in _FENCES_OF_MOVES:
+            return MOVING
+        return self.program(3 if self._drop in _FENCES_OF_GUIDES else 1)
 
     def expected(self, arrival: Arrival) -> tuple[int, ...]:
         """Return the non-speculative greedy tokens of a request, from the cache of the subject."""
@@ -326,12 +334,7 @@ class DecodeExplorer:
         free = [(engine.free_pages, engine.free_rows) for engine in engines]
         serving = Serving(engines, program, self._subject.prompt)
         serving.step_until_idle()
-        for index, wanted in enumerate(expected):
-            got = serving.tokens[index]
-            if serving.ended[index] == "abort":
-                wanted = wanted[: len(got)]
-            if tuple(got) != wanted:
-                raise WrongTokens(f"request {index} got {got}, plain decoding gives {list(wanted)}")
+        check_tokens(serving.tokens, serving.ended, expected)
         for engine, (pages, rows) in zip(engines, free, strict=True):
             if (engine.free_pages, engine.free_rows) != (pages, rows):
                 raise WrongTokens(
@@ -474,6 +477,17 @@ class Serving:
     def _guide(self, engine: Engine, request: int) -> None:
         """Install the guide of a request that has arrived at an engine."""
         guide(engine, request)
+
+
+def check_tokens(tokens: Mapping[int, Sequence[int]], ended: Mapping[int, str], expected: Sequence[tuple[int, ...]]) -> None:
+    """Compare the tokens of each request with the expected ones; those of an aborted request are a beginning of them.
+
+    Raises :class:`WrongTokens`.
+    """
+    for index, wanted in enumerate(expected):
+        got = tuple(tokens[index])
+        if got != (wanted[: len(got)] if ended[index] == "abort" else wanted):
+            raise WrongTokens(f"request {index} got {list(got)}, non-speculative decoding gives {list(wanted)}")
 
 
 def implied_by(findings: Iterable[Finding], log: FenceLog) -> tuple[str, ...]:

@@ -29,13 +29,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from outrider import SamplingParams
-from outrider.cli.models import bundled
+from outrider.bundled import bundled
 from outrider.disaggregation.connections import PeerAddress
 from outrider.disaggregation.decode_client import DecodeClient
 from outrider.disaggregation.page_landing import FollowerLinks
@@ -176,7 +176,7 @@ class Pair:
         for role in ("prefill", "decode"):
             self.start(role)
         address = PeerAddress.parse(self._addresses["decode"])
-        self.client = stack.enter_context(_closing(DecodeClient([address], patience_s=LIMIT_S)))
+        self.client = stack.enter_context(closing(DecodeClient([address], patience_s=LIMIT_S)))
         self.poll_until(lambda: self.client.num_servers == 1 and self.is_linked)
 
     @property
@@ -268,17 +268,6 @@ class Pair:
             if time.monotonic() > end:
                 return json.dumps(held)
             self.client.poll(0.05)
-
-
-class _closing:  # noqa: N801 - as contextlib's
-    def __init__(self, client: DecodeClient) -> None:
-        self._client = client
-
-    def __enter__(self) -> DecodeClient:
-        return self._client
-
-    def __exit__(self, *_: object) -> None:
-        self._client.close()
 
 
 def free_port() -> int:

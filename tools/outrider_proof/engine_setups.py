@@ -19,6 +19,7 @@ from outrider import Engine, SamplingParams
 from outrider.device import KernelSet, WrappedKernels
 from outrider.device.errors import ConfigError
 from outrider.model import MediaProcessor, load_decoder, load_vision
+from outrider.speculative.build import DraftOptions, build_proposer
 from outrider.speculative.ngram import NgramProposer
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_cpu.backend import CpuBackend
@@ -28,6 +29,7 @@ from outrider_proof.decode_program import CONTEXT, Arrival, HostProgram, Serving
 from outrider_proof.guides import guide
 from outrider_proof.proposers import CHAINED, EXTREMES, MAKERS, decoder
 from outrider_proof.quantised import QUANTISED
+from outrider_proof.subjects import tiny_images
 from outrider_proof.tiny import plain_config
 from outrider_sim.plugin import create_backend
 
@@ -41,7 +43,9 @@ if TYPE_CHECKING:
     from outrider.speculative.proposer import Proposer
 
 TEXT, LONGEST = 400, 14
-VISION = "ngram, images"
+IMAGES = ", images"
+"""Suffix of the name of a proposer whose target is the tiny vision-language model."""
+VISION = f"ngram{IMAGES}"
 MIXTURE = ", experts"
 """Suffix of the name of a proposer whose target is a mixture of experts."""
 HYBRID = ", hybrid"
@@ -156,7 +160,7 @@ class Models:
         self.vision: VisionTower | None = None
         stream = backend.create_stream("load")
         with backend.on(stream):
-            if proposer == VISION:
+            if proposer.endswith(IMAGES):
                 directory = vision_checkpoint()
                 self.target = load_decoder(directory, backend=backend, dtype=torch.float64, ranks=part)
                 self.vision = load_vision(directory, backend=backend, dtype=torch.float64)
@@ -175,6 +179,8 @@ class Models:
         with self.backend.on(stream):
             if self.proposer == QUANTISED:
                 made: Proposer | None = quantised.proposer(self.target)
+            elif self.proposer == f"eagle{IMAGES}":
+                made = _image_eagle(self.target, self.backend)
             else:
                 made = text_proposer(self.proposer, self.target, self.backend)
         stream.synchronize()
@@ -233,6 +239,19 @@ def text_target(proposer: str, backend: Backend, part: ModelRanks | None) -> Dec
 def text_proposer(name: str, target: Decoder, backend: Backend) -> Proposer | None:
     """Return the text proposer ``name``, which may have the suffix of a target; None for non-speculative decoding."""
     return {**MAKERS, **EXTREMES, **CHAINED}[name.removesuffix(MIXTURE).removesuffix(HYBRID)](target, backend)
+
+
+def _image_eagle(target: Decoder, backend: Backend) -> Proposer:
+    """Return a proposer with the random EAGLE head of the tiny vision-language model."""
+    options = DraftOptions(
+        target=target,
+        backend=backend,
+        dtype=target.dtype,
+        directory=tiny_images().eagle,
+        draft_tokens=3,
+        topk=1,
+    )
+    return build_proposer("eagle", options)
 
 
 @functools.cache

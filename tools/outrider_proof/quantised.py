@@ -6,7 +6,7 @@ The target's KV cache is quantised, too: the first layer has a scale per KV head
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +15,7 @@ from outrider.model import Decoder, EagleHead, LayerWeights
 from outrider.model.layer import CacheFormat
 from outrider.model.products import SplitWeight, plain
 from outrider.model.quantization.cache import cache_format
+from outrider.model.quantization.rounding import quantize_weight
 from outrider.speculative.eagle import EagleProposer
 from outrider_proof import tiny
 from outrider_proof.proposers import copy_to_device
@@ -24,41 +25,22 @@ if TYPE_CHECKING:
     from outrider.speculative.proposer import Proposer
 
 QUANTISED = "eagle, quantised"
-_GROUP_COLUMNS = 16
 
 
 def fp8(weight: torch.Tensor) -> QuantizedWeight:
     """Quantise to FP8 with one scale per row; activations are quantised per token."""
-    scales = weight.abs().amax(1, keepdim=True).clamp(min=1e-9) / 448
-    data = (weight / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return _quantized_weight("fp8", data, scales, weight, (1, weight.shape[1]), activations="fp8")
+    return quantize_weight(weight, "fp8")
 
 
 def int8(weight: torch.Tensor) -> QuantizedWeight:
     """Quantise to INT8 with one scale per row; activations are quantised with one stored scale."""
-    scales = weight.abs().amax(1, keepdim=True).clamp(min=1e-9) / 127.5
-    data = (weight / scales).round().clamp(-128, 127).to(torch.int8)
-    static = torch.tensor([0.05])
-    return _quantized_weight("int8", data, scales, weight, (1, weight.shape[1]), activations="int8", input_scale=static)
+    return replace(quantize_weight(weight, "int8"), input_scale=torch.tensor([0.05]))
 
 
 def int4(weight: torch.Tensor) -> QuantizedWeight:
-    """Quantise to INT4 with a scale and a zero point per 16 columns; activations stay unquantised."""
-    grouped = weight.unflatten(1, (-1, _GROUP_COLUMNS))
-    low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
-    scales = (high - low).clamp(min=1e-9) / 15
-    zeros = (-low / scales).round().clamp(0, 15) - 8
-    values = (grouped / scales.unsqueeze(-1) + zeros.unsqueeze(-1)).round().clamp(-8, 7).flatten(1)
-    halves = (values + 8).to(torch.uint8)
-    data = halves[:, 0::2] | halves[:, 1::2] << 4
-    return _quantized_weight("int4", data, scales, weight, (1, _GROUP_COLUMNS), zero_points=zeros.to(torch.int8))
-
-
-def _quantized_weight(
-    format: str, data: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, block: tuple[int, int], **more: Any
-) -> QuantizedWeight:
-    shape = (weight.shape[0], weight.shape[1])
-    return QuantizedWeight(format=format, data=data, scales=scales.float(), block=block, shape=shape, **more)
+    """Quantise to INT4 with a scale and a zero point per group of columns; activations stay unquantised."""
+    made = quantize_weight(weight, "int4")
+    return replace(made, zero_points=torch.zeros(made.scales.shape, dtype=torch.int8))
 
 
 def quantise_layer(weights: LayerWeights) -> LayerWeights:

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from outrider.cli.report import CommandReport
 from outrider.device import ConfigError
-from outrider_proof.decode_program import HostProgram, Serving, WrongTokens, draft_length_of
+from outrider_proof.decode_program import HostProgram, Serving, check_tokens, limited_prefill_graphs
 from outrider_proof.watched_ranks import run_watched
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from outrider.device import Backend, Fence
     from outrider.engine.ranks.ranks import Ranks
     from outrider.engine.requests.sampling import SamplingParams
-    from outrider.model import VisionTower
-    from outrider.speculative.proposer import Proposer
     from outrider_proof.decode_program import Arrival
     from outrider_proof.rank_exploration import RanksWanted
     from outrider_sanitizer import Report as Findings
@@ -40,7 +38,7 @@ TOLERATED = ("tie", "ulp", "slow", "memory")
 NAMED = ("abort", "length", "bucket")
 """Divergences that the sanitizer must find and name."""
 MODES = ("staged", "graphs", "fused")
-IMAGES = ("ngram, images", "eagle, images")
+IMAGE_PROPOSERS = ("ngram, images", "eagle, images")
 """Proposers of the tiny vision-language model."""
 _SCHEDULE_SEED_STRIDE = 1_000_003
 """Difference between the seeds of two schedules of one program."""
@@ -65,7 +63,7 @@ class RankSetup:
     @property
     def images(self) -> bool:
         """True if requests have images, with positions on three axes."""
-        return self.proposer in IMAGES
+        return self.proposer in IMAGE_PROPOSERS
 
     @property
     def reads(self) -> str:
@@ -90,7 +88,7 @@ def random_rank_setup(seed: int, wanted: RanksWanted) -> RankSetup:
     rng = random.Random(f"ranks {seed}")
     chosen = wanted.layout() if wanted.tensor or wanted.data else rng.choice(layouts(wanted.ranks))
     mode, like = rng.choice(MODES), rng.choice(_PERSONALITIES)
-    proposer = rng.choice(("eagle", "mtp", *IMAGES, *sorted(MAKERS)))
+    proposer = rng.choice(("eagle", "mtp", *IMAGE_PROPOSERS, *sorted(MAKERS)))
     if like == "npu" and (mode == "fused" or chosen[1] > 1):
         like = "cuda"  # it rebinds parameters instead of fusing, and plans on the host, which an idle rank can't
     return RankSetup(tensor=chosen[0], data=chosen[1], proposer=proposer, mode=mode, like=like)
@@ -208,63 +206,21 @@ class RankExplorer:
                 lost.append(f"rank {rank}: {before} pages and rows were free, now {(engine.free_pages, engine.free_rows)}")
             ranks.close()
 
-        run_watched(backends, body, lost=lost, on_report=self._watched)
+        with limited_prefill_graphs(program):  # for all ranks: each of their threads would end the scope for the others
+            run_watched(backends, body, lost=lost, on_report=self._watched)
         return counts
 
     def _watched(self, report: Findings) -> None:
         self.report = report
 
     def _engine(self, setup: RankSetup, program: HostProgram, backend: Backend, ranks: Ranks) -> Engine:
-        import torch
-
-        from outrider import Engine
-        from outrider.model import load_decoder, load_vision
-        from outrider_proof.engine_setups import text_target, vision_checkpoint
+        from outrider_proof.engine_setups import Models
         from outrider_proof.guides import ResidueGrammars
 
-        stream = backend.create_stream("load")
-        vision: VisionTower | None = None
-        with backend.on(stream):
-            if setup.images:
-                directory, dtype = vision_checkpoint(), torch.float64
-                model = load_decoder(directory, backend=backend, dtype=dtype, ranks=ranks.model)
-                vision = load_vision(directory, backend=backend, dtype=dtype)
-            else:
-                model = text_target(setup.proposer, backend, ranks.model)
-            proposer = _proposer(setup, model, backend)
-        stream.synchronize()
-        config = program.config(
-            program.longest(proposer, images=setup.images),
-            dtype="float64",
-            mode="fused" if setup.mode == "fused" else "staged",
-            graphs=setup.mode == "graphs",
-        )
-        engine = Engine(
-            model,
-            backend,
-            proposer=proposer,
-            config=config,
-            ranks=ranks,
-            vision=vision,
-            wrap_fence=None if self.wrap is None else partial(self.wrap, ranks.rank),
-            draft_length=draft_length_of(program, proposer),
-        )
+        wrap = None if self.wrap is None else partial(self.wrap, ranks.rank)
+        engine = Models(setup.proposer, backend, ranks).engine(program, mode=setup.mode, wrap=wrap)
         ResidueGrammars.into(engine)
         return engine
-
-
-def _proposer(setup: RankSetup, model: Any, backend: Backend) -> Proposer:
-    from outrider.speculative.build import DraftOptions, build_proposer
-    from outrider.speculative.proposer import NonSpeculativeProposer
-    from outrider_proof.engine_setups import text_proposer
-    from outrider_proof.subjects import tiny_images
-
-    if not setup.images:
-        return text_proposer(setup.proposer, model, backend) or NonSpeculativeProposer()
-    name = setup.proposer.partition(",")[0]
-    eagle = tiny_images().eagle if name == "eagle" else None
-    options = DraftOptions(target=model, backend=backend, dtype=model.dtype, directory=eagle, draft_tokens=3, topk=1)
-    return build_proposer(name, options)
 
 
 def _serve(
@@ -273,10 +229,7 @@ def _serve(
     """Serve all requests on the first rank and compare their tokens with those of one rank."""
     serving = OneServing([engine], program, lambda arrival: prompt(setup.reads, arrival))
     serving.step_until_idle()
-    for index, tokens in enumerate(wanted):
-        got = tuple(serving.tokens[index])
-        if got != (tokens[: len(got)] if serving.ended[index] == "abort" else tokens):
-            raise WrongTokens(f"request {index} got {list(got)}, one rank gives {list(tokens)}")
+    check_tokens(serving.tokens, serving.ended, wanted)
     return {
         "requests": len(wanted),
         "aborted": sum(reason == "abort" for reason in serving.ended.values()),
@@ -286,8 +239,8 @@ def _serve(
 
 def _inject_divergence(engine: Engine, inject: str) -> None:
     """Change the decisions that a follower rank receives, or its bucket."""
-    from outrider.engine.ranks.codec import decode
     from outrider.engine.ranks.commands import AbortCommand, Command
+    from outrider.engine.ranks.record_text import decode
 
     decision_log: Any = engine._decision_log
     next_record = decision_log.next

@@ -30,7 +30,7 @@ from outrider.engine.requests.request_state import RequestState
 from outrider.registry import Registry
 from outrider.transports.local_transport import LocalTransport
 from outrider_proof import engine_setups
-from outrider_proof.decode_program import HostProgram, WrongTokens
+from outrider_proof.decode_program import HostProgram, WrongTokens, check_tokens, limited_prefill_graphs
 from outrider_proof.fence_log import FenceLog
 from outrider_proof.watched_ranks import run_watched
 
@@ -104,7 +104,8 @@ def run(
             lost.append(f"rank {rank}: {before} pages and rows were free, now {(engine.free_pages, engine.free_rows)}")
         ranks.close()
 
-    run_watched(backends, body, lost=lost)
+    with limited_prefill_graphs(program):  # for all ranks: each of their threads would end the scope for the others
+        run_watched(backends, body, lost=lost)
     if drop is not None:
         counts["left_out"] = log.left_out
     return counts
@@ -167,11 +168,10 @@ def _serve(
     taker.drain()
     prefill.remove_peer(_PEER_ID)
     decode.remove_peer(_PEER_ID)
-    for index, tokens in enumerate(wanted):
-        if ended[index] not in ("abort", "length", "stop"):
-            raise WrongTokens(f"request {index} ended with {ended[index]}")
-        if tuple(got[index]) != (tokens[: len(got[index])] if ended[index] == "abort" else tokens):
-            raise WrongTokens(f"request {index} got {got[index]}, one rank gives {list(tokens)}")
+    failed = {index: reason for index, reason in ended.items() if reason not in ("abort", "length", "stop")}
+    if failed:
+        raise WrongTokens(f"requests ended with errors: {failed}")
+    check_tokens(dict(enumerate(got)), ended, wanted)
     return {
         "requests": len(wanted),
         "aborted": sum(reason == "abort" for reason in ended.values()),

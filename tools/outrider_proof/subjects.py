@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider.cli.models import bundled
+from outrider.bundled import bundled
 from outrider.registry import Registry
 
 if TYPE_CHECKING:

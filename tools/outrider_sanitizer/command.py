@@ -13,19 +13,22 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from outrider.cli.environment import backend_from_environment
-from outrider.cli.report import BackendOption, CommandReport, JsonOption
+from outrider.cli.report import CommandReport, JsonOption
 from outrider.device.errors import ConfigError
 from outrider.registry import BackendSpec, Registry
-from outrider_sanitizer.scripts import run_rank_scripts, run_script, script_path
+from outrider_sanitizer.scripts import (
+    ScriptBackendOption,
+    ScriptEnd,
+    run_rank_scripts,
+    run_script,
+    script_path,
+    select_for_script,
+)
 
 if TYPE_CHECKING:
     from outrider.device import Backend
     from outrider_sanitizer import Finding
     from outrider_sanitizer import Report as Findings
-
-
-_SIMULATED = "sim"
 
 
 class RequiredCount(StrEnum):
@@ -38,19 +41,19 @@ class RequiredCount(StrEnum):
 
 def sanitize(
     script: Annotated[list[str], typer.Argument(metavar="-- SCRIPT [ARGS]...", help="The script and its arguments.")],
-    backend: BackendOption = None,
+    backend: ScriptBackendOption = None,
     advice: Annotated[bool, typer.Option("--advice/--no-advice", help="List waits that order nothing new.")] = True,
     ranks: Annotated[
         int, typer.Option(min=1, max=64, help="Run it as so many ranks of torch.distributed, on simulated devices.")
     ] = 1,
     require: Annotated[
         list[RequiredCount] | None,
-        typer.Option(help="Fail unless some of these were watched; may be given again. A run that does nothing is clean."),
+        typer.Option(help="Fail unless some of these were watched; may be given again. Operations are always needed."),
     ] = None,
     json_output: JsonOption = False,
 ) -> CommandReport:
-    """Run a Python script and report races, stale reads and lost flags. Exit code 1 when there are any, or when what
-    --require names wasn't watched.
+    """Run a Python script and report races, stale reads and lost flags. Exit code 1 when there are any, when the script
+    fails, or when no operation, or none of what --require names, was watched.
 
     With --ranks each rank is a host thread that has a simulated device, arguments, environment and torch.distributed of its
     own; one report says what ranks do unlike each other, too.
@@ -58,17 +61,15 @@ def sanitize(
     del json_output
     path = script_path(script, "sanitize")
     registry = Registry()
-    chosen = backend or backend_from_environment()
-    if ranks > 1:
-        found, failure = _run_ranks(registry, registry.select(chosen or _SIMULATED), path, script, ranks)
-    else:
-        found, failure = _run(registry, registry.select(chosen), path, script)
-    clean = all(report.clean for report in found)
+    spec = select_for_script(registry, backend)
+    found, ends = _run_ranks(registry, spec, path, script, ranks) if ranks > 1 else _run(registry, spec, path, script)
+    failures = [(f"rank {rank}: " if ranks > 1 else "") + end.failure for rank, end in enumerate(ends) if end.failure]
     counts = {name: sum(int(getattr(report, name)) for report in found) for name in map(str, RequiredCount)}
     missing = [name for name in map(str, dict.fromkeys(require or ())) if not counts[name]]
+    clean = all(report.clean for report in found) and not failures and counts[RequiredCount.OPERATIONS] > 0
     data = {
         "clean": clean,
-        "script_error": failure,
+        "script_error": "; ".join(failures) or None,
         "watched": counts,
         "not_watched": missing,
         "reports": [report.as_dict() for report in found],
@@ -76,34 +77,28 @@ def sanitize(
 
     def render(console: Console) -> None:
         for report in found:
-            show(console, report, advice)
+            show(console, report, advice, bool(failures))
         for name in missing:
             console.print(Text(f"not watched: no {name}, which --require asked for", style="bold red"))
-        if failure:
-            console.print(Text(f"the script ended with {failure}", style="bold red"))
+        for failure in failures:
+            console.print(Text(f"the script failed: {failure}", style="bold red"))
 
-    return CommandReport(data=data, render=render, exit_code=0 if clean and failure is None and not missing else 1)
+    tracebacks = "\n".join(end.traceback for end in ends if end.traceback)
+    return CommandReport(data=data, render=render, exit_code=0 if clean and not missing else 1, traceback=tracebacks)
 
 
-def _run(registry: Registry, spec: BackendSpec, path: Path, argv: Sequence[str]) -> tuple[list[Findings], str | None]:
-    from outrider_sanitizer.cuda_names import map_cuda_names
-
+def _run(registry: Registry, spec: BackendSpec, path: Path, argv: Sequence[str]) -> tuple[list[Findings], list[ScriptEnd]]:
     reports: list[Findings] = []
     first = registry.create(spec)
-    with map_cuda_names(first):
-        code, failure = run_script(
-            path, argv, first, lambda made, stack: reports.append(stack.enter_context(_watch(made, first)))
-        )
-    if failure is None and code:
-        failure = f"exit code {code}"
+    end = run_script(path, argv, first, lambda made, stack: reports.append(stack.enter_context(_watch(made, first))))
     # A backend that nothing was done with has nothing to say, unless it's the only one.
     used = [report for report in reports if report.operations or not report.clean]
-    return used or reports[:1], failure
+    return used or reports[:1], [end]
 
 
 def _run_ranks(
     registry: Registry, spec: BackendSpec, path: Path, argv: Sequence[str], ranks: int
-) -> tuple[list[Findings], str | None]:
+) -> tuple[list[Findings], list[ScriptEnd]]:
     from outrider_sanitizer.ranks import RankClocks
     from outrider_sanitizer.session import watching
 
@@ -111,13 +106,12 @@ def _run_ranks(
         raise ConfigError(f"--ranks {ranks} takes devices 0 to {ranks - 1}; leave the number out of {str(spec)!r}")
     backends = [registry.create(replace(spec, ordinal=n, options=spec.options if n == 0 else {})) for n in range(ranks)]
     shared = RankClocks()
-    results = run_rank_scripts(
+    ends = run_rank_scripts(
         path, argv, backends, lambda made, stack: _ignore(stack.enter_context(watching(made, ranks=shared)))
     )
-    failures = [f"rank {rank}: {error or f'exit code {code}'}" for rank, (code, error) in enumerate(results) if error or code]
     # What torch.distributed does of itself is no advice to the script's author.
     shared.report.advice = [item for item in shared.report.advice if not item.event.startswith("torch ")]
-    return [shared.report], "; ".join(failures) or None
+    return [shared.report], ends
 
 
 def _ignore(_: object) -> None:
@@ -131,13 +125,14 @@ def _watch(backend: Backend, first: Backend) -> AbstractContextManager[Findings]
     return watch(backend, torch_calls=backend is first)
 
 
-def show(console: Console, report: Findings, advice: bool) -> None:
-    """Print a report as text on the console."""
-    total = report.watched
-    if report.clean:
-        console.print(Text(f"clean: {total}", style="green"))
+def show(console: Console, report: Findings, advice: bool, failed: bool) -> None:
+    """Print a report as text on the console. ``failed``: the script failed, so that a report without findings is no proof."""
+    if report.clean and report.operations and failed:
+        console.print(Text(f"no finding before the script failed: {report.watched}", style="yellow"))
     else:
-        console.print(Text(f"{len(report)} finding{'s' if len(report) > 1 else ''} in {total}", style="bold red"))
+        console.print(Text(report.summary, style="green" if report.clean and report.operations else "bold red"))
+    if not report.operations and not failed:
+        console.print("does the script use another device? --backend names the one that is watched")
     for number, finding in enumerate(report, 1):
         _show_finding(console, number, finding)
     if report.left_out:

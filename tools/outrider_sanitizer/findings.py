@@ -239,10 +239,17 @@ class Report:
         counts = f"{self.operations} operations, {self.streams} streams and {self.replays} replays"
         return f"{counts} on {self.backend}"
 
+    @property
+    def summary(self) -> str:
+        """Return the number of findings and what was watched, as one line. A run without operations isn't called clean."""
+        if self.clean:
+            return f"{'clean' if self.operations else 'nothing was watched'}: {self.watched}"
+        return f"{len(self)} finding{'s' if len(self) > 1 else ''} in {self.watched}"
+
     def __str__(self) -> str:
         if self.clean:
-            return f"clean: {self.watched}"
-        parts = [f"{len(self)} finding{'s' if len(self) > 1 else ''} in {self.watched}"]
+            return self.summary
+        parts = [self.summary]
         parts += [f"{number}. {finding}" for number, finding in enumerate(self.findings, 1)]
         if self.left_out:
             parts.append(f"and {self.left_out} more that aren't listed")

@@ -31,30 +31,38 @@ def _started() -> bool:
     return threading.get_ident() in known
 
 
-def _release_before(observer: Observer, token: Callable[..., object]) -> Callable[[Any], Any]:
+def _told(
+    observer: Observer,
+    *,
+    released: Callable[..., object] | None = None,
+    acquired: Callable[..., object] | None = None,
+    after_false: bool = False,
+) -> Callable[[Any], Any]:
+    """Wrap a method: the thread releases a token before the call and acquires a token afterwards.
+
+    ``released`` and ``acquired`` return the tokens; None stands for no token. A result of False means that the method gave
+    up waiting: then nothing is acquired, unless ``after_false`` is set.
+    """
+
     def wrap(original: Any) -> Any:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if _started():
-                observer.host_released(token(self, *args))
-            return original(self, *args, **kwargs)
-
-        return call
-
-    return wrap
-
-
-def _acquire_after(observer: Observer, token: Callable[..., object]) -> Callable[[Any], Any]:
-    def wrap(original: Any) -> Any:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            token = released(self) if released is not None and _started() else None
+            if token is not None:
+                observer.host_released(token)
             result = original(self, *args, **kwargs)
-            # False: it gave up waiting, so nothing is known.
-            if result is not False and _started():
-                observer.host_acquired(token(self, *args))
+            if acquired is not None and (after_false or result is not False) and _started():
+                token = acquired(self)
+                if token is not None:
+                    observer.host_acquired(token)
             return result
 
         return call
 
     return wrap
+
+
+def _itself(told: object) -> object:
+    return told
 
 
 def _start(observer: Observer, around: Callable[[], AbstractContextManager[Any]]) -> Callable[[Any], Any]:
@@ -124,31 +132,14 @@ def _alive(observer: Observer) -> Callable[[Any], Any]:
     return wrap
 
 
-def _both(observer: Observer) -> Callable[[Any], Any]:
-    """Wrap a barrier: each thread releases its clock and acquires the clocks of the others."""
+def _lock_of(condition: threading.Condition) -> object | None:
+    """Return the lock as the token of a condition: conditions with one lock can notify each other's threads.
 
-    def wrap(original: Any) -> Any:
-        def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-            observer.host_released(self)
-            result = original(self, *args, **kwargs)
-            observer.host_acquired(self)
-            return result
-
-        return wait
-
-    return wrap
-
-
-def _own(condition: threading.Condition) -> bool:
-    """Return True if a program created the condition, and not a wrapped class, which reports more exactly."""
-    found: bool = condition.__dict__.get("_outrider_own", False)
-    return found
-
-
-def _lock_of(condition: threading.Condition) -> object:
-    """Return the lock as the token of a condition: conditions with one lock can notify each other's threads."""
-    found: object = condition._lock  # type: ignore[attr-defined]
-    return found
+    Returns None unless a program created the condition: wrapped classes report more exactly than their conditions.
+    """
+    own = condition.__dict__.get("_outrider_own", False)
+    lock: object = condition._lock  # type: ignore[attr-defined]
+    return lock if own else None
 
 
 def _condition_made(original: Any) -> Any:
@@ -165,48 +156,6 @@ def _condition_made(original: Any) -> Any:
             held.tells = True
 
     return init
-
-
-def _condition_left(observer: Observer) -> Callable[[Any], Any]:
-    def wrap(original: Any) -> Any:
-        def leave(self: threading.Condition, *args: Any) -> Any:
-            if _own(self) and _started():
-                observer.host_released(_lock_of(self))
-            return original(self, *args)
-
-        return leave
-
-    return wrap
-
-
-def _condition_entered(observer: Observer) -> Callable[[Any], Any]:
-    def wrap(original: Any) -> Any:
-        def enter(self: threading.Condition, *args: Any) -> Any:
-            result = original(self, *args)
-            if _own(self) and _started():
-                observer.host_acquired(_lock_of(self))
-            return result
-
-        return enter
-
-    return wrap
-
-
-def _condition_waits(observer: Observer) -> Callable[[Any], Any]:
-    """Wrap ``Condition.wait``: it releases the lock and acquires it again, also after a timeout."""
-
-    def wrap(original: Any) -> Any:
-        def wait(self: threading.Condition, *args: Any, **kwargs: Any) -> Any:
-            if not _own(self):
-                return original(self, *args, **kwargs)
-            observer.host_released(_lock_of(self))
-            result = original(self, *args, **kwargs)
-            observer.host_acquired(_lock_of(self))
-            return result
-
-        return wait
-
-    return wrap
 
 
 class _Lock:
@@ -310,33 +259,30 @@ def host_edges(observer: Observer, around: Callable[[], AbstractContextManager[A
     """Report hand-overs between host threads to ``observer`` in this scope; new threads run inside ``around()``."""
     second: WeakKeyDictionary[Any, object] = WeakKeyDictionary()
 
-    def itself(self: Any, *_: Any) -> object:
-        return self
-
-    def done(self: Any, *_: Any) -> object:
-        return second.setdefault(self, [])
+    def done(told: Any) -> object:
+        return second.setdefault(told, [])
 
     pieces = HandOverTokens(observer)
     changes: list[Wrapped] = [
         (threading.Thread, "start", _start(observer, around)),
         (threading.Thread, "join", _join),
         (threading.Thread, "is_alive", _alive(observer)),
-        (threading.Event, "set", _release_before(observer, itself)),
-        (threading.Event, "wait", _acquire_after(observer, itself)),
-        (threading.Event, "is_set", _acquire_after(observer, itself)),
-        (threading.Barrier, "wait", _both(observer)),
+        (threading.Event, "set", _told(observer, released=_itself)),
+        (threading.Event, "wait", _told(observer, acquired=_itself)),
+        (threading.Event, "is_set", _told(observer, acquired=_itself)),
+        (threading.Barrier, "wait", _told(observer, released=_itself, acquired=_itself)),
         (threading.Condition, "__init__", _condition_made),
-        (threading.Condition, "__enter__", _condition_entered(observer)),
-        (threading.Condition, "__exit__", _condition_left(observer)),
-        (threading.Condition, "wait", _condition_waits(observer)),
-        (queue.Queue, "task_done", _release_before(observer, done)),
-        (queue.Queue, "join", _acquire_after(observer, done)),
+        (threading.Condition, "__enter__", _told(observer, acquired=_lock_of, after_false=True)),
+        (threading.Condition, "__exit__", _told(observer, released=_lock_of)),
+        (threading.Condition, "wait", _told(observer, released=_lock_of, acquired=_lock_of, after_false=True)),
+        (queue.Queue, "task_done", _told(observer, released=done)),
+        (queue.Queue, "join", _told(observer, acquired=done)),
         (ThreadPoolExecutor, "submit", _submit(observer)),
-        (Future, "set_result", _release_before(observer, itself)),
-        (Future, "set_exception", _release_before(observer, itself)),
-        (Future, "result", _acquire_after(observer, itself)),
-        (Future, "exception", _acquire_after(observer, itself)),
-        (Future, "done", _acquire_after(observer, itself)),
+        (Future, "set_result", _told(observer, released=_itself)),
+        (Future, "set_exception", _told(observer, released=_itself)),
+        (Future, "result", _told(observer, acquired=_itself)),
+        (Future, "exception", _told(observer, acquired=_itself)),
+        (Future, "done", _told(observer, acquired=_itself)),
         *pieces.changes(),
         (threading, "Lock", lambda before: _locks(observer, before)),
         (threading, "RLock", lambda before: _recursive_locks(observer, before)),

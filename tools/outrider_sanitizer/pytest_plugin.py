@@ -52,14 +52,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="watch each test, and fail it where the sanitizer finds a fault",
     )
     group.addoption(
-        "--outrider-backend", default="sim", metavar="SPEC", help="the device that tests use through torch (default: sim)"
+        "--outrider-backend",
+        metavar="SPEC",
+        help="the device that tests use through torch (default: OUTRIDER_BACKEND, then sim, which tests may call cuda)",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Open the device before test modules are imported, so that `torch.sim` exists."""
+    """Open the device before test modules are imported, so that `torch.sim` exists, and `torch.cuda` means the same."""
     if config.getoption("--outrider-sanitize"):
-        config.pluginmanager.register(_Watcher(config.getoption("--outrider-backend")), "outrider-sanitize")
+        from outrider_sanitizer.cuda_names import map_cuda_names
+
+        watcher = _Watcher(config.getoption("--outrider-backend"))
+        names = ExitStack()
+        config.add_cleanup(names.close)
+        names.enter_context(map_cuda_names(watcher.backend))
+        config.pluginmanager.register(watcher, "outrider-sanitize")
 
 
 class _WatchedTest:
@@ -73,10 +81,12 @@ class _WatchedTest:
 class _Watcher:
     """Watches each test from its setup to the end of its call."""
 
-    def __init__(self, spec: str) -> None:
+    def __init__(self, spec: str | None) -> None:
         from outrider.registry import Registry
+        from outrider_sanitizer.scripts import select_for_script
 
-        self.backend = Registry().create(spec)
+        registry = Registry()
+        self.backend = registry.create(select_for_script(registry, spec))
         self.key: pytest.StashKey[_WatchedTest] = pytest.StashKey()
         self.tests = 0
         self.operations = 0

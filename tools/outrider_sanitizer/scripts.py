@@ -5,24 +5,67 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from outrider.cli.environment import backend_from_environment
 from outrider.cli.report import exit_code
 from outrider.device.errors import CapabilityError, ConfigError
-from outrider.registry import Registry
+from outrider.registry import BackendSpec, Registry
 
 if TYPE_CHECKING:
     from outrider.device import Backend
 
 Attach = Callable[["Backend", ExitStack], None]
 """Starts watching a backend; what it enters on the stack is left when the script has ended."""
+
+ScriptBackendOption = Annotated[
+    str | None,
+    typer.Option(
+        "--backend",
+        metavar="NAME",
+        help="Backend: a name such as sim, NAME:1 for a device, NAME:key=value for options, or auto. "
+        "Without it OUTRIDER_BACKEND decides, then it is sim.",
+    ),
+]
+SIMULATED = "sim"
+"""The backend of a script if nothing names one: it needs no hardware, and runs programs that say ``cuda``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptEnd:
+    """The end of a script."""
+
+    exit_code: int
+    error: str | None = None
+    """The error that ended the script, or the text that it passed to ``sys.exit``."""
+    location: str = ""
+    """File and line of the script at which it ended early; empty if it ran to its end."""
+    traceback: str = ""
+    """Traceback of the error, from the script on."""
+
+    @property
+    def failure(self) -> str:
+        """How the script failed, and where; empty if it didn't fail."""
+        if not self.exit_code and self.error is None:
+            return ""
+        return ": ".join(filter(None, (self.location, self.error or f"exit code {self.exit_code}")))
+
+
+def select_for_script(registry: Registry, backend: str | None) -> BackendSpec:
+    """Return the spec of the backend that ``--backend`` names, else OUTRIDER_BACKEND, else of the simulated device."""
+    environment = backend_from_environment()
+    return registry.select(backend if backend or environment else SIMULATED, environment)
 
 
 def script_path(script: Sequence[str], command: str) -> Path:
@@ -33,29 +76,29 @@ def script_path(script: Sequence[str], command: str) -> Path:
     return path
 
 
-def run_script(path: Path, argv: Sequence[str], first: Backend, attach: Attach) -> tuple[int, str | None]:
+def run_script(path: Path, argv: Sequence[str], first: Backend, attach: Attach) -> ScriptEnd:
     """Run a script as ``__main__``, with ``attach`` called for ``first`` and for each backend that the script makes.
 
-    The script may use ``first`` through torch alone. Returns its exit code, and the error that ended it, if one did; its
-    errors aren't raised. The scopes that ``attach`` entered are left by then. KeyboardInterrupt passes.
+    The script may use ``first`` through torch alone, on a simulated device also by CUDA's names. Returns how the script
+    ended; its errors aren't raised. The scopes that ``attach`` entered are left by then. KeyboardInterrupt passes.
     """
-    with with_new_backends(first, attach), as_main(path, argv):
-        return _ended(lambda: runpy.run_path(str(path), run_name="__main__"))
+    from outrider_sanitizer.cuda_names import map_cuda_names  # it imports torch, which a command's help does without
+
+    with map_cuda_names(first), with_new_backends(first, attach), as_main(path, argv):
+        return _run_to_end(path, lambda: runpy.run_path(str(path), run_name="__main__"))
 
 
-def run_rank_scripts(
-    path: Path, argv: Sequence[str], backends: Sequence[Backend], attach: Attach
-) -> list[tuple[int, str | None]]:
+def run_rank_scripts(path: Path, argv: Sequence[str], backends: Sequence[Backend], attach: Attach) -> list[ScriptEnd]:
     """Run a script once for each of ``backends``, as the processes of that many ranks would: host threads that take turns,
     each with its own ``__main__``, arguments, environment (``RANK``, ``WORLD_SIZE`` and so on, as torchrun has them),
     current device and torch.distributed.
 
-    Returns each rank's exit code, and the error that ended it. Where one left the others waiting they say so.
+    Returns how each rank ended. Where one left the others waiting they say so.
     """
     control = backends[0].control
     if control is None:
         raise CapabilityError(f"{backends[0].label} decides its schedules itself; ranks are threads of a simulated device")
-    results: list[tuple[int, str | None]] = [(1, "it never ended")] * len(backends)
+    results = [ScriptEnd(1, "it never ended")] * len(backends)
     environment, modules = RankEnvironment(), _Main()
 
     def body(rank: int) -> None:
@@ -65,7 +108,7 @@ def run_rank_scripts(
         main = module_from_spec(ModuleSpec("__main__", script, origin=str(path)))
         main.__file__ = str(path)
         modules.restore(main)
-        results[rank] = _ended(partial(script.exec_module, main))
+        results[rank] = _run_to_end(path, partial(script.exec_module, main))
 
     with ExitStack() as stack:
         for backend in backends:
@@ -75,14 +118,28 @@ def run_rank_scripts(
     return results
 
 
-def _ended(run: Callable[[], object]) -> tuple[int, str | None]:
+def _run_to_end(path: Path, run: Callable[[], object]) -> ScriptEnd:
     try:
         run()
     except SystemExit as error:
-        return exit_code(error), None if error.code is None or isinstance(error.code, int) else str(error.code)
+        code = exit_code(error)
+        said = None if error.code is None or isinstance(error.code, int) else str(error.code)
+        return ScriptEnd(code, said, _location(path, error)) if code or said else ScriptEnd(0)
     except Exception as error:
-        return 1, f"{type(error).__name__}: {error}"
-    return 0, None
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename != str(path):
+            frames = frames.tb_next
+        shown = "".join(traceback.format_exception(type(error), error, frames))
+        return ScriptEnd(1, f"{type(error).__name__}: {error}", _location(path, error), shown)
+    return ScriptEnd(0)
+
+
+def _location(path: Path, error: BaseException) -> str:
+    """Return the innermost line of the script in the traceback; of a script that can't be parsed, the faulty line."""
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        return f"{path}:{error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f"{path}:{lines[-1]}" if lines else ""
 
 
 class _Script(SourceFileLoader):

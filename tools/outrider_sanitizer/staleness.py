@@ -214,11 +214,6 @@ class Staleness:
 
     # -- reads -----------------------------------------------------------------------------------------------------
 
-    @property
-    def watches_reads(self) -> bool:
-        """True if any rule needs to see reads."""
-        return bool(self._mirrors or self._ages)
-
     def check_read(self, point: Point, access: Access, shadow: Shadow) -> None:
         """Check a read before it is added to the history."""
         if shadow.aged is not None and access.born >= 0 and point.replay is None:

@@ -10,12 +10,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.environment import backend_from_environment
 from outrider.cli.files import check_output, write_whole
-from outrider.cli.report import BackendOption, CommandReport, JsonOption
+from outrider.cli.report import CommandReport, JsonOption
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
-from outrider_sanitizer.scripts import run_script, script_path
+from outrider_sanitizer.scripts import ScriptBackendOption, run_script, script_path, select_for_script
 
 if TYPE_CHECKING:
     from outrider.device import Backend
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 def trace(
     script: Annotated[list[str], typer.Argument(metavar="-- SCRIPT [ARGS]...", help="The script and its arguments.")],
-    backend: BackendOption = None,
+    backend: ScriptBackendOption = None,
     out: Annotated[Path, typer.Option(help="File for the timeline, in Perfetto's format.")] = Path("trace.json"),
     picture: Annotated[
         Path | None,
@@ -36,7 +35,8 @@ def trace(
 ) -> CommandReport:
     """Run a Python script and write a timeline of its streams, operations and fences, and a picture of it.
 
-    Times are the device's own, or virtual ones on a simulated device. The exit code is the script's.
+    Times are the device's own, or virtual ones on a simulated device. The exit code is the script's, or 1 if there was no
+    operation to draw.
     """
     del json_output
     from outrider_trace.picture import render_page, render_svg
@@ -46,35 +46,44 @@ def trace(
     target = picture or out.with_suffix(".html")
     if target == out:
         raise ConfigError(f"{out} would get the timeline and the picture; name another file for one, with --out or --picture")
+    if end is not None and end <= start:
+        raise ConfigError(f"--to is {end:g} and --from {start:g}; the picture ends after it starts")
     check_output("--out", out)
     check_output("--picture" if picture is not None else "the picture next to --out", target)
     registry = Registry()
     timelines: list[tuple[Backend, Timeline]] = []
-    first = registry.create(registry.select(backend, backend_from_environment()))
-    code, failure = run_script(
+    first = registry.create(select_for_script(registry, backend))
+    ended = run_script(
         path, script, first, lambda made, stack: timelines.append((made, stack.enter_context(record_timeline(made))))
     )
     # A script may create several devices. The picture shows the one with the most operations.
-    device, timeline = max(timelines, key=lambda pair: sum(map(len, pair[1].spans.values())))
-    title = f"{path.name} on {device.label}"
-    write_whole(out, json.dumps(timeline.to_perfetto()))
+    device, timeline = max(timelines, key=lambda pair: pair[1].num_operations)
     shown = timeline.part_between(start, timeline.end_time if end is None else end)
-    write_whole(target, render_svg(shown) if target.suffix == ".render_svg" else render_page(shown, title))
+    written = [file for file, part in ((out, timeline), (target, shown)) if part.num_operations]
+    if timeline.num_operations:
+        write_whole(out, json.dumps(timeline.to_perfetto()))
+    if shown.num_operations:
+        title = f"{path.name} on {device.label}"
+        write_whole(target, render_svg(shown) if target.suffix == ".svg" else render_page(shown, title))
     costs = timeline.costs()
     data = {
-        "trace": str(out),
-        "picture": str(target),
-        "operations": sum(len(lane) for lane in timeline.spans.values()),
+        "trace": str(out) if out in written else None,
+        "picture": str(target) if target in written else None,
+        "operations": timeline.num_operations,
         "streams": list(timeline.spans),
         "end_us": timeline.end_time,
         "waits": [cost.as_dict() for cost in costs],
-        "script_exit_code": code,
-        "script_error": failure,
+        "script_exit_code": ended.exit_code,
+        "script_error": ended.failure or None,
     }
 
     def render(console: Console) -> None:
         console.print(f"{data['operations']} operations on {len(timeline.spans)} streams in {timeline.end_time:.1f} us")
-        console.print(f"{out} (open it at ui.perfetto.dev), {target}")
+        if out in written:
+            console.print(f"{out} (open it at ui.perfetto.dev){f', {target}' if target in written else ''}")
+        if target not in written:
+            where = "between --from and --to" if out in written else f"on {device.label}, so that no file was written"
+            console.print(f"no picture: no operation ran {where}")
         if costs:
             table = Table("stream", "waits for", "at", "times", "stalled, us", "critical, us", box=None, pad_edge=False)
             for cost in costs[:20]:
@@ -87,7 +96,8 @@ def trace(
                     f"{cost.critical_us:.1f}",
                 )
             console.print(table)
-        if code or failure:
-            console.print(f"the script ended with exit code {code}{f': {failure}' if failure else ''}")
+        if ended.failure:
+            console.print(f"the script failed: {ended.failure}")
 
-    return CommandReport(data=data, render=render, exit_code=code)
+    code = ended.exit_code or int(target not in written)
+    return CommandReport(data=data, render=render, exit_code=code, traceback=ended.traceback)

@@ -12,13 +12,14 @@ from html import escape
 from itertools import permutations
 from pathlib import Path
 
+from outrider_trace.html_page import html_page
 from outrider_trace.stages import stage_spans
 from outrider_trace.timeline import Timeline, WaitArrow
 
 WIDTH = 960
-PAGE_WIDTH = 1400
-"""Widths of a picture, alone and on a page. All sizes are in pixels."""
-_LEFT_MARGIN = 76
+PAGE_WIDTHS = {"wide": 1248, "narrow": 368}
+"""Widths of a picture, alone and on a page, where the style class selects one. All sizes are in pixels."""
+_MIN_LEFT_MARGIN = 76
 _RIGHT_MARGIN = 16
 _TOP_MARGIN = 30
 _STAGES_HEIGHT = 34
@@ -29,8 +30,10 @@ _FENCES_HEIGHT = 48
 _LANE_HEIGHT = _STAGES_HEIGHT + _BAR_HEIGHT + _FENCES_HEIGHT
 _LEGEND_HEIGHT = 30
 _ROW_HEIGHT = 14
-_CHARACTER_WIDTH = 6.4
-"""Approximate width of a character in a font size of 12 pixels."""
+_CHARACTER_WIDTH = 6.9
+_BOLD_CHARACTER_WIDTH = 7.2
+"""Approximate widths of a character in a font size of 12 pixels."""
+_TICK_DISTANCE = 120
 _MAX_DRAWN = 20_000
 """Maximum number of bars and of arrows in a picture."""
 _MAX_NAMED = 120
@@ -48,12 +51,10 @@ text{font:12px system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif}
 .l1{fill:#f0883e}.l2{fill:#3fb950}.l3{fill:#a371f7}.l4{fill:#f778ba}.l5{fill:#8b949e}.in{fill:#0d1117}}
 </style>"""
 
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="color-scheme" content="light dark"><title>{title}</title>
-<style>body{{font:13px sans-serif;margin:16px}}table{{border-collapse:collapse;margin-top:16px}}
-td,th{{padding:2px 10px;text-align:left;border-bottom:1px solid #8886}}td.n{{text-align:right}}
-rect.op:hover{{stroke:currentColor;stroke-width:1}}</style></head>
-<body><h1 style="font-size:16px">{title}</h1><p>{summary}</p><div style="overflow-x:auto">{svg}</div>{table}</body></html>
+_PAGE_STYLE = """
+body { max-width: 80rem; font-size: .875rem; } h1 { font-size: 1.25rem; }
+svg { max-width: 100%; height: auto; } .narrow { display: none; } rect.op:hover { stroke: currentColor; stroke-width: 1; }
+@media (max-width: 56rem) { .wide { display: none; } .narrow { display: block; } }
 """
 
 
@@ -84,6 +85,7 @@ class _Arrow:
 class _NamePlacement:
     """Positions of names. No name covers another one, and few arrows cross a name."""
 
+    left_margin: int
     width: int
     """Width of the picture."""
     arrows: list[_Arrow]
@@ -100,7 +102,7 @@ class _NamePlacement:
         for x, y, anchor in choices:
             left = x - {"start": 0.0, "middle": text_width / 2, "end": text_width}[anchor]
             right = left + text_width
-            if left < _LEFT_MARGIN - 10 or right > self.width:
+            if left < self.left_margin - 10 or right > self.width:
                 continue
             if any(right > a and b > left and abs(y - baseline) < _ROW_HEIGHT - 1 for a, b, baseline in self.occupied):
                 continue
@@ -138,8 +140,8 @@ def render_svg(timeline: Timeline, width: int = WIDTH) -> str:
     parts = [*drawing.grid(), *drawing.lanes(), *drawing.stages(), *drawing.fences(), *drawing.legend()]
     size = f'width="{width}" height="{drawing.height}" viewBox="0 0 {width} {drawing.height}"'
     marker = (
-        '<defs><marker id="a" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-        '<path d="M0,0 L8,4 L0,8 z" class="head"/></marker></defs>'
+        f'<defs><marker id="{drawing.head}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+        'orient="auto"><path d="M0,0 L8,4 L0,8 z" class="head"/></marker></defs>'
     )
     paper = f'<rect class="paper" width="{width}" height="{drawing.height}"/>'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{_STYLE}{marker}{paper}{"".join(parts)}</svg>'
@@ -151,28 +153,36 @@ class _PictureParts:
     def __init__(self, timeline: Timeline, width: int) -> None:
         self.timeline, self.width = timeline, width
         self.rows = {name: number for number, name in enumerate(sort_lanes(timeline))}
-        self.height = _TOP_MARGIN + _LANE_HEIGHT * max(1, len(self.rows)) - _FENCES_HEIGHT // 2 + _LEGEND_HEIGHT
-        self.scale = (width - _LEFT_MARGIN - _RIGHT_MARGIN) / (timeline.end_time or 1.0)
+        self.bottom = _TOP_MARGIN + _LANE_HEIGHT * max(1, len(self.rows)) - _FENCES_HEIGHT // 2
+        self.has_two_legend_lines = width < WIDTH
+        self.height = self.bottom + _LEGEND_HEIGHT + _ROW_HEIGHT * self.has_two_legend_lines
+        self.head = f"head{width}"
+        longest = int(17 + _BOLD_CHARACTER_WIDTH * max(map(len, self.rows), default=0))
+        self.left_margin = min(max(_MIN_LEFT_MARGIN, longest), width // 3)
+        self.scale = (width - self.left_margin - _RIGHT_MARGIN) / (timeline.end_time or 1.0)
         self.arrows = [arrow for wait in timeline.waits[:_MAX_DRAWN] if (arrow := self._arrow(wait)) is not None]
-        self.names = _NamePlacement(width, self.arrows if len(self.arrows) <= _MAX_NAMED else [])
+        self.names = _NamePlacement(self.left_margin, width, self.arrows if len(self.arrows) <= _MAX_NAMED else [])
 
     def x(self, time: float) -> float:
         """Return the x coordinate of a time in microseconds."""
-        return _LEFT_MARGIN + time * self.scale
+        return self.left_margin + time * self.scale
 
     def top(self, stream: str) -> int:
         """Return the y coordinate of the upper edge of a stream's bars."""
         return _TOP_MARGIN + _STAGES_HEIGHT + self.rows[stream] * _LANE_HEIGHT
 
     def grid(self) -> list[str]:
-        """Draw nine times, each with a vertical line."""
+        """Draw times at regular distances, each with a vertical line."""
         parts = []
         end = self.timeline.end_time or 1.0
-        for tick in range(9):
-            x = self.x(end * tick / 8)
-            anchor = "end" if tick == 8 else "middle"
-            parts.append(f'<line class="grid" x1="{x:.1f}" y1="20" x2="{x:.1f}" y2="{self.height - _LEGEND_HEIGHT}"/>')
-            parts.append(f'<text class="faint" x="{x:.1f}" y="14" text-anchor="{anchor}">{end * tick / 8:.0f} µs</text>')
+        count = max(2, self.width // _TICK_DISTANCE)
+        digits = 0 if end >= 2 * count else 2
+        for tick in range(count + 1):
+            x = self.x(end * tick / count)
+            anchor = "end" if tick == count else "middle"
+            parts.append(f'<line class="grid" x1="{x:.1f}" y1="20" x2="{x:.1f}" y2="{self.bottom}"/>')
+            label = f"{end * tick / count:.{digits}f} µs"
+            parts.append(f'<text class="faint" x="{x:.1f}" y="14" text-anchor="{anchor}">{label}</text>')
         return parts
 
     def lanes(self) -> list[str]:
@@ -181,7 +191,9 @@ class _PictureParts:
         num_drawn = 0
         for name, row in self.rows.items():
             top = self.top(name)
-            parts.append(f'<text class="text" x="8" y="{top + 14}" font-weight="600">{escape(name)}</text>')
+            room = int((self.left_margin - 16) / _BOLD_CHARACTER_WIDTH)
+            label = escape(name) if len(name) <= room else f"{escape(name[: room - 1])}…<title>{escape(name)}</title>"
+            parts.append(f'<text class="text" x="8" y="{top + 14}" font-weight="600">{label}</text>')
             for span in self.timeline.spans[name]:
                 num_drawn += 1
                 if num_drawn > _MAX_DRAWN:
@@ -193,7 +205,7 @@ class _PictureParts:
                     f"<title>{escape(label)}</title></rect>"
                 )
                 base_name = span.name.split("::")[-1]
-                if width > 6.5 * len(base_name):
+                if width > _CHARACTER_WIDTH * len(base_name) + 6:
                     parts.append(
                         f'<text class="in" x="{x + 3:.2f}" y="{top + 14}" pointer-events="none">{escape(base_name)}</text>'
                     )
@@ -235,7 +247,7 @@ class _PictureParts:
             label = f"{wait.event} generation {wait.generation}, waited for at {_relative_location(wait.location)}"
             lines.append(
                 f'<line class="fence" x1="{arrow.x1:.2f}" y1="{arrow.y1}" x2="{arrow.x2:.2f}" y2="{arrow.y2}" '
-                f'stroke-width="1.3" marker-end="url(#a)"><title>{escape(label)}</title></line>'
+                f'stroke-width="1.3" marker-end="url(#{self.head})"><title>{escape(label)}</title></line>'
             )
             if len(self.arrows) <= _MAX_NAMED:
                 names += self._fence_name(arrow)
@@ -268,19 +280,18 @@ class _PictureParts:
 
     def legend(self) -> list[str]:
         """Draw the meaning of bars, brackets and arrows."""
-        y = self.height - 12
-        parts = [f'<rect class="l0" x="{_LEFT_MARGIN}" y="{y - 10}" width="12" height="12" rx="1.5"/>']
-        parts.append(f'<text class="faint" x="{_LEFT_MARGIN + 18}" y="{y}">an operation</text>')
-        x = _LEFT_MARGIN + 120
-        parts.append(f'<path class="stage" d="M{x},{y - 3} V{y - 7} H{x + 26} V{y - 3}"/>')
-        parts.append(f'<text class="faint" x="{x + 32}" y="{y}">a stage</text>')
-        x += 104
+        x, y = 8 if self.has_two_legend_lines else self.left_margin, self.bottom + 18
+        parts = [f'<rect class="l0" x="{x}" y="{y - 10}" width="12" height="12" rx="1.5"/>']
+        parts.append(f'<text class="faint" x="{x + 18}" y="{y}">an operation</text>')
+        stage = x + 120
+        parts.append(f'<path class="stage" d="M{stage},{y - 3} V{y - 7} H{stage + 26} V{y - 3}"/>')
+        parts.append(f'<text class="faint" x="{stage + 32}" y="{y}">a stage</text>')
+        x, y = (x, y + _ROW_HEIGHT) if self.has_two_legend_lines else (x + 224, y)
         parts.append(
-            f'<line class="fence" x1="{x}" y1="{y - 4}" x2="{x + 26}" y2="{y - 4}" stroke-width="1.3" marker-end="url(#a)"/>'
+            f'<line class="fence" x1="{x}" y1="{y - 4}" x2="{x + 26}" y2="{y - 4}" stroke-width="1.3" '
+            f'marker-end="url(#{self.head})"/>'
         )
-        parts.append(
-            f'<text class="faint" x="{x + 32}" y="{y}">a fence: from its record to the work that waited for it</text>'
-        )
+        parts.append(f'<text class="faint" x="{x + 32}" y="{y}">a fence: from its record to the waiting work</text>')
         return parts
 
     @staticmethod
@@ -291,16 +302,18 @@ class _PictureParts:
 
 def render_page(timeline: Timeline, title: str) -> str:
     """Return an HTML page with the picture, and with a table of the costs of the waits."""
-    count = sum(len(lane) for lane in timeline.spans.values())
     summary = (
-        f"{count} operations on {len(timeline.spans)} streams in {timeline.end_time:.1f} us; {len(timeline.waits)} waits "
-        "between streams. Bars are operations, brackets stages, arrows fences; point at one to read it."
+        f"{timeline.num_operations} operations on {len(timeline.spans)} streams in {timeline.end_time:.1f} us; "
+        f"{len(timeline.waits)} waits between streams. Bars are operations, brackets stages, arrows fences; "
+        "point at one to read it."
     )
     rows = "".join(
-        f"<tr><td>{escape(cost.stream)}</td><td>{escape(cost.event)}</td><td>{escape(cost.location)}</td>"
-        f'<td class="n">{cost.count}</td><td class="n">{cost.stall_us:.1f}</td><td class="n">{cost.critical_us:.1f}</td></tr>'
+        f'<tr><td>{escape(cost.stream)}: {escape(cost.event)}<br><span class="dim">'
+        f'{escape(_relative_location(cost.location))}</span></td><td class="number">{cost.count}</td>'
+        f'<td class="number">{cost.stall_us:.1f}</td><td class="number">{cost.critical_us:.1f}</td></tr>'
         for cost in timeline.costs()[:100]
     )
-    head = "<tr><th>stream</th><th>waits for</th><th>at</th><th>times</th><th>stalled, us</th><th>critical, us</th></tr>"
-    table = f"<table>{head}{rows}</table>" if rows else ""
-    return _PAGE.format(title=escape(title), summary=escape(summary), svg=render_svg(timeline, PAGE_WIDTH), table=table)
+    numbers = "".join(f'<th class="number">{title}</th>' for title in ("times", "stalled, µs", "critical, µs"))
+    table = f"<table><tr><th>stream: what it waits for</th>{numbers}</tr>{rows}</table>" if rows else ""
+    pictures = "".join(f'<div class="{name}">{render_svg(timeline, width)}</div>' for name, width in PAGE_WIDTHS.items())
+    return html_page(title, f"<p>{escape(summary)}</p>{pictures}{table}", _PAGE_STYLE)

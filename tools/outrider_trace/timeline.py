@@ -102,6 +102,11 @@ class Timeline:
         return self.spans.setdefault(stream, [])
 
     @property
+    def num_operations(self) -> int:
+        """Number of operations of all streams."""
+        return sum(map(len, self.spans.values()))
+
+    @property
     def end_time(self) -> float:
         """End of the last operation, in microseconds."""
         return max((span.end for lane in self.spans.values() for span in lane), default=0.0)

@@ -21,11 +21,6 @@ class _InstallState:
     launches: TritonLaunches | None = None
 
 
-def is_installed() -> bool:
-    """Return whether `install` was called in this process."""
-    return _InstallState.launches is not None
-
-
 def install() -> TritonLaunches:
     """Install the simulated device in vLLM: Triton's interpreter, the names of `torch.cuda` and the platform. Idempotent.
 

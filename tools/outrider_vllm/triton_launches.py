@@ -1,7 +1,7 @@
 """Launches of Triton kernels on tensors of the simulated device.
 
-Triton's interpreter runs the unmodified kernel when the simulated stream reaches the launch. At the launch, the kernel's
-source says which tensors the kernel may access. After the run, the interpreter reports the accessed bytes
+Triton's interpreter runs the unmodified kernel when the simulated stream reaches the launch. At the launch, each tensor is
+declared as one that the kernel may read and write. After the run, the interpreter reports the accessed bytes
 (`triton_recorder`). They include memory that the kernel reached through a table of addresses.
 """
 
@@ -15,7 +15,6 @@ import torch
 from outrider.device import Access, ConfigError
 from outrider_sim.launches import host_view, launch
 from outrider_sim.tensor import SimTensor
-from outrider_vllm.triton_accesses import KernelAccessTable
 from outrider_vllm.triton_recorder import AccessRecorder, RecordedAccesses, StorageRange
 
 
@@ -28,7 +27,6 @@ class TritonLaunches:
     def __init__(self, executor: Callable[..., Any], builder: Any) -> None:
         self.executor = executor
         self.recorder = AccessRecorder(builder)
-        self.table = KernelAccessTable()
         self.counts: dict[str, int] = {}
         """Number of launches by kernel."""
         self.unknown_accesses: dict[str, int] = {}
@@ -54,9 +52,7 @@ class TritonLaunches:
         arguments = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
         name = f"triton::{function.__name__}"
         self.counts[name] = self.counts.get(name, 0) + 1
-        directions = self.table.directions_of(function)
-        reads: list[tuple[str, torch.Tensor]] = []
-        writes: list[tuple[str, torch.Tensor]] = []
+        tensors: list[tuple[str, torch.Tensor]] = []
         operands: dict[int, StorageRange] = {}
         for parameter, value in arguments.items():
             if not isinstance(value, torch.Tensor):
@@ -65,12 +61,7 @@ class TritonLaunches:
                 raise ConfigError(f"{name}: {parameter!r} is on {value.device}; a kernel takes tensors of the device")
             place = _storage_range(value, parameter)
             operands.setdefault(place.base, place)
-            # A tensor without known accesses counts as read. The exact accesses are reported after the run, but only for an
-            # operation that has operands.
-            if parameter in directions.reads or parameter not in directions.writes:
-                reads.append((parameter, value))
-            if parameter in directions.writes:
-                writes.append((parameter, value))
+            tensors.append((parameter, value))
         hosts = {k: host_view(v) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
         for parameter, value in arguments.items():
             # The interpreter rejects a bool that isn't a constexpr, because it would have both 32 bits and one bit.
@@ -93,7 +84,7 @@ class TritonLaunches:
                 self.unknown_accesses[name] = self.unknown_accesses.get(name, 0) + nowhere
             return tuple(known)
 
-        launch(name, run_kernel, reads=reads, writes=writes, touched=accesses)
+        launch(name, run_kernel, reads=tensors, writes=tensors, touched=accesses)
 
 
 def _storage_range(tensor: SimTensor, argument: str) -> StorageRange:

@@ -1,6 +1,6 @@
 """Accesses of a Triton launch: the addresses that Triton's interpreter loads and stores, as byte ranges of storages.
 
-A kernel's source only says which tensors the kernel may access. The run shows which blocks of a cache it accessed, and which
+A launch only says which tensors the kernel may access. The run shows which blocks of a cache it accessed, and which
 memory it reached through a table of addresses. The interpreter has the addresses of each load and store as an array, and a
 mask of the elements that are accessed.
 """

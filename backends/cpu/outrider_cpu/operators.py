@@ -6,18 +6,20 @@ Each operator runs synchronously, so it can read values of its operands without 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.device.kernels.operators import define_operator
 from outrider.device.kernels.reference import as_cached
 
 # torch unregisters an operator when its Library is collected, so this module must own it.
 _LIBRARY = torch.library.Library("outrider", "FRAGMENT")
+_define = partial(define_operator, _LIBRARY, key="CPU")
 _TOGETHER = 1 << 17
 """Numbers of a request's keys in a layer up to which it shares its attention call with others: a copy of all keys and values
 costs less than a call each. Of longer ones, each has its own, over its pages where they lie in a row."""
@@ -26,11 +28,6 @@ _PADDING = 1 << 17
 another call."""
 _RAGGED = 16
 """Requests with different numbers of new tokens up to which each has a call of its own, also where keys are few."""
-
-
-def _define(schema: str, implementation: Callable[..., Any]) -> None:
-    _LIBRARY.define(schema)
-    _LIBRARY.impl(schema.split("(", 1)[0], implementation, "CPU")
 
 
 def _rope_write_cache(
@@ -252,19 +249,7 @@ def _verify_chain(
     return decided
 
 
-_define(
-    "rope_write_cache.host(Tensor turned, Tensor v, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-    "Tensor slots) -> Tensor",
-    _rope_write_cache,
-)
-_define(
-    "paged_attention.host(Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_start, Tensor seq_lens, Tensor block_table, "
-    "Tensor? tree_mask, int max_query, int max_kv, float scale, int window) -> Tensor",
-    _paged_attention,
-)
-_define("sample.host(Tensor logits, Tensor temperature, Tensor seeds, Tensor positions, int lane) -> Tensor", _sample)
-_define(
-    "verify_chain.host(Tensor target_logits, Tensor draft_tokens, Tensor? draft_probs, Tensor temperature, Tensor seeds, "
-    "Tensor positions) -> (Tensor, Tensor)",
-    _verify_chain,
-)
+_define("rope_write_cache.host", _rope_write_cache, writes=("k_cache", "v_cache"))
+_define("paged_attention.host", _paged_attention)
+_define("sample.host", _sample)
+_define("verify_chain.host", _verify_chain)

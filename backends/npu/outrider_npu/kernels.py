@@ -14,6 +14,7 @@ import torch_npu
 from torch import Tensor
 
 from outrider.device import AttentionMetadata, HostParam, KernelSet
+from outrider.device.kernels.operators import define_operator
 
 if TYPE_CHECKING:
     from outrider_npu.backend import NpuBackend
@@ -34,11 +35,6 @@ _LAYOUT = "BSND"
 
 # torch unregisters an operator when its Library is collected, so this module must own it.
 _LIBRARY = torch.library.Library("outrider_npu", "DEF")
-_LIBRARY.define(
-    "fused_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, int[] seq_lens, Tensor block_table, int kv_heads, "
-    "float scale, int sparse_mode, int inner_precise, Tensor? workspace, Tensor(a!) attention_out, Tensor(b!) softmax_lse) "
-    "-> ()"
-)
 
 
 def _fused_attention(
@@ -75,7 +71,7 @@ def _fused_attention(
     )
 
 
-_LIBRARY.impl("fused_attention", _fused_attention, "CompositeExplicitAutograd")
+define_operator(_LIBRARY, "fused_attention", _fused_attention, writes=("attention_out", "softmax_lse"))
 
 
 @dataclass(frozen=True, slots=True)

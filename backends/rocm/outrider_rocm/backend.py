@@ -46,7 +46,7 @@ def _triton(backend: RocmBackend) -> KernelSet:
     from outrider_triton.kernelset import TritonKernels
 
     facts = facts_of(backend.module.get_device_properties(backend.device))
-    return TritonKernels(facts, everywhere=True, device=backend.device)
+    return TritonKernels(facts, device=backend.device)
 
 
 class RocmSync(SpeculativeSync):

@@ -12,25 +12,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from outrider.device import ConfigError
 from outrider_sim.delay_schedule import Schedule, ScheduleStep
 
 if TYPE_CHECKING:
     from outrider_sim.queue import HostThread, StreamQueue
-
-
-class SchedulableActor(Protocol):
-    """A stream or a host thread, as a strategy sees it."""
-
-    @property
-    def label(self) -> str:
-        """The name in schedules; stable over runs of one program."""
-
-    @property
-    def step(self) -> int:
-        """The number of the actor's next step."""
 
 
 class Strategy:

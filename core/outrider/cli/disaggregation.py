@@ -56,10 +56,12 @@ def serve_decode(
     secret_file: Path | None,
     drain_s: float,
     data_parallel: int,
+    describe: Callable[[Engine], dict[str, Any]],
     options: ServerOptions,
 ) -> CommandReport:
     """Decode for clients, with prompts that ``prefill_servers`` have prefilled, until SIGTERM or SIGINT and the end of the
-    running requests. While no prefill server is connected, this server prefills the prompts itself.
+    running requests. While no prefill server is connected, this server prefills the prompts itself. ``describe`` returns what
+    HTTP servers get to know of the engine.
     """
     from outrider.disaggregation.connections import PeerAddress
     from outrider.disaggregation.server import DecodeServer
@@ -77,6 +79,7 @@ def serve_decode(
             transport_plugin,
             listen=PeerAddress(host, port),
             prefill=peers,
+            describe=describe,
             secret=secret,
             say=_print_line,
         )
@@ -155,13 +158,13 @@ def _check_address(host: str, port: int, secret_file: Path | None) -> bytes:
     """Check the address before a model is loaded, and return the secret. Raises :class:`ConfigError`."""
     from outrider.disaggregation.connections import PeerAddress, require_secret
 
-    secret = _read_secret(secret_file)
+    secret = read_secret(secret_file)
     require_secret(host, secret)
     check_listening("--host and --port", host, port, family=PeerAddress(host, port).family)
     return secret
 
 
-def _read_secret(file: Path | None) -> bytes:
+def read_secret(file: Path | None) -> bytes:
     """Return the content of the file without surrounding space. Raises :class:`ConfigError` for a short secret."""
     if file is None:
         return b""

@@ -88,7 +88,7 @@ def dispatch(arguments: Sequence[str] | None, stop: SignalStop) -> int:
             stop.last_words = lambda number: _say_ended(stdout, number)
         try:
             stop.ready()
-            return _run(line or ["--help"], stdout, stop)
+            return _run(line or ["--help"], stdout, stop, debug)
         except BaseException as error:
             stop.done = True
             if debug:
@@ -96,7 +96,7 @@ def dispatch(arguments: Sequence[str] | None, stop: SignalStop) -> int:
             return _report_failure(error, stdout, asked=stop.signal)
 
 
-def _run(arguments: Sequence[str], json_out: TextIO | None, stop: SignalStop) -> int:
+def _run(arguments: Sequence[str], json_out: TextIO | None, stop: SignalStop, debug: bool) -> int:
     """Run a command and show its report: as an object on ``json_out``, or for people if that is None."""
     if [item for item in arguments if item != "--json"] == ["--version"]:
         version = importlib.metadata.version("outrider")
@@ -110,6 +110,8 @@ def _run(arguments: Sequence[str], json_out: TextIO | None, stop: SignalStop) ->
     # Not command.main(): that turns Ctrl-C and a closed pipe into exits of its own.
     with command.make_context("outrider", list(arguments), obj=tuple(arguments)) as context:
         report = command.invoke(context)
+    if debug and isinstance(report, CommandReport) and report.traceback:
+        note(report.traceback)
     if isinstance(report, CommandReport) and not report.silent:
         if json_out is not None:
             text = to_json(report.data)

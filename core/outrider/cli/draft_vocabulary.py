@@ -11,8 +11,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from outrider.bundled import bundled
 from outrider.cli.files import check_output, write_whole
-from outrider.cli.models import ModelOption, bundled
+from outrider.cli.models import ModelOption
 from outrider.cli.report import CommandReport, JsonOption
 from outrider.cli.starting import show_progress
 from outrider.device.errors import ConfigError

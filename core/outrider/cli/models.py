@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.bundled import BUNDLED_HEADS, bundled
 from outrider.cli.environment import backend_from_environment, plugin_probe, tuned_directory
 from outrider.cli.files import check_directory
 from outrider.cli.starting import chosen, print_choices, print_start_report, show_progress
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from outrider.engine.engine import Engine
     from outrider.model import ModelConfig
     from outrider.model.tuning import PreparedKernels
-
-BUNDLED_HEADS = ("eagle", "dflash")
-"""Proposers for which the bundled model has a head."""
 
 ModelOption = Annotated[
     Path | None,
@@ -268,11 +265,6 @@ def vocabulary_of(given: str | int | None) -> Path | int | None:
     return int(given) if given.isascii() and given.isdigit() else Path(given)
 
 
-def bundled(part: str) -> Path:
-    """Return the directory of the bundled ``target`` model, or of its head for one of :data:`BUNDLED_HEADS`."""
-    return Path(str(resources.files("outrider").joinpath("bundled", part)))
-
-
 def prepare_device(device: Backend, config: Callable[[], ModelConfig], tune_seconds: float, tell: Tell) -> PreparedKernels:
     """Load the kernel choices that were tuned on this machine, and tune for ``tune_seconds`` more.
 
@@ -318,13 +310,14 @@ def load(
     from outrider.engine.engine import Engine
     from outrider.model import ModelConfig
 
+    # The engine checks names that the user gave as strings.
+    names: dict[str, Any] = {"quantized": speculation.quantized, "draft_output_head": speculation.draft_output_head}
     config = EngineConfig(
         draft_tokens=speculation.draft_tokens,
         draft_topk=speculation.draft_topk,
-        dtype=dtype,
         prefix_cache=prefix_cache,
         **asdict(running or Running()),
-        **{"max_requests": max_requests} | (sizes or Sizes()).given,
+        **{"max_requests": max_requests, "dtype": dtype} | (sizes or Sizes()).given,
     )
     registry = Registry(probe=plugin_probe())
     if joined is None:
@@ -343,9 +336,8 @@ def load(
             config=config,
             through_transformers=speculation.through_transformers,
             trust_remote_code=speculation.trust_remote_code,
-            quantized=speculation.quantized,
-            draft_output_head=speculation.draft_output_head,
             draft_vocabulary=speculation.draft_vocabulary,
+            **names,
             progress=lambda file, done, total: tell(f"loading {file}", done, total),
             capture_progress=lambda done, total: tell("capturing graphs", done, total),
             ranks=ranks,

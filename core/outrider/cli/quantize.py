@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from outrider.cli.models import bundled
+from outrider.bundled import bundled
 from outrider.cli.report import CommandReport, JsonOption
 from outrider.cli.starting import show_progress
 from outrider.device.errors import ConfigError

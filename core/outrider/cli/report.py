@@ -30,12 +30,14 @@ class CommandReport:
     """The result of a command, which the dispatcher prints; a command itself prints only text that it streams.
 
     ``silent``: print nothing, not even with ``--json``, because another process prints the result.
+    ``traceback``: of a program that the command ran and that failed; printed on standard error with ``--debug``.
     """
 
     data: Mapping[str, object]
     render: Callable[[Console], None]
     exit_code: int = 0
     silent: bool = False
+    traceback: str = ""
 
     @classmethod
     def silent_report(cls) -> CommandReport:

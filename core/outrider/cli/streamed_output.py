@@ -53,7 +53,6 @@ class StreamedOutput:
         ended: Callable[[], bool] = lambda: False,
     ) -> None:
         """Generate, and pass text to ``write`` as soon as later tokens can't change it. Abort once ``ended`` returns True."""
-        decoder = engine.tokenizer.stream() if engine.has_tokenizer else None
         before = engine.stats
         started = time.perf_counter()
         try:
@@ -62,11 +61,8 @@ class StreamedOutput:
             with closing(outputs):
                 for output in outputs:
                     self.tokens.extend(output.tokens)
-                    # With stop strings the engine decides where the text ends.
                     if output.text is not None:
                         self._append_text(output.text, write)
-                    elif decoder is not None:
-                        self._append_text("".join(decoder.push(token) for token in output.tokens), write)
                     elif write is not None:
                         self._write_token_ids(output.tokens, write)
                     if output.finish_reason is not None:
@@ -74,8 +70,6 @@ class StreamedOutput:
                     self.error = self.error or output.error
                     if ended():
                         break
-            if not params.stop and decoder is not None:
-                self._append_text(decoder.flush(), write)
         finally:
             self.seconds = time.perf_counter() - started
             after = engine.stats

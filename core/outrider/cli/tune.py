@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from outrider.bundled import bundled
 from outrider.cli.environment import backend_from_environment, plugin_probe, tuned_directory
 from outrider.cli.files import check_directory
-from outrider.cli.models import ModelOption, bundled
+from outrider.cli.models import ModelOption
 from outrider.cli.report import BackendOption, CommandReport, Interrupted, JsonOption
 from outrider.cli.starting import show_progress
 from outrider.device.errors import CapabilityError, ConfigError

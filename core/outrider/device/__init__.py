@@ -106,88 +106,11 @@ if TYPE_CHECKING:
     from outrider.device.torch_backend import TorchDeviceBackend, TorchEvent, TorchGraph, TorchStream
     from outrider.device.torch_collectives import TorchGroup
 
-# The same names as above, once more for the run time; tests/arch holds the two together.
-_HOMES = {
-    "backend": ("Backend",),
-    "capabilities": ("Capabilities",),
-    "collectives": ("Collective", "Decision", "Group", "Reduction"),
-    "graph": (
-        "ActiveCapture",
-        "CaptureContext",
-        "EagerGraph",
-        "Graph",
-        "GraphCallable",
-        "GraphPool",
-        "HostParam",
-        "Scalar",
-    ),
-    "kernels": (
-        "AttentionMetadata",
-        "AttentionShape",
-        "KernelSet",
-        "LANE_ACCEPT",
-        "LANE_DRAFT",
-        "LANE_RESIDUAL",
-        "LANE_SAMPLE",
-        "Product",
-        "CACHE_FORMATS",
-        "QUANTIZED_FORMATS",
-        "QuantizedProduct",
-        "QuantizedWeight",
-        "ROW_ACCESS",
-        "BookkeepingKernels",
-        "DecoderShape",
-        "HeadNorms",
-        "ModelKernels",
-        "RecurrentBatch",
-        "RecurrentKernels",
-        "RequestInputs",
-        "RequestRows",
-        "RotaryArgs",
-        "RowResolver",
-        "SamplingKernels",
-        "TuningProgress",
-        "TuningResult",
-        "WrappedKernels",
-    ),
-    "memory": (
-        "KeepAlive",
-        "MemoryInfo",
-        "PinnedBuffer",
-    ),
-    "stream": (
-        "Event",
-        "Flag",
-        "Stream",
-    ),
-    "sync": (
-        "EventFence",
-        "Fence",
-        "JoinedPlan",
-        "Recompute",
-        "SpeculativeSync",
-        "StepMode",
-        "Waiter",
-    ),
-    "tools": (
-        "Access",
-        "ControllableDevice",
-        "ProcessView",
-        "ExplorationResult",
-        "Observer",
-        "Operation",
-        "ProcessView",
-        "ScheduleFailure",
-        "TimedObserver",
-    ),
-    "torch_backend": (
-        "TorchDeviceBackend",
-        "TorchEvent",
-        "TorchGraph",
-        "TorchStream",
-    ),
-    "torch_collectives": ("TorchGroup",),
-}
+_LAZY_MODULES = (
+    *("tools", "stream", "sync"),
+    *("capabilities", "collectives", "graph", "memory", "kernels", "backend", "torch_backend", "torch_collectives"),
+)
+"""The modules that define the names above. A lookup imports them in this order; the first three don't import torch."""
 
 __all__ = [
     "CACHE_FORMATS",
@@ -295,9 +218,10 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker must see a misspelt name as an error
 
     def __getattr__(name: str) -> Any:
-        for home, names in _HOMES.items():
+        for module in _LAZY_MODULES if name in __all__ else ():
+            names = vars(import_module(f"{__name__}.{module}"))
             if name in names:
-                return getattr(import_module(f"{__name__}.{home}"), name)
+                return names[name]
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:

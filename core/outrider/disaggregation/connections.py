@@ -136,6 +136,10 @@ class ConnectionHub:
             self.address = PeerAddress(listen.host, self._listener.getsockname()[1])
             self._selector.register(self._listener, selectors.EVENT_READ, None)
 
+    def fileno(self) -> int:
+        """Return a file descriptor that is readable when :meth:`poll` has something to do. Timeouts need a poll as well."""
+        return self._selector.fileno()
+
     def connect_to(self, address: PeerAddress) -> None:
         """Connect to a server, and reconnect whenever the connection is lost."""
         self._reconnect_at[address] = 0.0

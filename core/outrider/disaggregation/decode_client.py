@@ -106,11 +106,24 @@ class DecodeClient:
         self._outputs.clear()
         return outputs
 
+    def fileno(self) -> int:
+        """Return a file descriptor that is readable when :meth:`poll` has something to do."""
+        return self._hub.fileno()
+
+    def request_status(self) -> None:
+        """Ask each connected server for its status; :attr:`statuses` has it after a later :meth:`poll`."""
+        for peer in self._samples_of_peer:
+            self._hub.send(peer, WireMessage("status"))
+
+    @property
+    def statuses(self) -> list[dict[str, Any]]:
+        """The last status of each connected server that has sent one."""
+        return [self._status[peer] for peer in self._samples_of_peer if peer in self._status]
+
     def status(self, seconds: float = 10.0) -> list[dict[str, Any]]:
         """Return the status of each server that replies within ``seconds``. Outputs stay queued for :meth:`poll`."""
         self._status.clear()
-        for peer in self._samples_of_peer:
-            self._hub.send(peer, WireMessage("status"))
+        self.request_status()
         end = time.monotonic() + seconds
         while len(self._status) < len(self._samples_of_peer) and time.monotonic() < end:
             for event in self._hub.poll(0.1):

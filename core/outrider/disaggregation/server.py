@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from outrider.device import ConfigError
 from outrider.disaggregation import codec
@@ -34,6 +36,8 @@ class DisaggregationServer(ABC):
     """
 
     _role: ProcessRole
+    _describe: Callable[[Engine], dict[str, Any]] | None = None
+    """Function that returns what clients get to know of the engine, in addition to its load."""
     worker: PrefillWorker | DecodeWorker
 
     def __init__(
@@ -159,6 +163,9 @@ class DisaggregationServer(ABC):
             "free_rows": engine.free_rows,
             "rows": engine.config.max_requests * engine.groups,
             "iterations": engine.stats.iterations,
+            "stats": asdict(engine.stats),
+            "load": asdict(engine.load),
+            **({} if self._describe is None else {"engine": self._describe(engine)}),
             f"{'decode' if self._role is ProcessRole.PREFILL else 'prefill'}_peers": self.worker.num_peers,
         }
         self._hub.send(event.peer, WireMessage("status", body))
@@ -233,7 +240,7 @@ class PrefillServer(DisaggregationServer):
 class DecodeServer(DisaggregationServer):
     """A server that decodes for clients. The servers at the addresses ``prefill`` prefill the prompts.
 
-    ``alone`` is the mode while no prefill server is connected.
+    ``alone`` is the mode while no prefill server is connected. ``describe`` returns what clients get to know of the engine.
     """
 
     _role = ProcessRole.DECODE
@@ -247,12 +254,13 @@ class DecodeServer(DisaggregationServer):
         listen: PeerAddress,
         prefill: Sequence[PeerAddress],
         alone: StandaloneMode = StandaloneMode.PREFILL,
+        describe: Callable[[Engine], dict[str, Any]] | None = None,
         secret: bytes = b"",
         silence_s: float = 30.0,
         say: LogLine = lambda line: None,
     ) -> None:
         self._ranks = LandingRegistry(engine) if engine.groups > 1 else None
-        self._alone = alone
+        self._alone, self._describe = alone, describe
         super().__init__(engine, transport, listen=listen, secret=secret, silence_s=silence_s, say=say)
         self._requests_of_client: dict[int, dict[int, int]] = {}
         """Number of each open request, by peer number of the client and the client's id of the request."""
@@ -303,7 +311,8 @@ class DecodeServer(DisaggregationServer):
             requests[client_id] = self.worker.submit(state, emit)
         except (RequestError, ConfigError) as error:
             requests.pop(client_id, None)
-            emit(StepOutput(0, (), FinishReason.ERROR, error=str(error)))
+            refused = self._drain_deadline is None
+            emit(StepOutput(0, (), FinishReason.ERROR, error=str(error), refused=refused))
 
     def _try_link(self, host: str) -> None:
         self._open_landing(host).close()

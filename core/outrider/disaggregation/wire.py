@@ -14,7 +14,7 @@ from typing import Any
 
 from outrider.device import OutriderError
 
-VERSION = 2
+VERSION = 3
 """Version of the messages. It rises when an older process could misunderstand a message."""
 _MAGIC = b"ORPD"
 _FRAME = struct.Struct("<4sIQ")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from outrider.device import ConfigError
@@ -18,7 +19,8 @@ from outrider.engine.requests.request import Request
 from outrider.engine.requests.request_state import RequestState
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.requests.stop_text import watch_stop_strings
-from outrider.errors import RequestError
+from outrider.engine.requests.transcript import Transcript
+from outrider.errors import RequestError, shown
 from outrider.model import Media, ModelConfig, Tokenizer, VisionTower
 
 
@@ -59,8 +61,7 @@ class Admission:
         samples = []
         for index in range(params.n):
             request = Request(first_id + index, prompt, params.sample(index), stops, urgency, pictures, rope_key)
-            if params.stop and self.tokenizer is not None:
-                request.stop_text = watch_stop_strings(self.tokenizer, params)
+            self._watch_text(request)
             if params.guide is not None:
                 request.guidance = self.grammars.guidance(params, stops)
             samples.append(request)
@@ -71,10 +72,16 @@ class Admission:
         """Create the samples of each prompt. ``params`` is one value for all prompts or one for each; ``media`` is None or
         one sequence for each prompt.
         """
+        if not isinstance(prompts, Collection):
+            raise RequestError(f"prompts is {shown(prompts)}; expected a text, or a sequence of texts or of token ids")
         count = len(prompts)
-        each = [params] * count if params is None or isinstance(params, SamplingParams) else list(params)
+        if not (params is None or isinstance(params, SamplingParams | Sequence)):
+            raise RequestError(f"the sampling parameters are a {type(params).__name__}; expected SamplingParams")
+        each = list(params) if isinstance(params, Sequence) else [params] * count
         if len(each) != count:
             raise RequestError(f"{count} prompts came with {len(each)} sampling parameters; give one, or as many")
+        if not (media is None or isinstance(media, Sequence)):
+            raise RequestError(f"media is {shown(media)}; expected one sequence for each prompt")
         pictures = [()] * count if media is None else list(media)
         if len(pictures) != count:
             raise RequestError(f"{count} prompts came with media for {len(pictures)}; give one sequence for each")
@@ -123,9 +130,7 @@ class Admission:
         request.output, request.logprobs = list(handed.output), list(handed.logprobs)
         request.iterations, request.verified_tokens = handed.iterations, handed.verified_tokens
         request.context = (*handed.prompt, *handed.output[:-1])
-        if handed.params.stop and self.tokenizer is not None:
-            request.stop_text = watch_stop_strings(self.tokenizer, handed.params, handed.output)
-            request.text.append(request.stop_text.pop_certain_text())
+        self._watch_text(request)
         if handed.params.guide is not None:
             request.guidance = self.grammars.guidance(handed.params, stops)
             for token in handed.output:
@@ -133,6 +138,19 @@ class Admission:
                 if refused is not None:
                     raise RequestError(f"the request comes from an engine with another tokenizer: {refused}")
         return request
+
+    def _watch_text(self, request: Request) -> None:
+        """Give a request the search for its stop strings or a transcript, with the output so far."""
+        tokenizer, params = self.tokenizer, request.params
+        if tokenizer is None:
+            return
+        if params.stop:
+            request.stop_text = watch_stop_strings(tokenizer, params, request.prompt, request.output)
+            request.text.append(request.stop_text.pop_certain_text())
+            return
+        request.transcript = Transcript(partial(tokenizer.stream, prompt=request.prompt))
+        if request.output:
+            request.transcript.append(tuple(request.output), is_last=False)
 
     def check(self, prompt: tuple[int, ...], params: SamplingParams) -> frozenset[int]:
         """Return the request's stop tokens. Raises :class:`RequestError` for a request that the engine cannot serve."""

@@ -334,7 +334,7 @@ def can_replay_prefill(parts: EngineParts) -> bool:
         return False  # decoding isn't replayed either
     if parts.backend.speculative_sync.exact_host_lengths or parts.attention.plans_on_host:
         return False  # attention reads lengths on the host
-    if model.config.rope.sections or model.config.rope.kind == "dynamic":
+    if model.config.rope.sections or model.config.rope.depends_on_length:
         return False  # rope depends on more than a position
     if model.config.recurrent is not None:
         return False  # the reference's launches grow with the tokens of a chunk

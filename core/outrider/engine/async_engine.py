@@ -121,7 +121,7 @@ class AsyncEngine:
 
     async def stream(
         self,
-        tokens: Sequence[int],
+        prompt: str | Sequence[int],
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
@@ -141,7 +141,7 @@ class AsyncEngine:
                 # Compiling takes its time: in neither the loop's thread nor the engine's.
                 await asyncio.get_running_loop().run_in_executor(None, self.engine.compile_guide, params.guide)
             # Cancelled here, the request may have been admitted all the same: `left` says so then.
-            ids = await self._call(lambda engine: self._admit(engine, reader, tokens, params, priority, media))
+            ids = await self._call(lambda engine: self._admit(engine, reader, prompt, params, priority, media))
             if admitted is not None:
                 admitted(ids)
             while left:
@@ -156,7 +156,7 @@ class AsyncEngine:
 
     async def generate(
         self,
-        tokens: Sequence[int],
+        prompt: str | Sequence[int],
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
@@ -167,7 +167,7 @@ class AsyncEngine:
         closing the engine aborted it, that is an :class:`AsyncEngineClosed`.
         """
         outputs: dict[int, list[int]] = {}
-        async for output in self.stream(tokens, params, priority=priority, media=media):
+        async for output in self.stream(prompt, params, priority=priority, media=media):
             outputs.setdefault(output.request_id, []).extend(output.tokens)
             if output.finish_reason is FinishReason.ERROR:
                 raise RequestError(output.error or f"request {output.request_id} ended with an error")
@@ -265,12 +265,12 @@ class AsyncEngine:
         self,
         engine: Engine,
         reader: _OutputReader,
-        tokens: Sequence[int],
+        prompt: str | Sequence[int],
         params: SamplingParams | None,
         priority: int,
         media: Sequence[Media],
     ) -> range:
-        first = engine.add_request(tokens, params, priority=priority, media=media)
+        first = engine.add_request(prompt, params, priority=priority, media=media)
         ids = range(first, first + (params.n if params is not None else 1))
         reader.left.update(ids)
         self._readers.update(dict.fromkeys(ids, reader))

@@ -10,11 +10,18 @@ from outrider.device import Backend, CapabilityError, ConfigError, KernelSet, Ou
 from outrider.engine.config import MAX_LOGPROBS, DecidedConfig
 from outrider.engine.device_model_facts import memory_of
 from outrider.engine.requests.sampling import MAX_LOGIT_BIAS, SamplingParams
-from outrider.errors import RequestError
+from outrider.errors import RequestError, shown
 from outrider.model import KVCache, LanguageModel
 from outrider.speculative.proposer import Proposer
 
 MAX_SLOTS = 2**31 - 1
+
+
+def check_type(name: str, value: object, *kinds: type) -> None:
+    """Raise :class:`ConfigError` if an argument of the Python API has none of the types ``kinds``."""
+    if not isinstance(value, kinds):
+        expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise ConfigError(f"{name} is {shown(value)} (a {type(value).__name__}); expected {expected}")
 
 
 def check_policy(backend: Backend, config: DecidedConfig, proposer: Proposer, kernels: KernelSet) -> None:

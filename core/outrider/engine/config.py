@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -16,6 +17,11 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
+KvDtype = Literal["auto", "plain", "fp8"]
+DraftLengthName = Literal["fixed", "load"]
+ModeName = Literal["staged", "fused"]
 
 KV_DTYPES = ("auto", "plain", *CACHE_FORMATS)
 """Formats that a KV cache can have."""
@@ -84,7 +90,7 @@ class EngineConfig:
     """Length in tokens of a draft chain, or of the longest path of a draft tree."""
     draft_topk: int = 1
     """Children per node of a draft tree; 1 drafts a chain. A tree has ``draft_tokens * draft_topk`` tokens."""
-    draft_length: str | None = None
+    draft_length: DraftLengthName | None = None
     """``fixed`` drafts ``draft_tokens`` in every iteration. ``load`` drafts as many tokens as make a greedy batch fastest, or
     none.
 
@@ -92,9 +98,9 @@ class EngineConfig:
     selects ``load`` if at least 64 requests run and graphs are replayed concurrently with the host, except for trees and with
     ``batch_invariant``.
     """
-    dtype: str | None = None
+    dtype: DtypeName | None = None
     """Dtype of weights, activations and KV cache."""
-    kv_dtype: str = "auto"
+    kv_dtype: KvDtype = "auto"
     """Format of the target's KV cache, not of the draft's caches.
 
     ``auto`` follows the checkpoint's ``kv_cache_scheme``, else ``dtype``. ``plain`` is ``dtype``. ``fp8`` is 8 bits with the
@@ -114,7 +120,7 @@ class EngineConfig:
 
     The output still depends on ``max_context`` and ``page_size``.
     """
-    mode: str | None = None
+    mode: ModeName | None = None
     """``staged`` launches stages on their own streams; ``fused`` replays the whole iteration from one graph."""
     graphs: bool | None = None
     """In staged mode, replay stages from graphs that are captured when the engine is created."""
@@ -166,7 +172,7 @@ class EngineConfig:
             )
         if self.kv_dtype not in KV_DTYPES:
             raise ConfigError(f"kv_dtype is {shown(self.kv_dtype)}; expected one of {', '.join(KV_DTYPES)}")
-        if self.dtype is not None and self.dtype not in DTYPES:
+        if self.dtype is not None and self.dtype not in tuple(DTYPES):
             raise ConfigError(f"dtype is {shown(self.dtype)}; expected one of {', '.join(DTYPES)}")
 
     @property
@@ -217,9 +223,9 @@ class DecidedConfig(EngineConfig):
     max_context: int
     prefill_chunk: int
     state_checkpoints: int
-    dtype: str
+    dtype: DtypeName
     overlap: bool
-    mode: str
+    mode: ModeName
     graphs: bool
     chosen: tuple[Choice, ...] = ()
 

@@ -20,7 +20,7 @@ from outrider.engine.assembly import (
     build_stages,
     build_step,
 )
-from outrider.engine.checks import check_invariance, check_policy, check_tree
+from outrider.engine.checks import check_invariance, check_policy, check_tree, check_type
 from outrider.engine.config import EngineConfig
 from outrider.engine.device_model_facts import situation_of
 from outrider.engine.draft_costs import decide, lengths_for
@@ -60,7 +60,8 @@ from outrider.engine.resolve import resolve
 from outrider.engine.stages import Iteration, Stages
 from outrider.engine.warm_up import WarmUp, warm_up
 from outrider.errors import RequestError
-from outrider.model import LanguageModel, Media, Tokenizer, VisionTower
+from outrider.model import LanguageModel, Media, OutputFormat, QuantizedName, Tokenizer, VisionTower
+from outrider.registry import get_backend
 from outrider.speculative.build import Builder
 from outrider.speculative.proposer import NonSpeculativeProposer, Proposer
 
@@ -98,6 +99,8 @@ class Engine(RequestMigration):
         :meth:`follow`. ``parallel`` is refused for several ranks; :meth:`from_checkpoint` starts them.
         """
         check_one_rank(parallel)
+        check_type("model", model, LanguageModel)
+        check_type("config", config, EngineConfig, type(None))
         self._owner, self._used = Owner(), False
         self._abandoned: deque[Request] = deque()
         self.backend = backend
@@ -177,17 +180,17 @@ class Engine(RequestMigration):
     @classmethod
     def from_checkpoint(
         cls,
-        model_dir: Path,
-        backend: Backend,
+        model_dir: Path | str,
+        backend: Backend | str,
         *,
-        draft_dir: Path | None = None,
+        draft_dir: Path | str | None = None,
         speculate: str = "none",
         builders: Mapping[str, Builder] | None = None,
         config: EngineConfig | None = None,
         through_transformers: bool = False,
         trust_remote_code: bool = False,
-        quantized: str = "kernels",
-        draft_output_head: str | None = None,
+        quantized: QuantizedName = "kernels",
+        draft_output_head: OutputFormat | None = None,
         draft_vocabulary: Path | str | int | None = None,
         progress: Progress | None = None,
         capture_progress: CaptureProgress | None = None,
@@ -196,7 +199,8 @@ class Engine(RequestMigration):
     ) -> Engine:
         """Load a checkpoint (and its draft) and build an engine for it.
 
-        The engine chooses each setting that ``config`` leaves open, see :attr:`chosen`. ``speculate`` names a proposer: one
+        ``backend`` is a backend, or its name for :func:`~outrider.registry.get_backend`. The engine chooses each setting that
+        ``config`` leaves open, see :attr:`chosen`. ``speculate`` names a proposer: one
         of :data:`outrider.speculative.names.BUILTIN_PROPOSERS`, one of ``builders``, or a plugin. ``draft_dir`` has its
         checkpoint.
 
@@ -211,8 +215,18 @@ class Engine(RequestMigration):
         ``progress(file, done, total)`` is called for each loaded tensor, ``capture_progress(done, total)`` for each captured
         batch size. ``ranks`` run the engine together, each with its part of the checkpoint. ``parallel`` instead starts the
         other ranks as processes of this host; they end with :meth:`close`.
-        Raises :class:`~outrider.device.CheckpointError` and :class:`~outrider.device.ConfigError`.
+        Raises :class:`~outrider.device.CheckpointError` and :class:`~outrider.device.ConfigError`, the latter also for values
+        of a wrong type.
         """
+        check_type("model_dir", model_dir, str, Path)
+        check_type("backend", backend, str, Backend)
+        check_type("draft_dir", draft_dir, str, Path, type(None))
+        check_type("speculate", speculate, str)
+        check_type("config", config, EngineConfig, type(None))
+        check_type("quantized", quantized, str)
+        check_type("draft_vocabulary", draft_vocabulary, str, Path, int, type(None))
+        backend = get_backend(backend) if isinstance(backend, str) else backend
+        model_dir, draft_dir = Path(model_dir), None if draft_dir is None else Path(draft_dir)
         if parallel is not None and parallel.world > 1:
             loading = LoadingArguments(
                 draft_dir=None if draft_dir is None else Path(draft_dir).resolve(),
@@ -288,7 +302,7 @@ class Engine(RequestMigration):
 
     def add_request(
         self,
-        tokens: Sequence[int],
+        prompt: str | Sequence[int],
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
@@ -299,11 +313,13 @@ class Engine(RequestMigration):
         With ``n`` samples, each sample is a request. Their ids are consecutive, and the first id is returned. The other
         samples start once the prompt of the first was launched, and share its pages.
 
-        ``media`` are images and videos from :class:`~outrider.model.MediaProcessor`, in the order of their placeholders in
-        ``tokens``. Each has one placeholder token, or one for each of its features.
+        ``prompt`` is a text, which the checkpoint's tokenizer encodes, or token ids. ``media`` are images and videos from
+        :class:`~outrider.model.MediaProcessor`, in the order of their placeholders in ``prompt``. Each has one placeholder
+        token, or one for each of its features.
 
         Raises :class:`RequestError` for a request that the engine cannot serve.
         """
+        tokens = self._encoded(prompt)
         with self._use():
             samples = self._admission.requests(self._next_id, tokens, params, priority=priority, media=media)
             self._tell(AddCommand, tuple(tokens), params, priority, tuple(media))
@@ -331,7 +347,7 @@ class Engine(RequestMigration):
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: str | Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         media: Sequence[Sequence[Media]] | None = None,
@@ -339,19 +355,23 @@ class Engine(RequestMigration):
         """Run requests until they finish and return completions in the order of ``prompts``, with the samples of a prompt
         together.
 
+        ``prompts`` is a text, or a sequence of texts or of token ids; the checkpoint's tokenizer encodes texts.
         ``media`` has one sequence for each prompt. Requests that were added before run too; the next :meth:`step` returns
         their outputs. Raises :class:`RequestError` before any request starts if one cannot be served.
         """
+        prompts = [prompts] if isinstance(prompts, str) else prompts
+        if isinstance(prompts, Sequence):
+            prompts = [self._encoded(prompt) for prompt in prompts]
         with self._use():
             batch = self._admission.batch(self._next_id, prompts, params, media)
             self._tell(QueueCommand, tuple(map(tuple, prompts)), params, None if media is None else tuple(map(tuple, media)))
             return self._generate(batch)
 
     def stream(
-        self, tokens: Sequence[int], params: SamplingParams | None = None, *, media: Sequence[Media] = ()
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, media: Sequence[Media] = ()
     ) -> RequestStream:
-        """Queue one request and yield its tokens as they arrive. Closing the stream early, or dropping it, aborts the
-        request.
+        """Queue one request, of a text or of token ids, and yield its outputs as they arrive. Closing the stream early, or
+        dropping it, aborts the request.
 
         Any number of streams may be open and read in any order. Each has a queue of its own, and reading one runs iterations
         for all. The next :meth:`step` returns the outputs of requests without a stream.
@@ -360,6 +380,7 @@ class Engine(RequestMigration):
         """
         if isinstance(params, SamplingParams) and params.n > 1:
             raise RequestError(f"n is {params.n}; a stream is one sample: use add_request and step, or generate")
+        tokens = self._encoded(prompt)
         with self._use():
             (request,) = self._admission.requests(self._next_id, tokens, params, media=media)
             self._tell(AddCommand, tuple(tokens), params, 0, tuple(media))
@@ -434,6 +455,10 @@ class Engine(RequestMigration):
             self._scheduler.pages.watch(None if handle is None else CacheEvents(handle))
 
     # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _encoded(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        """Return token ids of a prompt that may be a text. Raises :class:`ConfigError` for a text without a tokenizer."""
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 
     def _queue(self, prompts: Sequence[Sequence[int]], params: object, media: object) -> None:
         """Queue the requests of :meth:`generate` on a follower rank."""

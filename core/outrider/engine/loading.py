@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from outrider.device import Backend, ConfigError, KernelSet, WrappedKernels
-from outrider.engine.config import DTYPES, Choice, DecidedConfig, EngineConfig
+from outrider.engine.config import DTYPES, Choice, DecidedConfig, DtypeName, EngineConfig
 from outrider.engine.device_model_facts import situation_of
 from outrider.engine.ranks.ranks import Ranks
 from outrider.engine.resolve import choose_dtype, resolve
@@ -84,7 +85,7 @@ def load_checkpoint(
     chosen: tuple[Choice, ...] = ()
     if config.dtype is None:
         chosen = (choose_dtype(backend.capabilities, checkpoint_dtype(directory)),)
-        config = replace(config, dtype=str(chosen[0].value))
+        config = replace(config, dtype=cast("DtypeName", str(chosen[0].value)))
     head = speculate.removeprefix(SUFFIX_PREFIX)
     if draft_dir is None and head in INSIDE_MODEL and speculate not in builders:
         draft_dir = directory

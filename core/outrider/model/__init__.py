@@ -17,7 +17,7 @@ from outrider.model.decoder import Decoder, DecoderWeights
 from outrider.model.dflash import DFlashHead, DFlashWeights
 from outrider.model.dflash_loading import load_dflash
 from outrider.model.draft_head import BaseDraftHead
-from outrider.model.draft_output import OUTPUT_FORMATS, DraftVocabulary, with_output_head
+from outrider.model.draft_output import OUTPUT_FORMATS, DraftVocabulary, OutputFormat, with_output_head
 from outrider.model.eagle import EagleHead, EagleWeights
 from outrider.model.eagle3 import Eagle3Head, Eagle3Weights
 from outrider.model.head_loading import check_draft_kind, find_mtp_format, load_eagle, load_eagle3
@@ -30,7 +30,7 @@ from outrider.model.media import Media, MediaProcessor, expand_placeholders
 from outrider.model.mrope import MediaGrid, prompt_positions, speculative_positions
 from outrider.model.mtp import MtpHead, MtpWeights, load_mtp
 from outrider.model.peagle import PEagleHead, PEagleWeights, load_peagle
-from outrider.model.quantization import QuantizedMode
+from outrider.model.quantization import QuantizedMode, QuantizedName
 from outrider.model.ranks import ModelRanks
 from outrider.model.recurrent import RecurrentWeights
 from outrider.model.rope import RopeConfig
@@ -69,10 +69,12 @@ __all__ = [
     "ModelRanks",
     "MtpHead",
     "MtpWeights",
+    "OutputFormat",
     "PEagleHead",
     "PEagleWeights",
     "Progress",
     "QuantizedMode",
+    "QuantizedName",
     "RecurrentConfig",
     "RecurrentWeights",
     "RopeConfig",

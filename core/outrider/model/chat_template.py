@@ -39,7 +39,8 @@ class ChatTemplate:
             _check_is_jinja(text)
         self._tokenizer = tokenizer
         self.source = source
-        self._with_tools = source if with_tools is None else with_tools
+        self.tool_source = source if with_tools is None else with_tools
+        """The template of conversations with tools."""
         self.response_template: Mapping[str, Any] | None = getattr(tokenizer, "response_template", None)
 
     @classmethod
@@ -112,7 +113,7 @@ class ChatTemplate:
             return self._tokenizer.apply_chat_template(
                 list(messages),
                 tools=tools or None,
-                chat_template=self._with_tools if tools else self.source,
+                chat_template=self.tool_source if tools else self.source,
                 **options,
                 **(variables or {}),
             )

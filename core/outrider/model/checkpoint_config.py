@@ -26,7 +26,7 @@ from outrider.model.hybrid_configs import HYBRID_FAMILIES, qwen3_5, qwen3_5_moe,
 from outrider.model.location import refuse_other_formats
 from outrider.model.parsed_config import parse_config
 from outrider.model.reading import describe, present, read_json, wrap_read_errors
-from outrider.model.rope import ROPE_KINDS, RopeConfig, inverse_frequencies
+from outrider.model.rope import ROPE_KINDS, RopeConfig, inverse_frequencies, long_frequencies
 
 _DTYPES = MappingProxyType(
     {str(each).removeprefix("torch."): each for each in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
@@ -189,6 +189,7 @@ def _qwen3(hf: HfConfig) -> dict[str, Any]:
 _FAMILIES: Mapping[str, Callable[[HfConfig], dict[str, Any]]] = MappingProxyType(
     {
         "llama": _llama,
+        "ministral3": _mistral,
         "mistral": _mistral,
         "mixtral": mixtral,
         "qwen2": _qwen2,
@@ -257,6 +258,10 @@ def _rope(hf: HfConfig, *, mrope: bool, partial: bool) -> RopeConfig:
     }
     if "truncate" in parameters:  # null means false, as in transformers
         optional["truncate"] = bool(parameters["truncate"])
+    if kind == "longrope":
+        optional |= {f"{name}_factors": tuple(parameters.get(f"{name}_factor") or ()) for name in ("short", "long")}
+    if parameters.get("llama_4_scaling_beta") is not None:
+        optional["query_beta"] = float(parameters["llama_4_scaling_beta"])
     return RopeConfig(
         kind=kind,
         theta=float(parameters["rope_theta"]),
@@ -271,12 +276,14 @@ def _rope(hf: HfConfig, *, mrope: bool, partial: bool) -> RopeConfig:
 def _rope_factor(hf: HfConfig) -> float:
     """Return the factor by which the rope stretches positions.
 
-    For a yarn rope whose factor is null it is the ratio of the two context lengths, as in transformers.
+    For a yarn rope whose factor is null, and for longrope without one, it is the ratio of the two context lengths, as in
+    transformers.
     """
-    kind, factor = hf.rope_parameters.get("rope_type") or "default", hf.rope_parameters.get("factor", 1.0)
+    kind = hf.rope_parameters.get("rope_type") or "default"
+    factor = hf.rope_parameters.get("factor", None if kind == "longrope" else 1.0)
     if factor is not None or kind == "default":
         return 1.0 if factor is None else float(factor)
-    if kind == "yarn":
+    if kind in ("yarn", "longrope"):
         return int(hf.max_position_embeddings) / _original_context(hf)
     raise ConfigError(f"rope_parameters.factor is None, expected a number, by which a rope of kind {kind!r} stretches")
 
@@ -306,7 +313,10 @@ def _max_context(hf: HfConfig) -> int:
 
 def _check_rope(config: ModelConfig) -> None:
     """Raise :class:`ConfigError` if rope parameters that are valid one by one give frequencies that are not finite."""
-    if not inverse_frequencies(config.rope, config.head_size).isfinite().all() or not math.isfinite(config.rope.amplitude):
+    frequencies = [inverse_frequencies(config.rope, config.head_size)]
+    if config.rope.kind == "longrope":
+        frequencies.append(long_frequencies(config.rope, config.head_size))
+    if not all(each.isfinite().all() for each in frequencies) or not math.isfinite(config.rope.amplitude):
         raise ConfigError(f"its rope parameters give frequencies that aren't finite: {config.rope}")
 
 

@@ -128,6 +128,9 @@ ROPE: Mapping[str, Field] = MappingProxyType(
         "mscale": number(0, 1e6),
         "mscale_all_dim": number(0, 1e6),
         "truncate": FLAG,
+        "short_factor": list_of(_SCALE),
+        "long_factor": list_of(_SCALE),
+        "llama_4_scaling_beta": number(0, 1e6),
         "mrope_section": list_of(whole_number(0, 1 << 16), 3),
         "mrope_interleaved": FLAG,
     }

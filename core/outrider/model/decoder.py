@@ -22,6 +22,7 @@ from outrider.model.pending import Pending, add_rms_norm
 from outrider.model.products import Weight, linear
 from outrider.model.ranks import ModelRanks
 from outrider.model.recurrent import commit_states
+from outrider.model.rope import query_scales
 from outrider.model.rotary import make_rotary
 from outrider.model.shapes import decoder_shape
 
@@ -85,6 +86,8 @@ class Decoder(LanguageModel):
             raise ConfigError(f"there are no layers {missing} to capture, the decoder has {len(self._layers)}")
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
         residual = self._embed_inputs(inputs)
+        if self.config.rope.query_beta:
+            inputs = replace(inputs, query_scales=query_scales(self.config.rope, inputs.positions).to(self.dtype))
         states: tuple[Tensor, ...] = ()
         if layers:
             width = residual.shape[1]

@@ -6,7 +6,7 @@ Letters: T tokens of text, N new tokens, H hidden size, A number of captured tar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -23,7 +23,7 @@ from outrider.model.products import Weight, linear
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DFlashWeights:
-    """Device tensors of a DFlash head. Embedding and output head are the target's."""
+    """Device tensors of a DFlash head."""
 
     fusion: Weight
     """[H, A H]."""
@@ -33,6 +33,8 @@ class DFlashWeights:
     """Weight [H] of the final norm."""
     layers: tuple[LayerWeights, ...]
     """Layers with q and k norms."""
+    embedding: Tensor | None = None
+    """[V, H]. None means the target's."""
 
 
 class DFlashHead(BaseDraftHead):
@@ -43,8 +45,9 @@ class DFlashHead(BaseDraftHead):
     only.
 
     ``block_size`` counts the positions of a block, the last known token's included. The other positions hold ``mask_token``.
-    With ``causal``, a position attends only to earlier positions of the block. ``aux_hidden_state_layers`` are the target's
-    layers whose inputs the head reads.
+    In ``causal`` layers, one value for all or one for each, a position attends only to earlier positions of the block.
+    ``aux_hidden_state_layers`` are the target's layers whose inputs the head reads. ``head`` and ``ids`` are those of
+    :class:`BaseDraftHead`.
     """
 
     def __init__(
@@ -56,17 +59,20 @@ class DFlashHead(BaseDraftHead):
         block_size: int,
         mask_token: int,
         aux_hidden_state_layers: tuple[int, ...],
-        causal: bool = False,
+        causal: bool | tuple[bool, ...] = False,
+        head: Weight | None = None,
+        ids: Tensor | None = None,
     ) -> None:
-        super().__init__(config, target)
+        super().__init__(config, target, head=head, ids=ids)
         self.weights = weights
         self.block_size = block_size
         self.mask_token = mask_token
-        self.causal = causal
+        self._causal = (causal,) * config.num_layers if isinstance(causal, bool) else causal
         self.aux_hidden_state_layers = aux_hidden_state_layers
 
         self._layers = tuple(
-            DecoderLayer(config, layer, self.kernels, window=0, ranks=target.ranks) for layer in weights.layers
+            DecoderLayer(config, layer, self.kernels, window=window, ranks=target.ranks)
+            for layer, window in zip(weights.layers, config.windows, strict=True)
         )
 
     def write_text_cache(
@@ -95,17 +101,20 @@ class DFlashHead(BaseDraftHead):
         """Return the block's hidden states [N, H] after the final norm.
 
         ``inputs.slots`` follow the slots of the text, whose keys and values :meth:`write_text_cache` has written.
-        ``inputs.attention`` holds the mask of the blocks (:class:`~outrider.device.AttentionMetadata`).
+        ``inputs.attention`` holds a mask by which a block sees itself (:class:`~outrider.device.AttentionMetadata`).
         """
         kernels = self.kernels
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
-        residual = self.target.embed(inputs.tokens)
+        table = self.weights.embedding
+        residual = self.target.embed(inputs.tokens) if table is None else self.target.embed_from_table(inputs.tokens, table)
+        causal_inputs = replace(inputs, attention=replace(inputs.attention, tree_mask=None))
         pending: Pending | None = None
         self.target.begin_pass(inputs)
         for index, (layer, pages) in enumerate(zip(self._layers, cache.layers, strict=True)):
-            pending = layer.forward(pending, residual, inputs, cos_sin, pages)
-            if index == 0:
-                inputs = inputs.after_first_layer()  # take_in wrote the text's keys and values before the first layer
+            seen = causal_inputs if self._causal[index] else inputs
+            pending = layer.forward(pending, residual, seen, cos_sin, pages)
+            if index == 0:  # write_text_cache wrote the text's keys and values before the first layer
+                inputs, causal_inputs = inputs.after_first_layer(), causal_inputs.after_first_layer()
         assert pending is not None  # there is at least one layer
         return add_rms_norm(pending, residual, self.weights.norm, self.config.rms_eps, kernels)
 

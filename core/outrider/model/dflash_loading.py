@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ from outrider.errors import CheckpointError, shown
 from outrider.model.config import ModelConfig
 from outrider.model.config_fields import is_whole
 from outrider.model.dflash import DFlashHead, DFlashWeights
+from outrider.model.eagle3_config import ENVELOPE
 from outrider.model.files import open_checkpoint
-from outrider.model.head_loading import check_hidden_size, head_config
+from outrider.model.head_loading import check_hidden_size, head_config, read_draft_vocab_size, read_target_ids
 from outrider.model.language_model import LanguageModel
-from outrider.model.mapping import SINGLE_RANK, layer_targets, layer_weights
+from outrider.model.mapping import SINGLE_RANK, layer_targets, layer_weights, table_target
 from outrider.model.pieces import Piece, Target
 from outrider.model.quantization import QuantizedMode, read_quantization
 from outrider.model.reading import read_json
@@ -24,6 +25,8 @@ from outrider.model.shards import Shards
 from outrider.model.tensor_loading import Progress, check_tensors, load_tensors, loading_stream
 
 _MAX_BLOCK_SIZE = 64
+_AUX_LAYERS, _TARGET_LAYERS = ("aux_hidden_state_layer_ids", 0), ("target_layer_ids", 1)
+"""Keys of the target's layers, and the offset from each number to the layer whose input is meant."""
 
 
 def load_dflash(
@@ -37,17 +40,19 @@ def load_dflash(
 ) -> DFlashHead:
     """Load a DFlash head for ``target``.
 
-    The config is a Qwen3 config with ``block_size`` and ``dflash_config``. The tensors are ``fc``, ``hidden_norm``,
-    ``layers.i`` and ``norm``; embedding and output head are the target's. Arguments and errors follow :func:`load_eagle`. A
-    :class:`CheckpointError` names each unsupported feature: positions that predict the next token (``sample_from_anchor``),
-    sliding-window layers, target layers that don't exist, and tensors of other drafters.
+    The config is a Qwen3 config with ``block_size`` and ``dflash_config``, or the envelope of the library speculators. The
+    tensors are ``fc``, ``hidden_norm``, ``layers.i`` and ``norm``; embedding and output head are the target's unless the head
+    has ``embed_tokens`` or ``lm_head``, the latter over a draft vocabulary with ``d2t``. Arguments and errors follow
+    :func:`load_eagle`. A :class:`CheckpointError` names each unsupported feature: positions that predict the next token
+    (``sample_from_anchor``), target layers that don't exist, and tensors of other drafters.
     """
     directory = Path(directory)
     file = directory / "config.json"
     files = open_checkpoint(directory)
-    config = head_config(directory, target, dtype, files.tensors, "layers.0")
     raw = read_json(file)
-    options = raw.get("dflash_config")
+    is_envelope = ENVELOPE in raw
+    config = head_config(directory, target, dtype, files.tensors, "layers.0", part=ENVELOPE if is_envelope else None)
+    options = raw if is_envelope else raw.get("dflash_config")
     if not isinstance(options, dict):
         raise CheckpointError(
             f"{file}: dflash_config is {shown(options)}, expected mask_token_id and target_layer_ids; a head of another kind "
@@ -56,11 +61,13 @@ def load_dflash(
     check_hidden_size(directory, config, target)
     if not config.qk_norm:
         raise CheckpointError(f"{file}: model_type is {config.family!r}, expected 'qwen3', whose layers norm q and k")
-    if any(config.windows):
+    anchored = raw.get("sample_from_anchor", options.get("sample_from_anchor"))
+    if is_envelope and anchored is None:
         raise CheckpointError(
-            f"{file}: the head has sliding layers (layer_types), which aren't supported; expected full ones"
+            f"{file}: sample_from_anchor is missing, and readers of {ENVELOPE} take its absence both ways; add what the head "
+            "was trained with, true or false"
         )
-    if raw.get("sample_from_anchor", options.get("sample_from_anchor")):
+    if anchored:
         raise CheckpointError(
             f"{file}: sample_from_anchor is true: each position predicts the token after its own, which isn't supported; "
             "expected positions that predict their own token"
@@ -72,14 +79,14 @@ def load_dflash(
         )
     mask = options.get("mask_token_id")
     if not is_whole(mask, 0, config.vocab_size - 1):
-        raise CheckpointError(
-            f"{file}: dflash_config.mask_token_id is {shown(mask)}, expected a token from 0 to {config.vocab_size - 1}"
-        )
-    layers = _layers(file, options.get("target_layer_ids"), target.config.num_layers)
+        raise CheckpointError(f"{file}: mask_token_id is {shown(mask)}, expected a token from 0 to {config.vocab_size - 1}")
+    layers = _layers(file, options, _AUX_LAYERS if is_envelope else _TARGET_LAYERS, target.config.num_layers)
+    draft_vocab = read_draft_vocab_size(file, raw, config)
     quantization = read_quantization(directory, mode=quantized)
-    unsharded_targets = dflash_targets(config, len(layers))
-    check_tensors(files, unsharded_targets, optional=set(), quantization=quantization, backend=backend)
-    targets = dflash_targets(config, len(layers), target.shards)
+    unsharded_targets = dflash_targets(config, len(layers), draft_vocab=draft_vocab, present=files.tensors)
+    check_tensors(files, unsharded_targets, optional={"d2t", "t2d"}, quantization=quantization, backend=backend)
+    ids = read_target_ids(files, draft_vocab, config.vocab_size)
+    targets = dflash_targets(config, len(layers), target.shards, draft_vocab=draft_vocab, present=files.tensors)
     config = target.shards.local(config, str(directory))
     with loading_stream(backend, dtype) as stream:
         weights = load_tensors(
@@ -92,28 +99,55 @@ def load_dflash(
             block_size=block_size,
             mask_token=mask,
             aux_hidden_state_layers=layers,
-            causal=bool(raw.get("is_causal", options.get("causal"))),
+            causal=_causal(raw, options, config),
+            head=weights.get("head"),
+            ids=None if ids is None else ids.to(backend.device),
         )
 
 
-def _layers(file: Path, found: object, depth: int) -> tuple[int, ...]:
-    """Return the target's layers whose input is the output of the layers that the config lists."""
-    if not isinstance(found, list) or not found or not all(is_whole(each, -1, depth - 2) for each in found):
+def _causal(raw: Mapping[str, Any], options: Mapping[str, Any], config: ModelConfig) -> tuple[bool, ...]:
+    """Return for each layer whether a position sees only earlier ones of its block: by default in sliding layers."""
+    said = raw.get("is_causal", options.get("causal"))
+    if said is None and raw.get("sliding_window_non_causal"):
+        said = False
+    return tuple(window > 0 if said is None else bool(said) for window in config.windows)
+
+
+def _layers(file: Path, options: Mapping[str, Any], named: tuple[str, int], depth: int) -> tuple[int, ...]:
+    """Return the target's layers whose inputs the head reads."""
+    key, offset = named
+    found = options.get(key)
+    if not isinstance(found, list) or not found or not all(is_whole(each, -offset, depth - 1 - offset) for each in found):
         raise CheckpointError(
-            f"{file}: dflash_config.target_layer_ids is {shown(found)}, expected layers of the target whose output another "
-            f"layer reads: from -1 (its embedding) to {depth - 2}, of {depth}"
+            f"{file}: {key} is {shown(found)}, expected layers of the target with another one after it: from "
+            f"{-offset} to {depth - 1 - offset}"
         )
-    return tuple(each + 1 for each in found)
+    return tuple(each + offset for each in found)
 
 
-def dflash_targets(config: ModelConfig, num_captured: int, shards: Shards = SINGLE_RANK) -> list[Target]:
-    """Return the weights of a head that reads the outputs of ``num_captured`` target layers."""
+def dflash_targets(
+    config: ModelConfig,
+    num_captured: int,
+    shards: Shards = SINGLE_RANK,
+    *,
+    draft_vocab: int | None = None,
+    present: Container[str] = (),
+) -> list[Target]:
+    """Return the weights of a head that reads the outputs of ``num_captured`` target layers.
+
+    ``draft_vocab`` is the number of tokens that it drafts, by default the vocabulary. ``present`` holds the checkpoint's
+    tensor names, for optional tensors.
+    """
     hidden = config.hidden_size
     targets = [
         Target("fusion", (Piece("fc.weight", (hidden, num_captured * hidden)),)),
         Target("hidden_norm", (Piece("hidden_norm.weight", (hidden,)),)),
         Target("norm", (Piece("norm.weight", (hidden,)),)),
     ]
+    if "embed_tokens.weight" in present:
+        targets.append(table_target("embedding", "embed_tokens.weight", config.vocab_size, hidden, shards))
+    if "lm_head.weight" in present or draft_vocab not in (None, config.vocab_size):
+        targets.append(table_target("head", "lm_head.weight", draft_vocab or config.vocab_size, hidden, shards))
     for index in range(config.num_layers):
         targets += layer_targets(config, f"layers.{index}", f"layers.{index}", shards=shards)
     return targets
@@ -125,5 +159,6 @@ def dflash_weights(config: ModelConfig, weights: Mapping[str, Any]) -> DFlashWei
         fusion=weights["fusion"],
         hidden_norm=weights["hidden_norm"],
         norm=weights["norm"],
+        embedding=weights.get("embedding"),
         layers=tuple(layer_weights(weights, f"layers.{index}") for index in range(config.num_layers)),
     )

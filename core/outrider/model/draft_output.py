@@ -12,6 +12,7 @@ import io
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from outrider.model.reading import JSON_LIMIT, present, read_bytes, wrap_read_er
 from outrider.model.shards import Shard
 from outrider.model.tensor_loading import loading_stream
 
+OutputFormat = Literal["fp8", "int8", "int4"]
 OUTPUT_FORMATS = tuple(ROUND_BY_FORMAT)
 """Quantized formats of the copied head."""
 _FILE_SUFFIXES = (".json", ".pt")

@@ -5,7 +5,7 @@ Letters: T new tokens, N rows of logits, H hidden size, V vocabulary, Vd draft v
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from torch import Tensor
 from outrider.device import QuantizedWeight
 from outrider.model.cache import KVCache
 from outrider.model.config import ModelConfig
-from outrider.model.decoder import Decoder
 from outrider.model.draft_head import BaseDraftHead
 from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel
@@ -33,8 +32,6 @@ class EagleWeights:
     embedding: Tensor
     """[V, H]. The head's own copy, or the target's tensor if the checkpoint has none."""
     layers: tuple[LayerWeights, ...]
-    head: Weight | None = None
-    """The head's own output head [V, H], or None for the target's."""
 
 
 class EagleHead(BaseDraftHead):
@@ -47,40 +44,15 @@ class EagleHead(BaseDraftHead):
 
     reads_hidden = True
 
-    def __init__(self, config: ModelConfig, weights: EagleWeights, target: LanguageModel) -> None:
-        super().__init__(config, target)
+    def __init__(
+        self, config: ModelConfig, weights: EagleWeights, target: LanguageModel, *, head: Weight | None = None
+    ) -> None:
+        super().__init__(config, target, head=head)
         self.weights = weights
         self._layers = tuple(
             DecoderLayer(config, layer, self.kernels, window=window, ranks=target.ranks)
             for layer, window in zip(weights.layers, config.windows, strict=True)
         )
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """Vd, the number of tokens that the output head covers."""
-        return self.target.output_size if self.weights.head is None else self.config.vocab_size
-
-    @property
-    def target_ids(self) -> Tensor | None:
-        """int64 [Vd] target token of each draft token, or None if both vocabularies are the same."""
-        return self.target.output_ids if self.weights.head is None else None
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return draft logits [N, Vd] of ``hidden`` [N, H]."""
-        if self.weights.head is None:
-            return self.target.logits(hidden)
-        return self.target.gather_logits(linear(self.kernels, hidden, self.weights.head), self.draft_vocab_size)
-
-    def share_output_head(self, target: LanguageModel) -> bool:
-        """Use the target's output head if the head's own one is a copy of ``target``'s. Return False if it differs."""
-        own = self.weights.head
-        if own is None:
-            return True
-        other = target.weights.head if isinstance(target, Decoder) else None
-        if not (isinstance(own, Tensor) and isinstance(other, Tensor) and torch.equal(own, other)):
-            return False
-        self.weights = replace(self.weights, head=None)
-        return True
 
     def condition(self, final: Tensor | None, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
         """Return the target's final hidden states [T, H], which the head reads."""

@@ -80,7 +80,7 @@ class Eagle3Head(BaseDraftHead):
         norm_before_residual: bool = False,
         norm_output: bool = False,
     ) -> None:
-        super().__init__(config, target)
+        super().__init__(config, target, head=weights.head, ids=weights.target_ids)
         self.weights = weights
         self.aux_hidden_state_layers = aux_hidden_state_layers
         self.reads_hidden = not aux_hidden_state_layers
@@ -91,17 +91,6 @@ class Eagle3Head(BaseDraftHead):
             DecoderLayer(config, layer, self.kernels, window=window, ranks=target.ranks)
             for layer, window in zip(weights.later, config.windows[1:], strict=True)
         )
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """Vd, the number of tokens in the draft vocabulary."""
-        ids = self.weights.target_ids
-        return self.config.vocab_size if ids is None else ids.shape[0]
-
-    @property
-    def target_ids(self) -> Tensor | None:
-        """int64 [Vd] target token of each draft token, or None if both vocabularies are the same."""
-        return self.weights.target_ids
 
     def condition(self, final: Tensor | None, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
         """Fuse ``aux_hidden_states`` of the target into the state [T, H] that the head reads, or return ``final``."""
@@ -140,6 +129,4 @@ class Eagle3Head(BaseDraftHead):
         normed = hidden
         if not self._norm_output:
             normed = self.kernels.rms_norm(hidden, self.weights.norm, self.config.rms_eps)
-        if self.weights.head is None:
-            return self.target.logits(normed)
-        return self.target.gather_logits(linear(self.kernels, normed, self.weights.head), self.draft_vocab_size)
+        return super().logits(normed)

@@ -26,6 +26,8 @@ from outrider.model.bulk import Extent
 from outrider.model.pieces import TensorSlice
 from outrider.model.reading import EXPECTED_CHECKPOINT, JSON_LIMIT, present, read_json, regular_size, wrap_read_errors
 
+GGUF_LIST = "gguf.json"
+"""File of an unpacked GGUF checkpoint that lists the GGUF files."""
 _SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 _FETCH_AGAIN = "if it's truncated or corrupt, fetch it again"
 _MAX_SHARDS = 4096
@@ -212,6 +214,10 @@ def open_checkpoint(directory: Path) -> CheckpointFiles:
     Raises :class:`CheckpointError` if the directory or its tensor files are missing, if a file is truncated or corrupt, if a
     shard is missing, or if the index and the files disagree.
     """
+    if present(directory / GGUF_LIST):
+        from outrider.model.gguf_checkpoint import open_gguf  # imports this module
+
+        return open_gguf(directory)
     for single in _SINGLE_FILES:
         index = directory / f"{single}.index.json"
         if present(index):

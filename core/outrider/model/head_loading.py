@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
@@ -55,7 +55,8 @@ def load_eagle(
         weights = load_tensors(
             files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress, quantization=quantization
         )
-        return EagleHead(config, eagle_weights(config, weights, embedding=target.embedding), target)
+        record = eagle_weights(config, weights, embedding=target.embedding)
+        return EagleHead(config, record, target, head=weights.get("head"))
 
 
 def load_eagle3(
@@ -168,13 +169,7 @@ def check_eagle3(
     width = raw.get("target_hidden_size")
     if width is not None and width != target.config.hidden_size:
         raise _wrong_target(directory, "target_hidden_size", width, target.config.hidden_size)
-    draft_vocab = raw.get("draft_vocab_size")
-    draft_vocab = config.vocab_size if draft_vocab is None else draft_vocab
-    if not is_whole(draft_vocab, 1, config.vocab_size):
-        raise CheckpointError(
-            f"{directory / 'config.json'}: draft_vocab_size is {shown(draft_vocab)}, expected a whole number from 1 to the "
-            f"vocab_size {config.vocab_size}"
-        )
+    draft_vocab = read_draft_vocab_size(file, raw, config)
     extra_targets = () if more is None else more(files, len(options.layers) * target.config.hidden_size)
     unsharded_targets = [*eagle3_targets(config, target.config, options, draft_vocab, files.tensors), *extra_targets]
     quantization = read_quantization(directory, mode=quantized)
@@ -187,7 +182,7 @@ def check_eagle3(
         files=files,
         quantization=quantization,
         draft_vocab=draft_vocab,
-        target_ids=_target_ids(files, draft_vocab, config.vocab_size),
+        target_ids=read_target_ids(files, draft_vocab, config.vocab_size),
         more=extra_targets,
     )
 
@@ -290,7 +285,19 @@ def _head_rope(directory: Path, head: ModelConfig, target: ModelConfig) -> RopeC
     return replace(head.rope, sections=sections)
 
 
-def _target_ids(files: CheckpointFiles, draft_vocab: int, vocab: int) -> Tensor | None:
+def read_draft_vocab_size(file: Path, raw: Mapping[str, object], config: ModelConfig) -> int:
+    """Return the number of tokens that a head drafts, by default the whole vocabulary."""
+    draft_vocab = raw.get("draft_vocab_size")
+    draft_vocab = config.vocab_size if draft_vocab is None else draft_vocab
+    if not is_whole(draft_vocab, 1, config.vocab_size):
+        raise CheckpointError(
+            f"{file}: draft_vocab_size is {shown(draft_vocab)}, expected a whole number from 1 to the vocab_size "
+            f"{config.vocab_size}"
+        )
+    return draft_vocab
+
+
+def read_target_ids(files: CheckpointFiles, draft_vocab: int, vocab: int) -> Tensor | None:
     """Return the target's token of each draft token. ``d2t`` holds the offset of each."""
     if "d2t" not in files.tensors:
         if draft_vocab != vocab:

@@ -42,7 +42,6 @@ def eagle_weights(config: ModelConfig, weights: Mapping[str, Any], *, embedding:
         fusion=weights["fusion"],
         fusion_bias=weights.get("fusion_bias"),
         embedding=weights.get("embedding", embedding),
-        head=weights.get("head"),
         layers=tuple(layer_weights(weights, f"layers.{index}") for index in range(config.num_layers)),
     )
 

@@ -96,6 +96,8 @@ class ForwardInput:
 
     states: StateInput | None = None
     """Required by models with recurrent layers."""
+    query_scales: Tensor | None = None
+    """[T, 1, 1] in the model's dtype: factors of the queries of each token; None means 1. The decoder sets them."""
 
     @property
     def whole(self) -> ForwardInput:

@@ -322,6 +322,8 @@ class DecoderLayer:
         """Attend with ``q`` [T, Hq, D] to the cache. Return the pending contribution of the kept rows, multiplied by the
         sigmoid of ``gate`` [T, Hq D] before the output product.
         """
+        if inputs.query_scales is not None:
+            q = q * inputs.query_scales
         weights, q = self._weights, inputs.select_rows(q, self._kernels)
         attention = inputs.attention if inputs.kept is None else inputs.kept.attention
         if self._can_defer_attention and isinstance(weights.output, QuantizedWeight):

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from outrider.errors import CheckpointError, shown
+from outrider.model.gguf_checkpoint import unpack_gguf
 from outrider.model.reading import describe, present
 
 _REPOSITORY_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@[\w./-]{1,200})?")
@@ -29,7 +30,7 @@ _TAKE_ORIGINAL = "take the repository that has config.json and model.safetensors
 _CONVERT_FIRST = "load it with the library that wrote it and save it with transformers' save_pretrained"
 _OTHER_FORMATS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "*.gguf": ("GGUF weights of llama.cpp", _TAKE_ORIGINAL + "; most GGUF files name the one that they were made from"),
+        "*.gguf": ("a GGUF file of llama.cpp", "give the file itself: --model FILE.gguf, or owner/name:FILE.gguf"),
         "*.ggml": ("GGML weights of llama.cpp", _TAKE_ORIGINAL),
         "consolidated*.pth": ("weights as Meta publishes them", _TAKE_ORIGINAL),
         "consolidated*.safetensors": ("weights as Mistral publishes them", _TAKE_ORIGINAL),
@@ -61,15 +62,30 @@ def find_checkpoint(name_or_path: str | Path, *, code: bool = False) -> Path:
     """
     path = Path(name_or_path)
     if present(path):
+        if path.is_file() and path.suffix.lower() == ".gguf":
+            return unpack_gguf(path)
         if path.is_file():
             refuse_other_formats(path.parent, path.name)
             raise CheckpointError(f"{path}: is a file; expected a directory with config.json and the tensor files")
         refuse_other_formats(path)
         return path
     name = str(name_or_path)
+    repository, _, file = name.partition(":")
+    if file.lower().endswith(".gguf") and _REPOSITORY_NAME.fullmatch(repository):
+        return unpack_gguf(_fetch_file(repository, file))
     if not _REPOSITORY_NAME.fullmatch(name):
         return path  # the reader reports the missing file
     return _snapshot(name, code)
+
+
+def _fetch_file(spec: str, file: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    name, _, revision = spec.partition("@")
+    try:
+        return Path(hf_hub_download(name, file, revision=revision or None))
+    except Exception as error:  # its network stack raises many kinds
+        raise CheckpointError(f"{spec}: the Hub's file {shown(file)} can't be had: {describe(error)}") from error
 
 
 def _snapshot(spec: str, code: bool) -> Path:

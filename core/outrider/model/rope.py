@@ -18,11 +18,11 @@ class RopeConfig:
     """Parameters of the rotary position embedding. Only the fields of ``kind`` have an effect."""
 
     kind: str = "default"
-    """``default``, ``linear``, ``dynamic``, ``llama3`` or ``yarn``."""
+    """``default``, ``linear``, ``dynamic``, ``llama3``, ``longrope`` or ``yarn``."""
     theta: float = 10000.0
     factor: float = 1.0
     original_context: int = 0
-    """Context length of pretraining, before any scaling, in tokens (``dynamic``, ``llama3``, ``yarn``)."""
+    """Context length of pretraining, before any scaling, in tokens (all kinds but ``default`` and ``linear``)."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
@@ -33,6 +33,12 @@ class RopeConfig:
     truncate: bool = True
     rotated_share: float = 1.0
     """Share of a head's dimensions that are rotated, the first ones."""
+    short_factors: tuple[float, ...] = ()
+    """Divisors of the D/2 frequencies up to the original context (``longrope``)."""
+    long_factors: tuple[float, ...] = ()
+    """Divisors of the D/2 frequencies beyond the original context (``longrope``)."""
+    query_beta: float = 0.0
+    """Queries at position p are multiplied by 1 + ``query_beta`` ln(1 + floor(p / ``original_context``)) (Llama 4)."""
     sections: tuple[int, ...] = ()
     """If not empty, positions have three axes (time, height, width). Each axis has that many of the D/2 frequencies, in order
     (Qwen2-VL's mrope).
@@ -45,7 +51,7 @@ class RopeConfig:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"rope: {name} is {value}, expected a positive number")
-        if self.kind in ("dynamic", "llama3", "yarn") and self.original_context <= 0:
+        if (self.kind in _NEED_ORIGINAL_CONTEXT or self.query_beta) and self.original_context <= 0:
             raise ConfigError(f"rope of kind {self.kind!r}: original_context is {self.original_context}, expected > 0")
         if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise ConfigError(
@@ -56,8 +62,8 @@ class RopeConfig:
             raise ConfigError(f"rope: partial_rotary_factor is {self.rotated_share}, expected above 0 and at most 1")
         if self.sections and len(self.sections) != 3:
             raise ConfigError(f"rope: sections are {self.sections}, expected three: time, height, width")
-        if self.sections and self.kind == "dynamic":
-            raise ConfigError("rope: dynamic scaling together with sections isn't supported")
+        if self.sections and self.depends_on_length:
+            raise ConfigError(f"rope: scaling of kind {self.kind!r} together with sections isn't supported")
 
     def rotated_size(self, head_size: int) -> int:
         """Return the number of dimensions of a head that are rotated."""
@@ -68,21 +74,30 @@ class RopeConfig:
         """Number of position axes: 3 for mrope, else 1."""
         return 3 if self.sections else 1
 
+    @property
+    def depends_on_length(self) -> bool:
+        """True if the angles of a token depend on the length of its prompt too."""
+        return self.kind in ("dynamic", "longrope")
+
     def sharing_key(self, prompt_length: int) -> int:
         """Return a key that must be equal for two prompts that share the cached keys of a common prefix.
 
-        The key is 0 unless the rope is dynamic and the prompt exceeds the original context. The prompt's length then changes
-        all of its angles.
+        The key is 0 unless the rope depends on the length and the prompt exceeds the original context. All angles of the
+        prompt then follow its length (dynamic), or the other list of factors (longrope).
         """
-        return prompt_length if self.kind == "dynamic" and prompt_length > self.original_context else 0
+        if not self.depends_on_length or prompt_length <= self.original_context:
+            return 0
+        return prompt_length if self.kind == "dynamic" else 1
 
     @property
     def amplitude(self) -> float:
-        """Factor of the cosines and sines: yarn's attention temperature (Peng et al. 2023), else 1."""
-        if self.kind != "yarn":
+        """Factor of the cosines and sines: the attention temperature of yarn (Peng et al. 2023) and longrope, else 1."""
+        if self.kind not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
             return self.attention_factor
+        if self.kind == "longrope":
+            return math.sqrt(1 + math.log(max(self.factor, 1.0)) / math.log(self.original_context))
         if self.mscale and self.mscale_all_dim:
             return _yarn_mscale(self.factor, self.mscale) / _yarn_mscale(self.factor, self.mscale_all_dim)
         return _yarn_mscale(self.factor, 1.0)
@@ -91,6 +106,22 @@ class RopeConfig:
 def inverse_frequencies(rope: RopeConfig, head_size: int) -> Tensor:
     """Return the angle per position of each frequency, float32 [Dr/2] for Dr rotated dimensions, on the host."""
     return _FREQUENCIES[rope.kind](rope, rope.rotated_size(head_size))
+
+
+def long_frequencies(rope: RopeConfig, head_size: int) -> Tensor:
+    """Return the angle per position of each frequency of a longrope beyond its original context, float32 [D/2], on the
+    host.
+    """
+    return _default(rope, rope.rotated_size(head_size)) / torch.tensor(rope.long_factors, dtype=torch.float32, device="cpu")
+
+
+def query_scales(rope: RopeConfig, positions: Tensor) -> Tensor:
+    """Return the factor of the queries at ``positions`` int64 [T], float32 [T, 1, 1]."""
+    return (1 + rope.query_beta * torch.log(1 + torch.floor(positions / rope.original_context))).view(-1, 1, 1)
+
+
+def _short(rope: RopeConfig, head_size: int) -> Tensor:
+    return _default(rope, head_size) / torch.tensor(rope.short_factors, dtype=torch.float32, device="cpu")
 
 
 def _default(rope: RopeConfig, head_size: int) -> Tensor:
@@ -137,8 +168,9 @@ def _yarn_mscale(factor: float, mscale: float) -> float:
 
 
 _FREQUENCIES: Mapping[str, Callable[[RopeConfig, int], Tensor]] = MappingProxyType(
-    # Dynamic: the frequencies up to the original context. Beyond it they depend on the sequence's length.
-    {"default": _default, "linear": _linear, "dynamic": _default, "llama3": _llama3, "yarn": _yarn}
+    # Dynamic, longrope: the frequencies up to the original context. Beyond it they depend on the sequence's length.
+    {"default": _default, "linear": _linear, "dynamic": _default, "llama3": _llama3, "longrope": _short, "yarn": _yarn}
 )
+_NEED_ORIGINAL_CONTEXT = ("dynamic", "llama3", "longrope", "yarn")
 ROPE_KINDS = tuple(sorted(_FREQUENCIES))
 """Rope types that a config may name."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import KernelSet
-from outrider.model.rope import RopeConfig, inverse_frequencies
+from outrider.model.rope import RopeConfig, inverse_frequencies, long_frequencies
 
 DRAFT_MARGIN = 256
 """Table positions beyond the context. Drafts past the end are never accepted, but must be finite and inside the table."""
@@ -32,8 +32,9 @@ def make_rotary(
     """Return the angles of ``rope`` for positions below ``positions``, with results in ``dtype`` on ``device``."""
     if rope.sections:
         return _MropeRotary(rope, head_size, dtype, device)
-    if rope.kind == "dynamic":
-        return _DynamicRotary(rope, head_size, dtype, device)
+    if rope.depends_on_length:
+        kind = _DynamicRotary if rope.kind == "dynamic" else _LongRotary
+        return kind(rope, head_size, dtype, device)
     rows = positions + DRAFT_MARGIN
     if rows * 2 * rope.rotated_size(head_size) * dtype.itemsize > _MAX_TABLE_BYTES:
         return _OnTheFlyRotary(rope, head_size, dtype, device)
@@ -113,6 +114,25 @@ class _DynamicRotary(Rotary):
         base = rope.theta * (rope.factor * lens / rope.original_context - (rope.factor - 1)) ** self._power
         angles = positions.unsqueeze(1).to(torch.float32) * (1.0 / base**self._exponent)
         return _cos_sin(angles, rope.amplitude, self._dtype)
+
+
+class _LongRotary(Rotary):
+    """Longrope: past the original context the frequencies have other factors.
+
+    All chunks of a prompt are rotated by the factors for the whole prompt's length, each later token by those for its own
+    length, as :class:`_DynamicRotary` explains.
+    """
+
+    def __init__(self, rope: RopeConfig, head_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._rope, self._dtype = rope, dtype
+        self._short = inverse_frequencies(rope, head_size).to(device)
+        self._long = long_frequencies(rope, head_size).to(device)
+
+    def gather(self, positions: Tensor, prompt_lens: Tensor | None) -> tuple[Tensor, Tensor]:
+        lens = positions + 1 if prompt_lens is None else torch.maximum(positions + 1, prompt_lens)
+        is_long = (lens > self._rope.original_context).unsqueeze(1)
+        angles = positions.unsqueeze(1).to(torch.float32) * torch.where(is_long, self._long, self._short)
+        return _cos_sin(angles, self._rope.amplitude, self._dtype)
 
 
 def _cos_sin(angles: Tensor, amplitude: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from functools import partial
+import re
+from collections.abc import Callable, Collection, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,9 @@ _CONFIG_FILE, _ADDED_TOKENS_FILE = "tokenizer_config.json", "added_tokens.json"
 _ADDED_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 _LEGACY_FILES = ("tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt")
 _MAX_GROWTH = 10_000
+_CONTEXT_TOKENS = 16
+"""Number of tokens of a prompt that decide how the text after the prompt begins."""
+_LONG_TEXT = 4096  # characters from which encode releases Python's global lock, which takes some microseconds
 _MAX_FILE_BYTES = 256 << 20  # a vocabulary of a quarter million tokens has thirty million bytes
 
 
@@ -45,6 +48,9 @@ class Tokenizer:
         self._byte_level = _has_decoder(parts.get("decoder"), "ByteLevel")
         self._spaced = self._byte_fallback or _has_decoder(parts.get("decoder"), "Metaspace")
         self._added = frozenset(int(each["id"]) for each in parts.get("added_tokens") or ())
+        self._special = frozenset(
+            int(token) for token, added in self._tokenizer.get_added_tokens_decoder().items() if added.special
+        )
         self._alphabet = _byte_alphabet() if self._byte_level else {}
 
     @classmethod
@@ -89,12 +95,20 @@ class Tokenizer:
             except UnicodeEncodeError as error:
                 raise RequestError(f"the text has half a character at {error.start} (a lone surrogate)") from error
         with wrap_read_errors(self.origin, "a tokenizer"):
-            return list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
+            if len(text) < _LONG_TEXT:
+                return list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
+            # Other threads run meanwhile: of tokenizers' functions only those for batches release Python's global lock.
+            return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids)
 
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
         """Return the text of ``ids``. Unknown ids are skipped, and special tokens unless ``special_tokens`` is true."""
         with wrap_read_errors(self.origin, "a tokenizer"):
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special_tokens))
+
+    def spelled_in(self, text: str) -> tuple[int, ...]:
+        """Return the special tokens whose spelling is in ``text``, also as a regular expression."""
+        special = [(token, str(self._tokenizer.id_to_token(token))) for token in sorted(self.special_tokens)]
+        return tuple(token for token, spelling in special if spelling in text or re.escape(spelling) in text)
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its spelling, or None."""
@@ -120,7 +134,7 @@ class Tokenizer:
     @property
     def special_tokens(self) -> frozenset[int]:
         """Ids of special tokens, which have no text."""
-        return frozenset(int(i) for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special)
+        return self._special
 
     def token_bytes(self, vocabulary: int) -> list[bytes]:
         """Return the bytes that each token of a model's ``vocabulary`` adds to a text.
@@ -135,10 +149,28 @@ class Tokenizer:
         special = self.special_tokens
         return [b"" if token in special else self.bytes_of(token) for token in range(vocabulary)]
 
-    def stream(self, *, special_tokens: bool = False) -> StreamDecoder:
-        """Return a decoder for one stream of tokens. Special tokens have text only if ``special_tokens`` is true."""
-        decode = partial(self.decode, special_tokens=True) if special_tokens else self.decode
-        return StreamDecoder(decode, self._continues if self._byte_fallback else None)
+    def stream(self, *, spelled: Collection[int] = (), prompt: Sequence[int] = ()) -> StreamDecoder:
+        """Return a decoder for one stream of tokens. Of special tokens only those in ``spelled`` have text.
+
+        The text continues that of the ``prompt`` tokens, unless a special token ends the prompt, which begins a new text.
+        """
+        hidden = self.special_tokens.difference(spelled)
+
+        def decode_spelled(ids: Sequence[int]) -> str:
+            return self.decode([token for token in ids if token not in hidden], special_tokens=True)
+
+        continues = self._continues if self._byte_fallback else None
+        context = self._context(prompt, continues) if prompt else ()
+        return StreamDecoder(decode_spelled if spelled else self.decode, continues, context)
+
+    def _context(self, prompt: Sequence[int], continues: Callable[[int], bool] | None) -> list[int]:
+        """Return the last tokens of ``prompt``, after its last special token. They begin outside a run of bytes."""
+        special, start = self.special_tokens, max(len(prompt) - _CONTEXT_TOKENS, 0)
+        while continues is not None and start > 0 and continues(prompt[start]):
+            start -= 1
+        context = list(prompt[start:])
+        last_special = max((index for index, token in enumerate(context) if token in special), default=-1)
+        return context[last_special + 1 :]
 
     def _continues(self, token: int) -> bool:
         """Return True if the token is one byte of a run that is decoded as a whole (sentencepiece's byte fallback)."""

@@ -1,4 +1,4 @@
-"""HTTP server with OpenAI's API. The engine runs in a separate process.
+"""HTTP server with the APIs of OpenAI and Anthropic. The engine runs in a separate process.
 
 :func:`outrider.serve.app.create_app` creates the application. Its routes call :mod:`outrider.serve.service`. The command
 ``outrider serve`` is :mod:`outrider.serve.command`. Every module except the command needs the extra ``serve``. Importing this

@@ -10,6 +10,18 @@ from outrider.errors import one_line
 
 INVALID, SERVER, OVERLOADED = "invalid_request_error", "server_error", "rate_limit_error"
 """Values of the field ``type`` of an error response."""
+MESSAGES_PATH = "/v1/messages"
+"""Path of Anthropic's API, whose errors have Anthropic's form."""
+_MESSAGES_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Values of the field ``type`` in Anthropic's API, by status; other errors are ``invalid_request_error``."""
 
 
 class ApiError(Exception):
@@ -33,7 +45,7 @@ class ApiError(Exception):
         self.status = status
         self.message = one_line(message)
         self.kind = kind
-        self.param = param
+        self.param = None if param is None else one_line(param)
         self.code = code
         self.headers = dict(headers or {})
 
@@ -42,9 +54,15 @@ class ApiError(Exception):
         """The error object of the response body, as plain data for JSON."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
-    def encode(self) -> bytes:
-        """Return :attr:`body` as JSON in ASCII: a message may quote text that UTF-8 can't encode."""
-        return json.dumps(self.body).encode()
+    def encode(self, path: str = "") -> bytes:
+        """Return the error in the form of the API at ``path``, as JSON in ASCII: a message may quote half a character."""
+        return json.dumps(messages_error(self) if path.startswith(MESSAGES_PATH) else self.body).encode()
+
+
+def messages_error(error: ApiError) -> dict[str, Any]:
+    """Return the error object of Anthropic's API. It keeps ``param`` and ``code``."""
+    kind = _MESSAGES_KINDS.get(error.status, INVALID)
+    return {"type": "error", "error": {**error.body["error"], "type": kind}}
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import importlib.metadata
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from outrider.serve.optional_packages import require_serve
@@ -23,7 +24,7 @@ from outrider.serve.asgi_responses import DeferredResponse, EventStreamResponse 
 from outrider.serve.config import ServeConfig  # noqa: E402
 from outrider.serve.engine_client import EngineClient  # noqa: E402
 from outrider.serve.metrics import PROMETHEUS_CONTENT_TYPE  # noqa: E402
-from outrider.serve.prompt_builder import EnginePrompt, PromptBuilder, prompt_size  # noqa: E402
+from outrider.serve.prompt_builder import EnginePrompt, PromptBuilder, listed_prompts, prompt_size  # noqa: E402
 from outrider.serve.request_fields import ChatRequest, CompletionRequest, SamplingFields  # noqa: E402
 from outrider.serve.request_middleware import LOG_FIELDS_KEY, RequestMiddleware  # noqa: E402
 from outrider.serve.request_params import check_supported, format_guide, sampling_params  # noqa: E402
@@ -31,6 +32,9 @@ from outrider.serve.response_writer import ResponseWriter  # noqa: E402
 from outrider.serve.service import ServerState, Service  # noqa: E402
 from outrider.serve.tool_calls import RequestToolCalls  # noqa: E402
 from outrider.serve.tracing import RequestSpans  # noqa: E402
+from outrider.serve.translation.messages_route import add_messages_routes  # noqa: E402
+from outrider.serve.translation.responses_route import add_responses_routes  # noqa: E402
+from outrider.serve.translation.tokenize_route import add_tokenize_routes  # noqa: E402
 from outrider.serve.web_page import add_page  # noqa: E402
 
 _ERROR_SCHEMA = {
@@ -58,6 +62,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         408: "The body didn't arrive in time.",
         413: "The body is too large.",
         429: "The queue is full.",
+        431: "The headers are too many or too long.",
         500: "An internal error.",
         503: "The server is about to end.",
         504: "The request took too long.",
@@ -87,7 +92,9 @@ def create_app(
     app.state.service = service
     app.add_middleware(RequestMiddleware, service=service, spans=spans)
     if config.allow_origins:
-        app.add_middleware(CORSMiddleware, allow_origins=list(config.allow_origins), allow_methods=["*"], allow_headers=["*"])
+        exposed = ["x-request-id", "request-id", "retry-after"]
+        options: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": exposed}
+        app.add_middleware(CORSMiddleware, allow_origins=list(config.allow_origins), **options)
     _add_error_handlers(app)
     _add_status_routes(app, service, version)
     _add_model_routes(app, service)
@@ -97,20 +104,31 @@ def create_app(
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Generate a continuation of each prompt."""
         _check(service, body)
+        service.check_room(len(listed_prompts(body.prompt)) * (body.n or 1))
         prompts = await service.build_prompts(lambda: prompter.completion_prompts(body.prompt), size=prompt_size(body.prompt))
-        texts = [prompter.tokenizer.decode(prompt.tokens) for prompt in prompts] if body.echo else []
+        texts = prompter.prompt_texts(body.prompt) if body.echo else []
         echoed = [text for text in texts for _ in range(body.n or 1)]
-        return await _generate(service, request, body, prompts, body.max_tokens or 16, fingerprint, echoed=echoed)
+        writer = await _start(service, request, body, prompts, body.max_tokens or 16, fingerprint)
+        return _respond(service, body, writer, echoed)
 
     @app.post("/v1/chat/completions", responses=_RESPONSES, response_class=Response)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Generate the next message of a conversation."""
         _check(service, body)
-        calls = RequestToolCalls(body, prompter.response_template)
+        return _respond(service, body, await start_chat(body, request))
+
+    async def start_chat(body: ChatRequest, request: Request, *, clamp: bool = False) -> ResponseWriter:
+        service.check_room(body.n or 1)
+        calls = RequestToolCalls(body, prompter.answer_format)
         prompt = await service.build_prompts(lambda: prompter.chat(body), size=None)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        return await _generate(service, request, body, [prompt], max_tokens, fingerprint, calls=calls)
+        if clamp and max_tokens is not None:
+            max_tokens = min(max_tokens, max(1, engine.info.longest_request - prompt.length))
+        return await _start(service, request, body, [prompt], max_tokens, fingerprint, calls=calls)
 
+    add_responses_routes(app, service, start_chat, _RESPONSES)
+    add_messages_routes(app, service, start_chat, _RESPONSES)
+    add_tokenize_routes(app, service, _ERRORS)
     app.openapi = functools.partial(_openapi_schema, app, app.openapi)  # type: ignore[method-assign]
     return app
 
@@ -133,7 +151,7 @@ def _check(service: Service, body: SamplingFields) -> None:
     check_supported(body)
 
 
-async def _generate(
+async def _start(
     service: Service,
     request: Request,
     body: SamplingFields,
@@ -141,34 +159,42 @@ async def _generate(
     max_tokens: int | None,
     fingerprint: str,
     *,
-    echoed: Sequence[str] = (),
     calls: RequestToolCalls | None = None,
-) -> Response:
-    """Start the generation of a checked request and return its response, whole or streamed.
+) -> ResponseWriter:
+    """Start the generation of a checked request and return the writer of its response.
 
-    ``echoed`` has the prompt text of each choice that the response repeats. ``calls`` are the tool calls of a chat.
+    ``calls`` are the tool calls of a chat. The caller must close the writer's generation.
     """
-    info, config, n = service.engine.info, service.config, body.n or 1
-    guide = calls.guide if calls is not None and calls.guide is not None else format_guide(body)
+    info, n = service.engine.info, body.n or 1
+    guide = format_guide(body)
+    spelled: tuple[int, ...] = ()
+    if calls is not None:
+        calls.read_prompt(prompts[0].text)
+        guide, spelled = calls.guide, service.prompter.marker_tokens
     output_limits = [service.output_limit(prompt, max_tokens) for prompt in prompts]
-    params = [sampling_params(body, info, max_tokens=limit, guide=guide) for limit in output_limits]
+    params = [sampling_params(body, info, max_tokens=limit, guide=guide, spelled_tokens=spelled) for limit in output_limits]
     if n > 1 and params[0].n == 1:  # greedy samples are equal; the engine runs them as separate requests
         prompts = [prompt for prompt in prompts for _ in range(n)]
         params = [each for each in params for _ in range(n)]
     num_choices = sum(each.n for each in params)
     readers = [] if calls is None else [calls.create_reader(prompts[0].text) for _ in range(num_choices)]
-    special_tokens = calls is not None and calls.special_tokens
     pieces = body.stream_options is not None and body.stream_options.include_drafted
     priority = body.priority or 0
-    generation = await service.generate(prompts, params, priority=priority, special_tokens=special_tokens, pieces=pieces)
+    generation = await service.generate(prompts, params, priority=priority, pieces=pieces)
     generation.log_fields = request.scope[LOG_FIELDS_KEY]
     generation.log_fields["model"] = body.model
-    writer = ResponseWriter(body, generation, service.prompter.tokenizer, fingerprint=fingerprint, readers=readers)
+    return ResponseWriter(body, generation, service.prompter.tokenizer, fingerprint=fingerprint, readers=readers)
+
+
+def _respond(service: Service, body: SamplingFields, writer: ResponseWriter, echoed: Sequence[str] = ()) -> Response:
+    """Return the response of a started request, whole or streamed.
+
+    ``echoed`` has the prompt text of each choice that the response repeats.
+    """
+    close = writer.generation.close
     if body.stream:
-        return EventStreamResponse(
-            lambda: writer.write_chunks(echoed), close=generation.close, write_s=config.write_timeout_s
-        )
-    return DeferredResponse(lambda: writer.write_whole(echoed), close=generation.close)
+        return EventStreamResponse(lambda: writer.write_chunks(echoed), close=close, write_s=service.config.write_timeout_s)
+    return DeferredResponse(lambda: writer.write_whole(echoed), close=close)
 
 
 def _add_error_handlers(app: FastAPI) -> None:
@@ -177,7 +203,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
         request.scope[LOG_FIELDS_KEY]["error"] = error.message
-        return Response(error.encode(), error.status, error.headers, "application/json")
+        return Response(error.encode(request.url.path), error.status, error.headers, "application/json")
 
     @app.exception_handler(RequestValidationError)
     async def validation_error(request: Request, error: RequestValidationError) -> Response:
@@ -203,6 +229,7 @@ def invalid_fields(error: RequestValidationError) -> ApiError:
     fields = [part for part in location if part.isdigit() or (part.isidentifier() and part not in ("str", "int", "float"))]
     param = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in fields).lstrip(".") or None
     if kind == "extra_forbidden":
+        param = param or location[-1]  # the name may be any text
         return bad_request(f"Unknown parameter: {param!r}.", param, "unknown_parameter")
     if kind == "missing":
         message = f"you must provide {param}" if param else "the body is missing; send a JSON object"
@@ -241,7 +268,10 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
         return {
             "id": name,
             "object": "model",
+            "type": "model",
+            "display_name": name,
             "created": service.started,
+            "created_at": datetime.fromtimestamp(service.started, UTC).isoformat(),
             "owned_by": "outrider",
             "root": service.config.names[0],
             "max_model_len": service.engine.info.longest_request,
@@ -251,7 +281,9 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models", responses={401: _ERRORS[401]})
     async def models() -> dict[str, Any]:
         """List the model once for each of its names."""
-        return {"object": "list", "data": [model_entry(name) for name in service.config.names]}
+        names = service.config.names
+        paging = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return {"object": "list", "data": [model_entry(name) for name in names], **paging}
 
     @app.get("/v1/models/{name:path}", responses={401: _ERRORS[401], 404: _ERRORS[404]})
     async def one_model(name: str) -> dict[str, Any]:

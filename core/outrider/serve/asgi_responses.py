@@ -15,7 +15,7 @@ from outrider.serve.api_errors import ApiError
 _JSON_CONTENT_TYPE = b"application/json"
 _EVENTS_CONTENT_TYPE = b"text/event-stream; charset=utf-8"
 DONE_EVENT = b"data: [DONE]\n\n"
-"""The event that ends every stream."""
+"""The event that ends a stream of completions."""
 
 
 def encode_event(data: Mapping[str, Any]) -> bytes:
@@ -52,17 +52,25 @@ class EventStreamResponse(Response):
     """A response that streams the encoded events that ``work`` yields.
 
     If the client disconnects, or takes more than ``write_s`` seconds to read a piece, ``work`` is cancelled. ``close`` is
-    called once, after success, error or disconnection.
+    called once, after success, error or disconnection. ``end`` is the last event, which follows ``work`` and its errors.
     """
 
-    def __init__(self, work: Callable[[], AsyncIterator[bytes]], *, close: Callable[[], None], write_s: float) -> None:
+    def __init__(
+        self,
+        work: Callable[[], AsyncIterator[bytes]],
+        *,
+        close: Callable[[], None],
+        write_s: float,
+        end: bytes = DONE_EVENT,
+    ) -> None:
         super().__init__()
         self._work = work
         self._close = close
         self._write_s = write_s
+        self._end = end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events, then ``[DONE]``, or raise :class:`ClientGone`. An :class:`ApiError` is sent as an event."""
+        """Send the events, then the last one, or raise :class:`ClientGone`. An :class:`ApiError` is sent as an event."""
         del scope
         try:
             await _run_while_connected(receive, self._send_events(send))
@@ -81,7 +89,8 @@ class EventStreamResponse(Response):
                 await self._write(send, piece)
         except ApiError as error:
             await self._write(send, b"data: " + error.encode() + b"\n\n")
-        await self._write(send, DONE_EVENT)
+        if self._end:
+            await self._write(send, self._end)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _write(self, send: Send, piece: bytes) -> None:
@@ -92,9 +101,9 @@ class EventStreamResponse(Response):
             raise ClientGone(f"the client hasn't read for {self._write_s:g} s") from None
 
 
-async def send_error(send: Send, error: ApiError) -> None:
-    """Send ``error`` as the whole response: its status, its headers and its JSON body."""
-    await _send_whole(send, error.status, error.encode(), error.headers)
+async def send_error(send: Send, error: ApiError, path: str) -> None:
+    """Send ``error`` as the whole response of ``path``: its status, its headers and its JSON body."""
+    await _send_whole(send, error.status, error.encode(path), error.headers)
 
 
 async def _send_whole(send: Send, status: int, body: bytes, headers: Mapping[str, str]) -> None:

@@ -28,6 +28,8 @@ class ChoiceDelta:
     """Number of draft tokens that the engine verified in this iteration."""
     pieces: list[tuple[str, bool]] = field(default_factory=list)
     """Text of each token and whether the token was drafted. Empty unless the request asks for it."""
+    stopped_by: str | int | None = None
+    """The stop string or stop token of the request that ended the choice."""
 
     def followed_by(self, later: ChoiceDelta) -> ChoiceDelta:
         """Return one delta that has the content of this delta and then the content of ``later``, of the same choice."""
@@ -40,14 +42,15 @@ class ChoiceDelta:
             self.drafted + later.drafted,
             self.proposed + later.proposed,
             self.pieces + later.pieces,
+            later.stopped_by,
         )
 
 
 class ChoiceText:
     """A decoder of one choice: turns the token ids of its outputs into text, output by output.
 
-    With ``special_tokens`` the text includes the spelling of special tokens, which a tool-call parser needs. With ``pieces``
-    each delta has the text of each of its tokens. ``ends`` are the end-of-sequence tokens, which never have text.
+    With ``pieces`` each delta has the text of each of its tokens. The text continues that of the ``prompt`` tokens. ``ends``
+    are the end-of-sequence tokens, which never have text.
     """
 
     def __init__(
@@ -56,15 +59,15 @@ class ChoiceText:
         index: int,
         params: SamplingParams,
         *,
+        prompt: Sequence[int],
         ends: Collection[int],
-        special_tokens: bool = False,
         pieces: bool = False,
     ) -> None:
         self.index = index
         self._ends = ends
         # With stop strings the engine decodes the text itself, because it has to find them.
         self._text_from_engine = bool(params.stop)
-        self._decoder = tokenizer.stream(special_tokens=special_tokens)
+        self._decoder = tokenizer.stream(spelled=params.spelled_tokens, prompt=prompt)
         self._has_pieces = pieces
         self.finish_reason: str | None = None
 
@@ -89,6 +92,7 @@ class ChoiceText:
         delta = ChoiceDelta(
             self.index, text, output.tokens, output.logprobs, output.finish_reason, output.drafted, output.proposed
         )
+        delta.stopped_by = output.stopped_by
         if self._has_pieces:
             delta.pieces = [(piece, index < output.drafted) for index, piece in enumerate(pieces) if piece]
         return delta

@@ -6,8 +6,8 @@ import asyncio
 import functools
 import json
 import sys
-from collections.abc import Coroutine
-from dataclasses import dataclass
+from collections.abc import Collection, Coroutine
+from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.chat_options import ChatTemplateOption, read_template
-from outrider.cli.disaggregation import serve_decode, serve_prefill
+from outrider.cli.disaggregation import read_secret, serve_decode, serve_prefill
 from outrider.cli.engine_options import ServerOptions, with_options
 from outrider.cli.environment import api_keys_from_environment, spans_from_environment
 from outrider.cli.inputs import check_listening, read_utf8
@@ -25,6 +25,8 @@ from outrider.device.errors import ConfigError
 from outrider.serve.optional_packages import require_kv_events, require_serve
 
 if TYPE_CHECKING:
+    from outrider.engine.engine import Engine
+    from outrider.serve.engine_client import EngineClient
     from outrider.serve.engine_messages import EngineInfo
     from outrider.serve.prompt_builder import PromptBuilder
 
@@ -32,14 +34,24 @@ _SERVER = "Server"
 _DISAGGREGATION = "Prefill and decode in separate processes"
 _MAX_FILE_BYTES = 1 << 20
 _DEFAULT_PORTS = {"all": 8000, "prefill": 9500, "decode": 9600}
-_HTTP_OPTIONS = ("name", "allow_origin", "chat_template", "tool_format", "kv_events", "tensor_parallel")
+_HTTP_OPTIONS = ("name", "allow_origin", "chat_template", "tool_format", "reasoning_format", "kv_events", "tensor_parallel")
 _DISAGGREGATION_OPTIONS = ("prefill_server", "transport")
+_DECODE_SERVER_OPTIONS = ("decode_server", "decode_secret_file")
 _REFUSED_BY_ROLE = {
     "all": _DISAGGREGATION_OPTIONS,
-    "prefill": (*_HTTP_OPTIONS, "data_parallel", "prefill_server", "through_transformers", "trust_remote_code"),
-    "decode": (*_HTTP_OPTIONS, "through_transformers", "trust_remote_code"),
+    "prefill": (
+        *_HTTP_OPTIONS,
+        *_DECODE_SERVER_OPTIONS,
+        "data_parallel",
+        "prefill_server",
+        "through_transformers",
+        "trust_remote_code",
+    ),
+    "decode": (*_HTTP_OPTIONS, *_DECODE_SERVER_OPTIONS, "through_transformers", "trust_remote_code"),
 }
 """Parameters of :func:`serve` that have no effect with a role. Passing such an option is an error."""
+_NO_LOCAL_ENGINE_OPTIONS = {"kv_events", "tensor_parallel", "data_parallel"}
+"""Further parameters that have no effect without an engine in a process of this server."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +103,21 @@ class HttpOptions:
         str | None,
         typer.Option(
             "--tool-format",
-            metavar="hermes|llama3-json|mistral|F.json",
+            metavar="NAME|F.json",
             rich_help_panel=_SERVER,
-            help="How the model writes tool calls: a known format, or a file with a response_template of transformers. "
-            "Default: the checkpoint's response_template.",
+            help="How the model writes tool calls: deepseek, functiongemma, gemma, glm, harmony, hermes, json, kimi, "
+            "kimi-k3, llama3, minimax, mistral, qwen3, qwen3-coder, qwen3-xml, none, or a file with a response_template of "
+            "transformers. Default: the checkpoint's response_template, or the format that its chat template shows.",
+        ),
+    ] = None
+    reasoning_format: Annotated[
+        str | None,
+        typer.Option(
+            "--reasoning-format",
+            metavar="NAME",
+            rich_help_panel=_SERVER,
+            help="How the model writes reasoning: gemma, harmony, kimi-k3, mistral, none, or think (between <think> and "
+            "</think>). Default: as for --tool-format.",
         ),
     ] = None
     kv_events: Annotated[
@@ -129,8 +152,8 @@ class RoleOptions:
             "--role",
             metavar="all|prefill|decode",
             rich_help_panel=_DISAGGREGATION,
-            help="all: serve OpenAI's API. prefill: prefill prompts for decode servers. decode: decode for a DecodeClient, "
-            "with prompts from prefill servers.",
+            help="all: serve OpenAI's API. prefill: prefill prompts for decode servers. decode: decode for a --decode-server "
+            "option or a DecodeClient, with prompts from prefill servers.",
         ),
     ] = "all"
     prefill_server: Annotated[
@@ -140,6 +163,25 @@ class RoleOptions:
             metavar="HOST:PORT",
             rich_help_panel=_DISAGGREGATION,
             help="With --role decode: a prefill server. Repeatable.",
+        ),
+    ] = None
+    decode_server: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--decode-server",
+            metavar="HOST:PORT",
+            rich_help_panel=_DISAGGREGATION,
+            help="With --role all: a decode server that runs the engine; this process serves HTTP. Repeatable. Takes "
+            "--model, for its tokenizer, and no other option of the engine.",
+        ),
+    ] = None
+    decode_secret_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--decode-secret-file",
+            metavar="F",
+            rich_help_panel=_DISAGGREGATION,
+            help="With --decode-server: the secret that the decode servers have as --api-key-file.",
         ),
     ] = None
     transport: Annotated[
@@ -164,6 +206,9 @@ def serve(context: typer.Context, *, http: HttpOptions, roles: RoleOptions, opti
     from outrider.cli.torch_probe import require_torch
 
     _check_role(context, roles.role)
+    if roles.decode_server:
+        engine_options = {each.name for each in fields(ServerOptions)} - {"model"} | _NO_LOCAL_ENGINE_OPTIONS
+        _refuse_options(context, engine_options, "--decode-server")
     port = _DEFAULT_PORTS[roles.role] if http.port is None else http.port
     if roles.role == "all":
         require_serve()
@@ -186,6 +231,7 @@ def serve(context: typer.Context, *, http: HttpOptions, roles: RoleOptions, opti
             secret_file=http.api_key_file,
             drain_s=http.drain_seconds,
             data_parallel=roles.data_parallel,
+            describe=describe_engine,
             options=options,
         )
     _serve_api(port, http, roles, options)
@@ -208,7 +254,7 @@ def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: Server
     if http.kv_events is not None:
         make = _with_kv_events(make, http.kv_events)
     template = None if http.chat_template is None else read_template(http.chat_template)
-    response_template = _read_tool_format(http.tool_format)
+    tool_format, response_template = _read_tool_format(http.tool_format)
     from outrider.serve.engine_ranks import create_engine_client
     from outrider.serve.log_formats import log_to_stderr
     from outrider.serve.prompt_builder import PromptBuilder, PromptResources
@@ -217,7 +263,13 @@ def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: Server
     from outrider.serve.tracing import RequestSpans
 
     check_listening("--host and --port", http.host, port)
-    wording = PromptResources(speculation.model, chat_template=template, response_template=response_template)
+    wording = PromptResources(
+        speculation.model,
+        chat_template=template,
+        response_template=response_template,
+        tool_format=tool_format,
+        reasoning_format=http.reasoning_format,
+    )
     spans = RequestSpans() if spans_from_environment() else None
     log_to_stderr("text" if sys.stderr.isatty() else "json")
 
@@ -230,7 +282,14 @@ def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: Server
         sys.stdout.flush()
 
     address = HttpAddress(host=http.host, port=port)
-    engine = create_engine_client(make, tensor=roles.tensor_parallel, data=roles.data_parallel)
+    if roles.decode_server:
+        from outrider.disaggregation.connections import PeerAddress
+        from outrider.serve.decode_servers import DecodeServers
+
+        servers = [PeerAddress.parse(each) for each in roles.decode_server]
+        engine: EngineClient = DecodeServers(servers, secret=read_secret(roles.decode_secret_file))
+    else:
+        engine = create_engine_client(make, tensor=roles.tensor_parallel, data=roles.data_parallel)
     run_loop(serve_until_ended(engine, make_prompter, config, address, started=report_started, spans=spans))
 
 
@@ -248,10 +307,22 @@ def _check_role(context: typer.Context, role: str) -> None:
     """Raise :class:`ConfigError` for an unknown role, and for an option that has no effect with the role."""
     if role not in _REFUSED_BY_ROLE:
         raise ConfigError(f"--role is {role!r}; expected one of {', '.join(_REFUSED_BY_ROLE)}")
+    _refuse_options(context, _REFUSED_BY_ROLE[role], f"--role {role}")
+
+
+def _refuse_options(context: typer.Context, names: Collection[str], reason: str) -> None:
+    """Raise :class:`ConfigError` if the command line has an option of ``names``."""
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
-        if parameter.name in _REFUSED_BY_ROLE[role] and source is not None and source.name == "COMMANDLINE":
-            raise ConfigError(f"{parameter.opts[0]} has no effect with --role {role}; leave it out")
+        if parameter.name in names and source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(f"{parameter.opts[0]} has no effect with {reason}; leave it out")
+
+
+def describe_engine(engine: Engine) -> dict[str, Any]:
+    """Return what HTTP servers in front of a decode server need to know of its engine."""
+    from outrider.serve.engine_messages import EngineInfo
+
+    return asdict(EngineInfo.from_engine(engine))
 
 
 def _with_kv_events(make: Any, addresses: str) -> Any:
@@ -262,19 +333,11 @@ def _with_kv_events(make: Any, addresses: str) -> Any:
     return functools.partial(make_engine_with_events, make, address, replay or None)
 
 
-def _read_tool_format(tool_format: str | None) -> dict[str, Any] | None:
-    """Return the response template of a known format or of a file. None selects the checkpoint's template."""
-    if tool_format is None:
-        return None
-    from outrider.serve.tool_calls import TOOL_CALL_FORMATS
-
-    if tool_format in TOOL_CALL_FORMATS:
-        return dict(TOOL_CALL_FORMATS[tool_format])
-    if not tool_format.endswith(".json"):
-        raise ConfigError(
-            f"--tool-format is {tool_format!r}; expected one of {', '.join(TOOL_CALL_FORMATS)}, or a file that ends in .json"
-        )
-    return _read_json_object(Path(tool_format))
+def _read_tool_format(tool_format: str | None) -> tuple[str | None, dict[str, Any] | None]:
+    """Return the name of a format, or the response template of a file."""
+    if tool_format is None or not tool_format.endswith(".json"):
+        return tool_format, None
+    return None, _read_json_object(Path(tool_format))
 
 
 def _read_api_keys(file: Path | None) -> tuple[str, ...]:

@@ -57,6 +57,10 @@ class Inbox:
             if self._error is not None:
                 raise self._error
             await self._sleep()
+        return self.pop_outputs()
+
+    def pop_outputs(self) -> list[SampleOutput]:
+        """Return the queued outputs without waiting."""
         outputs, self._outputs = self._outputs, []
         return outputs
 

@@ -160,9 +160,7 @@ class EngineLoop:
             running.remove(output.request_id)
             if not running:
                 del self._request_ids[key]
-        finish_reason = None if reason is None else str(reason)
-        details = (output.logprobs, output.text, output.error, output.drafted, output.proposed, output.refused)
-        self._events.append(SampleOutput(key, sample, output.tokens, finish_reason, *details))
+        self._events.append(SampleOutput.from_step(key, sample, output))
 
     def _stop(self) -> None:
         """Abort all requests, wait until the device is idle, and send the last events."""

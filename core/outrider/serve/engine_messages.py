@@ -12,6 +12,7 @@ from typing import NamedTuple
 from outrider.engine.config import MAX_LOGPROBS
 from outrider.engine.engine import Engine
 from outrider.engine.requests.logprobs import TokenLogprobs
+from outrider.engine.requests.request import StepOutput
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.stats import EngineLoad, EngineStats
 from outrider.model import Media
@@ -67,6 +68,15 @@ class SampleOutput(NamedTuple):
     drafted: int
     proposed: int
     refused: bool = False
+    cached: int = 0
+    stopped_by: str | int | None = None
+
+    @classmethod
+    def from_step(cls, key: int, sample: int, output: StepOutput) -> SampleOutput:
+        """Return the event for an engine's output of one sample."""
+        reason = None if output.finish_reason is None else str(output.finish_reason)
+        details = (output.logprobs, output.searched_text, output.error, output.drafted, output.proposed, output.refused)
+        return cls(key, sample, output.tokens, reason, *details, output.cached, output.stopped_by)
 
 
 class EngineSnapshot(NamedTuple):
@@ -106,6 +116,8 @@ class EngineInfo:
     """Maximum number of draft tokens that one iteration can accept for a request; 0 without speculation."""
     image_token: int | None
     """Placeholder token of an image in a prompt; None for a text-only model."""
+    patches_per_feature: int = 1
+    """Number of an image's patches for each of its tokens in the engine."""
 
     @classmethod
     def from_engine(cls, engine: Engine) -> EngineInfo:
@@ -127,6 +139,7 @@ class EngineInfo:
             prefix_cache=config.prefix_cache,
             draft_tokens=engine.proposer.depth,
             image_token=None if model.vision is None else model.vision.image_token,
+            patches_per_feature=1 if model.vision is None else model.vision.merge**2,
         )
 
 

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from outrider.serve.config import ServeConfig
 from outrider.serve.engine_client import EngineClient
+from outrider.serve.metric_aliases import AliasedRegistry
 
 PROMETHEUS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _REQUEST_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -27,34 +28,31 @@ class ServerMetrics:
     def __init__(self, engine: EngineClient, config: ServeConfig) -> None:
         self.registry = registry = CollectorRegistry()
         self._model = config.names[0]
-        # Each list has the metric, and its copy under vLLM's name for dashboards and routers that were written for vLLM.
-        self._time_to_first_token = self._histograms(
-            ("outrider_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
+        self._time_to_first_token = self._histogram(
+            "outrider_time_to_first_token_seconds",
             "From a request's arrival to its first token.",
             _REQUEST_BUCKETS_S,
         )
-        self._inter_token = self._histograms(
-            ("outrider_inter_token_seconds", "vllm:inter_token_latency_seconds"),
+        self._inter_token = self._histogram(
+            "outrider_inter_token_seconds",
             "Between two outputs of a sample, divided by the tokens of the second; once for each output.",
             _TOKEN_BUCKETS_S,
         )
-        self._request_time = self._histograms(
-            ("outrider_request_seconds", "vllm:e2e_request_latency_seconds"),
-            "From a request's arrival to its last token.",
-            _REQUEST_BUCKETS_S,
+        self._request_time = self._histogram(
+            "outrider_request_seconds", "From a request's arrival to its last token.", _REQUEST_BUCKETS_S
         )
-        self._prompt_lengths = self._histograms(
-            ("outrider_prompt_tokens_per_request",), "Tokens of a request's prompts.", _LENGTH_BUCKETS
+        self._prompt_lengths = self._histogram(
+            "outrider_prompt_tokens_per_request", "Tokens of a request's prompts.", _LENGTH_BUCKETS
         )
-        self._output_lengths = self._histograms(
-            ("outrider_output_tokens_per_request",), "Tokens of a request's outputs.", _LENGTH_BUCKETS
+        self._output_lengths = self._histogram(
+            "outrider_output_tokens_per_request", "Tokens of a request's outputs.", _LENGTH_BUCKETS
         )
-        self._prompt_tokens = self._counters(("outrider_prompt_tokens", "vllm:prompt_tokens"), "Tokens of prompts.")
-        self._output_tokens = self._counters(("outrider_output_tokens", "vllm:generation_tokens"), "Tokens of outputs.")
-        self._aborted = self._counters(("outrider_aborted",), "Samples that were aborted: client gone, timeout or error.")
+        self._prompt_tokens = self._counter("outrider_prompt_tokens", "Tokens of prompts.")
+        self._output_tokens = self._counter("outrider_output_tokens", "Tokens of outputs.")
+        self._aborted = self._counter("outrider_aborted", "Samples that were aborted: client gone, timeout or error.")
         self._finished = Counter(
             "outrider_samples",
-            "Samples that finished, by finish reason.",
+            "Samples that ended, by finish reason, also by an error.",
             ["model_name", "finish_reason"],
             registry=registry,
         )
@@ -64,18 +62,15 @@ class ServerMetrics:
         registry.register(drafts)
         registry.register(_EngineCollector(engine, config))
 
-    def _histograms(self, names: tuple[str, ...], text: str, buckets: tuple[float, ...]) -> list[Histogram]:
-        return [
-            Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets).labels(self._model)
-            for name in names
-        ]
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets).labels(self._model)
 
-    def _counters(self, names: tuple[str, ...], text: str) -> list[Counter]:
-        return [Counter(name, text, ["model_name"], registry=self.registry).labels(self._model) for name in names]
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, ["model_name"], registry=self.registry).labels(self._model)
 
     def record_first_token(self, seconds: float) -> None:
         """Record the time from a request's arrival to its first token."""
-        _observe(self._time_to_first_token, seconds)
+        self._time_to_first_token.observe(seconds)
 
     def record_output(self, seconds: float | None, tokens: int, drafted: int, proposed: int) -> None:
         """Record one output of a sample.
@@ -84,28 +79,30 @@ class ServerMetrics:
         engine verified ``proposed`` draft tokens for it and accepted ``drafted``.
         """
         if seconds is not None and tokens:
-            _observe(self._inter_token, seconds / tokens)
+            self._inter_token.observe(seconds / tokens)
         if proposed:
             self._proposed[proposed] += 1
             self._accepted[drafted] += 1
 
-    def record_finished(self, seconds: float, prompt_tokens: int, output_tokens: int, reasons: list[str]) -> None:
-        """Record a request that finished after ``seconds``, with the finish reason of each of its choices."""
-        _observe(self._request_time, seconds)
-        _observe(self._prompt_lengths, prompt_tokens)
-        _observe(self._output_lengths, output_tokens)
-        self.count_tokens(prompt_tokens, output_tokens)
+    def record_finished(self, seconds: float, prompt_tokens: int, output_tokens: int) -> None:
+        """Record the time and the lengths of a request all of whose choices have ended without an error."""
+        self._request_time.observe(seconds)
+        self._prompt_lengths.observe(prompt_tokens)
+        self._output_lengths.observe(output_tokens)
+
+    def count_samples(self, reasons: list[str]) -> None:
+        """Count the choices of a request that have ended, by their finish reasons."""
         for reason in reasons:
             self._finished.labels(self._model, reason).inc()
 
     def count_tokens(self, prompt_tokens: int, output_tokens: int) -> None:
-        """Add the tokens of a finished or aborted request to the counters."""
-        _increment(self._prompt_tokens, prompt_tokens)
-        _increment(self._output_tokens, output_tokens)
+        """Add the tokens of a request to the counters, however it ended."""
+        self._prompt_tokens.inc(prompt_tokens)
+        self._output_tokens.inc(output_tokens)
 
     def count_aborted(self, samples: int) -> None:
         """Count samples that were aborted before they finished."""
-        _increment(self._aborted, samples)
+        self._aborted.inc(samples)
 
     def count_response(self, route: str, status: int) -> None:
         """Count one HTTP response of ``route``. Status 0: the client disconnected before the response."""
@@ -113,17 +110,7 @@ class ServerMetrics:
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
-        return generate_latest(self.registry)
-
-
-def _observe(histograms: list[Histogram], value: float) -> None:
-    for histogram in histograms:
-        histogram.observe(value)
-
-
-def _increment(counters: list[Counter], amount: int) -> None:
-    for counter in counters:
-        counter.inc(amount)
+        return generate_latest(AliasedRegistry(self.registry))
 
 
 class _DraftCollector(Collector):
@@ -141,7 +128,10 @@ class _DraftCollector(Collector):
         return self.collect()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield, for each draft position, the number of drafts that had a token there and that were accepted up to it."""
+        """Yield the number of drafts: all, and by position those with a token there and those accepted up to it."""
+        drafts = CounterMetricFamily("outrider_drafts", "Drafts that were verified.", labels=["model_name"])
+        drafts.add_metric([self._model], sum(self.proposed))
+        yield drafts
         yield self._family("outrider_drafted_tokens", "Drafts that had a token at this position.", self.proposed)
         yield self._family("outrider_accepted_tokens", "Drafts that were accepted up to this position.", self.accepted)
 
@@ -172,29 +162,27 @@ class _EngineCollector(Collector):
             return
         stats, load = snapshot.stats, snapshot.load
         used = 1 - load.free_pages / load.pages if load.pages else 0.0
-        # (name, vLLM's name or None, help text, value)
+        # (name, help text, value)
         gauges = [
-            ("outrider_requests_running", "num_requests_running", "Samples that the engine runs.", load.running),
-            ("outrider_requests_waiting", "num_requests_waiting", "Samples that wait for a row or for pages.", load.waiting),
-            ("outrider_kv_cache_usage", "kv_cache_usage_perc", "Share of the KV pages that requests hold, 0 to 1.", used),
-            ("outrider_kv_pages_cached", None, "Pages that only the prefix cache holds.", load.cached_pages),
-            ("outrider_state_checkpoints", None, "Prefixes whose recurrent states are kept.", load.state_checkpoints),
+            ("outrider_requests_running", "Samples that the engine runs.", load.running),
+            ("outrider_requests_waiting", "Samples that wait for a row or for pages.", load.waiting),
+            ("outrider_kv_cache_usage", "Share of the KV pages that requests hold, 0 to 1.", used),
+            ("outrider_kv_pages_cached", "Pages that only the prefix cache holds.", load.cached_pages),
+            ("outrider_state_checkpoints", "Prefixes whose recurrent states are kept.", load.state_checkpoints),
         ]
         counters = [
-            ("outrider_prefix_cache_queries", "prefix_cache_queries", "Tokens looked up.", stats.prefix_looked_up),
-            ("outrider_prefix_cache_hits", "prefix_cache_hits", "Tokens found in the cache.", stats.prefix_hits),
-            ("outrider_preemptions", "num_preemptions", "Requests that gave up their pages.", stats.preemptions),
-            ("outrider_iterations", None, "Batches that were launched.", stats.iterations),
-            ("outrider_verifications", None, "Verifications of single requests.", stats.request_iterations),
-            ("outrider_verified_tokens", None, "Tokens that verifications yielded.", stats.verified_tokens),
-            ("outrider_step_seconds", None, "Time of the engine's steps.", snapshot.step_s),
-            ("outrider_device_wait_seconds", None, "Time in steps that the host waited for the device.", stats.blocked_s),
+            ("outrider_prefix_cache_queries", "Tokens looked up.", stats.prefix_looked_up),
+            ("outrider_prefix_cache_hits", "Tokens found in the cache.", stats.prefix_hits),
+            ("outrider_preemptions", "Requests that gave up their pages.", stats.preemptions),
+            ("outrider_iterations", "Batches that were launched.", stats.iterations),
+            ("outrider_verifications", "Verifications of single requests.", stats.request_iterations),
+            ("outrider_verified_tokens", "Tokens that verifications yielded.", stats.verified_tokens),
+            ("outrider_step_seconds", "Time of the engine's steps.", snapshot.step_s),
+            ("outrider_device_wait_seconds", "Time in steps that the host waited for the device.", stats.blocked_s),
         ]
         for kind, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
-            for name, vllm_name, text, value in rows:
+            for name, text, value in rows:
                 yield self._metric(kind, name, text, value)
-                if vllm_name is not None:
-                    yield self._metric(kind, f"vllm:{vllm_name}", text, value)
         cache_config = {
             "block_size": str(info.page_size),
             "num_gpu_blocks": str(info.num_pages),
@@ -202,7 +190,6 @@ class _EngineCollector(Collector):
             "cache_dtype": info.cache_dtype,
         }
         yield self._info("outrider_cache_config_info", cache_config)
-        yield self._info("vllm:cache_config_info", cache_config)
 
     def _metric(self, kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, text: str, value: float) -> Metric:
         family = kind(name, text, labels=["model_name"])

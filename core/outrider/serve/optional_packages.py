@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from outrider.device.errors import ConfigError
 
-SERVE_PACKAGES = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
+SERVE_PACKAGES = ("fastapi", "uvicorn", "httptools", "pydantic", "prometheus_client")
 KV_EVENTS_PACKAGES = ("zmq", "msgspec")
 
 

@@ -20,10 +20,13 @@ from outrider.model import Media, MediaProcessor, Tokenizer
 from outrider.model.chat_template import ChatTemplate
 from outrider.serve.api_errors import ApiError, bad_request
 from outrider.serve.engine_messages import EngineInfo
+from outrider.serve.formats.model_formats import ModelFormat, choose_format
 from outrider.serve.request_fields import ChatMessage, ChatRequest, MessagePart
 
 _MAX_IMAGES = 64
 """Maximum number of images in a request."""
+_CHARACTERS_PER_TOKEN = 8
+"""Characters of a long text that are tokenised first, for each token of the context length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +37,23 @@ class EnginePrompt:
     media: Sequence[Media] = ()
     """Images of the prompt, in the order of their placeholder tokens."""
     text: str = ""
-    """Text that the chat template made of a conversation with tools; empty for other prompts."""
+    """Text that the chat template made of a conversation; empty for other prompts."""
+    media_tokens: int = 0
+    """Number of tokens that the engine adds to ``tokens``: all features of an image but the first."""
+
+    @property
+    def length(self) -> int:
+        """Number of tokens that the engine reads."""
+        return len(self.tokens) + self.media_tokens
 
 
 class PromptResources:
     """The tokenizer and the templates of a checkpoint. They are loaded without the weights. Immutable.
 
     ``chat_template`` is a Jinja template that replaces the checkpoint's. ``response_template`` describes how the model writes
-    tool calls and reasoning, in transformers' format; it replaces the checkpoint's. Raises :class:`CheckpointError` or
-    :class:`ConfigError` if a file or a template can't be used.
+    tool calls and reasoning, in transformers' format; it replaces the checkpoint's. ``tool_format`` and ``reasoning_format``
+    name formats of :mod:`outrider.serve.formats.model_formats` and replace both. Raises :class:`CheckpointError` or
+    :class:`ConfigError` if a file, a template or a name can't be used.
     """
 
     def __init__(
@@ -51,13 +62,23 @@ class PromptResources:
         *,
         chat_template: str | None = None,
         response_template: Mapping[str, Any] | None = None,
+        tool_format: str | None = None,
+        reasoning_format: str | None = None,
     ) -> None:
         self.tokenizer = Tokenizer.from_checkpoint(model_dir)
         self.chat_template = ChatTemplate.from_checkpoint(model_dir, source=chat_template)
+        source = "" if self.chat_template is None else self.chat_template.tool_source
+        chosen = choose_format(tool_format, reasoning_format, source)
         own = None if self.chat_template is None else self.chat_template.response_template
-        self.response_template: Mapping[str, Any] | None = response_template or own
-        if self.response_template is not None:
-            _check_response_template(self.response_template)
+        template = response_template or (own if tool_format is None and reasoning_format is None else None)
+        self.answer_format: Mapping[str, Any] | ModelFormat = chosen if template is None else template
+        """How the model writes tool calls and reasoning: the given format, the checkpoint's, or that of its family."""
+        markers = chosen.literals
+        if template is not None:
+            _check_response_template(template)
+            markers = json.dumps(template["fields"], ensure_ascii=False).replace("\\\\", "\\")
+        self.marker_tokens = self.tokenizer.spelled_in(markers)
+        """Special tokens that the answer format names, which have text in answers."""
 
 
 class PromptBuilder:
@@ -68,11 +89,8 @@ class PromptBuilder:
 
     def __init__(self, model_dir: Path, info: EngineInfo, wording: PromptResources | None = None) -> None:
         wording = wording or PromptResources(model_dir)
-        self.tokenizer, self.response_template, self._chat = (
-            wording.tokenizer,
-            wording.response_template,
-            wording.chat_template,
-        )
+        self.tokenizer, self.answer_format, self._chat = wording.tokenizer, wording.answer_format, wording.chat_template
+        self.marker_tokens = wording.marker_tokens
         self._info = info
         self._processor = None if info.image_token is None else _processor(model_dir)
 
@@ -86,11 +104,18 @@ class PromptBuilder:
 
         Raises :class:`ApiError` for an empty list, and for text or tokens that the model can't read.
         """
-        is_single = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
-        prompts: Sequence[Any] = [prompt] if is_single else prompt
+        prompts = listed_prompts(prompt)
         if not prompts:
             raise bad_request("prompt is an empty list; give at least one prompt", "prompt")
+        for each in prompts:
+            if not isinstance(each, str):
+                self.check_length(len(each))
         return [EnginePrompt(self._tokens(each)) for each in prompts]
+
+    def prompt_texts(self, prompt: str | list[str] | list[int] | list[list[int]]) -> list[str]:
+        """Return the prompts of a completion as they were sent. Token ids become text with the spelling of special tokens."""
+        sent = listed_prompts(prompt)
+        return [each if isinstance(each, str) else self.tokenizer.decode(each, special_tokens=True) for each in sent]
 
     def _tokens(self, prompt: str | list[int]) -> Sequence[int]:
         if isinstance(prompt, str):
@@ -108,9 +133,38 @@ class PromptBuilder:
 
     def _encode(self, text: str) -> list[int]:
         try:
+            self._check_text_length(text)
             return self.tokenizer.encode(text)
         except (RequestError, CheckpointError) as error:
             raise bad_request(str(error), "prompt") from error
+
+    def check_length(self, length: int) -> None:
+        """Raise :class:`ApiError` for a prompt of ``length`` tokens that exceeds the context length."""
+        longest = self._info.longest_request
+        if length >= longest:
+            raise bad_request(
+                f"the prompt has {length} tokens, this server takes {longest - 1} at most (its context is {longest})",
+                "prompt",
+                "context_length_exceeded",
+            )
+
+    def _check_text_length(self, text: str) -> None:
+        """Raise :class:`ApiError` for a text that certainly exceeds the context length, after a part of it is tokenised.
+
+        The last tokens of a part may differ from those of the whole text. So a part must have twice the context length.
+        """
+        longest = self._info.longest_request
+        size = longest * _CHARACTERS_PER_TOKEN
+        while size < len(text):
+            count = len(self.tokenizer.encode(text[:size]))
+            if count > 2 * longest:
+                raise bad_request(
+                    f"the first {size} of {len(text)} characters of the prompt have {count} tokens, this server takes "
+                    f"{longest - 1} at most (its context is {longest})",
+                    "prompt",
+                    "context_length_exceeded",
+                )
+            size *= 4
 
     def chat(self, request: ChatRequest) -> EnginePrompt:
         """Return the prompt that the chat template makes of the conversation of ``request``.
@@ -140,13 +194,15 @@ class PromptBuilder:
         if refused:
             raise bad_request(f"chat_template_kwargs has {min(refused)!r}, which isn't a template's", "chat_template_kwargs")
         try:
+            text = self._chat.text(messages, tools=tools, variables=variables, **options)
+            self._check_text_length(text)
             tokens = self._chat.tokens(messages, tools=tools, variables=variables, **options)
-            text = self._chat.text(messages, tools=tools, variables=variables, **options) if tools else ""
         except RequestError as error:
             raise bad_request(str(error), "messages") from error
         if images and sum(token == self._info.image_token for token in tokens) != len(images):
             raise bad_request("the chat template gave the images no place each; is it that of a vision model?", "messages")
-        return EnginePrompt(tokens, images, text)
+        features = sum(image.grid.patches // self._info.patches_per_feature for image in images)
+        return EnginePrompt(tokens, images, text, features - len(images))
 
     def _message(self, index: int, message: ChatMessage, images: list[Media]) -> dict[str, Any]:
         """Return a message in the form that chat templates read. Its images are appended to ``images``."""
@@ -207,11 +263,15 @@ class PromptBuilder:
             raise bad_request(str(error), field) from error
 
 
+def listed_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:
+    """Return the prompts of a completion as a list: ``prompt`` is one prompt or a list of prompts."""
+    listed: Any = prompt
+    return [listed] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else listed
+
+
 def prompt_size(prompt: str | list[str] | list[int] | list[list[int]]) -> int:
     """Return the number of characters that the tokenizer has to encode for the prompts of a completion."""
-    if isinstance(prompt, str):
-        return len(prompt)
-    return sum(len(each) for each in prompt if isinstance(each, str))
+    return sum(len(each) for each in listed_prompts(prompt) if isinstance(each, str))
 
 
 def _decode_data_url(url: str, field: str) -> bytes:

@@ -1,14 +1,18 @@
 """Fields of the API's requests, as pydantic models.
 
-An unknown field is an error, as in OpenAI's API. The models add sampling fields of other servers (``top_k``, ``min_p``, …).
+An unknown field is an error, as in OpenAI's API, unless its value is null or it belongs to an earlier answer of a server. The
+models add sampling fields of other servers (``top_k``, ``min_p``, …). Validation of a list stops at the first wrong item,
+because each error takes more memory than the item.
 :data:`IGNORED` lists the fields that are accepted and have no effect.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from outrider.engine.requests.sampling import MAX_LOGIT_BIAS
 
 IGNORED = (
     "user",
@@ -24,14 +28,63 @@ IGNORED = (
 """Fields whose type is checked and that have no effect."""
 
 _MAX_INT32 = 2**31 - 1
+_MAX_PROMPTS = 65536
+_MAX_DEPTH = 200
+"""Maximum nesting of a JSON object. pydantic can write out 255 levels."""
 _ShortText = Annotated[str, Field(max_length=4096)]
+_StopString = Annotated[str, Field(max_length=1024)]  # the engine compares it with the text for each token
+T = TypeVar("T")
+ListOf = Annotated[list[T], Field(fail_fast=True)]
+"""A list whose first wrong item ends the validation."""
 
 
-class _Strict(BaseModel):
+def _check_depth(value: Any) -> Any:
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return value
+    raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
+
+
+NestedObject = Annotated[dict[str, Any], AfterValidator(_check_depth)]
+"""A JSON object of any content."""
+
+
+def _limited_biases(biases: Any) -> Any:
+    if isinstance(biases, dict) and len(biases) > MAX_LOGIT_BIAS:
+        raise ValueError(f"{len(biases)} tokens, {MAX_LOGIT_BIAS} at most")
+    return biases
+
+
+class StrictFields(BaseModel):
+    """The base of requests. An unknown field is an error, and the cost of errors is bounded."""
+
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+    answer_role: ClassVar[str | None] = None
+    """Value of ``role`` that marks an earlier answer, whose unknown fields have no effect."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, data: Any) -> Any:
+        """Drop fields that are null or have no effect, and all unknown fields but the first."""
+        if not isinstance(data, dict):
+            return data
+        fields = cls.model_fields
+        known = {name: value for name, value in data.items() if value is not None and name in fields}
+        is_answer = cls.answer_role is not None and data.get("role", cls.answer_role) == cls.answer_role
+        if len(known) < len(data) and not is_answer:
+            unknown = next((name for name, value in data.items() if value is not None and name not in known), None)
+            return known if unknown is None else {**known, unknown: data[unknown]}
+        return known
 
 
-class StreamOptions(_Strict):
+class StreamOptions(StrictFields):
     """The additional content of a streamed response."""
 
     include_usage: bool = Field(False, description="Send a last chunk that has the usage and no choices.")
@@ -43,7 +96,7 @@ class StreamOptions(_Strict):
     include_drafted: bool = Field(False, description="Each chunk marks the tokens that are accepted draft tokens.")
 
 
-class SamplingFields(_Strict):
+class SamplingFields(StrictFields):
     """The fields that completions and chat completions share."""
 
     model: _ShortText
@@ -53,11 +106,11 @@ class SamplingFields(_Strict):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
+    stop: _StopString | Annotated[ListOf[_StopString], Field(max_length=64)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    response_format: dict[str, Any] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_limited_biases)] | None = None
+    response_format: NestedObject | None = None
 
     # Fields of other servers
     top_k: Annotated[int, Field(ge=-1, le=_MAX_INT32)] | None = Field(None, description="0 or -1: all tokens.")
@@ -65,16 +118,16 @@ class SamplingFields(_Strict):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=_MAX_INT32)] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None
+    stop_token_ids: Annotated[ListOf[int], Field(max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=_MAX_INT32)] | None = Field(None, description="Higher goes first.")
     return_token_ids: bool | None = Field(None, description="Choices carry token_ids.")
 
     # Fields without effect
     user: _ShortText | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: NestedObject | None = None
     store: bool | None = None
     service_tier: _ShortText | None = None
-    prediction: dict[str, Any] | None = None
+    prediction: NestedObject | None = None
     safety_identifier: _ShortText | None = None
     prompt_cache_key: _ShortText | None = None
     prompt_cache_retention: _ShortText | None = None
@@ -83,7 +136,12 @@ class SamplingFields(_Strict):
 class CompletionRequest(SamplingFields):
     """The body of ``POST /v1/completions``."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: (
+        str
+        | Annotated[ListOf[str], Field(max_length=_MAX_PROMPTS)]
+        | ListOf[int]
+        | Annotated[ListOf[ListOf[int]], Field(max_length=_MAX_PROMPTS)]
+    )
     max_tokens: Annotated[int, Field(ge=1, le=_MAX_INT32)] | None = 16
     logprobs: Annotated[int, Field(ge=0, le=_MAX_INT32)] | None = None
     echo: bool | None = False
@@ -91,76 +149,79 @@ class CompletionRequest(SamplingFields):
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
 
 
-class FunctionCall(_Strict):
+class FunctionCall(StrictFields):
     """The function and the arguments (JSON text) of an earlier call by the assistant."""
 
+    answer_role = "assistant"
     name: _ShortText
     arguments: str
 
 
-class ToolCall(_Strict):
+class ToolCall(StrictFields):
     """An earlier tool call by the assistant."""
 
+    answer_role = "assistant"
     id: _ShortText
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class ImageUrl(_Strict):
+class ImageUrl(StrictFields):
     """An image of a message, as a data URL."""
 
     url: str
     detail: Literal["auto", "low", "high"] | None = None
 
 
-class MessagePart(_Strict):
+class MessagePart(StrictFields):
     """One part of a message's content."""
 
     type: Literal["text", "image_url", "refusal", "input_audio", "file"]
     text: str | None = None
     image_url: ImageUrl | None = None
     refusal: str | None = None
-    input_audio: dict[str, Any] | None = None
-    file: dict[str, Any] | None = None
+    input_audio: NestedObject | None = None
+    file: NestedObject | None = None
 
 
-class ChatMessage(_Strict):
-    """One message of a conversation."""
+class ChatMessage(StrictFields):
+    """One message of a conversation. An earlier answer may have further fields, as clients write it out."""
 
+    answer_role = "assistant"
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[MessagePart], Field(max_length=4096)] | None = None
+    content: str | Annotated[ListOf[MessagePart], Field(max_length=4096)] | None = None
     name: _ShortText | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: ListOf[ToolCall] | None = None
     tool_call_id: _ShortText | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
-    audio: dict[str, Any] | None = None
+    audio: NestedObject | None = None
     function_call: FunctionCall | None = None
 
 
-class ToolFunction(_Strict):
+class ToolFunction(StrictFields):
     """A function that the model may call."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: NestedObject | None = None
     strict: bool | None = None
 
 
-class Tool(_Strict):
+class Tool(StrictFields):
     """A tool that the model may call."""
 
     type: Literal["function"]
     function: ToolFunction
 
 
-class NamedFunction(_Strict):
+class NamedFunction(StrictFields):
     """The name of a function among the tools."""
 
     name: _ShortText
 
 
-class NamedTool(_Strict):
+class NamedTool(StrictFields):
     """The tool that the model must call."""
 
     type: Literal["function"]
@@ -170,19 +231,19 @@ class NamedTool(_Strict):
 class ChatRequest(SamplingFields):
     """The body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=65536)]
+    messages: Annotated[ListOf[ChatMessage], Field(min_length=1, max_length=16384)]
     max_tokens: Annotated[int, Field(ge=1, le=_MAX_INT32)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=_MAX_INT32)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=_MAX_INT32)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=1024)] | None = None
+    tools: Annotated[ListOf[Tool], Field(max_length=1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: _ShortText | None = Field(None, description="A variable for the chat template.")
     verbosity: _ShortText | None = None
-    modalities: list[_ShortText] | None = None
-    audio: dict[str, Any] | None = None
-    web_search_options: dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    functions: list[dict[str, Any]] | None = None
-    function_call: str | dict[str, Any] | None = None
+    modalities: ListOf[_ShortText] | None = None
+    audio: NestedObject | None = None
+    web_search_options: NestedObject | None = None
+    chat_template_kwargs: NestedObject | None = None
+    functions: ListOf[NestedObject] | None = None
+    function_call: str | NestedObject | None = None

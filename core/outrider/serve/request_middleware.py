@@ -24,7 +24,11 @@ LOGGER_NAME = "outrider.serve"
 LOG_FIELDS_KEY = "outrider"
 """Key in the ASGI scope of a dict: a route adds the fields to it that the request's log record shall have."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_PROTECTED_PREFIX = "/v1/"
+_REQUEST_ID_HEADERS = (b"x-request-id", b"request-id")
+"""Response headers in which the clients of OpenAI and Anthropic look for the request id."""
+_PROTECTED_PREFIXES = ("/v1/", "/tokenize", "/detokenize")
+_MAX_BODY_VALUES = 1 << 19
+"""Maximum number of the characters ``,:[{`` in a body, which bounds the number of its JSON values."""
 _TRACE_HEADERS = ("traceparent", "tracestate")
 _POLLED_PATHS = ("/health", "/ready", "/metrics")
 """Paths that supervisors request every few seconds. They are logged only if they fail."""
@@ -56,17 +60,20 @@ class RequestMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", request_id.encode())]}
+                ids = [(name, request_id.encode()) for name in _REQUEST_ID_HEADERS]
+                message = {**message, "headers": [*message.get("headers", ()), *ids]}
             await send(message)
 
         outcome = None
+        # A route that has GET has HEAD, too: the HTTP server leaves the body out.
+        routed = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         try:
             try:
                 self._check_key(scope)
-                await self._app(scope, await self._receive_body(scope, receive), send_with_id)
+                await self._app(routed, await self._receive_body(scope, receive), send_with_id)
             except ApiError as error:
                 notes["error"] = error.message
-                await send_error(send_with_id, error)
+                await send_error(send_with_id, error, scope["path"])
         except ClientGone as gone:
             outcome = str(gone)
         except asyncio.CancelledError:
@@ -77,9 +84,11 @@ class RequestMiddleware:
             outcome = "internal error"
             if status == 0:
                 message = f"internal error; the server's log has it under {request_id}"
-                await send_error(send_with_id, ApiError(500, message, kind=SERVER, code="internal_error"))
+                await send_error(send_with_id, ApiError(500, message, kind=SERVER, code="internal_error"), scope["path"])
         finally:
-            self._log_request(scope, request_id, status, outcome, notes, time.perf_counter() - began)
+            self._log_request(
+                {**routed, "method": scope["method"]}, request_id, status, outcome, notes, time.perf_counter() - began
+            )
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -89,12 +98,14 @@ class RequestMiddleware:
         Every key is compared, each in constant time: the duration says nothing about the keys.
         """
         keys = self._service.config.api_keys
-        if not keys or not scope["path"].startswith(_PROTECTED_PREFIX) or scope["method"] == "OPTIONS":
+        if not keys or not scope["path"].startswith(_PROTECTED_PREFIXES) or scope["method"] == "OPTIONS":
             return
         scheme, _, key = (_header(scope, b"authorization") or "").partition(" ")
+        if scheme.lower() != "bearer":
+            key = _header(scope, b"x-api-key") or ""  # as Anthropic's clients send it
         digest = _digest(key.strip())
         matches = [hmac.compare_digest(digest, _digest(each)) for each in keys]
-        if scheme.lower() != "bearer" or not any(matches):
+        if not any(matches):
             reason = "Incorrect API key provided" if key else "You didn't provide an API key"
             message = f"{reason}; give it in the header Authorization, as Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
@@ -104,7 +115,7 @@ class RequestMiddleware:
 
         Raises :class:`ApiError` for a body that is too large or arrives too slowly.
         """
-        if scope["method"] not in ("POST", "PUT", "PATCH"):
+        if scope["method"] not in ("POST", "PUT", "PATCH") or not scope["path"].startswith(_PROTECTED_PREFIXES):
             return receive
         max_bytes, timeout_s = self._service.config.max_body_bytes, self._service.config.body_timeout_s
         length = _header(scope, b"content-length")
@@ -114,7 +125,7 @@ class RequestMiddleware:
         if length is not None and length.isdigit() and (len(length) > 15 or int(length) > max_bytes):
             raise too_large
         pieces: list[bytes] = []
-        size = 0
+        size = num_values = 0
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
@@ -125,6 +136,10 @@ class RequestMiddleware:
                     size += len(pieces[-1])
                     if size > max_bytes:
                         raise too_large
+                    num_values += sum(map(pieces[-1].count, (b",", b":", b"[", b"{")))
+                    if num_values > _MAX_BODY_VALUES:
+                        text = f"the request's body has more than {_MAX_BODY_VALUES} of the characters , : [ {{; split it"
+                        raise ApiError(413, text, code="request_too_large", headers=closing)
                     if not message.get("more_body", False):
                         break
         except TimeoutError:

@@ -18,12 +18,17 @@ _MIN_SAMPLING_TEMPERATURE = 1e-5
 
 
 def sampling_params(
-    request: SamplingFields, info: EngineInfo, *, max_tokens: int, guide: Guide | None = None
+    request: SamplingFields,
+    info: EngineInfo,
+    *,
+    max_tokens: int,
+    guide: Guide | None = None,
+    spelled_tokens: tuple[int, ...] = (),
 ) -> SamplingParams:
     """Return the engine's sampling parameters for a request.
 
-    Absent fields have the defaults of OpenAI's API: temperature 1 and a random seed. ``guide`` constrains the output. At
-    temperature 0 all samples are equal, so ``n`` is 1.
+    Absent fields have the defaults of OpenAI's API: temperature 1 and a random seed. ``guide`` constrains the output.
+    ``spelled_tokens`` are special tokens that have text. At temperature 0 all samples are equal, so ``n`` is 1.
 
     Raises :class:`~outrider.serve.api_errors.ApiError` for values that the engine doesn't support.
     """
@@ -41,6 +46,7 @@ def sampling_params(
         "stop_token_ids": tuple(request.stop_token_ids or ()),
         "n": 1 if is_greedy else (request.n or 1),
         "guide": guide,
+        "spelled_tokens": spelled_tokens,
     }
     for name in ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos"):
         value = getattr(request, name)

@@ -34,7 +34,7 @@ class ResponseWriter:
         """
         self._readers = readers
         self._request = request
-        self._generation = generation
+        self.generation = generation
         self._tokenizer = tokenizer
         self._chat = isinstance(request, ChatRequest)
         logprobs = getattr(request, "logprobs", None)
@@ -60,7 +60,7 @@ class ResponseWriter:
         ``echoed`` has, for each choice, the prompt text to put before the generated text; it may be empty.
         """
         by_choice: dict[int, list[ChoiceDelta]] = {}
-        async for deltas in self._generation.deltas():
+        async for deltas in self.generation.deltas():
             for delta in deltas:
                 by_choice.setdefault(delta.index, []).append(delta)
         choices = [self._choice(index, by_choice[index], echoed[index] if echoed else "") for index in sorted(by_choice)]
@@ -76,6 +76,7 @@ class ResponseWriter:
             choice["text"] = echoed + text
         choice["logprobs"] = self._format_logprobs(entries, {index: len(echoed)}, index)
         choice["finish_reason"] = self._finish_reason(deltas[-1])
+        choice["stop_reason"] = deltas[-1].stopped_by
         if self._request.return_token_ids:
             choice["token_ids"] = [token for delta in deltas for token in delta.tokens]
         return choice
@@ -108,13 +109,25 @@ class ResponseWriter:
     @property
     def usage(self) -> dict[str, Any]:
         """The ``usage`` field: prompt tokens and the output tokens received so far, over all choices."""
-        prompt_tokens, output_tokens = self._generation.prompt_tokens, self._generation.output_tokens
+        prompt_tokens, output_tokens = self.generation.prompt_tokens, self.generation.output_tokens
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": output_tokens,
             "total_tokens": prompt_tokens + output_tokens,
-            "completion_tokens_details": {"accepted_draft_tokens": self._generation.accepted_draft_tokens},
+            "prompt_tokens_details": {"cached_tokens": min(self.generation.cached_tokens, prompt_tokens)},
+            "completion_tokens_details": {
+                "accepted_draft_tokens": self.generation.accepted_draft_tokens,
+                "proposed_draft_tokens": self.generation.proposed_draft_tokens,
+            },
         }
+
+    # -- other APIs --------------------------------------------------------------------------------------------------
+
+    async def message_deltas(self) -> AsyncIterator[tuple[dict[str, Any], ChoiceDelta]]:
+        """Yield, for a chat with one choice, each delta of the message and the delta of the choice that it comes from."""
+        async for deltas in self.generation.deltas():
+            for delta in deltas:
+                yield self._readers[delta.index].feed(delta.text, last=delta.finish_reason is not None), delta
 
     # -- a stream of chunks ------------------------------------------------------------------------------------------
 
@@ -126,7 +139,7 @@ class ResponseWriter:
         head = json.dumps(self._head, separators=(",", ":"))[:-1].encode()
         tail = self._tail()
         offsets: dict[int, int] = {}
-        generation = self._generation
+        generation = self.generation
         if self._chat:
             for index in range(generation.choices):
                 first = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
@@ -169,6 +182,8 @@ class ResponseWriter:
             choice["text"] = delta.text
         choice["logprobs"] = self._format_logprobs(delta.logprobs, offsets, delta.index)
         choice["finish_reason"] = self._finish_reason(delta)
+        if delta.finish_reason is not None:
+            choice["stop_reason"] = delta.stopped_by
         if self._request.return_token_ids:
             choice["token_ids"] = delta.tokens
         return choice

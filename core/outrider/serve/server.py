@@ -57,6 +57,7 @@ async def serve_http(
     import uvicorn
 
     from outrider.serve.app import create_app
+    from outrider.serve.http_protocol import LimitedHttpProtocol
 
     log = logging.getLogger(LOGGER_NAME)
     loop = asyncio.get_running_loop()
@@ -71,6 +72,7 @@ async def serve_http(
             "access_log": False,
             "server_header": False,
             "ws": "none",
+            "http": LimitedHttpProtocol,
         }
         server = _make_uvicorn_server(
             uvicorn.Config(app, host=address.host, port=address.port, lifespan="off", backlog=2048, **options), started

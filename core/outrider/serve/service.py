@@ -15,6 +15,7 @@ from outrider.serve.api_errors import OVERLOADED, SERVER, ApiError, bad_request,
 from outrider.serve.choice_text import ChoiceDelta, ChoiceText
 from outrider.serve.config import ServeConfig
 from outrider.serve.engine_client import EngineClient, EngineGone, Inbox
+from outrider.serve.engine_messages import SampleOutput
 from outrider.serve.metrics import ServerMetrics
 from outrider.serve.prompt_builder import EnginePrompt, PromptBuilder
 
@@ -87,15 +88,8 @@ class Service:
         Raises :class:`ApiError` if prompt and output exceed the context length.
         """
         longest = self.engine.info.longest_request
-        # An image counts as one placeholder token here; in the KV cache it has one token for each feature.
-        length = len(prompt.tokens)
-        max_length = longest - 1
-        if length > max_length:
-            raise bad_request(
-                f"the prompt has {length} tokens, this server takes {max_length} at most (its context is {longest})",
-                "prompt",
-                "context_length_exceeded",
-            )
+        length = prompt.length
+        self.prompter.check_length(length)
         if max_tokens is not None and length + max_tokens > longest:
             raise bad_request(
                 f"this model's maximum context length is {longest} tokens; the request has {length} in the prompt and asks "
@@ -111,17 +105,25 @@ class Service:
         params: Sequence[SamplingParams],
         *,
         priority: int = 0,
-        special_tokens: bool = False,
         pieces: bool = False,
     ) -> Generation:
         """Start a request and return its generation once the engine has accepted it. The caller must close the generation.
 
-        Prompt i gets ``params[i].n`` choices. ``special_tokens`` and ``pieces`` are passed to
-        :class:`~outrider.serve.choice_text.ChoiceText`. Raises :class:`ApiError` if the request is refused or the queue is
-        full.
+        Prompt i gets ``params[i].n`` choices. ``pieces`` is passed to :class:`~outrider.serve.choice_text.ChoiceText`. Raises
+        :class:`ApiError` if the request is refused or the queue is full.
         """
         self.check_accepting()
-        samples = sum(each.n for each in params)
+        self.check_room(sum(each.n for each in params))
+        generation = Generation(self, pieces=pieces)
+        try:
+            await generation.start(prompts, params, priority)
+        except BaseException:
+            generation.close()
+            raise
+        return generation
+
+    def check_room(self, samples: int) -> None:
+        """Raise :class:`ApiError` if the server can't run or queue ``samples`` more choices now."""
         capacity = self.engine.info.max_requests + self.config.max_queued
         if samples > capacity:
             raise bad_request(f"the request asks for {samples} choices, this server runs and queues {capacity}", "n")
@@ -133,13 +135,6 @@ class Service:
                 code="queue_full",
                 headers={"Retry-After": str(_RETRY_AFTER_S)},
             )
-        generation = Generation(self, special_tokens=special_tokens, pieces=pieces)
-        try:
-            await generation.start(prompts, params, priority)
-        except BaseException:
-            generation.close()
-            raise
-        return generation
 
     # -- shutdown ----------------------------------------------------------------------------------------------------
 
@@ -169,21 +164,27 @@ class Service:
 class Generation:
     """The running choices of one request."""
 
-    def __init__(self, service: Service, *, special_tokens: bool, pieces: bool) -> None:
+    def __init__(self, service: Service, *, pieces: bool) -> None:
         self._service = service
         self._inbox = Inbox()
-        self._special_tokens, self._pieces = special_tokens, pieces
+        self._pieces = pieces
         self._choices: dict[tuple[int, int], ChoiceText] = {}
         self._arrival_time = time.perf_counter()
         self._last_output_time: dict[int, float] = {}
+        self._first_keys: set[int] = set()
+        """Keys of the first request of each prompt, whose cached tokens count."""
         self._timer: asyncio.TimerHandle | None = None
-        self._closed = False
+        self._closed = self._recorded = False
         self.log_fields: dict[str, Any] = {}
         """Fields for the log record of the request; :meth:`close` adds them."""
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.accepted_draft_tokens = 0
         """Number of accepted draft tokens, over all choices."""
+        self.proposed_draft_tokens = 0
+        """Number of draft tokens that the target verified, over all choices."""
+        self.cached_tokens = 0
+        """Number of prompt tokens that the prefix cache had."""
         self.first_token_s: float | None = None
         """Seconds from the request's arrival to its first token; None before the first token."""
         service._open.add(self)
@@ -195,7 +196,7 @@ class Generation:
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Finish reasons of the choices that have ended, in the order of the choices."""
+        """Finish reasons of the choices that have ended, also by an error, in the order of the choices."""
         return [choice.finish_reason for choice in self._choices.values() if choice.finish_reason is not None]
 
     async def start(self, prompts: Sequence[EnginePrompt], params: Sequence[SamplingParams], priority: int) -> None:
@@ -204,21 +205,27 @@ class Generation:
         timeout_s = service.config.request_timeout_s
         timeout = ApiError(504, f"the request wasn't done within {timeout_s:g} s", kind=SERVER, code="timeout")
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self.fail, timeout)
+        last: EnginePrompt | None = None
         try:
             for prompt, each in zip(prompts, params, strict=True):
-                self.prompt_tokens += len(prompt.tokens)
                 key = service.engine.submit(self._inbox, prompt.tokens, each, priority=priority, media=prompt.media)
+                if prompt is not last:  # greedy choices of one prompt are separate requests
+                    self.prompt_tokens += prompt.length
+                    self._first_keys.add(key)
+                last = prompt
                 for sample in range(each.n):
                     self._choices[key, sample] = ChoiceText(
                         service.prompter.tokenizer,
                         len(self._choices),
                         each,
+                        prompt=prompt.tokens,
                         ends=service.engine.info.eos_token_ids,
-                        special_tokens=self._special_tokens,
                         pieces=self._pieces,
                     )
             await self._inbox.wait_until_admitted()
         except Exception as error:
+            if isinstance(error, RequestError):
+                self.prompt_tokens = 0  # the engine has refused the prompt
             raise _client_error(error) from error
 
     async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
@@ -227,7 +234,6 @@ class Generation:
         Raises :class:`ApiError` if the request fails or times out.
         """
         num_running = len(self._choices)
-        metrics = self._service.metrics
         while num_running:
             try:
                 outputs = await self._inbox.receive_outputs()
@@ -235,27 +241,47 @@ class Generation:
                 raise _client_error(error) from error
             now = time.perf_counter()
             deltas: list[ChoiceDelta] = []
-            for output in outputs:
-                choice = self._choices[output.key, output.sample]
+            choices = [self._count(output, now) for output in outputs]  # all, before one raises
+            for choice, output in zip(choices, outputs, strict=True):
                 if output.refused:
                     raise bad_request(f"the request can't be served any further: {output.error}", code="failed")
                 if output.error is not None:
                     raise ApiError(500, f"the request failed on the device: {output.error}", kind=SERVER, code="failed")
-                if output.tokens:
-                    if self.first_token_s is None:
-                        self.first_token_s = now - self._arrival_time
-                        metrics.record_first_token(self.first_token_s)
-                    last = self._last_output_time.get(choice.index)
-                    interval = None if last is None else now - last
-                    metrics.record_output(interval, len(output.tokens), output.drafted, output.proposed)
-                    self._last_output_time[choice.index] = now
-                    self.output_tokens += len(output.tokens)
-                    self.accepted_draft_tokens += output.drafted
                 deltas.append(choice.add(output))
                 num_running -= output.finish_reason is not None
             yield deltas
-        seconds = time.perf_counter() - self._arrival_time
-        metrics.record_finished(seconds, self.prompt_tokens, self.output_tokens, self.finish_reasons)
+        self._record()
+
+    def _count(self, output: SampleOutput, now: float) -> ChoiceText:
+        """Count the tokens of an output that has arrived, and return its choice."""
+        choice, metrics = self._choices[output.key, output.sample], self._service.metrics
+        choice.finish_reason = output.finish_reason
+        if output.tokens:
+            if self.first_token_s is None:
+                self.first_token_s = now - self._arrival_time
+                metrics.record_first_token(self.first_token_s)
+            last = self._last_output_time.get(choice.index)
+            interval = None if last is None else now - last
+            metrics.record_output(interval, len(output.tokens), output.drafted, output.proposed)
+            self._last_output_time[choice.index] = now
+            self.output_tokens += len(output.tokens)
+            self.accepted_draft_tokens += output.drafted
+            self.proposed_draft_tokens += output.proposed
+            if output.sample == 0 and output.key in self._first_keys:
+                self.cached_tokens += output.cached
+        return choice
+
+    def _record(self) -> None:
+        """Add the request to the metrics, once."""
+        if self._recorded:
+            return
+        self._recorded = True
+        metrics, reasons = self._service.metrics, self.finish_reasons
+        if len(reasons) == len(self._choices) and "error" not in reasons:
+            seconds = time.perf_counter() - self._arrival_time
+            metrics.record_finished(seconds, self.prompt_tokens, self.output_tokens)
+        metrics.count_samples(reasons)
+        metrics.count_tokens(self.prompt_tokens, self.output_tokens)
 
     def fail(self, error: ApiError) -> None:
         """End the request: the reader of :meth:`deltas` raises ``error`` after the outputs that have arrived."""
@@ -271,6 +297,10 @@ class Generation:
         service = self._service
         service._open.discard(self)
         aborted = service.engine.abort(self._inbox)
+        for output in self._inbox.pop_outputs():  # that no reader has received
+            self._count(output, time.perf_counter())
+        service.metrics.count_aborted(aborted)
+        self._record()
         self.log_fields |= {"prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens}
         self.log_fields |= {
             "accepted_draft_tokens": self.accepted_draft_tokens,
@@ -279,9 +309,6 @@ class Generation:
         }
         if self.first_token_s is not None:
             self.log_fields["first_token_s"] = round(self.first_token_s, 6)
-        if aborted:
-            service.metrics.count_aborted(aborted)
-            service.metrics.count_tokens(self.prompt_tokens, self.output_tokens)
 
 
 def _client_error(error: Exception) -> Exception:

@@ -65,8 +65,7 @@ class BlockProposer(HeadProposer):
         """Allocate the KV cache and the constant tensors of a block."""
         super().allocate(backend=backend, pages=pages, page_size=page_size)
         width, device = self._draft_tokens + 1, backend.device
-        block_mask = torch.ones(width, width, dtype=torch.bool)
-        self._block_mask = (block_mask.tril() if self.head.causal else block_mask).repeat(MAX_BATCH_REQUESTS, 1).to(device)
+        self._block_mask = torch.ones(MAX_BATCH_REQUESTS * width, width, dtype=torch.bool, device=device)
         self._zeros = torch.zeros(MAX_BATCH_REQUESTS * self._draft_tokens, device=device)
         self._mask_tokens = torch.full((1, self._draft_tokens), self.head.mask_token, device=device)
         self._query_starts = torch.arange(0, (MAX_BATCH_REQUESTS + 1) * width, width, dtype=torch.int32, device=device)

@@ -14,6 +14,7 @@ from outrider.device import Backend, ConfigError
 from outrider.errors import shown
 from outrider.model import (
     OUTPUT_FORMATS,
+    BaseDraftHead,
     DraftVocabulary,
     LanguageModel,
     ModelConfig,
@@ -69,6 +70,7 @@ class DraftOptions:
 
 Builder = Callable[[DraftOptions], Proposer]
 _Head = TypeVar("_Head")
+_OwnHead = TypeVar("_OwnHead", bound=BaseDraftHead)
 
 
 def build_proposer(name: str, options: DraftOptions, *, builders: Mapping[str, Builder] | None = None) -> Proposer:
@@ -144,13 +146,19 @@ def _eagle_proposer(head: DraftHead, options: DraftOptions) -> Proposer:
 
 
 def _build_eagle(options: DraftOptions) -> Proposer:
-    head = _load_head(load_eagle, options, "eagle", "an EAGLE head")
+    return _eagle_proposer(_share_output_head(_load_head(load_eagle, options, "eagle", "an EAGLE head"), options), options)
+
+
+def _share_output_head(head: _OwnHead, options: DraftOptions) -> _OwnHead:
+    """Return ``head``, with the target's output head instead of its own copy of that. Raises :class:`ConfigError` for options
+    that replace the target's output head, if ``head`` has another one.
+    """
     if not head.share_output_head(options.target) and (options.output_head is not None or options.vocabulary is not None):
         raise ConfigError(
             "draft_output_head and draft_vocabulary draw drafts with a copy of the target's output head, and "
             f"{options.directory} has another one of its own (lm_head.weight); leave them out"
         )
-    return _eagle_proposer(head, options)
+    return head
 
 
 def _build_eagle3(options: DraftOptions) -> Proposer:
@@ -207,7 +215,7 @@ def _require_chain(options: DraftOptions, name: str) -> None:
 
 def _build_dflash(options: DraftOptions) -> Proposer:
     _require_chain(options, "dflash")
-    head = _load_head(load_dflash, options, "dflash", "a DFlash head")
+    head = _share_output_head(_load_head(load_dflash, options, "dflash", "a DFlash head"), options)
     return BlockProposer(head, draft_tokens=options.draft_tokens)
 
 

@@ -4,8 +4,8 @@ Outrider finds transport plugins by the entry-point group ``outrider.transports`
 
 A *link* connects two processes. Each side registers memory with it: *regions*, tensors on one device. The first dimension of
 a region counts *blocks*. Block ``i`` of an engine's page memory, for example, is page ``i`` of a layer's keys. A transfer
-copies selected blocks of every region. A link exchanges no other data: the caller sends the *offer* of each side, a byte
-string that the other side's link needs to connect.
+writes selected blocks of every region to the other side. A link exchanges no other data: the caller sends the *offer* of each
+side, a byte string that the other side's link needs to connect.
 
 *Order.* Only the host orders a network card. A transfer may read and write memory from the call that starts it until the host
 learns that it is over. Device streams aren't ordered with it. So before the call, the caller makes sure that its own blocks
@@ -56,9 +56,8 @@ class PageTransfer(ABC):
     def done(self) -> bool:
         """Return whether the transfer is over.
 
-        After a write, the bytes are in the peer's memory; after a read, they are in this side's memory. This side's blocks
-        may then be reused. The call never blocks. If it raises :class:`LinkDown`, the blocks may be reused once the link is
-        closed.
+        The bytes are then in the peer's memory, and this side's blocks may be reused. The call never blocks. If it raises
+        :class:`LinkDown`, the blocks may be reused once the link is closed.
         """
 
 
@@ -120,14 +119,6 @@ class Link(ABC):
         self._check(local_blocks, peer_blocks, notice)
         return self._write(list(local_blocks), list(peer_blocks), bytes(notice), read)
 
-    def start_read(self, local_blocks: Sequence[int], peer_blocks: Sequence[int]) -> PageTransfer:
-        """Start to read the other side's block ``peer_blocks[i]`` into block ``local_blocks[i]``, for each i and region.
-
-        The other side gets no notice. Raises as :meth:`start_write` does.
-        """
-        self._check(local_blocks, peer_blocks, b"")
-        return self._read(list(local_blocks), list(peer_blocks))
-
     def expect_notice(self, notice: bytes, written: Fence) -> None:
         """Register the fence that the arrival of ``notice`` signals. Call it before the other side may start the write.
 
@@ -160,10 +151,6 @@ class Link(ABC):
     @abstractmethod
     def _write(self, local_blocks: list[int], peer_blocks: list[int], notice: bytes, read: Fence | None) -> PageTransfer:
         """Implement :meth:`start_write`. The arguments have been checked."""
-
-    @abstractmethod
-    def _read(self, local_blocks: list[int], peer_blocks: list[int]) -> PageTransfer:
-        """Implement :meth:`start_read`. The arguments have been checked."""
 
     def _check(self, local_blocks: Sequence[int], peer_blocks: Sequence[int], notice: bytes) -> None:
         if not self.peer_blocks:

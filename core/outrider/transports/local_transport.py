@@ -98,29 +98,15 @@ class LocalLink(Link):
                 peer._on_host.append((notice, peer_blocks, [buffer.tensor.clone() for buffer in staging]))
 
             return _HostTransfer(self, read, pass_to_peer)
-        self._copy(peer.regions, peer_blocks, self.regions, local_blocks)
+        with self.backend.on(self._stream):
+            for target, source in zip(peer.regions, self.regions, strict=True):
+                for target_block, source_block in zip(peer_blocks, local_blocks, strict=True):
+                    target[target_block].copy_(source[source_block])
         read.signal(self._stream)
         written = peer._expected.pop(notice, None) or self._create_fence()
         written.signal(self._stream)
         peer._arriving.append((notice, written, []))
         return _StreamTransfer(self, read)
-
-    def _read(self, local_blocks: list[int], peer_blocks: list[int]) -> PageTransfer:
-        peer = self._require_peer()
-        if peer.backend is not self.backend:
-            raise ConfigError(f"the other side is on {peer.backend.label}, and reads go within one backend alone")
-        self._copy(self.regions, local_blocks, peer.regions, peer_blocks)
-        read = self._create_fence()
-        read.signal(self._stream)
-        return _StreamTransfer(self, read)
-
-    def _copy(
-        self, targets: Sequence[Tensor], target_blocks: list[int], sources: Sequence[Tensor], source_blocks: list[int]
-    ) -> None:
-        with self.backend.on(self._stream):
-            for target, source in zip(targets, sources, strict=True):
-                for target_block, source_block in zip(target_blocks, source_blocks, strict=True):
-                    target[target_block].copy_(source[source_block])
 
     def _create_staging(self, num_blocks: int) -> list[PinnedBuffer]:
         """Return a pinned host buffer for ``num_blocks`` blocks of each region."""

@@ -1,4 +1,4 @@
-"""The transport ``nixl``: one-sided writes and reads of NIXL over UCX, between host memory and device memory."""
+"""The transport ``nixl``: one-sided writes of NIXL over UCX, between host memory and device memory."""
 
 from __future__ import annotations
 
@@ -157,16 +157,10 @@ class NixlLink(Link):
 
     def _write(self, local_blocks: list[int], peer_blocks: list[int], notice: bytes, read: Fence | None) -> PageTransfer:
         del read
-        return self._start("WRITE", local_blocks, peer_blocks, notice)
-
-    def _read(self, local_blocks: list[int], peer_blocks: list[int]) -> PageTransfer:
-        return self._start("READ", local_blocks, peer_blocks, b"")
-
-    def _start(self, operation: str, local_blocks: list[int], peer_blocks: list[int], notice: bytes) -> PageTransfer:
         self._check_up()
         with _LinkGuard(self, "starting a transfer"):
             handle = self._agent.make_prepped_xfer(
-                operation,
+                "WRITE",
                 self._local_descriptors,
                 self._descriptor_indices(local_blocks, self.blocks),
                 self._peer_descriptors,

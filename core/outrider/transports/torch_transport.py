@@ -40,11 +40,7 @@ class _Kind(IntEnum):
     """Write blocks: header, block numbers, notice, bytes of each region."""
     OVER = 2
     """The write with the header's number is in this side's memory."""
-    READ = 3
-    """Request to send blocks: header, block numbers of the receiver, block numbers of the sender."""
-    ANSWER = 4
-    """The blocks that the read with the header's number requested, in the form of a write."""
-    END = 5
+    END = 3
     """The sender has closed the link."""
 
 
@@ -153,16 +149,10 @@ class TorchLink(Link):
 
     def _write(self, local_blocks: list[int], peer_blocks: list[int], notice: bytes, read: Fence | None) -> PageTransfer:
         del read
-        return self._start(_Kind.WRITE, local_blocks, peer_blocks, notice)
-
-    def _read(self, local_blocks: list[int], peer_blocks: list[int]) -> PageTransfer:
-        return self._start(_Kind.READ, local_blocks, peer_blocks, b"")
-
-    def _start(self, kind: _Kind, local_blocks: list[int], peer_blocks: list[int], notice: bytes) -> PageTransfer:
         self.require_up()
         number = next(self._numbers)
         self._transfers[number] = transfer = _GlooTransfer(self)
-        self._jobs.put(_TransferJob(kind, number, local_blocks, peer_blocks, notice))
+        self._jobs.put(_TransferJob(_Kind.WRITE, number, local_blocks, peer_blocks, notice))
         return transfer
 
     # -- the sending thread ------------------------------------------------------------------------------------------
@@ -198,11 +188,9 @@ class TorchLink(Link):
     def _send_job(self, group: Any, job: _TransferJob) -> None:
         header = [_MAGIC, job.kind, job.number, len(job.peer_blocks), len(job.notice)]
         body = [torch.tensor(job.peer_blocks, dtype=torch.int64)] if job.peer_blocks else []
-        if job.kind is _Kind.READ:
-            body.append(torch.tensor(job.local_blocks, dtype=torch.int64))
         if job.notice:
             body.append(torch.frombuffer(bytearray(job.notice), dtype=torch.uint8))
-        if job.kind in (_Kind.WRITE, _Kind.ANSWER):
+        if job.kind is _Kind.WRITE:
             body += self._gather_blocks(job.local_blocks)
         peer = 1 - self._rank
         group.send([torch.tensor(header, dtype=torch.int64)], peer, _HEADER_TAG).wait()
@@ -254,19 +242,14 @@ class TorchLink(Link):
             return False
         blocks = self._receive(group, num_blocks, torch.int64).tolist() if num_blocks else []
         if kind == _Kind.OVER:
-            self._finish(number)
-        elif kind == _Kind.READ:
-            peer_blocks = self._receive(group, num_blocks, torch.int64).tolist()
-            check_blocks(blocks, self.blocks, "this side")
-            self._jobs.put(_TransferJob(_Kind.ANSWER, number, blocks, peer_blocks))
-        elif kind in (_Kind.WRITE, _Kind.ANSWER):
+            transfer = self._transfers.pop(number, None)
+            if transfer is not None:
+                transfer.is_over = True
+        elif kind == _Kind.WRITE:
             notice = bytes(self._receive(group, notice_bytes, torch.uint8).tolist()) if notice_bytes else b""
             self._receive_blocks(group, blocks)
-            if kind == _Kind.WRITE:
-                self._notices.append(notice)
-                self._jobs.put(_TransferJob(_Kind.OVER, number, [], []))
-            else:
-                self._finish(number)
+            self._notices.append(notice)
+            self._jobs.put(_TransferJob(_Kind.OVER, number, [], []))
         else:
             raise ConfigError(f"the other side sent a message of the unknown kind {kind}")
         return True
@@ -292,11 +275,6 @@ class TorchLink(Link):
         group.recv([tensor], 1 - self._rank, tag).wait()
         return tensor
 
-    def _finish(self, number: int) -> None:
-        transfer = self._transfers.pop(number, None)
-        if transfer is not None:
-            transfer.is_over = True
-
     def _fail(self, why: str) -> None:
         self._down = self._down or why
 
@@ -307,7 +285,7 @@ class _GlooTransfer(PageTransfer):
         self.is_over = False
 
     def done(self) -> bool:
-        """Return whether the other side has confirmed the write, or the requested blocks have arrived."""
+        """Return whether the other side has confirmed the write."""
         if not self.is_over:
             self._link.require_up()
         return self.is_over

@@ -71,7 +71,6 @@ def quantize_rows(
     group,
     groups,
     FORMAT: tl.constexpr,
-    GIVEN: tl.constexpr,
     PLAIN: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -79,7 +78,7 @@ def quantize_rows(
     """Quantise one group of one row: store the scale to ``scales [m, groups]`` and the quotient to ``out [m, k]`` in its
     dtype.
 
-    GIVEN: divide by the scale ``given``. PLAIN: multiply the quotient by the scale again. NaN makes the scale NaN.
+    With ``given``, divide by this scale. PLAIN: multiply the quotient by the scale again. NaN makes the scale NaN.
     """
     begin(PDL)
     row, part = tl.program_id(0), tl.program_id(1)
@@ -87,7 +86,7 @@ def quantize_rows(
     column = part * group + lane
     mask = (lane < group) & (column < k)
     value = tl.load(x + row.to(tl.int64) * x_stride + column, mask=mask, other=0.0).to(tl.float32)
-    if GIVEN:
+    if given is not None:
         scale = tl.load(given)
         is_invalid = tl.max((value != value).to(tl.int32), axis=0)
     else:
@@ -148,7 +147,6 @@ def add_rms_norm_quantize(
     FORMAT: tl.constexpr,
     GROUP: tl.constexpr,
     PARTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -157,7 +155,7 @@ def add_rms_norm_quantize(
     inside = lane < size
     factor = tl.load(weight + lane, mask=inside, other=0.0)
     row = tl.program_id(0).to(tl.int64)
-    kept = add_row(x, bias, residual, row, size, part_stride, PARTS, HAS_BIAS, BLOCK, PDL)
+    kept = add_row(x, bias, residual, row, size, part_stride, PARTS, BLOCK, PDL)
     normed = norm(kept.to(tl.float32), factor, residual.dtype.element_ty, size, eps)
     _quantize_row(normed.to(tl.float32), row, out, scales, size, FORMAT, GROUP, BLOCK)
 

@@ -14,6 +14,39 @@ from outrider_triton.jit.nibble_planes import store_in_planes
 
 
 @triton.jit
+def program_share(
+    query_start,
+    seq_lens,
+    kv_heads,
+    TREE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+):
+    """Return the sequence's first new token, new token count and context length, and this program's range of positions."""
+    sequence = tl.program_id(1) // kv_heads
+    first = tl.load(query_start + sequence)
+    count = tl.load(query_start + sequence + 1) - first
+    length = tl.load(seq_lens + sequence)
+    context = length - count
+    begin_query = tl.program_id(0) * QUERIES
+    low = 0
+    high = length
+    if not TREE:
+        high = tl.minimum(length, context + begin_query + QUERIES)
+    if WINDOW > 0:
+        low = tl.maximum(0, context + begin_query - WINDOW + 1) // BLOCK_KV * BLOCK_KV
+    if SPLITS > 1:
+        share = tl.cdiv(tl.cdiv(high - low, BLOCK_KV), SPLITS) * BLOCK_KV
+        low = low + tl.program_id(2) * share
+        high = tl.minimum(low + share, high)
+    if begin_query >= count:
+        high = low
+    return first, count, context, low, high
+
+
+@triton.jit
 def _cache_positions(table, at, high, context, kv_head, cache_slot, cache_head, PAGE: tl.constexpr, BLOCK_KV: tl.constexpr):
     """Return, for positions from ``at`` to ``high``, their indices among the new tokens, a mask, and their cache offsets.
 
@@ -118,23 +151,10 @@ def paged_attention(
     sequence = tl.program_id(1) // kv_heads
     kv_head = tl.program_id(1) % kv_heads
     split = tl.program_id(2)
-    first = tl.load(query_start + sequence)
-    count = tl.load(query_start + sequence + 1) - first
-    length = tl.load(seq_lens + sequence)
-    context = length - count
     QUERIES: tl.constexpr = BLOCK_ROWS // GROUP
+    first, count, context, low, high = program_share(query_start, seq_lens, kv_heads, TREE, WINDOW, SPLITS, QUERIES, BLOCK_KV)
     begin_query = tl.program_id(0) * QUERIES
     lane = tl.arange(0, BLOCK_SIZE)
-    low = 0
-    high = length
-    if not TREE:
-        high = tl.minimum(length, context + begin_query + QUERIES)
-    if WINDOW > 0:
-        low = tl.maximum(0, context + begin_query - WINDOW + 1) // BLOCK_KV * BLOCK_KV
-    if SPLITS > 1:
-        share = tl.cdiv(tl.cdiv(high - low, BLOCK_KV), SPLITS) * BLOCK_KV
-        low = low + split * share
-        high = tl.minimum(low + share, high)
     has_tokens = low < high
     table = block_table + sequence.to(tl.int64) * table_width
     if SETTLED:

@@ -19,41 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from outrider_triton.jit.attention import program_share
 from outrider_triton.jit.dependent import allow_next_kernel, wait_for_previous_kernel
 from outrider_triton.jit.tma_pipeline import expect_boxes
-
-
-@gluon.jit
-def _share(
-    query_start,
-    seq_lens,
-    kv_heads,
-    TREE: gl.constexpr,
-    WINDOW: gl.constexpr,
-    SPLITS: gl.constexpr,
-    QUERIES: gl.constexpr,
-    BLOCK_KV: gl.constexpr,
-):
-    """Return the sequence's first new token, new token count and context length, and this program's range of positions."""
-    sequence = gl.program_id(1) // kv_heads
-    first = gl.load(query_start + sequence)
-    count = gl.load(query_start + sequence + 1) - first
-    length = gl.load(seq_lens + sequence)
-    context = length - count
-    begin_query = gl.program_id(0) * QUERIES
-    low = 0
-    high = length
-    if not TREE:
-        high = gl.minimum(length, context + begin_query + QUERIES)
-    if WINDOW > 0:
-        low = gl.maximum(0, context + begin_query - WINDOW + 1) // BLOCK_KV * BLOCK_KV
-    if SPLITS > 1:
-        share = gl.cdiv(gl.cdiv(high - low, BLOCK_KV), SPLITS) * BLOCK_KV
-        low = low + gl.program_id(2) * share
-        high = gl.minimum(low + share, high)
-    if begin_query >= count:
-        high = low
-    return first, count, context, low, high
 
 
 @gluon.jit
@@ -105,7 +73,7 @@ def _load_blocks(
     BLOCK_KV: gl.constexpr = keys.shape[1]
     if not SETTLED:
         wait_for_previous_kernel(PDL)
-    _, _, context, low, high = _share(query_start, seq_lens, kv_heads, TREE, WINDOW, SPLITS, QUERIES, BLOCK_KV)
+    _, _, context, low, high = program_share(query_start, seq_lens, kv_heads, TREE, WINDOW, SPLITS, QUERIES, BLOCK_KV)
     table = block_table + (gl.program_id(1) // kv_heads).to(gl.int64) * table_width
     column = gl.program_id(1) % kv_heads * size
     blocks = gl.cdiv(gl.maximum(high - low, 0), BLOCK_KV)
@@ -155,7 +123,7 @@ def _attend(
     allow_next_kernel(PDL)
     if not SETTLED:
         wait_for_previous_kernel(PDL)
-    first, count, context, low, high = _share(query_start, seq_lens, kv_heads, TREE, WINDOW, SPLITS, QUERIES, BLOCK_KV)
+    first, count, context, low, high = program_share(query_start, seq_lens, kv_heads, TREE, WINDOW, SPLITS, QUERIES, BLOCK_KV)
     if SETTLED:
         wait_for_previous_kernel(PDL)
 

@@ -75,7 +75,6 @@ def gather_checked(
     found,
     size,
     found_stride,
-    SOME: tl.constexpr,
     NUMBERS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -87,7 +86,7 @@ def gather_checked(
     begin(PDL)
     request = tl.program_id(0).to(tl.int64)
     row = request
-    if SOME:
+    if rows is not None:
         row = tl.load(rows + request)
     first = tl.full([], 0x7FFFFFFF, dtype=tl.int32)
     for start in range(0, size, BLOCK):

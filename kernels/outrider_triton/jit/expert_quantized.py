@@ -36,8 +36,6 @@ def expert_quantized(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
-    ZEROS: tl.constexpr,
-    ACTIVE: tl.constexpr,
     FP8: tl.constexpr,
     ASM: tl.constexpr,
     SORTED: tl.constexpr,
@@ -75,42 +73,18 @@ def expert_quantized(
         first_scale = (rows // ROWS) * scale_columns
         # Loaded before the loop: one compiler release fails to lower these loads after it.
         factor = tl.where(pair_mask, 1.0, 0.0)
-        if ACTIVE and not GROUP:
+        if x_scales is not None and not GROUP:
             factor *= tl.load(x_scales + source, mask=pair_mask, other=0.0)
         if BY_PAIR:
             factor *= tl.load(shares + source, mask=pair_mask, other=0.0)
         if MODE == "row":
             row_scale = tl.load(scales + first_scale, mask=row_mask, other=0.0).to(tl.float32)
+        weights = tile, row_mask, scales, first_scale, zeros, scale_columns, row_bytes
+        activations = column, pair_mask, source, x_scales, x_groups
         total = sum_of_products(
-            tile,
-            column,
-            row_mask,
-            pair_mask,
-            source,
-            scales,
-            first_scale,
-            zeros,
-            x_scales,
-            x_groups,
-            scale_columns,
-            0,
-            k,
-            row_bytes,
-            x.dtype.element_ty,
-            FORMAT,
-            NATIVE,
-            MODE,
-            COLUMNS,
-            GROUP,
-            ZEROS,
-            FP8,
-            ASM,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            SUB,
-            EVEN,
-        )
+            weights, activations, 0, k, x.dtype.element_ty, FORMAT, NATIVE, MODE, COLUMNS, GROUP, FP8, ASM,
+            BLOCK_M, BLOCK_N, BLOCK_K, SUB, EVEN,
+        )  # fmt: skip
         if MODE == "row":
             total *= row_scale[:, None]
         total *= factor[None, :]

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from outrider_triton.jit.dependent import begin, begin_late
-from outrider_triton.jit.matmul import swiglu
+from outrider_triton.jit.matmul import sum_of_tiles, sums_of_gates, swiglu
 
 
 @triton.jit
@@ -176,19 +176,7 @@ def expert_gates(
         gates = weight + (expert * 2 * n + rows).to(tl.int64)[:, None] * k + lane[None, :]
         ups = gates + tl.cast(n, tl.int64) * k
         column = x + tl.where(pair_mask, pairs // count, 0)[None, :] * x_stride + lane[:, None]
-        gate = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-        up = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-        for start in range(0, k, BLOCK_K):
-            if EVEN:
-                mask = row_mask[:, None]
-                t = tl.load(column + start, mask=column_mask, other=0.0)
-            else:
-                mask = row_mask[:, None] & (lane[None, :] + start < k)
-                t = tl.load(column + start, mask=column_mask & (lane[:, None] + start < k), other=0.0)
-            g = tl.load(gates + start, mask=mask, other=0.0, eviction_policy="evict_first")
-            u = tl.load(ups + start, mask=mask, other=0.0, eviction_policy="evict_first")
-            gate = tl.dot(g, t, gate)
-            up = tl.dot(u, t, up)
+        gate, up = sums_of_gates(gates, ups, column, row_mask, pair_mask, k, BLOCK_N, BLOCK_M, BLOCK_K, EVEN)
         address = out + tl.where(pair_mask, pairs, 0)[None, :] * n + rows[:, None]
         tl.store(address, swiglu(gate, up, out.dtype.element_ty), mask=column_mask & row_mask[:, None])
 
@@ -231,16 +219,7 @@ def expert_outputs(
         tile = weight + (expert * n + rows).to(tl.int64)[:, None] * k + lane[None, :]
         column = x + tl.where(pair_mask, pairs, 0)[None, :] * k + lane[:, None]
         share = tl.load(shares + tl.where(pair_mask, pairs, 0), mask=pair_mask, other=0.0)
-        total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-        for start in range(0, k, BLOCK_K):
-            if EVEN:
-                w = tl.load(tile + start, mask=row_mask[:, None], other=0.0, eviction_policy="evict_first")
-                t = tl.load(column + start, mask=column_mask, other=0.0)
-            else:
-                inside = lane + start < k
-                w = tl.load(tile + start, mask=row_mask[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")
-                t = tl.load(column + start, mask=column_mask & inside[:, None], other=0.0)
-            total = tl.dot(w, t, total)
+        total = sum_of_tiles(tile, column, None, row_mask, pair_mask, 0, 0, k, BLOCK_N, BLOCK_M, BLOCK_K, EVEN)
         total *= share[None, :]
         address = out + tl.where(pair_mask, pairs, 0)[None, :] * n + rows[:, None]
         tl.store(address, total.to(out.dtype.element_ty), mask=column_mask & row_mask[:, None])

@@ -10,23 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outrider_triton.jit.dependent import begin, begin_late, prefetch_rows
-from outrider_triton.jit.matmul import prefetch_gates, rows_and_tokens, swiglu
+from outrider_triton.jit.dependent import begin, prefetch_rows
+from outrider_triton.jit.matmul import inverse_rms, load_squares, rows_and_tokens, sum_of_tiles
 from outrider_triton.jit.rows import as_cached
-
-
-@triton.jit
-def _load_squares(squares, tokens, shares, m, SHARES: tl.constexpr):
-    """Load partial sums of squares of each token; the load overlaps with the product."""
-    share = tl.arange(0, SHARES)
-    mask = (share[:, None] < shares) & (tokens[None, :] < m)
-    return tl.load(squares + share[:, None] * m + tokens[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _inverse_rms(parts, width, eps):
-    """Return each token's factor: one over the root mean square of its row of ``width`` elements."""
-    return tl.rsqrt(tl.sum(parts, axis=0) / width + eps)[None, :]
 
 
 @triton.jit(do_not_specialize=["m", "rows_per_program", "prefetch_columns"])
@@ -45,18 +31,15 @@ def linear_add(
     x_stride,
     rows_per_program,
     prefetch_columns,
-    HAS_BIAS: tl.constexpr,
-    NORM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
-    DESCRIPTOR: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute ``residual [m, n] += x [m, k] @ weight [n, k].T`` (+ bias); program (share of weight rows, block of tokens).
 
-    NORM: also store ``scaled [m, n]``, the new residual times ``norm``, and ``squares [shares, m]``, partial sums of
+    With ``norm``, also store ``scaled [m, n]``, the new residual times ``norm``, and ``squares [shares, m]``, partial sums of
     squares.
     """
     rows, row_mask, tokens = rows_and_tokens(rows_per_program, n, 1, BLOCK_N, BLOCK_M)
@@ -64,10 +47,10 @@ def linear_add(
         prefetch_rows(weight + tl.minimum(rows, n - 1).to(tl.int64) * k, prefetch_columns)
     # Bias and norm weights are far away, so their loads come first.
     bias_values = tl.zeros([BLOCK_N], dtype=tl.float32)
-    if HAS_BIAS:
+    if bias is not None:
         bias_values = tl.load(bias + rows, mask=row_mask, other=0.0).to(tl.float32)
     factor = tl.zeros([BLOCK_N], dtype=tl.float32)
-    if NORM:
+    if norm is not None:
         factor = tl.load(norm + rows, mask=row_mask, other=0.0).to(tl.float32)
     begin(PDL)
 
@@ -77,113 +60,23 @@ def linear_add(
     lane = tl.arange(0, BLOCK_K)
     tile = weight + rows.to(tl.int64)[:, None] * k + lane[None, :]
     column = x + tokens.to(tl.int64)[None, :] * x_stride + lane[:, None]
-    total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-    for start in range(0, k, BLOCK_K):
-        if DESCRIPTOR:
-            w = descriptor.load([tl.program_id(0) * rows_per_program, start])
-        elif EVEN:
-            w = tl.load(tile + start, mask=row_mask[:, None], other=0.0, eviction_policy="evict_first")
-        else:
-            w = tl.load(
-                tile + start, mask=row_mask[:, None] & (lane[None, :] + start < k), other=0.0, eviction_policy="evict_first"
-            )
-        if EVEN:
-            t = tl.load(column + start, mask=tokens[None, :] < m, other=0.0)
-        else:
-            t = tl.load(column + start, mask=(tokens[None, :] < m) & (lane[:, None] + start < k), other=0.0)
-        total = tl.dot(w, t, total)
+    first_row = tl.program_id(0) * rows_per_program
+    total = sum_of_tiles(tile, column, descriptor, row_mask, tokens < m, first_row, 0, k, BLOCK_N, BLOCK_M, BLOCK_K, EVEN)
     updated = (total + bias_values[:, None] + residual_values.to(tl.float32)).to(residual.dtype.element_ty)
     tl.store(residual + offset, updated, mask=mask)
-    if NORM:
+    if norm is not None:
         updated_wide = tl.where(mask, updated.to(tl.float32), 0.0)
         tl.store(scaled + offset, (updated_wide * factor[:, None]).to(scaled.dtype.element_ty), mask=mask)
         tl.store(squares + tl.program_id(0) * m + tokens, tl.sum(updated_wide * updated_wide, axis=0), mask=tokens < m)
 
 
 @triton.jit
-def _pair_of_products(
-    x,
-    low,
-    high,
-    tokens,
-    row_mask,
-    m,
-    k,
-    x_stride,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """Multiply ``x`` by the weight rows at ``low`` and at ``high``; return both products [BLOCK_N, BLOCK_M] in float32."""
-    lane = tl.arange(0, BLOCK_K)
-    low_tile = low[:, None] + lane[None, :]
-    high_tile = high[:, None] + lane[None, :]
-    column = x + tokens.to(tl.int64)[None, :] * x_stride + lane[:, None]
-    first = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-    second = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-    for start in range(0, k, BLOCK_K):
-        if EVEN:
-            mask = row_mask[:, None]
-            t = tl.load(column + start, mask=tokens[None, :] < m, other=0.0)
-        else:
-            mask = row_mask[:, None] & (lane[None, :] + start < k)
-            t = tl.load(column + start, mask=(tokens[None, :] < m) & (lane[:, None] + start < k), other=0.0)
-        a = tl.load(low_tile + start, mask=mask, other=0.0, eviction_policy="evict_first")
-        b = tl.load(high_tile + start, mask=mask, other=0.0, eviction_policy="evict_first")
-        first = tl.dot(a, t, first)
-        second = tl.dot(b, t, second)
-    return first, second
+def load_angles(rotary, tokens, lane, rotates, HALF: tl.constexpr):
+    """Load cosines and sines of the low and high elements of pairs, [pairs, tokens]; 1 and 0 where ``rotates`` is False.
 
-
-@triton.jit(do_not_specialize=["m", "rows_per_program", "prefetch_columns", "shares"])
-def scaled_silu_mul(
-    x,
-    squares,
-    weight,
-    bias,
-    out,
-    eps,
-    m,
-    n,
-    k,
-    x_stride,
-    shares,
-    rows_per_program,
-    prefetch_columns,
-    HAS_BIAS: tl.constexpr,
-    SHARES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Compute ``silu(y @ gate.T) * (y @ up.T)``; y is ``x [m, k]`` divided by the root mean square from ``squares``."""
-    rows, row_mask, tokens = rows_and_tokens(rows_per_program, n, 1, BLOCK_N, BLOCK_M)
-    if PDL:
-        prefetch_gates(weight, rows, n, k, prefetch_columns)
-    begin_late(PDL)
-
-    parts = _load_squares(squares, tokens, shares, m, SHARES)
-    gates = weight + rows.to(tl.int64) * k
-    gate, up = _pair_of_products(
-        x, gates, gates + tl.cast(n, tl.int64) * k, tokens, row_mask, m, k, x_stride, BLOCK_M, BLOCK_N, BLOCK_K, EVEN
-    )
-    scale = _inverse_rms(parts, k, eps)
-    gate *= scale
-    up *= scale
-    if HAS_BIAS:
-        gate += tl.load(bias + rows, mask=row_mask, other=0.0).to(tl.float32)[:, None]
-        up += tl.load(bias + n + rows, mask=row_mask, other=0.0).to(tl.float32)[:, None]
-    activation = swiglu(gate, up, out.dtype.element_ty)
-    address = out + tokens.to(tl.int64)[None, :] * n + rows[:, None]
-    tl.store(address, activation, mask=(tokens[None, :] < m) & row_mask[:, None])
-
-
-@triton.jit
-def load_angles(cos, sin, tokens, lane, rotates, angles_token, HALF: tl.constexpr):
-    """Load cosines and sines of the low and high elements of pairs, [pairs, tokens]; 1 and 0 where ``rotates`` is False."""
+    ``rotary`` is the tuple that :func:`write_rotated` takes.
+    """
+    cos, sin, _, _, _, _, _, angles_token, _, _ = rotary
     angle = tokens.to(tl.int64)[None, :] * angles_token + lane[:, None]
     cos_low = tl.load(cos + angle, mask=rotates, other=1.0)
     sin_low = tl.load(sin + angle, mask=rotates, other=0.0)
@@ -193,28 +86,14 @@ def load_angles(cos, sin, tokens, lane, rotates, angles_token, HALF: tl.constexp
 
 
 @triton.jit
-def write_rotated(
-    first,
-    second,
-    cos_low,
-    sin_low,
-    cos_high,
-    sin_high,
-    q,
-    k_cache,
-    v_cache,
-    slot,
-    tokens,
-    head,
-    lane,
-    heads,
-    kv_heads,
-    cache_slot,
-    cache_head,
-    mask,
-    HALF: tl.constexpr,
-):
-    """Rotate pairs ``first`` and ``second`` [pairs, tokens] in q's dtype, and store queries, keys and values."""
+def write_rotated(first, second, angles, q, rotary, slot, tokens, head, lane, mask, HALF: tl.constexpr):
+    """Rotate pairs ``first`` and ``second`` [pairs, tokens] in q's dtype, and store queries, keys and values.
+
+    ``angles`` is the result of :func:`load_angles`. ``rotary`` is (cos, sin, k_cache, v_cache, slots, heads, kv_heads,
+    angles_token, cache_slot, cache_head), as in :func:`linear_rope_write_cache`.
+    """
+    cos_low, sin_low, cos_high, sin_high = angles
+    _, _, k_cache, v_cache, _, heads, kv_heads, _, cache_slot, cache_head = rotary
     first = first.to(tl.float32)
     second = second.to(tl.float32)
     rotated_low = (first * cos_low.to(tl.float32) - second * sin_low.to(tl.float32)).to(q.dtype.element_ty)
@@ -259,8 +138,6 @@ def linear_rope_write_cache(
     cache_head,
     pairs_per_program,
     prefetch_columns,
-    HAS_BIAS: tl.constexpr,
-    SCALED: tl.constexpr,
     SHARES: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -273,7 +150,7 @@ def linear_rope_write_cache(
 
     A program has ``pairs_per_program`` of the pairs of elements that rotate together, HALF of them per head. ``weight`` has
     the rows of queries, keys and values, 2 HALF rows per head. Queries go to ``q [m, heads, 2 HALF]``, keys and values to
-    their slots. SCALED: ``x`` is divided as in :func:`scaled_silu_mul`.
+    their slots. With ``squares``, ``x`` is divided as in :func:`outrider_triton.jit.matmul.linear_silu_mul`.
     """
     # One tile holds both halves of each pair, low rows before high ones, so that it fills the matrix unit.
     PAIRS: tl.constexpr = BLOCK_N // 2
@@ -287,7 +164,7 @@ def linear_rope_write_cache(
     if PDL:
         prefetch_rows(tile, prefetch_columns)
     bias_values = tl.zeros([BLOCK_N], dtype=tl.float32)
-    if HAS_BIAS:
+    if bias is not None:
         bias_values = tl.load(bias + rows, mask=row_mask, other=0.0).to(tl.float32)
     begin(PDL)
 
@@ -300,45 +177,18 @@ def linear_rope_write_cache(
     mask = token_mask[None, :] & ((pair < pairs_per_program) & (pairs < count))[:, None]
     slot = tl.load(slots + tokens, mask=token_mask, other=0)
     rotates = mask & (head < heads + kv_heads)[:, None]
-    cos_low, sin_low, cos_high, sin_high = load_angles(cos, sin, tokens, lane, rotates, angles_token, HALF)
-    if SCALED:
-        parts = _load_squares(squares, tokens, shares, m, SHARES)
+    rotary = cos, sin, k_cache, v_cache, slots, heads, kv_heads, angles_token, cache_slot, cache_head
+    angles = load_angles(rotary, tokens, lane, rotates, HALF)
+    if squares is not None:
+        parts = load_squares(squares, tokens, shares, m, SHARES)
 
     column = tl.arange(0, BLOCK_K)
     x_tile = x + tokens.to(tl.int64)[None, :] * x_stride + column[:, None]
-    total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-    for start in range(0, k, BLOCK_K):
-        if EVEN:
-            tile_mask = row_mask[:, None]
-            t = tl.load(x_tile + start, mask=token_mask[None, :], other=0.0)
-        else:
-            tile_mask = row_mask[:, None] & (column[None, :] + start < k)
-            t = tl.load(x_tile + start, mask=token_mask[None, :] & (column[:, None] + start < k), other=0.0)
-        w = tl.load(tile[:, None] + column[None, :] + start, mask=tile_mask, other=0.0, eviction_policy="evict_first")
-        total = tl.dot(w, t, total)
-    if SCALED:
-        total *= _inverse_rms(parts, k, eps)
+    w_tile = tile[:, None] + column[None, :]
+    total = sum_of_tiles(w_tile, x_tile, None, row_mask, token_mask, 0, 0, k, BLOCK_N, BLOCK_M, BLOCK_K, EVEN)
+    if squares is not None:
+        total *= inverse_rms(parts, k, eps)
     # Rounded where the reference rounds: after the product and after the rotation.
     total = (total + bias_values[:, None]).to(q.dtype.element_ty)
     first, second = tl.split(tl.permute(tl.reshape(total, [2, PAIRS, BLOCK_M]), (1, 2, 0)))
-    write_rotated(
-        first,
-        second,
-        cos_low,
-        sin_low,
-        cos_high,
-        sin_high,
-        q,
-        k_cache,
-        v_cache,
-        slot,
-        tokens,
-        head,
-        lane,
-        heads,
-        kv_heads,
-        cache_slot,
-        cache_head,
-        mask,
-        HALF,
-    )
+    write_rotated(first, second, angles, q, rotary, slot, tokens, head, lane, mask, HALF)

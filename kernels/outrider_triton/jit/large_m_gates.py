@@ -156,9 +156,9 @@ def _sums(pipelines, tile, WHICH: gl.constexpr, STEPS: gl.constexpr, layout: gl.
 
 
 @gluon.jit
-def _with_bias(sums, bias, first, remaining, HAS_BIAS: gl.constexpr, layout: gl.constexpr):
+def _with_bias(sums, bias, first, remaining, layout: gl.constexpr):
     """Add the bias to ``sums`` of the ``remaining`` rows from ``first`` on."""
-    if HAS_BIAS:
+    if bias is not None:
         lane = gl.arange(0, GROUP, gl.SliceLayout(1, layout))
         sums += gl.load(bias + first + lane, mask=lane < remaining, other=0.0).to(gl.float32)[:, None]
     return sums
@@ -192,7 +192,6 @@ def _gate(
     pipelines,
     WHICH: gl.constexpr,
     GROUPS: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
     STEPS: gl.constexpr,
     layout: gl.constexpr,
     PDL: gl.constexpr,
@@ -207,8 +206,8 @@ def _gate(
         ) * UNIT  # written so that the compiler sees a multiple of UNIT
         remaining = gl.minimum(pairs_per_program - units_before * UNIT, n - first)
         gate, up = _sums(pipelines, tile, WHICH, STEPS, layout)
-        gate = _with_bias(gate, bias, first, remaining, HAS_BIAS, layout)
-        up = _with_bias(up, bias, n + first, remaining, HAS_BIAS, layout)
+        gate = _with_bias(gate, bias, first, remaining, layout)
+        up = _with_bias(up, bias, n + first, remaining, layout)
         _store(swiglu(gate, up, out.dtype.element_ty), out, first, remaining, n, m)
 
 
@@ -221,7 +220,6 @@ def tall_silu_mul(
     m,
     n,
     pairs_per_program,
-    HAS_BIAS: gl.constexpr,
     GROUPS: gl.constexpr,
     STEPS: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -238,7 +236,7 @@ def tall_silu_mul(
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_gate, (operands, pipelines, 0, GROUPS, HAS_BIAS, STEPS, layout, PDL)),
+                (_gate, (operands, pipelines, 0, GROUPS, STEPS, layout, PDL)),
                 (_load_weights, (w, pipelines[0], pairs_per_program, n, STEPS)),
                 (_load_tokens, (x, pipelines[1], tiles, STEPS, PDL)),
             ],
@@ -248,8 +246,8 @@ def tall_silu_mul(
     else:
         gl.warp_specialize(
             [
-                (_gate, (operands, pipelines, 0, GROUPS, HAS_BIAS, STEPS, layout, PDL)),
-                (_gate, (operands, pipelines, 1, GROUPS, HAS_BIAS, STEPS, layout, PDL)),
+                (_gate, (operands, pipelines, 0, GROUPS, STEPS, layout, PDL)),
+                (_gate, (operands, pipelines, 1, GROUPS, STEPS, layout, PDL)),
                 (_load_weights, (w, pipelines[0], pairs_per_program, n, STEPS)),
                 (_load_tokens, (x, pipelines[1], tiles, STEPS, PDL)),
             ],

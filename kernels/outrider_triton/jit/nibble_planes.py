@@ -174,8 +174,6 @@ def linear_planes(
     MODE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    ZEROS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     ASM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -204,7 +202,7 @@ def linear_planes(
     first_scale = (rows // ROWS) * scale_columns
     scale_index = tl.minimum(begins, ends - 1) // COLUMNS  # only weights are read before the wait
     factor = tl.load(scales + first_scale + scale_index, mask=row_mask, other=0.0).to(tl.float32)
-    if ZEROS:
+    if zeros is not None:
         zero = tl.load(zeros + first_scale + scale_index, mask=row_mask, other=0).to(tl.float32)
     begin_late(PDL)
 
@@ -230,16 +228,16 @@ def linear_planes(
                     tile + column_start // 4, mask=row_mask[:, None] & inside[None, :], other=0, eviction_policy="evict_first"
                 )
                 x_mask = token_mask & inside[:, None]
-            if ZEROS:
+            if zeros is not None:
                 token_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
             part = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32) if MODE == "block" else total
             for plane in tl.static_range(4):
                 t = tl.load(column + place + plane * (unit // 4), mask=x_mask, other=0.0)
                 part = tl.dot(numbers_of_plane(w, plane, TYPE, ASM), t, part)
-                if ZEROS:
+                if zeros is not None:
                     token_sum += tl.sum(t.to(tl.float32), axis=0)
             if MODE == "block":
-                if ZEROS:
+                if zeros is not None:
                     part -= zero[:, None] * token_sum[None, :]
                     zero = tl.load(zeros + first_scale + next_column // COLUMNS, mask=row_mask, other=0).to(tl.float32)
                 total += part * factor[:, None]
@@ -248,7 +246,7 @@ def linear_planes(
                 total = part
     if MODE == "row":
         total *= factor[:, None]
-    if HAS_BIAS:
+    if bias is not None:
         total += tl.load(bias + rows, mask=row_mask, other=0.0).to(tl.float32)[:, None]
     address = out + share.to(tl.int64) * m * n + tokens.to(tl.int64)[None, :] * n + rows[:, None]
     tl.store(address, total.to(out.dtype.element_ty), mask=token_mask & row_mask[:, None])

@@ -249,7 +249,6 @@ def _store(
     operands,
     rotary,
     shared,
-    HAS_BIAS: gl.constexpr,
     GROUPS: gl.constexpr,
     STEPS: gl.constexpr,
     TILES: gl.constexpr,
@@ -284,7 +283,7 @@ def _store(
     token = gl.arange(0, TOKENS, gl.SliceLayout(0, sample.type.layout))
     place = gl.arange(0, ROWS, gl.SliceLayout(1, sample.type.layout))
     if HALF > 0:
-        cos, sin, k_cache, v_cache, slots, heads, kv_heads, angles_token, cache_slot, cache_head = rotary
+        _, _, _, _, slots, heads, kv_heads, _, _, _ = rotary
         sample_half, _ = _halves(sample)
         pairs: gl.constexpr = sample_half.type.layout
         pair_token = gl.arange(0, TOKENS, gl.SliceLayout(0, pairs))
@@ -298,7 +297,7 @@ def _store(
             is_own_pair = (inside < rows_per_program) & (head < heads + 2 * kv_heads)
             pair_mask = (pair_token < m)[None, :] & is_own_pair[:, None]
             rotates = pair_mask & (head < heads + kv_heads)[:, None]
-            cos_low, sin_low, cos_high, sin_high = load_angles(cos, sin, pair_token, lane, rotates, angles_token, HALF)
+            angles = load_angles(rotary, pair_token, lane, rotates, HALF)
         total = _product(pipeline, factors, held_grains, tile, 0, GROUPS, STEPS, TILES, GATED)
         row, is_own = _row_of(place, tile, rows_per_program, HALF)
         is_own = is_own & (row < n)
@@ -306,32 +305,12 @@ def _store(
             mbarrier.wait(sums_ready, tile & 1)
             total += second_sums.load(total.type.layout)
             mbarrier.arrive(sums_taken, count=1)
-        if HAS_BIAS:
+        if bias is not None:
             total += gl.load(bias + row, mask=is_own, other=0.0).to(gl.float32)[:, None]
         if HALF > 0:
             # Rounded where the reference rounds: after the product and after the rotation.
             low, high = _halves(total.to(out.dtype.element_ty))
-            write_rotated(
-                low,
-                high,
-                cos_low,
-                sin_low,
-                cos_high,
-                sin_high,
-                out,
-                k_cache,
-                v_cache,
-                slot,
-                pair_token,
-                head,
-                lane,
-                heads,
-                kv_heads,
-                cache_slot,
-                cache_head,
-                pair_mask,
-                HALF,
-            )
+            write_rotated(low, high, angles, out, rotary, slot, pair_token, head, lane, pair_mask, HALF)
         else:
             address = out + gl.program_id(1).to(gl.int64) * m * n + token.to(gl.int64)[None, :] * n + row[:, None]
             gl.store(address, total.to(out.dtype.element_ty), mask=(token < m)[None, :] & is_own[:, None])
@@ -386,7 +365,6 @@ def streamed_planes(
     angles_token,
     cache_slot,
     cache_head,
-    HAS_BIAS: gl.constexpr,
     GROUPS: gl.constexpr,
     STEPS: gl.constexpr,
     TILES: gl.constexpr,
@@ -450,7 +428,7 @@ def streamed_planes(
     if GROUPS > 1:
         gl.warp_specialize(
             [
-                (_store, (operands, rotary, shared, HAS_BIAS, GROUPS, STEPS, TILES, HALF, GATED, PDL)),
+                (_store, (operands, rotary, shared, GROUPS, STEPS, TILES, HALF, GATED, PDL)),
                 (_run_second_group, (x, shared, GROUPS, STEPS, TILES, GATED, PDL)),
                 (_load_weights, (w, pipeline, rows_per_program, steps, TILES, HALF)),
             ],
@@ -460,7 +438,7 @@ def streamed_planes(
     else:
         gl.warp_specialize(
             [
-                (_store, (operands, rotary, shared, HAS_BIAS, GROUPS, STEPS, TILES, HALF, GATED, PDL)),
+                (_store, (operands, rotary, shared, GROUPS, STEPS, TILES, HALF, GATED, PDL)),
                 (_load_weights, (w, pipeline, rows_per_program, steps, TILES, HALF)),
             ],
             [1],

@@ -124,7 +124,6 @@ def dequantize(
     COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
     FORMAT: tl.constexpr,
-    ZEROS: tl.constexpr,
     FP8: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -152,12 +151,12 @@ def dequantize(
     if WIDTH:
         groups = (tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K // WIDTH) * WIDTH) // COLUMNS
         place = (tl.minimum(row, n - 1) // ROWS)[:, None] * scale_columns + tl.minimum(groups, scale_columns - 1)[None, :]
-        if ZEROS:
+        if zeros is not None:
             value -= _load_repeated(zeros, place, [BLOCK_N, BLOCK_K], WIDTH)
         value *= _load_repeated(scales, place, [BLOCK_N, BLOCK_K], WIDTH)
     else:
         place = (row // ROWS)[:, None] * scale_columns + (column // COLUMNS)[None, :]
-        if ZEROS:
+        if zeros is not None:
             value -= tl.load(zeros + place, mask=mask, other=0).to(tl.float32)
         value *= tl.load(scales + place, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row.to(tl.int64)[:, None] * k + column[None, :], value.to(out.dtype.element_ty), mask=mask)
@@ -165,27 +164,16 @@ def dequantize(
 
 @triton.jit
 def sum_of_products(
-    tile,
-    column,
-    row_mask,
-    token_mask,
-    tokens,
-    scales,
-    first_scale,
-    zeros,
-    x_scales,
-    x_groups,
-    scale_columns,
+    weights,
+    activations,
     begins,
     ends,
-    row_bytes,
     TYPE: tl.constexpr,
     FORMAT: tl.constexpr,
     NATIVE: tl.constexpr,
     MODE: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
-    ZEROS: tl.constexpr,
     FP8: tl.constexpr,
     ASM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -196,10 +184,13 @@ def sum_of_products(
 ):
     """Return the sum of products over columns from ``begins`` to ``ends``, in float32 [BLOCK_N, BLOCK_M].
 
-    ``tile`` points to weight rows [BLOCK_N, SUB], valid where ``row_mask``. ``column`` points to x [SUB, BLOCK_M], valid
-    where ``token_mask``, at rows ``tokens`` of ``x_scales``. The caller applies scales of whole rows. ``row_bytes``: bytes
-    per weight row. Other operands: see :func:`linear_quantized`.
+    ``weights`` is (tile, row_mask, scales, first_scale, zeros, scale_columns, row_bytes). ``tile`` points to weight rows
+    [BLOCK_N, SUB], valid where ``row_mask``; ``row_bytes``: bytes per weight row. ``activations`` is (column, token_mask,
+    tokens, x_scales, x_groups). ``column`` points to x [SUB, BLOCK_M], valid where ``token_mask``, at rows ``tokens`` of
+    ``x_scales``. The caller applies scales of whole rows. Other operands: see :func:`linear_quantized`.
     """
+    tile, row_mask, scales, first_scale, zeros, scale_columns, row_bytes = weights
+    column, token_mask, tokens, x_scales, x_groups = activations
     PACKED: tl.constexpr = FORMAT == "int4"
     WIDE: tl.constexpr = 2 if PACKED else 1
     SUB_BYTES: tl.constexpr = SUB // WIDE
@@ -212,7 +203,7 @@ def sum_of_products(
     first_column = tl.minimum(begins, ends - 1)
     if MODE == "block":
         factor = tl.load(scales + first_scale + first_column // COLUMNS, mask=row_mask, other=0.0).to(tl.float32)
-        if ZEROS:
+        if zeros is not None:
             zero = tl.load(zeros + first_scale + first_column // COLUMNS, mask=row_mask, other=0).to(tl.float32)
     if GROUP:
         divisor = tl.load(x_scales + tokens * x_groups + first_column // GROUP, mask=token_mask, other=0.0)
@@ -238,7 +229,7 @@ def sum_of_products(
                 inside = tl.minimum(groups, scale_columns - 1)
                 grid = tl.where(row_mask, first_scale, 0)[:, None] + inside[None, :]
                 factor = _load_repeated(scales, grid, [BLOCK_N, SUB_BYTES], COLUMNS // WIDE)
-                zero_points = _load_repeated(zeros, grid, [BLOCK_N, SUB_BYTES], COLUMNS // WIDE) if ZEROS else 0.0
+                zero_points = _load_repeated(zeros, grid, [BLOCK_N, SUB_BYTES], COLUMNS // WIDE) if zeros is not None else 0.0
             if PACKED:
                 low, high = _unpack_nibbles(w, TYPE, ASM)
                 even = (t & 0xFFFF).to(tl.int16).to(TYPE, bitcast=True)
@@ -262,7 +253,7 @@ def sum_of_products(
                     number = ((number.to(tl.float32) - zero_points) * factor).to(TYPE)
                 part = tl.dot(number, t, tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32) if PARTS else total)
             if MODE == "block":
-                if ZEROS:
+                if zeros is not None:
                     if PACKED:
                         token_sum = tl.sum(even.to(tl.float32) + odd.to(tl.float32), axis=0)
                     else:
@@ -301,9 +292,6 @@ def linear_quantized(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
-    ZEROS: tl.constexpr,
-    ACTIVE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     FP8: tl.constexpr,
     ASM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -319,7 +307,7 @@ def linear_quantized(
     - MODE "row": a scale per whole row. "block": per at least the SUB columns of one multiplication. "fine": per fewer
     columns, of which SUB is a multiple; the scale multiplies the weight.
     - NATIVE: the matrix unit takes both operands as stored.
-    - ACTIVE: x was divided by ``x_scales [m, x_groups]``, one per GROUP columns (0: per row).
+    - With x_scales, x was divided by ``x_scales [m, x_groups]``, one per GROUP columns (0: per row).
     - SPLIT: part p is ``out [p, m, n]`` in float32, over its own share of k, without bias. EVEN: k is a multiple of SPLIT *
     BLOCK_K.
     - int4: a byte holds two columns, and ``x`` is read in pairs of columns.
@@ -348,50 +336,26 @@ def linear_quantized(
         column = x.to(tl.pointer_type(tl.int32)) + tokens.to(tl.int64)[None, :] * (x_stride // 2) + lane[:, None]
     else:
         column = x + tokens.to(tl.int64)[None, :] * x_stride + lane[:, None]
-    if ACTIVE and not GROUP:
+    if x_scales is not None and not GROUP:
         divisor = tl.load(x_scales + tokens, mask=tokens < m, other=0.0)
+    weights = tile, row_mask, scales, first_scale, zeros, scale_columns, row_bytes
+    activations = column, tokens < m, tokens, x_scales, x_groups
     total = sum_of_products(
-        tile,
-        column,
-        row_mask,
-        tokens < m,
-        tokens,
-        scales,
-        first_scale,
-        zeros,
-        x_scales,
-        x_groups,
-        scale_columns,
-        begins,
-        ends,
-        row_bytes,
-        x.dtype.element_ty,
-        FORMAT,
-        NATIVE,
-        MODE,
-        COLUMNS,
-        GROUP,
-        ZEROS,
-        FP8,
-        ASM,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        SUB,
-        EVEN,
-    )
+        weights, activations, begins, ends, x.dtype.element_ty, FORMAT, NATIVE, MODE, COLUMNS, GROUP, FP8, ASM,
+        BLOCK_M, BLOCK_N, BLOCK_K, SUB, EVEN,
+    )  # fmt: skip
     if MODE == "row":
         total *= factor[:, None]
-    if ACTIVE and not GROUP:
+    if x_scales is not None and not GROUP:
         total *= divisor[None, :]
-    if HAS_BIAS:
+    if bias is not None:
         total += tl.load(bias + rows, mask=row_mask, other=0.0).to(tl.float32)[:, None]
     address = out + share.to(tl.int64) * m * n + tokens.to(tl.int64)[None, :] * n + rows[:, None]
     tl.store(address, total.to(out.dtype.element_ty), mask=column_mask & row_mask[:, None])
 
 
 @triton.jit
-def add_parts(parts, bias, out, size, n, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def add_parts(parts, bias, out, size, n, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Add PARTS parts and ``bias [n]`` into ``out [m, n]``, which has ``size`` elements."""
     begin(PDL)
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -399,7 +363,7 @@ def add_parts(parts, bias, out, size, n, PARTS: tl.constexpr, HAS_BIAS: tl.const
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for part in tl.static_range(PARTS):
         total += tl.load(parts + part * size + lane, mask=inside, other=0.0)
-    if HAS_BIAS:
+    if bias is not None:
         total += tl.load(bias + lane % n, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + lane, total.to(out.dtype.element_ty), mask=inside)
 
@@ -413,7 +377,6 @@ def scale_products(
     out,
     n,
     ROWS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -428,6 +391,6 @@ def scale_products(
     offset = row.to(tl.int64) * n + lane
     total = tl.load(sums + offset, mask=inside, other=0).to(tl.float32) * tl.load(x_scales + row)
     total *= tl.load(scales + lane // ROWS, mask=inside, other=0.0).to(tl.float32)
-    if HAS_BIAS:
+    if bias is not None:
         total += tl.load(bias + lane, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + offset, total.to(out.dtype.element_ty), mask=inside)

@@ -43,7 +43,6 @@ def add_row(
     size,
     part_stride,
     PARTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -59,7 +58,7 @@ def add_row(
     total = tl.load(x + row * size + lane, mask=mask, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         total += tl.load(x + part * part_stride + row * size + lane, mask=mask, other=0.0).to(tl.float32)
-    if HAS_BIAS:
+    if bias is not None:
         total += tl.load(bias + lane, mask=mask, other=0.0).to(tl.float32)
     updated = total + tl.load(residual + row * size + lane, mask=mask, other=0.0).to(tl.float32)
     updated = updated.to(residual.dtype.element_ty)
@@ -80,7 +79,6 @@ def add_rms_norm(
     part_stride,
     stride,
     PARTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     PLANES: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -93,7 +91,7 @@ def add_rms_norm(
     mask = lane < size
     scale = tl.load(weight + lane, mask=mask, other=0.0)
     row = tl.program_id(0).to(tl.int64)
-    updated = add_row(x, bias, residual, row, size, part_stride, PARTS, HAS_BIAS, BLOCK, PDL)
+    updated = add_row(x, bias, residual, row, size, part_stride, PARTS, BLOCK, PDL)
     normed = norm(updated.to(tl.float32), scale, residual.dtype.element_ty, size, eps)
     if PLANES:
         store_in_planes(out, grains, row, 0, normed, size, stride, BLOCK)
@@ -225,20 +223,18 @@ def add_parts_rope_write_cache(
     cache_slot,
     cache_head,
     PARTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    NORMED: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Run :func:`rope_write_cache` on the sum of ``parts [PARTS, m, (heads + 2 kv_heads) 2 half]`` (+ bias), rounded to
-    q's dtype; queries go to ``q [m, heads, 2 half]``. Program (token, head). NORMED: queries and keys are normalised per
+    q's dtype; queries go to ``q [m, heads, 2 half]``. Program (token, head). With norms, queries and keys are normalised per
     head before the rotation, with ``q_norm`` and ``k_norm [2 half]``.
     """
     head = tl.program_id(1)
     lane = tl.arange(0, BLOCK_HALF)
     inside = lane < half
     rotates = inside & (head < heads + kv_heads)
-    if NORMED:  # weights, so their loads may precede the wait
+    if q_norm is not None:  # weights, so their loads may precede the wait
         factors = k_norm
         if head < heads:
             factors = q_norm
@@ -258,7 +254,7 @@ def add_parts_rope_write_cache(
     for part in tl.static_range(PARTS):
         low += tl.load(source + part * part_stride, mask=inside, other=0.0).to(tl.float32)
         high += tl.load(source + part * part_stride + half, mask=inside, other=0.0).to(tl.float32)
-    if HAS_BIAS:
+    if bias is not None:
         low += tl.load(bias + head * (2 * half) + lane, mask=inside, other=0.0).to(tl.float32)
         high += tl.load(bias + head * (2 * half) + half + lane, mask=inside, other=0.0).to(tl.float32)
     # Rounded where the reference rounds: after the product and after the rotation.
@@ -266,7 +262,7 @@ def add_parts_rope_write_cache(
     kept_high = high.to(q.dtype.element_ty)
     low = kept_low.to(tl.float32)
     high = kept_high.to(tl.float32)
-    if NORMED:
+    if q_norm is not None:
         scale = tl.rsqrt((tl.sum(low * low, axis=0) + tl.sum(high * high, axis=0)) / (2 * half) + eps)
         low = ((low * scale).to(q.dtype.element_ty).to(tl.float32) * low_factor).to(q.dtype.element_ty).to(tl.float32)
         high = ((high * scale).to(q.dtype.element_ty).to(tl.float32) * high_factor).to(q.dtype.element_ty).to(tl.float32)

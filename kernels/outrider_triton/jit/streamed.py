@@ -40,7 +40,6 @@ def _store(
     operands,
     pipeline,
     buffer,
-    HAS_BIAS: gl.constexpr,
     ROWS: gl.constexpr,
     FOLD: gl.constexpr,
     ADD: gl.constexpr,
@@ -68,7 +67,7 @@ def _store(
             total = low + high
             if ROWS:
                 total *= factor[:, None] * divisor[None, :]
-            if HAS_BIAS:
+            if bias is not None:
                 total += gl.load(bias + row, mask=row_mask, other=0.0).to(gl.float32)[:, None]
             if ADD:  # rounded before the sum, like a separate addition kernel
                 total = total.to(out.dtype.element_ty).to(gl.float32) + previous
@@ -99,7 +98,6 @@ def streamed_linear(
     m,
     n,
     pairs_per_program,
-    HAS_BIAS: gl.constexpr,
     ROWS: gl.constexpr,
     FOLD: gl.constexpr,
     ADD: gl.constexpr,
@@ -120,7 +118,7 @@ def streamed_linear(
     operands = bias, x_scales, scales, out, m, n, pairs_per_program
     gl.warp_specialize(
         [
-            (_store, (operands, pipeline, buffer, HAS_BIAS, ROWS, FOLD, ADD, STEPS, PDL)),
+            (_store, (operands, pipeline, buffer, ROWS, FOLD, ADD, STEPS, PDL)),
             (load_weights, (w, pipeline, pairs_per_program, PAIRS, FOLD, STEPS)),
             (load_tokens, (x, pipeline, pairs_per_program, FOLD, STEPS, ROWS > 0, PDL)),
         ],
@@ -134,8 +132,6 @@ def _add(
     operands,
     pipeline,
     buffer,
-    HAS_BIAS: gl.constexpr,
-    NORM: gl.constexpr,
     STEPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -148,10 +144,10 @@ def _add(
     offset = token.to(gl.int64)[None, :] * n + row[:, None]
     # Bias and norm weights are far away, and no kernel writes them. The prefetch brings the residual close, too.
     bias_values = gl.zeros([PAIRS], gl.float32, gl.SliceLayout(1, _LAYOUT))
-    if HAS_BIAS:
+    if bias is not None:
         bias_values = gl.load(bias + row, mask=row_mask, other=0.0).to(gl.float32)
     factor = gl.zeros([PAIRS], gl.float32, gl.SliceLayout(1, _LAYOUT))
-    if NORM:
+    if norm is not None:
         factor = gl.load(norm + row, mask=row_mask, other=0.0).to(gl.float32)
     prefetch_lines(residual + gl.where(mask, offset, 0))
     wait_for_previous_kernel(PDL)
@@ -159,7 +155,7 @@ def _add(
     low, high = multiply_halves(pipeline, 0, buffer, True, STEPS, _LAYOUT)
     updated = (low + high + bias_values[:, None] + residual_values.to(gl.float32)).to(residual.dtype.element_ty)
     gl.store(residual + offset, updated, mask=mask)
-    if NORM:
+    if norm is not None:
         updated_wide = gl.where(mask, updated.to(gl.float32), 0.0)
         gl.store(scaled + offset, (updated_wide * factor[:, None]).to(scaled.dtype.element_ty), mask=mask)
         gl.store(squares + gl.program_id(0) * m + token, gl.sum(updated_wide * updated_wide, axis=0), mask=token < m)
@@ -177,8 +173,6 @@ def streamed_linear_add(
     m,
     n,
     rows_per_program,
-    HAS_BIAS: gl.constexpr,
-    NORM: gl.constexpr,
     STEPS: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -191,7 +185,7 @@ def streamed_linear_add(
     operands = bias, residual, norm, scaled, squares, m, n, rows_per_program
     gl.warp_specialize(
         [
-            (_add, (operands, pipeline, buffer, HAS_BIAS, NORM, STEPS, PDL)),
+            (_add, (operands, pipeline, buffer, STEPS, PDL)),
             (load_weights, (w, pipeline, rows_per_program, PAIRS, True, STEPS)),
             (load_tokens, (x, pipeline, rows_per_program, True, STEPS, False, PDL)),
         ],
@@ -205,9 +199,7 @@ def _gate(
     operands,
     pipeline,
     buffer,
-    HAS_BIAS: gl.constexpr,
     ROWS: gl.constexpr,
-    SCALED: gl.constexpr,
     SHARES: gl.constexpr,
     STEPS: gl.constexpr,
     PDL: gl.constexpr,
@@ -216,7 +208,7 @@ def _gate(
     BLOCK_M: gl.constexpr = buffer.shape[1]
     lane, token = _pairs_and_tokens(BLOCK_M)
     wait_for_previous_kernel(PDL)
-    if SCALED:
+    if squares is not None:
         parts = squares_of(squares, shares, m, SHARES, BLOCK_M)
     if ROWS:
         divisor = gl.load(x_scales + token, mask=token < m, other=0.0)
@@ -232,11 +224,11 @@ def _gate(
         if ROWS:
             gate *= gate_factor[:, None] * divisor[None, :]
             up *= up_factor[:, None] * divisor[None, :]
-        if SCALED:
+        if squares is not None:
             scale = inverse_rms(parts, k, eps, _LAYOUT)
             gate *= scale
             up *= scale
-        if HAS_BIAS:
+        if bias is not None:
             gate += gl.load(bias + row, mask=row_mask, other=0.0).to(gl.float32)[:, None]
             up += gl.load(bias + n + row, mask=row_mask, other=0.0).to(gl.float32)[:, None]
         address = out + token.to(gl.int64)[None, :] * n + row[:, None]
@@ -267,9 +259,7 @@ def streamed_silu_mul(
     x_scales,
     scales,
     maxima,
-    HAS_BIAS: gl.constexpr,
     ROWS: gl.constexpr,
-    SCALED: gl.constexpr,
     SHARES: gl.constexpr,
     STEPS: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -277,8 +267,7 @@ def streamed_silu_mul(
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Run :func:`outrider_triton.jit.matmul.linear_silu_mul`, or with SCALED
-    :func:`outrider_triton.jit.fused.scaled_silu_mul`.
+    """Run :func:`outrider_triton.jit.matmul.linear_silu_mul`.
 
     ROWS: as in :func:`streamed_linear`. The largest magnitudes of a program's part of each row then go to ``maxima
     [programs, m]``: infinity for NaN.
@@ -288,7 +277,7 @@ def streamed_silu_mul(
     operands = squares, bias, out, eps, m, n, k, shares, pairs_per_program, x_scales, scales, maxima
     gl.warp_specialize(
         [
-            (_gate, (operands, pipeline, buffer, HAS_BIAS, ROWS, SCALED, SHARES, STEPS, PDL)),
+            (_gate, (operands, pipeline, buffer, ROWS, SHARES, STEPS, PDL)),
             (load_weights, (w, pipeline, pairs_per_program, n, False, STEPS)),
             (load_tokens, (x, pipeline, pairs_per_program, False, STEPS, True, PDL)),
         ],
@@ -303,21 +292,19 @@ def _rotate(
     rotary,
     pipeline,
     buffer,
-    HAS_BIAS: gl.constexpr,
     ROWS: gl.constexpr,
-    SCALED: gl.constexpr,
     SHARES: gl.constexpr,
     HALF: gl.constexpr,
     STEPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     squares, bias, q, eps, m, k, shares, pairs_per_program, x_scales, scales = operands
-    cos, sin, k_cache, v_cache, slots, heads, kv_heads, angles_token, cache_slot, cache_head = rotary
+    _, _, _, _, slots, heads, kv_heads, _, _, _ = rotary
     BLOCK_M: gl.constexpr = buffer.shape[1]
     token = gl.program_id(2) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, _LAYOUT))
     token_mask = token < m
     wait_for_previous_kernel(PDL)
-    if SCALED:
+    if squares is not None:
         parts = squares_of(squares, shares, m, SHARES, BLOCK_M)
     if ROWS:
         divisor = gl.load(x_scales + token, mask=token_mask, other=0.0)
@@ -331,7 +318,7 @@ def _rotate(
         mask = token_mask[None, :] & pair_mask[:, None]
         # Loads that the epilogue needs overlap with the product.
         rotates = mask & (head < heads + kv_heads)[:, None]
-        cos_low, sin_low, cos_high, sin_high = load_angles(cos, sin, token, lane, rotates, angles_token, HALF)
+        angles = load_angles(rotary, token, lane, rotates, HALF)
         row = head * (2 * HALF) + lane
         if ROWS:
             low_factor = gl.load(scales + row // ROWS, mask=pair_mask, other=0.0).to(gl.float32)
@@ -340,35 +327,17 @@ def _rotate(
         if ROWS:
             first *= low_factor[:, None] * divisor[None, :]
             second *= high_factor[:, None] * divisor[None, :]
-        if SCALED:
+        if squares is not None:
             scale = inverse_rms(parts, k, eps, _LAYOUT)
             first *= scale
             second *= scale
-        if HAS_BIAS:
+        if bias is not None:
             first += gl.load(bias + row, mask=pair_mask, other=0.0).to(gl.float32)[:, None]
             second += gl.load(bias + row + HALF, mask=pair_mask, other=0.0).to(gl.float32)[:, None]
         # Rounded where the reference rounds: after the product and after the rotation.
-        write_rotated(
-            first.to(q.dtype.element_ty),
-            second.to(q.dtype.element_ty),
-            cos_low,
-            sin_low,
-            cos_high,
-            sin_high,
-            q,
-            k_cache,
-            v_cache,
-            slot,
-            token,
-            head,
-            lane,
-            heads,
-            kv_heads,
-            cache_slot,
-            cache_head,
-            mask,
-            HALF,
-        )
+        low_rows = first.to(q.dtype.element_ty)
+        high_rows = second.to(q.dtype.element_ty)
+        write_rotated(low_rows, high_rows, angles, q, rotary, slot, token, head, lane, mask, HALF)
 
 
 @gluon.jit(do_not_specialize=["m", "pairs_per_program", "shares"])
@@ -395,9 +364,7 @@ def streamed_rope_write_cache(
     pairs_per_program,
     x_scales,
     scales,
-    HAS_BIAS: gl.constexpr,
     ROWS: gl.constexpr,
-    SCALED: gl.constexpr,
     SHARES: gl.constexpr,
     HALF: gl.constexpr,
     STEPS: gl.constexpr,
@@ -413,7 +380,7 @@ def streamed_rope_write_cache(
     rotary = cos, sin, k_cache, v_cache, slots, heads, kv_heads, angles_token, cache_slot, cache_head
     gl.warp_specialize(
         [
-            (_rotate, (operands, rotary, pipeline, buffer, HAS_BIAS, ROWS, SCALED, SHARES, HALF, STEPS, PDL)),
+            (_rotate, (operands, rotary, pipeline, buffer, ROWS, SHARES, HALF, STEPS, PDL)),
             (load_weights, (w, pipeline, pairs_per_program, HALF, False, STEPS)),
             (load_tokens, (x, pipeline, pairs_per_program, False, STEPS, ROWS > 0, PDL)),
         ],

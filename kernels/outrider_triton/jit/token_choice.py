@@ -80,7 +80,6 @@ def partial_argmax(
     SAMPLING: tl.constexpr,
     LANE: tl.constexpr,
     DEPTH: tl.constexpr,
-    FIND: tl.constexpr,
     SHARES: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -88,7 +87,7 @@ def partial_argmax(
     """Store the best token of a share; program (row, share), with ``nodes`` rows per request.
 
     Row r is node r % nodes of request r // nodes. Its position is the request's, plus the node's depth in a tree (DEPTH > 0)
-    given by ``parents`` [B, nodes]. FIND: also store the share's first NaN to ``firsts``; a NaN wins the choice.
+    given by ``parents`` [B, nodes]. With ``firsts``, also store the share's first NaN there; a NaN wins the choice.
 
     Each lane of a block tracks its own best, and the lanes are compared once at the end. A comparison across threads in each
     block would delay the next loads, and loading is most of the work.
@@ -119,11 +118,11 @@ def partial_argmax(
             if is_sampling:
                 values = tl.div_rn(values, tl.zeros_like(values) + divisor) + gumbel(seed, position, LANE, start, BLOCK)
         better = values > lane_best
-        if FIND:  # a stored NaN wins every comparison, so the lane's first NaN stays
+        if firsts is not None:  # a stored NaN wins every comparison, so the lane's first NaN stays
             better = better | ((values != values) & (lane_best == lane_best))
         lane_best = tl.where(better, values, lane_best)
         lane_best_at = tl.where(better, lane, lane_best_at)
-    if FIND:
+    if firsts is not None:
         is_nan = lane_best != lane_best
         tl.store(firsts + row * SHARES + share, tl.min(tl.where(is_nan, lane_best_at, 0x7FFFFFFF), axis=0))
         lane_best = tl.where(is_nan, float("inf"), lane_best)
@@ -154,12 +153,11 @@ def accept_greedy(
     found_stride,
     SHARES: tl.constexpr,
     NUM_DRAFT_TOKENS: tl.constexpr,
-    FIND: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Accept one request's drafts up to the first that isn't the argmax. ``num_draft_tokens`` equals NUM_DRAFT_TOKENS.
 
-    FIND: also store the index of the request's first NaN or -1, then -1, to ``found``.
+    With ``firsts``, also store the index of the request's first NaN or -1, then -1, to ``found``.
     """
     begin(PDL)
     request = tl.program_id(0)
@@ -173,11 +171,11 @@ def accept_greedy(
         if step < NUM_DRAFT_TOKENS:
             alive = alive & (tl.load(drafts + request * num_draft_tokens + step) == choice)
             count += alive.to(tl.int32)
-        if FIND:
+        if firsts is not None:
             first = tl.min(tl.load(firsts + row * SHARES + tl.arange(0, SHARES)), axis=0).to(tl.int64)
             bad = tl.where((bad < 0) & (first < 0x7FFFFFFF), first + vocabulary * step, bad)
     tl.store(accepted + request, count.to(tl.int64))
-    if FIND:
+    if firsts is not None:
         tl.store(found + request * found_stride, bad)
         tl.store(found + request * found_stride + 1, tl.full([], -1, dtype=tl.int64))
 

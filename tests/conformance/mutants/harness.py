@@ -13,11 +13,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from conformance.mutants.bases import BASES
+from processes import run_concurrently
 
 PATIENCE = 8.0  # for one test: what hangs, hangs
 LONGEST = 180.0  # for a process
@@ -92,22 +94,9 @@ def run(base: str, apply: Callable, level: int, *more, tests: Iterable[str] = ()
 def run_all(jobs, at_a_time: int, seconds: float = 1e9) -> Iterator:
     """`jobs` are (key, (base, apply, level, tests, first[, seed, near, patience])); yields (key, outcome). Nothing new begins
     after so many `seconds`. `patience` multiplies the limits.
-
-    This process stays without threads.
     """
-    waiting, running, end = list(jobs), {}, time.monotonic() + seconds
-    while waiting or running:
-        if time.monotonic() > end:
-            waiting.clear()
-        while waiting and len(running) < at_a_time:
-            key, arguments = waiting.pop(0)
-            running[key] = _Process(*arguments)
-        for key, process in list(running.items()):
-            outcome = process.outcome()
-            if outcome is not None:
-                del running[key]
-                yield key, outcome
-        time.sleep(0.02)
+    starts = ((key, partial(_Process, *arguments)) for key, arguments in jobs)
+    yield from run_concurrently(starts, at_a_time, seconds)
 
 
 def warm_up() -> None:

@@ -54,6 +54,7 @@ def test_1_the_plan_reads_a_tree_that_is_being_written(sim):
     assert somewhere(findings, "plans.py")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("consumer", ["plan", "schedule"])
 def test_2_shared_rows_have_both_hazards(sim, consumer):
     """The plan must not read the copies before they're made, nor the next schedule write the rows before they're read."""
@@ -161,6 +162,7 @@ def test_9_results_are_handled_before_the_barrier(sim):
     assert somewhere(findings, "rows.py")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", ["staged", "fused"])
 def test_10_reads_are_declared_done_before_they_are(sim, mode):
     """The record comes before the gather. A fused iteration hangs on no such record: forward writes what it read itself."""

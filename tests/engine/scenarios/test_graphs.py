@@ -24,6 +24,7 @@ def sim():
     return get_backend("sim")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("mode", "schedules"),
     [

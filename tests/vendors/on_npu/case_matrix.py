@@ -1,5 +1,5 @@
 """Drawn host programs (arrivals, aborts, preemptions, prefix hits, hand-overs) through a plugin, for every proposer and mode
-that it runs: tokens equal plain decoding, nothing is lost, the sanitizer is silent. ``outrider_proof.proof --through PLUGIN
+that it runs: tokens equal plain decoding, nothing is lost, the sanitizer is silent. ``proof.long_proof --through PLUGIN
 --emulations DIR`` runs many more.
 """
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outrider_proof.engine_setups import EngineSetup, all_setups, random_host_program
-from outrider_proof.program_checks import drop_fence, prove_program
+from proof.program_checks import drop_fence, prove_program
 
 PLUGIN = os.environ["PROVED_PLUGIN"]
 EMULATIONS = Path(__file__).resolve().parents[1] / "emulated"

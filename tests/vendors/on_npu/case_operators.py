@@ -12,7 +12,7 @@ from outrider.device.kernels import bookkeeping, reference, shaping
 from outrider.model import load_decoder, load_mtp, load_vision
 from outrider.speculative.mtp import MtpProposer
 from outrider_cpu.backend import CpuBackend
-from outrider_proof.checkpoints import write_mtp
+from tiny_checkpoints import write_mtp
 from vendors.on_npu.case_engine import engine_on, fresh
 
 LIST = Path(__file__).resolve().parents[1] / "operators_of_stages.txt"

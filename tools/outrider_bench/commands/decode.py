@@ -27,6 +27,7 @@ from outrider_bench.options import (
     check_context,
     check_new_tokens,
     parse_sizes,
+    print_acceptance,
 )
 from outrider_bench.plot import limits_svg, write_plot
 
@@ -197,10 +198,7 @@ def _render(console: Console, data: dict[str, object], rows: list[dict[str, Any]
         f"{data['model']} model on {data['backend']} ({data['device']}), {data['dtype']}, speculate {data['speculate']} with "
         f"{data['draft_tokens']} draft tokens, {data['new_tokens']} new tokens"
     )
-    if data["acceptance"] != "real":
-        console.print(
-            f"ACCEPTANCE IS {str(data['acceptance']).upper()}: tokens/s are those of this acceptance, the text is nonsense"
-        )
+    print_acceptance(console, data)
     console.print(f"bandwidth measured in this run: {data['bandwidth_gb_per_s']:.1f} GB/s")
     for line in notes:
         console.print(line)

@@ -8,8 +8,8 @@ from rich.console import Console
 
 from outrider.cli.engine_options import with_options
 from outrider.cli.report import CommandReport, JsonOption
-from outrider_bench.mixed_load import Arrivals, token_ids
-from outrider_bench.options import MeasuredEngineOptions, MixedLoadOptions, check_context
+from outrider_bench.mixed_load import Arrivals, serve_on_engine, token_ids
+from outrider_bench.options import MeasuredEngineOptions, MixedLoadOptions, check_context, print_acceptance
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
@@ -54,17 +54,10 @@ def mixed(
 
 def _serve_load(engine: Engine, lengths: list[tuple[int, int]], *, first: int) -> Arrivals:
     """Serve requests; ``first`` is the number of the first prompt, and prompts of other numbers share no prefix."""
-    from outrider.engine.requests.sampling import SamplingParams
-
     vocabulary = engine.model.config.vocab_size
     prompts = [token_ids(first + number, prompt, vocabulary) for number, (prompt, _) in enumerate(lengths)]
     arrivals = Arrivals()
-    for prompt, (_, count) in zip(prompts, lengths, strict=True):
-        engine.add_request(prompt, SamplingParams(max_tokens=count, ignore_eos=True))
-    while engine.has_unfinished:
-        for output in engine.step():
-            if output.tokens:
-                arrivals.record_tokens(output.request_id, len(output.tokens))
+    serve_on_engine(engine, prompts, [count for _, count in lengths], arrivals.record_tokens)
     return arrivals
 
 
@@ -74,10 +67,7 @@ def _render(console: Console, data: dict[str, Any]) -> None:
         f"{data['model']} model on {data['backend']} ({data['device']}), {data['dtype']}, speculate {data['speculate']}, "
         f"{data['max_requests']} requests at a time"
     )
-    if data["acceptance"] != "real":
-        console.print(
-            f"ACCEPTANCE IS {str(data['acceptance']).upper()}: tokens/s are those of this acceptance, the text is nonsense"
-        )
+    print_acceptance(console, data)
     console.print(
         f"{load['requests']} requests, {load['prompt_tokens']} tokens in, {load['output_tokens']} out, "
         f"{load['distribution']}, seed {load['seed']}\n"

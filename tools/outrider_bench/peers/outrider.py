@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from outrider_bench.mixed_load import Arrived
+from outrider_bench.mixed_load import Arrived, serve_on_engine
 from outrider_bench.peers.measuring import DraftCounts, Peer, serve_runs
 from outrider_bench.peers.work import PeerWork
 
@@ -45,14 +45,7 @@ class OutriderPeer(Peer):
 
     def stream(self, prompts: Sequence[Sequence[int]], counts: Sequence[int], arrived: Arrived) -> None:
         """Step the engine and call ``arrived`` for each output."""
-        from outrider.engine.requests.sampling import SamplingParams
-
-        for prompt, count in zip(prompts, counts, strict=True):
-            self._engine.add_request(prompt, SamplingParams(max_tokens=count, ignore_eos=True))
-        while self._engine.has_unfinished:
-            for output in self._engine.step():
-                if output.tokens:
-                    arrived(output.request_id, len(output.tokens))
+        serve_on_engine(self._engine, prompts, counts, arrived)
 
     def limit_ms(self, batch: int, context: float) -> float | None:
         """Return the bytes of an iteration over the measured bandwidth, in milliseconds."""

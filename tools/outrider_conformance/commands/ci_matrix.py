@@ -17,6 +17,7 @@ from outrider.cli.report import CommandReport, JsonOption
 from outrider.device.errors import ConfigError
 from outrider.device.plugin import BackendInfo, CiDeclaration
 from outrider.registry import Candidate, Registry
+from outrider_conformance.ci_declaration import declaration_fault
 
 _HOSTED = re.compile(r"(ubuntu|windows|macos)-[\w.-]+")
 """Labels of GitHub's hosted runners."""
@@ -74,26 +75,26 @@ def ci_matrix(
 def rows_of(candidate: Candidate[BackendInfo], runners: Iterable[frozenset[str]]) -> list[dict[str, Any]]:
     """Return the rows of one backend: its own, and one for collectives if it declares several devices."""
     exist = list(runners)
-    ci = candidate.info.ci if candidate.info is not None else CiDeclaration()
-    found = [row(candidate, exist)]
-    if isinstance(ci.device_count, int) and ci.device_count > 1 and found[0]["status"] != "broken":
+    ci, reason = CiDeclaration(), candidate.reason or candidate.status
+    if candidate.info is not None:
+        reason = declaration_fault(candidate.info.ci)
+        ci = ci if reason else candidate.info.ci
+    found = [_row(candidate, exist, ci, reason)]
+    if ci.device_count > 1:
         labels = ci.ranks_runner_labels or ci.runner_labels
-        found.append(row(candidate, exist, replace(ci, level=_RANKS_LEVEL, runner_labels=labels), _RANKS))
+        found.append(_row(candidate, exist, replace(ci, level=_RANKS_LEVEL, runner_labels=labels), reason, _RANKS))
     return found
 
 
-def row(
-    candidate: Candidate[BackendInfo],
-    runners: Iterable[frozenset[str]],
-    ci: CiDeclaration | None = None,
-    job: str = "",
+def _row(
+    candidate: Candidate[BackendInfo], runners: Iterable[frozenset[str]], ci: CiDeclaration, fault: str, job: str = ""
 ) -> dict[str, Any]:
     """Return one job as flat data. ``status`` is ``runs``, or with a reason ``not run`` or ``broken``.
 
-    ``ci`` and ``job`` are the declaration and the name of an additional job of the backend.
+    ``fault`` is the reason why the backend or its declaration can't be used; the other fields then have their defaults.
+    ``job`` is the name of an additional job of the backend.
     """
-    ci = ci or (candidate.info.ci if candidate.info is not None else CiDeclaration())
-    status, reason = _status(candidate, ci, runners)
+    status, reason = ("broken", fault) if fault else _status(ci, runners)
     index = (ci.torch or "").strip() if _is_address(ci.torch) else ""
     name = "-".join(filter(None, [candidate.name, job]))
     return {
@@ -113,19 +114,7 @@ def row(
     }
 
 
-def _status(candidate: Candidate[BackendInfo], ci: CiDeclaration, runners: Iterable[frozenset[str]]) -> tuple[str, str]:
-    from outrider_conformance.levels import parse_level
-
-    if candidate.info is None:
-        return "broken", candidate.reason
-    if not ci.runner_labels or not all(isinstance(label, str) and label.strip() for label in ci.runner_labels):
-        return "broken", f"it declares runner_labels={ci.runner_labels!r}; expected at least one label, none of them empty"
-    if not isinstance(ci.device_count, int) or ci.device_count < 1:
-        return "broken", f"it declares device_count={ci.device_count!r}; expected a number of devices, at least 1"
-    try:
-        parse_level(ci.level)
-    except ConfigError as error:
-        return "broken", f"it declares {error}"
+def _status(ci: CiDeclaration, runners: Iterable[frozenset[str]]) -> tuple[str, str]:
     labels = frozenset(ci.runner_labels)
     if (len(labels) == 1 and _HOSTED.fullmatch(next(iter(labels)))) or any(labels <= runner for runner in runners):
         return "runs", ""

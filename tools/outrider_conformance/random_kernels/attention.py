@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.device import CACHE_FORMATS, AttentionMetadata, HeadNorms, KernelSet, Product, RotaryArgs
-from outrider_conformance.fixed_case import attention_metadata
+from outrider_conformance.attention_operands import attention_metadata
 from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.dense import EPS, TOKENS, normed, taken
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call

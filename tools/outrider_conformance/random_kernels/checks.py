@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-from outrider.device import KernelSet, Stream
+from outrider.device import CaptureContext, KernelSet, Stream
 from outrider_conformance.lab import Lab
 from outrider_conformance.random_kernels.bounds import Number, compare
 from outrider_conformance.random_kernels.problem import Operand, PlacedOperand, Problem, same_bits
 
+_HOST = torch.device("cpu")
 
-def judge(lab: Lab, stream: Stream, problem: Problem, *, again: bool = False, slow: bool = False) -> None:
-    """Run ``problem`` on ``stream`` and check it. ``again``: a second call with other values must not change the results
-    of the first.
+
+def judge(
+    lab: Lab,
+    stream: Stream,
+    problem: Problem,
+    *,
+    again: bool = False,
+    slow: bool = False,
+    scope: AbstractContextManager[None] | None = None,
+) -> None:
+    """Run ``problem`` on ``stream``, inside ``scope`` if given, and check it.
+
+    ``again``: a second call with other values must not change the results of the first.
     """
     backend = lab.backend
     kernels = backend.kernels_in_use
@@ -24,7 +36,7 @@ def judge(lab: Lab, stream: Stream, problem: Problem, *, again: bool = False, sl
     stream.synchronize()
     if slow:
         lab.slow(stream)
-    with backend.on(stream):
+    with scope or nullcontext(), backend.on(stream):
         made = dict(problem.call(kernels, {name: one.view for name, one in placed.items()}))
         if again:
             problem.call(kernels, {name: one.view for name, one in other.items()})
@@ -32,11 +44,41 @@ def judge(lab: Lab, stream: Stream, problem: Problem, *, again: bool = False, sl
     _judge(problem, placed, {name: tensor.cpu() for name, tensor in made.items()})
 
 
-def judge_with(kernels: KernelSet, problem: Problem) -> None:
-    """Run and check ``problem`` with kernels on the host, without a backend."""
-    placed = {name: PlacedOperand(operand, torch.device("cpu")) for name, operand in problem.operands.items()}
+def judge_in_graph(lab: Lab, stream: Stream, problem: Problem, name: str) -> None:
+    """Capture the call of ``problem`` with other values, replay it with the problem's values, and check the results."""
+    backend = lab.backend
+    inputs = {each: placed.view for each, placed in _place(lab, stream, _disturbed(problem)).items()}
+    values = lab.upload(stream, {each: operand.tensor for each, operand in problem.operands.items()})
+    right = _results(problem, KernelSet(), {each: operand.tensor.clone() for each, operand in problem.operands.items()})
+    with backend.on(stream):
+        outputs = {each: torch.zeros_like(result, device=backend.device) for each, result in right.items()}
+    stream.synchronize()
+
+    def fn(context: CaptureContext) -> None:
+        own = {each: input.clone() if each in problem.changed else input for each, input in context.inputs.items()}
+        for each, result in _results(problem, backend.kernels_in_use, own).items():
+            context.outputs[each].copy_(result)
+
+    graph = backend.capture(name, fn, stream=stream, inputs=inputs, outputs=outputs)
+    with backend.on(stream):
+        for each, value in values.items():
+            inputs[each].copy_(value)
+    graph.replay(stream)
+    stream.synchronize()
+    check_results(problem, {each: output.cpu() for each, output in outputs.items()})
+
+
+def _results(problem: Problem, kernels: KernelSet, operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the results of the call by name, and the operands that it wrote."""
+    made = problem.call(kernels, operands)
+    return {name: operands[name] for name in problem.changed} | dict(made)
+
+
+def judge_with(kernels: KernelSet, problem: Problem, device: torch.device = _HOST) -> None:
+    """Run and check ``problem`` with ``kernels`` on ``device``, without a backend."""
+    placed = {name: PlacedOperand(operand, device) for name, operand in problem.operands.items()}
     made = problem.call(kernels, {name: one.view for name, one in placed.items()})
-    _judge(problem, placed, dict(made))
+    _judge(problem, placed, {name: tensor.cpu() for name, tensor in made.items()})
 
 
 def _place(lab: Lab, stream: Stream, operands: Mapping[str, Operand]) -> dict[str, PlacedOperand]:
@@ -65,6 +107,11 @@ def _judge(problem: Problem, placed: Mapping[str, PlacedOperand], made: dict[str
             made.setdefault(name, now)
         else:
             assert same_bits(now, one.before), f"the operand {name!r} was written, which the kernel only reads"
+    check_results(problem, made)
+
+
+def check_results(problem: Problem, made: Mapping[str, Tensor]) -> None:
+    """Check results and written operands, on the host, by name."""
     for name, wanted in problem.wanted.items():
         found = made[name]
         if isinstance(wanted, Number):

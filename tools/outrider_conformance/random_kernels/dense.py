@@ -19,7 +19,6 @@ _HIDDEN = st.sampled_from((8, 24, 64, 136, 576, 1032, 4104))
 _LAYOUT = st.integers(0, 2)
 _LAYOUTS = ("rows", "wide", "columns")
 EPS = 1e-5
-_SEED = st.integers(0, 1 << 30)
 Mapped = Mapping[str, Tensor]
 
 

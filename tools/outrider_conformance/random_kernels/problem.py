@@ -11,7 +11,6 @@ from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
 from outrider.device import KernelSet
-from outrider_conformance.fixed_case import call_kernel
 from outrider_conformance.random_kernels.bounds import Number
 
 Shape = Mapping[str, int]
@@ -54,11 +53,13 @@ def kernel_call(
 ) -> Callable[[KernelSet, Mapping[str, Tensor]], Mapping[str, Tensor]]:
     """Return the call of a problem: kernel ``method`` with operands by name, or with other values.
 
-    ``results`` names what the kernel returns. A kernel that only writes its operands has no results.
+    An operand that is absent is passed as None. ``results`` names what the kernel returns. A kernel that only writes its
+    operands has no results.
     """
 
     def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        made = call_kernel(kernels, method, arguments, o, **options)
+        made = getattr(kernels, method)(*(o.get(each) if isinstance(each, str) else each for each in arguments), **options)
+        made = () if made is None else made if isinstance(made, tuple) else (made,)
         return dict(zip(results[: len(made)], made, strict=True))
 
     return call

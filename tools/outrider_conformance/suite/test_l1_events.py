@@ -243,32 +243,33 @@ def test_query_is_false_while_the_work_runs(lab: Lab) -> bool:
     return not event.query() and not a.query()
 
 
+def _measured_ms(lab: Lab) -> tuple[float, ...]:
+    """Return the milliseconds of no work, one delay, three delays and all of it by events, and of all by the host's clock."""
+    (a,) = lab.streams("a")
+    events = [lab.backend.create_event(f"t{number}", timing=True) for number in range(4)]
+    lab.slow(a)  # so that the events below aren't reached by an idle device
+    began = time.perf_counter()
+    a.record(events[0])
+    for event, delays in zip(events[1:], (0, 1, 3), strict=True):
+        for _ in range(delays):
+            lab.slow(a)
+        a.record(event)
+    a.synchronize()
+    parts = [first.elapsed_ms(last) for first, last in itertools.pairwise(events)]
+    return *parts, events[0].elapsed_ms(events[3]), (time.perf_counter() - began) * 1e3
+
+
 @needs("event_timing")
 @promise("Event.elapsed_ms", "Device milliseconds between the latest generations of this event and of ``end``")
 @in_every_order(schedules=4)
 def test_time_is_measured(lab: Lab) -> None:
     """Measured times add up, and their unit is the host's millisecond."""
-    backend = lab.backend
-    (a,) = lab.streams("a")
-    events = [backend.create_event(f"t{number}", timing=True) for number in range(4)]
-    lab.slow(a)  # so that the events below aren't reached by an idle device
-    began = time.perf_counter()
-    a.record(events[0])
-    a.record(events[1])
-    lab.slow(a)
-    a.record(events[2])
-    for _ in range(3):
-        lab.slow(a)
-    a.record(events[3])
-    a.synchronize()
-    nothing, once, thrice = (first.elapsed_ms(last) for first, last in itertools.pairwise(events))
-    total = events[0].elapsed_ms(events[3])
+    nothing, once, thrice, total, wall = _measured_ms(lab)
     assert 0 <= nothing <= total, f"nothing took {nothing} ms, everything {total} ms"
     assert abs(total - nothing - once - thrice) <= max(0.05 * total, 0.01), (
         f"parts of {nothing}, {once} and {thrice} ms, the whole {total} ms"
     )
-    if backend.control is None:  # a simulated device has a clock of its own
-        wall = (time.perf_counter() - began) * 1e3
+    if lab.backend.control is None:  # a simulated device has a clock of its own
         assert total <= 1.1 * wall + 0.1, f"the device measured {total} ms within {wall} ms of the host's"
         assert total >= 0.1 * wall - 1, f"the device measured {total} ms, the host {wall} ms: milliseconds?"
 
@@ -278,18 +279,7 @@ def test_time_is_measured(lab: Lab) -> None:
 @in_some_order("a delay never measured longer than nothing, and three delays longer than one")
 def test_longer_work_measures_longer(lab: Lab) -> bool:
     """No work, one delay and three delays take increasing times in at least one run."""
-    (a,) = lab.streams("a")
-    events = [lab.backend.create_event(f"t{number}", timing=True) for number in range(4)]
-    lab.slow(a)
-    a.record(events[0])
-    a.record(events[1])
-    lab.slow(a)
-    a.record(events[2])
-    for _ in range(3):
-        lab.slow(a)
-    a.record(events[3])
-    a.synchronize()
-    nothing, once, thrice = (first.elapsed_ms(last) for first, last in itertools.pairwise(events))
+    nothing, once, thrice, *_ = _measured_ms(lab)
     return nothing < once < thrice
 
 

@@ -18,6 +18,7 @@ from outrider.device import (
     SynchronousCopyError,
 )
 from outrider_conformance.lab import expect
+from outrider_conformance.observer_log import ObserverLog, log_cache_write, logged
 from outrider_conformance.promises import needs, promise
 from outrider_conformance.verdict import not_applicable
 
@@ -118,17 +119,11 @@ def test_a_renewed_buffer_refuses_its_old_readers(backend: Backend) -> None:
 @promise("Backend.attach", "One observer at a time.")
 def test_one_observer_at_a_time(backend: Backend) -> None:
     """A second observer is refused until the first is detached. An observer is told of existing streams."""
-    from outrider_conformance.observer_log import ObserverLog
-
     stream = backend.create_stream("early")
-    diary = ObserverLog()
-    backend.attach(diary)
-    try:
-        assert ("stream", stream.name) in diary.entries, "an observer isn't told of streams that existed before it"
+    with logged(backend) as log:
+        assert ("stream", stream.name) in log.entries, "an observer isn't told of streams that existed before it"
         with pytest.raises(InterfaceError):
             backend.attach(ObserverLog())
-    finally:
-        backend.detach()
     backend.attach(ObserverLog())
     backend.detach()
 
@@ -136,12 +131,8 @@ def test_one_observer_at_a_time(backend: Backend) -> None:
 @promise("Observer", "Receives what happens on a device.")
 def test_an_observer_sees_every_verb(backend: Backend) -> None:
     """An observer receives records, waits, scopes and synchronisations in order, with their generations."""
-    from outrider_conformance.observer_log import ObserverLog
-
     a, b, event = backend.create_stream("a"), backend.create_stream("b"), backend.create_event("e")
-    diary = ObserverLog()
-    backend.attach(diary)
-    try:
+    with logged(backend) as log:
         with backend.on(a):
             pass
         a.record(event)
@@ -150,13 +141,11 @@ def test_an_observer_sees_every_verb(backend: Backend) -> None:
         event.synchronize()
         b.synchronize()
         backend.synchronize()
-    finally:
-        backend.detach()
     wanted = [
         *(("entered", "a"), ("left", "a"), ("recorded", "a", 1), ("recorded", "a", 2), ("waited", "b", 2)),
         *(("event synchronized", 2), ("stream synchronized", "b"), ("device synchronized",)),
     ]
-    expect([entry for entry in diary.entries if entry[0] in {w[0] for w in wanted}], wanted, "what the observer saw")
+    expect([entry for entry in log.entries if entry[0] in {w[0] for w in wanted}], wanted, "what the observer saw")
 
 
 @needs("reports_accesses")
@@ -165,24 +154,17 @@ def test_an_observer_sees_every_verb(backend: Backend) -> None:
 )
 def test_accesses_are_reported(backend: Backend) -> None:
     """A copy between two tensors is reported on its stream, as a read of one tensor and a write of the other."""
-    from outrider_conformance.observer_log import ObserverLog
-
     stream = backend.create_stream("s")
     with backend.on(stream):
         source, destination = torch.ones(16, device=backend.device), torch.zeros(16, device=backend.device)
     stream.synchronize()
-    diary = ObserverLog()
-    backend.attach(diary)
-    try:
-        with backend.on(stream):
-            destination.copy_(source)
-    finally:
-        backend.detach()
+    with logged(backend) as log, backend.on(stream):
+        destination.copy_(source)
     places = {"read": backend.locate(source), "write": backend.locate(destination)}
-    seen = {("write" if a.write else "read", a.storage, a.start, a.end) for o in diary.operations for a in o.accesses}
+    seen = {("write" if a.write else "read", a.storage, a.start, a.end) for o in log.operations for a in o.accesses}
     for kind, place in places.items():
         assert (kind, place.storage, place.start, place.end) in seen, f"the {kind} of the copy wasn't reported: {seen}"
-    assert all(operation.stream == "s" for operation in diary.operations), diary.operations
+    assert all(operation.stream == "s" for operation in log.operations), log.operations
 
 
 @needs("reports_accesses", "row_exact_accesses")
@@ -192,28 +174,12 @@ def test_accesses_are_reported(backend: Backend) -> None:
 )
 def test_rows_are_reported_exactly(backend: Backend) -> None:
     """A cache write is reported with the rows of its slots and no other rows."""
-    from outrider_conformance.observer_log import ObserverLog
-
-    stream = backend.create_stream("s")
-    with backend.on(stream):
-        x = torch.ones(2, 1, 4, device=backend.device)
-        turn = torch.ones(2, 4, device=backend.device)
-        caches = [torch.zeros(4, 2, 1, 4, device=backend.device) for _ in range(2)]
-        slots = torch.tensor([3, 6], dtype=torch.int64, device=backend.device)
-    stream.synchronize()
-    diary = ObserverLog()
-    backend.attach(diary)
-    try:
-        with backend.on(stream):
-            backend.kernels.rope_write_cache(x, x.clone(), x.clone(), turn, turn, caches[0], caches[1], slots)
-        stream.synchronize()
-    finally:
-        backend.detach()
-    place = backend.locate(caches[0])
+    log, keys = log_cache_write(backend, (3, 6))
+    place = backend.locate(keys)
     row = (place.end - place.start) // 8
     written = {
         ((a.start - place.start) // row, (a.end - place.start) // row)
-        for accesses in diary.rows
+        for accesses in log.rows
         for a in accesses
         if a.storage == place.storage and a.write
     }

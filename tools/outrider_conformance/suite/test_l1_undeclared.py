@@ -9,7 +9,7 @@ import torch
 
 from outrider.device import CaptureContext
 from outrider_conformance.lab import Lab, expect, observing
-from outrider_conformance.observer_log import ObserverLog
+from outrider_conformance.observer_log import log_cache_write
 from outrider_conformance.promises import promise
 from outrider_conformance.verdict import not_applicable
 
@@ -137,31 +137,12 @@ def _updates_graph_params(lab: Lab) -> bool:
     return bool(lab.read_tensor(stream, y) == 4.0)
 
 
-def _watched(lab: Lab) -> ObserverLog:
-    backend = lab.backend
-    (stream,) = lab.streams("s")
-    with backend.on(stream):
-        x, turn = torch.ones(1, 1, 4, device=backend.device), torch.ones(1, 4, device=backend.device)
-        caches = [torch.zeros(2, 2, 1, 4, device=backend.device) for _ in range(2)]
-        slots = torch.full((1,), 3, dtype=torch.int64, device=backend.device)
-    stream.synchronize()
-    diary = ObserverLog()
-    backend.attach(diary)
-    try:
-        with backend.on(stream):
-            backend.kernels.rope_write_cache(x, x.clone(), x.clone(), turn, turn, caches[0], caches[1], slots)
-        stream.synchronize()
-    finally:
-        backend.detach()
-    return diary
-
-
 def _reports_accesses(lab: Lab) -> bool:
-    return any(operation.accesses for operation in _watched(lab).operations)
+    return any(operation.accesses for operation in log_cache_write(lab.backend, (3,))[0].operations)
 
 
 def _row_exact_accesses(lab: Lab) -> bool:
-    return bool(_watched(lab).rows)
+    return bool(log_cache_write(lab.backend, (3,))[0].rows)
 
 
 @promise("Capabilities", _WORDS)

@@ -1,4 +1,7 @@
-"""L4: each kernel on random operands lies within the rounding bound of float64 results, and writes no other memory."""
+"""L4: each kernel on random operands lies within the rounding bound of float64 results, and writes no other memory.
+
+Kernels are called directly, in a graph, and in the scope that runs every variant.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,29 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from outrider_conformance.lab import Lab
+from outrider_conformance.lab import Lab, expect
 from outrider_conformance.plugin import Figure
 from outrider_conformance.promises import promise
-from outrider_conformance.random_kernels.checks import judge
+from outrider_conformance.random_kernels.bounds import Number, compare
+from outrider_conformance.random_kernels.checks import judge, judge_in_graph
 from outrider_conformance.random_kernels.kernels import KERNELS, corners, problem
 from outrider_conformance.random_kernels.problem import KernelProblems, Shape
 from outrider_conformance.verdict import not_applicable
 
 _COMPILED_DRAWS = 1
+_BATCH = {
+    "batch": 3,
+    "new": 1,
+    "context": 9,
+    "ragged": 0,
+    "tree": 0,
+    "window": 0,
+    "padding": 0,
+    "heads": 2,
+    "size": 0,
+    "page": 1,
+}
+"""A batch of attention: three sequences with one new token each."""
 _DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -84,3 +101,57 @@ def test_a_kernel_is_right_on_drawn_operands(lab: Lab, drawn: KernelProblems, dt
             raise AssertionError(f"{drawn.kernel} in {dtype} of {dict(shape)}, seed {seed}: {error}") from error
 
     check()
+
+
+@promise("KernelSet.every_variant", "The call returns and writes the same values as outside the scope.")
+@pytest.mark.parametrize("drawn", KERNELS.values(), ids=lambda drawn: drawn.kernel)
+def test_a_kernel_is_right_while_every_variant_is_run(lab: Lab, drawn: KernelProblems) -> None:
+    """A kernel gives right results inside the scope in which an engine warms up all variants."""
+    _applies(lab, drawn, torch.float32)
+    scope = lab.backend.kernels_in_use.every_variant()
+    if scope is None:
+        not_applicable("none of these kernels is compiled when it's first used")
+    (stream,) = lab.streams("s")
+    judge(lab, stream, problem(drawn, drawn.corners[0], torch.float32, lab.seed), scope=scope)
+
+
+@promise("KernelSet", "*Capture.* Every method may be captured; none reads a device value on the host.")
+@pytest.mark.parametrize("drawn", KERNELS.values(), ids=lambda drawn: drawn.kernel)
+def test_a_kernel_is_right_in_a_graph(lab: Lab, drawn: KernelProblems) -> None:
+    """A kernel that was captured with other values gives right results at its replay."""
+    _applies(lab, drawn, torch.float32)
+    (stream,) = lab.streams("s")
+    judge_in_graph(lab, stream, problem(drawn, drawn.corners[0], torch.float32, lab.seed), drawn.kernel)
+
+
+@promise("KernelSet", "Rows of a batch don't influence each other except through rounding.")
+def test_rows_do_not_influence_each_other(lab: Lab) -> None:
+    """The attention of a sequence does not change with the other sequences of the batch."""
+    (stream,) = lab.streams("s")
+    made = problem(KERNELS["paged_attention"], _BATCH, torch.float32, lab.seed)
+    host = {name: operand.tensor for name, operand in made.operands.items()}
+    operands = lab.upload(stream, host | {"q": torch.cat((host["q"][:1], torch.full_like(host["q"][1:], 50.0)))})
+    with lab.backend.on(stream):
+        out = made.call(lab.backend.kernels_in_use, operands)["out"]
+    stream.synchronize()
+    wanted = made.wanted["out"]
+    assert isinstance(wanted, Number)
+    compare(out[:1].cpu(), Number(wanted.value[:1], wanted.error[:1]), "the first sequence, with other neighbours")
+
+
+@promise("KernelSet", "Token rows beyond a batch's real tokens hold valid indices (row and page 0) and may compute anything")
+def test_padding_is_finite(lab: Lab) -> None:
+    """Rows of padding are finite, since following kernels add and normalise them."""
+    (stream,) = lab.streams("s")
+    judge(lab, stream, problem(KERNELS["paged_attention"], {**_BATCH, "new": 5, "padding": 3}, torch.float32, lab.seed))
+
+
+@promise("KernelSet", "*Errors.* A shape or dtype that a kernel can't do raises before anything is enqueued.")
+def test_a_wrong_shape_raises(lab: Lab) -> None:
+    """A wrong shape raises an error, and later work runs."""
+    backend = lab.backend
+    (stream,) = lab.streams("s")
+    x, weight = lab.full(stream, 1, width=8), lab.full(stream, 1, width=7)
+    with pytest.raises(Exception, match=r".+"), backend.on(stream):
+        backend.kernels_in_use.rms_norm(x, weight, 1e-5)
+    expect(lab.read_tensor(stream, lab.full(stream, 3)), 3.0, "work after the error")

@@ -9,7 +9,7 @@ from outrider_conformance.planned_attention import check_in_graph, check_renewed
 from outrider_conformance.promises import promise
 
 
-@promise("KernelSet.plan_attention", "The method then updates the plan in place")
+@promise("KernelSet.plan_attention", "return the metadata with the plan.")
 @pytest.mark.parametrize("new", [(1, 1, 1), (4, 4, 4), (5, 1, 30)], ids=["decoding", "verifying", "ragged"])
 @pytest.mark.parametrize("window", [0, 8], ids=["all", "window"])
 def test_a_plan_follows_its_batch(lab: Lab, new: tuple[int, ...], window: int) -> None:

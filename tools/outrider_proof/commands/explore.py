@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from outrider.device import Backend
 
 _CONTROLLED = "sim"
+_ITERATIONS = 100
 
 
 NameArgument = Annotated[
@@ -39,7 +40,9 @@ StrategyOption = Annotated[
 ]
 DropFenceOption = Annotated[
     str | None,
-    typer.Option("--drop-fence", metavar="NAME|every", help="decode: leave this fence out; every: one by one."),
+    typer.Option(
+        "--drop-fence", metavar="NAME|every", help="decode: leave this fence out; every: one by one, each where it is needed."
+    ),
 ]
 ImagesOption = Annotated[
     bool, typer.Option("--images", help="decode: a tiny model over text and images, with positions on three axes.")
@@ -62,7 +65,9 @@ def explore(
     name: NameArgument = None,
     backend: BackendOption = None,
     strategy: StrategyOption = None,
-    iterations: Annotated[int, typer.Option(min=1, help="Schedules to try at most.")] = 100,
+    iterations: Annotated[
+        int | None, typer.Option(min=1, help="Schedules to try at most: 100, or 4 for each fence of --drop-fence every.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the strategy's draws.")] = 0,
     replay: Annotated[str | None, typer.Option(metavar="STRING", help="One run, with this schedule.")] = None,
     drop_fence: DropFenceOption = None,
@@ -90,12 +95,14 @@ def explore(
     del json_output
     if name is None:
         return _listing()
-    registry, spec = Registry(), backend or backend_from_environment() or _CONTROLLED
+    registry, device_spec = Registry(), backend or backend_from_environment()
+    tries = iterations or _ITERATIONS
     chosen = f"replay:{replay}" if replay is not None else strategy
     if name == DECODE:
         return explore_decode(
             DecodeExploration(
-                make=lambda: registry.create(spec),
+                registry=registry,
+                backend=device_spec,
                 strategy=chosen,
                 iterations=iterations,
                 seed=seed,
@@ -112,7 +119,7 @@ def explore(
         return explore_ranks(
             RanksWanted(
                 registry=registry,
-                iterations=iterations,
+                iterations=tries,
                 seed=seed,
                 ranks=ranks or ((tensor or 1) * (data or 1) if tensor or data else 2),
                 tensor=tensor,
@@ -123,11 +130,11 @@ def explore(
             )
         )
     if name == CORPUS:
-        device_spec = backend or backend_from_environment()
         return explore_corpus(
-            CorpusWanted(registry=registry, iterations=iterations, seed=seed, strategy=chosen or "mixed", backend=device_spec)
+            CorpusWanted(registry=registry, iterations=tries, seed=seed, strategy=chosen or "mixed", backend=device_spec)
         )
-    return _explore_program(name, backend, registry.create(spec), chosen or "mixed", iterations, seed, corrected)
+    device = registry.create(device_spec or _CONTROLLED)
+    return _explore_program(name, backend, device, chosen or "mixed", tries, seed, corrected)
 
 
 def _explore_program(

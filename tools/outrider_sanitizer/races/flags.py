@@ -9,9 +9,12 @@ from outrider_sanitizer.races.race import Race, WrongValue, expect, filled, orde
 RACES: list[Race] = []
 
 
-@race(RACES, "A set of a flag that is up is lost.", FindingKind.FLAG_LOST, names=("flag 'bound'",), needs="flags")
+@race(RACES, FindingKind.FLAG_LOST, names=("flag 'bound'",), needs="flags")
 def flag_set_twice(backend: Backend, fixed: bool) -> None:
-    """The second round's set comes while the first round's is still up, so one wait is never served."""
+    """A set of a flag that is up is lost.
+
+    The second round's set comes while the first round's is still up, so one wait is never served.
+    """
     update, forward = backend.create_stream("update"), backend.create_stream("forward")
     flag = backend.create_flag("bound")
     x = filled(backend, forward, 0.0)
@@ -31,15 +34,12 @@ def flag_set_twice(backend: Backend, fixed: bool) -> None:
     _expect(backend, x, 2.0)
 
 
-@race(
-    RACES,
-    "A flag that is waited for and never set.",
-    FindingKind.FLAG_NEVER_SET,
-    names=("flag 'bound'", "'forward' hangs"),
-    needs="flags",
-)
+@race(RACES, FindingKind.FLAG_NEVER_SET, names=("flag 'bound'", "'forward' hangs"), needs="flags")
 def flag_never_set(backend: Backend, fixed: bool) -> None:
-    """A wait for a flag that is never set hangs its stream."""
+    """A flag that is waited for and never set.
+
+    A wait for a flag that is never set hangs its stream.
+    """
     update, forward = backend.create_stream("update"), backend.create_stream("forward")
     flag = backend.create_flag("bound")
     flag.wait(forward)
@@ -49,15 +49,12 @@ def flag_never_set(backend: Backend, fixed: bool) -> None:
     _expect(backend, x, 1.0)
 
 
-@race(
-    RACES,
-    "A reset that may undo the set of the next round.",
-    FindingKind.FLAG_LOST,
-    names=("make 'update' wait",),
-    needs="flags",
-)
+@race(RACES, FindingKind.FLAG_LOST, names=("make 'update' wait",), needs="flags")
 def reset_beside_the_next_set(backend: Backend, fixed: bool) -> None:
-    """The next round's set isn't ordered after this round's reset, which may then undo it."""
+    """A reset that may undo the set of the next round.
+
+    The next round's set isn't ordered after this round's reset, which may then undo it.
+    """
     update, forward = backend.create_stream("update"), backend.create_stream("forward")
     flag = backend.create_flag("bound")
     x = filled(backend, forward, 0.0)

@@ -24,12 +24,14 @@ def _graph(backend: Backend, stream: Stream, size: int = 4) -> tuple[Graph, Tens
 
 @race(
     RACES,
-    "A graph's static input is written while a replay reads it.",
     FindingKind.WRITE_AFTER_READ,
     names=("record an event on 'forward' after replay 1 of graph 'verify'", "make 'plan' wait"),
 )
 def input_overwritten(backend: Backend, fixed: bool) -> None:
-    """Plan fills the static input for the next replay while the last one runs."""
+    """A graph's static input is written while a replay reads it.
+
+    Plan fills the static input for the next replay while the last one runs.
+    """
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     graph, x, y = _graph(backend, forward)
     order(forward, plan)
@@ -43,14 +45,12 @@ def input_overwritten(backend: Backend, fixed: bool) -> None:
     expect(backend, out, 2.0)
 
 
-@race(
-    RACES,
-    "A fence recorded before a replay doesn't cover it.",
-    FindingKind.WRITE_AFTER_READ,
-    names=("event 'shared_reads_done'", "after replay 1 of graph 'verify'"),
-)
+@race(RACES, FindingKind.WRITE_AFTER_READ, names=("event 'shared_reads_done'", "after replay 1 of graph 'verify'"))
 def fence_before_the_replay(backend: Backend, fixed: bool) -> None:
-    """Shared reads are declared done before the replay, which reads the rows again."""
+    """A fence recorded before a replay doesn't cover it.
+
+    Shared reads are declared done before the replay, which reads the rows again.
+    """
     forward, schedule = backend.create_stream("forward"), backend.create_stream("schedule")
     reads_done = backend.create_event("shared_reads_done")
     graph, x, y = _graph(backend, forward)
@@ -68,15 +68,12 @@ def fence_before_the_replay(backend: Backend, fixed: bool) -> None:
     del private
 
 
-@race(
-    RACES,
-    "A view of a graph's output is read after the graph has run again.",
-    FindingKind.STALE_OUTPUT,
-    names=("output 'y' of graph 'verify'",),
-    visible=False,
-)
+@race(RACES, FindingKind.STALE_OUTPUT, names=("output 'y' of graph 'verify'",), visible=False)
 def output_after_the_next_replay(backend: Backend, fixed: bool) -> None:
-    """A view of the output is kept; the next replay writes what it shows."""
+    """A view of a graph's output is read after the graph has run again.
+
+    A view of the output is kept; the next replay writes what it shows.
+    """
     forward = backend.create_stream("forward")
     graph, x, y = _graph(backend, forward)
     with backend.on(forward):
@@ -88,15 +85,12 @@ def output_after_the_next_replay(backend: Backend, fixed: bool) -> None:
     expect(backend, used, 2.0 if fixed else 10.0)
 
 
-@race(
-    RACES,
-    "A graph reads the address that it captured, not the tensor that the name means now.",
-    FindingKind.REUSE,
-    names=("graph 'verify'",),
-    visible=False,
-)
+@race(RACES, FindingKind.REUSE, names=("graph 'verify'",), visible=False)
 def captured_address(backend: Backend, fixed: bool) -> None:
-    """Metadata is rebuilt in new memory, and the graph reads where it lay at capture."""
+    """A graph reads the address that it captured, not the tensor that the name means now.
+
+    Metadata is rebuilt in new memory, and the graph reads where it lay at capture.
+    """
     forward = backend.create_stream("forward")
     table = filled(backend, forward, 1.0)
     y = filled(backend, forward, 0.0)
@@ -116,15 +110,12 @@ def captured_address(backend: Backend, fixed: bool) -> None:
         expect(backend, y, 2.0)
 
 
-@race(
-    RACES,
-    "What a larger batch left behind the rows of a smaller one.",
-    FindingKind.STALE_PADDING,
-    names=("input 'x'", "bytes 8 to 16"),
-    visible=False,
-)
+@race(RACES, FindingKind.STALE_PADDING, names=("input 'x'", "bytes 8 to 16"), visible=False)
 def stale_padding(backend: Backend, fixed: bool) -> None:
-    """A batch of two after a batch of four: the graph still reads four rows."""
+    """What a larger batch left behind the rows of a smaller one.
+
+    A batch of two after a batch of four: the graph still reads four rows.
+    """
     forward = backend.create_stream("forward")
     graph, x, y = _graph(backend, forward)
     for batch in (4, 2):
@@ -137,9 +128,12 @@ def stale_padding(backend: Backend, fixed: bool) -> None:
     expect(backend, y[2:] if fixed else y[:2], 0.0 if fixed else 4.0)
 
 
-@race(RACES, "Contents that were declared over are read.", FindingKind.STALE, names=("a new batch begins",), visible=False)
+@race(RACES, FindingKind.STALE, names=("a new batch begins",), visible=False)
 def marked_over(backend: Backend, fixed: bool) -> None:
-    """A buffer that was marked as over is read before it was written again."""
+    """Contents that were declared over are read.
+
+    A buffer that was marked as over is read before it was written again.
+    """
     forward = backend.create_stream("forward")
     graph, x, y = _graph(backend, forward)
     backend.mark_stale(x, "a new batch begins")
@@ -159,16 +153,12 @@ def _parametrised(backend: Backend, stream: Stream) -> tuple[Graph, Tensor]:
     return graph, y
 
 
-@race(
-    RACES,
-    "A host parameter of a graph is older than the value that it mirrors.",
-    FindingKind.NOT_REBOUND,
-    names=("update_params('lengths')",),
-    visible=False,
-    needs="updates_graph_params",
-)
+@race(RACES, FindingKind.NOT_REBOUND, names=("update_params('lengths')",), visible=False, needs="updates_graph_params")
 def not_rebound(backend: Backend, fixed: bool) -> None:
-    """Lengths have grown, and the graph still has those of the last step."""
+    """A host parameter of a graph is older than the value that it mirrors.
+
+    Lengths have grown, and the graph still has those of the last step.
+    """
     forward = backend.create_stream("forward")
     lengths = filled(backend, forward, 1.0)
     graph, y = _parametrised(backend, forward)
@@ -182,15 +172,12 @@ def not_rebound(backend: Backend, fixed: bool) -> None:
     expect(backend, y, 2.0 if fixed else 1.0)
 
 
-@race(
-    RACES,
-    "A host parameter is rebound while a replay still reads it.",
-    FindingKind.REBIND,
-    names=("host parameter 'lengths'", "make 'update' wait"),
-    needs="updates_graph_params",
-)
+@race(RACES, FindingKind.REBIND, names=("host parameter 'lengths'", "make 'update' wait"), needs="updates_graph_params")
 def rebound_during_a_replay(backend: Backend, fixed: bool) -> None:
-    """Parameters are rebound for the next replay while the last one may still read them."""
+    """A host parameter is rebound while a replay still reads it.
+
+    Parameters are rebound for the next replay while the last one may still read them.
+    """
     forward, update = backend.create_stream("forward"), backend.create_stream("update")
     graph, y = _parametrised(backend, forward)
     order(forward, update)

@@ -14,14 +14,12 @@ from outrider_sanitizer.races.race import Race, expect, expect_values, filled, o
 RACES: list[Race] = []
 
 
-@race(
-    RACES,
-    "The host reads pinned memory before the copy into it is over.",
-    FindingKind.READ_AFTER_WRITE,
-    names=("record an event on 'copy'", "synchronize host thread"),
-)
+@race(RACES, FindingKind.READ_AFTER_WRITE, names=("record an event on 'copy'", "synchronize host thread"))
 def host_read_early(backend: Backend, fixed: bool) -> None:
-    """The host reads a result before its copy has landed."""
+    """The host reads pinned memory before the copy into it is over.
+
+    The host reads a result before its copy has landed.
+    """
     copy = backend.create_stream("copy")
     landed = backend.create_event("results_copied")
     results = backend.empty_pinned("results", (4,), torch.float32)
@@ -34,14 +32,12 @@ def host_read_early(backend: Backend, fixed: bool) -> None:
     expect_values(results.tensor.tolist(), 7.0)
 
 
-@race(
-    RACES,
-    "The host overwrites pinned memory that a copy still reads.",
-    FindingKind.WRITE_AFTER_READ,
-    names=("record an event on 'schedule'", "synchronize host thread"),
-)
+@race(RACES, FindingKind.WRITE_AFTER_READ, names=("record an event on 'schedule'", "synchronize host thread"))
 def pinned_overwritten(backend: Backend, fixed: bool) -> None:
-    """The host fills its staging buffer again while the copy out of it is under way."""
+    """The host overwrites pinned memory that a copy still reads.
+
+    The host fills its staging buffer again while the copy out of it is under way.
+    """
     schedule = backend.create_stream("schedule")
     free = backend.create_event("staging_free")
     staging = backend.empty_pinned("staging", (4,), torch.float32)
@@ -55,15 +51,12 @@ def pinned_overwritten(backend: Backend, fixed: bool) -> None:
     expect(backend, x, 1.0)
 
 
-@race(
-    RACES,
-    "A pinned buffer is read after it was renewed and before it was filled.",
-    FindingKind.STALE,
-    names=("pinned buffer 'results'",),
-    visible=False,
-)
+@race(RACES, FindingKind.STALE, names=("pinned buffer 'results'",), visible=False)
 def pinned_renewed(backend: Backend, fixed: bool) -> None:
-    """A buffer that was renewed is read before it's filled again."""
+    """A pinned buffer is read after it was renewed and before it was filled.
+
+    A buffer that was renewed is read before it's filled again.
+    """
     copy = backend.create_stream("copy")
     results = backend.empty_pinned("results", (4,), torch.float32)
     x = filled(backend, copy, 7.0)
@@ -76,14 +69,12 @@ def pinned_renewed(backend: Backend, fixed: bool) -> None:
     expect_values(results.tensor.tolist(), 7.0)
 
 
-@race(
-    RACES,
-    "The host's copy of a value is behind the device's.",
-    FindingKind.STALE_MIRROR,
-    names=("copy the value again after aten::add_",),
-)
+@race(RACES, FindingKind.STALE_MIRROR, names=("copy the value again after aten::add_",))
 def stale_mirror(backend: Backend, fixed: bool) -> None:
-    """The host plans with lengths that the verify has changed since."""
+    """The host's copy of a value is behind the device's.
+
+    The host plans with lengths that the verify has changed since.
+    """
     forward = backend.create_stream("forward")
     mirror = backend.empty_pinned("lengths", (4,), torch.float32)
     lengths = filled(backend, forward, 1.0)
@@ -97,14 +88,12 @@ def stale_mirror(backend: Backend, fixed: bool) -> None:
     expect_values(mirror.tensor.tolist(), 3.0)
 
 
-@race(
-    RACES,
-    "A host thread touches pinned memory that only another thread has waited for.",
-    FindingKind.WRITE_AFTER_READ,
-    names=("synchronize host thread",),
-)
+@race(RACES, FindingKind.WRITE_AFTER_READ, names=("synchronize host thread",))
 def beside_another_thread(backend: Backend, fixed: bool) -> None:
-    """One thread sends a buffer and waits; another, which doesn't wait, fills it."""
+    """A host thread touches pinned memory that only another thread has waited for.
+
+    One thread sends a buffer and waits; another, which doesn't wait, fills it.
+    """
     copy = backend.create_stream("copy")
     landed = backend.create_event("staging_free")
     staging = backend.empty_pinned("staging", (4,), torch.float32)
@@ -138,9 +127,12 @@ def _run_threads(backend: Backend, *bodies: Callable[[], None]) -> None:
         thread.join()
 
 
-@race(RACES, "What the host does depends on how far the device happens to be.", within=10)
+@race(RACES, within=10)
 def branch_on_query(backend: Backend, fixed: bool) -> None:
-    """The host takes a shortcut when the result isn't there yet, and the shortcut gives another answer."""
+    """What the host does depends on how far the device happens to be.
+
+    The host takes a shortcut when the result isn't there yet, and the shortcut gives another answer.
+    """
     forward, copy = backend.create_stream("forward"), backend.create_stream("copy")
     landed = backend.create_event("results_copied")
     results = backend.empty_pinned("results", (4,), torch.float32)

@@ -15,15 +15,12 @@ RACES: list[Race] = []
 _WRITERS_NAMED = ("record an event on 'first'", "make 'second' wait")
 
 
-@race(
-    RACES,
-    "Temporaries of two graphs lie at one address, and nothing orders the replays.",
-    FindingKind.WRITE_AFTER_WRITE,
-    names=("make 'draft' wait",),
-    visible=False,
-)
+@race(RACES, FindingKind.WRITE_AFTER_WRITE, names=("make 'draft' wait",), visible=False)
 def graphs_that_share_a_pool(backend: Backend, fixed: bool) -> None:
-    """Two graphs take their temporaries from one pool, so these lie at one address; their replays must not overlap."""
+    """Temporaries of two graphs lie at one address, and nothing orders the replays.
+
+    Two graphs take their temporaries from one pool, so these lie at one address; their replays must not overlap.
+    """
     forward, draft = backend.create_stream("forward"), backend.create_stream("draft")
     pool = backend.create_graph_pool("steps")
 
@@ -48,14 +45,12 @@ def graphs_that_share_a_pool(backend: Backend, fixed: bool) -> None:
     expect(backend, made[1][1], 11.0)
 
 
-@race(
-    RACES,
-    "A tensor is freed while another stream reads it, and the allocator wasn't told.",
-    FindingKind.REUSE,
-    names=("after aten::mul",),
-)
+@race(RACES, FindingKind.REUSE, names=("after aten::mul",))
 def record_stream(backend: Backend, fixed: bool) -> None:
-    """A tensor is freed while another stream reads it; `record_stream` makes the allocator wait for that stream."""
+    """A tensor is freed while another stream reads it, and the allocator wasn't told.
+
+    A tensor is freed while another stream reads it; `record_stream` makes the allocator wait for that stream.
+    """
     forward, copy = backend.create_stream("forward"), backend.create_stream("copy")
     x = filled(backend, forward, 7.0)
     order(forward, copy)
@@ -74,15 +69,12 @@ def record_stream(backend: Backend, fixed: bool) -> None:
     del other
 
 
-@race(
-    RACES,
-    "A buffer that another thread pinned is sent without waiting for that thread.",
-    FindingKind.READ_AFTER_WRITE,
-    names=("order host thread pinner",),
-    visible=False,
-)
+@race(RACES, FindingKind.READ_AFTER_WRITE, names=("order host thread pinner",), visible=False)
 def pin_memory(backend: Backend, fixed: bool) -> None:
-    """`Tensor.pin_memory()` writes the buffer that it returns, on the thread that called it."""
+    """A buffer that another thread pinned is sent without waiting for that thread.
+
+    `Tensor.pin_memory()` writes the buffer that it returns, on the thread that called it.
+    """
     copy = backend.create_stream("copy")
     x = filled(backend, copy, 0.0)
     made: list[torch.Tensor] = []
@@ -109,9 +101,12 @@ def _index(backend: Backend, *values: int) -> torch.Tensor:
     return torch.tensor(values, device=backend.device)
 
 
-@race(RACES, "Columns picked by an index overlap.", FindingKind.WRITE_AFTER_WRITE, names=_WRITERS_NAMED)
+@race(RACES, FindingKind.WRITE_AFTER_WRITE, names=_WRITERS_NAMED)
 def indexed_columns(backend: Backend, fixed: bool) -> None:
-    """Two streams write columns that they pick by an index."""
+    """Columns picked by an index overlap.
+
+    Two streams write columns that they pick by an index.
+    """
     mine, theirs = _index(backend, 0, 1), _index(backend, *((2, 3) if fixed else (1, 3)))
     ones, twos = torch.ones(4, 2, device=backend.device), torch.full((4, 2), 2.0, device=backend.device)
     _two_writers(
@@ -119,9 +114,12 @@ def indexed_columns(backend: Backend, fixed: bool) -> None:
     )
 
 
-@race(RACES, "Elements picked by two indices overlap.", FindingKind.WRITE_AFTER_WRITE, names=_WRITERS_NAMED)
+@race(RACES, FindingKind.WRITE_AFTER_WRITE, names=_WRITERS_NAMED)
 def indexed_elements(backend: Backend, fixed: bool) -> None:
-    """Two streams write elements of the same rows."""
+    """Elements picked by two indices overlap.
+
+    Two streams write elements of the same rows.
+    """
     rows = _index(backend, 0, 1, 2, 3)
     mine, theirs = _index(backend, 0, 0, 0, 0), _index(backend, *((1, 1, 1, 1) if fixed else (1, 1, 0, 1)))
     one = torch.ones((), device=backend.device)
@@ -142,31 +140,34 @@ def _two_writers(backend: Backend, place: object, fixed: bool, *bodies: object) 
     expect(backend, x[place], 1.0 if fixed else 2.0)  # type: ignore[index]
 
 
-@race(RACES, "Two scatters reach the same elements.", FindingKind.WRITE_AFTER_WRITE, names=_WRITERS_NAMED)
+@race(RACES, FindingKind.WRITE_AFTER_WRITE, names=_WRITERS_NAMED)
 def scatters_along_rows(backend: Backend, fixed: bool) -> None:
-    """Two streams scatter into the same rows."""
+    """Two scatters reach the same elements.
+
+    Two streams scatter into the same rows.
+    """
     mine = torch.zeros(4, 1, dtype=torch.int64, device=backend.device)
     theirs = torch.full((4, 1), 2 if fixed else 0, dtype=torch.int64, device=backend.device)
     _two_writers(backend, (slice(None), 0), fixed, lambda x: x.scatter_(1, mine, 1.0), lambda x: x.scatter_(1, theirs, 2.0))
 
 
-@race(RACES, "Two masks overlap.", FindingKind.WRITE_AFTER_WRITE, names=_WRITERS_NAMED)
+@race(RACES, FindingKind.WRITE_AFTER_WRITE, names=_WRITERS_NAMED)
 def masks(backend: Backend, fixed: bool) -> None:
-    """Two streams fill what their masks say."""
+    """Two masks overlap.
+
+    Two streams fill what their masks say.
+    """
     mine = torch.tensor([True, False, False, False], device=backend.device).expand(4, 4)
     theirs = torch.tensor([not fixed, True, False, False], device=backend.device).expand(4, 4)
     _two_writers(backend, (slice(None), 0), fixed, lambda x: x.masked_fill_(mine, 1.0), lambda x: x.masked_fill_(theirs, 2.0))
 
 
-@race(
-    RACES,
-    "A gradient is read before the backward has written it.",
-    FindingKind.READ_AFTER_WRITE,
-    names=("record an event on 'forward'", "make 'reduce' wait"),
-    visible=False,
-)
+@race(RACES, FindingKind.READ_AFTER_WRITE, names=("record an event on 'forward'", "make 'reduce' wait"), visible=False)
 def gradient_across_streams(backend: Backend, fixed: bool) -> None:
-    """A gradient is read on another stream than the backward ran on."""
+    """A gradient is read before the backward has written it.
+
+    A gradient is read on another stream than the backward ran on.
+    """
     forward, reduce = backend.create_stream("forward"), backend.create_stream("reduce")
     with backend.on(forward):
         weight = torch.ones(4, device=backend.device, requires_grad=True)

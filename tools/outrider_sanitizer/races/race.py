@@ -47,17 +47,23 @@ class Race:
         self.body(backend, True)
 
 
-def race(races: list[Race], about: str, kind: FindingKind | None = None, **fields: Any) -> Callable[[Body], Body]:
-    """Return a decorator that appends a body to ``races`` as a :class:`Race` with the function's name, in hyphens.
+def race(races: list[Race], kind: FindingKind | None = None, **fields: Any) -> Callable[[Body], Body]:
+    """Return a decorator that appends a body to ``races`` as a :class:`Race`.
 
-    ``fields`` are further fields of :class:`Race`.
+    Its name is the function's, in hyphens, and its description is the first line of the docstring. ``fields`` are further
+    fields of :class:`Race`.
     """
 
     def register(body: Body) -> Body:
-        races.append(Race(name=body.__name__.replace("_", "-"), about=about, body=body, kind=kind, **fields))
+        races.append(Race(name=body.__name__.replace("_", "-"), about=first_line(body), body=body, kind=kind, **fields))
         return body
 
     return register
+
+
+def first_line(body: Callable[..., object]) -> str:
+    """Return the first line of a function's docstring."""
+    return (body.__doc__ or "").partition("\n")[0]
 
 
 def filled(backend: Backend, stream: Stream, value: float, *shape: int) -> Tensor:

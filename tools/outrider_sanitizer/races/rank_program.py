@@ -12,6 +12,7 @@ from torch import Tensor
 
 from outrider.device import Backend, ControllableDevice, Group, Stream
 from outrider_sanitizer.findings import FindingKind, Report
+from outrider_sanitizer.races.race import first_line
 
 if TYPE_CHECKING:
     from outrider.registry import Registry
@@ -105,16 +106,17 @@ class RankRace:
 
 
 def rank_race(
-    races: list[RankRace], category: str, about: str, kinds: frozenset[FindingKind], **fields: Any
+    races: list[RankRace], category: str, kinds: frozenset[FindingKind], **fields: Any
 ) -> Callable[[RankBody], RankBody]:
-    """Return a decorator that appends a body to ``races`` as a :class:`RankRace` with the function's name, in hyphens.
+    """Return a decorator that appends a body to ``races`` as a :class:`RankRace`.
 
-    ``category`` is the letter of the class of divergence; ``fields`` are further fields of :class:`RankRace`.
+    Its name is the function's, in hyphens, and its description is the first line of the docstring. ``category`` is the letter
+    of the class of divergence; ``fields`` are further fields of :class:`RankRace`.
     """
 
     def register(body: RankBody) -> RankBody:
         name = body.__name__.replace("_", "-")
-        races.append(RankRace(name=name, category=category, about=about, body=body, kinds=kinds, **fields))
+        races.append(RankRace(name=name, category=category, about=first_line(body), body=body, kinds=kinds, **fields))
         return body
 
     return register

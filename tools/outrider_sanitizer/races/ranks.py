@@ -33,16 +33,12 @@ def _agreed(rank: ProgramRank, value: int, fixed: bool) -> int:
 # -- A: ranks decide differently, then leave collectives out or make more ---------------------------------------------
 
 
-@rank_race(
-    RANK_RACES,
-    "A",
-    "A tie of logits is broken differently, so ranks accept different counts.",
-    _DIFFERENT,
-    decision="accepted",
-    inject="tie",
-)
+@rank_race(RANK_RACES, "A", _DIFFERENT, decision="accepted", inject="tie")
 def accepted_counts(rank: ProgramRank, fixed: bool) -> None:
-    """Two logits tie, and one rank's argmax takes the other: ranks accept different counts, and one drafts again."""
+    """A tie of logits is broken differently, so ranks accept different counts.
+
+    Two logits tie, and one rank's argmax takes the other: ranks accept different counts, and one drafts again.
+    """
     if rank.index == 1:
         rank.diverge("tie")
     logits = rank.tensor([[0.0, 1.0, 3.0], [0.0, 2.0, 2.0], [3.0, 1.0, 0.0]])
@@ -59,16 +55,12 @@ def accepted_counts(rank: ProgramRank, fixed: bool) -> None:
     rank.everyone.all_gather(rank.filled(0.0, rank.size, 4), rank.filled(1.0), stream=rank.stream)
 
 
-@rank_race(
-    RANK_RACES,
-    "A",
-    "Activations differ in the last bit, and a threshold decides.",
-    _DIFFERENT,
-    decision="draft_again",
-    inject="ulp",
-)
+@rank_race(RANK_RACES, "A", _DIFFERENT, decision="draft_again", inject="ulp")
 def one_ulp(rank: ProgramRank, fixed: bool) -> None:
-    """Products differ in their last bit, which a threshold turns into another decision."""
+    """Activations differ in the last bit, and a threshold decides.
+
+    Products differ in their last bit, which a threshold turns into another decision.
+    """
     if rank.index == 1:
         rank.diverge("ulp")
     with rank.backend.on(rank.stream):
@@ -84,16 +76,12 @@ def one_ulp(rank: ProgramRank, fixed: bool) -> None:
     rank.everyone.all_reduce(rank.filled(1.0, 16), stream=rank.stream)
 
 
-@rank_race(
-    RANK_RACES,
-    "A",
-    "What a rank does depends on how far its device happens to be.",
-    _DIFFERENT,
-    decision="drain",
-    inject="slow",
-)
+@rank_race(RANK_RACES, "A", _DIFFERENT, decision="drain", inject="slow")
 def slow_host(rank: ProgramRank, fixed: bool) -> None:
-    """Each rank asks whether its results are there; on the rank whose host is late they are."""
+    """What a rank does depends on how far its device happens to be.
+
+    Each rank asks whether its results are there; on the rank whose host is late they are.
+    """
     if rank.index == 1:
         rank.diverge("slow")
     landed = rank.backend.create_event("results")
@@ -107,16 +95,12 @@ def slow_host(rank: ProgramRank, fixed: bool) -> None:
     rank.everyone.all_reduce(rank.filled(1.0, 2), stream=rank.stream)
 
 
-@rank_race(
-    RANK_RACES,
-    "A",
-    "One rank has less memory, and admits by what it has itself.",
-    _DIFFERENT,
-    decision="pages",
-    inject="memory",
-)
+@rank_race(RANK_RACES, "A", _DIFFERENT, decision="pages", inject="memory")
 def smaller_allocation(rank: ProgramRank, fixed: bool) -> None:
-    """One rank has less memory free, so it counts fewer pages and admits fewer requests."""
+    """One rank has less memory, and admits by what it has itself.
+
+    One rank has less memory free, so it counts fewer pages and admits fewer requests.
+    """
     taken = rank.filled(0.0, 1 << 20) if rank.index == 1 else None
     pages = rank.backend.memory_info().free // (1 << 20)
     if fixed:
@@ -128,9 +112,12 @@ def smaller_allocation(rank: ProgramRank, fixed: bool) -> None:
     del taken
 
 
-@rank_race(RANK_RACES, "A", "One rank alone hears that a client has gone.", _DIFFERENT, decision="running", inject="abort")
+@rank_race(RANK_RACES, "A", _DIFFERENT, decision="running", inject="abort")
 def abort_on_one_rank(rank: ProgramRank, fixed: bool) -> None:
-    """The client of request 2 has gone; one rank alone has heard of it."""
+    """One rank alone hears that a client has gone.
+
+    The client of request 2 has gone; one rank alone has heard of it.
+    """
     running = (1, 2) if rank.index else (1,)
     if fixed:
         abort_seen = rank.tensor([1 if 2 in running else 0], torch.int32)
@@ -140,16 +127,12 @@ def abort_on_one_rank(rank: ProgramRank, fixed: bool) -> None:
     rank.everyone.all_reduce(rank.filled(1.0, len(running), 8), stream=rank.stream)
 
 
-@rank_race(
-    RANK_RACES,
-    "A",
-    "Whether to draft hangs on a length that one host knows late.",
-    _DIFFERENT,
-    decision="draft",
-    inject="length",
-)
+@rank_race(RANK_RACES, "A", _DIFFERENT, decision="draft", inject="length")
 def draft_near_the_limit(rank: ProgramRank, fixed: bool) -> None:
-    """A rank's host has the lengths of the previous iteration, so it drafts although the other rank is at the limit."""
+    """Whether to draft hangs on a length that one host knows late.
+
+    A rank's host has the lengths of the previous iteration, so it drafts although the other rank is at the limit.
+    """
     length, limit = (14 if rank.index else 15), 16
     draft = _agreed(rank, int(length + 1 < limit), fixed)
     rank.everyone.decide("draft", draft)
@@ -161,16 +144,12 @@ def draft_near_the_limit(rank: ProgramRank, fixed: bool) -> None:
 # -- B: an idle rank takes another path ---------------------------------------------------------------------------
 
 
-@rank_race(
-    RANK_RACES,
-    "B",
-    "An idle rank makes one pass where the others draft in several.",
-    _DIFFERENT,
-    decision="draft_passes",
-    inject="idle",
-)
+@rank_race(RANK_RACES, "B", _DIFFERENT, decision="draft_passes", inject="idle")
 def idle_rank_drafts_less(rank: ProgramRank, fixed: bool) -> None:
-    """The busy rank drafts in three passes, the idle one makes a single pass that counts for nothing."""
+    """An idle rank makes one pass where the others draft in several.
+
+    The busy rank drafts in three passes, the idle one makes a single pass that counts for nothing.
+    """
     busy = rank.index == 0
     passes = 3 if busy or fixed else 1
     rank.everyone.decide("draft_passes", passes)
@@ -179,9 +158,12 @@ def idle_rank_drafts_less(rank: ProgramRank, fixed: bool) -> None:
     rank.everyone.all_reduce(rank.filled(1.0, 8), stream=rank.stream)
 
 
-@rank_race(RANK_RACES, "B", "A rank picks its bucket by its own tokens.", _DIFFERENT, decision="bucket", inject="bucket")
+@rank_race(RANK_RACES, "B", _DIFFERENT, decision="bucket", inject="bucket")
 def idle_rank_takes_another_bucket(rank: ProgramRank, fixed: bool) -> None:
-    """A rank picks its bucket by its own count of tokens, not by the largest of all ranks."""
+    """A rank picks its bucket by its own tokens.
+
+    A rank picks its bucket by its own count of tokens, not by the largest of all ranks.
+    """
     tokens = 6 if rank.index == 0 else 1
     if fixed:
         most = rank.tensor([tokens], torch.int32)
@@ -193,16 +175,12 @@ def idle_rank_takes_another_bucket(rank: ProgramRank, fixed: bool) -> None:
     rank.everyone.all_gather(gathered, rank.filled(1.0, bucket, 4), stream=rank.stream)
 
 
-@rank_race(
-    RANK_RACES,
-    "B",
-    "Ranks vote over a group that doesn't hold all of them.",
-    _LEFT_OUT,
-    decision="anybody_has_work",
-    inject="vote",
-)
+@rank_race(RANK_RACES, "B", _LEFT_OUT, decision="anybody_has_work", inject="vote")
 def vote_over_too_few(rank: ProgramRank, fixed: bool) -> None:
-    """Ranks vote on whether any rank has work, over a group that has only one rank."""
+    """Ranks vote over a group that doesn't hold all of them.
+
+    Ranks vote on whether any rank has work, over a group that has only one rank.
+    """
     alone = rank.group(f"attention {rank.index}", rank.index)
     work = rank.filled(1.0 if rank.index == 0 else 0.0, 1)
     (rank.everyone if fixed else alone).all_reduce(work, reduction=Reduction.MAX, stream=rank.stream)
@@ -218,14 +196,16 @@ def vote_over_too_few(rank: ProgramRank, fixed: bool) -> None:
 @rank_race(
     RANK_RACES,
     "C",
-    "A host reads the counts of the batch before they have landed.",
     frozenset({FindingKind.DECISION, FindingKind.COLLECTIVE, FindingKind.READ_AFTER_WRITE}),
     decision="padded_tokens",
     inject="early",
     options={"late": "copies"},
 )
 def counts_read_early(rank: ProgramRank, fixed: bool) -> None:
-    """A rank reads the gathered counts before their copy has landed, and sees those of the step before."""
+    """A host reads the counts of the batch before they have landed.
+
+    A rank reads the gathered counts before their copy has landed, and sees those of the step before.
+    """
     counts = rank.backend.empty_pinned("counts", (rank.size,), torch.int32)
     counts.tensor.fill_(1)
     landed = rank.backend.create_event("counts_landed")
@@ -244,17 +224,12 @@ def counts_read_early(rank: ProgramRank, fixed: bool) -> None:
 # -- D: device residency ----------------------------------------------------------------------------------------------
 
 
-@rank_race(
-    RANK_RACES,
-    "D",
-    "One group is used from two streams that nothing orders.",
-    _UNORDERED,
-    names=("'forward'", "'side'"),
-    inject="streams",
-    options={"resident": "1"},
-)
+@rank_race(RANK_RACES, "D", _UNORDERED, names=("'forward'", "'side'"), inject="streams", options={"resident": "1"})
 def one_group_on_two_streams(rank: ProgramRank, fixed: bool) -> None:
-    """One group is used from two streams, and nothing says which call begins first: here each rank issues another one so."""
+    """One group is used from two streams that nothing orders.
+
+    One group is used from two streams, and nothing says which call begins first: here each rank issues another one so.
+    """
     side = rank.backend.create_stream("side")
     x, y = rank.filled(1.0), rank.filled(2.0)
     order(rank.stream, side)
@@ -267,14 +242,16 @@ def one_group_on_two_streams(rank: ProgramRank, fixed: bool) -> None:
 @rank_race(
     RANK_RACES,
     "D",
-    "Ranks call two groups in different order.",
     frozenset({FindingKind.DECISION, FindingKind.COLLECTIVE_ORDER}),
     decision="first",
     inject="order",
     options={"resident": "1"},
 )
 def two_groups_in_different_order(rank: ProgramRank, fixed: bool) -> None:
-    """Two groups of the same ranks, and each rank calls another one first."""
+    """Ranks call two groups in different order.
+
+    Two groups of the same ranks, and each rank calls another one first.
+    """
     tensor, data = rank.group("tensor"), rank.group("data")
     side = rank.backend.create_stream("side")
     x, y = rank.filled(1.0), rank.filled(2.0)
@@ -294,16 +271,12 @@ def two_groups_in_different_order(rank: ProgramRank, fixed: bool) -> None:
 # -- F: capture -------------------------------------------------------------------------------------------------------
 
 
-@rank_race(
-    RANK_RACES,
-    "F",
-    "One rank replays a graph where the other runs the step itself.",
-    _DIFFERENT,
-    decision="mode",
-    inject="mode",
-)
+@rank_race(RANK_RACES, "F", _DIFFERENT, decision="mode", inject="mode")
 def captured_on_one_rank(rank: ProgramRank, fixed: bool) -> None:
-    """One rank has a graph for this bucket and replays it, the other one has none and runs the step itself."""
+    """One rank replays a graph where the other runs the step itself.
+
+    One rank has a graph for this bucket and replays it, the other one has none and runs the step itself.
+    """
     x = rank.filled(1.0)
 
     def step(_: object) -> None:
@@ -319,17 +292,12 @@ def captured_on_one_rank(rank: ProgramRank, fixed: bool) -> None:
             step(None)
 
 
-@rank_race(
-    RANK_RACES,
-    "F",
-    "Graphs that share a group are replayed on two streams that nothing orders.",
-    _UNORDERED,
-    names=("'forward'", "'side'"),
-    inject="graphs",
-    options={"resident": "1"},
-)
+@rank_race(RANK_RACES, "F", _UNORDERED, names=("'forward'", "'side'"), inject="graphs", options={"resident": "1"})
 def graphs_on_two_streams(rank: ProgramRank, fixed: bool) -> None:
-    """Two graphs with collectives of one group are replayed on two streams that nothing orders."""
+    """Graphs that share a group are replayed on two streams that nothing orders.
+
+    Two graphs with collectives of one group are replayed on two streams that nothing orders.
+    """
     side = rank.backend.create_stream("side")
     x, y = rank.filled(1.0), rank.filled(2.0)
 
@@ -353,16 +321,12 @@ def graphs_on_two_streams(rank: ProgramRank, fixed: bool) -> None:
 # -- E: tokens between the stages of a pipeline ---------------------------------------------------------------------
 
 
-@rank_race(
-    RANK_RACES,
-    "E",
-    "Stages of a pipeline differ in the width of the tokens that they pass on.",
-    _DIFFERENT,
-    decision="token_width",
-    inject="width",
-)
+@rank_race(RANK_RACES, "E", _DIFFERENT, decision="token_width", inject="width")
 def width_of_tokens(rank: ProgramRank, fixed: bool) -> None:
-    """The last stage sends the tokens that it sampled, [requests, 1]; the first one waits for as many as there may be."""
+    """Stages of a pipeline differ in the width of the tokens that they pass on.
+
+    The last stage sends the tokens that it sampled, [requests, 1]; the first one waits for as many as there may be.
+    """
     requests, most = 3, 4
     width = most if fixed or rank.index == 0 else 1
     rank.everyone.decide("token_width", width)

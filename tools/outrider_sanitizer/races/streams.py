@@ -11,14 +11,12 @@ from outrider_sanitizer.races.race import Race, expect, filled, order, race
 RACES: list[Race] = []
 
 
-@race(
-    RACES,
-    "A reader on another stream doesn't wait for the writer.",
-    FindingKind.READ_AFTER_WRITE,
-    names=("record an event on 'forward' after aten::fill_", "make 'plan' wait"),
-)
+@race(RACES, FindingKind.READ_AFTER_WRITE, names=("record an event on 'forward' after aten::fill_", "make 'plan' wait"))
 def read_after_write(backend: Backend, fixed: bool) -> None:
-    """Plan reads what forward writes."""
+    """A reader on another stream doesn't wait for the writer.
+
+    Plan reads what forward writes.
+    """
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     x = filled(backend, forward, 1.0)
     order(forward, plan)
@@ -31,14 +29,12 @@ def read_after_write(backend: Backend, fixed: bool) -> None:
     expect(backend, y, 2.0)
 
 
-@race(
-    RACES,
-    "A writer doesn't wait for a reader on another stream.",
-    FindingKind.WRITE_AFTER_READ,
-    names=("record an event on 'plan' after aten::mul", "make 'forward' wait"),
-)
+@race(RACES, FindingKind.WRITE_AFTER_READ, names=("record an event on 'plan' after aten::mul", "make 'forward' wait"))
 def write_after_read(backend: Backend, fixed: bool) -> None:
-    """Forward overwrites what plan still reads."""
+    """A writer doesn't wait for a reader on another stream.
+
+    Forward overwrites what plan still reads.
+    """
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     x = filled(backend, forward, 1.0)
     order(forward, plan)
@@ -51,14 +47,12 @@ def write_after_read(backend: Backend, fixed: bool) -> None:
     expect(backend, y, 1.0)
 
 
-@race(
-    RACES,
-    "Two streams write the same memory.",
-    FindingKind.WRITE_AFTER_WRITE,
-    names=("record an event on 'forward' after aten::fill_", "make 'plan' wait"),
-)
+@race(RACES, FindingKind.WRITE_AFTER_WRITE, names=("record an event on 'forward' after aten::fill_", "make 'plan' wait"))
 def write_after_write(backend: Backend, fixed: bool) -> None:
-    """Two streams write; the later one should win."""
+    """Two streams write the same memory.
+
+    Two streams write; the later one should win.
+    """
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     x = filled(backend, forward, 0.0)
     order(forward, plan)
@@ -71,14 +65,12 @@ def write_after_write(backend: Backend, fixed: bool) -> None:
     expect(backend, x, 2.0)
 
 
-@race(
-    RACES,
-    "The wait came before the record that it was meant for.",
-    FindingKind.READ_AFTER_WRITE,
-    names=("generation 1 of event 'draft_done'", "make 'plan' wait"),
-)
+@race(RACES, FindingKind.READ_AFTER_WRITE, names=("generation 1 of event 'draft_done'", "make 'plan' wait"))
 def stale_generation(backend: Backend, fixed: bool) -> None:
-    """Plan waits before the event is recorded again, so it has the generation of the round before."""
+    """The wait came before the record that it was meant for.
+
+    Plan waits before the event is recorded again, so it has the generation of the round before.
+    """
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     done = backend.create_event("draft_done")
     x = filled(backend, forward, 1.0)
@@ -95,14 +87,12 @@ def stale_generation(backend: Backend, fixed: bool) -> None:
     expect(backend, y, 2.0)
 
 
-@race(
-    RACES,
-    "A wait that is skipped when an optional tensor is absent.",
-    FindingKind.READ_AFTER_WRITE,
-    names=("generation 1 of event 'accept_ready'", "make 'plan' wait"),
-)
+@race(RACES, FindingKind.READ_AFTER_WRITE, names=("generation 1 of event 'accept_ready'", "make 'plan' wait"))
 def optional_wait(backend: Backend, fixed: bool) -> None:
-    """The wait hangs on a tensor that isn't always there; what it protects is."""
+    """A wait that is skipped when an optional tensor is absent.
+
+    The wait hangs on a tensor that isn't always there; what it protects is.
+    """
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     done = backend.create_event("accept_ready")
     lengths = filled(backend, forward, 1.0)
@@ -119,14 +109,12 @@ def optional_wait(backend: Backend, fixed: bool) -> None:
     expect(backend, planned, 3.0)
 
 
-@race(
-    RACES,
-    "A fence that was recorded before the last of what its waiter reads.",
-    FindingKind.READ_AFTER_WRITE,
-    names=("event 'published'", "make 'schedule' wait"),
-)
+@race(RACES, FindingKind.READ_AFTER_WRITE, names=("event 'published'", "make 'schedule' wait"))
 def covers_a_subset(backend: Backend, fixed: bool) -> None:
-    """The event was recorded after the publish, and the reader takes the stash as well."""
+    """A fence that was recorded before the last of what its waiter reads.
+
+    The event was recorded after the publish, and the reader takes the stash as well.
+    """
     forward, schedule = backend.create_stream("forward"), backend.create_stream("schedule")
     published, stashed = backend.create_event("published"), backend.create_event("stashed")
     lengths, stash = filled(backend, forward, 0.0), filled(backend, forward, 0.0)
@@ -143,14 +131,12 @@ def covers_a_subset(backend: Backend, fixed: bool) -> None:
     expect(backend, both, 10.0)
 
 
-@race(
-    RACES,
-    "An implicit kernel runs on the stream of the scope that it's written in.",
-    FindingKind.READ_AFTER_WRITE,
-    names=("make 'plan' wait",),
-)
+@race(RACES, FindingKind.READ_AFTER_WRITE, names=("make 'plan' wait",))
 def cast_in_the_wrong_scope(backend: Backend, fixed: bool) -> None:
-    """A cast is a kernel: inside plan's scope it reads forward's memory on plan, before plan has waited."""
+    """An implicit kernel runs on the stream of the scope that it's written in.
+
+    A cast is a kernel: inside plan's scope it reads forward's memory on plan, before plan has waited.
+    """
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     done = backend.create_event("draft_outputs_ready")
     x = filled(backend, forward, 1.0)
@@ -168,14 +154,12 @@ def cast_in_the_wrong_scope(backend: Backend, fixed: bool) -> None:
     expect(backend, y, 2)
 
 
-@race(
-    RACES,
-    "Two views of one storage at different offsets that share bytes.",
-    FindingKind.WRITE_AFTER_WRITE,
-    names=("record an event on 'forward'", "make 'plan' wait"),
-)
+@race(RACES, FindingKind.WRITE_AFTER_WRITE, names=("record an event on 'forward'", "make 'plan' wait"))
 def overlapping_views(backend: Backend, fixed: bool) -> None:
-    """Two views of one storage at different offsets: these share a row unless they are apart."""
+    """Two views of one storage at different offsets that share bytes.
+
+    Two views of one storage at different offsets: these share a row unless they are apart.
+    """
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     base = filled(backend, forward, 0.0, 6, 2)
     order(forward, plan)
@@ -186,14 +170,12 @@ def overlapping_views(backend: Backend, fixed: bool) -> None:
     expect(backend, base[2], 1.0 if fixed else 2.0)
 
 
-@race(
-    RACES,
-    "Interleaved columns of one matrix, overlapping and not.",
-    FindingKind.WRITE_AFTER_WRITE,
-    names=("record an event on 'forward'", "make 'plan' wait"),
-)
+@race(RACES, FindingKind.WRITE_AFTER_WRITE, names=("record an event on 'forward'", "make 'plan' wait"))
 def columns(backend: Backend, fixed: bool) -> None:
-    """Columns of one matrix interleave without meeting: no alarm where they are disjoint."""
+    """Interleaved columns of one matrix, overlapping and not.
+
+    Columns of one matrix interleave without meeting: no alarm where they are disjoint.
+    """
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     base = filled(backend, forward, 0.0, 128, 4)
     order(forward, plan)
@@ -204,14 +186,12 @@ def columns(backend: Backend, fixed: bool) -> None:
     expect(backend, base[:, 1], 1.0 if fixed else 2.0)
 
 
-@race(
-    RACES,
-    "Scatters by data into one pool, overlapping and not.",
-    FindingKind.WRITE_AFTER_WRITE,
-    names=("index_copy_", "make 'plan' wait"),
-)
+@race(RACES, FindingKind.WRITE_AFTER_WRITE, names=("index_copy_", "make 'plan' wait"))
 def scatters(backend: Backend, fixed: bool) -> None:
-    """Two streams scatter rows into one pool. Disjoint rows need no order; these share row 2 unless they are."""
+    """Scatters by data into one pool, overlapping and not.
+
+    Two streams scatter rows into one pool. Disjoint rows need no order; these share row 2 unless they are.
+    """
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     pool = filled(backend, forward, 0.0, 8, 2)
     with backend.on(forward):
@@ -225,14 +205,12 @@ def scatters(backend: Backend, fixed: bool) -> None:
     expect(backend, pool[2], 1.0 if fixed else 2.0)
 
 
-@race(
-    RACES,
-    "Memory is freed in one stream's order while another stream uses it.",
-    FindingKind.REUSE,
-    names=("keep the tensor alive until an event recorded on 'plan'",),
-)
+@race(RACES, FindingKind.REUSE, names=("keep the tensor alive until an event recorded on 'plan'",))
 def reuse_across_streams(backend: Backend, fixed: bool) -> None:
-    """Forward's memory is dropped while plan still reads it; forward's next tensor may lie there."""
+    """Memory is freed in one stream's order while another stream uses it.
+
+    Forward's memory is dropped while plan still reads it; forward's next tensor may lie there.
+    """
     forward, plan = backend.create_stream("forward"), backend.create_stream("plan")
     read = backend.create_event("plan_read")
     index = filled(backend, forward, 1.0)
@@ -249,9 +227,12 @@ def reuse_across_streams(backend: Backend, fixed: bool) -> None:
     del other
 
 
-@race(RACES, "A read of memory that was never written.", FindingKind.UNDEFINED, names=("allocated on 'forward'",))
+@race(RACES, FindingKind.UNDEFINED, names=("allocated on 'forward'",))
 def read_before_write(backend: Backend, fixed: bool) -> None:
-    """Fresh memory holds whatever was there before."""
+    """A read of memory that was never written.
+
+    Fresh memory holds whatever was there before.
+    """
     forward = backend.create_stream("forward")
     with backend.on(forward):
         x = torch.empty(4, device=backend.device)

@@ -108,15 +108,12 @@ def _polled_event() -> Ends:
     return ready.set, take
 
 
-@race(
-    RACES,
-    "A wait that gave up orders nothing.",
-    FindingKind.READ_AFTER_WRITE,
-    names=("order host thread filler",),
-    visible=False,
-)
+@race(RACES, FindingKind.READ_AFTER_WRITE, names=("order host thread filler",), visible=False)
 def timed_out(backend: Backend, fixed: bool) -> None:
-    """A wait for the other thread gives up, and the program goes on."""
+    """A wait that gave up orders nothing.
+
+    A wait for the other thread gives up, and the program goes on.
+    """
     copy = backend.create_stream("copy")
     staging = backend.empty_pinned("staging", (4,), torch.float32)
     x = filled(backend, copy, 0.0)
@@ -142,14 +139,12 @@ def timed_out(backend: Backend, fixed: bool) -> None:
     expect(backend, x, 1.0)
 
 
-@race(
-    RACES,
-    "A new thread begins on the default stream, wherever it was started.",
-    FindingKind.READ_AFTER_WRITE,
-    names=("record an event on 'side'", "make 'default' wait"),
-)
+@race(RACES, FindingKind.READ_AFTER_WRITE, names=("record an event on 'side'", "make 'default' wait"))
 def thread_on_the_default_stream(backend: Backend, fixed: bool) -> None:
-    """A thread that was started inside a stream scope works on the default stream, not on the scope's."""
+    """A new thread begins on the default stream, wherever it was started.
+
+    A thread that was started inside a stream scope works on the default stream, not on the scope's.
+    """
     side = backend.create_stream("side")
     with backend.on(side):
         x = torch.zeros(4, device=backend.device)
@@ -170,14 +165,12 @@ def thread_on_the_default_stream(backend: Backend, fixed: bool) -> None:
     expect(backend, seen[0], 7.0)
 
 
-@race(
-    RACES,
-    "The host reads a result without having asked whether it's there.",
-    FindingKind.READ_AFTER_WRITE,
-    names=("record an event on 'copy'",),
-)
+@race(RACES, FindingKind.READ_AFTER_WRITE, names=("record an event on 'copy'",))
 def loop_over_query(backend: Backend, fixed: bool) -> None:
-    """The host asks until a copy is over, or asks once and reads whatever is there."""
+    """The host reads a result without having asked whether it's there.
+
+    The host asks until a copy is over, or asks once and reads whatever is there.
+    """
     copy = backend.create_stream("copy")
     landed = backend.create_event("results_copied")
     results = backend.empty_pinned("results", (4,), torch.float32)

@@ -9,6 +9,7 @@ plugin overrides the method of its KernelSet. It may register its own kernel as 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -17,16 +18,11 @@ from torch import Tensor
 
 from outrider.device.kernels import bookkeeping, experts, quantized_reference, recurrent, reference, shaping
 from outrider.device.kernels.checks import check_copy, expect
+from outrider.device.kernels.operators import define_operator
 
 # torch unregisters an operator when its Library is collected, so this module must own it.
 _LIBRARY = torch.library.Library("outrider", "DEF")
-
-
-def _define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    name = schema.split("(", 1)[0]
-    _LIBRARY.define(schema)
-    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"outrider::{name}", fake, lib=_LIBRARY)
+_define = partial(define_operator, _LIBRARY)
 
 
 def _masked(logits: Tensor, bitmask: Tensor) -> Tensor:
@@ -74,6 +70,12 @@ def _mixed(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Te
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def _empty_like(x: Tensor, *rest: Any) -> Tensor:
+    """Return an empty, contiguous tensor like the first operand."""
+    del rest
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def _multiplied(x: Tensor, shape: Sequence[int]) -> Tensor:
     """Check a product with a weight [out, in]; return an empty tensor like its result."""
     expect(x.shape[-1] == shape[1], lambda: f"product of {tuple(x.shape)} with a quantised weight of {tuple(shape)}")
@@ -81,117 +83,71 @@ def _multiplied(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 _define(
-    "linear_quantized(Tensor x, Tensor data, Tensor scales, Tensor? zero_points, Tensor? input_scale, Tensor? bias, "
-    "str format, int[] block, int[] shape, str activations, int activation_group) -> Tensor",
+    "linear_quantized",
     quantized_reference.linear_quantized,
     lambda x, data, scales, zero_points, input_scale, bias, format, block, shape, *rest: _multiplied(x, shape),
 )
+_define("rms_norm", reference.rms_norm, lambda x, weight, eps: _normed(x, weight))
 _define(
-    "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
-    reference.rms_norm,
-    lambda x, weight, eps: _normed(x, weight),
+    "add_rms_norm", reference.add_rms_norm, lambda x, residual, weight, eps: _normed(residual, weight), writes=("residual",)
 )
+_define("silu_mul", reference.silu_mul, lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)))
+_define("rope_write_cache", reference.rope_write_cache, writes=("q", "k", "k_cache", "v_cache"))
+_define("paged_attention", reference.paged_attention, lambda q, *rest: q.new_empty(q.shape))
+_define("route", experts.route, lambda logits, count, renormalize: _routed(logits, count))
 _define(
-    "add_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps) -> Tensor",
-    reference.add_rms_norm,
-    lambda x, residual, weight, eps: _normed(residual, weight),
-)
-_define(
-    "silu_mul(Tensor gate_up) -> Tensor",
-    reference.silu_mul,
-    lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
-)
-_define(
-    "rope_write_cache(Tensor(a!) q, Tensor(b!) k, Tensor v, Tensor cos, Tensor sin, Tensor(c!) k_cache, "
-    "Tensor(d!) v_cache, Tensor slots) -> ()",
-    reference.rope_write_cache,
-    lambda q, k, v, cos, sin, k_cache, v_cache, slots: None,
-)
-_define(
-    "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_start, Tensor seq_lens, Tensor block_table, "
-    "Tensor? tree_mask, int max_query, int max_kv, float scale, int window) -> Tensor",
-    reference.paged_attention,
-    lambda q, *rest: q.new_empty(q.shape),
-)
-_define(
-    "route(Tensor logits, int count, bool renormalize) -> (Tensor, Tensor)",
-    experts.route,
-    lambda logits, count, renormalize: _routed(logits, count),
-)
-_define(
-    "experts_quantized(Tensor x, Tensor weights, Tensor chosen, Tensor gate_up, Tensor gate_up_scales, "
-    "Tensor? gate_up_zeros, Tensor? gate_up_input, int[] gate_up_block, Tensor down, Tensor down_scales, "
-    "Tensor? down_zeros, Tensor? down_input, int[] down_block, int experts, str format, str activations, "
-    "int activation_group, int inner) -> Tensor",
+    "experts_quantized",
     experts.experts_quantized,
-    lambda x, *rest: torch.empty_like(x, memory_format=torch.contiguous_format),
+    _empty_like,
 )
+_define("experts", experts.experts, _mixed)
 _define(
-    "experts(Tensor x, Tensor weights, Tensor chosen, Tensor gate_up, Tensor down) -> Tensor",
-    experts.experts,
-    lambda *operands: _mixed(*operands),
-)
-_define(
-    "short_convolution(Tensor x, Tensor weight, Tensor(a!) state, Tensor rows, Tensor query_start, Tensor seq_lens, "
-    "int max_query, Tensor? commit) -> Tensor",
+    "short_convolution",
     recurrent.short_convolution,
-    lambda x, *rest: torch.empty_like(x, memory_format=torch.contiguous_format),
+    _empty_like,
+    writes=("state",),
 )
 _define(
-    "gated_delta_rule(Tensor mixed, Tensor gates, Tensor a_log, Tensor dt_bias, Tensor(a!) state, Tensor rows, "
-    "Tensor query_start, Tensor seq_lens, int max_query, Tensor? commit) -> Tensor",
+    "gated_delta_rule",
     recurrent.gated_delta_rule,
     lambda mixed, gates, a_log, dt_bias, state, *rest: mixed.new_empty((mixed.shape[0], state.shape[1], state.shape[3])),
+    writes=("state",),
 )
 _define(
-    "chunk_gated_delta_rule(Tensor mixed, Tensor gates, Tensor a_log, Tensor dt_bias, Tensor(a!) state, Tensor rows, "
-    "Tensor query_start, Tensor seq_lens, int max_query) -> Tensor",
+    "chunk_gated_delta_rule",
     recurrent.chunk_gated_delta_rule,
     lambda mixed, gates, a_log, dt_bias, state, *rest: mixed.new_empty((mixed.shape[0], state.shape[1], state.shape[3])),
+    writes=("state",),
 )
+_define("gated_rms_norm", recurrent.gated_rms_norm, lambda x, gate, weight, eps: _normed(x, weight))
 _define(
-    "gated_rms_norm(Tensor x, Tensor gate, Tensor weight, float eps) -> Tensor",
-    recurrent.gated_rms_norm,
-    lambda x, gate, weight, eps: _normed(x, weight),
-)
-_define(
-    "sample(Tensor logits, Tensor temperature, Tensor seeds, Tensor positions, int lane) -> Tensor",
+    "sample",
     reference.sample,
     lambda logits, temperature, seeds, positions, lane: logits.new_empty(logits.shape[:-1], dtype=torch.int64),
 )
 _define(
-    "verify_chain(Tensor target_logits, Tensor draft_tokens, Tensor? draft_probs, Tensor temperature, Tensor seeds, "
-    "Tensor positions) -> (Tensor, Tensor)",
+    "verify_chain",
     reference.verify_chain,
     lambda target_logits, draft_tokens, draft_probs, temperature, seeds, positions: (
         draft_tokens.new_empty((draft_tokens.shape[0], draft_tokens.shape[1] + 1)),
         draft_tokens.new_empty((draft_tokens.shape[0],)),
     ),
 )
+_define("apply_token_bitmask", shaping.apply_token_bitmask, _masked)
+_define("bias_logits", shaping.bias_logits, _empty_like)
 _define(
-    "apply_token_bitmask(Tensor logits, Tensor bitmask) -> Tensor",
-    shaping.apply_token_bitmask,
-    _masked,
-)
-_define(
-    "bias_logits(Tensor logits, Tensor positions, Tensor entries, Tensor tokens, Tensor values, Tensor until) -> Tensor",
-    shaping.bias_logits,
-    lambda logits, *rest: torch.empty_like(logits, memory_format=torch.contiguous_format),
-)
-_define(
-    "penalize_logits(Tensor logits, Tensor tokens, Tensor? tree_mask, Tensor rows, Tensor counts, Tensor penalties) "
-    "-> Tensor",
+    "penalize_logits",
     shaping.penalize_logits,
-    lambda logits, *rest: torch.empty_like(logits, memory_format=torch.contiguous_format),
+    _empty_like,
 )
-_define("count_tokens(Tensor(a!) counts, Tensor rows, Tensor tokens) -> ()", shaping.count_tokens, lambda *operands: None)
+_define("count_tokens", shaping.count_tokens, writes=("counts",))
 _define(
-    "truncate_logits(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p) -> Tensor",
+    "truncate_logits",
     shaping.truncate_logits,
-    lambda logits, *rest: torch.empty_like(logits, memory_format=torch.contiguous_format),
+    _empty_like,
 )
 _define(
-    "logprobs(Tensor logits, Tensor tokens, int count) -> (Tensor, Tensor)",
+    "logprobs",
     shaping.logprobs,
     lambda logits, tokens, count: (
         logits.new_empty((*tokens.shape, 1 + count), dtype=torch.float32),
@@ -199,8 +155,7 @@ _define(
     ),
 )
 _define(
-    "verify_tree(Tensor target_logits, Tensor tokens, Tensor parents, Tensor temperature, Tensor seeds, Tensor positions, "
-    "int depth, bool sampling) -> (Tensor, Tensor, Tensor)",
+    "verify_tree",
     reference.verify_tree,
     lambda target_logits, tokens, parents, temperature, seeds, positions, depth, sampling: (
         tokens.new_empty((tokens.shape[0], depth + 1)),
@@ -208,49 +163,24 @@ _define(
         tokens.new_empty((tokens.shape[0],)),
     ),
 )
+_define("gather_rows", reference.gather_rows, lambda state, rows: state.new_empty((rows.shape[0], *state.shape[1:])))
+_define("scatter_rows", reference.scatter_rows, writes=("state",))
+_define("copy_rows", reference.copy_rows, check_copy, writes=("out",))
+_define("move_cache", reference.move_cache, writes=("k_cache", "v_cache"))
+_define("find_nan", reference.find_nan, writes=("found",))
 _define(
-    "gather_rows(Tensor state, Tensor rows) -> Tensor",
-    reference.gather_rows,
-    lambda state, rows: state.new_empty((rows.shape[0], *state.shape[1:])),
-)
-_define("scatter_rows(Tensor(a!) state, Tensor rows, Tensor values) -> ()", reference.scatter_rows, lambda *operands: None)
-_define("copy_rows(Tensor source, Tensor(a!) out) -> ()", reference.copy_rows, check_copy)
-_define(
-    "move_cache(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor sources, Tensor destinations) -> ()",
-    reference.move_cache,
-    lambda k_cache, v_cache, sources, destinations: None,
-)
-_define("find_nan(Tensor x, Tensor(a!) found) -> ()", reference.find_nan, lambda x, found: None)
-_define(
-    "gather_requests(Tensor rows, Tensor lens, bool lens_by_row, Tensor last_tokens, Tensor seeds, Tensor temperature, "
-    "Tensor tables, Tensor(a!) own_rows, Tensor(b!) own_lens, Tensor(c!) own_last_tokens, Tensor(d!) own_seeds, "
-    "Tensor(e!) own_temperature, Tensor(f!) own_tables, Tensor(g!) found) -> ()",
+    "gather_requests",
     bookkeeping.gather_requests,
-    lambda *operands: None,
+    writes=("own_rows", "own_lens", "own_last_tokens", "own_seeds", "own_temperature", "own_tables", "found"),
 )
+_define("gather_checked", bookkeeping.gather_checked, writes=("out", "found"))
+_define("place_tokens", bookkeeping.place_tokens, writes=("positions", "slots", "seq_lens"))
 _define(
-    "gather_checked(Tensor source, Tensor? rows, int low, int high, Tensor(a!) out, Tensor(b!) found) -> ()",
-    bookkeeping.gather_checked,
-    lambda *operands: None,
-)
-_define(
-    "place_tokens(Tensor lens, Tensor tables, int page_size, int last, Tensor(a!) positions, Tensor(b!) slots, "
-    "Tensor(c!) seq_lens) -> ()",
-    bookkeeping.place_tokens,
-    lambda *operands: None,
-)
-_define(
-    "publish_accepted(Tensor rows, Tensor lens, Tensor tokens, Tensor accepted, Tensor(a!) lengths, Tensor(b!) last_tokens, "
-    "Tensor(c!) results, Tensor(d!) own_tokens, Tensor(e!) own_accepted) -> ()",
+    "publish_accepted",
     bookkeeping.publish_accepted,
-    lambda *operands: None,
+    writes=("lengths", "last_tokens", "results", "own_tokens", "own_accepted"),
 )
-_define(
-    "place_accepted(Tensor lens, Tensor tokens, Tensor accepted, Tensor(a!) following, Tensor(b!) last, "
-    "Tensor(c!) positions) -> ()",
-    bookkeeping.place_accepted,
-    lambda *operands: None,
-)
+_define("place_accepted", bookkeeping.place_accepted, writes=("following", "last", "positions"))
 
 
 def _rows_of_slots(arguments: Mapping[str, Any]) -> Tensor:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from outrider.device import ConfigError
-from outrider.engine.ranks.codec import decode, encode
 from outrider.engine.ranks.commands import Command, VoteRequest
 from outrider.engine.ranks.ranks import Ranks
+from outrider.engine.ranks.record_text import decode, encode
 from outrider.engine.ranks.records import DecisionRecord, Decisions, RankAct, RanksDiffer
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.draft_length import DraftLengthPolicy
@@ -48,7 +48,7 @@ class DecisionLog:
     def append_command(self, command: Command) -> None:
         """On the leading rank: add ``command`` to the next record. Followers ignore the call.
 
-        Raises :class:`~outrider.engine.ranks.codec.RecordError` if a field has a value that a record can't hold.
+        Raises :class:`~outrider.engine.ranks.record_text.RecordError` if a field has a value that a record can't hold.
         """
         if self.leads:
             self._commands.append(encode(command, Command))

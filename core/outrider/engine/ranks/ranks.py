@@ -12,9 +12,9 @@ from typing import Any
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
 
 from outrider.device import Backend, CollectiveError, Decision, DeviceStuck, Group, OutriderError
-from outrider.engine.ranks.codec import decode, encode
 from outrider.engine.ranks.key_value_store import STORE_LOST, KeyValueStore
 from outrider.engine.ranks.parallel import ParallelConfig
+from outrider.engine.ranks.record_text import decode, encode
 from outrider.engine.ranks.records import RanksDiffer, RanksFailed, RecordLog, wait_for_key
 from outrider.engine.requests.hand_over import HandOver
 from outrider.model import ModelRanks

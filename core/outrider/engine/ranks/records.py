@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
 
 from outrider.device import Decision, DeviceError
-from outrider.engine.ranks.codec import decode, encode
+from outrider.engine.ranks.record_text import decode, encode
 
 _RECORD_POLL_S = 300.0
 _VOTE_TIMEOUT_S, _VOTE_POLL_S = 120.0, 5.0
@@ -50,7 +50,7 @@ class DecisionRecord:
 class RecordLog:
     """Numbered records in a store. One rank writes them, and each other rank reads them once, in order.
 
-    Records are text (:mod:`outrider.engine.ranks.codec`). A process that can write to the store controls what the ranks
+    Records are text (:mod:`outrider.engine.ranks.record_text`). A process that can write to the store controls what the ranks
     compute, so the store must be reachable from the ranks only.
     """
 
@@ -69,7 +69,7 @@ class RecordLog:
     def next(self) -> DecisionRecord:
         """Wait for the next record without a time limit. If the leading rank is lost, ``Watch`` ends this process.
 
-        Raises :class:`~outrider.engine.ranks.codec.RecordError` for an invalid record.
+        Raises :class:`~outrider.engine.ranks.record_text.RecordError` for an invalid record.
         """
         key = self._record_key(self._next)
         while not wait_for_key(self._store, key, _RECORD_POLL_S):

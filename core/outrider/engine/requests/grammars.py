@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import ConfigError
-from outrider.engine.requests.guidance import Guidance, mask_words
+from outrider.engine.requests.guidance import DelayedMatcher, Guidance, Matcher, mask_words
 from outrider.engine.requests.guides import ChoiceGuide, Ebnf, Guide, JsonObject, JsonSchema, Regex
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.errors import RequestError, one_line
@@ -61,6 +62,7 @@ class Grammars:
         self._compiler: Any = None
         self._compiler_lock = threading.Lock()  # separate: creating the compiler takes longer than any use of _lock
         self._special = frozenset() if tokenizer is None else tokenizer.special_tokens
+        self._crossing: dict[bytes, list[tuple[int, bytes]]] = {}  # of the last marker
         self._textless: frozenset[int] = frozenset()  # filled when the compiler is created
 
     def compile(self, guide: Guide) -> Any:
@@ -69,6 +71,9 @@ class Grammars:
         Raises :class:`ConfigError` if the engine can't compile any guide, and :class:`RequestError` if this guide fails.
         """
         limit = None if self._time_limit_s is None else min(self._time_limit_s, COMPILE_SECONDS)
+        if guide.after and self._tokenizer is not None:
+            self._crossing_tokens(guide.after.encode(), self._tokenizer)
+            guide = replace(guide, after="")  # has no effect on the grammar
         if self._time_limit_s != math.inf and self._tokenizer is not None and guides_are_available():
             self._create_compiler_once()  # outside the time limit: other ranks wait for the guide only
         with self._lock:
@@ -100,7 +105,9 @@ class Grammars:
         compiled = self.compile(params.guide)
         # The grammar treats a stop token with text as text. The request still ends at the token.
         ends = frozenset(self._ends) | (stops & self._special)
-        matcher = XgrammarMatcher(compiled, sorted(ends), self._textless)
+        matcher: Matcher = XgrammarMatcher(compiled, sorted(ends), self._textless)
+        if params.guide.after:
+            matcher = self._delayed(matcher, params.guide.after.encode(), ends)
         ignored_ends = frozenset(self._ends) if params.ignore_eos else frozenset()
         banned = frozenset(token for token, value in params.biases if value == float("-inf"))
         return Guidance(
@@ -109,6 +116,23 @@ class Grammars:
             held_back=((ends | stops, params.min_tokens), (ignored_ends, params.max_tokens)),
             banned=banned,
         )
+
+    def _delayed(self, matcher: Matcher, marker: bytes, ends: frozenset[int]) -> DelayedMatcher:
+        assert self._tokenizer is not None
+        crossing = self._crossing_tokens(marker, self._tokenizer)
+        bytes_of, vocabulary = self._tokenizer.bytes_of, self._vocabulary
+        return DelayedMatcher(matcher, marker, bytes_of, crossing=crossing, ends=ends, vocabulary=vocabulary)
+
+    def _crossing_tokens(self, marker: bytes, tokenizer: Tokenizer) -> list[tuple[int, bytes]]:
+        """Return the tokens that have text after the marker's last byte. The result for the last marker is kept."""
+        with self._lock:
+            crossing = self._crossing.get(marker)
+        if crossing is None:
+            texts = ((token, tokenizer.bytes_of(token)) for token in range(self._vocabulary))
+            crossing = [(token, text) for token, text in texts if text.partition(marker[-1:])[2].strip()]
+            with self._lock:
+                self._crossing = {marker: crossing}
+        return crossing
 
     def _check_can_compile(self) -> None:
         if self._tokenizer is None:

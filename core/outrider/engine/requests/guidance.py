@@ -6,7 +6,7 @@ It computes the masks of the tokens that the grammar allows, after the output an
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -71,6 +71,77 @@ class UnrestrictedMatcher:
     def fill(self, words: Tensor, index: int) -> None:
         """Write a mask of all tokens."""
         words[index].fill_(ALLOW_ALL_WORD)
+
+
+class DelayedMatcher:
+    """A matcher for the text after the first occurrence of ``marker``. Until then every token but ``ends`` is allowed.
+
+    ``bytes_of`` returns a token's text. ``crossing`` are the tokens, with their texts, that may complete the marker and begin
+    the constrained text at once: they aren't allowed where they would.
+    """
+
+    def __init__(
+        self,
+        matcher: Matcher,
+        marker: bytes,
+        bytes_of: Callable[[int], bytes],
+        *,
+        crossing: Sequence[tuple[int, bytes]],
+        ends: frozenset[int],
+        vocabulary: int,
+    ) -> None:
+        self._matcher = matcher
+        self._marker = marker
+        self._bytes_of = bytes_of
+        self._crossing = crossing
+        self._ends = ends
+        self._vocabulary = vocabulary
+        self._waiting_mask = ~mask_of_tokens(ends, vocabulary)
+        self._seen: bytes | None = b""  # the beginning of the marker that the text ends with; None after the marker
+        self._history: list[bytes | None] = []  # the value before each accepted token
+
+    def accept(self, token: int) -> bool:
+        """Look for the marker in the token's text. After the marker, pass the token to the matcher."""
+        if self._seen is None:
+            if not self._matcher.accept(token):
+                return False
+            self._history.append(None)
+            return True
+        text = self._seen + self._bytes_of(token)
+        before, marker, rest = text.partition(self._marker)
+        if token in self._ends or rest.strip():
+            return False
+        self._history.append(self._seen)
+        self._seen = None if marker else before[len(before) - _overlap(before, self._marker) :]
+        return True
+
+    def rollback(self, count: int) -> None:
+        """Undo tokens of both phases."""
+        for _ in range(count):
+            self._seen = self._history.pop()
+            if self._seen is None:
+                self._matcher.rollback(1)
+
+    def fill(self, words: Tensor, index: int) -> None:
+        """Write the matcher's mask, or before the marker a mask of nearly all tokens."""
+        if self._seen is None:
+            self._matcher.fill(words, index)
+            return
+        words[index] = self._waiting_mask
+        crossing = [token for token, text in self._crossing if (self._seen + text).partition(self._marker)[2].strip()]
+        if crossing:
+            words[index] &= ~mask_of_tokens(crossing, self._vocabulary)
+
+    @property
+    def is_complete(self) -> bool:
+        """Return True if the marker has come and the matcher is complete."""
+        return self._seen is None and self._matcher.is_complete
+
+
+def _overlap(text: bytes, marker: bytes) -> int:
+    """Return the length of the longest end of ``text`` that is a beginning of ``marker``."""
+    longest = min(len(text), len(marker) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)
 
 
 class Guidance:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from outrider.device.errors import ConfigError
@@ -21,6 +21,12 @@ MAX_CHOICES = 4096
 @dataclass(frozen=True, slots=True)
 class Guide:
     """The base class of guides. A guide constrains the whole text of an output, from its first to its last character."""
+
+    after: str = field(default="", kw_only=True)
+    """If not empty: the guide constrains only the text after the first occurrence of this text, which must come.
+
+    White space of the token that completes the text isn't part of the constrained text.
+    """
 
 
 @dataclass(frozen=True, slots=True)

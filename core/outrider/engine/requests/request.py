@@ -15,6 +15,7 @@ from outrider.engine.requests.media import RequestMedia
 from outrider.engine.requests.pages import PageKey
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.requests.stop_text import StopText
+from outrider.engine.requests.transcript import Transcript
 
 
 class FinishReason(StrEnum):
@@ -45,7 +46,7 @@ class StepOutput:
     """None while the request continues."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One entry for each token if the request asks for log-probabilities, else empty."""
-    text: str | None = None
+    searched_text: str | None = None
     """New text that no stop string can contain any more; None for a request without stop strings."""
     error: str | None = None
     """The reason for the finish reason ``error``."""
@@ -55,6 +56,24 @@ class StepOutput:
     """Maximum number of draft tokens that the target could accept; 0 without a draft, as for a request's first token."""
     refused: bool = False
     """True if the request's own options cause the error, so that a retry fails too."""
+    cached: int = 0
+    """Number of prompt tokens that the prefix cache had; set in a request's first output."""
+    stopped_by: str | int | None = None
+    """The stop string or the token of ``stop_token_ids`` that ended the request; None for any other end."""
+    transcript: Transcript | None = field(default=None, repr=False, compare=False)
+    """The request's text; None without a tokenizer."""
+    index: int = field(default=0, repr=False, compare=False)
+    """Number of the output in the transcript."""
+
+    @property
+    def text(self) -> str | None:
+        """The new text that later tokens can't change, or None without a tokenizer. The last output has all that remains.
+
+        It is decoded when it is read. The outputs of a request are read in one thread.
+        """
+        if self.searched_text is not None or self.transcript is None:
+            return self.searched_text
+        return self.transcript.read_text(self.index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +90,7 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One entry for each token if the request asks for log-probabilities, else empty."""
     text: str | None = None
-    """The text before the stop string; None for a request without stop strings."""
+    """The text, up to a stop string; None without a tokenizer."""
     error: str | None = None
     """The reason for the finish reason ``error``."""
 
@@ -126,6 +145,8 @@ class Request:
     """The grammar position after the output; None without a guide."""
     text: list[str] = field(default_factory=list)
     """The emitted pieces of text of a request with stop strings."""
+    transcript: Transcript | None = None
+    """The text of a request without stop strings; None without a tokenizer."""
     followers: list[Request] = field(default_factory=list)
     """Other samples of the same prompt. The engine queues them once this request's prompt pages are registered."""
 
@@ -226,6 +247,7 @@ class Request:
         appended_logprobs = tuple(logprobs[: len(appended)])
         self.logprobs.extend(appended_logprobs)
         text = self.new_text()  # can change the finish reason: the last bytes may complete a stop string
+        ends_with_stop_token = self.finish_reason is FinishReason.STOP and appended and appended[-1] in self.stop_tokens
         return StepOutput(
             self.id,
             tuple(appended),
@@ -233,15 +255,33 @@ class Request:
             appended_logprobs,
             text,
             self.error,
+            transcript=self.transcript,
+            index=self._transcribe(appended[:-1] if ends_with_stop_token else appended),
             drafted=min(len(appended), len(tokens) - 1, proposed),
             proposed=proposed,
             refused=self.finish_reason is FinishReason.ERROR,
+            cached=self.prefill_start if len(self.output) == len(appended) and not self.preemptions else 0,
+            stopped_by=self._stopped_by(),
         )
 
     def finish(self, reason: FinishReason, error: str | None = None) -> StepOutput:
         """Set the finish reason and return the last output. Tokens so far stay valid."""
         self.finish_reason, self.error = reason, error
-        return StepOutput(self.id, (), reason, text=self.new_text(), error=error)
+        text = self.new_text()
+        index = self._transcribe(())
+        return StepOutput(self.id, (), reason, searched_text=text, error=error, transcript=self.transcript, index=index)
+
+    def _transcribe(self, tokens: Sequence[int]) -> int:
+        """Add an output to the transcript, if there is one, and return its index."""
+        return 0 if self.transcript is None else self.transcript.append(tokens, is_last=self.finished)
+
+    def _stopped_by(self) -> str | int | None:
+        """Return the client's stop string or stop token that ended the output."""
+        if self.finish_reason is not FinishReason.STOP:
+            return None
+        if self.stop_text is not None and self.stop_text.matched is not None:
+            return self.stop_text.matched
+        return self.output[-1] if self.output[-1] in self.params.stop_token_ids else None
 
     def new_text(self) -> str | None:
         """Return new text that no stop string can contain any more; None for a request without stop strings.
@@ -262,6 +302,8 @@ class Request:
         assert self.finish_reason is not None
         length = self.verified_tokens / self.iterations if self.iterations else 0.0
         text = "".join(self.text) if self.stop_text is not None else None
+        if self.transcript is not None:
+            text = self.transcript.read_all()
         return Completion(
             self.id, tuple(self.output), self.finish_reason, self.iterations, length, tuple(self.logprobs), text, self.error
         )

@@ -16,7 +16,7 @@ MAX_LOGIT_BIAS = 300
 MAX_SAMPLES = 1024
 """Maximum number of samples of one prompt."""
 MAX_STOPS = 1024
-"""Maximum number of stop tokens, and of stop strings, of a request."""
+"""Maximum number of stop tokens, of spelled tokens and of stop strings of a request."""
 _MAX_FACTOR, _MIN_FACTOR, _MAX_BIAS = 2.0**32, 2.0**-32, 2.0**64
 """Limits within which float32 logits stay finite, even if a request combines all options at their extremes."""
 _FACTOR_RANGE = "from 2**-32 to 2**32"
@@ -63,6 +63,8 @@ class SamplingParams:
 
     Stop tokens add no text.
     """
+    spelled_tokens: tuple[int, ...] = ()
+    """Special tokens whose spelling is part of the text that stop strings end. Other special tokens have no text."""
     logprobs: int | None = None
     """Number of likeliest tokens to report with each token's log-probability; None: report no log-probabilities.
 
@@ -102,6 +104,7 @@ class SamplingParams:
                 f"guide is {shown(self.guide)}; expected JsonSchema, JsonObject, Regex, Ebnf or Choice of outrider.engine"
             )
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
+        object.__setattr__(self, "spelled_tokens", _token_ids(self.spelled_tokens, "spelled_tokens"))
         object.__setattr__(self, "stop", _strings(self.stop))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
 
@@ -180,10 +183,10 @@ def _distinct_stops(stops: object, is_valid: Callable[[Any], bool]) -> tuple[Any
     return distinct if len(distinct) <= MAX_STOPS else None
 
 
-def _token_ids(tokens: object) -> tuple[int, ...]:
+def _token_ids(tokens: object, name: str = "stop_token_ids") -> tuple[int, ...]:
     distinct = None if isinstance(tokens, str) else _distinct_stops(tokens, _is_int)
     if distinct is None:
-        raise ConfigError(f"stop_token_ids is {shown(tokens)}; expected whole numbers, {MAX_STOPS} at most")
+        raise ConfigError(f"{name} is {shown(tokens)}; expected whole numbers, {MAX_STOPS} at most")
     return distinct
 
 

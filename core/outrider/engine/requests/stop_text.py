@@ -23,21 +23,22 @@ class StopText:
         self._num_tokens = 0
         self._held = ""
         self._ready = ""
-        self._stopped = False
+        self.matched: str | None = None
+        """The stop string that ended the text; None while there is none."""
 
     def push(self, token: int) -> bool:
         """Add a token and return True if a stop string is complete. The text after the stop string is dropped."""
         self._num_tokens += 1
         self._add(self._decoder.push(token))
-        return self._stopped
+        return self.matched is not None
 
     def finish(self) -> bool:
         """Release the text that is held back, at the end of the request. Return True if it has a stop string."""
-        if not self._stopped:
+        if self.matched is None:
             self._add(self._decoder.flush())
-            if not self._stopped:
+            if self.matched is None:
                 self._release(len(self._held))
-        return self._stopped
+        return self.matched is not None
 
     def pop_certain_text(self) -> str:
         """Return the text that was released since the last call."""
@@ -49,10 +50,11 @@ class StopText:
         if self._num_tokens <= self._overlook:
             self._release(len(self._held))
             return
-        starts = [start for stop in self._stops if (start := self._held.find(stop)) >= 0]
-        if starts:
-            self._release(min(starts))
-            self._held, self._stopped = "", True
+        found = [(start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        if found:
+            start, self.matched = min(found)
+            self._release(start)
+            self._held = ""
         else:
             self._release(len(self._held) - self._possible_stop_length())
 
@@ -66,9 +68,13 @@ class StopText:
         return next((len(suffix) for suffix in suffixes if any(stop.startswith(suffix) for stop in self._stops)), 0)
 
 
-def watch_stop_strings(tokenizer: Tokenizer, params: SamplingParams, output: Sequence[int] = ()) -> StopText:
+def watch_stop_strings(
+    tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int], output: Sequence[int] = ()
+) -> StopText:
     """Return a :class:`StopText` for the stop strings of ``params`` that has read the request's ``output`` so far."""
-    stop_text = StopText(tokenizer.stream(), params.stop, overlook=params.min_tokens)
+    stop_text = StopText(
+        tokenizer.stream(spelled=params.spelled_tokens, prompt=prompt), params.stop, overlook=params.min_tokens
+    )
     for token in output:
         stop_text.push(token)
     return stop_text

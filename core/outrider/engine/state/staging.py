@@ -258,7 +258,7 @@ def _pack_prefill(packer: Packer, batch: Batch, page_size: int, rope: RopeConfig
     if rope.sections:
         axes = (_rope_axis_positions(chunk, axis) for axis in range(3) for chunk in chunks)
         packer.add("rope_positions", chain.from_iterable(axes))
-    if rope.kind == "dynamic":
+    if rope.depends_on_length:
         lens = ([len(chunk.request.prompt)] * (chunk.end - chunk.start) for chunk in chunks)
         packer.add("prompt_lens", chain.from_iterable(lens))
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +24,10 @@ from outrider.model.reading import wrap_read_errors
 
 _WEIGHT = ".weight"
 _EMBEDDING = "embed_tokens.weight"
+
+
+QuantizedName = Literal["kernels", "reference", "dequantize"]
+"""Names of :class:`QuantizedMode`."""
 
 
 class QuantizedMode(StrEnum):

@@ -1,0 +1,311 @@
+"""FormatReader: reads reasoning, content and tool calls from the text of a model, by the table of formats."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import regex
+
+from outrider.serve.formats.json_text import JsonScanner, escape_text, schema_types, value_to_json
+from outrider.serve.formats.model_formats import NAMED_ARGUMENTS, FormatRegion, ModelFormat
+
+_PAIR_TOKEN = r"(?P<key>[^\s{}\[\],:<\"]+):|(?P<word>[^\s{}\[\],:<\"]+)(?=[\s{}\[\],<\"])|(?P<other>[\s{}\[\],:<\"])"
+"""A key, another word, or a single character."""
+
+
+class FormatReader:
+    """A reader whose deltas, put together, don't depend on how the text is cut into pieces. It loses no text.
+
+    Arguments are reported while they are written. A call whose name can't be read is content. What follows the name is
+    reported as arguments even if it is no valid JSON. White space next to reasoning and calls is left out.
+    """
+
+    def __init__(
+        self, model_format: ModelFormat, prompt: str, tools: Sequence[dict[str, Any]], *, max_calls: int | None = None
+    ) -> None:
+        """``prompt`` is the text before the answer. Without ``tools`` all calls are content; ``max_calls`` limits them."""
+        self._regions = [region for region in model_format.regions if tools or region.kind != "call"]
+        self._properties = {
+            tool["function"]["name"]: (tool["function"].get("parameters") or {}).get("properties") or {} for tool in tools
+        }
+        self._max_calls = max_calls
+        self._reasoning = model_format.open_reasoning(prompt)
+        self._buffer, self._last = "", False
+        self._delta: dict[str, Any] = {}
+        self._state: Callable[[], bool] = self._read_text
+        self._count = 0
+        self._has_text = self._reasoning is not None
+        self._skips_space = self._has_text
+        self._region = FormatRegion(kind="content", starts=(), head="")
+        self._scanner = JsonScanner()
+        self._tails: list[str] = []
+        self._raw = ""
+        self._scanned = 0
+        self._name = ""
+        self._is_first = self._value_is_text = self._at_value_start = False
+        self._types: frozenset[str] = frozenset()
+
+    @property
+    def has_calls(self) -> bool:
+        """Return whether a call was found."""
+        return self._count > 0
+
+    def feed(self, text: str, *, last: bool) -> dict[str, Any]:
+        """Return the message delta that ``text`` completes, possibly empty. ``last`` says that no more text follows."""
+        self._buffer += text
+        self._delta, self._last = {}, last
+        while self._state():
+            pass
+        return self._delta
+
+    # -- content and reasoning ---------------------------------------------------------------------------------------
+
+    def _read_text(self) -> bool:
+        if self._reasoning is not None:
+            position, literal = self._find(self._reasoning.ends)
+            self._emit_text("reasoning_content", self._take(position))
+            if literal:
+                self._take(len(literal))
+                self._reasoning, self._skips_space = None, True
+            return bool(literal)
+        is_first = not (self._has_text or self.has_calls)
+        regions = [region for region in self._regions if is_first or not region.only_first]
+        position, literal = self._find([start for region in regions for start in region.starts])
+        self._emit_text("content", self._take(position))
+        if position or not literal:
+            return bool(literal)
+        for region in regions:
+            if not self._buffer.startswith(region.starts):
+                continue
+            match = regex.match(region.head, self._buffer, partial=not self._last)
+            if match is not None and match.partial:
+                return False
+            if match is not None:
+                self._take(match.end())
+                self._enter(region, match)
+                return True
+        self._emit_text("content", self._take(len(literal)))
+        return True
+
+    def _enter(self, region: FormatRegion, match: Any) -> None:
+        if region.kind == "reasoning":
+            self._reasoning, self._skips_space = region, True
+            return
+        if region.kind == "content":
+            return
+        self._region = region
+        groups = match.groupdict()
+        if region.body == "object":
+            self._start_object(match.group())
+            return
+        self._open_call(groups["name"], groups.get("id"))
+        self._is_first, self._scanner = True, JsonScanner()
+        states = {"json": self._read_json, "parameters": self._read_parameters, "pairs": self._read_pairs}
+        self._state = states[region.body]
+
+    # -- JSON ----------------------------------------------------------------------------------------------------------
+
+    def _start_object(self, raw: str) -> None:
+        self._raw, self._scanned, self._scanner = raw, 0, JsonScanner()
+        self._state = self._read_object
+
+    def _read_object(self) -> bool:
+        """Read an object up to its arguments, or as a whole if the name doesn't come first."""
+        match = None if self._scanned else regex.match(NAMED_ARGUMENTS, self._buffer, partial=not self._last)
+        if match is not None and match.partial:
+            return False
+        if match is not None:
+            self._take(match.end())
+            self._open_call(match["name"], None)
+            self._scanner, self._state = JsonScanner(depth=1), self._read_json
+            return True
+        end = self._scanner.advance(self._buffer, 0, self._scanned)
+        self._scanned = len(self._buffer)
+        if end is None and not self._last:
+            return False
+        text = self._take(len(self._buffer) if end is None else end)
+        call = _parsed_call(text)
+        if call is None:
+            self._emit_text("content", self._raw + text)
+            self._state = self._read_text
+        else:
+            self._open_call(call[0], None)
+            self._add_arguments(call[1])
+            self._close_call()
+        return True
+
+    def _read_json(self) -> bool:
+        """Report the arguments while the model writes them."""
+        outer = 1 if self._region.body == "object" else 0
+        end = self._scanner.advance(self._buffer, outer)
+        self._add_arguments(self._take(len(self._buffer) if end is None else end))
+        if end is None:
+            return False
+        self._state = self._read_object_rest if outer else self._close_call
+        return True
+
+    def _read_object_rest(self) -> bool:
+        """Leave out what an object has after its arguments."""
+        end = self._scanner.advance(self._buffer, 0)
+        self._take(len(self._buffer) if end is None else end)
+        return end is not None and self._close_call()
+
+    # -- tagged values -----------------------------------------------------------------------------------------------
+
+    def _read_parameters(self) -> bool:
+        region = self._region
+        parameter = regex.match(rf"\s*{region.parameter}", self._buffer, partial=not self._last)
+        end = regex.match(rf"\s*(?:{region.ends[0]})", self._buffer, partial=not self._last)
+        if parameter is not None and not parameter.partial:
+            self._take(parameter.end())
+            groups = parameter.groupdict()
+            key = groups["key"].strip()
+            self._types = schema_types(self._properties.get(self._name, {}).get(key))
+            self._value_is_text = bool(groups.get("text")) or self._types == {"string"}
+            self._add_arguments(
+                f"{'{' if self._is_first else ', '}{json.dumps(key)}: " + ('"' if self._value_is_text else "")
+            )
+            self._is_first, self._at_value_start, self._state = False, True, self._read_value
+            return True
+        if (parameter or end) is not None and (end is None or end.partial):
+            return False
+        self._add_arguments("{}" if self._is_first else "}")
+        self._take(0 if end is None else end.end())
+        return self._close_call()
+
+    def _read_value(self) -> bool:
+        ends = self._region.value_ends
+        if self._at_value_start and ends[0].startswith("\n"):
+            if not self._buffer and not self._last:
+                return False
+            if self._buffer.startswith("\n") and not self._buffer.startswith(ends):
+                if any(end.startswith(self._buffer) for end in ends) and not self._last:
+                    return False  # the line break may belong to the end
+                self._take(1)
+        self._at_value_start = False
+        position, literal = self._find(ends)
+        if self._value_is_text:
+            self._add_arguments(escape_text(self._take(position)) + ('"' if literal else ""))
+        elif literal:
+            self._add_arguments(value_to_json(self._take(position), self._types))
+        elif self._last:
+            self._add_arguments(self._take(position))
+        if literal:
+            self._take(len(literal))
+            self._state = self._read_parameters
+        return bool(literal)
+
+    # -- pairs without quotes --------------------------------------------------------------------------------------------
+
+    def _read_pairs(self) -> bool:
+        """Pass on one token of an object whose keys have no quotes."""
+        quote = self._region.ends[0]
+        if self._value_is_text:
+            position, literal = self._find((quote,))
+            self._add_arguments(escape_text(self._take(position)) + ('"' if literal else ""))
+            self._value_is_text = not literal
+            self._take(len(literal))
+            return bool(literal)
+        if quote.startswith(self._buffer) and not self._last:
+            return False
+        if self._buffer.startswith(quote):
+            self._take(len(quote))
+            self._add_arguments('"')
+            self._value_is_text = True
+            return True
+        match = regex.match(_PAIR_TOKEN, self._buffer, partial=not self._last)
+        if match is None or match.partial:
+            if self._last:
+                self._add_arguments(self._take(len(self._buffer)))
+            return False
+        token = self._take(match.end())
+        self._add_arguments(f"{json.dumps(match['key'])}:" if match["key"] else token)
+        if match["other"] and self._scanner.advance(token, 0) is not None:
+            return self._close_call()
+        return True
+
+    # -- the end of a call -------------------------------------------------------------------------------------------
+
+    def _close_call(self) -> bool:
+        self._tails = [*self._region.tails]
+        self._value_is_text, self._state = False, self._read_tails
+        return True
+
+    def _read_tails(self) -> bool:
+        """Leave out the text that ends a call, or go on with the next call of a list."""
+        again = regex.match(self._region.again, self._buffer, partial=not self._last) if self._region.again else None
+        if again is not None and again.partial:
+            return False
+        if again is not None:
+            self._start_object(self._take(again.end()))
+            return True
+        while self._tails:
+            tail = regex.match(self._tails[0], self._buffer, partial=not self._last)
+            if tail is not None and tail.partial:
+                return False
+            if tail is not None:
+                self._take(tail.end())
+            del self._tails[0]
+        self._skips_space, self._state = True, self._read_text
+        return True
+
+    # -- buffer and delta --------------------------------------------------------------------------------------------
+
+    def _find(self, literals: Sequence[str]) -> tuple[int, str]:
+        """Return position and text of the first of ``literals``, or the length that certainly has none and ``""``."""
+        found = [(position, literal) for literal in literals if (position := self._buffer.find(literal)) >= 0]
+        if found:
+            return min(found, key=lambda each: (each[0], -len(each[1])))
+        if self._last:
+            return len(self._buffer), ""
+        longest = min(max(map(len, literals), default=1) - 1, len(self._buffer))
+        for size in range(longest, 0, -1):
+            end = self._buffer[len(self._buffer) - size :]
+            if any(literal.startswith(end) for literal in literals):
+                return len(self._buffer) - size, ""
+        return len(self._buffer), ""
+
+    def _take(self, count: int) -> str:
+        text, self._buffer = self._buffer[:count], self._buffer[count:]
+        return text
+
+    def _emit_text(self, field: str, text: str) -> None:
+        if self._skips_space:
+            text = text.lstrip()
+        if text:
+            self._delta[field] = self._delta.get(field, "") + text
+            self._skips_space = False
+            self._has_text = self._has_text or bool(text.strip())
+
+    def _open_call(self, name: str, call_id: str | None) -> None:
+        self._name = name
+        self._count += 1
+        self._put_call({"id": call_id or f"call_{secrets.token_hex(12)}", "type": "function"}, name=name, arguments="")
+
+    def _add_arguments(self, text: str) -> None:
+        if text:
+            self._put_call({}, arguments=text)
+
+    def _put_call(self, fields: dict[str, Any], **function: str) -> None:
+        if self._max_calls is not None and self._count > self._max_calls:
+            return
+        calls = self._delta.setdefault("tool_calls", [])
+        if not fields and calls and calls[-1]["index"] == self._count - 1:
+            calls[-1]["function"]["arguments"] += function["arguments"]
+        else:
+            calls.append({"index": self._count - 1, **fields, "function": function})
+
+
+def _parsed_call(text: str) -> tuple[str, str] | None:
+    """Return name and arguments of a call that is one JSON object, or None if it is none."""
+    try:
+        call = json.loads(text)
+        name, arguments = call["name"], call.get("arguments", call.get("parameters"))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    if not isinstance(name, str):
+        return None
+    return name, arguments if isinstance(arguments, str) else json.dumps(arguments or {})

@@ -1,0 +1,138 @@
+"""Conversion of the parts of a conversation, as other APIs send them, to the messages of a chat request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import Field, ValidationError, model_validator
+
+from outrider.errors import shown
+from outrider.serve.api_errors import bad_request
+from outrider.serve.request_fields import ChatRequest, ListOf, NestedObject, StrictFields
+
+_SYSTEM_ROLES = ("system", "developer")
+T = TypeVar("T")
+ObjectList = ListOf[NestedObject]
+"""A list of JSON objects. The first other value ends the validation: its cost is bounded."""
+
+
+class TranslatedRequest(StrictFields):
+    """The base class of requests that become chat requests."""
+
+    refused: ClassVar[Mapping[str, str]]
+    """Fields that ask for what the server doesn't have, and what to do instead. They may be empty."""
+    ignored: ClassVar[frozenset[str]]
+    """Fields without an effect."""
+
+    model: Annotated[str, Field(max_length=4096)]
+    chat_template_kwargs: NestedObject | None = Field(None, description="A field of this server.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _served_fields(cls, data: Any) -> Any:
+        """Drop the fields without an effect. Raises :class:`ApiError` for a field that is refused."""
+        if not isinstance(data, dict):
+            return data
+        for name, reason in cls.refused.items():
+            if data.get(name) not in (None, False, [], {}):
+                raise bad_request(f"{name} isn't served: {reason}", name)
+        return {name: value for name, value in data.items() if name not in cls.refused and name not in cls.ignored}
+
+
+class ConversationBuilder:
+    """A builder of chat messages. Consecutive parts of the assistant become one message, as chat templates expect.
+
+    ``messages`` has the messages so far, in the form of :class:`~outrider.serve.request_fields.ChatMessage`.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+
+    def add_message(self, role: str, content: str | list[dict[str, Any]]) -> None:
+        """Append a message of the user or the system. System messages at the start become one message."""
+        if role in _SYSTEM_ROLES and len(self.messages) == 1 and self.messages[0]["role"] in _SYSTEM_ROLES:
+            self.messages[0]["content"] = f"{self.messages[0]['content']}\n\n{_joined(content)}"
+        else:
+            self.messages.append({"role": role, "content": _joined(content) if role in _SYSTEM_ROLES else content})
+
+    def add_reasoning(self, text: str) -> None:
+        """Append reasoning of the assistant, which precedes the text and the calls of its message."""
+        message = self._assistant(lacking=("content", "tool_calls"))
+        message["reasoning_content"] = message.get("reasoning_content", "") + text
+
+    def add_answer(self, text: str) -> None:
+        """Append text of the assistant."""
+        message = self._assistant(lacking=("tool_calls",))
+        message["content"] = f"{message['content']}\n{text}" if "content" in message else text
+
+    def add_call(self, call_id: str, name: str, arguments: str) -> None:
+        """Append a tool call of the assistant. ``arguments`` is JSON text."""
+        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        self._assistant().setdefault("tool_calls", []).append(call)
+
+    def add_result(self, call_id: str, content: str | list[dict[str, Any]]) -> None:
+        """Append the result of a tool call."""
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+
+    def _assistant(self, lacking: Sequence[str] = ()) -> dict[str, Any]:
+        """Return the last message if the assistant wrote it and it has no field of ``lacking``, else a new message."""
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") != "assistant" or any(name in last for name in lacking):
+            last = {"role": "assistant"}
+            self.messages.append(last)
+        return last
+
+
+def text_part(text: str) -> dict[str, Any]:
+    """Return a part of a chat message that has text."""
+    return {"type": "text", "text": text}
+
+
+def image_part(url: str) -> dict[str, Any]:
+    """Return a part of a chat message that has an image."""
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def function_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
+    """Return a tool of a chat request."""
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def thinking_variables(enabled: bool) -> dict[str, bool]:
+    """Return the chat-template variables that turn reasoning on or off. Templates use one of two names."""
+    return {"enable_thinking": enabled, "thinking": enabled}
+
+
+def chat_request(fields: Mapping[str, Any]) -> ChatRequest:
+    """Return the chat request with these fields. Raises :class:`ApiError` that names the first invalid field."""
+    try:
+        return ChatRequest.model_validate(dict(fields))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        param = ".".join(str(part) for part in first["loc"])
+        raise bad_request(f"Invalid value for {param}: {first['msg']}.", param, "invalid_value") from error
+
+
+def expect(value: Any, kind: type[T], field: str) -> T:
+    """Return ``value`` if it is of the type ``kind``. Raises :class:`ApiError` that names ``field``."""
+    if not isinstance(value, kind):
+        names = {str: "a text", dict: "an object", list: "a list", bool: "true or false"}
+        raise bad_request(f"{field} is {shown(value)}; expected {names[kind]}", field, "invalid_value")
+    return value
+
+
+def expect_objects(value: Any, field: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return the objects of a list, each with the name of its field. Raises :class:`ApiError`."""
+    listed = expect(value, list, field)
+    return [(name, expect(each, dict, name)) for name, each in ((f"{field}[{i}]", each) for i, each in enumerate(listed))]
+
+
+def compact_json(value: Any) -> str:
+    """Return ``value`` as JSON text without spaces."""
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _joined(content: str | list[dict[str, Any]]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)

@@ -1,0 +1,208 @@
+"""The whole proof of the engine's fences: many host programs under many schedules, and each fence left out.
+
+    python -m proof.long_proof -n 16 --out build/proof     # with `tests` in the import path
+
+It runs on the simulated device alone, over processes, and writes `proof.json` (every run) and `proof.md` (the tables for
+docs/evidence). `--seconds` bounds it; what was done by then is written. The parts:
+
+programs   distinct host programs (batch mixes, aborts, preemptions, prefix hits, hand-overs), each under as many schedules,
+           over every proposer, mode and personality, text and images. Tokens equal plain greedy decoding, acceptance
+           equals the synchronous engine's, no page or row is lost; the first two schedules are watched by the sanitizer.
+fences     for each fence, consumer, half, mode and proposer: left out, it's found in one watched run and named from the
+           finding (*live*), or nothing was left out in any program (*unused*).
+rate       how often wrong tokens, acceptance, pages or an error alone would have shown a wait that is left out.
+
+`--through outrider_npu --emulations DIR` (or outrider_rocm) runs the plugin's own code instead, on the emulation of its
+vendor's package in that directory.
+`--resume proof.json` takes over what an earlier run recorded, on any machine, and runs the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from proof.proof_tables import RATED, Record, fences_table, programs_table, rate_table
+
+Job = tuple[str, tuple[Any, ...]]
+"""A part, and the arguments of :func:`run_job` for it: a setup first."""
+
+PARTS = ("programs", "fences", "rate")
+FENCE_PROGRAM_NUMBERS = (1, 3, 7, 0, 4, 5)
+"""Numbers of the host programs that run without a fence, in this order, until one has a finding."""
+PERSONALITY_DEPENDENT_FENCES = (
+    "published",
+    "lengths_on_host",
+    "params_free",
+    "params_bound",
+    "results_ready",
+    "results_copied",
+)
+"""Fences whose mechanism differs between personalities; other fences are dropped on one personality only."""
+
+
+def fence_cells() -> Iterator[tuple[str, str, str | None]]:
+    """Yield (fence, half, consumer) for every row of the table of fences."""
+    from outrider.engine.fences import FENCES
+
+    for fence in FENCES:
+        for consumer in fence.consumers:
+            yield fence.name, "wait", consumer.split()[0]
+        yield fence.name, "record", None
+
+
+def jobs(options: argparse.Namespace) -> Iterator[Job]:
+    """Yield (part, arguments) of every job, the longest jobs first."""
+    from outrider_proof.engine_setups import PERSONALITIES, PROPOSERS, EngineSetup, all_setups
+
+    wanted = options.proposers or PROPOSERS
+    likes = (options.through,) if options.through else PERSONALITIES
+    setups = [setup for setup in all_setups(likes, options.emulations) if setup.proposer in wanted]
+    if "programs" in options.parts:
+        for number in range(options.first, options.programs):
+            yield "programs", (setups[number % len(setups)], number, options.schedules)
+    if "fences" in options.parts:
+        for setup in setups:
+            for fence, half, consumer in fence_cells():
+                if options.through or setup.like == "cuda" or fence in PERSONALITY_DEPENDENT_FENCES:
+                    yield "fences", (setup, fence, half, consumer)
+    if "rate" in options.parts and not options.through:
+        for proposer, mode in [each for each in RATED if each[0] in wanted]:
+            for fence, half, consumer in fence_cells():
+                if half == "wait":
+                    for number in range(options.rate_programs):
+                        yield "rate", (EngineSetup(proposer, mode), fence, consumer, number, options.schedules)
+
+
+JOB_FIELDS = {"programs": (), "fences": ("fence", "half", "consumer"), "rate": ("fence", "consumer", "program")}
+"""Fields that identify the job in a record of each part, in addition to the setup."""
+
+
+def describe_job(part: str, arguments: tuple[Any, ...]) -> Record:
+    """Return the fields that identify a job in its record."""
+    setup, *rest = arguments
+    if part == "programs":
+        return {"setup": setup.name, "program": rest[0]}
+    of_setup = {"proposer": setup.proposer, "mode": setup.mode, "like": setup.like}
+    return of_setup | dict(zip(JOB_FIELDS[part], rest, strict=False))
+
+
+def run_job(part: str, arguments: tuple[Any, ...]) -> Record:
+    """Run one job in a pool process and return its record."""
+    import torch
+
+    torch.set_num_threads(1)
+    from proof import program_checks
+
+    setup, *rest = arguments
+    if part == "programs":
+        return program_checks.prove_program(setup, *rest)
+    if part == "fences":
+        fence, half, consumer = rest
+        return describe_job(part, arguments) | program_checks.drop_fence(setup, fence, half, consumer, FENCE_PROGRAM_NUMBERS)
+    return describe_job(part, arguments) | program_checks.measure_rate(setup, *rest)
+
+
+def load_earlier_records(options: argparse.Namespace, todo: list[Job]) -> tuple[defaultdict[str, list[Record]], list[Job]]:
+    """Return the records of earlier runs for these jobs, by part, and the jobs without a record."""
+    by_name = {str(sorted(describe_job(*job).items(), key=str)): job for job in todo}
+    records: defaultdict[str, list[Record]] = defaultdict(list)
+    for file in options.resume:
+        for part, rows in json.loads(file.read_text()).items():
+            for row in rows if part in PARTS else ():
+                keys = ("setup", "program") if part == "programs" else ("proposer", "mode", "like", *JOB_FIELDS[part])
+                name = str(sorted(((key, row.get(key)) for key in keys), key=str))
+                if by_name.pop(name, None) is not None:
+                    records[part].append(row)
+    return records, list(by_name.values())
+
+
+def run(options: argparse.Namespace) -> tuple[defaultdict[str, list[Record]], Counter[str]]:
+    """Run the jobs; return their records by part, and the number of jobs of each part.
+
+    Errors outside a check are records of the part "broken".
+    """
+    todo = list(jobs(options))
+    planned = Counter(part for part, _ in todo)
+    records, todo = load_earlier_records(options, todo)
+    end = time.monotonic() + options.seconds
+    queue = iter(todo)
+    running: dict[Future[Record], Job] = {}
+    with ProcessPoolExecutor(options.n, mp_context=get_context("spawn")) as pool:
+        while True:
+            while len(running) < 2 * options.n and time.monotonic() < end:
+                job = next(queue, None)
+                if job is None:
+                    break
+                running[pool.submit(run_job, *job)] = job
+            if not running:
+                break
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                part, arguments = running.pop(future)
+                try:
+                    records[part].append(future.result())
+                except Exception as error:
+                    records["broken"].append(
+                        {"part": part, "job": repr(arguments), "error": f"{type(error).__name__}: {error}"}
+                    )
+                done = sum(map(len, records.values()))
+                if done % 50 == 0:
+                    print(f"{done} of {sum(planned.values())} jobs", flush=True)
+    return records, planned
+
+
+def main() -> None:
+    """Parse the options, run, write proof.json and proof.md. Exit code 1 where a host program failed or a job broke."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes of the pool, before torch is imported
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-n", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument("--programs", type=int, default=600, help="host programs, spread over the setups")
+    parser.add_argument("--first", type=int, default=0, help="number of the first one")
+    parser.add_argument("--schedules", type=int, default=20, help="schedules of each")
+    parser.add_argument("--rate-programs", type=int, default=10, help="host programs for each rate")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start nothing new after this long")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--through", choices=("outrider_npu", "outrider_rocm"), help="a plugin, on its emulation")
+    parser.add_argument("--emulations", type=Path, metavar="DIR", help="--through: where the emulations of packages are")
+    parser.add_argument("--resume", type=Path, nargs="+", default=[], help="proof.json of earlier runs")
+    parser.add_argument("--proposers", nargs="+", help="these alone")
+    parser.add_argument("--out", type=Path, default=Path("build/proof"))
+    options = parser.parse_args()
+    if options.through and not options.emulations:
+        parser.error("--through needs --emulations DIR, the directory with the emulation of the vendor's package")
+    if options.emulations:
+        options.emulations = options.emulations.resolve()
+    start = time.monotonic()
+    records, planned = run(options)
+    spent = time.monotonic() - start
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "proof.json").write_text(json.dumps(records, indent=1))
+    lines = [f"{spent:.0f} s on {options.n} processes, {options.schedules} schedules a program."]
+    for part, table in (("programs", programs_table), ("fences", fences_table), ("rate", rate_table)):
+        if records[part]:
+            missing = planned[part] - len(records[part])
+            lines += [
+                "",
+                f"## {part.capitalize()}",
+                "",
+                *([f"{missing} of {planned[part]} jobs not run.", ""] if missing else []),
+            ]
+            table(records[part], lines)
+    lines += [f"- broken: {each}" for each in records["broken"]]
+    (options.out / "proof.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+    failed = any(row["failures"] for row in records["programs"]) or records["broken"]
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""Tool calls and reasoning of model families: texts that xgrammar's own description of each family accepts."""
+
+import json
+import re
+from typing import get_type_hints
+
+import pytest
+import xgrammar
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from xgrammar.testing import _is_grammar_accept_string
+
+from outrider.device import ConfigError
+from outrider.serve.command import HttpOptions
+from outrider.serve.formats.format_reader import FormatReader
+from outrider.serve.formats.model_formats import REASONING_FORMATS, TOOL_FORMATS, ModelFormat, choose_format
+
+ARGUMENTS = {"path": 'a "b"}\n<x>', "count": 3, "deep": {"k": [1, None]}}
+SCHEMA = {
+    "type": "object",
+    "properties": {"path": {"type": "string"}, "count": {"type": "integer"}, "deep": {"type": "object"}},
+    "required": ["path"],
+}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
+JSON = json.dumps(ARGUMENTS)
+
+
+def tagged(before, after):
+    """The arguments as tagged values."""
+    values = {"path": ARGUMENTS["path"], "count": "3", "deep": json.dumps(ARGUMENTS["deep"])}
+    return "".join(before.format(key=key, text=str(key == "path").lower()) + value + after for key, value in values.items())
+
+
+def kimi_k3():
+    values = (("path", "string", ARGUMENTS["path"]), ("count", "number", "3"), ("deep", "object", '{"k": [1, null]}'))
+    inner = "".join(
+        f'<|open|>argument key="{key}" type="{kind}"<|sep|>{value}<|close|>argument<|sep|>' for key, kind, value in values
+    )
+    return f'<|open|>call tool="look" index="1"<|sep|>{inner}<|close|>call<|sep|>'
+
+
+THINK = "<think>\nhm, <b>\n</think>\n\n"
+QWEN = tagged("<parameter={key}>\n", "\n</parameter>\n")
+DSML = tagged('<｜DSML｜parameter name="{key}" string="{text}">', "</｜DSML｜parameter>\n")
+MINIMAX = tagged('<parameter name="{key}">', "</parameter>\n")
+GLM = tagged("<arg_key>{key}</arg_key><arg_value>", "</arg_value>")
+
+
+QUOTE = '<|"|>'
+
+
+def gemma(quote):
+    return "call:look{path:" + quote + ARGUMENTS["path"] + quote + ",count:3,deep:{k:[1,null]}}"
+
+
+# (tool format, reasoning format, xgrammar's name or None, text before the calls, one call, text after the calls)
+FAMILIES = [
+    ("hermes", "think", "qwen_3", THINK, f'<tool_call>\n{{"name": "look", "arguments": {JSON}}}\n</tool_call>', ""),
+    ("qwen3-coder", "think", "qwen_3_coder", THINK, f"<tool_call>\n<function=look>\n{QWEN}</function>\n</tool_call>", ""),
+    ("mistral", "mistral", None, "[THINK]hm, <b>[/THINK]", f"[TOOL_CALLS]look[ARGS]{JSON}", ""),
+    ("mistral", "none", None, "[TOOL_CALLS][", f'{{"name": "look", "arguments": {JSON}}}', "]"),
+    ("llama3", "none", None, "", f'{{"name": "look", "parameters": {JSON}}}', ""),
+    ("llama3", "none", None, "<|python_tag|>", f'{{"type": "function", "name": "look", "parameters": {JSON}}}', ""),
+    (
+        "deepseek",
+        "think",
+        "deepseek_r1",
+        "<think>hm, <b></think><｜tool▁calls▁begin｜>",
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n{JSON}\n```<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+    ),
+    (
+        "deepseek",
+        "think",
+        "deepseek_v3_1",
+        "<think>hm, <b></think><｜tool▁calls▁begin｜>",
+        f"<｜tool▁call▁begin｜>look<｜tool▁sep｜>{JSON}<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+    ),
+    (
+        "deepseek",
+        "think",
+        "deepseek_v3_2",
+        "<think>hm, <b></think>\n\n<｜DSML｜function_calls>\n",
+        f'<｜DSML｜invoke name="look">\n{DSML}</｜DSML｜invoke>\n',
+        "</｜DSML｜function_calls>",
+    ),
+    (
+        "glm",
+        "think",
+        "glm_4_7",
+        "<think>hm, <b></think>",
+        f"<tool_call>look{GLM}</tool_call>",
+        "",
+    ),
+    (
+        "kimi",
+        "think",
+        "kimi",
+        "<think>hm, <b></think><|tool_calls_section_begin|>",
+        f"<|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>{JSON}<|tool_call_end|>",
+        "<|tool_calls_section_end|>",
+    ),
+    (
+        "kimi-k3",
+        "kimi-k3",
+        "kimi_k3",
+        "hm, <b><|close|>think<|sep|><|open|>response<|sep|><|close|>response<|sep|><|open|>tools<|sep|>",
+        kimi_k3(),
+        "<|close|>tools<|sep|><|close|>message<|sep|>",
+    ),
+    (
+        "minimax",
+        "think",
+        "minimax",
+        "hm, <b></think>\n\n<minimax:tool_call>\n",
+        f'<invoke name="look">\n{MINIMAX}</invoke>\n',
+        "</minimax:tool_call>",
+    ),
+    ("gemma", "gemma", None, "<|channel>thought\nhm, <b><channel|>", f"<|tool_call>{gemma(QUOTE)}<tool_call|>", ""),
+    ("functiongemma", "none", None, "", f"<start_function_call>{gemma('<escape>')}<end_function_call>", ""),
+    (
+        "harmony",
+        "harmony",
+        "harmony",
+        "<|channel|>analysis<|message|>hm, <b><|end|><|start|>assistant",
+        f"<|channel|>commentary to=functions.look<|constrain|>json<|message|>{JSON}<|call|>",
+        "",
+    ),
+]
+OPENERS = {"kimi_k3": "<|open|>think<|sep|>", "minimax": "<think>\n"}
+"""What the prompt ends with, where the reasoning begins there."""
+PROMPTS_OPEN_THINK = ("qwen_3", "qwen_3_coder", "deepseek_r1", "deepseek_v3_1", "deepseek_v3_2", "glm_4_7")
+"""Families whose description leaves ``<think>`` to the prompt."""
+BETWEEN = {"llama3": "; ", "kimi": "", "glm": "", "deepseek_r1": "\n", "harmony": "<|start|>assistant"}
+"""Text between two calls, by family; by format where it differs."""
+
+
+def read(model_format, text, sizes, *, prompt="", tools=(TOOL,), **options):
+    """What comes of a text in pieces of these sizes, put together as clients do."""
+    reader, start, made = FormatReader(model_format, prompt, tools, **options), 0, {"content": "", "reasoning_content": ""}
+    calls, deltas = {}, []
+    for size in [*sizes, len(text)]:
+        piece, start = text[start : start + size], start + size
+        deltas.append(reader.feed(piece, last=start >= len(text)))
+        for name in made:
+            made[name] += deltas[-1].get(name, "")
+        for call in deltas[-1].get("tool_calls", ()):
+            known = calls.setdefault(call["index"], {"name": "", "arguments": ""})
+            assert ("id" in call) == (not known["name"]), "the first delta of a call, and no other, has its id"
+            known["name"] += call["function"].get("name", "")
+            known["arguments"] += call["function"]["arguments"]
+        if start >= len(text):
+            break
+    assert reader.has_calls == bool(calls)
+    return {**made, "calls": [calls[index] for index in sorted(calls)]}, deltas
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: f"{family[2] or family[0]}-{len(family[3])}")
+def test_calls_and_reasoning_of_a_family(family):
+    tool_format, reasoning_format, described, before, call, after = family
+    model_format = ModelFormat(tool_format, reasoning_format)
+    text, prompt = before + call + after, OPENERS.get(described, "")
+    if described is not None:
+        tag = xgrammar.get_model_structural_tag(described, tools=[TOOL], reasoning="enabled")
+        generated = text.removeprefix("<think>") if described in PROMPTS_OPEN_THINK else text
+        assert _is_grammar_accept_string(xgrammar.Grammar.from_structural_tag(tag), generated), generated
+    whole, _ = read(model_format, text, [], prompt=prompt)
+    assert [(each["name"], json.loads(each["arguments"])) for each in whole["calls"]] == [("look", ARGUMENTS)]
+    assert whole["content"].strip() == ""
+    assert whole["reasoning_content"].strip() == ("" if reasoning_format == "none" else "hm, <b>")
+    by_letter, deltas = read(model_format, text, [1] * len(text), prompt=prompt)
+    assert by_letter == whole
+    written = [delta["tool_calls"][0]["function"]["arguments"] for delta in deltas if "tool_calls" in delta]
+    assert sum(map(bool, written)) > 12, "arguments come while they are written"
+    between = ", " if before.endswith("[") else BETWEEN.get(described, BETWEEN.get(tool_format, "\n"))
+    two, _ = read(model_format, before + call + between + call + after, [7] * 300, prompt=prompt)
+    assert [each["name"] for each in two["calls"]] == ["look", "look"]
+    assert two["content"].strip() == ""
+    one, _ = read(model_format, text, [3] * 300, prompt=prompt, max_calls=1)
+    assert one == whole
+    none, _ = read(model_format, text, [2] * 300, prompt=prompt, tools=())
+    assert none["calls"] == []
+    assert "path" in none["content"]
+
+
+PIECES = sorted(
+    {piece for family in FAMILIES for piece in (family[3], family[4][:30], family[4][-25:], family[5])}
+    | {literal for region in sum(TOOL_FORMATS.values(), ()) for literal in region.starts}
+    | {"", " ", "\n", "text", "{", "}", '{"name": "x", "arguments": {', '{"a": "\\"}"}', "é", "<", "</", '"', ": ", "[1]"}
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(
+    st.sampled_from(sorted({family[:2] for family in FAMILIES})),
+    st.lists(st.sampled_from(PIECES), max_size=7).map("".join),
+    st.lists(st.integers(1, 9), max_size=200),
+)
+def test_a_stream_is_the_whole_for_every_text_and_every_cut(names, text, sizes):
+    model_format = ModelFormat(*names)
+    whole, _ = read(model_format, text, [])
+    assert read(model_format, text, sizes)[0] == whole
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(st.sampled_from(sorted(TOOL_FORMATS)), st.lists(st.sampled_from(PIECES), max_size=7).map("".join))
+def test_text_without_a_call_stays_as_it_is(tool_format, text):
+    made, _ = read(ModelFormat(tool_format, "none"), text, [5] * 99)
+    if not made["calls"]:
+        assert made == {"content": text, "reasoning_content": "", "calls": []}
+
+
+def test_a_format_is_chosen_by_the_chat_template():
+    assert choose_format(None, None, "{{ '<tool_call>' }}{{ '<function=' }}<parameter=<think>") == ModelFormat(
+        "qwen3-coder", "think"
+    )
+    assert choose_format(None, None, "<|start|>x<|channel|>final<|message|>") == ModelFormat("harmony", "harmony")
+    assert choose_format("glm", None, "<tool_call><think>") == ModelFormat("glm", "think")
+    assert choose_format(None, "none", "<tool_call><think>") == ModelFormat("hermes", "none")
+    assert choose_format(None, None, "{{ messages }}") == ModelFormat("none", "none")
+    for names in (("nonsense", None), (None, "nonsense")):
+        with pytest.raises(ConfigError, match="expected one of"):
+            choose_format(*names, "")
+    hints = get_type_hints(HttpOptions, include_extras=True)
+    for option, known in (("tool_format", TOOL_FORMATS), ("reasoning_format", REASONING_FORMATS)):
+        names = re.findall(r"[\w-]+", hints[option].__metadata__[0].help)
+        assert known.keys() <= {*names}, "the help lists each name"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "opened"), [("x<think>\n", True), ("<think></think>\n\n", False), ("what is <think>?", False)]
+)
+def test_reasoning_that_the_prompt_opens(prompt, opened):
+    made, _ = read(ModelFormat("hermes", "think"), "so</think>\n\nyes", [2, 3], prompt=prompt)
+    expected = (
+        {"content": "yes", "reasoning_content": "so"} if opened else {"content": "so</think>\n\nyes", "reasoning_content": ""}
+    )
+    assert made == {**expected, "calls": []}
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('<tool_call>{"arguments": {"n": 1}, "name": "look"}</tool_call>', '{"n": 1}'),
+        ('<tool_call>{"name": "look", "arguments": "{\\"n\\": 1}"}</tool_call>', '{"n": 1}'),
+        ('<tool_call>{"name": "look"}</tool_call>', "{}"),
+        ('<tool_call>{"name": "look", "arguments": {"n": 1, "x": "cut', '{"n": 1, "x": "cut'),
+    ],
+)
+def test_calls_that_are_written_another_way(text, arguments):
+    made, _ = read(ModelFormat("hermes", "none"), text, [4] * 30)
+    assert made == {"content": "", "reasoning_content": "", "calls": [{"name": "look", "arguments": arguments}]}
+
+
+def test_what_is_no_call_is_content_without_a_loss():
+    text = 'class T(<tool_call>): x <tool_call>{"name": broken}</tool_call> and <think more'
+    made, _ = read(ModelFormat("hermes", "think"), text, [3] * 40)
+    assert made == {"content": text, "reasoning_content": "", "calls": []}
+
+
+def test_values_have_the_types_of_the_schema():
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": ["boolean", "null"]}, "b": {"type": "number"}, "c": {}, "s": {"type": "string"}},
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    values = {"a": "True", "b": "many", "c": "[1]", "d": "plain", "s": "5"}
+    inner = "".join(f"<parameter={key}>{value}</parameter>" for key, value in values.items())
+    made, _ = read(ModelFormat("qwen3-coder", "none"), f"<function=f>{inner}</function>", [5] * 99, tools=(tool,))
+    assert json.loads(made["calls"][0]["arguments"]) == {"a": True, "b": "many", "c": [1], "d": "plain", "s": "5"}

@@ -1,0 +1,95 @@
+"""Limits of headers: size, count and time, before the API key is read."""
+
+import json
+import socket
+
+import pytest
+
+from outrider.serve.http_protocol import LimitedHttpProtocol
+from serve.test_api import ASKED
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def connection(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as found:
+        yield found
+
+
+def answered(connection):
+    """The status and the body of what the server says before it closes the connection."""
+    received = b""
+    while piece := connection.recv(65536):
+        received += piece
+    head, _, body = received.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]["code"]
+
+
+@pytest.mark.parametrize("line", [b"x-a: " + b"a" * 65531, b"x-a: a\r\n" * 8192], ids=["one header", "many headers"])
+def test_unfinished_headers_are_limited(connection, line):
+    connection.sendall(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n")
+    sent = 0
+    try:
+        while sent < 48 * MIB:
+            sent += connection.send(line)
+    except OSError:
+        pass
+    assert sent < 8 * MIB  # what the sockets of both sides hold
+
+
+@pytest.mark.parametrize(
+    "request_head",
+    [
+        b"GET /v1/models HTTP/1.1\r\n" + b"x: y\r\n" * 257 + b"\r\n",
+        b"GET /v1/models HTTP/1.1\r\nx: " + b"y" * 65_000 + b"\r\nx: " + b"y" * 600 + b"\r\n\r\n",
+        b"GET /v1/models?" + b"y" * 66_000 + b" HTTP/1.1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n0\r\n" + b"x: y\r\n" * 257 + b"\r\n",
+    ],
+    ids=["count", "size", "path", "trailers"],
+)
+def test_headers_are_limited(connection, request_head):
+    connection.sendall(request_head)
+    assert answered(connection) == (431, "headers_too_large")
+
+
+@pytest.mark.parametrize("start", [b"", b"GET /v1/models HTTP/1.1\r\nhost", b"\r\n"], ids=["nothing", "half", "empty line"])
+def test_headers_must_arrive_in_time(server, monkeypatch, start):
+    monkeypatch.setattr(LimitedHttpProtocol, "header_timeout_s", 0.2)
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(start)
+        assert answered(connection) == (408, "header_timeout")
+
+
+def test_a_second_request_of_a_connection_has_the_limits_too(connection, monkeypatch):
+    monkeypatch.setattr(LimitedHttpProtocol, "header_timeout_s", 0.2)
+    connection.sendall(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+    connection.sendall(b"GET /version HTT")
+    assert answered(connection) == (408, "header_timeout")
+
+
+def test_a_stray_byte_does_not_end_a_stream(server, monkeypatch):
+    monkeypatch.setattr(LimitedHttpProtocol, "header_timeout_s", 0.01)
+    body = json.dumps({**ASKED, "max_tokens": 40, "ignore_eos": True, "stream": True}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(head % len(body) + body + b"\r\n")
+        received = b""
+        while b"[DONE]" not in received:
+            piece = connection.recv(65536)
+            assert piece
+            received += piece
+
+
+def test_a_body_without_a_route_is_not_read(server, http):
+    answer = http.post("/health", content=b"x" * (33 * MIB))
+    assert answer.status_code == 405
+
+
+def test_what_is_no_http_is_an_error_of_openais_form(connection):
+    connection.sendall(b"nonsense\r\n\r\n")
+    assert answered(connection) == (400, "invalid_http")

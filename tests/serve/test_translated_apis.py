@@ -1,0 +1,449 @@
+"""OpenAI's Responses and Anthropic's Messages by the official clients, and in the request shapes of two coding agents."""
+
+import json
+
+import anthropic
+import httpx
+import openai
+import pytest
+from anthropic.types.beta import message_create_params
+from openai.types.responses import response_create_params
+
+from outrider.model import Tokenizer
+from outrider.serve.api_errors import ApiError
+from outrider.serve.translation.messages_request import MessagesRequest
+from outrider.serve.translation.response_store import ResponseStore
+from outrider.serve.translation.responses_request import ResponsesRequest
+from serve.conftest import BUNDLED
+from serve.running import running
+from serve.scripted import ScriptedEngine
+
+LOOK = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"], "additionalProperties": False}
+TALK = "<think>where is it?</think>I look.\n<tool_call>\n" + json.dumps({"name": "look", "arguments": {"path": "a.py"}})
+TALK += "\n</tool_call>"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
+    "{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def scripted():
+    """A server whose answers the test writes. Its chat template shows the format of Hermes."""
+    engine = ScriptedEngine(Tokenizer.from_checkpoint(BUNDLED / "target"))
+    with running(
+        engine, BUNDLED / "target", chat_template=CHATML, api_keys=("key",), allow_origins=("http://page",)
+    ) as server:
+        server.engine = engine
+        yield server
+
+
+@pytest.fixture
+def gpt(scripted):
+    with openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="key", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def claude(scripted):
+    with anthropic.Anthropic(base_url=scripted.url, api_key="key", max_retries=0) as client:
+        yield client
+
+
+def prompt_of(scripted):
+    return scripted.engine.tokenizer.decode(scripted.engine.prompts[-1])
+
+
+# -- Responses ---------------------------------------------------------------------------------------------------------
+
+FUNCTION = {"type": "function", "name": "look", "description": "Look.", "parameters": LOOK, "strict": True}
+
+
+def test_a_response_has_reasoning_text_and_calls_whole_and_as_a_stream(scripted, gpt):
+    asked = {"model": "m", "input": "go", "instructions": "Be short.", "tools": [FUNCTION], "temperature": 0}
+    scripted.engine.texts = [TALK, TALK]
+    scripted.engine.cached = 3
+    whole = gpt.responses.create(**asked)
+    assert [item.type for item in whole.output] == ["reasoning", "message", "function_call"]
+    assert whole.output[0].content[0].text == "where is it?"
+    assert whole.output_text.strip() == "I look."
+    assert (whole.output[2].name, json.loads(whole.output[2].arguments)) == ("look", {"path": "a.py"})
+    assert (whole.status, whole.usage.input_tokens_details.cached_tokens) == ("completed", 3)
+    assert 0 < whole.usage.output_tokens_details.reasoning_tokens < whole.usage.output_tokens
+    with gpt.responses.stream(**asked) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert [event.sequence_number for event in events if hasattr(event, "sequence_number")] == list(range(len(events)))
+    assert events[0].type == "response.created"
+    assert events[-1].type == "response.completed"
+
+    def shape(response):
+        dumped = [item.model_dump(exclude={"id", "call_id", "parsed_arguments", "content"}) for item in response.output]
+        return dumped, [[part.text for part in getattr(item, "content", None) or ()] for item in response.output]
+
+    assert shape(final)[1] == shape(whole)[1]
+    assert [item.type for item in final.output] == [item.type for item in whole.output]
+    texts = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(texts) == whole.output_text
+    arguments = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert json.loads("".join(arguments)) == {"path": "a.py"}
+    assert "<|im_start|>system\nBe short.<|im_end|>" in prompt_of(scripted)
+
+
+def test_a_response_continues_a_stored_one(scripted, gpt):
+    scripted.engine.texts = [TALK, "Done.", "x", "y"]
+    first = gpt.responses.create(model="m", input="go", tools=[FUNCTION])
+    result = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "print()"}
+    second = gpt.responses.create(model="m", input=[result], previous_response_id=first.id, tools=[FUNCTION])
+    prompt = prompt_of(scripted)
+    for part in ("user\ngo<", "<think>where is it?</think>", "I look.", '"path": "a.py"', "tool\nprint()<"):
+        assert part in prompt, part
+    assert second.output_text == "Done."
+    assert gpt.responses.retrieve(second.id).output_text == "Done."
+    # The client's own round trip: the output as input.
+    sent = [{"role": "user", "content": "go"}, *[item.model_dump() for item in first.output], result]
+    gpt.responses.create(model="m", input=sent, tools=[FUNCTION], store=False)
+    assert prompt_of(scripted) == prompt
+    gpt.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        gpt.responses.retrieve(first.id)
+    with pytest.raises(openai.BadRequestError) as refused:
+        gpt.responses.create(model="m", input="x", previous_response_id=first.id)
+    assert refused.value.code == "previous_response_not_found"
+
+
+def test_a_response_that_max_output_tokens_ends_is_incomplete(scripted, gpt):
+    scripted.engine.texts = ["one two three four five"]
+    found = gpt.responses.create(model="m", input="x", max_output_tokens=2)
+    assert (found.status, found.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+
+CODEX = {
+    "model": "m",
+    "instructions": "You are a coding agent.",
+    "input": [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "<permissions>"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "<environment_context>"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "fix it"}]},
+        {
+            "type": "reasoning",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "hm"}],
+            "encrypted_content": None,
+        },
+        {"type": "function_call", "name": "exec_command", "arguments": '{"cmd":"ls"}', "call_id": "c1"},
+        {"type": "function_call_output", "call_id": "c1", "output": "a.py"},
+        {"type": "custom_tool_call", "status": "completed", "call_id": "c2", "name": "apply_patch", "input": "*** Begin"},
+        {"type": "custom_tool_call_output", "call_id": "c2", "output": "Done!"},
+    ],
+    "tools": [
+        {"type": "function", "name": "exec_command", "description": "Run.", "strict": False, "parameters": LOOK},
+        {
+            "type": "custom",
+            "name": "apply_patch",
+            "description": "Patch.",
+            "format": {"type": "grammar", "syntax": "lark", "definition": "start: begin_patch"},
+        },
+        {"type": "web_search", "external_web_access": False},
+        {"type": "namespace", "name": "mcp__docs", "description": "", "tools": [{**FUNCTION, "name": "find"}]},
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "0199",
+    "text": {"verbosity": "low"},
+    "client_metadata": {"x-codex-installation-id": "1"},
+}
+
+
+def events_of(answer):
+    pieces = [part.split("\n") for part in answer.text.strip().split("\n\n")]
+    found = [(event.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for event, data in pieces]
+    assert all(name == data["type"] for name, data in found)
+    return [data for _, data in found]
+
+
+def test_the_requests_of_codex(scripted):
+    patch = {"name": "apply_patch", "arguments": {"input": "*** Begin Patch\n"}}
+    find = {"name": "find", "arguments": {"path": "b"}}
+    scripted.engine.texts = [f"<tool_call>{json.dumps(patch)}</tool_call><tool_call>{json.dumps(find)}</tool_call>"]
+    answer = httpx.post(f"{scripted.url}/v1/responses", json=CODEX, headers={"authorization": "Bearer key"})
+    assert answer.status_code == 200, answer.text
+    events = events_of(answer)
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert [(item["type"], item["name"]) for item in done] == [("custom_tool_call", "apply_patch"), ("function_call", "find")]
+    assert done[0]["input"] == "*** Begin Patch\n"
+    assert done[1]["namespace"] == "mcp__docs"
+    assert events[-1]["type"] == "response.completed"
+    assert set(events[-1]["response"]["usage"]) >= {"input_tokens", "input_tokens_details", "output_tokens", "total_tokens"}
+    assert [tool["type"] for tool in events[-1]["response"]["tools"]] == ["function", "custom", "namespace"]
+    prompt = prompt_of(scripted)
+    assert prompt.startswith("<|im_start|>system\nYou are a coding agent.\n\n<permissions><|im_end|>")
+    assert prompt.count("<|im_start|>assistant") == 3
+    assert '{"input": "*** Begin"}' in prompt
+
+
+# -- Messages ----------------------------------------------------------------------------------------------------------
+
+TOOL = {"name": "look", "description": "Look.", "input_schema": LOOK}
+
+
+def test_a_message_has_thinking_text_and_tool_use_whole_and_as_a_stream(scripted, claude):
+    asked = {"model": "m", "max_tokens": 200, "messages": [{"role": "user", "content": "go"}], "tools": [TOOL]}
+    asked |= {"system": "Be short.", "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    scripted.engine.texts = [TALK, TALK]
+    scripted.engine.cached = 3
+    whole = claude.messages.create(**asked)
+    assert [block.type for block in whole.content] == ["thinking", "text", "tool_use"]
+    assert (whole.content[0].thinking, whole.content[2].input) == ("where is it?", {"path": "a.py"})
+    assert whole.content[0].signature
+    assert whole.stop_reason == "tool_use"
+    assert whole.usage.cache_read_input_tokens == 3
+    counted = {key: value for key, value in asked.items() if key != "max_tokens"}
+    assert claude.messages.count_tokens(**counted).input_tokens == whole.usage.input_tokens + 3
+    with claude.messages.stream(**asked) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_message()
+    assert kinds[0] == "message_start"
+    assert kinds[-1] == "message_stop"
+
+    def contents(message):
+        return [block.model_dump(exclude={"id", "parsed_output"}) for block in message.content]
+
+    assert contents(final) == contents(whole)
+    assert (final.stop_reason, final.usage.output_tokens) == ("tool_use", whole.usage.output_tokens)
+    assert "system\nBe short.<" in prompt_of(scripted)
+
+
+def test_stop_sequences_and_limits_end_a_message(scripted, claude):
+    asked = {"model": "m", "max_tokens": 50, "messages": [{"role": "user", "content": "go"}]}
+    scripted.engine.texts, scripted.engine.stopped_by = ["one two", "one two"], "END"
+    stopped = claude.messages.create(**asked, stop_sequences=["END"])
+    assert (stopped.stop_reason, stopped.stop_sequence, stopped.content[0].text) == ("stop_sequence", "END", "one two")
+    with claude.messages.stream(**asked, stop_sequences=["END"]) as stream:
+        assert stream.get_final_message().stop_sequence == "END"
+    scripted.engine.texts, scripted.engine.stopped_by = ["one two three four"] * 2, None
+    assert claude.messages.create(**{**asked, "max_tokens": 2}).stop_reason == "max_tokens"
+    assert claude.messages.create(**asked).stop_reason == "end_turn"
+    scripted.engine.texts = ["x " * 5000]
+    beyond = claude.messages.create(**{**asked, "max_tokens": 9000})
+    assert beyond.stop_reason == "model_context_window_exceeded"
+
+
+CLAUDE_CODE = {
+    "model": "m",
+    "max_tokens": 1000,
+    "stream": True,
+    "system": [
+        {"type": "text", "text": "You are a CLI.", "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": "Be terse.", "cache_control": {"type": "ephemeral", "ttl": "1h"}},
+    ],
+    "messages": [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "<system-reminder>"}, {"type": "text", "text": "list"}],
+        },
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "abc"},
+                {"type": "text", "text": "I list."},
+                {"type": "tool_use", "id": "toolu_1", "name": "Bash", "input": {"command": "ls"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "toolu_1",
+                    "content": [{"type": "text", "text": "a.py"}],
+                    "is_error": False,
+                    "cache_control": {"type": "ephemeral"},
+                }
+            ],
+        },
+    ],
+    "tools": [
+        {
+            "name": "Bash",
+            "description": "Run.",
+            "input_schema": {"$schema": "http://json-schema.org/draft-07/schema#", **LOOK},
+        },
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+    ],
+    "tool_choice": {"type": "auto"},
+    "metadata": {"user_id": "user_1"},
+    "thinking": {"type": "adaptive"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"effort": "high"},
+}
+
+
+def test_the_requests_of_claude_code(scripted):
+    scripted.engine.texts = ["There is a.py."]
+    url = f"{scripted.url}/v1/messages?beta=true"
+    headers = {"authorization": "Bearer key", "anthropic-version": "2023-06-01", "anthropic-beta": "claude-code-20250219"}
+    answer = httpx.post(url, json=CLAUDE_CODE, headers=headers)
+    assert answer.status_code == 200, answer.text
+    events = events_of(answer)
+    assert [event["type"] for event in events if "block" not in event["type"]] == [
+        "message_start",
+        "message_delta",
+        "message_stop",
+    ]
+    assert events[0]["message"]["usage"]["input_tokens"] == len(scripted.engine.prompts[-1])
+    assert "".join(event["delta"].get("text", "") for event in events if "delta" in event) == "There is a.py."
+    prompt = prompt_of(scripted)
+    assert prompt.startswith("<|im_start|>system\nYou are a CLI.\nBe terse.<|im_end|>")
+    assert "<think>hm</think>I list.<tool_call>" in prompt
+    assert "<|im_start|>tool\na.py<|im_end|>" in prompt
+    count = {key: CLAUDE_CODE[key] for key in ("model", "messages", "tools", "system", "thinking")}
+    counted = httpx.post(f"{scripted.url}/v1/messages/count_tokens?beta=true", json=count, headers={"x-api-key": "key"})
+    assert counted.json()["input_tokens"] == len(scripted.engine.prompts[-1])
+
+
+def test_a_message_continues_the_text_of_the_assistant(scripted, claude):
+    scripted.engine.texts = ["3"]
+    messages = [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "It is "}]
+    assert claude.messages.create(model="m", max_tokens=5, messages=messages).content[0].text == "3"
+    assert prompt_of(scripted).endswith("assistant\nIt is ")
+
+
+# -- errors, and the engine ----------------------------------------------------------------------------------------------
+
+
+def test_models_of_both_apis(gpt, claude):
+    assert [model.id for model in gpt.models.list()] == [model.id for model in claude.models.list()] == ["m"]
+    assert claude.models.retrieve("m").display_name == "m"
+
+
+def test_errors_of_both_apis(scripted, gpt, claude):
+    talk = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
+    for kind, changed in (
+        (anthropic.NotFoundError, {"model": "other"}),
+        (anthropic.BadRequestError, {"messages": []}),
+        (anthropic.BadRequestError, {"messages": [{"role": "user", "content": [{"type": "video"}]}]}),
+        (anthropic.BadRequestError, {"max_tokens": 0}),
+        (anthropic.BadRequestError, {"messages": [{"role": "user", "content": "x1 y2 " * 5000}]}),
+        (anthropic.BadRequestError, {"extra_body": {"container": "c"}}),
+        (anthropic.BadRequestError, {"extra_body": {"wings": 2}}),
+        (anthropic.BadRequestError, {"tool_choice": {"type": "most"}}),
+    ):
+        with pytest.raises(kind) as refused:
+            claude.messages.create(**{**talk, **changed})
+        assert refused.value.body["type"] == "error"
+        assert refused.value.request_id
+    with pytest.raises(anthropic.AuthenticationError):
+        claude.with_options(api_key="wrong").messages.create(**talk)
+    for changed in (
+        {"input": [{"type": "computer_call"}]},
+        {"input": [{"type": "message", "role": "user", "content": 5}]},
+        {"extra_body": {"background": True}},
+        {"extra_body": {"wings": 2}},
+        {"tool_choice": {"type": "web_search_preview"}},
+        {"truncation": "auto"},
+        {"max_output_tokens": 0},
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            gpt.responses.create(**{"model": "m", "input": "x", **changed})
+        assert refused.value.param
+
+
+def test_a_page_may_read_the_request_id_and_when_to_come_back(scripted):
+    answer = httpx.get(f"{scripted.url}/v1/models", headers={"origin": "http://page", "authorization": "Bearer key"})
+    exposed = answer.headers["access-control-expose-headers"].lower()
+    assert {"x-request-id", "retry-after"} <= {name.strip() for name in exposed.split(",")}
+
+
+def test_an_error_after_the_start_is_an_event(scripted, gpt, claude):
+    scripted.engine.texts = [[5] * 40, [5] * 40]
+    original = scripted.engine._handle
+
+    def failing(events):
+        original([event._replace(error="broken", refused=False) if hasattr(event, "drafted") else event for event in events])
+
+    scripted.engine._handle = failing
+    try:
+        with gpt.responses.create(model="m", input="x", stream=True) as stream:
+            (failed,) = [event for event in stream if event.type == "response.failed"]
+        assert "broken" in failed.response.error.message
+        talk = {"model": "m", "max_tokens": 50, "messages": [{"role": "user", "content": "x"}]}
+        with pytest.raises(anthropic.APIStatusError, match="broken"), claude.messages.stream(**talk) as stream:
+            stream.get_final_message()
+    finally:
+        scripted.engine._handle = original
+
+
+def test_both_apis_have_the_tokens_of_the_engine(server, client, reference):
+    claude = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    talk = {"model": "m", "messages": [{"role": "user", "content": "write a loop"}]}
+    asked = {**talk, "extra_body": {"temperature": 0}}  # today's client has no argument for it
+    text = client.chat.completions.create(**asked, max_tokens=12).choices[0].message.content
+    message = claude.messages.create(**asked, max_tokens=12)
+    assert "".join(block.text for block in message.content) == text
+    response = client.responses.create(model="m", input="write a loop", temperature=0, max_output_tokens=12)
+    assert response.output_text == text
+    named = {"type": "tool", "name": "look"}
+    tool = {**TOOL, "input_schema": {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}}
+    called = claude.messages.create(**asked, max_tokens=100, tools=[tool], tool_choice=named)
+    assert [block.type for block in called.content] == ["tool_use"]
+    assert called.content[0].input["n"] in (1, 2)
+    stop = text[len(text) // 2 :][:3]
+    stopped = claude.messages.create(**asked, max_tokens=12, stop_sequences=[stop])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", stop)
+    long = {"model": "m", "messages": [{"role": "user", "content": "def f(a):\n    return a\n" * 8}], "max_tokens": 2}
+    for _ in range(2):
+        usage = client.chat.completions.create(**long).usage
+    cached = usage.prompt_tokens_details.cached_tokens
+    assert 0 < cached < usage.prompt_tokens
+    assert cached % 16 == 0, "whole pages"
+    counted = claude.messages.create(**long).usage
+    assert (counted.cache_read_input_tokens, counted.input_tokens) == (cached, usage.prompt_tokens - cached)
+    claude.close()
+
+
+def test_tokens_of_texts_and_texts_of_tokens(server, http, reference):
+    text = "def read(path):\n    return 'é'"
+    found = http.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    assert found["tokens"] == reference.tokenizer.encode(text)
+    assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), server.service.engine.info.longest_request)
+    assert len(found["token_strs"]) == found["count"]
+    assert http.post("/detokenize", json={"model": "m", "tokens": found["tokens"]}).json() == {"prompt": text}
+    chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]}).json()
+    assert chat["tokens"] == reference.tokenizer.encode("user: hi\nassistant:")
+    for wrong in ({}, {"prompt": "x", "messages": []}, {"prompt": "x", "model": "other"}):
+        assert http.post("/tokenize", json=wrong).status_code in (400, 404)
+    assert http.post("/detokenize", json={"tokens": [10**7]}).json()["error"]["param"] == "tokens"
+
+
+def test_the_store_of_responses_is_bounded():
+    store = ResponseStore(max_responses=3, max_bytes=400)
+    for number in range(3):
+        store.add({"id": f"r{number}"}, [{"text": "x" * 50}])
+    store.find("r0")
+    store.add({"id": "r3"}, [])
+    with pytest.raises(ApiError, match="'r1' isn't stored"):
+        store.find("r1")
+    store.add({"id": "r4"}, [{"text": "x" * 300}])
+    kept = [name for name in ("r0", "r2", "r3", "r4") if name in store._stored]
+    assert kept == ["r3", "r4"], "the least recently used ones left, as many as the bytes required"
+    store.add({"id": "r5"}, [{"text": "x" * 500}])
+    assert not store._stored
+    assert store._size == 0
+
+
+@pytest.mark.parametrize(
+    ("params", "request_class"),
+    [
+        (response_create_params.ResponseCreateParamsBase, ResponsesRequest),
+        (message_create_params.MessageCreateParamsBase, MessagesRequest),
+    ],
+)
+def test_every_field_of_the_official_client_is_known(params, request_class):
+    known = request_class.model_fields.keys() | request_class.refused.keys() | request_class.ignored
+    assert params.__annotations__.keys() <= known
