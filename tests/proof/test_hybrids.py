@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from outrider_proof.program_checks import prove_program
 
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
@@ -21,6 +20,7 @@ from outrider_proof.engine_setups import (
 from outrider_proof.proposers import MAKERS
 from outrider_proof.tiny import plain_config
 from proof.hybrid_faults import FAULTS, PROPOSERS, wrong_requests
+from proof.program_checks import prove_program
 
 MODES = ("staged", "graphs", "fused")
 
