@@ -107,7 +107,8 @@ class _RuleOperands:
         repeats = value_heads * key_size // key_width
 
         def heads(x: Tensor, size: int) -> Tensor:
-            return x.unflatten(2, (-1, size))
+            split: Tensor = x.unflatten(2, (-1, size))
+            return split
 
         def normalized(x: Tensor) -> Tensor:
             x = heads(x, key_size)
