@@ -111,9 +111,11 @@ def test_config_values_of_a_wrong_type(name):
             EngineConfig(**{name: wrong})
 
 
-def test_a_model_and_a_part_that_are_none():
+def test_a_model_a_config_and_a_part_that_are_none(bundle32):
     with pytest.raises(ConfigError, match=r"model is .*; expected LanguageModel"):
         Engine(bundled("target"), "cpu")
+    with pytest.raises(ConfigError, match=r"config is .*; expected EngineConfig or None"):
+        Engine(bundle32.target, bundle32.backend, config={"max_requests": 2})
     assert all((bundled(part) / "config.json").is_file() for part in ("target", *BUNDLED_HEADS))
     with pytest.raises(ConfigError, match="no part 'head'; expected target or eagle or dflash"):
         bundled("head")

@@ -62,7 +62,8 @@ def fence_cells() -> Iterator[tuple[str, str, str | None]]:
 
 def jobs(options: argparse.Namespace) -> Iterator[Job]:
     """Yield (part, arguments) of every job, the longest jobs first."""
-    from outrider_proof.engine_setups import PERSONALITIES, PROPOSERS, EngineSetup, all_setups
+    from outrider_proof.engine_setups import PERSONALITIES, PROPOSERS
+    from proof.setups import EngineSetup, all_setups
 
     wanted = options.proposers or PROPOSERS
     likes = (options.through,) if options.through else PERSONALITIES

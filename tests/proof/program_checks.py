@@ -10,22 +10,14 @@ from typing import Any
 from outrider import Engine
 from outrider.device import Backend, OutriderError
 from outrider_proof.decode_program import HostProgram, WrongTokens, check_tokens, draft_length_of, implied_by
-from outrider_proof.engine_setups import (
-    EngineSetup,
-    RecordedServing,
-    engines_for,
-    random_host_program,
-    reference_tokens,
-    simulated_device,
-    synchronous_acceptance,
-    without_schedule,
-)
+from outrider_proof.engine_setups import random_host_program, reference_tokens, without_schedule
 from outrider_proof.fence_log import Drop, FenceLog
 from outrider_proof.overlap_monitor import OverlapMonitor
 from outrider_sanitizer import RaceError, watch
 from outrider_sanitizer import Report as Findings
 from outrider_sim.explore import run_once
 from outrider_sim.strategies import make_strategy
+from proof.setups import EngineSetup, RecordedServing, engines_for, simulated_device, synchronous_acceptance
 
 
 class WrongCounts(OutriderError):

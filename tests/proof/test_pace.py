@@ -6,8 +6,9 @@ from outrider.engine.loop import Loop
 from outrider.engine.requests.scheduler import Scheduler
 from outrider.engine.state.results import Results
 from outrider.engine.step import Step
-from outrider_proof.engine_setups import EngineSetup, random_host_program
+from outrider_proof.engine_setups import random_host_program
 from proof.program_checks import run_once_checked
+from proof.setups import EngineSetup
 
 STAGED, CROWDED = EngineSetup("none", "staged"), 2
 

@@ -3,18 +3,10 @@
 import pytest
 
 from outrider.device import CapabilityError
-from outrider_proof.engine_setups import (
-    MODES,
-    PERSONALITIES,
-    PROPOSERS,
-    VISION,
-    EngineSetup,
-    all_setups,
-    engines_for,
-    random_host_program,
-)
+from outrider_proof.engine_setups import MODES, PERSONALITIES, PROPOSERS, VISION, random_host_program
 from outrider_proof.quantised import QUANTISED
 from proof.program_checks import drop_fence, measure_rate, prove_program, run_once_checked
+from proof.setups import EngineSetup, all_setups, engines_for
 
 SAMPLE = [
     (EngineSetup("eagle-tree", "graphs"), 4),

@@ -133,17 +133,18 @@ def test_health_answers_while_a_long_text_is_tokenised(server, monkeypatch):
             await client.get("/health")
             began = time.monotonic()
             large = asyncio.create_task(client.post("/v1/completions", json={**ASKED, "prompt": "a b" * 100_000}))
-            longest = 0.0
+            times = []
             while not large.done():
                 asked = time.monotonic()
                 assert (await client.get("/health")).status_code == 200
-                longest = max(longest, time.monotonic() - asked)
+                times.append(time.monotonic() - asked)
                 await asyncio.sleep(0.005)
-            return await large, longest, time.monotonic() - began
+            return await large, times, time.monotonic() - began
 
-    answer, longest, whole = asyncio.run(run())
+    answer, times, whole = asyncio.run(run())
     refused(answer, 400, param="prompt", code="context_length_exceeded")
-    assert longest < whole / 2, (longest, whole)
+    assert max(times) < whole / 2, (times, whole)
+    assert len(times) > 5
 
 
 # -- random bodies -----------------------------------------------------------------------------------------------------

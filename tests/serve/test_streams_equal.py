@@ -78,7 +78,7 @@ def read(case, pieces):
     return {"content": content, "reasoning": reasoning, "calls": list(made.values()), "called": reader.has_calls}
 
 
-@pytest.mark.parametrize("examples", [150, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [60, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_a_stream_equals_the_whole(examples):
     @settings(max_examples=examples, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @example(case=("hermes", PROMPTS["hermes"][0], {"tools": [TOOL]}), text=CODE, sizes=[4])
@@ -93,7 +93,15 @@ def test_a_stream_equals_the_whole(examples):
     run()
 
 
-@pytest.mark.parametrize("examples", [50, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["hermes", "family"])
+def test_without_parallel_calls_an_answer_has_one(name):
+    text = '<tool_call>{"name": "look", "arguments": {"n": 1}}</tool_call>' * 2
+    for parallel, count in ((True, 2), (False, 1)):
+        found = read((name, PROMPTS[name][0], {"tools": [TOOL], "parallel_tool_calls": parallel}), [text])
+        assert [call["name"] for call in found["calls"]] == ["look"] * count
+
+
+@pytest.mark.parametrize("examples", [25, pytest.param(5000, marks=pytest.mark.slow)])
 def test_text_without_a_call_or_reasoning_is_content_to_the_letter(examples):
     """What can't be read as a call stays, with its markers."""
 

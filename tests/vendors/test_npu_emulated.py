@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider_proof.engine_setups import PLUGINS
+from proof.setups import PLUGINS
 from vendors.child import child, conform
 from vendors.surface import Mismatch, Surface, Unresolved
 from vendors.test_npu_contract import USES

@@ -13,18 +13,20 @@ def declaration_fault(ci: object) -> str:
     """Return why a workflow can't use a plugin's declaration; empty for a usable declaration."""
     if not isinstance(ci, CiDeclaration):
         return f"it declares ci={ci!r}; expected a CiDeclaration"
-    if not ci.runner_labels or not _is_words(ci.runner_labels):
-        return f"it declares runner_labels={ci.runner_labels!r}; expected a tuple of at least one label, each one word"
-    if not _is_words(ci.ranks_runner_labels):
-        return f"it declares ranks_runner_labels={ci.ranks_runner_labels!r}; expected a tuple of labels, each one word"
-    if not isinstance(ci.markers, tuple | list) or not all(map(_is_line, ci.markers)):
-        return f"it declares markers={ci.markers!r}; expected a tuple of texts, each without line breaks"
-    if ci.container is not None and not _is_word(ci.container):
-        return f"it declares container={ci.container!r}; expected the name of an image, without spaces and line breaks"
-    if ci.torch is not None and not _is_line(ci.torch):
-        return f"it declares torch={ci.torch!r}; expected the address of a package index, or a requirement, on one line"
-    if type(ci.device_count) is not int or ci.device_count < 1:
-        return f"it declares device_count={ci.device_count!r}; expected a number of devices, at least 1"
+    checks = {
+        "runner_labels": (
+            bool(ci.runner_labels) and _is_words(ci.runner_labels),
+            "a tuple of labels, at least one, each one word",
+        ),
+        "ranks_runner_labels": (_is_words(ci.ranks_runner_labels), "a tuple of labels, each one word"),
+        "markers": (isinstance(ci.markers, tuple | list) and all(map(_is_line, ci.markers)), "a tuple of lines of text"),
+        "container": (ci.container is None or _is_word(ci.container), "the name of an image, without spaces and line breaks"),
+        "torch": (ci.torch is None or _is_line(ci.torch), "the address of a package index or a requirement, on one line"),
+        "device_count": (type(ci.device_count) is int and ci.device_count > 0, "a number of devices, at least 1"),
+    }
+    for name, (is_usable, expected) in checks.items():
+        if not is_usable:
+            return f"it declares {name}={getattr(ci, name)!r}; expected {expected}"
     try:
         parse_level(str(ci.level))
     except ConfigError as error:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 DECODE = "decode"
 EVERY = "every"
 _PROGRAM_ORDER = "program"
-_SIMULATED = "sim"
 _WITH_PARAMETERS = "sim:like=npu"
 """A simulated device with host lengths in its graphs."""
 _NOT_EXERCISED = 2
@@ -47,95 +46,57 @@ class DecodeExploration:
     """Name of the fence to leave out, or ``every`` for each fence in turn."""
     drop: str = "wait"
     """Half of the fence to leave out: wait or record."""
-    speculate: str = "eagle"
-    draft_topk: int = 1
-    mode: str = "staged"
-    graphs: bool = False
-    images: bool = False
+    setup: Mapping[str, Any]
+    """Further arguments of :class:`DecodeExplorer`, which are options of the same names."""
 
-    @property
-    def needs_parameters(self) -> bool:
-        """True if the dropped fence exists on no other simulated device, and the caller named no device."""
-        return self.backend is None and self.drop_fence in PARAMETER_FENCES
-
-    @property
-    def has_graphs(self) -> bool:
-        """True if stages are replayed from graphs in staged mode."""
-        return self.graphs or self.needs_parameters
-
-    @property
-    def spec(self) -> str:
-        """The spec of the device."""
-        return self.backend or (_WITH_PARAMETERS if self.needs_parameters else _SIMULATED)
+    def without(self, fence: str | None) -> DecodeExploration:
+        """Return this exploration with ``fence`` dropped, on a device that has the fence if the caller named no device."""
+        if self.backend is not None or fence not in PARAMETER_FENCES:
+            return replace(self, drop_fence=fence, backend=self.backend or "sim")
+        return replace(self, drop_fence=fence, backend=_WITH_PARAMETERS, setup={**self.setup, "graphs": True})
 
     def open_device(self) -> Backend:
         """Open a fresh device: a real device has few streams, and each engine keeps its own."""
-        return self.registry.create(self.spec)
-
-    def command(self, number: int) -> str:
-        """Return the command that runs host program ``number`` alone, in the same setup."""
-        options = {
-            "--seed": str(number),
-            "--iterations": "1",
-            "--backend": self.spec,
-            "--strategy": self.strategy,
-            "--drop-fence": self.drop_fence,
-            "--drop": self.drop if self.drop_fence else None,
-            "--speculate": self.speculate,
-            "--draft-topk": str(self.draft_topk),
-            "--mode": self.mode,
-        }
-        words = [word for option, value in options.items() if value is not None for word in (option, value)]
-        flags = ["--graphs"] * self.has_graphs + ["--images"] * self.images
-        return shlex.join(["outrider", "explore", DECODE, *words, *flags])
+        assert self.backend is not None
+        return self.registry.create(self.backend)
 
     def explorer(self, device: Backend) -> DecodeExplorer:
         """Return an explorer of these options on ``device``."""
-        return DecodeExplorer(
-            device,
-            speculate=self.speculate,
-            draft_topk=self.draft_topk,
-            mode=self.mode,
-            graphs=self.has_graphs,
-            drop=self.drop_fence,
-            half=self.drop,
-            images=self.images,
-        )
+        return DecodeExplorer(device, drop=self.drop_fence, half=self.drop, **self.setup)
+
+    def command(self, number: int) -> str:
+        """Return the command that runs host program ``number`` alone, in the same setup."""
+        options = {"seed": number, "iterations": 1, "backend": self.backend, "strategy": self.strategy}
+        options |= {"drop_fence": self.drop_fence, "drop": self.drop if self.drop_fence else None, **self.setup}
+        words = [(f"--{name.replace('_', '-')}", value) for name, value in options.items() if value not in (None, False)]
+        return shlex.join(["outrider", "explore", DECODE, *(n if v is True else f"{n}={v}" for n, v in words)])
 
     @property
     def described(self) -> dict[str, Any]:
         """Return the options that a report repeats."""
-        return {
-            "program": DECODE,
-            "strategy": self.strategy,
-            "seed": self.seed,
-            "speculate": self.speculate,
-            "draft_topk": self.draft_topk,
-            "mode": self.mode,
-            "graphs": self.has_graphs,
-            "images": self.images,
-        }
+        return {"program": DECODE, "strategy": self.strategy, "seed": self.seed, **self.setup}
 
 
 def explore_decode(exploration: DecodeExploration) -> CommandReport:
     """Run host programs, each under a schedule of its own; stop at the first that fails."""
-    device = exploration.open_device()
-    default = "mixed" if device.control is not None and exploration.drop_fence is None else _PROGRAM_ORDER
-    iterations = exploration.iterations or (4 if exploration.drop_fence == EVERY else 100)
-    chosen = replace(exploration, strategy=exploration.strategy or default, iterations=iterations)
+    chosen = exploration.without(exploration.drop_fence)
+    device = chosen.open_device()
+    default = "mixed" if device.control is not None and chosen.drop_fence is None else _PROGRAM_ORDER
+    iterations = chosen.iterations or (4 if chosen.drop_fence == EVERY else 100)
+    chosen = replace(chosen, strategy=chosen.strategy or default, iterations=iterations)
     if device.control is None and chosen.strategy != _PROGRAM_ORDER:
         raise CapabilityError(
             f"{device.label} decides its schedules itself: it runs decode in the order of the program alone; leave out "
             "--strategy and --replay, or use a backend such as 'sim'"
         )
-    if chosen.images and not device.capabilities.asynchronous:
+    if chosen.setup["images"] and not device.capabilities.asynchronous:
         raise CapabilityError(
             f"{device.label} computes in the host's own memory, which a vision tower reads without asking: the sanitizer "
             "would call that a race; explore images on a device that runs beside the host, such as 'sim'"
         )
     with _one_thread():
         if chosen.drop_fence == EVERY:
-            return _explore_every_fence(chosen, device)
+            return _explore_every_fence(replace(chosen, backend=exploration.backend), device)
         found = _explored(chosen, device, chosen.explorer(device))
     left_out = found.pop("left_out")
     data = {
@@ -220,19 +181,20 @@ def _explore_every_fence(chosen: DecodeExploration, device: Backend) -> CommandR
     """
     from outrider.engine.fences import FENCES
 
-    is_complete = chosen.backend is None and chosen.mode == "staged" and chosen.drop == "wait"
+    is_complete = chosen.backend is None and chosen.setup["mode"] == "staged" and chosen.drop == "wait"
     rows: list[dict[str, Any]] = []
-    spec = chosen.spec
+    last = chosen.without(None)
     for name in (None, *(fence.name for fence in FENCES)):
-        one = replace(chosen, drop_fence=name)
-        if rows and (device.control is None or one.spec != spec):
-            device, spec = one.open_device(), one.spec
+        one = chosen.without(name)
+        if rows and (device.control is None or one.backend != last.backend):
+            device = one.open_device()
+        last = one
         found = _explored(one, device, one.explorer(device))
         races = found["failed"] and found["error"]["type"] == "RaceError"
         rows.append(
             {
                 "dropped": name,
-                "device": f"{one.spec}{', graphs' if one.has_graphs else ''}",
+                "device": f"{one.backend}{', graphs' if one.setup['graphs'] else ''}",
                 "used": name is None or races or found["left_out"] > 0,
                 "runs": found["runs"],
                 "found": races,
@@ -241,7 +203,7 @@ def _explore_every_fence(chosen: DecodeExploration, device: Backend) -> CommandR
             }
         )
     right = all(_is_expected(row, is_complete) for row in rows)
-    data = {**chosen.described, "drop": chosen.drop, "device": chosen.spec, "fences": rows, "right": right}
+    data = {**chosen.described, "drop": chosen.drop, "fences": rows, "right": right}
     return CommandReport(
         data=data, render=lambda console: _render_fences(console, data, is_complete), exit_code=0 if right else 1
     )

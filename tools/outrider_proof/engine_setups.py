@@ -1,23 +1,20 @@
-"""Setups of the proof: a proposer, an execution mode and a simulated device, with tiny models in float64."""
+"""Tiny models in float64 for each proposer, their engines, and random host programs for them."""
 
 from __future__ import annotations
 
 import atexit
 import functools
-import importlib
 import random
 import shutil
-import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from outrider import Engine, SamplingParams
 from outrider.device import KernelSet, WrappedKernels
-from outrider.device.errors import ConfigError
 from outrider.model import MediaProcessor, load_decoder, load_vision
 from outrider.speculative.build import DraftOptions, build_proposer
 from outrider.speculative.ngram import NgramProposer
@@ -25,20 +22,18 @@ from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import quantised, tiny
 from outrider_proof.checkpoints import IMAGE, picture, write_vision_checkpoint
-from outrider_proof.decode_program import CONTEXT, Arrival, HostProgram, Serving, draft_length_of, limited_prefill_graphs
+from outrider_proof.decode_program import CONTEXT, Arrival, HostProgram, draft_length_of, limited_prefill_graphs
 from outrider_proof.guides import guide
 from outrider_proof.proposers import CHAINED, EXTREMES, MAKERS, decoder
 from outrider_proof.quantised import QUANTISED
 from outrider_proof.subjects import tiny_images
 from outrider_proof.tiny import plain_config
-from outrider_sim.plugin import create_backend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable
 
     from outrider.device import Backend, Fence
     from outrider.engine.ranks.ranks import Ranks
-    from outrider.engine.requests.request import Request
     from outrider.model import Decoder, Media, ModelRanks, VisionTower
     from outrider.speculative.proposer import Proposer
 
@@ -53,48 +48,6 @@ HYBRID = ", hybrid"
 PROPOSERS = ("none", *(name for name in MAKERS if name != "none"), VISION)
 MODES = ("staged", "graphs", "fused")
 PERSONALITIES = ("cuda", "rocm", "npu")
-PLUGINS = {"outrider_npu": "emulation", "outrider_rocm": "emulation_hip"}
-"""Vendor plugins that replace a personality: the plugin's code runs on an emulation of the vendor's package.
-
-The value is the module of the emulation, in the directory that :attr:`EngineSetup.emulations` names. It has ``make()``, which
-returns the plugin's backend, and that of ``outrider_npu`` has ``lift_limits()``, which lets CANN's operators take float64.
-"""
-
-
-@dataclass(frozen=True)
-class EngineSetup:
-    """A row of the tables. ``mode``: staged, staged with graphs, or fused; ``like``: a personality, or a plugin.
-
-    ``emulations``: the directory with the emulations of vendors' packages; a plugin needs it.
-    """
-
-    proposer: str
-    mode: str
-    like: str = "cuda"
-    emulations: Path | None = None
-
-    @property
-    def family(self) -> str:
-        """The device that the personality or the plugin imitates: cuda, rocm or npu."""
-        return self.like.removeprefix("outrider_")
-
-    @property
-    def name(self) -> str:
-        """The name of the setup in records and tables."""
-        return f"{self.proposer}, {self.mode}, {self.like}"
-
-
-def supports_mode(setup: EngineSetup) -> bool:
-    """Return True if the device supports the mode: ``npu`` and the ROCm plugin have no fused mode."""
-    if setup.like == "outrider_rocm" and setup.mode == "fused":
-        return False
-    return setup.family != "npu" or setup.mode != "fused"
-
-
-def all_setups(likes: Iterable[str] = PERSONALITIES, emulations: Path | None = None) -> list[EngineSetup]:
-    """Return every setup that its device supports."""
-    each = (EngineSetup(proposer, mode, like, emulations) for proposer in PROPOSERS for mode in MODES for like in likes)
-    return [setup for setup in each if supports_mode(setup)]
 
 
 @functools.cache
@@ -128,27 +81,6 @@ def random_host_program(seed: int) -> HostProgram:
         page_size=rng.choice((2, 4)),
         spare_pages=rng.randint(0, 8),
     )
-
-
-@functools.cache
-def simulated_device(like: str, emulations: Path | None) -> Any:
-    """Return the controllable device of a setup, one per process. Puts the emulation's directory on ``sys.path``.
-
-    Raises :class:`ConfigError` for a plugin without the directory of its emulation.
-    """
-    if like not in PLUGINS:
-        return create_backend(0, {"like": like})
-    if emulations is None or not (emulations / f"{PLUGINS[like]}.py").is_file():
-        raise ConfigError(
-            f"{like} runs on the emulation of its vendor's package, and there is no {PLUGINS[like]}.py in {emulations}; "
-            "name its directory with --emulations DIR"
-        )
-    if str(emulations) not in sys.path:
-        sys.path.insert(0, str(emulations))
-    emulation = importlib.import_module(PLUGINS[like])
-    if like == "outrider_npu":
-        emulation.lift_limits()
-    return emulation.make()
 
 
 class Models:
@@ -218,6 +150,19 @@ class Models:
             )
 
 
+def _image_eagle(target: Decoder, backend: Backend) -> Proposer:
+    """Return a proposer with the random EAGLE head of the tiny vision-language model."""
+    options = DraftOptions(
+        target=target,
+        backend=backend,
+        dtype=target.dtype,
+        directory=tiny_images().eagle,
+        draft_tokens=3,
+        topk=1,
+    )
+    return build_proposer("eagle", options)
+
+
 class _ShortIntervals(WrappedKernels):
     """Kernels that keep recurrent states at multiples of four tokens: the programs have short prompts."""
 
@@ -241,23 +186,10 @@ def text_proposer(name: str, target: Decoder, backend: Backend) -> Proposer | No
     return {**MAKERS, **EXTREMES, **CHAINED}[name.removesuffix(MIXTURE).removesuffix(HYBRID)](target, backend)
 
 
-def _image_eagle(target: Decoder, backend: Backend) -> Proposer:
-    """Return a proposer with the random EAGLE head of the tiny vision-language model."""
-    options = DraftOptions(
-        target=target,
-        backend=backend,
-        dtype=target.dtype,
-        directory=tiny_images().eagle,
-        draft_tokens=3,
-        topk=1,
-    )
-    return build_proposer("eagle", options)
-
-
 @functools.cache
-def models(proposer: str, like: str | None, emulations: Path | None = None) -> Models:
-    """Return the models of a proposer on a simulated device, or on the host if ``like`` is None."""
-    return Models(proposer, CpuBackend() if like is None else simulated_device(like, emulations))
+def host_models(proposer: str) -> Models:
+    """Return the models of a proposer on the host."""
+    return Models(proposer, CpuBackend())
 
 
 @functools.cache
@@ -288,31 +220,11 @@ def prompt_and_media(proposer: str, arrival: Arrival) -> tuple[tuple[int, ...], 
     return (1, *IMAGE, *tokens), (pictures()[which],)
 
 
-class RecordedServing(Serving):
-    """Serves a program and keeps the engine's :class:`Request` of each arrival."""
-
-    def __init__(self, engines: Sequence[Engine], program: HostProgram, proposer: str) -> None:
-        super().__init__(engines, program, lambda arrival: prompt_and_media(proposer, arrival))
-        self.records: dict[int, Request] = {}
-
-    def _place(self, index: int, side: int, request: int) -> None:
-        super()._place(index, side, request)
-        self.records[index] = self._engines[side]._requests[request]
-
-    def acceptance(self) -> dict[int, tuple[int, int]]:
-        """Return (iterations, verified tokens) of each request that finished without abort or preemption."""
-        return {
-            index: (record.iterations, record.verified_tokens)
-            for index, record in self.records.items()
-            if self.ended.get(index) in ("stop", "length") and not record.preemptions
-        }
-
-
 @functools.cache
 def reference_tokens(proposer: str, arrival: Arrival) -> tuple[int, ...]:
     """Return the non-speculative greedy tokens of a request, alone in an engine on the host."""
     tokens, media = prompt_and_media(proposer, arrival)
-    host = models(proposer, None)
+    host = host_models(proposer)
     config = plain_config(max_requests=1, max_context=CONTEXT, dtype="float64")
     engine = Engine(host.target, host.backend, config=config, vision=host.vision)
     request = engine.add_request(tokens, SamplingParams(max_tokens=arrival.max_tokens), media=media)
@@ -327,20 +239,3 @@ def reference_tokens(proposer: str, arrival: Arrival) -> tuple[int, ...]:
 def without_schedule(arrival: Arrival) -> Arrival:
     """Return the request without its arrival step, abort and moves, so that caches share it between programs."""
     return Arrival(arrival.start, arrival.length, arrival.max_tokens, 0, None, guided=arrival.guided)
-
-
-def engines_for(setup: EngineSetup, program: HostProgram, wrap: Callable[[Fence], Fence] | None = None) -> list[Engine]:
-    """Return the engine of a program, or two engines if requests move; ``wrap`` becomes their ``wrap_fence``."""
-    moves = any(arrival.moves for arrival in program.arrivals)
-    loaded = models(setup.proposer, setup.like, setup.emulations)
-    return [loaded.engine(program, mode=setup.mode, wrap=wrap) for _ in range(2 if moves else 1)]
-
-
-@functools.cache
-def synchronous_acceptance(proposer: str, program: HostProgram) -> dict[int, tuple[int, int]]:
-    """Return the acceptance of each request in engines on the host without overlap."""
-    moves = any(arrival.moves for arrival in program.arrivals)
-    loaded = models(proposer, None)
-    served = RecordedServing([loaded.engine(program, overlap=False) for _ in range(2 if moves else 1)], program, proposer)
-    served.step_until_idle()
-    return served.acceptance()

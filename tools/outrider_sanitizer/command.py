@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -88,9 +88,16 @@ def sanitize(
 
 
 def _run(registry: Registry, spec: BackendSpec, path: Path, argv: Sequence[str]) -> tuple[list[Findings], list[ScriptEnd]]:
+    from outrider_sanitizer.session import watch
+
     reports: list[Findings] = []
     first = registry.create(spec)
-    end = run_script(path, argv, first, lambda made, stack: reports.append(stack.enter_context(_watch(made, first))))
+
+    def attach(made: Backend, stack: ExitStack) -> None:
+        # What torch tells of a device is told once: to who watches the backend that the script was given.
+        reports.append(stack.enter_context(watch(made, torch_calls=made is first)))
+
+    end = run_script(path, argv, first, attach)
     # A backend that nothing was done with has nothing to say, unless it's the only one.
     used = [report for report in reports if report.operations or not report.clean]
     return used or reports[:1], [end]
@@ -106,23 +113,14 @@ def _run_ranks(
         raise ConfigError(f"--ranks {ranks} takes devices 0 to {ranks - 1}; leave the number out of {str(spec)!r}")
     backends = [registry.create(replace(spec, ordinal=n, options=spec.options if n == 0 else {})) for n in range(ranks)]
     shared = RankClocks()
-    ends = run_rank_scripts(
-        path, argv, backends, lambda made, stack: _ignore(stack.enter_context(watching(made, ranks=shared)))
-    )
+
+    def attach(made: Backend, stack: ExitStack) -> None:
+        stack.enter_context(watching(made, ranks=shared))
+
+    ends = run_rank_scripts(path, argv, backends, attach)
     # What torch.distributed does of itself is no advice to the script's author.
     shared.report.advice = [item for item in shared.report.advice if not item.event.startswith("torch ")]
     return [shared.report], ends
-
-
-def _ignore(_: object) -> None:
-    """Discard the value that the scope yields."""
-
-
-def _watch(backend: Backend, first: Backend) -> AbstractContextManager[Findings]:
-    from outrider_sanitizer import watch
-
-    # What torch tells of a device is told once: to who watches the backend that the script was given.
-    return watch(backend, torch_calls=backend is first)
 
 
 def show(console: Console, report: Findings, advice: bool, failed: bool) -> None:

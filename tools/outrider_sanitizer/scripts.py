@@ -44,7 +44,7 @@ SIMULATED = "sim"
 
 @dataclass(frozen=True, slots=True)
 class ScriptEnd:
-    """The end of a script."""
+    """Exit code of a script that has ended, and the error and line of a failed one."""
 
     exit_code: int
     error: str | None = None
@@ -124,22 +124,24 @@ def _run_to_end(path: Path, run: Callable[[], object]) -> ScriptEnd:
     except SystemExit as error:
         code = exit_code(error)
         said = None if error.code is None or isinstance(error.code, int) else str(error.code)
-        return ScriptEnd(code, said, _location(path, error)) if code or said else ScriptEnd(0)
+        return ScriptEnd(code, said, _traceback_of(path, error)[0]) if code or said else ScriptEnd(0)
     except Exception as error:
-        frames = error.__traceback__
-        while frames is not None and frames.tb_frame.f_code.co_filename != str(path):
-            frames = frames.tb_next
-        shown = "".join(traceback.format_exception(type(error), error, frames))
-        return ScriptEnd(1, f"{type(error).__name__}: {error}", _location(path, error), shown)
+        return ScriptEnd(1, f"{type(error).__name__}: {error}", *_traceback_of(path, error))
     return ScriptEnd(0)
 
 
-def _location(path: Path, error: BaseException) -> str:
-    """Return the innermost line of the script in the traceback; of a script that can't be parsed, the faulty line."""
-    if isinstance(error, SyntaxError) and error.filename == str(path):
-        return f"{path}:{error.lineno}"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    return f"{path}:{lines[-1]}" if lines else ""
+def _traceback_of(path: Path, error: BaseException) -> tuple[str, str]:
+    """Return the innermost line of the script in the traceback, or its faulty line, and the traceback from the script on."""
+    frames, line = (
+        error.__traceback__,
+        error.lineno if isinstance(error, SyntaxError) and error.filename == str(path) else None,
+    )
+    own = None
+    while frames is not None:
+        if frames.tb_frame.f_code.co_filename == str(path):
+            own, line = own or frames, frames.tb_lineno
+        frames = frames.tb_next
+    return f"{path}:{line}" if line else "", "".join(traceback.format_exception(type(error), error, own))
 
 
 class _Script(SourceFileLoader):

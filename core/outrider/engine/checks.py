@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from outrider.device import Backend, CapabilityError, ConfigError, KernelSet, OutOfDeviceMemory, StepMode
-from outrider.engine.config import MAX_LOGPROBS, DecidedConfig
+from outrider.engine.config import MAX_LOGPROBS, DecidedConfig, EngineConfig
 from outrider.engine.device_model_facts import memory_of
 from outrider.engine.requests.sampling import MAX_LOGIT_BIAS, SamplingParams
 from outrider.errors import RequestError, shown
@@ -22,6 +23,23 @@ def check_type(name: str, value: object, *kinds: type) -> None:
     if not isinstance(value, kinds):
         expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
         raise ConfigError(f"{name} is {shown(value)} (a {type(value).__name__}); expected {expected}")
+
+
+def check_engine_types(model: object, config: object) -> None:
+    """Raise :class:`ConfigError` if an argument of ``Engine`` has a wrong type."""
+    check_type("model", model, LanguageModel)
+    check_type("config", config, EngineConfig, type(None))
+
+
+def check_loading_types(model_dir: object, backend: object, draft_dir: object, **named: object) -> None:
+    """Raise :class:`ConfigError` if an argument of ``Engine.from_checkpoint`` has a wrong type."""
+    check_type("model_dir", model_dir, str, Path)
+    check_type("backend", backend, str, Backend)
+    check_type("draft_dir", draft_dir, str, Path, type(None))
+    check_type("speculate", named["speculate"], str)
+    check_type("config", named["config"], EngineConfig, type(None))
+    check_type("quantized", named["quantized"], str)
+    check_type("draft_vocabulary", named["draft_vocabulary"], str, Path, int, type(None))
 
 
 def check_policy(backend: Backend, config: DecidedConfig, proposer: Proposer, kernels: KernelSet) -> None:

@@ -20,7 +20,7 @@ from outrider.engine.assembly import (
     build_stages,
     build_step,
 )
-from outrider.engine.checks import check_invariance, check_policy, check_tree, check_type
+from outrider.engine.checks import check_engine_types, check_invariance, check_loading_types, check_policy, check_tree
 from outrider.engine.config import EngineConfig
 from outrider.engine.device_model_facts import situation_of
 from outrider.engine.draft_costs import decide, lengths_for
@@ -45,7 +45,7 @@ from outrider.engine.ranks.commands import (
 from outrider.engine.ranks.decision_log import DecisionLog, ReplicatedLength
 from outrider.engine.ranks.engine_agreement import join_engine
 from outrider.engine.ranks.parallel import ParallelConfig
-from outrider.engine.ranks.processes import LoadingArguments, RankProcesses, check_one_rank, start_ranks
+from outrider.engine.ranks.processes import LoadingArguments, RankProcesses, absolute, check_one_rank, start_ranks
 from outrider.engine.ranks.ranks import Ranks
 from outrider.engine.recovery.watchdog import Watchdog
 from outrider.engine.requests.cache_events import CacheEvent, CacheEvents
@@ -99,12 +99,10 @@ class Engine(RequestMigration):
         :meth:`follow`. ``parallel`` is refused for several ranks; :meth:`from_checkpoint` starts them.
         """
         check_one_rank(parallel)
-        check_type("model", model, LanguageModel)
-        check_type("config", config, EngineConfig, type(None))
+        check_engine_types(model, config)
         self._owner, self._used = Owner(), False
         self._abandoned: deque[Request] = deque()
-        self.backend = backend
-        self.model = model
+        self.backend, self.model = backend, model
         self.proposer = proposer = proposer or NonSpeculativeProposer()
         decided = resolve(config or EngineConfig(), situation_of(backend, model, proposer))
         self.config = config = join_engine(ranks, backend, model, proposer, decided)
@@ -218,46 +216,25 @@ class Engine(RequestMigration):
         Raises :class:`~outrider.device.CheckpointError` and :class:`~outrider.device.ConfigError`, the latter also for values
         of a wrong type.
         """
-        check_type("model_dir", model_dir, str, Path)
-        check_type("backend", backend, str, Backend)
-        check_type("draft_dir", draft_dir, str, Path, type(None))
-        check_type("speculate", speculate, str)
-        check_type("config", config, EngineConfig, type(None))
-        check_type("quantized", quantized, str)
-        check_type("draft_vocabulary", draft_vocabulary, str, Path, int, type(None))
-        backend = get_backend(backend) if isinstance(backend, str) else backend
-        model_dir, draft_dir = Path(model_dir), None if draft_dir is None else Path(draft_dir)
+        loading = LoadingArguments(
+            draft_dir=absolute(draft_dir),
+            speculate=speculate,
+            config=config,
+            through_transformers=through_transformers,
+            trust_remote_code=trust_remote_code,
+            quantized=quantized,
+            draft_output_head=draft_output_head,
+            draft_vocabulary=draft_vocabulary if isinstance(draft_vocabulary, int) else absolute(draft_vocabulary),
+        )
+        check_loading_types(model_dir, backend, **loading.arguments())
+        model_dir, backend = Path(model_dir), get_backend(backend) if isinstance(backend, str) else backend
         if parallel is not None and parallel.world > 1:
-            loading = LoadingArguments(
-                draft_dir=None if draft_dir is None else Path(draft_dir).resolve(),
-                speculate=speculate,
-                config=config,
-                through_transformers=through_transformers,
-                trust_remote_code=trust_remote_code,
-                quantized=quantized,
-                draft_output_head=draft_output_head,
-                draft_vocabulary=draft_vocabulary
-                if isinstance(draft_vocabulary, int | None)
-                else Path(draft_vocabulary).resolve(),
-            )
             return cls._start_with_ranks(
                 model_dir, backend, parallel, loading, ranks, builders, progress=progress, capture_progress=capture_progress
             )
         with nullcontext() if ranks is None else ranks.starting():
             loaded = load_checkpoint(
-                model_dir,
-                backend,
-                config or EngineConfig(),
-                draft_dir=draft_dir,
-                speculate=speculate,
-                builders=builders,
-                through_transformers=through_transformers,
-                trust_remote_code=trust_remote_code,
-                quantized=quantized,
-                draft_output_head=draft_output_head,
-                draft_vocabulary=draft_vocabulary,
-                progress=progress,
-                ranks=ranks,
+                model_dir, backend, builders=builders, progress=progress, ranks=ranks, **loading.arguments()
             )
         return cls(
             loaded.model,

@@ -55,7 +55,7 @@ class Loaded:
 def load_checkpoint(
     directory: Path,
     backend: Backend,
-    config: EngineConfig,
+    config: EngineConfig | None,
     *,
     draft_dir: Path | None,
     speculate: str,
@@ -69,6 +69,7 @@ def load_checkpoint(
     ranks: Ranks | None = None,
 ) -> Loaded:
     """Load a checkpoint and its draft; see :meth:`outrider.engine.engine.Engine.from_checkpoint` for the arguments."""
+    config = config or EngineConfig()
     directory = find_checkpoint(directory, code=trust_remote_code)
     draft_dir = None if draft_dir is None else find_checkpoint(draft_dir)
     builders = dict(builders or {})
@@ -86,11 +87,7 @@ def load_checkpoint(
     if config.dtype is None:
         chosen = (choose_dtype(backend.capabilities, checkpoint_dtype(directory)),)
         config = replace(config, dtype=cast("DtypeName", str(chosen[0].value)))
-    head = speculate.removeprefix(SUFFIX_PREFIX)
-    if draft_dir is None and head in INSIDE_MODEL and speculate not in builders:
-        draft_dir = directory
-    if draft_dir is not None and head in BUILTIN_PROPOSERS.keys() - DRAFTLESS and speculate not in builders:
-        check_draft_kind(draft_dir, head)  # before the target is read; opening the files checks their headers
+    draft_dir = draft_dir if speculate in builders else _checked_draft(directory, draft_dir, speculate)
     assert config.dtype is not None
     dtype = DTYPES[config.dtype]
     if through_transformers and ranks is not None:
@@ -129,6 +126,19 @@ def load_checkpoint(
         vision = load_vision(directory, backend=backend, dtype=dtype, progress=progress)
     decided = resolve(config, situation_of(backend, model, proposer), chosen)
     return Loaded(decided, model, proposer, tokenizer, vision)
+
+
+def _checked_draft(directory: Path, draft_dir: Path | None, speculate: str) -> Path | None:
+    """Return the draft's directory, which is the model's if the heads are in its checkpoint.
+
+    Its kind and its files' headers are checked here, before the target is read.
+    """
+    head = speculate.removeprefix(SUFFIX_PREFIX)
+    if draft_dir is None and head in INSIDE_MODEL:
+        draft_dir = directory
+    if draft_dir is not None and head in BUILTIN_PROPOSERS.keys() - DRAFTLESS:
+        check_draft_kind(draft_dir, head)
+    return draft_dir
 
 
 def _load_native(

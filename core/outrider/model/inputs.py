@@ -94,10 +94,10 @@ class ForwardInput:
     continue after the attention of the last layer.
     """
 
-    states: StateInput | None = None
-    """Required by models with recurrent layers."""
     query_scales: Tensor | None = None
     """[T, 1, 1] in the model's dtype: factors of the queries of each token; None means 1. The decoder sets them."""
+    states: StateInput | None = None
+    """Required by models with recurrent layers."""
 
     @property
     def whole(self) -> ForwardInput:

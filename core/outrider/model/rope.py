@@ -31,14 +31,14 @@ class RopeConfig:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
-    rotated_share: float = 1.0
-    """Share of a head's dimensions that are rotated, the first ones."""
     short_factors: tuple[float, ...] = ()
     """Divisors of the D/2 frequencies up to the original context (``longrope``)."""
     long_factors: tuple[float, ...] = ()
     """Divisors of the D/2 frequencies beyond the original context (``longrope``)."""
     query_beta: float = 0.0
     """Queries at position p are multiplied by 1 + ``query_beta`` ln(1 + floor(p / ``original_context``)) (Llama 4)."""
+    rotated_share: float = 1.0
+    """Share of a head's dimensions that are rotated, the first ones."""
     sections: tuple[int, ...] = ()
     """If not empty, positions have three axes (time, height, width). Each axis has that many of the D/2 frequencies, in order
     (Qwen2-VL's mrope).

@@ -44,8 +44,6 @@ class DecodeServers(EngineClient):
         self._client = DecodeClient(servers, secret=secret, patience_s=patience_s)
         self._sample_of: dict[int, tuple[int, int]] = {}
         """(key, number of the sample) of each open sample, by its number in the client."""
-        self._numbers: dict[int, list[int]] = {}
-        """Numbers in the client of the open samples, by key."""
         self._ticker: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
@@ -85,13 +83,12 @@ class DecodeServers(EngineClient):
         match command:
             case SubmitRequest(key, tokens, params, priority, media):
                 numbers = self._client.submit(tokens, params, priority=priority, media=media)
-                self._numbers[key] = list(numbers)
                 self._sample_of.update({number: (key, sample) for sample, number in enumerate(numbers)})
                 self._handle([RequestAdmitted(key)])
             case AbortRequest(key):
-                for number in self._numbers.pop(key, ()):
-                    if self._sample_of.pop(number, None) is not None:
-                        self._client.abort(number)
+                for number in [number for number, (owner, _) in self._sample_of.items() if owner == key]:
+                    del self._sample_of[number]
+                    self._client.abort(number)
 
     def _receive(self) -> None:
         """Read what the sockets have, and pass the outputs on."""
@@ -104,9 +101,6 @@ class DecodeServers(EngineClient):
             return None
         if output.finish_reason is not None:
             del self._sample_of[output.request_id]
-            self._numbers[place[0]].remove(output.request_id)
-            if not self._numbers[place[0]]:
-                del self._numbers[place[0]]
         return SampleOutput.from_step(*place, output)
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from outrider import Engine, SamplingParams
 from outrider_proof.decode_program import CONTEXT, Arrival
-from outrider_proof.engine_setups import EngineSetup, Models, models, prompt_and_media, random_host_program, without_schedule
+from outrider_proof.engine_setups import Models, prompt_and_media, random_host_program, without_schedule
 from outrider_proof.tiny import VOCABULARY, plain_config
+from proof.setups import EngineSetup, models
 
 OPTIONED = (
     (EngineSetup("none", "staged", "cuda"), 20),

@@ -24,13 +24,9 @@ from outrider_proof.engine_setups import (
     MODES,
     PERSONALITIES,
     PROPOSERS,
-    EngineSetup,
-    engines_for,
     prompt_and_media,
     random_host_program,
     reference_tokens,
-    simulated_device,
-    supports_mode,
     without_schedule,
 )
 from outrider_proof.guides import guide
@@ -40,6 +36,7 @@ from proof.mutants.line_tracer import Lines, lines_run
 from proof.mutants.mutation_sites import MutationSite, apply
 from proof.mutants.options import OPTIONED, judged
 from proof.program_checks import run_once_checked
+from proof.setups import EngineSetup, engines_for, simulated_device, supports_mode
 
 
 def modules() -> tuple[str, ...]:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider_proof.engine_setups import EngineSetup, all_setups, random_host_program
+from outrider_proof.engine_setups import random_host_program
 from proof.program_checks import drop_fence, prove_program
+from proof.setups import EngineSetup, all_setups
 
 PLUGIN = os.environ["PROVED_PLUGIN"]
 EMULATIONS = Path(__file__).resolve().parents[1] / "emulated"

@@ -108,11 +108,7 @@ def explore(
                 seed=seed,
                 drop_fence=drop_fence,
                 drop=drop,
-                speculate=speculate,
-                draft_topk=draft_topk,
-                mode=mode,
-                graphs=graphs,
-                images=images,
+                setup={"speculate": speculate, "draft_topk": draft_topk, "mode": mode, "graphs": graphs, "images": images},
             )
         )
     if name == RANKS:

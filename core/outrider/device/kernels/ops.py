@@ -104,7 +104,7 @@ _define("experts", experts.experts, _mixed)
 _define(
     "short_convolution",
     recurrent.short_convolution,
-    _empty_like,
+    lambda x, *rest: torch.empty_like(x, memory_format=torch.contiguous_format),
     writes=("state",),
 )
 _define(

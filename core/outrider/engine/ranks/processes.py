@@ -20,6 +20,13 @@ from outrider.engine.ranks.record_text import encode
 _EXIT_TIMEOUT_S = 5.0
 
 
+def absolute(path: Path | str | None) -> Path | None:
+    """Return the absolute path of an existing file or directory; a name on the Hub stays a name."""
+    if not isinstance(path, str | Path):
+        return path  # the caller checks its type
+    return Path(path).resolve() if Path(path).exists() else Path(path)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadingArguments:
     """The arguments of :meth:`Engine.from_checkpoint` that are equal on all ranks."""
