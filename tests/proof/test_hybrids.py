@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from outrider_proof.program_checks import prove_program
 
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
