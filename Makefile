@@ -91,8 +91,9 @@ $(VENV)/.demo-ready: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
 		echo "making the virtual environment failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@# torch alone from its own index, with little patience: where that can't be reached, the usual one must do.
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --retries 1 --extra-index-url $(TORCH_INDEX) torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[models]'
+	@# pip shows what it downloads, with a progress bar: this takes a minute or more.
+	$(BIN)/python -m pip install --constraint constraints.txt --retries 1 --extra-index-url $(TORCH_INDEX) torch
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[models]'
 	@touch $@
 
 # In addition, the packages of development: tests, linters, types, docs.

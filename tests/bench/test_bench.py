@@ -191,14 +191,14 @@ def test_bandwidth_is_of_this_world():
     [
         (["--batch", "1,x"], "--batch is '1,x'"),
         (["--batch", "0"], "--batch is '0'"),
-        (["--batch", ""], "--batch is ''"),
+        (["--batch", ""], "--batch is empty"),
         (["--new-tokens", "0"], "--new-tokens is 0"),
         (["--prompt-tokens", "-1"], "--prompt-tokens is '-1'"),
         (["--new-tokens", "1"], "--new-tokens 1 is too few"),
-        (["--backend", "no-such-chip"], "no backend named"),
+        (["--backend", "no-such-chip"], "--backend is 'no-such-chip'"),
     ],
 )
 def test_bad_input(outrider, arguments, message):
     result = outrider("bench", "decode", *arguments)
-    assert (result.code, result.out) == (1, "")
+    assert (result.code in (1, 2), result.out) == (True, "")
     assert message in result.err

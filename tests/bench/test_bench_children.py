@@ -127,7 +127,7 @@ def test_a_backend_that_compiles_starts_cold_and_warm(outrider, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("startup", "--shape", "no-such-shape"), "there is no shape 'no-such-shape'"),
+        (("startup", "--shape", "no-such-shape"), "--shape is 'no-such-shape'"),
         (("startup", "--speculate", "mtp"), "--speculate is 'mtp'"),
         (("startup", "--shape", "tiny", "--directory", "/proc"), "--directory is '/proc', and no files can be written there"),
         (("startup", "--shape", "tiny", "--directory", "/proc/x"), "--directory is '/proc/x', and no files can be written"),
@@ -137,7 +137,7 @@ def test_a_backend_that_compiles_starts_cold_and_warm(outrider, monkeypatch):
 def test_bad_input(outrider, arguments, message):
     command, *rest = arguments
     result = outrider("bench", command, "--backend", "cpu", *rest)
-    assert result.code == 1
+    assert result.code in (1, 2)
     assert message in result.err
 
 

@@ -75,17 +75,17 @@ def test_the_bundled_model_serves_a_load_too(outrider):
         ),
         (
             ("decode", "--shape", "tiny", "--draft-vocabulary", "9x"),
-            "draft_vocabulary is 9x; expected a number of tokens, or",
+            "--draft-vocabulary is '9x'; there is no such file",
         ),
         (("decode", "--draft-vocabulary", "99999"), "and the target has tokens 0 to 2047; expected tokens of the target"),
         (("mixed", "--accept-length", "2"), "--accept-length is synthetic"),
-        (("prefill", "--plot", "/nowhere/x.svg"), "--plot is '/nowhere/x.svg', and nothing can be written in '/nowhere'"),
-        (("decode", "--plot", "/nowhere/x.svg"), "--plot is '/nowhere/x.svg', and nothing can be written in '/nowhere'"),
+        (("prefill", "--plot", "/nowhere/x.svg"), "--plot is '/nowhere/x.svg'; nothing can be written in '/nowhere'"),
+        (("decode", "--plot", "/nowhere/x.svg"), "--plot is '/nowhere/x.svg'; nothing can be written in '/nowhere'"),
         (("prefill", "--prompt-tokens", "8,90", "--max-context", "64"), "--prompt-tokens 90 and the 8 tokens after them"),
         (("decode", "--prompt-tokens", "8,90", "--max-context", "64"), "in the context of 64: they are 154; ask for fewer"),
         (("mixed", "--prompts", "9-9", "--outputs", "8-8", "--max-context", "16"), "--prompts 9 and --outputs 8 tokens"),
         (("decode", "--shape", "tiny", "--speculate", "none", "--draft-length", "load"), "drafts nothing; leave draft_"),
-        (("mixed", "--shape", "tiny", "--draft", "x"), "--draft doesn't go with --shape"),
+        (("mixed", "--shape", "tiny", "--draft", "."), "--draft doesn't go with --shape"),
         (("prefill", "--prompt-tokens", "2041"), "--prompt-tokens 2041 and the 8 tokens after them don't fit"),
         (("mixed", "--prompts", "9000-9000"), "in the context of 2048: they are 9"),
         (("prefill", "--shape", "tiny", "--prompt-tokens", "99999999"), "--prompt-tokens 99999999 and the 8 tokens after"),
@@ -96,7 +96,7 @@ def test_the_bundled_model_serves_a_load_too(outrider):
 def test_bad_input(outrider, arguments, message):
     command, *rest = arguments
     result = outrider("bench", command, "--backend", "cpu", *rest)
-    assert result.code == 1
+    assert result.code in (1, 2)
     assert message in result.err
 
 

@@ -40,7 +40,7 @@ def test_a_plot_of_iterations_against_the_limit(outrider, tmp_path):
     assert len(root.findall(f"{svg}polyline")) == 4  # measured and limit, for each prompt length
     assert len(root.findall(f"{svg}circle")) == 4
     refused = outrider("bench", "decode", "--backend", "cpu", "--plot", "limits.png")
-    assert refused.code == 1
+    assert refused.code == 2
     assert "ends in .svg" in refused.err
 
 

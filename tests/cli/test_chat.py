@@ -60,36 +60,36 @@ def test_messages_of_a_file(outrider, checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("code", "said", "told"),
     [
-        ("{", "not JSON"),
-        ("{}", "expected a list of 1 to"),
-        ("[]", "expected a list of 1 to"),
-        ('["a"]', "message 0 is 'a'"),
-        ('[{"role": "user"}]', "message 0, of the role 'user': content is None"),
-        ('[{"role": "user", "content": [{"type": "text", "text": "a"}, null]}]', r"message 0: content[1] is None"),
-        ('[{"role": "user", "content": "\\ud800"}]', "the messages have half a character"),
-        ('[{"role": "tool", "content": "x"}]', "the chat template refused the messages: no tools here"),
+        (2, "{", "not JSON"),
+        (2, "{}", "expected a list of 1 to"),
+        (2, "[]", "expected a list of 1 to"),
+        (2, '["a"]', "message 0 is 'a'"),
+        (2, '[{"role": "user"}]', "message 0, of the role 'user': content is None"),
+        (2, '[{"role": "user", "content": [{"type": "text", "text": "a"}, null]}]', r"message 0: content[1] is None"),
+        (1, '[{"role": "user", "content": "\\ud800"}]', "the messages have half a character"),
+        (1, '[{"role": "tool", "content": "x"}]', "the chat template refused the messages: no tools here"),
     ],
 )
-def test_messages_that_are_none(outrider, checkpoint, tmp_path, said, told):
+def test_messages_that_are_none(outrider, checkpoint, tmp_path, code, said, told):
     (tmp_path / "said.json").write_text(said)
     result = outrider("generate", "--messages", str(tmp_path / "said.json"), "--model", checkpoint, *COMMON)
-    assert result.code == 1
+    assert result.code == code
     assert told in result.err
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("code", "given", "told"),
     [
-        (("--chat", "--token-ids", "1"), "--token-ids"),
-        (("--messages", "x.json", "--prompt", "a"), "x.json"),
-        (("--chat", "--prompt", "a"), "has no chat template: it continues texts"),
+        (2, ("--chat", "--token-ids", "1"), "--token-ids"),
+        (2, ("--messages", "x.json", "--prompt", "a"), "x.json"),
+        (1, ("--chat", "--prompt", "a"), "has no chat template: it continues texts"),
     ],
 )
-def test_options_that_contradict(outrider, given, told):
+def test_options_that_contradict(outrider, code, given, told):
     result = outrider("generate", *given, *COMMON)
-    assert result.code == 1
+    assert result.code == code
     assert told in result.err
 
 
@@ -175,7 +175,6 @@ def test_a_broken_template_is_named_before_a_model_is_loaded(outrider, with_file
     result = outrider("generate", "--chat", "--prompt", "a", "--model", with_files(files), *COMMON)
     assert result.code == 1
     assert told in result.err
-    assert "chosen for" not in result.err
 
 
 def test_an_empty_file_is_no_template(outrider, checkpoint, tmp_path):

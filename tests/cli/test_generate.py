@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,11 +24,6 @@ def checkpoint(tmp_path):
     for part in ("target", "eagle"):
         shutil.copytree(bundled(part), tmp_path / part)
     return tmp_path / "target", tmp_path / "eagle"
-
-
-def beside_choices(errors):
-    """Lines of standard error but for the one that says what was chosen."""
-    return [line for line in errors.splitlines() if not line.startswith("outrider: chosen for ")]
 
 
 def edit(path, **changes):
@@ -53,10 +49,11 @@ def test_streams_text_and_sums_up(outrider):
     result = outrider("generate", "--prompt", PROMPT, "--max-tokens", "24", "--compare")
     text = outrider("generate", "--prompt", PROMPT, "--max-tokens", "24", "--dtype", "float32", "--json").json["text"]
     assert result.code == 0
-    assert result.out.startswith(f"{text}\n\n")
-    assert "tokens/s, acceptance length" in result.out
-    assert "iterations" in result.out
-    assert result.out.endswith("same tokens as non-speculative greedy decoding: yes\n")
+    assert result.out == f"{text}\n"
+    first, second, last = result.err.splitlines()
+    assert re.fullmatch(r"outrider: [\d.]+ tokens/s on cpu in float32, eagle accepts [\d.]+", first)
+    assert re.fullmatch(r"outrider: [\d.]+ tokens/s without speculation", second)
+    assert last == "outrider: same tokens as non-speculative greedy decoding: yes"
 
 
 def test_compare_that_differs_is_exit_1(outrider, monkeypatch):
@@ -72,8 +69,8 @@ def test_compare_that_differs_is_exit_1(outrider, monkeypatch):
     monkeypatch.setattr(Engine, "stream", stream)
     result = outrider("generate", "--prompt", PROMPT, "--max-tokens", "24", "--compare")
     assert result.code == 1
-    assert "same tokens as non-speculative greedy decoding: no" in result.out
-    assert "first difference: at token" in result.out
+    assert "same tokens as non-speculative greedy decoding: no" in result.err
+    assert "first difference: at token" in result.err
 
 
 @pytest.mark.parametrize("spoilt", [False, True])
@@ -138,43 +135,47 @@ def test_the_environment_names_the_backend(outrider, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        (["--prompt", ""], "RequestError", "the prompt is empty"),
-        ([], "RequestError", "neither --prompt TEXT nor --prompt-file F"),
-        (["--prompt", "a", "--prompt-file", "b"], "RequestError", "both --prompt TEXT and --prompt-file F"),
-        (["--prompt-file", "/no/such/file"], "FileNotFoundError", "/no/such/file: No such file"),
+        (["--prompt", ""], "UsageError", "--prompt is empty"),
+        ([], "UsageError", "neither --prompt TEXT nor --prompt-file F"),
+        (["--prompt", "a", "--prompt-file", "/dev/null"], "UsageError", "both --prompt TEXT and --prompt-file F"),
+        (["--prompt-file", "/no/such/file"], "UsageError", "--prompt-file is '/no/such/file'; there is no such file"),
         (["--prompt", "x = 1\n" * 4000], "RequestError", "don't fit in the context"),
-        (["--token-ids", "1,two"], "RequestError", "--token-ids is '1,two'; expected whole numbers"),
-        (["--token-ids", "1", "--prompt", "a"], "RequestError", "--token-ids is a prompt, and so are"),
+        (["--token-ids", "1,two"], "UsageError", "--token-ids is '1,two'; expected whole numbers"),
+        (["--token-ids", "1", "--prompt", "a"], "UsageError", "--token-ids is a prompt, and so are"),
         (["--token-ids", "999999"], "RequestError", "999999"),
-        (["--prompt", "a", "--max-tokens", "-1"], "ConfigError", "max_tokens is -1"),
-        (["--prompt", "a", "--max-tokens", "0"], "ConfigError", "max_tokens is 0"),
-        (["--prompt", "a", "--temperature", "nan"], "ConfigError", "temperature is nan"),
-        (["--prompt", "a", "--temperature", "-1"], "ConfigError", "temperature is -1"),
-        (["--prompt", "a", "--seed", str(2**70)], "ConfigError", "seed is"),
-        (["--prompt", "a", "--draft-tokens", "0"], "ConfigError", "draft_tokens is 0"),
-        (["--prompt", "a", "--dtype", "int8"], "ConfigError", "dtype is 'int8'"),
+        (["--prompt", "a", "--max-tokens", "-1"], "UsageError", "--max-tokens is -1"),
+        (["--prompt", "a", "--max-tokens", "0"], "UsageError", "--max-tokens is 0"),
+        (["--prompt", "a", "--temperature", "nan"], "UsageError", "--temperature is nan"),
+        (["--prompt", "a", "--temperature", "-1"], "UsageError", "--temperature is -1"),
+        (["--prompt", "a", "--seed", str(2**70)], "UsageError", "--seed is"),
+        (["--prompt", "a", "--draft-tokens", "0"], "UsageError", "--draft-tokens is 0"),
+        (["--prompt", "a", "--dtype", "int8"], "UsageError", "--dtype is 'int8'"),
         (
             ["--prompt", "a", "--speculate", "medusa"],
-            "ConfigError",
-            "speculate is 'medusa'; expected one of dflash, draft-model, eagle",
+            "UsageError",
+            "--speculate is 'medusa'; expected one of eagle, eagle3, peagle",
         ),
-        (["--prompt", "a", "--speculate", "suffix+"], "ConfigError", "speculate is 'suffix+'; expected one of"),
+        (["--prompt", "a", "--speculate", "suffix+"], "UsageError", "--speculate is 'suffix+'; "),
         (
-            ["--prompt", "a", "--speculate", "ngram", "--draft", "somewhere"],
-            "ConfigError",
-            "--speculate ngram needs no draft, and --draft names somewhere; leave one of them out",
+            ["--prompt", "a", "--speculate", "ngram", "--draft", "."],
+            "UsageError",
+            "--speculate ngram needs no draft, and --draft names .; leave one of them out",
         ),
-        (["--prompt", "a", "--compare", "--temperature", "1"], "ConfigError", "--compare compares greedy decoding"),
-        (["--prompt", "a", "--backend", "no-such-chip"], "BackendNotFound", "no backend named 'no-such-chip'"),
+        (["--prompt", "a", "--compare", "--temperature", "1"], "UsageError", "--compare compares greedy decoding"),
+        (
+            ["--prompt", "a", "--backend", "no-such-chip"],
+            "UsageError",
+            "--backend is 'no-such-chip'; expected one of auto, cpu",
+        ),
         (["--prompt", "a", "--backend", "cpu:seed=1"], "ConfigError", "has no option 'seed'"),
         (["--prompt", "a", "--backend", "cpu:1"], "BackendLoadError", "there is only device 0"),
-        (["--prompt", "a", "--backend", ":"], "ConfigError", "isn't a name"),
-        (["--prompt", "a", "--model", "/no/such/model"], "CheckpointError", "/no/such/model"),
+        (["--prompt", "a", "--backend", ":"], "UsageError", "isn't a name"),
+        (["--prompt", "a", "--model", "/no/such/model"], "UsageError", "--model is '/no/such/model'"),
     ],
 )
 def test_bad_input(outrider, arguments, kind, message):
     result = outrider("generate", *arguments)
-    assert (result.code, result.out) == (1, "")
+    assert (result.code, result.out) == (2 if kind == "UsageError" else 1, "")
     assert message in result.err
     error = outrider("generate", *arguments, "--json").json["error"]
     assert error["type"] == kind
@@ -190,7 +191,7 @@ def test_not_text(outrider, tmp_path):
     file = tmp_path / "prompt.bin"
     file.write_bytes(b"a\xff")
     result = outrider("generate", "--prompt-file", str(file))
-    assert result.code == 1
+    assert result.code == 2
     assert "not UTF-8 text" in result.err
 
 
@@ -263,7 +264,7 @@ def test_full_disk_while_streaming(child, arguments):
         result = child("generate", "--prompt", PROMPT, "--max-tokens", "8", *arguments, stdout=full)
     assert result.code == 1
     assert "no space left on the device" in result.err
-    assert len(beside_choices(result.err)) == 1
+    assert result.err.count("\n") == 1
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -271,14 +272,14 @@ def test_a_full_standard_error_takes_no_text_with_it(child):
     with open("/dev/full", "w") as full:
         result = child("generate", "--prompt", PROMPT, "--max-tokens", "8", stderr=full, PYTHONUNBUFFERED="")
     assert result.code == 0
-    assert "tokens/s" in result.out
+    assert len(result.out) > 10
 
 
 def test_bars_and_their_control_codes_are_for_terminals(child):
     """CI systems set FORCE_COLOR, with which rich counts a pipe as a terminal."""
     result = child("generate", "--prompt", PROMPT, "--max-tokens", "2", FORCE_COLOR="1")
     assert result.code == 0
-    assert "chosen for cpu" in result.err
+    assert "tokens/s on cpu" in result.err
     assert "loading" not in result.err
     assert "\x1b" not in result.err
 
@@ -311,7 +312,7 @@ def test_ctrl_c_while_streaming_keeps_what_was_streamed(tmp_path):
         finally:
             process.kill()
     assert process.returncode == 130
-    (said,) = beside_choices(errors)
+    (said,) = errors.splitlines()
     assert said.startswith("outrider: interrupted after ")
     text = path.read_text()
     assert len(text) > 40

@@ -25,7 +25,7 @@ def test_files_that_hold_no_prompt(outrider, tmp_path, monkeypatch, name, kind, 
     if kind:
         os.mkfifo(path) if kind == "pipe" else path.mkdir()
     result = outrider("generate", "--prompt-file", str(path), "--json")
-    assert (result.code, result.json["error"]["type"]) == (1, "RequestError")
+    assert (result.code, result.json["error"]["type"]) == (2, "UsageError")
     assert says in result.json["error"]["message"]
 
 
@@ -44,7 +44,7 @@ def test_text_that_is_not_utf_8(outrider, option):
     rest = () if option == "--prompt" else ("--prompt", "a")
     result = outrider("generate", option, "a\udcff", *rest, "--json")
     assert result.json["error"] == {
-        "type": "RequestError",
+        "type": "UsageError",
         "message": f"{option}: not UTF-8 text at character 1; use the encoding UTF-8",
     }
     with pytest.raises(RequestError):
@@ -68,10 +68,10 @@ def test_a_tree_has_a_most():
 @pytest.mark.parametrize(
     ("option", "says"),
     [
-        (("--draft-tokens", "100000"), "draft_tokens is 100000"),
-        (("--draft-topk", "9999999"), "draft_topk is 9999999"),
-        (("--max-tokens", "0"), "max_tokens is 0"),
-        (("--max-tokens", "-1"), "max_tokens is -1"),
+        (("--draft-tokens", "100000"), "--draft-tokens is 100000"),
+        (("--draft-topk", "9999999"), "--draft-topk is 9999999"),
+        (("--max-tokens", "0"), "--max-tokens is 0"),
+        (("--max-tokens", "-1"), "--max-tokens is -1"),
     ],
 )
 def test_sizes_on_the_command_line(outrider, option, says):

@@ -26,12 +26,12 @@ def test_every_family_and_proposer_is_listed(outrider):
 def test_proposers_give_plain_tokens(outrider, options):
     result = outrider("generate", "--prompt", "def read(", "--max-tokens", "20", "--compare", *options)
     assert result.code == 0
-    assert result.out.endswith("same tokens as non-speculative greedy decoding: yes\n")
+    assert result.err.endswith("same tokens as non-speculative greedy decoding: yes\n")
 
 
 def test_an_unknown_proposer_is_named_with_the_known_ones(outrider):
     result = outrider("generate", "--prompt", "x", "--speculate", "medusa")
-    assert result.code == 1
+    assert result.code == 2
     assert "medusa" in result.err
     assert "draft-model" in result.err
 

@@ -66,11 +66,11 @@ def test_a_builder_that_is_given_comes_before_a_plugin(guess):
 
 
 def test_an_unknown_name_lists_outriders_and_the_plugins(outrider, guess):
-    assert "no plugin brings another one" in generate(outrider, "gues").err
+    assert "did you mean" not in generate(outrider, "gues").err
     guess()
     err = generate(outrider, "gues").err
-    assert "expected one of dflash, draft-model, eagle" in err
-    assert "plugins: guess" in err
+    assert "expected one of eagle, eagle3, peagle, dflash" in err
+    assert "none, guess; did you mean 'guess'?" in err
 
 
 @pytest.mark.parametrize(

@@ -50,26 +50,26 @@ def test_an_output_follows_a_guide(outrider, tmp_path):
         (("--guide", "regex=("), "isn't a regular expression"),
         (("--guide", "regex"), "expected json-object, or a kind with its value"),
         (("--guide", "json-object=x"), "expected json-object, or a kind with its value"),
-        (("--guide", "yaml=a"), "has the kind 'yaml'; expected json-object, json-schema"),
+        (("--guide", "yaml=a"), "has the kind 'yaml'; expected one of json-object"),
         (("--guide", 'json-schema={"not": {}}'), "'not' at #"),
         (("--guide", "json-schema=missing.json"), "missing.json"),
     ],
 )
 def test_a_guide_that_is_wrong(outrider, options, message):
     result = outrider(*COMMON, *options)
-    assert (result.code, message in result.out + result.err) == (1, True), result.out
+    assert (result.code, message in result.out + result.err) == (2, True), result.out
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--top-p", "0"), "top_p is 0.0; expected a number above 0"),
-        (("--top-k", "-1"), "top_k is -1; expected"),
-        (("--stop", ""), "stop is"),
+        (("--top-p", "0"), "--top-p is 0.0; expected a number above 0"),
+        (("--top-k", "-1"), "--top-k is -1; expected"),
+        (("--stop", ""), "--stop is empty"),
         (("--compare", "--temperature", "1"), "--compare compares greedy decoding"),
     ],
 )
 def test_bad_values(outrider, options, message):
     result = outrider(*COMMON, *options)
-    assert result.code == 1
+    assert result.code == 2
     assert message in result.json["error"]["message"]

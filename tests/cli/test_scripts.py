@@ -50,15 +50,15 @@ def test_trace_gives_what_was_recorded_and_the_scripts_exit_code(outrider, scrip
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (("--out", "/proc/x/t.json"), "--out is '/proc/x/t.json', and nothing can be written in '/proc/x'"),
-        (("--picture", "/proc/x/t.svg"), "--picture is '/proc/x/t.svg', and nothing can be written in '/proc/x'"),
+        (("--out", "/proc/x/t.json"), "--out is '/proc/x/t.json'; nothing can be written in '/proc/x'"),
+        (("--picture", "/proc/x/t.svg"), "--picture is '/proc/x/t.svg'; nothing can be written in '/proc/x'"),
         (("--out", "t.html"), "t.html would get the timeline and the picture"),
     ],
 )
 def test_trace_looks_at_its_files_before_the_script_runs(outrider, script, given, said, tmp_path):
     name = script(f"open({str(tmp_path / 'ran')!r}, 'w')", "runs")
     result = outrider("trace", "--backend", "sim", *given, "--", f"{name}.py")
-    assert result.code == 1
+    assert result.code == 2
     assert said in result.err
     assert not (tmp_path / "ran").exists()
 

@@ -58,7 +58,8 @@ def test_each_tensor_is_told_of_once(tmp_path, backend):
     seen = []
     loaded(tmp_path, get_backend(backend), progress=lambda *each: seen.append(each))
     assert [name for name, _, _ in seen] == ["a", "b", "c", "d", "e"]
-    assert [(done, total) for _, done, total in seen] == [(number, 5) for number in range(1, 6)]
+    assert [done for _, done, _ in seen] == sorted({done for _, done, _ in seen})
+    assert {total for _, _, total in seen} == {seen[-1][1]}
 
 
 @pytest.mark.parametrize("backend", ["cpu", "sim"])

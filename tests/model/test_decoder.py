@@ -143,12 +143,13 @@ def test_captured_states_are_the_residual_stream(tmp_path, backend):
     with torch.no_grad():
         states = reference(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
         inputs = driver.inputs([(driver.sequence(), PROMPT)])
-        final, captured = driver.model.forward_with_aux_hidden_states(inputs, driver.cache, (2, 0))
+        final, captured = driver.model.forward_with_aux_hidden_states(inputs, driver.cache, (2, 0, 3))
     assert torch.allclose(final, states[3][0], atol=TOLERANCE)
+    assert torch.allclose(reference.model.norm(captured[2]), states[3][0], atol=TOLERANCE)
     assert torch.allclose(captured[0], states[2][0], atol=TOLERANCE)
     assert torch.equal(captured[1], states[0][0])
-    with pytest.raises(ConfigError, match=r"no layers \[3\]"):
-        driver.model.forward_with_aux_hidden_states(inputs, driver.cache, (3,))
+    with pytest.raises(ConfigError, match=r"no layers \[4\]"):
+        driver.model.forward_with_aux_hidden_states(inputs, driver.cache, (4,))
 
 
 def test_metadata_is_settled_behind_the_first_layer(tmp_path, backend, monkeypatch):

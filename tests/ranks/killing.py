@@ -91,7 +91,7 @@ def lose(how: str, victim: int, draw: random.Random, backend: str) -> tuple[floa
     assert not left, f"processes are left: {left}"
     assert not still_listening(ports), f"ports are left: {still_listening(ports)}"
     assert process.returncode == 1, (process.returncode, said)
-    errors = [line for line in said.splitlines() if line.startswith("outrider: ") and "chosen for" not in line]
+    errors = [line for line in said.splitlines() if line.startswith("outrider: ") and " tokens/s " not in line]
     assert len(errors) == 1, said
     assert f"rank {victim} " in errors[0], errors[0]
     assert "last decided" in errors[0], errors[0]

@@ -103,9 +103,10 @@ def test_the_names_that_llm_d_reads_are_exported(metrics):
 
 
 def options(arguments):
-    """Parse options of ``outrider serve``; none of them is run."""
+    """Parse options of ``outrider serve``; none of them is run. Files of the deployed machine stand for files of this one."""
+    here = [each.replace("%d/keys", __file__).replace("=/model", "=.") for each in arguments]
     command = typer.main.get_command(_app())
-    return command.make_context("serve", list(arguments), resilient_parsing=False).params
+    return command.make_context("serve", here, resilient_parsing=False).params
 
 
 def _app():

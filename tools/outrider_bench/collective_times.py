@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from outrider.device import Backend, Group, Stream
     from outrider_conformance.rank_processes import RankContext
 
-KINDS = ("all_reduce", "all_reduce_rms_norm", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send")
 FUSED = "fused"
 _CALLS = 64
 _EAGER_CALLS = 8

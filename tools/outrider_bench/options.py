@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from outrider.cli.models import (
     DraftOption,
     DraftOutputHeadOption,
@@ -28,10 +26,24 @@ from outrider.cli.models import (
     SpeculateOption,
     Speculation,
     TransformersOption,
+    check_draft,
     launched,
     load,
 )
-from outrider.cli.report import BackendOption
+from outrider.cli.option_values import (
+    RANDOM_FORMATS,
+    SHAPE,
+    UsageError,
+    Value,
+    closest,
+    number,
+    one_of,
+    option,
+    output_file,
+    parsed,
+    whole,
+)
+from outrider.cli.report import BackendOption, VerboseOption
 from outrider.device.errors import ConfigError
 from outrider_bench.mixed_load import MixedLoad
 from outrider_bench.random_model import DRAFT_LAYERS, RandomModel
@@ -44,80 +56,106 @@ if TYPE_CHECKING:
     from outrider.engine.engine import Engine
     from outrider.model import ModelConfig
 
-_FORMATS = "fp8, fp8-tensor, fp8-block, int8, int4, int4-zeros, int4-32"
+
+def some_of(*names: str) -> Value:
+    """Return the kind of some of ``names``, with commas between them."""
+    return parsed(",".join(names), lambda given: parse_names(given, names))
+
+
+def parse_names(given: str, known: Sequence[str]) -> list[str]:
+    """Return the names with commas between them, each known and there once. Raises :class:`ConfigError`."""
+    names = [name.strip() for name in given.split(",")]
+    unknown = [name for name in names if name not in known]
+    if unknown or len(set(names)) != len(names):
+        suggestion = closest(unknown[0], known) if unknown else ""
+        raise ConfigError(f"expected some of {', '.join(known)}, each once, with commas between them{suggestion}")
+    return names
+
+
+def parse_sizes(given: str) -> list[int]:
+    """Return the positive whole numbers with commas between them. Raises :class:`ConfigError`."""
+    parts = [part.strip() for part in given.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) > 0 for part in parts):
+        raise ConfigError("expected whole numbers of at least 1, with commas between them, such as 1,32")
+    return [int(part) for part in parts]
+
+
+def parse_range(given: str) -> tuple[int, int]:
+    """Return the two numbers of a range such as ``32-1036``. Raises :class:`ConfigError`."""
+    least, dash, most = given.partition("-")
+    if not dash or not all(each.isascii() and each.isdigit() for each in (least, most)) or not 1 <= int(least) <= int(most):
+        raise ConfigError("expected the least and the most tokens, such as 32-1036")
+    return int(least), int(most)
+
+
+SIZES = parsed("N,N,…", parse_sizes)
+_RANGE = parsed("A-B", parse_range)
 
 DraftLengthOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--draft-length",
-        metavar="fixed|load",
+        value=one_of("fixed", "load"),
         help="Draft K tokens in every iteration (fixed), or as many as make the batch fastest (load). "
         "Default: load where graphs are replayed concurrently with the host.",
     ),
 ]
 ModeOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--mode",
-        metavar="staged|fused",
+        value=one_of("staged", "fused"),
         help="Stages on their own streams, or the whole iteration in one graph. Default: fused where the backend has it.",
     ),
 ]
 GraphsOption = Annotated[
     bool | None,
-    typer.Option(
+    option(
         "--graphs/--no-graphs",
         help="In staged mode too, replay each stage from a graph. Default: where the device captures graphs.",
     ),
 ]
 OverlapOption = Annotated[
     bool | None,
-    typer.Option(
+    option(
         "--overlap/--no-overlap",
         help="Launch an iteration before the previous one's results are read. Default: where the device is asynchronous.",
     ),
 ]
 PrefillChunkOption = Annotated[
     int | None,
-    typer.Option("--prefill-chunk", metavar="N", help="Prompt tokens of an iteration. Default: by the device's memory."),
+    option("--prefill-chunk", value=whole(1, 2**20), help="Prompt tokens of an iteration. Default: by the device's memory."),
 ]
 ShapeOption = Annotated[
     str | None,
-    typer.Option(
-        "--shape", metavar="NAME|config.json", help="Random weights of this shape instead of a checkpoint: llama-3.1-8b."
-    ),
+    option("--shape", value=SHAPE, help="Random weights of this shape instead of a checkpoint: llama-3.1-8b."),
 ]
-RequiredShapeOption = Annotated[
-    str, typer.Option("--shape", metavar="NAME|config.json", help="Random weights of this shape.")
-]
+RequiredShapeOption = Annotated[str, option("--shape", value=SHAPE, help="Random weights of this shape.")]
 AcceptLengthOption = Annotated[
     float | None,
-    typer.Option(
+    option(
         "--accept-length",
-        metavar="A",
+        value=number(1, 1025),
         help="With random weights, synthetic acceptance: mean number of tokens that an iteration yields.",
     ),
 ]
 QuantizeOption = Annotated[
     str | None,
-    typer.Option("--quantize", metavar="FORMAT", help=f"Format of random weights of layers, also the draft's: {_FORMATS}."),
+    option("--quantize", value=one_of(*RANDOM_FORMATS), help="Format of random weights of layers, also the draft's."),
 ]
-LmHeadOption = Annotated[bool, typer.Option("--lm-head", help="With --quantize, quantise the output head too.")]
+LmHeadOption = Annotated[bool, option("--lm-head", help="With --quantize, quantise the output head too.")]
 DraftQuantizeOption = Annotated[
     str | None,
-    typer.Option(
-        "--draft-quantize",
-        metavar="FORMAT",
-        help="Format of the random weights of the draft's layers alone; the formats of --quantize.",
+    option(
+        "--draft-quantize", value=one_of(*RANDOM_FORMATS), help="Format of the random weights of the draft's layers alone."
     ),
 ]
-BatchOption = Annotated[str, typer.Option("--batch", metavar="1,8,32", help="Batch sizes, separated by commas.")]
-PromptLengthsOption = Annotated[
-    str, typer.Option("--prompt-tokens", metavar="512,4096", help="Prompt lengths in tokens, separated by commas.")
-]
-PromptTokensOption = Annotated[int, typer.Option("--prompt-tokens", min=1, metavar="N", help="Tokens of each prompt.")]
-NewTokensOption = Annotated[int, typer.Option("--new-tokens", metavar="N", help="New tokens of each request.")]
-PlotOption = Annotated[Path | None, typer.Option("--plot", metavar="F.svg", help="Write a plot of the results.")]
+BatchOption = Annotated[str, option("--batch", value=SIZES, help="Batch sizes.")]
+PromptLengthsOption = Annotated[str, option("--prompt-tokens", value=SIZES, help="Prompt lengths in tokens.")]
+PromptTokensOption = Annotated[int, option("--prompt-tokens", value=whole(1), help="Tokens of each prompt.")]
+NewTokensOption = Annotated[int, option("--new-tokens", value=whole(1), help="New tokens of each request.")]
+ProposerOption = Annotated[str, option("--speculate", value=one_of("eagle", "none"), help="Proposer.")]
+PlotOption = Annotated[Path | None, option("--plot", value=output_file(".svg"), help="Write a plot of the results.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,27 +209,21 @@ class RandomWeightOptions(RandomDraftOptions):
     draft_vocabulary: DraftVocabularyOption = None
     draft_quantize: DraftQuantizeOption = None
 
-    def check_formats(self) -> None:
-        """Raise :class:`ConfigError` for an unknown format, and for formats of weights that aren't random."""
-        from outrider_tune.quantized import random_format
-
+    def __post_init__(self) -> None:
         if self.lm_head and self.quantize is None:
-            raise ConfigError("--lm-head says what --quantize takes too; leave it out, or name a format with --quantize")
+            raise UsageError("--lm-head says what --quantize takes too; leave it out, or name a format with --quantize")
         if self.quantize is not None and self.shape is None:
-            raise ConfigError(
+            raise UsageError(
                 "--quantize makes random weights and goes with --shape alone: a checkpoint is quantised or it isn't"
             )
         if self.accept_length is not None and self.shape is None:
-            raise ConfigError(
-                "--accept-length is synthetic and goes with --shape alone: a real model accepts what it accepts"
-            )
+            raise UsageError("--accept-length is synthetic and goes with --shape alone: a real model accepts what it accepts")
         if self.draft_quantize is None:
             return
-        random_format(self.draft_quantize)
         if self.quantize is not None:
-            raise ConfigError("--quantize takes the draft's layers too; leave --draft-quantize out")
+            raise UsageError("--quantize takes the draft's layers too; leave --draft-quantize out")
         if self.shape is None:
-            raise ConfigError(
+            raise UsageError(
                 "--draft-quantize makes random weights and goes with --shape alone: write a real draft's with outrider "
                 "quantize, and give its directory with --draft"
             )
@@ -208,14 +240,28 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
     draft_length: DraftLengthOption = None
     draft_layers: Annotated[
         int | None,
-        typer.Option(
-            "--draft-layers",
-            min=1,
-            metavar="N",
-            help="With --shape and --speculate dflash: layers of the drafter. Default: 5.",
+        option(
+            "--draft-layers", value=whole(1), help="With --shape and --speculate dflash: layers of the drafter. Default: 5."
         ),
     ] = None
     through_transformers: TransformersOption = False
+    verbose: VerboseOption = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_draft(self.speculate, self.draft)
+        if self.draft_layers is not None and (self.shape is None or self.speculate != "dflash"):
+            raise UsageError(
+                "--draft-layers is the size of a random block drafter: it goes with --shape and --speculate dflash"
+            )
+        if self.shape is None:
+            return
+        unwanted = {"--model": self.model, "--draft": self.draft, "--through-transformers": self.through_transformers}
+        for name, value in unwanted.items():
+            if value:
+                raise UsageError(f"{name} doesn't go with --shape, which has random weights of its own")
+        if self.draft_topk != 1:
+            raise UsageError("--shape drafts chains alone; leave out --draft-topk")
 
     def running(self) -> Running:
         """Return the launch settings, with the draft length."""
@@ -227,26 +273,20 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
         requests: int,
         requests_origin: str,
         context: int,
-        say: bool,
         joined: Joined | None = None,
     ) -> tuple[Engine, Mapping[str, object]]:
         """Return an engine for ``requests`` of ``context`` tokens, and its description for a report.
 
         ``--max-requests`` and ``--max-context`` replace these sizes. ``requests_origin`` names the option that ``requests``
-        comes from. ``say``: print the settings that the engine chose. The engine keeps no prefixes, so each prompt is
-        computed. Raises :class:`ConfigError` for options that don't go together.
+        comes from. The engine keeps no prefixes, so each prompt is computed. Raises :class:`UsageError` for options
+        that don't go together.
         """
         from outrider.engine.config import Choice
 
-        self.check_formats()
-        if self.draft_layers is not None and (self.shape is None or self.speculate != "dflash"):
-            raise ConfigError(
-                "--draft-layers is the size of a random block drafter: it goes with --shape and --speculate dflash"
-            )
         needed = context + 2 * (self.draft_tokens + 1)
         own = [] if self.max_requests else [Choice("max_requests", requests, requests_origin)]
         load_engine = self._from_checkpoint if self.shape is None else partial(self._from_shape, self.shape)
-        engine, described = load_engine(requests, needed, own, say, joined)
+        engine, described = load_engine(requests, needed, own, joined)
         return engine, {
             "backend": engine.backend.name,
             "device": str(engine.backend.device),
@@ -261,7 +301,7 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
         }
 
     def _from_checkpoint(
-        self, requests: int, context: int, own: list[Choice], say: bool, joined: Joined | None
+        self, requests: int, context: int, own: list[Choice], joined: Joined | None
     ) -> tuple[Engine, Mapping[str, object]]:
         from outrider.model import ModelConfig
 
@@ -286,7 +326,7 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
             dtype=self.dtype,
             running=self.running(),
             sizes=sizes,
-            say=say,
+            verbose=self.verbose,
             command_choices=own,
             joined=joined,
             prefix_cache=False,
@@ -305,17 +345,10 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
         requests: int,
         context: int,
         own: list[Choice],
-        say: bool,
         joined: Joined | None,
     ) -> tuple[Engine, Mapping[str, object]]:
         from outrider.model.shapes import shape_config
 
-        unwanted = {"--model": self.model, "--draft": self.draft, "--through-transformers": self.through_transformers}
-        for option, value in unwanted.items():
-            if value:
-                raise ConfigError(f"{option} doesn't go with --shape, which has random weights of its own")
-        if self.draft_topk != 1:
-            raise ConfigError("--shape drafts chains alone; leave out --draft-topk")
         random = RandomModel(
             shape=shape,
             speculate=self.speculate or "eagle",
@@ -335,7 +368,7 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
             dtype=self.dtype,
             max_context=min(context, shape_config(shape).max_context),
             sizes=self.sizes(),
-            say=say,
+            verbose=self.verbose,
             other_choices=own,
             joined=joined,
         )
@@ -346,22 +379,18 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
 class MixedLoadOptions:
     """A load of requests of random lengths."""
 
-    requests: Annotated[int, typer.Option(min=1, metavar="N", help="Requests of the mixed load, all at once.")] = 256
-    seed: Annotated[int, typer.Option(metavar="S", help="Seed of the lengths of the mixed load.")] = 7
-    prompts: Annotated[str, typer.Option(metavar="A-B", help="Prompt lengths of the mixed load in tokens, uniform.")] = (
-        "32-1036"
-    )
-    outputs: Annotated[str, typer.Option(metavar="A-B", help="Output lengths of the mixed load in tokens, uniform.")] = (
-        "16-400"
-    )
+    requests: Annotated[int, option("--requests", value=whole(1), help="Requests of the load, all at once.")] = 256
+    seed: Annotated[int, option("--seed", value=whole(0), help="Seed of the lengths.")] = 7
+    prompts: Annotated[str, option("--prompts", value=_RANGE, help="Prompt lengths in tokens, uniform.")] = "32-1036"
+    outputs: Annotated[str, option("--outputs", value=_RANGE, help="Output lengths in tokens, uniform.")] = "16-400"
 
     def load(self) -> MixedLoad:
-        """Return the load. Raises :class:`ConfigError` for a range that can't be read."""
+        """Return the load with its ranges parsed."""
         return MixedLoad(
             requests=self.requests,
             seed=self.seed,
-            prompts=parse_range(self.prompts, "--prompts"),
-            outputs=parse_range(self.outputs, "--outputs"),
+            prompts=parse_range(self.prompts),
+            outputs=parse_range(self.outputs),
         )
 
 
@@ -373,34 +402,10 @@ def print_acceptance(console: Console, data: Mapping[str, object]) -> None:
         )
 
 
-def parse_sizes(text: str, option: str = "--batch", example: str = "1,4") -> list[int]:
-    """Return the positive whole numbers of ``text``, which commas separate. Raises :class:`ConfigError`."""
-    parts = text.split(",")
-    if not all(part.strip().isascii() and part.strip().isdigit() and int(part) > 0 for part in parts):
-        raise ConfigError(f"{option} is {text!r}; expected whole numbers of at least 1, by commas, such as {example}")
-    return [int(part) for part in parts]
-
-
-def parse_names(text: str, option: str, known: Sequence[str]) -> list[str]:
-    """Return the names of ``text``, which commas separate, each known and there once. Raises :class:`ConfigError`."""
-    names = [name.strip() for name in text.split(",")]
-    if set(names) - set(known) or len(set(names)) != len(names):
-        raise ConfigError(f"{option} is {','.join(names)!r}; expected some of {', '.join(known)}, each once")
-    return names
-
-
-def parse_range(text: str, option: str) -> tuple[int, int]:
-    """Return the two numbers of a range such as ``32-1036``. Raises :class:`ConfigError`."""
-    least, dash, most = text.partition("-")
-    if not dash or not all(each.isascii() and each.isdigit() for each in (least, most)) or not 1 <= int(least) <= int(most):
-        raise ConfigError(f"{option} is {text!r}; expected the least and the most tokens, such as 32-1036")
-    return int(least), int(most)
-
-
-def check_new_tokens(new_tokens: int, least: int = 1) -> None:
-    """Raise :class:`ConfigError` for fewer new tokens than a measurement needs."""
-    if new_tokens < least:
-        raise ConfigError(f"--new-tokens is {new_tokens}; expected at least {least}")
+def check_new_tokens(new_tokens: int) -> None:
+    """Raise :class:`UsageError` for a single new token: it has no time between tokens."""
+    if new_tokens < 2:
+        raise UsageError(f"--new-tokens is {new_tokens}; expected at least 2")
 
 
 def check_context(engine: Engine, what: str, tokens: int) -> None:

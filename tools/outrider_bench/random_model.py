@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.models import Running, Sizes, prepare_device
 from outrider.cli.rank_processes import Joined
-from outrider.cli.starting import print_choices, print_start_report, show_progress
+from outrider.cli.starting import print_engine, show_progress
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 
@@ -143,7 +143,7 @@ class RandomModel:
         max_context: int,
         sizes: Sizes | None = None,
         cached_tokens: int | None = None,
-        say: bool = False,
+        verbose: bool = False,
         other_choices: Sequence[Choice] = (),
         joined: Joined | None = None,
         tune_seconds: float = 0.0,
@@ -152,7 +152,7 @@ class RandomModel:
         """Select the backend, make the weights on it and return the engine.
 
         ``sizes`` replace ``max_requests`` and ``max_context``. ``cached_tokens``: capacity of the KV cache in tokens, in
-        addition to a partly used page of each request; None: the engine chooses. ``say``: print the chosen settings and
+        addition to a partly used page of each request; None: the engine chooses. ``verbose``: print the chosen settings and
         ``other_choices``. ``tune_seconds``: time limit for tuning kernels first; ``on_prepared`` gets the result of tuning.
         """
         from outrider.engine.device_model_facts import situation_of
@@ -184,10 +184,8 @@ class RandomModel:
                 capture_progress=lambda done, total: tell("capturing graphs", done, total),
                 ranks=ranks,
             )
-        if joined.leads:
-            if say:
-                print_choices(engine, other_choices)
-            print_start_report(engine)
+        if verbose and joined.leads:
+            print_engine(engine, other_choices)
         return engine
 
     def _engine_config(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,8 @@ class DecodeExploration:
     """Half of the fence to leave out: wait or record."""
     setup: Mapping[str, Any]
     """Further arguments of :class:`DecodeExplorer`, which are options of the same names."""
+    progress: Callable[[int, int], None] = lambda done, total: None
+    """Called with the number of programs that have run, and of all of them."""
 
     def without(self, fence: str | None) -> DecodeExploration:
         """Return this exploration with ``fence`` dropped, on a device that has the fence if the caller named no device."""
@@ -133,6 +135,7 @@ def _explored(chosen: DecodeExploration, device: Backend, explorer: DecodeExplor
     for number in range(chosen.seed, chosen.seed + chosen.iterations):
         is_exercising = chosen.drop_fence is not None and number == chosen.seed
         program = explorer.exercising_program if is_exercising else explorer.program(number)
+        chosen.progress(found["runs"], chosen.iterations)
         error, schedule = _run(chosen, device, explorer, program, number)
         found["runs"] += 1
         if explorer.log is not None and not explorer.log.covered:

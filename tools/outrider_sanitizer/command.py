@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from outrider.cli.option_values import option, whole
 from outrider.cli.report import CommandReport, JsonOption
 from outrider.device.errors import ConfigError
 from outrider.registry import BackendSpec, Registry
@@ -42,13 +43,17 @@ class RequiredCount(StrEnum):
 def sanitize(
     script: Annotated[list[str], typer.Argument(metavar="-- SCRIPT [ARGS]...", help="The script and its arguments.")],
     backend: ScriptBackendOption = None,
-    advice: Annotated[bool, typer.Option("--advice/--no-advice", help="List waits that order nothing new.")] = True,
+    advice: Annotated[bool, option("--advice/--no-advice", help="List waits that order nothing new.")] = True,
     ranks: Annotated[
-        int, typer.Option(min=1, max=64, help="Run it as so many ranks of torch.distributed, on simulated devices.")
+        int, option("--ranks", value=whole(1, 64), help="Run it as so many ranks of torch.distributed, on simulated devices.")
     ] = 1,
     require: Annotated[
         list[RequiredCount] | None,
-        typer.Option(help="Fail unless some of these were watched; may be given again. Operations are always needed."),
+        typer.Option(
+            "--require",
+            metavar="|".join(RequiredCount),
+            help="Fail unless some of these were watched; may be given again. Operations are always needed.",
+        ),
     ] = None,
     json_output: JsonOption = False,
 ) -> CommandReport:

@@ -16,9 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from outrider.cli.environment import backend_from_environment
+from outrider.cli.option_values import BACKEND, option
 from outrider.cli.report import exit_code
 from outrider.device.errors import CapabilityError, ConfigError
 from outrider.registry import BackendSpec, Registry
@@ -31,9 +30,9 @@ Attach = Callable[["Backend", ExitStack], None]
 
 ScriptBackendOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--backend",
-        metavar="NAME",
+        value=BACKEND,
         help="Backend: a name such as sim, NAME:1 for a device, NAME:key=value for options, or auto. "
         "Without it OUTRIDER_BACKEND decides, then it is sim.",
     ),

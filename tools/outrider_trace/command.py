@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.files import check_output, write_whole
+from outrider.cli.files import output_problem, write_whole
+from outrider.cli.option_values import UsageError, number, option, output_file
 from outrider.cli.report import CommandReport, JsonOption
-from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 from outrider_sanitizer.scripts import ScriptBackendOption, run_script, script_path, select_for_script
 
@@ -24,13 +24,19 @@ if TYPE_CHECKING:
 def trace(
     script: Annotated[list[str], typer.Argument(metavar="-- SCRIPT [ARGS]...", help="The script and its arguments.")],
     backend: ScriptBackendOption = None,
-    out: Annotated[Path, typer.Option(help="File for the timeline, in Perfetto's format.")] = Path("trace.json"),
+    out: Annotated[Path, option("--out", value=output_file(), help="File for the timeline, in Perfetto's format.")] = Path(
+        "trace.json"
+    ),
     picture: Annotated[
         Path | None,
-        typer.Option(help="File for the picture: FILE.svg, or an HTML page. Default: --out with the ending .html."),
+        option(
+            "--picture",
+            value=output_file(),
+            help="File for the picture: FILE.svg, or an HTML page. Default: --out with the ending .html.",
+        ),
     ] = None,
-    start: Annotated[float, typer.Option("--from", metavar="US", help="Start of the picture, in microseconds.")] = 0.0,
-    end: Annotated[float | None, typer.Option("--to", metavar="US", help="End of the picture. Default: of the run.")] = None,
+    start: Annotated[float, option("--from", value=number(0), help="Start of the picture, in microseconds.")] = 0.0,
+    end: Annotated[float | None, option("--to", value=number(0), help="End of the picture. Default: of the run.")] = None,
     json_output: JsonOption = False,
 ) -> CommandReport:
     """Run a Python script and write a timeline of its streams, operations and fences, and a picture of it.
@@ -45,11 +51,11 @@ def trace(
     path = script_path(script, "trace")
     target = picture or out.with_suffix(".html")
     if target == out:
-        raise ConfigError(f"{out} would get the timeline and the picture; name another file for one, with --out or --picture")
+        raise UsageError(f"{out} would get the timeline and the picture; name another file for one, with --out or --picture")
     if end is not None and end <= start:
-        raise ConfigError(f"--to is {end:g} and --from {start:g}; the picture ends after it starts")
-    check_output("--out", out)
-    check_output("--picture" if picture is not None else "the picture next to --out", target)
+        raise UsageError(f"--to is {end:g} and --from {start:g}; the picture ends after it starts")
+    if problem := output_problem(target):
+        raise UsageError(f"the picture next to --out is {str(target)!r}; {problem}")
     registry = Registry()
     timelines: list[tuple[Backend, Timeline]] = []
     first = registry.create(select_for_script(registry, backend))

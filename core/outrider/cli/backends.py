@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.environment import plugin_probe
 from outrider.cli.listing import survey
+from outrider.cli.option_values import option
 from outrider.cli.report import CommandReport, JsonOption
+from outrider.cli.starting import show_progress
 from outrider.cli.torch_probe import known_torch
 
 
 def backends(
-    open_devices: Annotated[
-        bool, typer.Option("--open", help="Also open each usable device and show what it declares.")
-    ] = False,
+    open_devices: Annotated[bool, option("--open", help="Also open each usable device and show what it declares.")] = False,
     json_output: JsonOption = False,
 ) -> CommandReport:
     """List the installed backends and whether they can run here."""
     del json_output
-    found = survey(known_torch(plugin_probe()), open_devices=open_devices)
+    with show_progress() as tell:
+        tell("probing backends", 0, 0)
+        found = survey(known_torch(plugin_probe()), open_devices=open_devices)
     rows, extras = found.backends, found.others
 
     def render(console: Console) -> None:

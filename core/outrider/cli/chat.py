@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.console import Console
 
 from outrider.cli.chat_options import ChatTemplateOption, find_template, read_template
@@ -17,8 +16,9 @@ from outrider.cli.engine_options import ModelOptions, with_options
 from outrider.cli.images import EncodedPrompt
 from outrider.cli.inputs import MAX_BYTES, check_utf8
 from outrider.cli.models import launched
+from outrider.cli.option_values import checking_options, option, text
 from outrider.cli.report import CommandReport, Interrupted, JsonOption, Unfinished
-from outrider.cli.request_options import SamplingOptions
+from outrider.cli.request_options import MaxTokensOption, SamplingOptions
 from outrider.cli.stopping import SignalStop
 from outrider.cli.streamed_output import StreamedOutput
 from outrider.cli.streams import note
@@ -39,15 +39,11 @@ _HELP = (
 @with_options
 def chat(
     *,
-    system: Annotated[
-        str | None, typer.Option("--system", metavar="TEXT", help="System message, before the conversation.")
-    ] = None,
+    system: Annotated[str | None, option("--system", value=text(), help="System message, before the conversation.")] = None,
     chat_template: ChatTemplateOption = None,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", metavar="N", min=1, help="Maximum number of tokens of an answer.")
-    ] = 1024,
-    sampling: SamplingOptions,
+    max_tokens: MaxTokensOption = 1024,
     options: ModelOptions,
+    sampling: SamplingOptions,
     json_output: JsonOption = False,
 ) -> CommandReport:
     """Talk with a model. /reset forgets the conversation, /exit ends it; Ctrl-C ends an answer. From a pipe, each line is a
@@ -55,11 +51,13 @@ def chat(
     """
     from outrider.cli.torch_probe import require_torch
 
+    with checking_options():
+        sampling.params(max_tokens=max_tokens)
+        given_template = None if chat_template is None else read_template(chat_template)
     require_torch()
     speculation = options.speculation()
-    template = find_template(speculation.model, None if chat_template is None else read_template(chat_template))
-    sampling.params(max_tokens=max_tokens)  # wrong options are reported before a model is loaded
-    with closing(options.loader(speculation, max_requests=1, say=not json_output)()) as engine:
+    template = find_template(speculation.model, given_template)
+    with closing(options.loader(speculation, max_requests=1)()) as engine:
         terminal = not json_output and sys.stdin.isatty() and sys.stdout.isatty()
         conversation = _Conversation(engine, template, sampling, max_tokens, system, terminal)
 
@@ -84,9 +82,9 @@ def chat(
 
     def render(console: Console) -> None:
         if failed is not None:
-            console.print(f"error: {failed}; the text before it is valid", style="bold red", markup=False)
+            console.print(f"outrider: error: {failed}; the text before it is valid", style="bold red", markup=False)
 
-    return CommandReport(data=data, render=render, exit_code=0 if failed is None else 1)
+    return CommandReport(data=data, render=render, exit_code=0 if failed is None else 1, streamed=True)
 
 
 @dataclass(slots=True)

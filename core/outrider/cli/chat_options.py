@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from outrider.cli.inputs import read_bounded
+from outrider.cli.inputs import read_text
+from outrider.cli.option_values import INPUT_FILE, option
 from outrider.errors import RequestError, shown
 
 if TYPE_CHECKING:
@@ -19,20 +18,17 @@ if TYPE_CHECKING:
 _MAX_TEMPLATE_BYTES = 1 << 20
 _MAX_MESSAGES = 10_000
 
-ChatOption = Annotated[
-    bool,
-    typer.Option("--chat", help="Pass the prompt as a message, through the checkpoint's chat template."),
-]
+ChatOption = Annotated[bool, option("--chat", help="Pass the prompt as a message, through the checkpoint's chat template.")]
 MessagesOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
         "--messages",
-        metavar="F",
+        value=INPUT_FILE,
         help='A conversation to answer, as JSON: [{"role": "user", "content": "…"}, …]; - is standard input.',
     ),
 ]
 ChatTemplateOption = Annotated[
-    Path | None, typer.Option("--chat-template", metavar="F", help="A Jinja template in place of the checkpoint's.")
+    Path | None, option("--chat-template", value=INPUT_FILE, help="A Jinja template in place of the checkpoint's.")
 ]
 
 
@@ -87,13 +83,13 @@ def find_template(model: Path, source: str | None) -> ChatTemplate:
 
 def read_template(path: Path) -> str:
     """Read a Jinja template from a file. Raises :class:`RequestError` for a file that isn't UTF-8 text."""
-    return _read_text(path, "a chat template", _MAX_TEMPLATE_BYTES)
+    return read_text(path, "a chat template", _MAX_TEMPLATE_BYTES)
 
 
 def read_messages(path: Path) -> tuple[Mapping[str, Any], ...]:
     """Read the messages of a JSON file. Raises :class:`RequestError`, which names the first invalid message."""
     try:
-        found = json.loads(_read_text(path, "messages as JSON"))
+        found = json.loads(read_text(path, "messages as JSON"))
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{path}: not JSON: {error}") from None
     if not isinstance(found, list) or not 0 < len(found) <= _MAX_MESSAGES:
@@ -117,10 +113,3 @@ def read_messages(path: Path) -> tuple[Mapping[str, Any], ...]:
                     '{"type": "text", "text": "…"}'
                 )
     return tuple(found)
-
-
-def _read_text(path: Path, what: str, *most: int) -> str:
-    try:
-        return read_bounded(path, what, *most).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None

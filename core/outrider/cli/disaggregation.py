@@ -13,6 +13,7 @@ from rich.console import Console
 
 from outrider.cli.engine_options import ServerOptions
 from outrider.cli.inputs import check_listening, read_bounded
+from outrider.cli.option_values import checking_options
 from outrider.cli.rank_processes import Joined, RankPlacement
 from outrider.cli.report import CommandReport
 from outrider.cli.stopping import SignalStop
@@ -67,8 +68,6 @@ def serve_decode(
     from outrider.disaggregation.server import DecodeServer
     from outrider.registry.transports import get_transport
 
-    if not prefill_servers:
-        raise ConfigError("--role decode needs a prefill server; name at least one with --prefill-server HOST:PORT")
     peers = [PeerAddress.parse(each) for each in prefill_servers]
     secret = _check_address(host, port, secret_file)
     load_engine = _engine_loader(options)
@@ -155,12 +154,13 @@ def _end_child(process: Any) -> None:
 
 
 def _check_address(host: str, port: int, secret_file: Path | None) -> bytes:
-    """Check the address before a model is loaded, and return the secret. Raises :class:`ConfigError`."""
+    """Check the address before a model is loaded, and return the secret. Raises :class:`UsageError`."""
     from outrider.disaggregation.connections import PeerAddress, require_secret
 
-    secret = read_secret(secret_file)
-    require_secret(host, secret)
-    check_listening("--host and --port", host, port, family=PeerAddress(host, port).family)
+    with checking_options():
+        secret = read_secret(secret_file)
+        require_secret(host, secret)
+        check_listening("--host and --port", host, port, family=PeerAddress(host, port).family)
     return secret
 
 
@@ -175,7 +175,7 @@ def read_secret(file: Path | None) -> bytes:
 
 
 def _engine_loader(options: ServerOptions) -> Callable[..., Engine]:
-    return options.loader(options.speculation(), max_requests=_MAX_REQUESTS, say=True)
+    return options.loader(options.speculation(), max_requests=_MAX_REQUESTS)
 
 
 def _serve_until_signal(server: DisaggregationServer, drain_s: float) -> CommandReport:

@@ -1,6 +1,7 @@
 """Dispatch of a command line, and its errors in forms for people and for scripts.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted (SIGINT), 143 terminated (SIGTERM). With ``--json`` standard
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted (SIGINT), 141 the reader of standard output ended (the command
+ends silently), 143 terminated (SIGTERM). With ``--json`` standard
 output gets one JSON object in each of these cases, and nothing else.
 """
 
@@ -9,11 +10,12 @@ from __future__ import annotations
 import errno
 import importlib.metadata
 import os
+import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from types import MappingProxyType
 from typing import Any, TextIO
 
@@ -24,16 +26,14 @@ from rich.table import Table
 
 from outrider.cli.commands import commands
 from outrider.cli.lazy import group
+from outrider.cli.option_values import UsageError
 from outrider.cli.report import CommandReport, Interrupted, Unfinished, Unsaid, exit_code, to_json
 from outrider.cli.stopping import SignalStop
-from outrider.cli.streams import note, prepare_streams, reserve_stdout_for_json, write, write_json
+from outrider.cli.streams import note, prepare_streams, reserve_stdout_for_json, terminal_width, wrap_words, write, write_json
 from outrider.device.errors import OutriderError
 
-_HELP = """Overlapped speculative decoding of LLMs behind a small hardware-backend interface.
-
-`--debug`, anywhere, shows the traceback of an error; `outrider --version` alone says which outrider it is.
-"""
-
+_HELP = "Overlapped speculative decoding of LLMs behind a small hardware-backend interface."
+_OUTPUT_CLOSED = 128 + signal.SIGPIPE
 _MAX_TABLE_WIDTH = 10_000
 _ADVICE_BY_ERRNO: Mapping[int, str] = MappingProxyType(
     {
@@ -56,22 +56,44 @@ _ADVICE_BY_ERRNO: Mapping[int, str] = MappingProxyType(
 
 class _Console(Console):
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print ``objects``, each table as wide as its longest words need: a truncated number would be another number."""
-        for each in objects:
-            if isinstance(each, Table):
-                self._make_room(each)
-        super().print(*objects, **options)
+        """Print ``objects``. No word is broken: a truncated number would be another number.
 
-    def _make_room(self, table: Table) -> None:
+        A table in a file is as wide as its longest words need. On a terminal that is narrower, each row becomes a paragraph.
+        """
+        for each in objects:
+            if isinstance(each, Table) and not self._fits(each):
+                for line in _paragraphs(each):
+                    super().print(wrap_words(line, self.file), **options)
+            else:
+                super().print(wrap_words(each, self.file) if isinstance(each, str) else each, **options)
+        if not objects:
+            super().print(**options)
+
+    def _fits(self, table: Table) -> bool:
+        """Make the columns of the table wide enough for their longest words, and return False if the terminal is narrower."""
         wide = self.options.update(max_width=_MAX_TABLE_WIDTH)
         for column in table.columns:
             words = (Measurement.get(self, wide, cell).minimum for cell in (column.header, *column.cells))
             column.min_width = max(column.min_width or 0, *words)
-        self.width = max(self.width, Measurement.get(self, wide, table).minimum)
+        needed = Measurement.get(self, wide, table).minimum
+        if needed > self.width and self.file.isatty():
+            return False
+        self.width = max(self.width, needed)
+        return True
 
     def on_broken_pipe(self) -> None:
         """Raise the error again so that it is reported; rich would end the process silently. Called by rich."""
         raise BrokenPipeError
+
+
+def _paragraphs(table: Table) -> Iterator[str]:
+    """Yield the lines of a table as paragraphs: the first cell of a row, and its other cells with their headers."""
+    headers = [str(column.header) for column in table.columns]
+    for cells in zip(*(column.cells for column in table.columns), strict=True):
+        yield f"{cells[0]}"
+        for header, cell in zip(headers[1:], cells[1:], strict=True):
+            if str(cell):
+                yield f"  {header}: {cell}" if header else f"  {cell}"
 
 
 def dispatch(arguments: Sequence[str] | None, stop: SignalStop) -> int:
@@ -106,9 +128,14 @@ def _run(arguments: Sequence[str], json_out: TextIO | None, stop: SignalStop, de
         else:
             write(sys.stdout, f"outrider {version}\n")
         return 0
-    command = typer.main.get_command(group(commands(), help=_HELP))
+    command = typer.main.get_command(group(commands(), help=_HELP, completion=True))
     # Not command.main(): that turns Ctrl-C and a closed pipe into exits of its own.
-    with command.make_context("outrider", list(arguments), obj=tuple(arguments)) as context:
+    try:
+        command._main_shell_completion(ctx_args={}, prog_name="outrider")  # exits if a shell asks for completions
+        context = command.make_context("outrider", list(arguments), obj=tuple(arguments))
+    except SystemExit as error:
+        return exit_code(error)
+    with context:
         report = command.invoke(context)
     if debug and isinstance(report, CommandReport) and report.traceback:
         note(report.traceback)
@@ -118,13 +145,16 @@ def _run(arguments: Sequence[str], json_out: TextIO | None, stop: SignalStop, de
             stop.done = True  # a later signal would write a second object
             write_json(json_out, text)
         else:
-            _show(report.render, sys.stdout)
+            with suppress(OSError) if report.streamed else nullcontext():  # a note must not cost the result of a command
+                _show(report.render, sys.stderr if report.streamed else sys.stdout)
     sys.stdout.flush()
     return report.exit_code if isinstance(report, CommandReport) else 0
 
 
-def _show(render: Callable[[Console], None], stdout: TextIO) -> None:
-    render(_Console(file=stdout, highlight=False, markup=False, emoji=False, soft_wrap=True))
+def _show(render: Callable[[Console], None], stream: TextIO) -> None:
+    width = terminal_width(stream)
+    height = None if width is None else _MAX_TABLE_WIDTH  # rich ignores a width without a height on a dumb terminal
+    render(_Console(file=stream, width=width, height=height, highlight=False, markup=False, emoji=False, soft_wrap=True))
 
 
 def _say_ended(json_out: TextIO, number: int) -> None:
@@ -160,6 +190,8 @@ def _report_failure(error: BaseException, json_out: TextIO | None, *, asked: int
             message = f"the command ended itself with exit code {code}: {error.code}"
         case Unfinished():
             kind, message, code, data = error.kind, str(error), 1, dict(error.data)
+        case UsageError():
+            kind, message, code = "UsageError", str(error), 2
         case OutriderError():
             kind, message, code = type(error).__name__, str(error), 1
         case NotImplementedError():
@@ -169,8 +201,8 @@ def _report_failure(error: BaseException, json_out: TextIO | None, *, asked: int
         case MemoryError() | RuntimeError() if isinstance(error, MemoryError) or "allocate memory" in str(error):
             kind, code = "OutOfMemory", 1
             message = f"the host has too little memory: {str(error)[:200]}; use a smaller batch, cache or model"
-        case BrokenPipeError():
-            kind, message, code = "BrokenPipe", "standard output was closed by its reader; the rest of the output is lost", 1
+        case BrokenPipeError() if _has_no_reader(json_out or sys.stdout):
+            return _finish(_OUTPUT_CLOSED)
         case OSError():
             kind, message, code = type(error).__name__, _os_error(error), 1
         case _ if callable(getattr(error, "format_message", None)):
@@ -193,6 +225,16 @@ def _report_failure(error: BaseException, json_out: TextIO | None, *, asked: int
             sys.stdout.flush()
     note(f"outrider: {message}\n")
     return _finish(code)
+
+
+def _has_no_reader(stream: TextIO) -> bool:
+    """Return True for a pipe whose reader has ended."""
+    poll = select.poll()
+    try:
+        poll.register(stream.fileno(), 0)
+    except (OSError, ValueError):  # a stream without a descriptor
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _os_error(error: OSError) -> str:

@@ -8,12 +8,13 @@ import sys
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 
 from outrider.cli.environment import AUTOLOAD_VARIABLE, BACKEND_VARIABLE, backend_from_environment
 from outrider.cli.listing import survey
+from outrider.cli.option_values import option
 from outrider.cli.report import CommandReport, JsonOption
+from outrider.cli.starting import show_progress
 from outrider.cli.torch_probe import TorchState, loaded_torch, probe_torch
 from outrider.device.errors import OutriderError
 from outrider.device.plugin import INTERFACE_VERSION
@@ -23,13 +24,15 @@ _PACKAGES = ("numpy", "pluggy", "transformers", "tokenizers", "safetensors", "pi
 
 
 def doctor(
-    open_devices: Annotated[bool, typer.Option("--open", help="Also open each device that says it can run.")] = False,
+    open_devices: Annotated[bool, option("--open", help="Also open each device that says it can run.")] = False,
     json_output: JsonOption = False,
 ) -> CommandReport:
     """Say for each installed backend why it can or can't run here. Exit code 1 when none can."""
     del json_output
-    torch = loaded_torch() or probe_torch()
-    found = survey(torch, open_devices=open_devices)
+    with show_progress() as tell:
+        tell("probing backends", 0, 0)
+        torch = loaded_torch() or probe_torch()
+        found = survey(torch, open_devices=open_devices)
     rows = found.backends
     chosen, why = _chosen(found.registry, torch)
     data: dict[str, object] = {

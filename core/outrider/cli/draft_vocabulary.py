@@ -12,8 +12,9 @@ import typer
 from rich.console import Console
 
 from outrider.bundled import bundled
-from outrider.cli.files import check_output, write_whole
+from outrider.cli.files import write_whole
 from outrider.cli.models import ModelOption
+from outrider.cli.option_values import checking_options, option, output_file, whole
 from outrider.cli.report import CommandReport, JsonOption
 from outrider.cli.starting import show_progress
 from outrider.device.errors import ConfigError
@@ -24,14 +25,12 @@ _PIECE_CHARACTERS = 1 << 16  # encoded at once, and the remainder of their last 
 def draft_vocabulary(
     texts: Annotated[
         list[Path],
-        typer.Argument(metavar="TEXT…", help="Files of text like the model's output, in UTF-8.", show_default=False),
+        typer.Argument(metavar="FILE…", help="Files of text like the model's output, in UTF-8.", show_default=False),
     ],
-    size: Annotated[
-        int, typer.Option("--size", min=1, metavar="N", help="Maximum number of tokens, such as 32768 of 128,000.")
-    ],
+    size: Annotated[int, option("--size", value=whole(1), help="Maximum number of tokens, such as 32768 of 128,000.")],
     out: Annotated[
         Path,
-        typer.Option("--out", metavar="F.json", help="File for the list, most frequent token first."),
+        option("--out", value=output_file(".json"), help="File for the list, most frequent token first."),
     ],
     model: ModelOption = None,
     json_output: JsonOption = False,
@@ -44,7 +43,8 @@ def draft_vocabulary(
     from outrider.cli.torch_probe import require_torch
 
     del json_output
-    check_output("--out", out, ".json")
+    with checking_options():
+        sizes = [_bytes_of(path) for path in texts]
     require_torch()
     from outrider.model import ModelConfig, Tokenizer
     from outrider.model.location import find_checkpoint
@@ -52,7 +52,6 @@ def draft_vocabulary(
     directory = bundled("target") if model is None else find_checkpoint(model)
     config, tokenizer = ModelConfig.from_checkpoint(directory), Tokenizer.from_checkpoint(directory)
     counts: Counter[int] = Counter()
-    sizes = [_bytes_of(path) for path in texts]
     done = 0
     with show_progress() as tell:
         for path, whole in zip(texts, sizes, strict=True):

@@ -27,9 +27,11 @@ from outrider.cli.models import (
     Speculation,
     TransformersOption,
     TrustOption,
+    check_draft,
     load,
 )
-from outrider.cli.report import BackendOption
+from outrider.cli.option_values import UsageError
+from outrider.cli.report import BackendOption, VerboseOption
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
@@ -42,9 +44,9 @@ class ModelOptions:
     """The model, its draft, its device and its context length: the options of each command that runs a model."""
 
     model: ModelOption = None
-    draft: DraftOption = None
-    backend: BackendOption = None
     speculate: SpeculateOption = None
+    backend: BackendOption = None
+    draft: DraftOption = None
     draft_tokens: DraftTokensOption = 4
     draft_topk: DraftTopkOption = 1
     quantized: QuantizedOption = "kernels"
@@ -53,6 +55,12 @@ class ModelOptions:
     max_context: MaxContextOption = None
     through_transformers: TransformersOption = False
     trust_remote_code: TrustOption = False
+    verbose: VerboseOption = False
+
+    def __post_init__(self) -> None:
+        check_draft(self.speculate, self.draft)
+        if self.trust_remote_code and not self.through_transformers:
+            raise UsageError("--trust-remote-code goes with --through-transformers; add it, or leave both out")
 
     def speculation(self) -> Speculation:
         """Return the checkpoints and the proposer. Raises :class:`CheckpointError` for a checkpoint that can't be found."""
@@ -75,7 +83,7 @@ class ModelOptions:
 
     def loader(self, speculation: Speculation, **overrides: Any) -> Callable[..., Engine]:
         """Return :func:`~outrider.cli.models.load` bound to these options; ``overrides`` replace them."""
-        given: dict[str, Any] = {"dtype": self.dtype, "sizes": self.sizes()}
+        given: dict[str, Any] = {"dtype": self.dtype, "sizes": self.sizes(), "verbose": self.verbose}
         return partial(load, self.backend, speculation, **given | overrides)
 
 

@@ -13,8 +13,10 @@ from outrider.registry import Registry
 def fences(backend: BackendOption = None, json_output: JsonOption = False) -> CommandReport:
     """List the fences: producer, consumers, hazard, protected resources, and the backend's mechanism."""
     del json_output
+    from outrider.cli.torch_probe import require_torch
     from outrider.engine.fences import FENCES
 
+    require_torch()
     registry = Registry(probe=plugin_probe())
     device = registry.create(registry.select(backend, backend_from_environment()))
     sync = device.speculative_sync

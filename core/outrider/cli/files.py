@@ -26,24 +26,20 @@ def check_directory(option: str, path: Path, *, make: bool = True) -> None:
         ) from None
 
 
-def check_output(option: str, path: Path | None, suffix: str | None = None) -> None:
-    """Raise :class:`ConfigError` if no file can be written at ``path``, or if its name doesn't end in ``suffix``."""
-    if path is None:
-        return
+def output_problem(path: Path, suffix: str | None = None) -> str | None:
+    """Return why no file can be written at ``path``, or that its name doesn't end in ``suffix``; None: it can be written."""
     if suffix is not None and path.suffix != suffix:
-        raise ConfigError(f"{option} is {str(path)!r}; expected a file that ends in {suffix}")
+        return f"expected a file that ends in {suffix}"
     if path.is_dir():
-        raise ConfigError(f"{option} is {str(path)!r}, which is a directory; name a file")
+        return "which is a directory; name a file"
     if path.is_symlink() or (path.exists() and not path.is_file()):  # a device, a pipe, or a link to something
-        return
+        return None
     try:
         with tempfile.TemporaryFile(dir=path.parent) as file:
             file.write(b"\n")
     except OSError as error:
-        raise ConfigError(
-            f"{option} is {str(path)!r}, and nothing can be written in {str(path.parent)!r}: {error.strerror}; "
-            "name a file elsewhere"
-        ) from None
+        return f"nothing can be written in {str(path.parent)!r}: {error.strerror}; name a file elsewhere"
+    return None
 
 
 def write_whole(path: Path, text: str) -> None:

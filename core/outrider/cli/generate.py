@@ -15,14 +15,15 @@ from rich.console import Console
 from outrider.cli.chat_options import ChatOption, ConversationPrompt, MessagesOption
 from outrider.cli.engine_options import ModelOptions, with_options
 from outrider.cli.images import EncodedPrompt, ImageOption
-from outrider.cli.inputs import check_utf8, read_bounded
+from outrider.cli.inputs import read_text
 from outrider.cli.models import launched
+from outrider.cli.option_values import INPUT_FILE, checking_options, option, parsed, text
 from outrider.cli.rank_processes import DataParallelOption, Joined, TensorParallelOption, run_on_ranks
 from outrider.cli.report import CommandReport, Interrupted, JsonOption
-from outrider.cli.request_options import GuideOption, SamplingOptions, build_guide
+from outrider.cli.request_options import GuideOption, MaxTokensOption, SamplingOptions, build_guide
 from outrider.cli.streamed_output import StreamedOutput
 from outrider.device.errors import ConfigError
-from outrider.errors import RequestError, shown
+from outrider.errors import RequestError
 from outrider.speculative.names import DRAFTLESS
 
 if TYPE_CHECKING:
@@ -30,54 +31,62 @@ if TYPE_CHECKING:
     from outrider.engine.requests.sampling import SamplingParams
 
 
+def parse_token_ids(given: str) -> list[int]:
+    """Return the token ids with commas between them. Raises :class:`RequestError`."""
+    parts = [part.strip() for part in given.split(",")]
+    if not all(part.isdecimal() and part.isascii() and len(part) < 20 for part in parts):
+        raise RequestError("expected whole numbers with commas between them, such as 12,7")
+    return [int(part) for part in parts]
+
+
 @with_options
 def generate(
     context: typer.Context,
     *,
-    prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None,
+    prompt: Annotated[str | None, option("--prompt", value=text(), help="The text to continue.")] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option("--prompt-file", metavar="F", help="A file with the text; - is standard input.")
+        Path | None, option("--prompt-file", value=INPUT_FILE, help="A file with the text; - is standard input.")
     ] = None,
     token_ids: Annotated[
         str | None,
-        typer.Option("--token-ids", metavar="I,J,…", help="The prompt as token ids, instead of a text."),
+        option("--token-ids", value=parsed("N,N,…", parse_token_ids), help="The prompt as token ids, instead of a text."),
     ] = None,
     chat: ChatOption = False,
     messages: MessagesOption = None,
     image: ImageOption = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="Maximum number of new tokens.")] = 64,
-    sampling: SamplingOptions,
-    guide: GuideOption = None,
+    max_tokens: MaxTokensOption = 64,
     options: ModelOptions,
-    tensor_parallel: TensorParallelOption = 1,
-    data_parallel: DataParallelOption = 1,
     compare: Annotated[
         bool,
-        typer.Option(
+        option(
             "--compare",
             help="Also decode greedily without speculation; exit code 1 if the tokens differ. In float32 unless --dtype is "
             "given; a difference is shown with the gap of the logits.",
         ),
     ] = False,
+    sampling: SamplingOptions,
+    guide: GuideOption = None,
+    tensor_parallel: TensorParallelOption = 1,
+    data_parallel: DataParallelOption = 1,
     json_output: JsonOption = False,
 ) -> CommandReport:
     """Continue a prompt, and print the text during generation. Without --model the bundled model continues it."""
     from outrider.cli.torch_probe import require_torch
 
-    conversation = ConversationPrompt.from_options(chat, messages)
-    text = _prompt_of(prompt, prompt_file, token_ids, conversation)
-    if compare and sampling.temperature != 0:
-        raise ConfigError(
-            f"--compare compares greedy decoding, the temperature is {sampling.temperature}; leave --temperature out"
-        )
-    output_guide = build_guide(guide or ())
+    with checking_options():
+        conversation = ConversationPrompt.from_options(chat, messages)
+        tokens_or_text = _prompt_of(prompt, prompt_file, token_ids, conversation)
+        if compare and sampling.temperature != 0:
+            raise ConfigError(
+                f"--compare compares greedy decoding, the temperature is {sampling.temperature}; leave --temperature out"
+            )
+        params = sampling.params(max_tokens=max_tokens, guide=build_guide(guide or ()))
     require_torch()
     ranks_report = run_on_ranks(context.obj, tensor_parallel, data_parallel, json_output=json_output)
     if ranks_report is not None:
         return ranks_report
     from outrider.engine.config import Choice
 
-    params = sampling.params(max_tokens=max_tokens, guide=output_guide)
     speculation, dtype = options.speculation(), options.dtype
     command_choices = [Choice("max_requests", 1, "this command makes one request")]
     if compare and dtype is None:
@@ -85,10 +94,8 @@ def generate(
         command_choices.insert(0, Choice("dtype", dtype, "--compare compares tokens, and coarser rounding makes others"))
     template = None if conversation is None else conversation.template(speculation.model)
     with Joined(tensor_parallel, data_parallel) as joined:
-        load_engine = options.loader(
-            speculation, max_requests=1, dtype=dtype, say=not json_output, command_choices=command_choices, joined=joined
-        )
-        load_reference = options.loader(speculation.without(), max_requests=1, dtype=dtype, joined=joined)
+        load_engine = options.loader(speculation, max_requests=1, dtype=dtype, command_choices=command_choices, joined=joined)
+        load_reference = options.loader(speculation.without(), max_requests=1, dtype=dtype, joined=joined, verbose=False)
         engine = load_engine()
         if engine.follows:
             engine.follow()
@@ -97,8 +104,8 @@ def generate(
             return CommandReport.silent_report()
         with closing(engine):
             if conversation is not None and template is not None:
-                text = conversation.tokens(template, text, images=len(image or ()))
-            encoded = EncodedPrompt.encode(engine, text, speculation.model, image or ())
+                tokens_or_text = conversation.tokens(template, tokens_or_text, images=len(image or ()))
+            encoded = EncodedPrompt.encode(engine, tokens_or_text, speculation.model, image or ())
             output = StreamedOutput(encoded)
             try:
                 output.stream(engine, params, None if json_output else sys.stdout.write)
@@ -107,9 +114,8 @@ def generate(
         launch = launched(engine, command_choices)
         data: dict[str, Any] = {**output.data(engine), "speculate": speculation.kind, **launch}
         if output.error is not None or not compare:
-            return CommandReport(
-                data=data, render=lambda console: _summary(console, data), exit_code=1 if output.error else 0
-            )
+            code = 1 if output.error else 0
+            return CommandReport(data=data, render=lambda console: _summary(console, data), exit_code=code, streamed=True)
         return _compare(load_reference(), encoded, params, output, data)
 
 
@@ -129,21 +135,22 @@ def _compare(
         data=data,
         render=lambda console: _comparison(console, data, reference),
         exit_code=0 if data["same_tokens"] else 1,
+        streamed=True,
     )
 
 
 def _comparison(console: Console, data: dict[str, Any], reference: StreamedOutput) -> None:
     """Print the statistics of both runs, and the first difference of their tokens."""
     _summary(console, data)
-    console.print(f"non-speculative decoding: {reference.tokens_per_s:.1f} tokens/s, {reference.iterations} iterations")
-    console.print(f"same tokens as non-speculative greedy decoding: {'yes' if data['same_tokens'] else 'no'}")
+    console.print(f"outrider: {reference.tokens_per_s:.1f} tokens/s without speculation")
+    console.print(f"outrider: same tokens as non-speculative greedy decoding: {'yes' if data['same_tokens'] else 'no'}")
     if data["acceptance_near_chance"]:
         console.print(
-            "warning: hardly any draft was accepted, as if by chance: the draft may belong to another model, or its config "
-            "may name other layers than it was trained with (eagle_aux_hidden_state_layer_ids)"
+            "outrider: warning: hardly any draft was accepted, as if by chance: the draft may belong to another model, or "
+            "its config may name other layers than it was trained with (eagle_aux_hidden_state_layer_ids)"
         )
     if not data["same_tokens"]:
-        console.print(f"first difference: {_shown_difference(data['difference'], data['dtype'])}")
+        console.print(f"outrider: first difference: {_shown_difference(data['difference'], data['dtype'])}")
 
 
 def _find_difference(
@@ -182,12 +189,10 @@ def _shown_difference(difference: object, dtype: object) -> str:
 
 
 def _summary(console: Console, data: dict[str, object]) -> None:
-    console.print(
-        f"\n{data['tokens_per_s']:.1f} tokens/s, acceptance length {data['acceptance_length']:.2f}, "
-        f"{data['iterations']} iterations, finished: {data['finish_reason']}, backend {data['backend']} ({data['device']})"
-    )
+    drafted = "" if data["speculate"] == "none" else f", {data['speculate']} accepts {data['acceptance_length']:.2f}"
+    console.print(f"outrider: {data['tokens_per_s']:.1f} tokens/s on {data['device']} in {data['dtype']}{drafted}")
     if "error" in data:
-        console.print(f"error: {data['error']}; the text before it is right", style="bold red", markup=False)
+        console.print(f"outrider: error: {data['error']}; the text before it is right", style="bold red", markup=False)
 
 
 def _prompt_of(
@@ -197,36 +202,23 @@ def _prompt_of(
     if conversation is None or conversation.messages is None:
         if conversation is not None and token_ids is not None:
             raise RequestError("--chat was given with --token-ids; a template is filled in with text: give --prompt instead")
-        return _prompt_text(prompt, prompt_file) if token_ids is None else _parse_token_ids(token_ids, prompt, prompt_file)
+        if token_ids is None:
+            return _prompt_text(prompt, prompt_file)
+        if prompt is not None or prompt_file is not None:
+            raise RequestError("--token-ids is a prompt, and so are --prompt and --prompt-file; give one of them")
+        return parse_token_ids(token_ids)
     if prompt is not None or prompt_file is not None or token_ids is not None:
         raise RequestError("--messages is a prompt, and so are --prompt, --prompt-file and --token-ids; give one of them")
     return ""
-
-
-def _parse_token_ids(given: str, prompt: str | None, prompt_file: Path | None) -> list[int]:
-    if prompt is not None or prompt_file is not None:
-        raise RequestError("--token-ids is a prompt, and so are --prompt and --prompt-file; give one of them")
-    parts = [part.strip() for part in given.split(",")]
-    if not all(part.isdecimal() and part.isascii() and len(part) < 20 for part in parts):
-        raise RequestError(f"--token-ids is {shown(given)}; expected whole numbers with commas between them")
-    return [int(part) for part in parts]
 
 
 def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
     if (prompt is None) == (prompt_file is None):
         raise RequestError(
             f"{'neither' if prompt is None else 'both'} --prompt TEXT {'nor' if prompt is None else 'and'} --prompt-file F "
-            "given; expected exactly one of them"
+            'given; expected exactly one of them, such as --prompt "def read("'
         )
-    if prompt_file is None:
-        text = prompt or ""
-    else:
-        data = read_bounded(prompt_file)
-        try:
-            text = data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise RequestError(f"{prompt_file}: not UTF-8 text: {error.reason} at byte {error.start}") from None
-    check_utf8("--prompt", text)
+    text = prompt or "" if prompt_file is None else read_text(prompt_file)
     if not text:
         raise RequestError("the prompt is empty; give at least one character")
     return text

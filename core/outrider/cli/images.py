@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from outrider.cli.inputs import read_bounded
+from outrider.cli.option_values import INPUT_FILE, option
 from outrider.errors import RequestError
 
 if TYPE_CHECKING:
@@ -19,9 +18,9 @@ if TYPE_CHECKING:
 
 ImageOption = Annotated[
     list[Path] | None,
-    typer.Option(
+    option(
         "--image",
-        metavar="FILE",
+        value=INPUT_FILE,
         help="Image for a vision-language model. Repeatable. It replaces <|image_pad|> in the prompt, or precedes the text.",
     ),
 ]

@@ -39,15 +39,21 @@ def read_bounded(path: Path, what: str = "the text of a prompt", most: int = MAX
         os.close(descriptor)
 
 
-def read_utf8(path: Path, what: str, most: int = MAX_BYTES) -> str:
+def read_text(path: Path, what: str = "the text of a prompt", most: int = MAX_BYTES) -> str:
     """Return the text of a file with the content ``what``.
 
-    Raises :class:`ConfigError` for a file that can't be read, that isn't UTF-8 text, or that has more than ``most`` bytes.
+    Raises :class:`RequestError` for a file that isn't UTF-8 text, and as :func:`read_bounded` does.
     """
     try:
         return read_bounded(path, what, most).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}; expected {what}") from None
+        raise RequestError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}; expected {what}") from None
+
+
+def read_utf8(path: Path, what: str, most: int = MAX_BYTES) -> str:
+    """Return :func:`read_text`. Raises :class:`ConfigError` instead, also for a file that can't be read."""
+    try:
+        return read_text(path, what, most)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}; expected a file with {what}") from error
     except RequestError as error:

@@ -10,6 +10,8 @@ from typing import Any, ClassVar, TypeAlias
 import typer
 from typer.core import TyperGroup
 
+from outrider.cli.command_parsing import CheckedCommand, write_options
+from outrider.cli.option_values import UsageError, closest
 from outrider.device.errors import OutriderError
 
 
@@ -23,6 +25,11 @@ class Broken:
 
     reason: str
 
+
+_ROOT_OPTIONS = (
+    ("--version", "Show the version of outrider."),
+    ("--debug", "Show the traceback of an error. May stand anywhere."),
+)
 
 Target: TypeAlias = "str | Broken | Mapping[str, Target]"
 """``module:function``, a table of subcommands, or the reason why the command can't be loaded."""
@@ -42,8 +49,21 @@ class LazyGroup(TyperGroup):
         del ctx
         return list(self.targets)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the name, the command and its arguments. An unknown name raises :class:`UsageError` with a suggestion."""
+        if args[0] not in self.targets and not args[0].startswith("-") and not ctx.resilient_parsing:
+            suggestion = closest(args[0], self.targets)
+            raise UsageError(f"No such command {args[0]!r}; `{ctx.command_path} --help` lists the commands{suggestion}")
+        return super().resolve_command(ctx, args)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands, and then the options."""
+        self.format_commands(ctx, formatter)
+        if ctx.parent is None:
+            write_options(self, ctx, formatter, *_ROOT_OPTIONS)
+
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Import and build a command. Returns None for an unknown name, which typer reports with suggestions."""
+        """Import and build a command. Returns None for an unknown name."""
         del ctx
         target = self.targets.get(cmd_name)
         if target is None:
@@ -64,7 +84,7 @@ class LazyGroup(TyperGroup):
 def _load(name: str, target: str) -> Any:
     module, _, function = target.partition(":")
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command(name)(getattr(import_module(module), function))
+    app.command(name, cls=CheckedCommand)(getattr(import_module(module), function))
     return typer.main.get_command(app)
 
 
@@ -80,10 +100,10 @@ def _unavailable(reason: str) -> Any:
     return typer.main.get_command(app)
 
 
-def group(table: Mapping[str, Target], *, help: str) -> typer.Typer:
-    """Return a typer application for a table of commands."""
+def group(table: Mapping[str, Target], *, help: str, completion: bool = False) -> typer.Typer:
+    """Return a typer application for a table of commands. ``completion``: with options that install shell completion."""
     app = typer.Typer(
-        cls=type("Commands", (LazyGroup,), {"targets": table}), add_completion=False, help=help, rich_markup_mode=None
+        cls=type("Commands", (LazyGroup,), {"targets": table}), add_completion=completion, help=help, rich_markup_mode=None
     )
 
     @app.callback()

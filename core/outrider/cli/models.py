@@ -7,16 +7,28 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from outrider.bundled import BUNDLED_HEADS, bundled
 from outrider.cli.environment import backend_from_environment, plugin_probe, tuned_directory
 from outrider.cli.files import check_directory
-from outrider.cli.starting import chosen, print_choices, print_start_report, show_progress
-from outrider.device.errors import ConfigError
+from outrider.cli.option_values import (
+    CHECKPOINT,
+    DRAFT_VOCABULARY,
+    DTYPES,
+    KV_DTYPES,
+    WEIGHT_FORMATS,
+    UsageError,
+    installed_plugin,
+    number,
+    one_of,
+    option,
+    whole,
+)
+from outrider.cli.starting import chosen, print_engine, show_progress, sum_of_loads
+from outrider.cli.torch_probe import require_torch
 from outrider.device.scopes import uncollected
 from outrider.registry import Registry
-from outrider.speculative.names import BUILTIN_PROPOSERS, DRAFTLESS
+from outrider.speculative.names import BUILTIN_PROPOSERS, DRAFTLESS, SUFFIX_PREFIX
+from outrider.speculative.plugin import PROPOSERS_GROUP
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,42 +43,42 @@ if TYPE_CHECKING:
 
 ModelOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
         "--model",
-        metavar="DIR|OWNER/NAME",
+        value=CHECKPOINT,
         help="A checkpoint in Hugging Face's format, or its name on the Hub, also OWNER/NAME@REVISION; without a network "
         "from the Hub's cache. Default: the bundled model.",
     ),
 ]
 DraftOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
         "--draft",
-        metavar="DIR|OWNER/NAME",
+        value=CHECKPOINT,
         help="Checkpoint of the draft, a head or a model, named as for --model. Default: the bundled head of that kind.",
     ),
 ]
 SpeculateOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--speculate",
-        metavar="|".join(BUILTIN_PROPOSERS),
-        help="Proposer: one of these or an installed plugin's name. Default: eagle if there is a head, else none.",
+        value=installed_plugin(PROPOSERS_GROUP, *BUILTIN_PROPOSERS, prefix=SUFFIX_PREFIX),
+        help=f"Proposer: {', '.join(BUILTIN_PROPOSERS)}, or an installed plugin's name. Default: eagle if there is a head, "
+        "else none.",
     ),
 ]
 DraftTopkOption = Annotated[
-    int, typer.Option("--draft-topk", metavar="T", help="Children that a draft tree considers per node; 1: a chain.")
+    int, option("--draft-topk", value=whole(1, 1024), help="Children that a draft tree considers per node; 1: a chain.")
 ]
 TransformersOption = Annotated[
     bool,
-    typer.Option(
-        "--through-transformers",
-        help="Run the model with the code of transformers on the paged cache: any decoder, slower.",
+    option(
+        "--through-transformers", help="Run the model with the code of transformers on the paged cache: any decoder, slower."
     ),
 ]
 TrustOption = Annotated[
     bool,
-    typer.Option(
+    option(
         "--trust-remote-code",
         help="With --through-transformers: run Python code of the checkpoint on this machine, with your rights. "
         "Only for a checkpoint whose code you have read.",
@@ -74,81 +86,82 @@ TrustOption = Annotated[
 ]
 QuantizedOption = Annotated[
     str,
-    typer.Option(
+    option(
         "--quantized",
-        metavar="kernels|reference|dequantize",
+        value=one_of("kernels", "reference", "dequantize"),
         help="How to run quantised weights: kernels (error if the device has none for the format), reference (slow), "
         "dequantize (to the model's dtype).",
     ),
 ]
 DraftTokensOption = Annotated[
     int,
-    typer.Option(
-        "--draft-tokens", metavar="K", help="Number of tokens that a draft chain has, or the longest path of a draft tree."
+    option(
+        "--draft-tokens",
+        value=whole(1, 1024),
+        help="Number of tokens that a draft chain has, or the longest path of a draft tree.",
     ),
 ]
 DraftOutputHeadOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--draft-output-head",
-        metavar="fp8|int8|int4",
+        value=one_of(*WEIGHT_FORMATS),
         help="Select drafts with a quantised copy of the target's output head: drafts take less time, tokens are the same, "
         "and slightly fewer drafts may be accepted. Default: the head itself.",
     ),
 ]
 DraftVocabularyOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--draft-vocabulary",
-        metavar="N|FILE",
+        value=DRAFT_VOCABULARY,
         help="Select drafts among the first N tokens of the vocabulary, or among the tokens that a file lists (.json, .pt, "
         "see outrider draft-vocabulary): drafts take less time, tokens are the same. Default: among all tokens.",
     ),
 ]
 DtypeOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--dtype",
-        metavar="DTYPE",
-        help="Dtype of weights, activations and cache: float32, bfloat16, float16, float64. Default: the checkpoint's, if "
-        "the device's kernels have it.",
+        value=one_of(*DTYPES),
+        help="Dtype of weights, activations and cache. Default: the checkpoint's, if the device's kernels have it.",
     ),
 ]
 MaxContextOption = Annotated[
     int | None,
-    typer.Option(
+    option(
         "--max-context",
-        metavar="N",
+        value=whole(2),
         help="Maximum number of tokens of prompt and output together. Default: the model's, if the memory holds it.",
     ),
 ]
 KvMemoryOption = Annotated[
     float | None,
-    typer.Option(
+    option(
         "--kv-memory",
-        metavar="SHARE",
+        value=number(0, 1, above=True),
         help="Share of the memory that is free after the weights for the KV cache: above 0, at most 1. Default: enough "
         "for all requests, at most 0.9.",
     ),
 ]
 PageSizeOption = Annotated[
     int | None,
-    typer.Option("--page-size", metavar="N", help="Tokens of a KV page. Default: the page size of the device's kernels."),
+    option("--page-size", value=whole(1, 65536), help="Tokens of a KV page. Default: the page size of the device's kernels."),
 ]
 KvDtypeOption = Annotated[
     str,
-    typer.Option(
+    option(
         "--kv-dtype",
-        metavar="FORMAT",
+        value=one_of(*KV_DTYPES),
         help="Format of the KV cache: fp8 (with the checkpoint's scales, or 1), plain (the model's dtype), or auto (the "
         "checkpoint's format).",
     ),
 ]
 MaxRequestsOption = Annotated[
     int | None,
-    typer.Option(
+    option(
         "--max-requests",
-        metavar="N",
+        value=whole(1, 4096),
         help="Maximum number of requests that run at the same time. Default: chosen by the device's memory.",
     ),
 ]
@@ -203,13 +216,9 @@ class Speculation:
         *,
         model: Path | None,
         draft: Path | None,
-        draft_tokens: int,
-        draft_topk: int = 1,
-        through_transformers: bool = False,
-        trust_remote_code: bool = False,
-        quantized: str = "kernels",
-        draft_output_head: str | None = None,
         draft_vocabulary: str | int | None = None,
+        trust_remote_code: bool = False,
+        **others: Any,
     ) -> Speculation:
         """Locate the checkpoints. Without ``model`` the model is the bundled one, with its head of that kind if it has one.
 
@@ -219,26 +228,22 @@ class Speculation:
         can't be found.
         """
         head = "eagle" if kind is None else kind.removeprefix("suffix+")
-        if draft is not None and kind in DRAFTLESS:
-            raise ConfigError(f"--speculate {kind} needs no draft, and --draft names {draft}; leave one of them out")
+        check_draft(kind, draft)
         if draft is None and model is None and head in BUNDLED_HEADS:
             draft = bundled(head)
         from outrider.model.location import find_checkpoint
 
         target = bundled("target") if model is None else find_checkpoint(model, code=trust_remote_code)
         if kind is None and draft is None:
-            kind = "mtp" if model is not None and not through_transformers and has_mtp_heads(target) else "none"
+            reads_heads = model is not None and not others.get("through_transformers")
+            kind = "mtp" if reads_heads and has_mtp_heads(target) else "none"
         return cls(
             kind=kind or "eagle",
             model=target,
             draft=None if draft is None else find_checkpoint(draft),
-            draft_tokens=draft_tokens,
-            draft_topk=draft_topk,
-            through_transformers=through_transformers,
             trust_remote_code=trust_remote_code,
-            quantized=quantized,
-            draft_output_head=draft_output_head,
             draft_vocabulary=vocabulary_of(draft_vocabulary),
+            **others,
         )
 
     def without(self) -> Speculation:
@@ -256,6 +261,12 @@ def has_mtp_heads(model: Path) -> bool:
         return any(mtp_prefix(key) is not None for key in open_checkpoint(model).tensors)
     except CheckpointError:
         return False
+
+
+def check_draft(kind: str | None, draft: Path | None) -> None:
+    """Raise :class:`UsageError` for a draft of a proposer that needs none."""
+    if draft is not None and kind in DRAFTLESS:
+        raise UsageError(f"--speculate {kind} needs no draft, and --draft names {draft}; leave one of them out")
 
 
 def vocabulary_of(given: str | int | None) -> Path | int | None:
@@ -295,17 +306,19 @@ def load(
     dtype: str | None = None,
     running: Running | None = None,
     sizes: Sizes | None = None,
-    say: bool = False,
+    verbose: bool = False,
     command_choices: Sequence[Choice] = (),
     joined: Joined | None = None,
     prefix_cache: bool = True,
 ) -> Engine:
     """Select the backend and load the checkpoint onto it. Progress is shown on standard error if that is a terminal.
 
-    ``max_requests``: number of requests of the command, replaced by a number in ``sizes``; None: the engine chooses. ``say``:
-    print the engine's choices and the command's own, ``command_choices``. ``joined``: the ranks that the engine runs on.
+    ``max_requests``: number of requests of the command, replaced by a number in ``sizes``; None: the engine chooses.
+    ``verbose``: say what the engine chose, compiled and captured, and the command's own ``command_choices``. ``joined``: the
+    ranks that the engine runs on.
     ``prefix_cache``: False for a benchmark of prefill, in which an earlier prompt must not shorten a later one.
     """
+    require_torch()  # a server's engine process hasn't imported it
     from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine
     from outrider.model import ModelConfig
@@ -338,15 +351,12 @@ def load(
             trust_remote_code=speculation.trust_remote_code,
             draft_vocabulary=speculation.draft_vocabulary,
             **names,
-            progress=lambda file, done, total: tell(f"loading {file}", done, total),
+            progress=sum_of_loads(tell),
             capture_progress=lambda done, total: tell("capturing graphs", done, total),
             ranks=ranks,
         )
-    if not leads:
-        return engine
-    if say:
-        print_choices(engine, command_choices)
-    print_start_report(engine)
+    if leads and verbose:
+        print_engine(engine, command_choices)
     return engine
 
 

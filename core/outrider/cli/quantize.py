@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 
 from outrider.bundled import bundled
+from outrider.cli.option_values import CHECKPOINT, DIRECTORY, WEIGHT_FORMATS, UsageError, one_of, option, whole
 from outrider.cli.report import CommandReport, JsonOption
 from outrider.cli.starting import show_progress
-from outrider.device.errors import ConfigError
 from outrider.errors import shown
 
 _MIB = 1 << 20
@@ -22,27 +21,27 @@ _MIB = 1 << 20
 def quantize(
     format: Annotated[
         str,
-        typer.Option(
+        option(
             "--format",
-            metavar="fp8|int8|int4",
+            value=one_of(*WEIGHT_FORMATS),
             help="fp8, int8: one scale per weight row and per token of activations. int4: one scale per weight group, "
             "unquantised activations.",
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory to create; it appears once it is complete.")],
+    out: Annotated[Path, option("--out", value=DIRECTORY, help="Directory to create; it appears once it is complete.")],
     model: Annotated[
         Path | None,
-        typer.Option(
+        option(
             "--model",
-            metavar="DIR|OWNER/NAME",
+            value=CHECKPOINT,
             help="Unquantised checkpoint of a model or of a draft head. Default: the bundled model.",
         ),
     ] = None,
     group: Annotated[
         int | None,
-        typer.Option("--group", metavar="N", help="For int4: columns that share a scale, 128 or 32. Default: 128."),
+        option("--group", value=whole(1), help="For int4: columns that share a scale, 128 or 32. Default: 128."),
     ] = None,
-    lm_head: Annotated[bool, typer.Option("--lm-head", help="Quantise the output head too.")] = False,
+    lm_head: Annotated[bool, option("--lm-head", help="Quantise the output head too.")] = False,
     json_output: JsonOption = False,
 ) -> CommandReport:
     """Write a checkpoint with quantised weights in the format of compressed-tensors. Runs on the host.
@@ -52,16 +51,16 @@ def quantize(
     from outrider.cli.torch_probe import require_torch
 
     del json_output
+    if group is not None and format != "int4":
+        raise UsageError(f"--group is {group}, and {format} has a scale for each row; leave --group out, or take int4")
     require_torch()
     from outrider.model.checkpoint_config import supported_families
     from outrider.model.eagle3_config import ENVELOPE
     from outrider.model.location import find_checkpoint
-    from outrider.model.quantization.rounding import DEFAULT_GROUP_COLUMNS, ROUND_BY_FORMAT
+    from outrider.model.quantization.rounding import DEFAULT_GROUP_COLUMNS
     from outrider.model.quantization.writing import quantize_checkpoint
     from outrider.model.reading import read_json
 
-    if group is not None and format in ROUND_BY_FORMAT and format != "int4":
-        raise ConfigError(f"--group is {group}, and {format} has a scale for each row; leave --group out, or take int4")
     group = DEFAULT_GROUP_COLUMNS if group is None else group
     source = bundled("target") if model is None else find_checkpoint(model)
     began = time.monotonic()

@@ -22,6 +22,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.environment import rank_environment, rank_variables
+from outrider.cli.option_values import option, whole
 from outrider.cli.report import CommandReport, Unsaid
 from outrider.cli.stopping import Stopped
 from outrider.device.errors import BackendError, ConfigError, DeviceError, OutriderError
@@ -38,20 +39,18 @@ if TYPE_CHECKING:
 
 TensorParallelOption = Annotated[
     int,
-    typer.Option(
+    option(
         "--tensor-parallel",
-        metavar="N",
-        min=1,
+        value=whole(1),
         help="Split each layer's heads and the vocabulary among N devices of this host, or among the ranks of torchrun.",
     ),
 ]
 DataParallelOption = Annotated[
     int,
-    typer.Option(
+    option(
         "--data-parallel",
-        metavar="M",
-        min=1,
-        help="Run M groups of N devices, each with requests of its own; all groups share each layer's MLP.",
+        value=whole(1),
+        help="Run this many groups of devices, each with requests of its own; all groups share each layer's MLP.",
     ),
 ]
 

@@ -11,14 +11,19 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from outrider.cli.option_values import BACKEND, option
 from outrider.device.errors import OutriderError
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+JsonOption = Annotated[bool, option("--json", help="Print one JSON object on standard output.")]
+VerboseOption = Annotated[
+    bool,
+    option("--verbose", help="Also say what the engine chose, compiled and captured, on standard error."),
+]
 BackendOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--backend",
-        metavar="NAME",
+        value=BACKEND,
         help="Backend: a name such as cpu, NAME:1 for a device, NAME:key=value for options, or auto. "
         "Without it OUTRIDER_BACKEND decides, then probing.",
     ),
@@ -29,8 +34,9 @@ BackendOption = Annotated[
 class CommandReport:
     """The result of a command, which the dispatcher prints; a command itself prints only text that it streams.
 
-    ``silent``: print nothing, not even with ``--json``, because another process prints the result.
-    ``traceback``: of a program that the command ran and that failed; printed on standard error with ``--debug``.
+    ``silent``: print nothing, not even with ``--json``, because another process prints the result. ``streamed``: standard
+    output has the text of a model, so ``render`` writes to standard error. ``traceback``: of a program that the command ran
+    and that failed; printed on standard error with ``--debug``.
     """
 
     data: Mapping[str, object]
@@ -38,6 +44,7 @@ class CommandReport:
     exit_code: int = 0
     silent: bool = False
     traceback: str = ""
+    streamed: bool = False
 
     @classmethod
     def silent_report(cls) -> CommandReport:

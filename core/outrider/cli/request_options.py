@@ -7,47 +7,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from outrider.cli.inputs import check_utf8, read_bounded
+from outrider.cli.inputs import read_text
+from outrider.cli.option_values import closest, number, option, text, whole
 from outrider.errors import RequestError, shown
 
 if TYPE_CHECKING:
     from outrider.engine.requests.guides import Guide
     from outrider.engine.requests.sampling import SamplingParams
 
-_SAMPLING = "Sampling"
 _MAX_GUIDE_BYTES = 1 << 20
 
+MaxTokensOption = Annotated[int, option("--max-tokens", value=whole(1), help="Maximum number of new tokens of a text.")]
 TemperatureOption = Annotated[
-    float,
-    typer.Option("--temperature", metavar="T", rich_help_panel=_SAMPLING, help="Temperature of the samples; 0 is greedy."),
+    float, option("--temperature", value=number(0), help="Temperature of the samples; 0 is greedy.")
 ]
 SeedOption = Annotated[
-    int,
-    typer.Option(
-        "--seed", metavar="S", rich_help_panel=_SAMPLING, help="Random seed of the samples; unused at temperature 0."
-    ),
+    int, option("--seed", value=whole(-(2**63), 2**63 - 1), help="Random seed of the samples; unused at temperature 0.")
 ]
-TopKOption = Annotated[
-    int, typer.Option("--top-k", metavar="K", rich_help_panel=_SAMPLING, help="Sample from the K likeliest tokens; 0: all.")
-]
+TopKOption = Annotated[int, option("--top-k", value=whole(0), help="Sample from the K likeliest tokens; 0: all.")]
 TopPOption = Annotated[
     float,
-    typer.Option(
-        "--top-p", metavar="P", rich_help_panel=_SAMPLING, help="Sample from the likeliest tokens with total probability P."
-    ),
+    option("--top-p", value=number(0, 1, above=True), help="Sample from the likeliest tokens with this total probability."),
 ]
-StopOption = Annotated[
-    list[str] | None,
-    typer.Option("--stop", metavar="TEXT", rich_help_panel=_SAMPLING, help="End before this text. Repeatable."),
-]
+StopOption = Annotated[list[str] | None, option("--stop", value=text(), help="End before this text. Repeatable.")]
 GuideOption = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         "--guide",
-        metavar="KIND[=VALUE]",
-        rich_help_panel=_SAMPLING,
+        value=text("KIND[=VALUE]"),
         help="The output must match: json-object, json-schema=FILE|TEXT (TEXT starts with {), regex=PATTERN, grammar=FILE "
         "(EBNF of GBNF, from the rule root on), or choice=TEXT. Repeat choice for several texts.",
     ),
@@ -68,8 +55,6 @@ class SamplingOptions:
         """Return the engine's record of these options and ``others``. Raises :class:`RequestError` for a bad value."""
         from outrider.engine.requests.sampling import SamplingParams
 
-        for text in self.stop or ():
-            check_utf8("--stop", text)
         return SamplingParams(
             temperature=self.temperature,
             seed=self.seed,
@@ -94,8 +79,6 @@ def build_guide(given: Sequence[str]) -> Guide | None:
     if len(kinds) > 1 or (len(pairs) > 1 and kinds != {"choice"}):
         raise RequestError(f"--guide was given {len(pairs)} times; an output matches one guide: repeat choice=TEXT alone")
     kind, value = pairs[0]
-    for _, text in pairs:
-        check_utf8("--guide", text)
     if (kind == "json-object") == ("=" in given[0]):
         raise RequestError(
             f"--guide is {shown(given[0])}; expected json-object, or a kind with its value, such as regex=[0-9]+"
@@ -104,18 +87,16 @@ def build_guide(given: Sequence[str]) -> Guide | None:
         case "json-object":
             return JsonObject()
         case "json-schema":
-            return JsonSchema(value if value.lstrip().startswith("{") else _read_text(Path(value), "a JSON schema"))
+            return JsonSchema(
+                value if value.lstrip().startswith("{") else read_text(Path(value), "a JSON schema", _MAX_GUIDE_BYTES)
+            )
         case "regex":
             return Regex(value)
         case "grammar":
-            return Ebnf(_read_text(Path(value), "a grammar"))
+            return Ebnf(read_text(Path(value), "a grammar", _MAX_GUIDE_BYTES))
         case "choice":
             return ChoiceGuide([text for _, text in pairs])
-    raise RequestError(f"--guide has the kind {shown(kind)}; expected json-object, json-schema, regex, grammar or choice")
-
-
-def _read_text(path: Path, content: str) -> str:
-    try:
-        return read_bounded(path, content, _MAX_GUIDE_BYTES).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
+    kinds_of_guide = ("json-object", "json-schema", "regex", "grammar", "choice")
+    raise RequestError(
+        f"--guide has the kind {shown(kind)}; expected one of {', '.join(kinds_of_guide)}{closest(kind, kinds_of_guide)}"
+    )

@@ -6,9 +6,12 @@ import json
 import logging
 import os
 import sys
+import textwrap
 from collections.abc import Generator
 from contextlib import contextmanager, redirect_stdout, suppress
-from typing import TextIO
+from typing import IO, TextIO
+
+_USUAL_WIDTH = 80
 
 
 def prepare_streams() -> None:
@@ -80,10 +83,28 @@ def write(stream: TextIO, text: str) -> None:
     stream.flush()
 
 
+def terminal_width(stream: IO[str]) -> int | None:
+    """Return the number of columns of a terminal, or None for another stream."""
+    return os.get_terminal_size(stream.fileno()).columns or _USUAL_WIDTH if stream.isatty() else None
+
+
+def wrap_words(text: str, stream: IO[str]) -> str:
+    """Return ``text`` with line ends between words for a terminal, which would break words. Other streams change nothing."""
+    width = terminal_width(stream)
+    if width is None:
+        return text
+
+    def wrap(line: str) -> str:
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+    return "\n".join(wrap(line) if len(line) > width else line for line in text.split("\n"))
+
+
 def note(text: str) -> None:
     """Write ``text`` to standard error, or drop it if that fails: a note must not cost the result of a command."""
     try:
-        write(sys.stderr, text)
+        write(sys.stderr, wrap_words(text, sys.stderr))
     except OSError:
         _drop_unwritten(sys.stderr)
 

@@ -19,6 +19,7 @@ from importlib import resources
 from pathlib import Path
 
 from outrider.cli.environment import autoload_setting, without_autoload
+from outrider.cli.starting import show_progress
 from outrider.device.errors import BackendLoadError
 from outrider.registry.discovery import installed_entry_points
 from outrider.registry.probing import PluginProbe
@@ -153,7 +154,9 @@ def _import(environment: dict[str, str] | None) -> tuple[str | None, tuple[str, 
 def require_torch() -> None:
     """Import torch. Raises :class:`BackendLoadError`, which explains a failure better than a later import would."""
     try:
-        importlib.import_module("torch")
+        with show_progress("torch" not in sys.modules) as tell:
+            tell("importing torch", 0, 0)
+            importlib.import_module("torch")
     except Exception as error:
         chain: list[str] = []
         seen: BaseException | None = error

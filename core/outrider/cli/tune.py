@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console
 
 from outrider.bundled import bundled
 from outrider.cli.environment import backend_from_environment, plugin_probe, tuned_directory
 from outrider.cli.files import check_directory
 from outrider.cli.models import ModelOption
+from outrider.cli.option_values import DIRECTORY, SHAPE, UsageError, number, option
 from outrider.cli.report import BackendOption, CommandReport, Interrupted, JsonOption
 from outrider.cli.starting import show_progress
 from outrider.device.errors import CapabilityError, ConfigError
@@ -27,20 +27,18 @@ def tune(
     model: ModelOption = None,
     shape: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
             "--shape",
-            metavar="NAME|config.json",
+            value=SHAPE,
             help="Instead of a checkpoint: a published shape, NAME/RANKS for one rank's shard of it, or a config. "
             "Repeatable; all shapes share the deadline.",
         ),
     ] = None,
-    deadline: Annotated[
-        float, typer.Option("--deadline", metavar="S", min=1.0, help="Seconds after which measuring ends.")
-    ] = 60.0,
+    deadline: Annotated[float, option("--deadline", value=number(1), help="Seconds after which measuring ends.")] = 60.0,
     cache: Annotated[
         Path | None,
-        typer.Option(
-            "--cache", metavar="DIR", help="Directory of the tuned choices. Default: outrider/tuned in the user's cache."
+        option(
+            "--cache", value=DIRECTORY, help="Directory of the tuned choices. Default: outrider/tuned in the user's cache."
         ),
     ] = None,
     json_output: JsonOption = False,
@@ -53,9 +51,9 @@ def tune(
     from outrider.cli.torch_probe import require_torch
 
     del json_output
-    require_torch()
     if model is not None and shape:
-        raise ConfigError("--model and --shape both say what to tune for; give one of them")
+        raise UsageError("--model and --shape both say what to tune for; give one of them")
+    require_torch()
     directory = cache or tuned_directory()
     if directory is None:
         raise ConfigError("there is no home directory to keep tuned choices in; name one with --cache")

@@ -210,9 +210,9 @@ class Engine(RequestMigration):
         proposers a copy of the target's output head in that format; verification uses the head itself. ``draft_vocabulary``
         limits that copy to the first tokens or to those of a file (:class:`~outrider.model.DraftVocabulary`).
 
-        ``progress(file, done, total)`` is called for each loaded tensor, ``capture_progress(done, total)`` for each captured
-        batch size. ``ranks`` run the engine together, each with its part of the checkpoint. ``parallel`` instead starts the
-        other ranks as processes of this host; they end with :meth:`close`.
+        ``progress(tensor, bytes done, total)`` is called for each loaded tensor, ``capture_progress(done, total)`` for each
+        captured batch size. ``ranks`` run the engine together, each with its part of the checkpoint. ``parallel`` instead
+        starts the other ranks as processes of this host; they end with :meth:`close`.
         Raises :class:`~outrider.device.CheckpointError` and :class:`~outrider.device.ConfigError`, the latter also for values
         of a wrong type.
         """

@@ -118,9 +118,7 @@ class Replica:
             page_size=settings.page_size,
             max_requests=settings.max_requests,
         )
-        make = functools.partial(
-            load, settings.backend, speculation, max_requests=None, dtype=settings.dtype, sizes=sizes, say=True
-        )
+        make = functools.partial(load, settings.backend, speculation, max_requests=None, dtype=settings.dtype, sizes=sizes)
         template = None if settings.chat_template is None else settings.chat_template.read_text("utf-8")
         # Wording() raises for invalid templates, before the model is loaded for minutes.
         wording = await asyncio.to_thread(PromptResources, speculation.model, chat_template=template)

@@ -5,6 +5,8 @@ Nothing is allocated on the device before the whole checkpoint has been checked.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +24,7 @@ from outrider.model.quantization.loading import Quantization
 from outrider.model.quantization.scheme import SUFFIXES
 
 Progress = Callable[[str, int, int], None]
-"""Callback with the name of the tensor just read, the number of tensors done, and their total number."""
+"""Callback with the name of the tensor just read, the bytes read so far and their total, in the dtype of the model."""
 
 _MODEL_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 _MAX_LISTED = 5
@@ -111,13 +113,16 @@ def load_tensors(
     The caller has opened the scope of ``stream``. Weights are tensors, or quantized weights as ``quantization`` declares.
     Tensors that are stored in ``dtype`` are read in bulk; others are converted one by one.
     """
-    total = sum(len(target.pieces) for target in targets)
-    names: list[str] = []
+    bytes_by_key = Counter[str]()
+    for piece in (piece for target in targets for piece in target.pieces):
+        bytes_by_key[piece.key] += math.prod(piece.read_shape) * dtype.itemsize
+    total, num_done = bytes_by_key.total(), 0
 
     def done(key: str) -> None:
-        names.append(key)
+        nonlocal num_done
+        num_done += bytes_by_key.pop(key, 0)  # pieces of one tensor are read one after the other
         if progress is not None:
-            progress(key, len(names), total)
+            progress(key, num_done, total)
 
     weights: dict[str, Any] = {}
     parts: list[TensorRead] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import re
 import sys
 from collections.abc import Collection, Coroutine
 from dataclasses import asdict, dataclass, fields
@@ -19,9 +20,26 @@ from outrider.cli.disaggregation import read_secret, serve_decode, serve_prefill
 from outrider.cli.engine_options import ServerOptions, with_options
 from outrider.cli.environment import api_keys_from_environment, spans_from_environment
 from outrider.cli.inputs import check_listening, read_utf8
+from outrider.cli.option_values import (
+    INPUT_FILE,
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    UsageError,
+    checking_options,
+    closest,
+    installed_plugin,
+    number,
+    one_of,
+    option,
+    parsed,
+    text,
+    whole,
+)
 from outrider.cli.rank_processes import DataParallelOption, TensorParallelOption
 from outrider.cli.report import CommandReport
+from outrider.cli.starting import show_progress
 from outrider.device.errors import ConfigError
+from outrider.disaggregation.connections import PeerAddress
 from outrider.serve.optional_packages import require_kv_events, require_serve
 
 if TYPE_CHECKING:
@@ -30,8 +48,6 @@ if TYPE_CHECKING:
     from outrider.serve.engine_messages import EngineInfo
     from outrider.serve.prompt_builder import PromptBuilder
 
-_SERVER = "Server"
-_DISAGGREGATION = "Prefill and decode in separate processes"
 _MAX_FILE_BYTES = 1 << 20
 _DEFAULT_PORTS = {"all": 8000, "prefill": 9500, "decode": 9600}
 _HTTP_OPTIONS = ("name", "allow_origin", "chat_template", "tool_format", "reasoning_format", "kv_events", "tensor_parallel")
@@ -54,91 +70,112 @@ _NO_LOCAL_ENGINE_OPTIONS = {"kv_events", "tensor_parallel", "data_parallel"}
 """Further parameters that have no effect without an engine in a process of this server."""
 
 
+def _read_tool_format(tool_format: str | None) -> tuple[str | None, dict[str, Any] | None]:
+    """Return the name of a format, or the response template of a file."""
+    if tool_format is None or not tool_format.endswith(".json"):
+        return tool_format, None
+    return None, _read_json_object(Path(tool_format))
+
+
+def _check_tool_format(given: str) -> None:
+    if given in TOOL_FORMATS:
+        return
+    if not given.endswith(".json"):
+        names = ", ".join(TOOL_FORMATS)
+        raise ConfigError(f"expected one of {names}, or a file that ends in .json{closest(given, TOOL_FORMATS)}")
+    _read_json_object(Path(given))
+
+
+def _read_json_object(file: Path) -> dict[str, Any]:
+    text = read_utf8(file, "a response template", _MAX_FILE_BYTES)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file}: has a {type(value).__name__}; expected a JSON object")
+    return value
+
+
+def _check_origin(url: str) -> None:
+    if url not in ("*", "null") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", url):
+        raise ConfigError("expected an origin such as https://example.org, without a path, or *")
+
+
+def _check_event_addresses(given: str) -> None:
+    for address in given.split(","):
+        if not re.fullmatch(r"[a-z]+://\S+", address) or given.count(",") > 1:
+            raise ConfigError("expected ADDRESS or ADDRESS,REPLAY, each such as tcp://*:5557")
+
+
 @dataclass(frozen=True, kw_only=True)
 class HttpOptions:
     """The options of a server: address, names, API keys, templates and cache events."""
 
-    host: Annotated[
-        str,
-        typer.Option("--host", metavar="ADDRESS", rich_help_panel=_SERVER, help="Address to listen on; 0.0.0.0: all."),
-    ] = "127.0.0.1"
+    host: Annotated[str, option("--host", value=text("ADDRESS"), help="Address to listen on; 0.0.0.0: all.")] = "127.0.0.1"
     port: Annotated[
         int | None,
-        typer.Option(
+        option(
             "--port",
-            metavar="N",
-            min=0,
-            max=65535,
-            rich_help_panel=_SERVER,
+            value=whole(0, 65535),
             help="Port to listen on; 0: any free port. Default: 8000; of role prefill 9500, of role decode 9600.",
         ),
     ] = None
     name: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
             "--served-model-name",
-            metavar="NAME",
-            rich_help_panel=_SERVER,
+            value=text("NAME"),
             help="Name of the model for clients. Repeatable. Default: the last part of --model.",
         ),
     ] = None
     api_key_file: Annotated[
         Path | None,
-        typer.Option(
+        option(
             "--api-key-file",
-            metavar="F",
-            rich_help_panel=_SERVER,
+            value=INPUT_FILE,
             help="File of API keys, one a line; a client must send one of them. OUTRIDER_API_KEY adds keys. Default: no key "
             "is needed. With --role prefill|decode: the secret of at least 16 bytes that all processes share.",
         ),
     ] = None
     allow_origin: Annotated[
         list[str] | None,
-        typer.Option(
-            "--allow-origin", metavar="URL", rich_help_panel=_SERVER, help="Origin of web pages that may call the server."
+        option(
+            "--allow-origin",
+            value=parsed("URL", _check_origin),
+            help="Origin of web pages that may call the server. Repeatable.",
         ),
     ] = None
     chat_template: ChatTemplateOption = None
     tool_format: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--tool-format",
-            metavar="NAME|F.json",
-            rich_help_panel=_SERVER,
-            help="How the model writes tool calls: deepseek, functiongemma, gemma, glm, harmony, hermes, json, kimi, "
-            "kimi-k3, llama3, minimax, mistral, qwen3, qwen3-coder, qwen3-xml, none, or a file with a response_template of "
+            value=parsed("NAME|FILE", _check_tool_format),
+            help=f"How the model writes tool calls: {', '.join(TOOL_FORMATS)}, or a .json file with a response_template of "
             "transformers. Default: the checkpoint's response_template, or the format that its chat template shows.",
         ),
     ] = None
     reasoning_format: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--reasoning-format",
-            metavar="NAME",
-            rich_help_panel=_SERVER,
-            help="How the model writes reasoning: gemma, harmony, kimi-k3, mistral, none, or think (between <think> and "
-            "</think>). Default: as for --tool-format.",
+            value=one_of(*REASONING_FORMATS, metavar="NAME"),
+            help=f"How the model writes reasoning: {', '.join(REASONING_FORMATS)}; think is between <think> and </think>. "
+            "Default: as for --tool-format.",
         ),
     ] = None
     kv_events: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--kv-events",
-            metavar="ADDRESS[,REPLAY]",
-            rich_help_panel=_SERVER,
+            value=parsed("ADDRESS[,REPLAY]", _check_event_addresses),
             help="Publish the events of the prefix cache on ZMQ, in vLLM's format: tcp://*:5557 is bound, a host name is "
             "connected to. REPLAY, such as tcp://*:5558: where subscribers request the events that they missed.",
         ),
     ] = None
     drain_seconds: Annotated[
-        float,
-        typer.Option(
-            "--drain-seconds",
-            metavar="S",
-            min=0.0,
-            rich_help_panel=_SERVER,
-            help="Seconds that running requests have after SIGTERM.",
-        ),
+        float, option("--drain-seconds", value=number(0), help="Seconds that running requests have after SIGTERM.")
     ] = 30.0
 
 
@@ -148,48 +185,43 @@ class RoleOptions:
 
     role: Annotated[
         str,
-        typer.Option(
+        option(
             "--role",
-            metavar="all|prefill|decode",
-            rich_help_panel=_DISAGGREGATION,
+            value=one_of("all", "prefill", "decode"),
             help="all: serve OpenAI's API. prefill: prefill prompts for decode servers. decode: decode for a --decode-server "
             "option or a DecodeClient, with prompts from prefill servers.",
         ),
     ] = "all"
     prefill_server: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
             "--prefill-server",
-            metavar="HOST:PORT",
-            rich_help_panel=_DISAGGREGATION,
+            value=parsed("HOST:PORT", PeerAddress.parse),
             help="With --role decode: a prefill server. Repeatable.",
         ),
     ] = None
     decode_server: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
             "--decode-server",
-            metavar="HOST:PORT",
-            rich_help_panel=_DISAGGREGATION,
+            value=parsed("HOST:PORT", PeerAddress.parse),
             help="With --role all: a decode server that runs the engine; this process serves HTTP. Repeatable. Takes "
             "--model, for its tokenizer, and no other option of the engine.",
         ),
     ] = None
     decode_secret_file: Annotated[
         Path | None,
-        typer.Option(
+        option(
             "--decode-secret-file",
-            metavar="F",
-            rich_help_panel=_DISAGGREGATION,
+            value=INPUT_FILE,
             help="With --decode-server: the secret that the decode servers have as --api-key-file.",
         ),
     ] = None
     transport: Annotated[
         str,
-        typer.Option(
+        option(
             "--transport",
-            metavar="NAME",
-            rich_help_panel=_DISAGGREGATION,
+            value=installed_plugin("outrider.transports"),
             help="Plugin that transfers KV pages between the servers: nixl, torch, or an installed plugin's name.",
         ),
     ] = "torch"
@@ -198,7 +230,7 @@ class RoleOptions:
 
 
 @with_options
-def serve(context: typer.Context, *, http: HttpOptions, roles: RoleOptions, options: ServerOptions) -> CommandReport | None:
+def serve(context: typer.Context, *, options: ServerOptions, http: HttpOptions, roles: RoleOptions) -> CommandReport | None:
     """Serve a model as OpenAI's API does; without --model the bundled one. Needs the extra: pip install 'outrider[serve]'.
 
     With --role, prefill and decode run in separate processes that exchange KV pages; these roles need no extra.
@@ -211,7 +243,10 @@ def serve(context: typer.Context, *, http: HttpOptions, roles: RoleOptions, opti
         _refuse_options(context, engine_options, "--decode-server")
     port = _DEFAULT_PORTS[roles.role] if http.port is None else http.port
     if roles.role == "all":
-        require_serve()
+        _serve_api(port, http, roles, options)
+        return None
+    if roles.role == "decode" and not roles.prefill_server:
+        raise UsageError("--role decode needs a prefill server; name at least one with --prefill-server HOST:PORT")
     require_torch()
     if roles.role == "prefill":
         return serve_prefill(
@@ -222,47 +257,50 @@ def serve(context: typer.Context, *, http: HttpOptions, roles: RoleOptions, opti
             drain_s=http.drain_seconds,
             options=options,
         )
-    if roles.role == "decode":
-        return serve_decode(
-            http.host,
-            port,
-            prefill_servers=roles.prefill_server or (),
-            transport=roles.transport,
-            secret_file=http.api_key_file,
-            drain_s=http.drain_seconds,
-            data_parallel=roles.data_parallel,
-            describe=describe_engine,
-            options=options,
-        )
-    _serve_api(port, http, roles, options)
-    return None
+    return serve_decode(
+        http.host,
+        port,
+        prefill_servers=roles.prefill_server or (),
+        transport=roles.transport,
+        secret_file=http.api_key_file,
+        drain_s=http.drain_seconds,
+        data_parallel=roles.data_parallel,
+        describe=describe_engine,
+        options=options,
+    )
 
 
 def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: ServerOptions) -> None:
     """Serve OpenAI's API until SIGTERM or SIGINT. Errors that don't need the model are raised before it is loaded."""
+    from outrider.cli.torch_probe import require_torch
     from outrider.serve.config import ServeConfig
 
-    speculation = options.speculation()
+    require_serve()
     default_name = "outrider-bundled" if options.model is None else options.model.resolve().name
-    config = ServeConfig(
-        names=tuple(http.name or (default_name,)),
-        drain_s=http.drain_seconds,
-        api_keys=_read_api_keys(http.api_key_file),
-        allow_origins=tuple(http.allow_origin or ()),
-    )
-    make: Any = options.loader(speculation, max_requests=None, say=True)
+    with checking_options():
+        config = ServeConfig(
+            names=tuple(http.name or (default_name,)),
+            drain_s=http.drain_seconds,
+            api_keys=_read_api_keys(http.api_key_file),
+            allow_origins=tuple(http.allow_origin or ()),
+        )
+        template = None if http.chat_template is None else read_template(http.chat_template)
+        tool_format, response_template = _read_tool_format(http.tool_format)
+        check_listening("--host and --port", http.host, port)
+    require_torch()
+    speculation = options.speculation()
+    make: Any = options.loader(speculation, max_requests=None)
     if http.kv_events is not None:
         make = _with_kv_events(make, http.kv_events)
-    template = None if http.chat_template is None else read_template(http.chat_template)
-    tool_format, response_template = _read_tool_format(http.tool_format)
-    from outrider.serve.engine_ranks import create_engine_client
-    from outrider.serve.log_formats import log_to_stderr
-    from outrider.serve.prompt_builder import PromptBuilder, PromptResources
-    from outrider.serve.server import HttpAddress
-    from outrider.serve.server import serve_http as serve_until_ended
-    from outrider.serve.tracing import RequestSpans
+    with show_progress() as tell:
+        tell("importing the server", 0, 0)
+        from outrider.serve.engine_ranks import create_engine_client
+        from outrider.serve.log_formats import log_to_stderr
+        from outrider.serve.prompt_builder import PromptBuilder, PromptResources
+        from outrider.serve.server import HttpAddress
+        from outrider.serve.server import serve_http as serve_until_ended
+        from outrider.serve.tracing import RequestSpans
 
-    check_listening("--host and --port", http.host, port)
     wording = PromptResources(
         speculation.model,
         chat_template=template,
@@ -304,18 +342,16 @@ def run_loop(work: Coroutine[Any, Any, None]) -> None:
 
 
 def _check_role(context: typer.Context, role: str) -> None:
-    """Raise :class:`ConfigError` for an unknown role, and for an option that has no effect with the role."""
-    if role not in _REFUSED_BY_ROLE:
-        raise ConfigError(f"--role is {role!r}; expected one of {', '.join(_REFUSED_BY_ROLE)}")
+    """Raise :class:`UsageError` for an option that has no effect with the role."""
     _refuse_options(context, _REFUSED_BY_ROLE[role], f"--role {role}")
 
 
 def _refuse_options(context: typer.Context, names: Collection[str], reason: str) -> None:
-    """Raise :class:`ConfigError` if the command line has an option of ``names``."""
+    """Raise :class:`UsageError` if the command line has an option of ``names``."""
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
         if parameter.name in names and source is not None and source.name == "COMMANDLINE":
-            raise ConfigError(f"{parameter.opts[0]} has no effect with {reason}; leave it out")
+            raise UsageError(f"{parameter.opts[0]} has no effect with {reason}; leave it out")
 
 
 def describe_engine(engine: Engine) -> dict[str, Any]:
@@ -333,13 +369,6 @@ def _with_kv_events(make: Any, addresses: str) -> Any:
     return functools.partial(make_engine_with_events, make, address, replay or None)
 
 
-def _read_tool_format(tool_format: str | None) -> tuple[str | None, dict[str, Any] | None]:
-    """Return the name of a format, or the response template of a file."""
-    if tool_format is None or not tool_format.endswith(".json"):
-        return tool_format, None
-    return None, _read_json_object(Path(tool_format))
-
-
 def _read_api_keys(file: Path | None) -> tuple[str, ...]:
     """Return the API keys of the environment and of the file. Raises :class:`ConfigError` for a file without a key."""
     keys = list(api_keys_from_environment())
@@ -350,14 +379,3 @@ def _read_api_keys(file: Path | None) -> tuple[str, ...]:
             raise ConfigError(f"{file}: has no API key; expected one a line")
         keys += file_keys
     return tuple(keys)
-
-
-def _read_json_object(file: Path) -> dict[str, Any]:
-    text = read_utf8(file, "a response template", _MAX_FILE_BYTES)
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{file}: has a {type(value).__name__}; expected a JSON object")
-    return value

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.environment import backend_from_environment
+from outrider.cli.option_values import one_of, option, whole
 from outrider.cli.report import BackendOption, CommandReport, JsonOption
-from outrider.device.errors import CapabilityError, ConfigError
+from outrider.device.errors import CapabilityError
 from outrider.registry import Registry
-from outrider_bench.options import parse_names, parse_sizes
+from outrider_bench.options import SIZES, parse_names, parse_sizes, some_of
 
+KINDS = ("all_reduce", "all_reduce_rms_norm", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send")
 _LIMIT_S = 240.0
 
 
 def collectives(
     backend: BackendOption = None,
-    ranks: Annotated[int, typer.Option("--ranks", metavar="N", help="Ranks: processes on as many devices.")] = 2,
-    kinds: Annotated[
-        str, typer.Option("--kinds", metavar="KIND,KIND", help="Kinds, separated by commas. Default: all.")
-    ] = "",
-    tokens: Annotated[
-        str, typer.Option("--tokens", metavar="1,16", help="Rows of a rank's tensor, separated by commas.")
-    ] = "1,4,16,64,128",
-    width: Annotated[int, typer.Option("--width", metavar="H", min=1, help="Elements of a row.")] = 4096,
-    dtype: Annotated[str, typer.Option("--dtype", metavar="TYPE", help="float32, bfloat16 or float16.")] = "bfloat16",
+    ranks: Annotated[int, option("--ranks", value=whole(2, 64), help="Ranks: processes on as many devices.")] = 2,
+    kinds: Annotated[str, option("--kinds", value=some_of(*KINDS), help="Kinds.")] = ",".join(KINDS),
+    tokens: Annotated[str, option("--tokens", value=SIZES, help="Rows of a rank's tensor.")] = "1,4,16,64,128",
+    width: Annotated[int, option("--width", value=whole(1), help="Elements of a row.")] = 4096,
+    dtype: Annotated[str, option("--dtype", value=one_of("float32", "bfloat16", "float16"), help="Dtype.")] = "bfloat16",
     json_output: JsonOption = False,
 ) -> CommandReport:
     """Measure collectives between ranks of this host, in microseconds a call.
@@ -41,15 +38,9 @@ def collectives(
 
     del json_output
     require_torch()
-    from outrider_bench.collective_times import KINDS
     from outrider_conformance.rank_processes import TaskProcesses
 
-    chosen = parse_names(kinds, "--kinds", KINDS) if kinds else list(KINDS)
-    if ranks < 2:
-        raise ConfigError(f"--ranks is {ranks}; expected at least 2, since one rank has no other to communicate with")
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise ConfigError(f"--dtype is {dtype!r}; expected float32, bfloat16 or float16")
-    sizes = parse_sizes(tokens, "--tokens", "1,16")
+    chosen, sizes = parse_names(kinds, KINDS), parse_sizes(tokens)
     registry = Registry()
     spec = registry.select(backend, backend_from_environment())
     count = registry.info(spec.name).device_count

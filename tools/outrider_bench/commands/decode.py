@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.engine_options import with_options
-from outrider.cli.files import check_output
+from outrider.cli.option_values import UsageError, option
 from outrider.cli.rank_processes import DataParallelOption, Joined, TensorParallelOption, run_on_ranks
 from outrider.cli.report import CommandReport, JsonOption
 from outrider.device.errors import CapabilityError, ConfigError
@@ -25,7 +25,6 @@ from outrider_bench.options import (
     PlotOption,
     PromptLengthsOption,
     check_context,
-    check_new_tokens,
     parse_sizes,
     print_acceptance,
 )
@@ -63,7 +62,7 @@ def decode(
     tensor_parallel: TensorParallelOption = 1,
     data_parallel: DataParallelOption = 1,
     plot: PlotOption = None,
-    by_kernel: Annotated[bool, typer.Option("--by-kernel", help="Show the device's time of each kernel.")] = False,
+    by_kernel: Annotated[bool, option("--by-kernel", help="Show the device's time of each kernel.")] = False,
     json_output: JsonOption = False,
 ) -> CommandReport:
     """Measure decode iterations: median time, tokens a second, and the ratio to the limit.
@@ -75,13 +74,11 @@ def decode(
     """
     from outrider.cli.torch_probe import require_torch
 
-    sizes, lengths = parse_sizes(batch), parse_sizes(prompt_tokens, "--prompt-tokens", "512,4096")
+    sizes, lengths = parse_sizes(batch), parse_sizes(prompt_tokens)
     if options.max_requests is not None and options.max_requests < max(sizes):
-        raise ConfigError(
+        raise UsageError(
             f"--max-requests is {options.max_requests}, and --batch {max(sizes)} requests decode together; raise it"
         )
-    check_new_tokens(new_tokens)
-    check_output("--plot", plot, ".svg")
     require_torch()
     spread_out = run_on_ranks(context.obj, tensor_parallel, data_parallel, json_output=json_output)
     if spread_out is not None:
@@ -93,7 +90,6 @@ def decode(
         requests=max(sizes),
         requests_origin="--batch",
         context=max(lengths) + new_tokens,
-        say=not json_output,
         joined=joined,
     )
     costs = measure_collectives(engine, sizes)

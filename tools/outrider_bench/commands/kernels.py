@@ -6,15 +6,15 @@ import statistics
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.environment import backend_from_environment
+from outrider.cli.option_values import DTYPES, RANDOM_FORMATS, one_of, option, text
 from outrider.cli.report import BackendOption, CommandReport, JsonOption
-from outrider.device.errors import CapabilityError, ConfigError
+from outrider.device.errors import CapabilityError
 from outrider.registry import Registry
-from outrider_bench.options import RequiredShapeOption, parse_sizes
+from outrider_bench.options import SIZES, RequiredShapeOption, parse_names, parse_sizes, some_of
 
 if TYPE_CHECKING:
     import torch
@@ -31,20 +31,14 @@ _COLUMNS = ("kernel", "case", "us", "own us", "torch us", "limit us", "of limit"
 def kernels(
     backend: BackendOption = None,
     shape: RequiredShapeOption = "llama-3.1-8b",
-    tokens: Annotated[
-        str, typer.Option("--tokens", metavar="4,32", help="Numbers of tokens of matrix products, separated by commas.")
-    ] = "1,4,32,128",
+    tokens: Annotated[str, option("--tokens", value=SIZES, help="Numbers of tokens of matrix products.")] = "1,4,32,128",
     only: Annotated[
-        str | None, typer.Option("--only", metavar="TEXT", help="Measure only kernels whose name contains this text.")
+        str | None, option("--only", value=text(), help="Measure only kernels whose name contains this text.")
     ] = None,
-    dtype: Annotated[str, typer.Option("--dtype", metavar="DTYPE")] = "bfloat16",
+    dtype: Annotated[str, option("--dtype", value=one_of(*DTYPES), help="Dtype.")] = "bfloat16",
     quantized: Annotated[
         str | None,
-        typer.Option(
-            "--quantized",
-            metavar="fp8,int4",
-            help="Measure only products with quantised weights: fp8, fp8-tensor, fp8-block, int8, int4, int4-zeros, int4-32.",
-        ),
+        option("--quantized", value=some_of(*RANDOM_FORMATS), help="Measure only products with quantised weights."),
     ] = None,
     json_output: JsonOption = False,
 ) -> CommandReport:
@@ -62,23 +56,22 @@ def kernels(
     require_torch()
 
     from outrider.device import KernelSet
-    from outrider.engine.config import DTYPES
+    from outrider.engine.config import DTYPES as TORCH_DTYPES
     from outrider.model.shapes import decoder_shape, shape_config
     from outrider_bench.limits import measure_bandwidth
 
-    if dtype not in DTYPES:
-        raise ConfigError(f"--dtype is {dtype!r}; expected one of {', '.join(DTYPES)}")
-    sizes = parse_sizes(tokens, "--tokens", "4,32")
+    sizes = parse_sizes(tokens)
+    formats = [] if quantized is None else parse_names(quantized, RANDOM_FORMATS)
     registry = Registry()
     device = registry.create(registry.select(backend, backend_from_environment()))
     if not (device.capabilities.captures_graphs and device.capabilities.event_timing):
         raise CapabilityError(f"{device.label} can't be measured here: it needs captures_graphs and event_timing")
     bandwidth = measure_bandwidth(device)
     stream = device.create_stream("bench")
-    decoder = decoder_shape(shape_config(shape), DTYPES[dtype])
+    decoder = decoder_shape(shape_config(shape), TORCH_DTYPES[dtype])
     used, own = device.kernels_in_use.for_shape(decoder), device.kernels.for_shape(decoder)
     rows = []
-    for case in _cases(device, stream, decoder, sizes, DTYPES[dtype], _formats(quantized)):
+    for case in _cases(device, stream, decoder, sizes, TORCH_DTYPES[dtype], formats):
         if only is not None and only not in case.kernel:
             continue
         us = _microseconds(device, stream, case, used)
@@ -112,16 +105,6 @@ def _row(case: TimedKernelCase, us: float, own_us: float, torch_us: float, limit
         "ratio_to_torch": us / torch_us,
         "tb_per_s": case.bytes / us / 1e6,
     }
-
-
-def _formats(text: str | None) -> list[str]:
-    """Return the formats of ``text``, which commas separate. Raises :class:`ConfigError`."""
-    from outrider_tune.quantized import random_format
-
-    names = [] if text is None else [part.strip() for part in text.split(",")]
-    for name in names:
-        random_format(name)
-    return names
 
 
 def _cases(

@@ -33,10 +33,11 @@ def mixed(
     """
     from outrider.cli.torch_probe import require_torch
 
+    del json_output
     load = load_options.load()
     require_torch()
     engine, described = options.build_engine(
-        requests=min(load.requests, _MAX_CONCURRENT), requests_origin="--requests", context=load.longest, say=not json_output
+        requests=min(load.requests, _MAX_CONCURRENT), requests_origin="--requests", context=load.longest
     )
     prompt, output = max(load.lengths, key=sum)
     check_context(engine, f"a request of --prompts {prompt} and --outputs {output} tokens", prompt + output)

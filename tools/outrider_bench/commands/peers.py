@@ -10,20 +10,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from outrider.cli.engine_options import with_options
 from outrider.cli.environment import backend_from_environment
-from outrider.cli.files import check_directory, check_output
+from outrider.cli.files import check_directory
 from outrider.cli.models import DraftTokensOption
+from outrider.cli.option_values import DIRECTORY, DTYPES, UsageError, number, one_of, option, output_file, whole
 from outrider.cli.report import CommandReport, Interrupted, JsonOption
 from outrider.cli.starting import show_progress
 from outrider.cli.streams import note
-from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 from outrider_bench.child import ChildFailed, ChildSession, open_session
 from outrider_bench.mixed_load import MixedLoad
 from outrider_bench.options import (
+    SIZES,
     BatchOption,
     MixedLoadOptions,
     ModeOption,
@@ -36,6 +35,7 @@ from outrider_bench.options import (
     check_new_tokens,
     parse_names,
     parse_sizes,
+    some_of,
 )
 from outrider_bench.peers.comparing import OURS, EngineRuns, compare_engines, plot_points, render_engines
 from outrider_bench.peers.work import PHASES, PeerWork
@@ -69,57 +69,53 @@ class PeerWorkOptions(RandomWeightOptions):
     draft_tokens: DraftTokensOption = 3
     accept_length: Annotated[
         float,
-        typer.Option(
-            "--accept-length", metavar="A", help="Synthetic acceptance for all engines: mean tokens an iteration yields."
+        option(
+            "--accept-length",
+            value=number(1, 1025),
+            help="Synthetic acceptance for all engines: mean tokens an iteration yields.",
         ),
     ] = 2.98
-    dtype: Annotated[str, typer.Option("--dtype", metavar="DTYPE")] = "bfloat16"
-    phases: Annotated[
-        str, typer.Option(metavar="decode,prefill,mixed,context", help="Phases to measure, separated by commas.")
-    ] = "decode"
+    dtype: Annotated[str, option("--dtype", value=one_of(*DTYPES), help="Dtype.")] = "bfloat16"
+    phases: Annotated[str, option("--phases", value=some_of(*PHASES), help="Phases to measure.")] = "decode"
     batch: BatchOption = "1,8,32"
     prompt_tokens: PromptTokensOption = 512
     new_tokens: NewTokensOption = 256
-    prefill_tokens: Annotated[
-        str, typer.Option("--prefill-tokens", metavar="512,4096", help="Prompt lengths of prefill, separated by commas.")
-    ] = "512,4096,16384"
+    prefill_tokens: Annotated[str, option("--prefill-tokens", value=SIZES, help="Prompt lengths of prefill.")] = (
+        "512,4096,16384"
+    )
     contexts: Annotated[
-        str, typer.Option(metavar="512,32768", help="Prompt lengths of context, where one request decodes, by commas.")
+        str, option("--contexts", value=SIZES, help="Prompt lengths of context, where one request decodes.")
     ] = "512,2048,8192,32768"
     max_requests: Annotated[
         int | None,
-        typer.Option(
+        option(
             "--max-requests",
-            min=1,
-            metavar="N",
+            value=whole(1, 4096),
             help="Maximum number of concurrent requests. Default: as needed, at most 128.",
         ),
     ] = None
     max_context: Annotated[
         int | None,
-        typer.Option("--max-context", min=2, metavar="N", help="Maximum tokens of a request. Default: as needed."),
+        option("--max-context", value=whole(2), help="Maximum tokens of a request. Default: as needed."),
     ] = None
     memory: Annotated[
         float | None,
-        typer.Option(metavar="SHARE", help="Fraction of the device's memory, for an engine that takes a fraction."),
+        option("--memory", value=number(0, 1, above=True), help="Share of the device's memory, for engines that take one."),
     ] = None
     keep: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="Directory for compiled kernels and output of the engines, which the next run reuses."
+        option(
+            "--keep", value=DIRECTORY, help="Directory for compiled kernels and output of the engines, for the next run too."
         ),
     ] = None
 
     def check(self, engines: Sequence[str], proposers: Sequence[str]) -> None:
         """Raise :class:`ConfigError` for options that ``engines`` with ``proposers`` can't use."""
-        self.check_formats()
-        check_new_tokens(self.new_tokens, 2)
+        check_new_tokens(self.new_tokens)
         if self.keep is not None:
             check_directory("--keep", self.keep)
-        if self.memory is not None and not 0 < self.memory <= 1:
-            raise ConfigError(f"--memory is {self.memory:g}; expected a share of the device's memory, above 0 and at most 1")
         if self.quantize is not None:
-            self._check_quantized(self.quantize, engines)
+            self._check_quantized(engines)
         own = {
             "--draft-output-head": self.draft_output_head,
             "--draft-vocabulary": self.draft_vocabulary,
@@ -127,23 +123,19 @@ class PeerWorkOptions(RandomWeightOptions):
         }
         given = [option for option, value in own.items() if value is not None]
         if given and not (OURS in engines and "eagle" in proposers):
-            raise ConfigError(
+            raise UsageError(
                 f"{given[0]} is for drafts of {OURS}, and --engines {','.join(engines)!r} with --speculate "
                 f"{','.join(proposers)!r} has none; leave it out"
             )
 
-    def _check_quantized(self, quantize: str, engines: Sequence[str]) -> None:
+    def _check_quantized(self, engines: Sequence[str]) -> None:
         from outrider.model.shapes import shape_config
-        from outrider_tune.quantized import random_format
 
-        random_format(quantize)
         others = sorted(set(engines) - {OURS, "vllm"})
         if others:
-            raise ConfigError(
-                f"--quantize is for outrider and vllm, not for {', '.join(others)}; say --engines outrider,vllm"
-            )
+            raise UsageError(f"--quantize is for outrider and vllm, not for {', '.join(others)}; say --engines outrider,vllm")
         if self.lm_head and shape_config(self.shape).tie_embeddings:
-            raise ConfigError(
+            raise UsageError(
                 f"the output head of {self.shape} is its embedding, which stays unquantized; leave out --lm-head"
             )
 
@@ -151,7 +143,7 @@ class PeerWorkOptions(RandomWeightOptions):
         """Return the work for engines on ``device``, ``engines`` of which share its memory. Raises :class:`ConfigError`."""
         from outrider_bench.synthetic import rates_of_length
 
-        measured = tuple(parse_names(self.phases, "--phases", PHASES))
+        measured = tuple(parse_names(self.phases, PHASES))
         batches = tuple(parse_sizes(self.batch))
         concurrent = max(batches) if "decode" in measured else 1
         if "mixed" in measured:
@@ -167,8 +159,8 @@ class PeerWorkOptions(RandomWeightOptions):
             rates=rates_of_length(self.accept_length, self.draft_tokens),
             device=device,
             phases=measured,
-            lengths=tuple(parse_sizes(self.prefill_tokens, "--prefill-tokens", "512,4096")),
-            contexts=tuple(parse_sizes(self.contexts, "--contexts", "512,4096")),
+            lengths=tuple(parse_sizes(self.prefill_tokens)),
+            contexts=tuple(parse_sizes(self.contexts)),
             requests=mixed.requests,
             seed=mixed.seed,
             prompts=mixed.prompts,
@@ -186,9 +178,9 @@ class PeerWorkOptions(RandomWeightOptions):
         tokens, whose = work.longest
         room = min(self.max_context or work.shape_context, work.shape_context)
         if tokens > room:
-            raise ConfigError(f"a request of {whose} has {tokens} tokens, and {room} are there for one; ask for fewer")
+            raise UsageError(f"a request of {whose} has {tokens} tokens, and {room} are there for one; ask for fewer")
         if "decode" in measured and work.max_requests < max(batches):
-            raise ConfigError(
+            raise UsageError(
                 f"--max-requests is {work.max_requests}, and --batch {max(batches)} requests decode together; raise it"
             )
         return work
@@ -199,27 +191,22 @@ def peers(
     *,
     options: PeerWorkOptions,
     load: MixedLoadOptions,
-    engines: Annotated[str, typer.Option(metavar="outrider,vllm", help="Engines, separated by commas.")] = ",".join(_ORDER),
-    speculate: Annotated[str, typer.Option("--speculate", metavar="eagle,none", help="Proposers, separated by commas.")] = (
-        "eagle,none"
-    ),
+    engines: Annotated[str, option("--engines", value=some_of(*_ORDER), help="Engines.")] = ",".join(_ORDER),
+    speculate: Annotated[str, option("--speculate", value=some_of("eagle", "none"), help="Proposers.")] = ("eagle,none"),
     repeat: Annotated[
         int,
-        typer.Option(min=1, metavar="N", help="Runs of each case. From 2 on all engines are open at once and take turns."),
+        option("--repeat", value=whole(1), help="Runs of each case. From 2 on all engines are open at once and take turns."),
     ] = 3,
     mode: ModeOption = None,
     prefill_chunk: PrefillChunkOption = None,
     tune_seconds: Annotated[
-        float, typer.Option("--tune-seconds", min=0.0, metavar="S", help="Time limit of tuning this engine's kernels first.")
+        float, option("--tune-seconds", value=number(0), help="Time limit of tuning this engine's kernels first.")
     ] = 0.0,
     plot: PlotOption = None,
     so_far: Annotated[
-        Path | None,
-        typer.Option(
-            "--so-far", metavar="F.json", help="File for the results, written after each run, with a line to standard error."
-        ),
+        Path | None, option("--so-far", value=output_file(), help="File for the results, written after each run.")
     ] = None,
-    limit: Annotated[float, typer.Option(min=1, help="Time limit of an engine's start, and of one run, in seconds.")] = 900.0,
+    limit: Annotated[float, option("--limit", value=number(1), help="Seconds for a start, and for one run.")] = 900.0,
     json_output: JsonOption = False,
 ) -> CommandReport:
     """Run the same work on this engine and on each of transformers and vLLM that is installed.
@@ -229,12 +216,9 @@ def peers(
     draft token. transformers has no such setting and doesn't speculate. Engines that aren't installed are listed.
     """
     del json_output
-    chosen = parse_names(engines, "--engines", _ORDER)
-    kinds = parse_names(speculate, "--speculate", ("eagle", "none"))
-    check_output("--plot", plot, ".svg")
-    check_output("--so-far", so_far)
-    if plot is not None and not set(_AXES) & set(parse_names(options.phases, "--phases", PHASES)):
-        raise ConfigError(
+    chosen, kinds = parse_names(engines, _ORDER), parse_names(speculate, ("eagle", "none"))
+    if plot is not None and not set(_AXES) & set(parse_names(options.phases, PHASES)):
+        raise UsageError(
             f"--plot has nothing to draw of --phases {options.phases!r}; add {', '.join(_AXES)}, or leave it out"
         )
     options.check(chosen, kinds)

@@ -6,12 +6,11 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.engine_options import with_options
-from outrider.cli.files import check_output
+from outrider.cli.option_values import option, whole
 from outrider.cli.report import CommandReport, JsonOption
 from outrider_bench.mixed_load import token_ids
 from outrider_bench.options import MeasuredEngineOptions, PlotOption, PromptLengthsOption, check_context, parse_sizes
@@ -28,7 +27,7 @@ _NEXT_TOKENS = 8
 def prefill(
     *,
     prompt_tokens: PromptLengthsOption = "512,4096,16384",
-    repeat: Annotated[int, typer.Option(min=1, metavar="N", help="Runs of each length; the figures are medians.")] = 5,
+    repeat: Annotated[int, option("--repeat", value=whole(1), help="Runs of each length; the figures are medians.")] = 5,
     options: MeasuredEngineOptions,
     plot: PlotOption = None,
     json_output: JsonOption = False,
@@ -40,13 +39,11 @@ def prefill(
     """
     from outrider.cli.torch_probe import require_torch
 
-    lengths = parse_sizes(prompt_tokens, "--prompt-tokens", "512,4096")
-    check_output("--plot", plot, ".svg")
+    del json_output
+    lengths = parse_sizes(prompt_tokens)
     require_torch()
     most = max(lengths)
-    engine, described = options.build_engine(
-        requests=1, requests_origin="one prompt at a time", context=most + _NEXT_TOKENS, say=not json_output
-    )
+    engine, described = options.build_engine(requests=1, requests_origin="one prompt at a time", context=most + _NEXT_TOKENS)
     check_context(engine, f"--prompt-tokens {most} and the {_NEXT_TOKENS} tokens after them", most + _NEXT_TOKENS)
     rows = [_row(engine, length, repeat) for length in lengths]
     data: dict[str, object] = {**described, "repeat": repeat, "results": rows}

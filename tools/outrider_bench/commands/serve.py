@@ -11,28 +11,31 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.engine_options import with_options
 from outrider.cli.files import check_directory
 from outrider.cli.models import DraftTokensOption, DtypeOption
+from outrider.cli.option_values import DIRECTORY, UsageError, number, one_of, option, text, whole
 from outrider.cli.report import CommandReport, JsonOption
 from outrider.cli.streams import note
 from outrider.device.errors import ConfigError
 from outrider_bench.child import ChildFailed, run_child
 from outrider_bench.http_load import HttpLoad, ServerFailed, run_clients, run_vllm_bench, summarize
 from outrider_bench.options import (
+    SIZES,
     AcceptLengthOption,
     NewTokensOption,
     PromptTokensOption,
+    ProposerOption,
     RandomDraftOptions,
     RequiredShapeOption,
     check_lengths,
     check_new_tokens,
     parse_names,
     parse_sizes,
+    some_of,
 )
 
 if TYPE_CHECKING:
@@ -75,31 +78,29 @@ class ServerModelOptions(RandomDraftOptions):
 @with_options
 def serve(
     *,
-    url: Annotated[str | None, typer.Option(metavar="URL", help="Measure this running server and start none.")] = None,
-    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="With --url: the name of the model.")] = None,
+    url: Annotated[str | None, option("--url", value=text("URL"), help="Measure this running server and start none.")] = None,
+    model: Annotated[str | None, option("--model", value=text("NAME"), help="With --url: the name of the model.")] = None,
     generator: Annotated[
         str,
-        typer.Option(metavar="own|vllm", help="Load generator: own, or bench serve of an installed vLLM."),
+        option("--generator", value=one_of(*_GENERATORS), help="Load generator: own, or bench serve of an installed vLLM."),
     ] = "own",
     tokenizer: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="With --url and --generator vllm: the model's tokenizer.")
+        Path | None, option("--tokenizer", value=DIRECTORY, help="With --url and --generator vllm: the model's tokenizer.")
     ] = None,
     engines: Annotated[
-        str, typer.Option(metavar="bare,outrider,vllm", help="Engines to start and measure, one after the other.")
+        str, option("--engines", value=some_of(*_ENGINES), help="Engines to start and measure, one after the other.")
     ] = "bare,outrider",
-    concurrency: Annotated[
-        str, typer.Option(metavar="1,32", help="Numbers of concurrent clients, separated by commas.")
-    ] = "1,32",
-    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Requests of each client, one after the other.")] = 3,
+    concurrency: Annotated[str, option("--concurrency", value=SIZES, help="Numbers of concurrent clients.")] = "1,32",
+    rounds: Annotated[int, option("--rounds", value=whole(1), help="Requests of each client, one after the other.")] = 3,
     prompt_tokens: PromptTokensOption = 512,
     new_tokens: NewTokensOption = 256,
-    speculate: Annotated[str, typer.Option("--speculate", metavar="eagle|none", help="Proposer.")] = "eagle",
+    speculate: ProposerOption = "eagle",
     options: ServerModelOptions,
     limit: Annotated[
-        float, typer.Option(min=1, metavar="S", help="Time limit of a server's start in seconds.")
+        float, option("--limit", value=number(1), help="Time limit of a server's start in seconds.")
     ] = _START_LIMIT_S,
     logs: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Directory for the output of the servers. Default: temporary.")
+        Path | None, option("--logs", value=DIRECTORY, help="Directory for the output of the servers. Default: temporary.")
     ] = None,
     json_output: JsonOption = False,
 ) -> CommandReport:
@@ -110,10 +111,8 @@ def serve(
     sends and reads the requests; ``bare`` has no server and gets the same lengths and numbers from the project's generator.
     """
     del json_output
-    check_new_tokens(new_tokens, 2)
-    sizes = parse_sizes(concurrency, "--concurrency", "1,32")
-    if generator not in _GENERATORS:
-        raise ConfigError(f"--generator is {generator!r}; expected one of {', '.join(_GENERATORS)}")
+    check_new_tokens(new_tokens)
+    sizes = parse_sizes(concurrency)
     load = HttpLoad(
         url="",
         model="measured",
@@ -134,18 +133,16 @@ def serve(
     }
     if url is not None:
         if model is None:
-            raise ConfigError("--url needs --model NAME: what the server calls its model")
+            raise UsageError("--url needs --model NAME: what the server calls its model")
         if (generator == "vllm") != (tokenizer is not None):
-            raise ConfigError(
-                "--generator vllm and --tokenizer DIR go together: it makes prompts from the model's vocabulary"
-            )
+            raise UsageError("--generator vllm and --tokenizer DIR go together: it makes prompts from the model's vocabulary")
         load = replace(load, url=_server_url(url), model=model)
         return _report({**data, "model": model, "engines": [{"engine": url, **_results(url, load, sizes, tokenizer)}]})
     if tokenizer is not None:
-        raise ConfigError("--tokenizer goes with --url; servers that are started here have a tokenizer of their own")
+        raise UsageError("--tokenizer goes with --url; servers that are started here have a tokenizer of their own")
     if model is not None:
-        raise ConfigError("--model is what a server at --url calls its model; servers that are started here have --shape")
-    names = parse_names(engines, "--engines", _ENGINES)
+        raise UsageError("--model is what a server at --url calls its model; servers that are started here have --shape")
+    names = parse_names(engines, _ENGINES)
     setup = options.make_setup(speculate, max(sizes), prompt_tokens=prompt_tokens, new_tokens=new_tokens)
     if logs is not None:
         check_directory("--logs", logs)

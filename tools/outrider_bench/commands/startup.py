@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -16,12 +15,12 @@ from outrider.cli.engine_options import with_options
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.files import check_directory
 from outrider.cli.models import DraftTokensOption
+from outrider.cli.option_values import DIRECTORY, UsageError, number, option, whole
 from outrider.cli.report import BackendOption, CommandReport, JsonOption
 from outrider.cli.streams import note
-from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 from outrider_bench.child import run_child
-from outrider_bench.options import LaunchOptions, ShapeOption
+from outrider_bench.options import LaunchOptions, ProposerOption, ShapeOption
 from outrider_sanitizer.scratch_files import scratch_directory
 
 _FUNCTION = "outrider_bench.engine_start:time_start"
@@ -32,29 +31,27 @@ _MAX_CONTEXT = 1024
 def startup(
     *,
     shape: ShapeOption = None,
-    speculate: Annotated[str, typer.Option("--speculate", metavar="eagle|none", help="Proposer.")] = "eagle",
+    speculate: ProposerOption = "eagle",
     draft_tokens: DraftTokensOption = 4,
-    batch: Annotated[int, typer.Option(min=1, help="Maximum number of concurrent requests of the engine.")] = 8,
+    batch: Annotated[int, option("--batch", value=whole(1, 4096), help="Concurrent requests of the engine.")] = 8,
     options: LaunchOptions,
     directory: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Directory for the checkpoint of --shape, removed at the end. Default: temporary."),
+        option("--directory", value=DIRECTORY, help="Directory for a checkpoint that is removed. Default: temporary."),
     ] = None,
     checkpoint: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="Directory for the checkpoint of --shape, which stays; a checkpoint there is reused."
-        ),
+        option("--checkpoint", value=DIRECTORY, help="Directory for the checkpoint of --shape, which stays and is reused."),
     ] = None,
     starts: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
+        option(
+            "--starts",
+            value=whole(1),
             help="Number of starts, the first with empty caches. Default: 2 if the backend compiles, else 1.",
         ),
     ] = None,
-    limit: Annotated[float, typer.Option(min=1, help="Time limit of one start in seconds.")] = 600.0,
+    limit: Annotated[float, option("--limit", value=number(1), help="Time limit of one start in seconds.")] = 600.0,
     backend: BackendOption = None,
     json_output: JsonOption = False,
 ) -> CommandReport:
@@ -65,8 +62,6 @@ def startup(
     kernels (cold), and each other start the cache that the first has left (warm). Each start prints a line to standard error.
     """
     del json_output
-    if speculate not in ("eagle", "none"):
-        raise ConfigError(f"--speculate is {speculate!r}; expected eagle or none")
     _check_directories(shape, checkpoint, directory)
     about: dict[str, object] | None = None
     registry = Registry()
@@ -108,11 +103,9 @@ def startup(
 
 def _check_directories(shape: str | None, checkpoint: Path | None, directory: Path | None) -> None:
     if checkpoint is not None and shape is None:
-        raise ConfigError("--checkpoint is the directory of a checkpoint of --shape; name a shape")
+        raise UsageError("--checkpoint is the directory of a checkpoint of --shape; name a shape")
     if checkpoint is not None and directory is not None:
-        raise ConfigError(
-            "--directory is for a checkpoint that is removed, --checkpoint for one that stays; give one of them"
-        )
+        raise UsageError("--directory is for a checkpoint that is removed, --checkpoint for one that stays; give one of them")
     if directory is not None:
         check_directory("--directory", directory, make=False)
 

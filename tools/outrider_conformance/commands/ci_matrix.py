@@ -36,7 +36,11 @@ class Format(StrEnum):
 def ci_matrix(
     format: Annotated[
         Format | None,
-        typer.Option("--format", help="github: {include: […]} on one line, for strategy.matrix; json: the rows as a list."),
+        typer.Option(
+            "--format",
+            metavar="github|json",
+            help="github: {include: […]} on one line, for strategy.matrix; json: the rows as a list.",
+        ),
     ] = None,
     select: Annotated[
         list[str] | None,

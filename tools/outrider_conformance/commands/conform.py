@@ -8,51 +8,49 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.inputs import read_utf8
+from outrider.cli.option_values import DIRECTORY, INPUT_FILE, UsageError, option, parsed, text, whole
 from outrider.cli.report import BackendOption, CommandReport, JsonOption
-from outrider.device.errors import ConfigError
+from outrider_conformance.levels import parse_level
 
 
 def conform(
     backend: BackendOption = None,
-    level: Annotated[str, typer.Option("--level", metavar="L4", help="Run the levels up to this one, L0 to L6.")] = "L4",
+    level: Annotated[
+        str, option("--level", value=parsed("LEVEL", parse_level), help="Run the levels up to this one, L0 to L6.")
+    ] = "L4",
     report: Annotated[
-        Path | None, typer.Option("--report", metavar="DIR", help="Write report.json, .xml, .html and badge.svg there.")
+        Path | None, option("--report", value=DIRECTORY, help="Write report.json, .xml, .html and badge.svg there.")
     ] = None,
     waivers: Annotated[
-        Path | None, typer.Option("--waivers", metavar="FILE", help="Known failures, each with reason, link and expiry.")
+        Path | None, option("--waivers", value=INPUT_FILE, help="Known failures, each with reason, link and expiry.")
     ] = None,
-    workers: Annotated[int, typer.Option("--workers", "-n", min=0, help="Processes to spread the tests over.")] = 0,
+    workers: Annotated[int, option("--workers", "-n", value=whole(0, 1024), help="Processes to spread the tests over.")] = 0,
     programs: Annotated[
-        int | None, typer.Option("--programs", metavar="N", min=1, help="Random programs to try over L1 to L3 (default 300).")
+        int | None, option("--programs", value=whole(1), help="Random programs to try over L1 to L3 (default 300).")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="S", min=0, help="Random seed of programs and operands.")] = 0,
+    seed: Annotated[int, option("--seed", value=whole(0), help="Random seed of programs and operands.")] = 0,
     only: Annotated[
-        str, typer.Option("--only", metavar="WORD", help="Only tests with this word in their names. Passes no level.")
+        str, option("--only", value=text("WORD"), help="Only tests with this word in their names. Passes no level.")
     ] = "",
     test: Annotated[
         list[str] | None,
-        typer.Option(
-            "--test", metavar="ID", help="Only the test with this id of a report; may be repeated. Passes no level."
-        ),
+        option("--test", value=text("ID"), help="Only the test with this id of a report; may be repeated. Passes no level."),
     ] = None,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Then run the failed tests again whenever a file of the plugin changes.")
+        bool, option("--watch", help="Then run the failed tests again whenever a file of the plugin changes.")
     ] = False,
     verify: Annotated[
-        Path | None, typer.Option("--verify", metavar="REPORT", help="Check a report.json instead of running anything.")
+        Path | None, option("--verify", value=INPUT_FILE, help="Check a report.json instead of running anything.")
     ] = None,
     json_output: JsonOption = False,
 ) -> CommandReport:
     """Run the conformance suite for a backend. The exit code is 1 unless all requested levels are passed. With --only or
     --test it is 1 if one of those tests fails.
     """
-    from outrider_conformance.levels import parse_level
-
     if verify is not None:
         return _verify(verify)
     from outrider.registry import Registry
@@ -88,7 +86,7 @@ def conform(
 
     if watch:
         if json_output or report is not None:
-            raise ConfigError("--watch runs again and again: it goes with neither --json nor --report")
+            raise UsageError("--watch runs again and again: it goes with neither --json nor --report")
         candidates = registry.candidates()
         place = rerun.directory_of(next(each.entry_point for each in candidates if each.name == spec.name))
         rerun.watch(conformed, place, lambda line: print(f"outrider: {line}", flush=True))

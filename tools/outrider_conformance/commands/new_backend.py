@@ -98,7 +98,10 @@ def new_backend(
         Path | None, typer.Argument(metavar="[DIR]", help="Where to write; ./outrider-NAME without it.", show_default=False)
     ] = None,
     kind: Annotated[
-        DeviceKind, typer.Option("--kind", help="torch: torch has a module for the device; own-queue: it has none.")
+        DeviceKind,
+        typer.Option(
+            "--kind", metavar="torch|own-queue", help="torch: torch has a module for the device; own-queue: it has none."
+        ),
     ] = DeviceKind.TORCH,
     json_output: JsonOption = False,
 ) -> CommandReport:

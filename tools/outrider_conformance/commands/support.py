@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
 
 from outrider.cli.files import write_whole
 from outrider.cli.inputs import read_utf8
+from outrider.cli.option_values import DIRECTORY, INPUT_FILE, option, output_file, text
 from outrider.cli.report import CommandReport, JsonOption
 from outrider.device.errors import ConfigError
 
@@ -19,22 +19,22 @@ COMMAND = "outrider support --write docs/reference/generated/support.md"
 
 
 def support(
-    evidence: Annotated[Path, typer.Option("--evidence", metavar="DIR", help="Directory of the records.")] = EVIDENCE,
-    write: Annotated[Path | None, typer.Option("--write", metavar="FILE", help="Write the page to this file.")] = None,
+    evidence: Annotated[Path, option("--evidence", value=DIRECTORY, help="Directory of the records.")] = EVIDENCE,
+    write: Annotated[Path | None, option("--write", value=output_file(), help="Write the page to this file.")] = None,
     check: Annotated[
         Path | None,
-        typer.Option("--check", metavar="FILE", help="Fail unless this file equals the page made from the records."),
+        option("--check", value=INPUT_FILE, help="Fail unless this file equals the page made from the records."),
     ] = None,
     add: Annotated[
         Path | None,
-        typer.Option("--add", metavar="REPORT", help="Add a record made from a report.json of the suite."),
+        option("--add", value=INPUT_FILE, help="Add a record made from a report.json of the suite."),
     ] = None,
     name: Annotated[
-        str, typer.Option("--name", metavar="NAME", help="With --add: name of the record's file, without .json.")
+        str, option("--name", value=text("NAME"), help="With --add: name of the record's file, without .json.")
     ] = "",
-    note: Annotated[str, typer.Option("--note", metavar="TEXT", help="With --add: a remark for readers.")] = "",
+    note: Annotated[str, option("--note", value=text(), help="With --add: a remark for readers.")] = "",
     stand_in: Annotated[
-        bool, typer.Option("--stand-in", help="With --add: the run used another vendor's device with the same interface.")
+        bool, option("--stand-in", help="With --add: the run used another vendor's device with the same interface.")
     ] = False,
     json_output: JsonOption = False,
 ) -> CommandReport:

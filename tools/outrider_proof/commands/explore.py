@@ -13,8 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.cli.environment import backend_from_environment
+from outrider.cli.option_values import closest, one_of, option, parsed, text, whole
 from outrider.cli.report import BackendOption, CommandReport, JsonOption, exit_code
+from outrider.cli.starting import show_progress
+from outrider.cli.torch_probe import require_torch
 from outrider.device.errors import CapabilityError, ConfigError, OutriderError
+from outrider.engine.fences import FENCES
 from outrider.registry import Registry
 from outrider_proof.corpus_exploration import CORPUS, CorpusWanted, explore_corpus
 from outrider_proof.decode_exploration import DECODE, DecodeExploration, explore_decode
@@ -27,29 +31,57 @@ _CONTROLLED = "sim"
 _ITERATIONS = 100
 
 
+_STRATEGIES = ("program", "lazy", "slowest", "fastest", "random", "pct", "exhaustive", "mixed")
+
+
+def _check_strategy(given: str) -> None:
+    name = given.partition(":")[0]
+    if name not in (*_STRATEGIES, "replay"):
+        raise ConfigError(f"expected one of {', '.join(_STRATEGIES)}{closest(name, _STRATEGIES)}")
+
+
 NameArgument = Annotated[
     str | None,
     typer.Argument(metavar="NAME|MODULE:FUNCTION", help="A program of the corpus, or a function that takes a backend."),
 ]
 StrategyOption = Annotated[
     str | None,
-    typer.Option(
+    option(
+        "--strategy",
+        value=parsed("NAME[:KEY=VALUE]", _check_strategy),
         help="program, lazy, slowest:stream=S, fastest:stream=S, random, pct:d=3, exhaustive or mixed, the default. A "
-        "device that decides its schedules itself runs decode alone, in the order of the program."
+        "device that decides its schedules itself runs decode alone, in the order of the program.",
     ),
 ]
 DropFenceOption = Annotated[
     str | None,
-    typer.Option(
-        "--drop-fence", metavar="NAME|every", help="decode: leave this fence out; every: one by one, each where it is needed."
+    option(
+        "--drop-fence",
+        value=one_of(*(fence.name for fence in FENCES), "every", metavar="NAME|every"),
+        help="decode: leave this fence out; every: one by one, each where it is needed.",
     ),
 ]
-ImagesOption = Annotated[
-    bool, typer.Option("--images", help="decode: a tiny model over text and images, with positions on three axes.")
+DropOption = Annotated[
+    str, option("--drop", value=one_of("wait", "record"), help="decode: the half of the fence that is left out.")
 ]
-RanksOption = Annotated[int | None, typer.Option(min=2, max=64, help="ranks: how many; 2 unless --tensor or --data say.")]
+ExploredProposerOption = Annotated[
+    str, option("--speculate", value=one_of("eagle", "ngram", "none"), help="decode: the proposer.")
+]
+DraftTopkOption = Annotated[
+    int, option("--draft-topk", value=whole(1, 1024), help="decode: 1 drafts chains, more drafts trees.")
+]
+ExploredModeOption = Annotated[
+    str, option("--mode", value=one_of("staged", "fused"), help="decode: how iterations are launched.")
+]
+ImagesOption = Annotated[
+    bool, option("--images", help="decode: a tiny model over text and images, with positions on three axes.")
+]
+RanksOption = Annotated[
+    int | None, option("--ranks", value=whole(2, 64), help="ranks: how many; 2 unless --tensor or --data say.")
+]
 InjectOption = Annotated[
-    str | None, typer.Option(metavar="NAME|every", help="ranks: what brings the ranks apart, in a program of the corpus.")
+    str | None,
+    option("--inject", value=text("NAME|every"), help="ranks: what brings the ranks apart, in a program of the corpus."),
 ]
 
 
@@ -62,25 +94,31 @@ class ProgramExit(OutriderError):
 
 
 def explore(
+    context: typer.Context,
     name: NameArgument = None,
     backend: BackendOption = None,
     strategy: StrategyOption = None,
     iterations: Annotated[
-        int | None, typer.Option(min=1, help="Schedules to try at most: 100, or 4 for each fence of --drop-fence every.")
+        int | None,
+        option(
+            "--iterations",
+            value=whole(1),
+            help="Schedules to try at most: 100, or 4 for each fence of --drop-fence every.",
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the strategy's draws.")] = 0,
-    replay: Annotated[str | None, typer.Option(metavar="STRING", help="One run, with this schedule.")] = None,
+    seed: Annotated[int, option("--seed", value=whole(0), help="Seed of the strategy's draws.")] = 0,
+    replay: Annotated[str | None, option("--replay", value=text("SCHEDULE"), help="One run, with this schedule.")] = None,
     drop_fence: DropFenceOption = None,
-    drop: Annotated[str, typer.Option(help="decode: the half of the fence that is left out, wait or record.")] = "wait",
-    speculate: Annotated[str, typer.Option(help="decode: eagle, ngram or none.")] = "eagle",
-    draft_topk: Annotated[int, typer.Option("--draft-topk", min=1, help="decode: 1 drafts chains, more drafts trees.")] = 1,
-    mode: Annotated[str, typer.Option(help="decode: staged or fused.")] = "staged",
-    graphs: Annotated[bool, typer.Option("--graphs", help="decode: replay stages from graphs in staged mode too.")] = False,
+    drop: DropOption = "wait",
+    speculate: ExploredProposerOption = "eagle",
+    draft_topk: DraftTopkOption = 1,
+    mode: ExploredModeOption = "staged",
+    graphs: Annotated[bool, option("--graphs", help="decode: replay stages from graphs in staged mode too.")] = False,
     images: ImagesOption = False,
-    corrected: Annotated[bool, typer.Option("--corrected", help="The corrected program of the corpus.")] = False,
+    corrected: Annotated[bool, option("--corrected", help="The corrected program of the corpus.")] = False,
     ranks: RanksOption = None,
-    tensor: Annotated[int | None, typer.Option(min=1, help="ranks: tensor-parallel ones.")] = None,
-    data: Annotated[int | None, typer.Option(min=1, help="ranks: data-parallel ones.")] = None,
+    tensor: Annotated[int | None, option("--tensor", value=whole(1, 64), help="ranks: tensor-parallel ones.")] = None,
+    data: Annotated[int | None, option("--data", value=whole(1, 64), help="ranks: data-parallel ones.")] = None,
     inject: InjectOption = None,
     json_output: JsonOption = False,
 ) -> CommandReport:
@@ -95,6 +133,9 @@ def explore(
     del json_output
     if name is None:
         return _listing()
+    require_torch()
+    tell = context.with_resource(show_progress())
+    tell("exploring", 0, 0)
     registry, device_spec = Registry(), backend or backend_from_environment()
     tries = iterations or _ITERATIONS
     chosen = f"replay:{replay}" if replay is not None else strategy
@@ -109,6 +150,7 @@ def explore(
                 drop_fence=drop_fence,
                 drop=drop,
                 setup={"speculate": speculate, "draft_topk": draft_topk, "mode": mode, "graphs": graphs, "images": images},
+                progress=lambda done, total: tell("exploring", done, total),
             )
         )
     if name == RANKS:

@@ -112,7 +112,7 @@ def captured_address(backend: Backend, fixed: bool) -> None:
 
 @race(RACES, FindingKind.STALE_PADDING, names=("input 'x'", "bytes 8 to 16"), visible=False)
 def stale_padding(backend: Backend, fixed: bool) -> None:
-    """What a larger batch left behind the rows of a smaller one.
+    """A graph reads rows of an earlier, larger batch as padding.
 
     A batch of two after a batch of four: the graph still reads four rows.
     """

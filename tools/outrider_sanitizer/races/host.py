@@ -71,7 +71,7 @@ def pinned_renewed(backend: Backend, fixed: bool) -> None:
 
 @race(RACES, FindingKind.STALE_MIRROR, names=("copy the value again after aten::add_",))
 def stale_mirror(backend: Backend, fixed: bool) -> None:
-    """The host's copy of a value is behind the device's.
+    """The host's copy of a value is older than the device's.
 
     The host plans with lengths that the verify has changed since.
     """
@@ -129,7 +129,7 @@ def _run_threads(backend: Backend, *bodies: Callable[[], None]) -> None:
 
 @race(RACES, within=10)
 def branch_on_query(backend: Backend, fixed: bool) -> None:
-    """What the host does depends on how far the device happens to be.
+    """The host's next operation depends on how far the device happens to be.
 
     The host takes a shortcut when the result isn't there yet, and the shortcut gives another answer.
     """

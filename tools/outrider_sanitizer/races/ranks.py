@@ -78,7 +78,7 @@ def one_ulp(rank: ProgramRank, fixed: bool) -> None:
 
 @rank_race(RANK_RACES, "A", _DIFFERENT, decision="drain", inject="slow")
 def slow_host(rank: ProgramRank, fixed: bool) -> None:
-    """What a rank does depends on how far its device happens to be.
+    """A rank's next operation depends on how far its device happens to be.
 
     Each rank asks whether its results are there; on the rank whose host is late they are.
     """
@@ -129,7 +129,7 @@ def abort_on_one_rank(rank: ProgramRank, fixed: bool) -> None:
 
 @rank_race(RANK_RACES, "A", _DIFFERENT, decision="draft", inject="length")
 def draft_near_the_limit(rank: ProgramRank, fixed: bool) -> None:
-    """Whether to draft hangs on a length that one host knows late.
+    """The decision to draft hangs on a length that one host knows late.
 
     A rank's host has the lengths of the previous iteration, so it drafts although the other rank is at the limit.
     """
