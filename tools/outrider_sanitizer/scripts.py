@@ -17,9 +17,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 from outrider.cli.environment import backend_from_environment
-from outrider.cli.option_values import BACKEND, option
+from outrider.cli.option_values import BACKEND, UsageError, option
 from outrider.cli.report import exit_code
-from outrider.device.errors import CapabilityError, ConfigError
+from outrider.device.errors import CapabilityError
 from outrider.registry import BackendSpec, Registry
 
 if TYPE_CHECKING:
@@ -68,10 +68,10 @@ def select_for_script(registry: Registry, backend: str | None) -> BackendSpec:
 
 
 def script_path(script: Sequence[str], command: str) -> Path:
-    """The file of ``script``, a path and arguments. Raises :class:`ConfigError` where there is none; ``command``: whose."""
+    """Return the file of ``script``, a path and arguments of ``command``. Raises :class:`UsageError` if it doesn't exist."""
     path = Path(script[0])
     if not path.is_file():
-        raise ConfigError(f"script {script[0]!r} doesn't exist; usage: outrider {command} [--backend NAME] -- script.py args")
+        raise UsageError(f"script {script[0]!r} doesn't exist; usage: outrider {command} [--backend NAME] -- script.py args")
     return path
 
 

@@ -45,9 +45,6 @@ def trace(
     operation to draw.
     """
     del json_output
-    from outrider_trace.picture import render_page, render_svg
-    from outrider_trace.timeline import record_timeline
-
     path = script_path(script, "trace")
     target = picture or out.with_suffix(".html")
     if target == out:
@@ -56,6 +53,9 @@ def trace(
         raise UsageError(f"--to is {end:g} and --from {start:g}; the picture ends after it starts")
     if problem := output_problem(target):
         raise UsageError(f"the picture next to --out is {str(target)!r}; {problem}")
+    from outrider_trace.picture import render_page, render_svg
+    from outrider_trace.timeline import record_timeline
+
     registry = Registry()
     timelines: list[tuple[Backend, Timeline]] = []
     first = registry.create(select_for_script(registry, backend))
