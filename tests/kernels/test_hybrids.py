@@ -64,3 +64,12 @@ def test_part_of_each_head_is_rotated(kernels, device, normed):
         results.append((q, *caches))
     for made, wanted in zip(*results, strict=True):
         close(made, wanted)
+
+
+@pytest.mark.parametrize("shape", [(7, 3, 40), (7, 4, 8, 6)], ids=["convolution", "delta rule"])
+def test_states_are_copied_from_row_to_row(kernels, device, shape):
+    state = random(*shape, seed=13, device=device, dtype=torch.float32)
+    before, sources = state.clone(), torch.tensor([3, 1], device=device)
+    kernels.scatter_rows(state, torch.tensor([5, 2], device=device), kernels.gather_rows(state, sources))
+    assert torch.equal(state[[5, 2]], before[[3, 1]])
+    assert torch.equal(state[[0, 1, 3, 4, 6]], before[[0, 1, 3, 4, 6]])

@@ -12,9 +12,11 @@ from model.hybrid_checkpoints import FAMILIES, MtpOracle, greedy, logits, random
 from model.quantized_checkpoints import write_compressed, write_fp8
 from outrider import Engine, SamplingParams
 from outrider.cli.models import Speculation
+from outrider.device import QuantizedWeight
 from outrider.errors import CheckpointError
 from outrider.model import KVCache, QuantizedMode, load_decoder
 from outrider.model.products import quantized_products
+from outrider.model.quantization.writing import quantize_checkpoint
 from outrider_proof import tiny
 
 LENGTHS = (1, 2, 3, 5, 63, 64, 65, 130)
@@ -101,6 +103,22 @@ def test_quantized_weights(family, form, tmp_path, backend):
     attention = len(ours.config.attention_layers)
     recurrent = len(ours.weights.layers) - attention
     assert sum(quantized_products(ours.weights).values()) == 5 * attention + 4 * recurrent
+
+
+def test_a_quantized_copy_has_the_large_products_of_recurrent_layers(tmp_path, backend):
+    model = random_model("qwen3_5", 5, **SIZES)
+    model.save_pretrained(tmp_path / "plain")
+    quantize_checkpoint(tmp_path / "plain", tmp_path / "int8", format="int8")
+    ours = load_decoder(tmp_path / "int8", backend=backend, dtype=torch.float32)
+    recurrent = [layer for layer in ours.weights.layers if layer.recurrent is not None]
+    assert recurrent
+    for layer in recurrent:
+        assert isinstance(layer.qkv, QuantizedWeight)
+        assert isinstance(layer.output, QuantizedWeight)
+        assert isinstance(layer.recurrent.gates, torch.Tensor)
+    driver = Driver(ours)
+    made = driver.logits([(driver.sequence(), PROMPT)])
+    assert made.argmax(-1).eq(logits(model, PROMPT).argmax(-1)).float().mean() > 0.6
 
 
 BAD_VALUES = (0, -1, 2.5, "4", True, [], {}, 1 << 40)

@@ -17,14 +17,8 @@ from outrider.engine.state.transfer import StateTransfer
 from outrider.engine.step import Step
 from outrider.model import StateInput
 from outrider.model.recurrent import RecurrentBlock
-from outrider_proof.engine_setups import (
-    HYBRID,
-    RecordedServing,
-    models,
-    random_host_program,
-    reference_tokens,
-    without_schedule,
-)
+from outrider_proof.engine_setups import HYBRID, host_models, random_host_program, reference_tokens, without_schedule
+from proof.setups import RecordedServing
 
 PROPOSERS = ("none", "ngram", "suffix", "draft-model", "mtp-chain", "eagle, untrained")
 
@@ -34,7 +28,7 @@ def wrong_requests(proposer, number, mode="staged"):
     name, program = proposer + HYBRID, random_host_program(number)
     wanted = [reference_tokens(name, without_schedule(arrival)) for arrival in program.arrivals]
     moves = any(arrival.moves for arrival in program.arrivals)
-    engines = [models(name, None).engine(program, mode=mode, overlap=bool(number % 3)) for _ in range(2 if moves else 1)]
+    engines = [host_models(name).engine(program, mode=mode, overlap=bool(number % 3)) for _ in range(2 if moves else 1)]
     served = RecordedServing(engines, program, name)
     served.step_until_idle()
     wrong = []

@@ -3,24 +3,18 @@
 from dataclasses import replace
 
 import pytest
-from outrider_proof.program_checks import prove_program
 
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.engine.requests.request_state import RequestState
 from outrider.engine.step import Step
 from outrider_proof import tiny
-from outrider_proof.engine_setups import (
-    HYBRID,
-    EngineSetup,
-    models,
-    random_host_program,
-    reference_tokens,
-    without_schedule,
-)
+from outrider_proof.engine_setups import HYBRID, host_models, random_host_program, reference_tokens, without_schedule
 from outrider_proof.proposers import MAKERS
 from outrider_proof.tiny import plain_config
 from proof.hybrid_faults import FAULTS, PROPOSERS, wrong_requests
+from proof.program_checks import prove_program
+from proof.setups import EngineSetup
 
 MODES = ("staged", "graphs", "fused")
 
@@ -47,7 +41,7 @@ def test_samples_of_one_prompt_and_their_log_probabilities():
     prompt, params = [3, 1, 4, 1, 5, 9, 2, 6, 5], SamplingParams(max_tokens=8, logprobs=2, ignore_eos=True)
     found = []
     for proposer in ("none", "mtp-chain"):
-        loaded = models(proposer + HYBRID, None)
+        loaded = host_models(proposer + HYBRID)
         config = plain_config(max_context=40, max_requests=2, page_size=4, prefill_chunk=4, dtype="float64")
         engine = Engine(loaded.target, loaded.backend, proposer=loaded.make(), config=config)
         (first,), (second,) = engine.generate([prompt], params), engine.generate([prompt], params)
@@ -63,7 +57,7 @@ def test_samples_of_one_prompt_and_their_log_probabilities():
 
 
 def test_what_hybrids_refuse():
-    loaded = models("none" + HYBRID, None)
+    loaded = host_models("none" + HYBRID)
     config = plain_config(max_context=40, max_requests=2, page_size=4, dtype="float64")
     tree = MAKERS["ngram-tree"](loaded.target, loaded.backend)
     with pytest.raises(ConfigError, match="drafts trees, and the model has recurrent layers"):

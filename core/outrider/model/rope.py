@@ -112,7 +112,7 @@ def long_frequencies(rope: RopeConfig, head_size: int) -> Tensor:
     """Return the angle per position of each frequency of a longrope beyond its original context, float32 [D/2], on the
     host.
     """
-    return _default(rope, head_size) / torch.tensor(rope.long_factors, dtype=torch.float32, device="cpu")
+    return _default(rope, rope.rotated_size(head_size)) / torch.tensor(rope.long_factors, dtype=torch.float32, device="cpu")
 
 
 def query_scales(rope: RopeConfig, positions: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from outrider.model.tensor_loading import Progress
 _PRODUCT_MODULES = frozenset(
     {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj"}
     | {"w1", "w2", "w3", "fc", "input_proj"}
+    | {"in_proj_qkv", "in_proj_z", "in_proj_qkvz", "out_proj"}  # of recurrent layers, whose gates have few rows
 )
 """Last name components of modules with a product: in layers, in experts, and in the fusion of a draft head."""
 _Rounding = Callable[[Tensor], dict[str, Tensor]]
