@@ -8,7 +8,7 @@ import time
 import pytest
 
 from outrider import AsyncEngine, SamplingParams
-from outrider.device import DeviceFault, DeviceLost
+from outrider.device import ConfigError, DeviceFault, DeviceLost
 from outrider.engine.async_engine import AsyncEngineClosed
 from outrider.engine.requests.owner import WrongThread
 from outrider.errors import RequestError

@@ -17,7 +17,6 @@ from outrider.model import (
     BaseDraftHead,
     DraftVocabulary,
     LanguageModel,
-    ModelConfig,
     Progress,
     QuantizedMode,
     find_mtp_format,
@@ -31,6 +30,7 @@ from outrider.model import (
     with_output_head,
     with_vocabulary_size,
 )
+from outrider.model.checkpoint_config import read_model_config
 from outrider.model.files import open_checkpoint
 from outrider.speculative.block import BlockProposer
 from outrider.speculative.combined import CombinedProposer
@@ -181,7 +181,7 @@ def _build_chained_mtp(options: DraftOptions) -> Proposer:
 
 def _build_draft_model(options: DraftOptions) -> Proposer:
     directory = _draft_directory(options, "draft-model", "a draft model")
-    context, own = options.target.config.max_context, ModelConfig.from_checkpoint(directory)
+    context, own = options.target.config.max_context, read_model_config(directory, drafts=True)
     if own.recurrent is not None:
         raise ConfigError(
             f"{directory} has recurrent layers, whose states can't be cut back to the accepted tokens: a draft model has "
