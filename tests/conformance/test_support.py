@@ -112,7 +112,7 @@ def test_files_that_hold_anything_else_are_told(outrider, content, said, tmp_pat
         assert re.search(said, result.json["error"]["message"])
     with pytest.raises(ConfigError):
         read_waivers(file)
-    if not isinstance(content, str):
+    if isinstance(content, bytes):
         result = outrider("support", "--check", str(file), "--evidence", str(EVIDENCE), "--json")
         assert (result.code, result.json["up_to_date"]) == (1, False)
 

@@ -107,7 +107,7 @@ def test_what_cannot_be_written(tmp_path, plain, capfd, monkeypatch):
 
     out = tmp_path / "q"
     assert "is there already" in error("--model", plain, "--format", "fp8", "--out", plain)
-    assert "the format is 'fp4', expected one of fp8, int8, int4" in error("--model", plain, "--format", "fp4", "--out", out)
+    assert "--format is 'fp4'; expected one of fp8, int8, int4" in error("--model", plain, "--format", "fp4", "--out", out)
     assert "--group is 32, and int8 has a scale for each row" in error(
         "--model", plain, "--format", "int8", "--group", "32", "--out", out
     )

@@ -143,6 +143,7 @@ def test_configs_come_back_with_their_class():
         num_pages=9,
         max_context=16,
         prefill_chunk=4,
+        state_checkpoints=0,
         dtype="float32",
         overlap=True,
         mode="fused",
