@@ -100,8 +100,8 @@ def test_it_is_clean(outrider, tmp_path, check, kind):
 @pytest.mark.parametrize("name", ["", "9acme", "acme-x", "Acme", "acme.x", "../acme", "acme_", "_acme", "class", "a" * 41])
 def test_a_bad_name_is_refused(outrider, tmp_path, name):
     result = outrider("new-backend", "--json", "--", name, str(tmp_path / "new"))
-    assert result.code == 1
-    assert result.json["error"]["type"] == "ConfigError"
+    assert result.code == 2
+    assert result.json["error"]["type"] == "UsageError"
     assert "identifier" in result.json["error"]["message"]
     assert list(tmp_path.iterdir()) == []
 
@@ -109,7 +109,7 @@ def test_a_bad_name_is_refused(outrider, tmp_path, name):
 @pytest.mark.parametrize("name", ["cpu", "auto"])
 def test_a_name_that_is_taken_is_refused(outrider, tmp_path, name):
     result = outrider("new-backend", name, str(tmp_path / "new"))
-    assert result.code == 1
+    assert result.code == 2
     assert "choose another name" in result.err
     assert list(tmp_path.iterdir()) == []
 

@@ -18,8 +18,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from outrider.cli.option_values import UsageError
 from outrider.cli.report import CommandReport, JsonOption
-from outrider.device.errors import ConfigError, OutriderError
+from outrider.device.errors import OutriderError
 from outrider.device.plugin import INTERFACE_VERSION
 from outrider.registry import AUTO, Registry
 
@@ -134,16 +135,16 @@ def new_backend(
 
 
 def check_name(name: str) -> None:
-    """Raise :class:`ConfigError` for a name that can't be a backend's, or that is taken."""
+    """Raise :class:`UsageError` for a name that can't be a backend's, or that is taken."""
     if not _NAME.fullmatch(name) or keyword.iskeyword(name) or len(name) > _LONGEST:
-        raise ConfigError(
+        raise UsageError(
             f"{name!r} can't be a backend's name: expected a Python identifier in lower case, no longer than "
             f"{_LONGEST} characters, such as 'acme' or 'acme_x2'"
         )
     if name == AUTO:
-        raise ConfigError(f"{name!r} selects any backend; choose another name")
+        raise UsageError(f"{name!r} selects any backend; choose another name")
     if name in (taken := Registry().names):
-        raise ConfigError(
+        raise UsageError(
             f"a backend {name!r} is installed already; the installed backends are {', '.join(taken)}; choose another name"
         )
 

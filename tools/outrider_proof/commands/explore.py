@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.cli.environment import backend_from_environment
-from outrider.cli.option_values import closest, one_of, option, parsed, text, whole
+from outrider.cli.option_values import UsageError, closest, one_of, option, parsed, text, whole
 from outrider.cli.report import BackendOption, CommandReport, JsonOption, exit_code
 from outrider.cli.starting import show_progress
 from outrider.cli.torch_probe import require_torch
@@ -265,7 +265,7 @@ def _program(name: str, corrected: bool, device: Backend) -> Callable[[Backend],
     if not colon:
         race = RACES.get(name)
         if race is None:
-            raise ConfigError(f"the corpus has no program {name!r}; `outrider explore` lists it, or give MODULE:FUNCTION")
+            raise UsageError(f"the corpus has no program {name!r}; `outrider explore` lists it, or give MODULE:FUNCTION")
         if race.needs and not getattr(device.capabilities, race.needs):
             raise CapabilityError(f"{name!r} needs a backend with {race.needs}, which {device.label} doesn't declare")
         return race.right if corrected else race.wrong
@@ -279,5 +279,5 @@ def _program(name: str, corrected: bool, device: Backend) -> Callable[[Backend],
     finally:
         sys.path.remove("")
     if not callable(found):
-        raise ConfigError(f"program {name!r}: module {module!r} has no function {function!r}")
+        raise UsageError(f"program {name!r}: module {module!r} has no function {function!r}")
     return found  # type: ignore[no-any-return]
