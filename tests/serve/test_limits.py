@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from outrider.serve.prompt_builder import PromptBuilder
-from outrider.serve.request_fields import ChatRequest, CompletionRequest
+from outrider.serve.request_fields import MAX_MESSAGES, ChatRequest, CompletionRequest
 from outrider.serve.translation.messages_request import MessagesRequest
 from outrider.serve.translation.responses_request import ResponsesRequest
 from outrider.serve.translation.tokenize_route import DetokenizeRequest
@@ -182,6 +182,18 @@ class Usage:
     def peak_mib(self):
         with open(f"/proc/{self.pid}/status", encoding="ascii") as file:
             return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"), [(ChatRequest, "messages"), (MessagesRequest, "messages"), (ResponsesRequest, "input")]
+)
+def test_a_conversation_has_a_bounded_number_of_messages(fields, field):
+    """Each message is checked on the event loop, so their number bounds the time that /health waits."""
+    body = {"model": "m", field: [{"role": "user", "content": "x"}] * MAX_MESSAGES}
+    body |= {"max_tokens": 1} if fields is MessagesRequest else {}
+    assert len(getattr(fields.model_validate(body), field)) == MAX_MESSAGES
+    with pytest.raises(ValidationError, match=f"at most {MAX_MESSAGES} items"):
+        fields.model_validate({**body, field: body[field] * 2})
 
 
 @pytest.mark.slow

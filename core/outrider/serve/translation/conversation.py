@@ -10,12 +10,14 @@ from pydantic import Field, ValidationError, model_validator
 
 from outrider.errors import shown
 from outrider.serve.api_errors import bad_request
-from outrider.serve.request_fields import ChatRequest, ListOf, NestedObject, StrictFields
+from outrider.serve.request_fields import MAX_MESSAGES, ChatRequest, ListOf, NestedObject, StrictFields
 
 _SYSTEM_ROLES = ("system", "developer")
 T = TypeVar("T")
 ObjectList = ListOf[NestedObject]
 """A list of JSON objects. The first other value ends the validation: its cost is bounded."""
+Conversation = Annotated[ObjectList, Field(max_length=MAX_MESSAGES)]
+"""The messages or items of a conversation."""
 
 
 class TranslatedRequest(StrictFields):

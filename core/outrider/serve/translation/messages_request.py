@@ -10,6 +10,7 @@ from pydantic import Field
 from outrider.serve.api_errors import bad_request
 from outrider.serve.request_fields import ChatRequest, ListOf, NestedObject
 from outrider.serve.translation.conversation import (
+    Conversation,
     ConversationBuilder,
     ObjectList,
     TranslatedRequest,
@@ -43,7 +44,7 @@ class CountTokensRequest(TranslatedRequest):
         )
     )
 
-    messages: Annotated[ObjectList, Field(min_length=1, max_length=65536)]
+    messages: Annotated[Conversation, Field(min_length=1)]
     system: str | ObjectList | None = None
     thinking: NestedObject | None = None
     tools: ObjectList | None = None

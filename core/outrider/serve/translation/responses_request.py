@@ -12,6 +12,7 @@ from pydantic import Field
 from outrider.serve.api_errors import bad_request
 from outrider.serve.request_fields import ChatRequest, NestedObject
 from outrider.serve.translation.conversation import (
+    Conversation,
     ConversationBuilder,
     ObjectList,
     TranslatedRequest,
@@ -57,7 +58,7 @@ class ResponsesRequest(TranslatedRequest):
         )
     )
 
-    input: str | ObjectList = Field(default_factory=list)
+    input: str | Conversation = Field(default_factory=list)
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = Field(None, description="False: no later request can name this response.")
