@@ -78,6 +78,12 @@ def _empty_like(x: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def _empty_values(mixed: Tensor, gates: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, *rest: Any) -> Tensor:
+    """Return an empty tensor like the delta rule's result."""
+    del gates, a_log, dt_bias, rest
+    return mixed.new_empty((mixed.shape[0], state.shape[1], state.shape[3]))
+
+
 def _multiplied(x: Tensor, shape: Sequence[int]) -> Tensor:
     """Check a product with a weight [out, in]; return an empty tensor like its result."""
     expect(x.shape[-1] == shape[1], lambda: f"product of {tuple(x.shape)} with a quantised weight of {tuple(shape)}")
@@ -97,30 +103,11 @@ _define("silu_mul", reference.silu_mul, lambda gate_up: gate_up.new_empty((*gate
 _define("rope_write_cache", reference.rope_write_cache, writes=("q", "k", "k_cache", "v_cache"))
 _define("paged_attention", reference.paged_attention, lambda q, *rest: q.new_empty(q.shape))
 _define("route", experts.route, lambda logits, count, renormalize: _routed(logits, count))
-_define(
-    "experts_quantized",
-    experts.experts_quantized,
-    _empty_like,
-)
+_define("experts_quantized", experts.experts_quantized, _empty_like)
 _define("experts", experts.experts, _mixed)
-_define(
-    "short_convolution",
-    recurrent.short_convolution,
-    lambda x, *rest: torch.empty_like(x, memory_format=torch.contiguous_format),
-    writes=("state",),
-)
-_define(
-    "gated_delta_rule",
-    recurrent.gated_delta_rule,
-    lambda mixed, gates, a_log, dt_bias, state, *rest: mixed.new_empty((mixed.shape[0], state.shape[1], state.shape[3])),
-    writes=("state",),
-)
-_define(
-    "chunk_gated_delta_rule",
-    recurrent.chunk_gated_delta_rule,
-    lambda mixed, gates, a_log, dt_bias, state, *rest: mixed.new_empty((mixed.shape[0], state.shape[1], state.shape[3])),
-    writes=("state",),
-)
+_define("short_convolution", recurrent.short_convolution, _empty_like, writes=("state",))
+_define("gated_delta_rule", recurrent.gated_delta_rule, _empty_values, writes=("state",))
+_define("chunk_gated_delta_rule", recurrent.chunk_gated_delta_rule, _empty_values, writes=("state",))
 _define("gated_rms_norm", recurrent.gated_rms_norm, lambda x, gate, weight, eps: _normed(x, weight))
 _define(
     "sample",
@@ -137,17 +124,9 @@ _define(
 )
 _define("apply_token_bitmask", shaping.apply_token_bitmask, _masked)
 _define("bias_logits", shaping.bias_logits, _empty_like)
-_define(
-    "penalize_logits",
-    shaping.penalize_logits,
-    _empty_like,
-)
+_define("penalize_logits", shaping.penalize_logits, _empty_like)
 _define("count_tokens", shaping.count_tokens, writes=("counts",))
-_define(
-    "truncate_logits",
-    shaping.truncate_logits,
-    _empty_like,
-)
+_define("truncate_logits", shaping.truncate_logits, _empty_like)
 _define(
     "logprobs",
     shaping.logprobs,
