@@ -103,7 +103,7 @@ class _RuleOperands:
         value_heads, key_size, value_size = state.shape[1:]
         key_width = (mixed.shape[1] - value_heads * value_size) // 2
         wide = torch.promote_types(mixed.dtype, torch.float32)
-        q, k, v = mixed.to(wide)[lanes.index].split((key_width, key_width, value_heads * value_size), dim=2)
+        q, k, v = mixed[lanes.index].to(wide).split((key_width, key_width, value_heads * value_size), dim=2)
         repeats = value_heads * key_size // key_width
 
         def heads(x: Tensor, size: int) -> Tensor:
@@ -115,7 +115,7 @@ class _RuleOperands:
             each: Tensor = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)
             return each.repeat_interleave(repeats, dim=2)
 
-        b, a = gates.to(wide)[lanes.index].chunk(2, dim=2)
+        b, a = gates[lanes.index].to(wide).chunk(2, dim=2)
         token = lanes.is_token.unsqueeze(2)
         decay = -a_log.to(wide).exp() * F.softplus(a + dt_bias.to(wide))
         return cls(
