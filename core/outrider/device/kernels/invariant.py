@@ -301,8 +301,7 @@ def _token_by_token(
     """
     device, count = state.device, batch.rows.shape[0]
     starts = batch.query_start.to(torch.int64)
-    token = torch.arange(tokens, device=device)
-    sequence = (torch.searchsorted(starts, token, right=True) - 1).clamp(max=count - 1)
+    token, sequence = _token_owners(starts, tokens, count)
     lane = token - starts.index_select(0, sequence)
     before = batch.seq_lens.to(torch.int64) - batch.token_counts
     lens = (before.index_select(0, sequence) + lane + 1).to(torch.int32)
@@ -327,6 +326,15 @@ def _token_by_token(
     return torch.cat(made)
 
 
+def _token_owners(starts: Tensor, tokens: int, count: int) -> tuple[Tensor, Tensor]:
+    """Return the indices of the tokens, int64 [T], and the index of each token's sequence among ``count``, int64 [T].
+
+    Padding after the last sequence counts as part of the last sequence.
+    """
+    token = torch.arange(tokens, device=starts.device)
+    return token, (torch.searchsorted(starts, token, right=True) - 1).clamp(max=count - 1)
+
+
 def _visible(metadata: AttentionMetadata, tokens: int, page_size: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return tables, visibility and validity of each token.
 
@@ -334,10 +342,7 @@ def _visible(metadata: AttentionMetadata, tokens: int, page_size: int, window: i
     that the token sees. Validity bool [T] is False for padding.
     """
     starts = metadata.query_start.to(torch.int64)
-    token = torch.arange(tokens, device=starts.device)
-    batch = metadata.seq_lens.shape[0]
-    # Padding after the last request counts as part of the last request.
-    request = (torch.searchsorted(starts, token, right=True) - 1).clamp(max=batch - 1)
+    token, request = _token_owners(starts, tokens, metadata.seq_lens.shape[0])
     tables = metadata.block_table.index_select(0, request).to(torch.int64)
     begin, end = starts[:-1].index_select(0, request), starts[1:].index_select(0, request)
     lens = metadata.seq_lens.to(torch.int64).index_select(0, request)
