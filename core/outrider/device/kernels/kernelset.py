@@ -109,8 +109,8 @@ class KernelSet(ModelKernels, RecurrentKernels, SamplingKernels, BookkeepingKern
     def unused_overrides(self) -> Mapping[str, str]:
         """Return the overrides that delegate every call on this device or with these options, each with the reason.
 
-        Every other override must compute calls itself when the kit calls it. For an override that only delegates, the
-        reference runs, and the report says so.
+        Every other override must compute calls itself when the kit calls it. For the returned overrides, the reference runs,
+        and the report says so.
         """
         return {}
 
