@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 
 from outrider.device import CACHE_FORMATS, AttentionMetadata, Backend, KernelSet
+from outrider.device.kernels.operators import define_operator
 
 # torch unregisters an operator when its Library is collected, so this module must own it.
 _LIBRARY = torch.library.Library("outrider_sim", "DEF")
-_LIBRARY.define("write_integers(Tensor(a!) out, int[] values) -> ()")
 
 
 def _write_integers(out: Tensor, values: Sequence[int]) -> None:
     out.copy_(torch.tensor(values, dtype=out.dtype))
 
 
-_LIBRARY.impl("write_integers", _write_integers, "CompositeExplicitAutograd")
-torch.library.register_fake("outrider_sim::write_integers", lambda out, values: None, lib=_LIBRARY)
+define_operator(_LIBRARY, "write_integers", _write_integers, writes=("out",))
 
 
 class HostLengthKernels(KernelSet):

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from outrider.device import AttentionMetadata, AttentionShape, Backend, InterfaceError, KernelSet, Stream, WrappedKernels
+from outrider.device.kernels.operators import define_operator
 
 # torch unregisters an operator when its Library is collected, so this module must own it.
 _LIBRARY = torch.library.Library("outrider_sim", "FRAGMENT")
-_LIBRARY.define("check_plan(Tensor planned, Tensor seq_lens) -> ()")
 
 
 def _check_plan(planned: Tensor, seq_lens: Tensor) -> None:
@@ -26,8 +26,7 @@ def _check_plan(planned: Tensor, seq_lens: Tensor) -> None:
         )
 
 
-_LIBRARY.impl("check_plan", _check_plan, "CompositeExplicitAutograd")
-torch.library.register_fake("outrider_sim::check_plan", lambda planned, seq_lens: None, lib=_LIBRARY)
+define_operator(_LIBRARY, "check_plan", _check_plan)
 
 
 class HostPlan:
