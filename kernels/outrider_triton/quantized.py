@@ -190,7 +190,7 @@ class TritonQuantized(variants.WarmedKernels):
         its own rows: three kernels.
         """
         normed = None
-        if self._rotates(residual, rotary):
+        if rotates(rotary, residual):
             normed = self._normed(added, residual, norm, eps, weight, bias, parts=True)
         if normed is None:
             return super().norm_linear_quantized_rope_write_cache(added, residual, norm, eps, weight, bias, rotary)
@@ -203,16 +203,12 @@ class TritonQuantized(variants.WarmedKernels):
         converts the rows.
         """
         product_plan, config = plan(self.facts, weight), None
-        if product_plan is not None and x.dim() == 2 and self._multiplies(x, weight) and self._rotates(x, rotary):
+        if product_plan is not None and x.dim() == 2 and self._multiplies(x, weight) and rotates(rotary, x):
             config = self.quantized_config(x, weight, product_plan)
         if product_plan is None or config is None:
             return super().linear_quantized_rope_write_cache(x, weight, bias, rotary)
         self._prepare(x, weight, bias)
         return self._rotated_product(self._convert_rows(x, weight, product_plan, config), x, weight, bias, rotary)
-
-    def _rotates(self, x: Tensor, rotary: RotaryArgs) -> bool:
-        """Return True if Triton's kernels rotate and write products in the dtype of ``x``."""
-        return rotates(rotary, x)
 
     def _convert_rows(
         self, x: Tensor, weight: QuantizedWeight, product_plan: ProductPlan, config: MatmulConfig
