@@ -74,7 +74,7 @@ class WarmedKernels(KernelSet):
     _scope: VariantScope
 
     def _shares(self, shape: Sequence[int]) -> Iterator[int]:
-        """Yield the number of programs that share one row of logits.
+        """Yield the number of programs that share one row of a tensor of ``shape``.
 
         Inside the scope, first yield every count that another batch may need, each to be compiled and not run.
         """
