@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from outrider.device import KernelSet, RecurrentBatch
 from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.dense import EPS, Mapped
-from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape
+from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
 
 _ROUNDINGS = 64.0
 """Roundings of one token's step through the state, relative to the largest magnitude; norms and exponentials included."""
@@ -34,7 +36,7 @@ def _sequences(shape: Shape, dice: RandomValues) -> tuple[dict[str, Operand], li
         "seq_lens": Operand(torch.tensor(lens, dtype=torch.int32)),
     }
     padding = 2 if shape["padding"] else 0
-    return operands, list(zip(rows, starts, counts, fresh, strict=False)), starts[-1] + padding
+    return operands, list(zip(rows, starts[:-1], counts, fresh, strict=True)), starts[-1] + padding
 
 
 def _batch(o: Mapped, most: int) -> RecurrentBatch:
@@ -42,7 +44,7 @@ def _batch(o: Mapped, most: int) -> RecurrentBatch:
 
 
 def _committed(shape: Shape, count: int, dice: RandomValues) -> int:
-    return int(dice.integers(1, count + 1, 1)) if shape["flag"] else count
+    return int(dice.integers(1, count + 1, 1)) if shape["partial_commit"] else count
 
 
 def _near(value: Tensor, steps: int, dtype: torch.dtype) -> bounds.Number:
@@ -53,7 +55,7 @@ def _near(value: Tensor, steps: int, dtype: torch.dtype) -> bounds.Number:
 
 def _short_convolution(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     operands, sequences, tokens = _sequences(shape, dice)
-    channels, kernel = shape["hidden"], shape["depth"] + 2
+    channels, kernel = shape["channels"], shape["kernel_size"]
     x, weight = dice.normal(tokens, channels, dtype=dtype), dice.normal(channels, kernel, dtype=dtype)
     state = dice.normal(_STATE_ROWS, kernel - 1, channels, dtype=dtype)
     made, after = torch.zeros(tokens, channels, dtype=torch.float64), state.clone()
@@ -70,17 +72,17 @@ def _short_convolution(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> 
     real = sequences[-1][1] + sequences[-1][2]
 
     def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        committed = None if shape["active"] else o["commit"]
+        committed = None if shape["uncommitted"] else o["commit"]
         out = kernels.short_convolution(o["x"], o["weight"], o["state"], _batch(o, shape["new"]), committed)
         return {"out": out[:real]}
 
     unit = bounds.rounded(_near(made[:real], kernel, dtype), dtype, 2.0)
-    return Problem(operands, call, {"out": unit, "state": state if shape["active"] else after})
+    return Problem(operands, call, {"out": unit, "state": state if shape["uncommitted"] else after})
 
 
 def _rule(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, chunks: bool) -> Problem:
     operands, sequences, tokens = _sequences(shape, dice)
-    key_heads, repeats, key, value = shape["heads"], shape["drafts"], shape["outer"], shape["gates"]
+    key_heads, repeats, key, value = shape["heads"], shape["repeats"], shape["key_size"], shape["value_size"]
     heads = key_heads * repeats
     mixed = dice.normal(tokens, 2 * key_heads * key + heads * value, dtype=dtype)
     gates = dice.normal(tokens, 2 * heads, dtype=dtype)
@@ -112,7 +114,7 @@ def _rule(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, chunks: bool)
     operands |= {"mixed": Operand(mixed), "gates": Operand(gates), "a_log": Operand(a_log), "dt_bias": Operand(dt_bias)}
     operands |= {"state": Operand(state), "commit": Operand(commit)}
     real = sequences[-1][1] + sequences[-1][2]
-    writes = chunks or not shape["active"]
+    writes = chunks or not shape["uncommitted"]
 
     def call(kernels: KernelSet, o: Mapped) -> Mapped:
         given = o["mixed"], o["gates"], o["a_log"], o["dt_bias"], o["state"], _batch(o, shape["new"])
@@ -126,14 +128,6 @@ def _rule(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, chunks: bool)
     return Problem(operands, call, wanted)
 
 
-def _gated_delta_rule(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
-    return _rule(shape, dtype, dice, chunks=False)
-
-
-def _chunk_gated_delta_rule(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
-    return _rule(shape, dtype, dice, chunks=True)
-
-
 def _gated_rms_norm(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     size = shape["outer"]
     x, gate = (dice.normal(shape["tokens"], shape["heads"], size, dtype=dtype) for _ in range(2))
@@ -142,47 +136,47 @@ def _gated_rms_norm(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Pro
     wanted = bounds.rounded(bounds.silu_mul(bounds.exact(gate), wide, dtype), dtype, 2.0)
     operands = {"x": Operand(x), "gate": Operand(gate), "weight": Operand(weight)}
 
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        return {"out": kernels.gated_rms_norm(o["x"], o["gate"], o["weight"], EPS)}
-
-    return Problem(operands, call, {"out": wanted})
+    return Problem(operands, kernel_call("gated_rms_norm", *operands, EPS), {"out": wanted})
 
 
 _FLAG = st.integers(0, 1)
 _BATCH = {"batch": st.integers(1, 5), "ragged": _FLAG, "padding": _FLAG}
-_HEADS = {"heads": st.integers(1, 3), "drafts": st.integers(1, 3), "outer": st.sampled_from((4, 8, 20))} | {
-    "gates": st.sampled_from((4, 8, 24))
+_HEADS = {"heads": st.integers(1, 3), "repeats": st.integers(1, 3), "key_size": st.sampled_from((4, 8, 20))} | {
+    "value_size": st.sampled_from((4, 8, 24))
 }
 _SMALL = {"batch": 3, "ragged": 0, "padding": 0}
+_PARTLY = {"partial_commit": 1, "uncommitted": 0}
+_WHOLLY = {"partial_commit": 0, "uncommitted": 0}
+_UNCOMMITTED = {"partial_commit": 0, "uncommitted": 1}
 RECURRENT = (
     KernelProblems(
         "short_convolution",
         _short_convolution,
-        {**_BATCH, "new": st.integers(1, 9), "hidden": st.sampled_from((8, 24, 136)), "depth": st.integers(0, 3)}
-        | {"flag": _FLAG, "active": _FLAG},
+        {**_BATCH, "new": st.integers(1, 9), "channels": st.sampled_from((8, 24, 136)), "kernel_size": st.integers(2, 5)}
+        | {"partial_commit": _FLAG, "uncommitted": _FLAG},
         [
-            {**_SMALL, "new": 4, "hidden": 24, "depth": 2, "flag": 1, "active": 0},
-            {**_SMALL, "new": 1, "hidden": 24, "depth": 2, "flag": 0, "active": 1},
-            {"batch": 4, "ragged": 1, "padding": 1, "new": 9, "hidden": 8, "depth": 2, "flag": 0, "active": 0},
+            {**_SMALL, "new": 4, "channels": 24, "kernel_size": 4, **_PARTLY},
+            {**_SMALL, "new": 1, "channels": 24, "kernel_size": 4, **_UNCOMMITTED},
+            {"batch": 4, "ragged": 1, "padding": 1, "new": 9, "channels": 8, "kernel_size": 4, **_WHOLLY},
         ],
     ),
     KernelProblems(
         "gated_delta_rule",
-        _gated_delta_rule,
-        {**_BATCH, **_HEADS, "new": st.integers(1, 6), "flag": _FLAG, "active": _FLAG},
+        partial(_rule, chunks=False),
+        {**_BATCH, **_HEADS, "new": st.integers(1, 6), "partial_commit": _FLAG, "uncommitted": _FLAG},
         [
-            {**_SMALL, "heads": 2, "drafts": 3, "outer": 8, "gates": 24, "new": 4, "flag": 1, "active": 0},
-            {**_SMALL, "heads": 2, "drafts": 1, "outer": 8, "gates": 8, "new": 4, "flag": 0, "active": 1},
-            {**_SMALL, "heads": 1, "drafts": 2, "outer": 20, "gates": 4, "new": 1, "flag": 0, "active": 0},
+            {**_SMALL, "heads": 2, "repeats": 3, "key_size": 8, "value_size": 24, "new": 4, **_PARTLY},
+            {**_SMALL, "heads": 2, "repeats": 1, "key_size": 8, "value_size": 8, "new": 4, **_UNCOMMITTED},
+            {**_SMALL, "heads": 1, "repeats": 2, "key_size": 20, "value_size": 4, "new": 1, **_WHOLLY},
         ],
     ),
     KernelProblems(
         "chunk_gated_delta_rule",
-        _chunk_gated_delta_rule,
+        partial(_rule, chunks=True),
         {**_BATCH, **_HEADS, "new": st.sampled_from((1, 3, 20, 63, 64, 65, 130))},
         [
-            {"batch": 2, "ragged": 1, "padding": 1, "heads": 1, "drafts": 2, "outer": 8, "gates": 8, "new": 130},
-            {**_SMALL, "heads": 2, "drafts": 1, "outer": 4, "gates": 8, "new": 64},
+            {"batch": 2, "ragged": 1, "padding": 1, "heads": 1, "repeats": 2, "key_size": 8, "value_size": 8, "new": 130},
+            {**_SMALL, "heads": 2, "repeats": 1, "key_size": 4, "value_size": 8, "new": 64},
         ],
     ),
     KernelProblems(
