@@ -93,5 +93,8 @@ class RecurrentKernels:
         )
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return the root-mean-square norm of ``x`` [..., E] with ``weight`` [E], times SiLU of ``gate`` [..., E]."""
+        """Return the root-mean-square norm of ``x`` [..., E] with ``weight`` [E], times SiLU of ``gate`` [..., E].
+
+        Unlike in ``rms_norm``, the norm is rounded to x's dtype before a wider ``weight``, too.
+        """
         return torch.ops.outrider.gated_rms_norm(x, gate, weight, eps)  # type: ignore[no-any-return]
