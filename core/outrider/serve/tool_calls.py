@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from outrider.device import ConfigError
 from outrider.engine import Guide, JsonSchema
+from outrider.engine.requests.stop_text import partial_match_length
 from outrider.errors import one_line
 from outrider.serve.api_errors import bad_request
 from outrider.serve.formats.format_reader import FormatReader
@@ -120,8 +121,7 @@ class ReasoningReader:
         if not self._has_ended:
             reasoning, end, text = (self._held + text).partition(self._end)
             self._has_ended = bool(end)
-            sizes = range(0 if last or end else len(self._end) - 1, 0, -1)
-            held = next((size for size in sizes if reasoning.endswith(self._end[:size])), 0)
+            held = 0 if last or end else partial_match_length(reasoning, (self._end,))
             reasoning, self._held = reasoning[: len(reasoning) - held], reasoning[len(reasoning) - held :]
             if reasoning:
                 delta["reasoning_content"] = reasoning
