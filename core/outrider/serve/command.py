@@ -8,7 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Collection, Coroutine
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -356,9 +356,11 @@ def _refuse_options(context: typer.Context, names: Collection[str], reason: str)
 
 def describe_engine(engine: Engine) -> dict[str, Any]:
     """Return what HTTP servers in front of a decode server need to know of its engine."""
+    from outrider.engine.requests.message_codec import to_plain
     from outrider.serve.engine_messages import EngineInfo
 
-    return asdict(EngineInfo.from_engine(engine))
+    description: dict[str, Any] = to_plain(EngineInfo.from_engine(engine), EngineInfo)
+    return description
 
 
 def _with_kv_events(make: Any, addresses: str) -> Any:
