@@ -240,4 +240,4 @@ class Guidance:
             if self._output_length + self._draft_depth < until and bool((row & unheld).any()):
                 row &= unheld
         if self._unbanned is not None and not bool((row & self._unbanned).any()):
-            row.fill_(ALLOW_ALL_WORD)  # the guide allows banned tokens only: take() rejects the sampled token
+            row.fill_(ALLOW_ALL_WORD)  # the guide allows banned tokens only: accept_token() rejects the sampled one
