@@ -1,4 +1,4 @@
-"""Error responses in the format of OpenAI's API."""
+"""Error responses in the format of OpenAI's API, or of Anthropic's for its routes."""
 
 from __future__ import annotations
 

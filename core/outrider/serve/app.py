@@ -166,9 +166,10 @@ async def _start(
     ``calls`` are the tool calls of a chat. The caller must close the writer's generation.
     """
     info, n = service.engine.info, body.n or 1
-    guide = format_guide(body)
     spelled: tuple[int, ...] = ()
-    if calls is not None:
+    if calls is None:
+        guide = format_guide(body)
+    else:
         calls.read_prompt(prompts[0].text)
         guide, spelled = calls.guide, service.prompter.marker_tokens
     output_limits = [service.output_limit(prompt, max_tokens) for prompt in prompts]

@@ -23,6 +23,11 @@ def encode_event(data: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
 
 
+def encode_named_event(data: Mapping[str, Any]) -> bytes:
+    """Return ``data`` encoded as one server-sent event whose name is its ``type``."""
+    return f"event: {data['type']}\n".encode() + encode_event(data)
+
+
 class ClientGone(Exception):
     """The client has closed its connection, or hasn't read for the allowed time."""
 

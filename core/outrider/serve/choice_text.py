@@ -70,6 +70,7 @@ class ChoiceText:
         self._decoder = tokenizer.stream(spelled=params.spelled_tokens, prompt=prompt)
         self._has_pieces = pieces
         self.finish_reason: str | None = None
+        """Finish reason of the outputs that have arrived, which :meth:`add` may not have decoded yet."""
 
     def add(self, output: SampleOutput) -> ChoiceDelta:
         """Decode the tokens of ``output`` and return the new text.
@@ -77,7 +78,6 @@ class ChoiceText:
         The text of a token that ends inside a character is part of a later delta. The last output flushes the decoder.
         """
         decoder, tokens = self._decoder, output.tokens
-        self.finish_reason = output.finish_reason
         if output.finish_reason == "stop" and tokens and tokens[-1] in self._ends:
             tokens = tokens[:-1]
         pieces: list[str] = []

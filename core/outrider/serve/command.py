@@ -8,7 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Collection, Coroutine
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -237,7 +237,7 @@ def serve(context: typer.Context, *, options: ServerOptions, http: HttpOptions, 
     """
     from outrider.cli.torch_probe import require_torch
 
-    _check_role(context, roles.role)
+    _refuse_options(context, _REFUSED_BY_ROLE[roles.role], f"--role {roles.role}")
     if roles.decode_server:
         engine_options = {each.name for each in fields(ServerOptions)} - {"model"} | _NO_LOCAL_ENGINE_OPTIONS
         _refuse_options(context, engine_options, "--decode-server")
@@ -321,7 +321,6 @@ def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: Server
 
     address = HttpAddress(host=http.host, port=port)
     if roles.decode_server:
-        from outrider.disaggregation.connections import PeerAddress
         from outrider.serve.decode_servers import DecodeServers
 
         servers = [PeerAddress.parse(each) for each in roles.decode_server]
@@ -341,11 +340,6 @@ def run_loop(work: Coroutine[Any, Any, None]) -> None:
     uvloop.run(work)
 
 
-def _check_role(context: typer.Context, role: str) -> None:
-    """Raise :class:`UsageError` for an option that has no effect with the role."""
-    _refuse_options(context, _REFUSED_BY_ROLE[role], f"--role {role}")
-
-
 def _refuse_options(context: typer.Context, names: Collection[str], reason: str) -> None:
     """Raise :class:`UsageError` if the command line has an option of ``names``."""
     for parameter in context.command.params:
@@ -356,9 +350,11 @@ def _refuse_options(context: typer.Context, names: Collection[str], reason: str)
 
 def describe_engine(engine: Engine) -> dict[str, Any]:
     """Return what HTTP servers in front of a decode server need to know of its engine."""
+    from outrider.engine.requests.message_codec import to_plain
     from outrider.serve.engine_messages import EngineInfo
 
-    return asdict(EngineInfo.from_engine(engine))
+    description: dict[str, Any] = to_plain(EngineInfo.from_engine(engine), EngineInfo)
+    return description
 
 
 def _with_kv_events(make: Any, addresses: str) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 from outrider.disaggregation.connections import PeerAddress
 from outrider.disaggregation.decode_client import DecodeClient
+from outrider.engine.requests.message_codec import from_plain
 from outrider.engine.requests.request import StepOutput
 from outrider.engine.stats import EngineLoad, EngineStats
 from outrider.serve.engine_client import EngineClient, EngineGone
@@ -65,18 +66,17 @@ class DecodeServers(EngineClient):
             waited_s = asyncio.get_running_loop().time() - began
             self._client.request_status()
             self._receive()
-            described = [status["engine"] for status in self._client.statuses if "engine" in status]
-            is_complete = len(described) == len(self._servers) or waited_s > _MAX_START_WAIT_S
-            if self._info is None and described and is_complete:
-                self._handle([_ready(described)])
+            statuses = [status for status in self._client.statuses if "engine" in status]
+            is_complete = len(statuses) == len(self._servers) or waited_s > _MAX_START_WAIT_S
+            if self._info is None and statuses and is_complete:
+                self._handle([_ready(statuses)])
             elif self._info is None and waited_s > self._patience_s:
                 names = ", ".join(map(str, self._servers))
                 message = f"no decode server of this version answered at {names} within {self._patience_s:g} s"
                 self._handle([EngineFailed(message)])
                 return
-            snapshot = _snapshot(self._client.statuses)
-            if snapshot is not None:
-                self._handle([snapshot])
+            if statuses:
+                self._handle([_snapshot(statuses)])
             await asyncio.sleep(_TICK_S)
 
     def _send(self, command: EngineCommand) -> None:
@@ -104,9 +104,9 @@ class DecodeServers(EngineClient):
         return SampleOutput.from_step(*place, output)
 
 
-def _ready(described: Sequence[Mapping[str, Any]]) -> EngineReady:
+def _ready(statuses: Sequence[Mapping[str, Any]]) -> EngineReady:
     """Return the properties of all servers together: the smallest context, and the sum of requests and pages."""
-    infos = [EngineInfo(**{**each, "eos_token_ids": tuple(each["eos_token_ids"])}) for each in described]
+    infos: list[EngineInfo] = [from_plain(status["engine"], EngineInfo) for status in statuses]
     return EngineReady(
         replace(
             infos[0],
@@ -117,12 +117,9 @@ def _ready(described: Sequence[Mapping[str, Any]]) -> EngineReady:
     )
 
 
-def _snapshot(statuses: Sequence[Mapping[str, Any]]) -> EngineSnapshot | None:
-    """Return the sums of the servers' counters, or None before the first status."""
-    known = [status for status in statuses if "engine" in status]
-    if not known:
-        return None
+def _snapshot(statuses: Sequence[Mapping[str, Any]]) -> EngineSnapshot:
+    """Return the sums of the servers' counters."""
     stats, load = (
-        {name: sum(status[part][name] for status in known) for name in known[0][part]} for part in ("stats", "load")
+        {name: sum(status[part][name] for status in statuses) for name in statuses[0][part]} for part in ("stats", "load")
     )
     return EngineSnapshot(EngineStats(**stats), EngineLoad(**load), 0.0)

@@ -122,9 +122,7 @@ class PromptBuilder:
             tokens: Sequence[int] = self._encode(prompt)
         else:
             tokens = prompt
-            if tokens and not (min(tokens) >= 0 and max(tokens) < self._info.vocab_size):
-                wrong = next(token for token in tokens if not 0 <= token < self._info.vocab_size)
-                raise bad_request(f"token {wrong} is outside the model's vocabulary of {self._info.vocab_size}", "prompt")
+            self.check_tokens(prompt, "prompt")
         if not tokens:
             if self._info.bos_token_id is None:
                 raise bad_request("the prompt is empty; give at least one character or token", "prompt")
@@ -137,6 +135,13 @@ class PromptBuilder:
             return self.tokenizer.encode(text)
         except (RequestError, CheckpointError) as error:
             raise bad_request(str(error), "prompt") from error
+
+    def check_tokens(self, tokens: Sequence[int], field: str) -> None:
+        """Raise :class:`ApiError` that names ``field`` for a token outside the model's vocabulary."""
+        size = self._info.vocab_size
+        if tokens and not (min(tokens) >= 0 and max(tokens) < size):
+            wrong = next(token for token in tokens if not 0 <= token < size)
+            raise bad_request(f"token {wrong} is outside the model's vocabulary of {size}", field)
 
     def check_length(self, length: int) -> None:
         """Raise :class:`ApiError` for a prompt of ``length`` tokens that exceeds the context length."""

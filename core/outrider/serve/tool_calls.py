@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from outrider.device import ConfigError
 from outrider.engine import Guide, JsonSchema
+from outrider.engine.requests.stop_text import partial_match_length
 from outrider.errors import one_line
 from outrider.serve.api_errors import bad_request
 from outrider.serve.formats.format_reader import FormatReader
@@ -120,8 +121,7 @@ class ReasoningReader:
         if not self._has_ended:
             reasoning, end, text = (self._held + text).partition(self._end)
             self._has_ended = bool(end)
-            sizes = range(0 if last or end else len(self._end) - 1, 0, -1)
-            held = next((size for size in sizes if reasoning.endswith(self._end[:size])), 0)
+            held = 0 if last or end else partial_match_length(reasoning, (self._end,))
             reasoning, self._held = reasoning[: len(reasoning) - held], reasoning[len(reasoning) - held :]
             if reasoning:
                 delta["reasoning_content"] = reasoning
@@ -167,8 +167,7 @@ class RequestToolCalls:
 
         ``prompt`` is the text that the chat template made of the conversation.
         """
-        end = None if self.guide is None else _reasoning_end(self._answer_format, prompt)
-        if end is not None and self.guide is not None:
+        if self.guide is not None and (end := _reasoning_end(self._answer_format, prompt)) is not None:
             self.guide = replace(self.guide, after=end)
 
     def create_reader(self, prompt: str) -> ToolCallReader:
@@ -209,18 +208,18 @@ def _format_reader(
     return ParsedResponseReader(template, prompt, tools, max_calls=max_calls)
 
 
-def _reasoning_end(template: Mapping[str, Any] | ModelFormat, prompt: str) -> str | None:
+def _reasoning_end(answer_format: Mapping[str, Any] | ModelFormat, prompt: str) -> str | None:
     """Return the text that ends the reasoning in which ``prompt`` ends, or None if it doesn't end in reasoning."""
-    if isinstance(template, ModelFormat):
-        region = template.open_reasoning(prompt)
+    if isinstance(answer_format, ModelFormat):
+        region = answer_format.open_reasoning(prompt)
         return None if region is None else region.ends[0]
     from outrider.serve.recovering_parser import RecoveringParser
 
-    events = RecoveringParser(template, prompt, []).initial_events
+    events = RecoveringParser(answer_format, prompt, []).initial_events
     opened = [event for event in events if event["type"] != "region_chunk"][-1:]
     if not opened or opened[0]["type"] != "region_open" or opened[0]["field"] not in _REASONING_FIELDS:
         return None
-    close = template["fields"][opened[0]["field"]].get("close")
+    close = answer_format["fields"][opened[0]["field"]].get("close")
     return close if isinstance(close, str) or close is None else str(close[0])
 
 

@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from outrider.engine.requests.stop_text import partial_match_length
+
 ALLOW_ALL_WORD = -1
 """A mask word that allows all of its 32 tokens."""
 MASK_TIME_LIMIT_S = 1.0
@@ -112,7 +114,7 @@ class DelayedMatcher:
         if token in self._ends or rest.strip():
             return False
         self._history.append(self._seen)
-        self._seen = None if marker else before[len(before) - _overlap(before, self._marker) :]
+        self._seen = None if marker else before[len(before) - partial_match_length(before, (self._marker,)) :]
         return True
 
     def rollback(self, count: int) -> None:
@@ -136,12 +138,6 @@ class DelayedMatcher:
     def is_complete(self) -> bool:
         """Return True if the marker has come and the matcher is complete."""
         return self._seen is None and self._matcher.is_complete
-
-
-def _overlap(text: bytes, marker: bytes) -> int:
-    """Return the length of the longest end of ``text`` that is a beginning of ``marker``."""
-    longest = min(len(text), len(marker) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)
 
 
 class Guidance:
@@ -244,4 +240,4 @@ class Guidance:
             if self._output_length + self._draft_depth < until and bool((row & unheld).any()):
                 row &= unheld
         if self._unbanned is not None and not bool((row & self._unbanned).any()):
-            row.fill_(ALLOW_ALL_WORD)  # the guide allows banned tokens only: take() rejects the sampled token
+            row.fill_(ALLOW_ALL_WORD)  # the guide allows banned tokens only: accept_token() rejects the sampled one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import AnyStr
 
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.model import StreamDecoder, Tokenizer
@@ -56,16 +57,20 @@ class StopText:
             self._release(start)
             self._held = ""
         else:
-            self._release(len(self._held) - self._possible_stop_length())
+            self._release(len(self._held) - partial_match_length(self._held, self._stops))
 
     def _release(self, count: int) -> None:
         self._ready, self._held = self._ready + self._held[:count], self._held[count:]
 
-    def _possible_stop_length(self) -> int:
-        """Return the length of the longest suffix of the held text that is a prefix of a stop string."""
-        longest = min(max(len(stop) for stop in self._stops) - 1, len(self._held))
-        suffixes = (self._held[len(self._held) - size :] for size in range(longest, 0, -1))
-        return next((len(suffix) for suffix in suffixes if any(stop.startswith(suffix) for stop in self._stops)), 0)
+
+def partial_match_length(text: AnyStr, literals: Sequence[AnyStr]) -> int:
+    """Return the length of the longest suffix of ``text`` that is a prefix of one of ``literals``.
+
+    The text contains none of the literals as a whole.
+    """
+    longest = min(max(map(len, literals), default=1) - 1, len(text))
+    suffixes = (text[len(text) - size :] for size in range(longest, 0, -1))
+    return next((len(suffix) for suffix in suffixes if any(literal.startswith(suffix) for literal in literals)), 0)
 
 
 def watch_stop_strings(

@@ -9,6 +9,7 @@ from typing import Any
 
 import regex
 
+from outrider.engine.requests.stop_text import partial_match_length
 from outrider.serve.formats.json_text import JsonScanner, escape_text, schema_types, value_to_json
 from outrider.serve.formats.model_formats import NAMED_ARGUMENTS, FormatRegion, ModelFormat
 
@@ -267,12 +268,7 @@ class FormatReader:
             return min(found, key=lambda each: (each[0], -len(each[1])))
         if self._last:
             return len(self._buffer), ""
-        longest = min(max(map(len, literals), default=1) - 1, len(self._buffer))
-        for size in range(longest, 0, -1):
-            end = self._buffer[len(self._buffer) - size :]
-            if any(literal.startswith(end) for literal in literals):
-                return len(self._buffer) - size, ""
-        return len(self._buffer), ""
+        return len(self._buffer) - partial_match_length(self._buffer, literals), ""
 
     def _take(self, count: int) -> str:
         text, self._buffer = self._buffer[:count], self._buffer[count:]

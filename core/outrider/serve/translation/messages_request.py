@@ -71,7 +71,7 @@ def translate_messages_request(request: CountTokensRequest) -> ChatRequest:
     """
     conversation = ConversationBuilder()
     if request.system:
-        conversation.add_message("system", _result_content("system", request.system))
+        conversation.add_message("system", _content("system", request.system))
     for name, message in expect_objects(request.messages, "messages"):
         _add_message(conversation, name, message)
     fields: dict[str, Any] = {"model": request.model, "messages": conversation.messages}
@@ -122,7 +122,7 @@ def _add_message(conversation: ConversationBuilder, name: str, message: dict[str
             _add_assistant_block(conversation, block_name, block)
         elif kind == "tool_result":
             call_id = expect(block.get("tool_use_id"), str, f"{block_name}.tool_use_id")
-            result = _result_content(f"{block_name}.content", block.get("content") or "")
+            result = _content(f"{block_name}.content", block.get("content") or "")
             if block.get("is_error"):
                 result = [text_part("Error:"), *([text_part(result)] if isinstance(result, str) else result)]
             conversation.add_result(call_id, result)
@@ -145,7 +145,7 @@ def _add_assistant_block(conversation: ConversationBuilder, name: str, block: di
         raise bad_request(f"{name} is of the type {kind!r}, which this server doesn't read", f"{name}.type")
 
 
-def _result_content(name: str, content: Any) -> str | list[dict[str, Any]]:
+def _content(name: str, content: Any) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
     return [_part(part_name, part) for part_name, part in expect_objects(content, name)]

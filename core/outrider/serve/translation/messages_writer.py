@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from outrider.serve.api_errors import ApiError, messages_error
+from outrider.serve.asgi_responses import encode_named_event
 from outrider.serve.choice_text import ChoiceDelta
 from outrider.serve.response_writer import ResponseWriter
-from outrider.serve.translation.conversation import compact_json
 from outrider.serve.translation.messages_request import MessagesRequest
 from outrider.serve.translation.output_blocks import BlockSplitter, BlockStep, OutputBlock
 
@@ -47,9 +47,9 @@ class MessagesWriter:
         """Yield the encoded events. An error becomes the event ``error``."""
         try:
             async for event in self._events():
-                yield _encode(event)
+                yield encode_named_event(event)
         except ApiError as error:
-            yield _encode(messages_error(error))
+            yield encode_named_event(messages_error(error))
 
     async def _events(self) -> AsyncIterator[dict[str, Any]]:
         last: ChoiceDelta | None = None
@@ -121,7 +121,3 @@ def _content_block(block: OutputBlock) -> dict[str, Any]:
         arguments = None
     arguments = arguments if isinstance(arguments, dict) else {}
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
-
-
-def _encode(event: dict[str, Any]) -> bytes:
-    return f"event: {event['type']}\ndata: {compact_json(event)}\n\n".encode()

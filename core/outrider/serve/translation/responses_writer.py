@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, NamedTuple
 
 from outrider.serve.api_errors import SERVER, ApiError
+from outrider.serve.asgi_responses import encode_named_event
 from outrider.serve.response_writer import ResponseWriter
-from outrider.serve.translation.conversation import compact_json
 from outrider.serve.translation.output_blocks import BlockSplitter, BlockStep, OutputBlock
 from outrider.serve.translation.responses_request import ResponsesRequest, ResponsesTools
 
@@ -87,11 +87,11 @@ class ResponsesWriter:
         """Yield the encoded events. An error becomes the event ``response.failed``."""
         try:
             async for event in self._events():
-                yield _encode(event)
+                yield encode_named_event(event)
         except ApiError as error:
             kind = "server_error" if error.kind == SERVER else "invalid_prompt"
             self.response |= {"status": "failed", "error": {"code": error.code or kind, "message": error.message}}
-            yield _encode(self._event("response.failed", response=self.response))
+            yield encode_named_event(self._event("response.failed", response=self.response))
 
     async def _events(self) -> AsyncIterator[dict[str, Any]]:
         finish_reason: str | None = None
@@ -185,7 +185,3 @@ def _custom_input(arguments: str) -> str:
         return str(json.loads(arguments)["input"])
     except (ValueError, KeyError, TypeError):
         return arguments
-
-
-def _encode(event: dict[str, Any]) -> bytes:
-    return f"event: {event['type']}\ndata: {compact_json(event)}\n\n".encode()

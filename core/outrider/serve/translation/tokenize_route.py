@@ -35,7 +35,7 @@ class DetokenizeRequest(StrictFields):
 
 def add_tokenize_routes(app: FastAPI, service: Service, responses: Mapping[int | str, dict[str, Any]]) -> None:
     """Add the routes to ``app``. ``responses`` describes the error responses for the API's schema."""
-    info, prompter = service.engine.info, service.prompter
+    prompter = service.prompter
 
     @app.post("/tokenize", responses=dict(responses))
     async def tokenize(body: TokenizeRequest) -> Response:
@@ -59,7 +59,7 @@ def add_tokenize_routes(app: FastAPI, service: Service, responses: Mapping[int |
         return JSONResponse(
             {
                 "count": len(tokens),
-                "max_model_len": info.longest_request,
+                "max_model_len": service.engine.info.longest_request,
                 "tokens": tokens,
                 "token_strs": texts if body.return_token_strs else None,
             }
@@ -70,8 +70,6 @@ def add_tokenize_routes(app: FastAPI, service: Service, responses: Mapping[int |
         """Return the text of the request's token ids."""
         if body.model is not None:
             service.check_model(body.model)
-        wrong = next((token for token in body.tokens if not 0 <= token < info.vocab_size), None)
-        if wrong is not None:
-            raise bad_request(f"token {wrong} is outside the model's vocabulary of {info.vocab_size}", "tokens")
+        prompter.check_tokens(body.tokens, "tokens")
         text = await service.build_prompts(lambda: prompter.tokenizer.decode(body.tokens), size=len(body.tokens))
         return JSONResponse({"prompt": text})
