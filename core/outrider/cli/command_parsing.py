@@ -14,7 +14,7 @@ from outrider.cli.inputs import check_utf8
 from outrider.cli.option_values import GENERAL, UsageError, checking_options
 from outrider.errors import shown
 
-_DEBUG = ("--debug", "Show the traceback of an error. May stand anywhere.")
+DEBUG_ROW = ("--debug", "Show the traceback of an error. May stand anywhere.")
 _MAX_OPTION_WIDTH = 24
 _DEFAULT = "[default: "
 _LIKELY_OPTIONS = ("--prompt", "--model")
@@ -53,7 +53,7 @@ class CheckedCommand(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the options by heading: first those without a heading, last those that every command has."""
-        write_options(self, ctx, formatter, _DEBUG)
+        write_options(self, ctx, formatter, DEBUG_ROW)
 
 
 def write_options(command: Any, ctx: Any, formatter: Any, *others: tuple[str, str]) -> None:
