@@ -280,8 +280,7 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
         """Return an engine for ``requests`` of ``context`` tokens, and its description for a report.
 
         ``--max-requests`` and ``--max-context`` replace these sizes. ``requests_origin`` names the option that ``requests``
-        comes from. The engine keeps no prefixes, so each prompt is computed. Raises :class:`UsageError` for options
-        that don't go together.
+        comes from. The engine keeps no prefixes, so each prompt is computed.
         """
         from outrider.engine.config import Choice
 
