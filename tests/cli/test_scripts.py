@@ -63,6 +63,15 @@ def test_trace_looks_at_its_files_before_the_script_runs(outrider, script, given
     assert not (tmp_path / "ran").exists()
 
 
+def test_trace_looks_at_its_default_file_too(outrider, script, tmp_path):
+    (tmp_path / "trace.json").mkdir()
+    name = script(f"open({str(tmp_path / 'ran')!r}, 'w')", "runs")
+    result = outrider("trace", "--backend", "sim", "--", f"{name}.py")
+    assert result.code == 2
+    assert "--out is 'trace.json'" in result.err
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

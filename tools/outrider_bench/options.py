@@ -154,6 +154,8 @@ BatchOption = Annotated[str, option("--batch", value=SIZES, help="Batch sizes.")
 PromptLengthsOption = Annotated[str, option("--prompt-tokens", value=SIZES, help="Prompt lengths in tokens.")]
 PromptTokensOption = Annotated[int, option("--prompt-tokens", value=whole(1), help="Tokens of each prompt.")]
 NewTokensOption = Annotated[int, option("--new-tokens", value=whole(1), help="New tokens of each request.")]
+TimedTokensOption = Annotated[int, option("--new-tokens", value=whole(2), help="New tokens of each request.")]
+"""The option of a benchmark that measures the time between tokens: a single token has none."""
 ProposerOption = Annotated[str, option("--speculate", value=one_of("eagle", "none"), help="Proposer.")]
 PlotOption = Annotated[Path | None, option("--plot", value=output_file(".svg"), help="Write a plot of the results.")]
 
@@ -278,8 +280,7 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
         """Return an engine for ``requests`` of ``context`` tokens, and its description for a report.
 
         ``--max-requests`` and ``--max-context`` replace these sizes. ``requests_origin`` names the option that ``requests``
-        comes from. The engine keeps no prefixes, so each prompt is computed. Raises :class:`UsageError` for options
-        that don't go together.
+        comes from. The engine keeps no prefixes, so each prompt is computed.
         """
         from outrider.engine.config import Choice
 
@@ -400,12 +401,6 @@ def print_acceptance(console: Console, data: Mapping[str, object]) -> None:
         console.print(
             f"ACCEPTANCE IS {str(data['acceptance']).upper()}: tokens/s are those of this acceptance, the text is nonsense"
         )
-
-
-def check_new_tokens(new_tokens: int) -> None:
-    """Raise :class:`UsageError` for a single new token: it has no time between tokens."""
-    if new_tokens < 2:
-        raise UsageError(f"--new-tokens is {new_tokens}; expected at least 2")
 
 
 def check_context(engine: Engine, what: str, tokens: int) -> None:

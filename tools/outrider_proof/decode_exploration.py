@@ -15,6 +15,7 @@ from rich.text import Text
 from outrider.cli.report import CommandReport
 from outrider.device.errors import CapabilityError
 from outrider_proof.decode_program import PARAMETER_FENCES, DecodeExplorer, HostProgram
+from outrider_sanitizer.scripts import SIMULATED
 
 if TYPE_CHECKING:
     from outrider.device import Backend
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 DECODE = "decode"
 EVERY = "every"
+ITERATIONS = 100
+"""Default number of schedules to try."""
 _PROGRAM_ORDER = "program"
 _WITH_PARAMETERS = "sim:like=npu"
 """A simulated device with host lengths in its graphs."""
@@ -54,7 +57,7 @@ class DecodeExploration:
     def without(self, fence: str | None) -> DecodeExploration:
         """Return this exploration with ``fence`` dropped, on a device that has the fence if the caller named no device."""
         if self.backend is not None or fence not in PARAMETER_FENCES:
-            return replace(self, drop_fence=fence, backend=self.backend or "sim")
+            return replace(self, drop_fence=fence, backend=self.backend or SIMULATED)
         return replace(self, drop_fence=fence, backend=_WITH_PARAMETERS, setup={**self.setup, "graphs": True})
 
     def open_device(self) -> Backend:
@@ -84,7 +87,7 @@ def explore_decode(exploration: DecodeExploration) -> CommandReport:
     chosen = exploration.without(exploration.drop_fence)
     device = chosen.open_device()
     default = "mixed" if device.control is not None and chosen.drop_fence is None else _PROGRAM_ORDER
-    iterations = chosen.iterations or (4 if chosen.drop_fence == EVERY else 100)
+    iterations = chosen.iterations or (4 if chosen.drop_fence == EVERY else ITERATIONS)
     chosen = replace(chosen, strategy=chosen.strategy or default, iterations=iterations)
     if device.control is None and chosen.strategy != _PROGRAM_ORDER:
         raise CapabilityError(

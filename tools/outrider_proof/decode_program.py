@@ -237,7 +237,7 @@ class DecodeExplorer:
 
     @property
     def exercising_program(self) -> HostProgram:
-        """Return a host program that exercises the dropped fence, or None if the device or the mode lacks the fence."""
+        """A host program that exercises the dropped fence, if the device and the mode have the fence."""
         if self._drop in _FENCES_OF_MOVES:
             return MOVING
         return self.program(3 if self._drop in _FENCES_OF_GUIDES else 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from outrider.cli.option_values import option, whole
+from outrider.cli.option_values import one_of, option, whole
 from outrider.cli.report import CommandReport, JsonOption
 from outrider.device.errors import ConfigError
 from outrider.registry import BackendSpec, Registry
@@ -32,12 +31,8 @@ if TYPE_CHECKING:
     from outrider_sanitizer import Report as Findings
 
 
-class RequiredCount(StrEnum):
-    """Counts of a report that ``--require`` can name."""
-
-    OPERATIONS = "operations"
-    STREAMS = "streams"
-    REPLAYS = "replays"
+_REQUIRED_COUNTS = ("operations", "streams", "replays")
+"""Counts of a report that ``--require`` can name."""
 
 
 def sanitize(
@@ -48,10 +43,10 @@ def sanitize(
         int, option("--ranks", value=whole(1, 64), help="Run it as so many ranks of torch.distributed, on simulated devices.")
     ] = 1,
     require: Annotated[
-        list[RequiredCount] | None,
-        typer.Option(
+        list[str] | None,
+        option(
             "--require",
-            metavar="|".join(RequiredCount),
+            value=one_of(*_REQUIRED_COUNTS),
             help="Fail unless some of these were watched; may be given again. Operations are always needed.",
         ),
     ] = None,
@@ -69,9 +64,9 @@ def sanitize(
     spec = select_for_script(registry, backend)
     found, ends = _run_ranks(registry, spec, path, script, ranks) if ranks > 1 else _run(registry, spec, path, script)
     failures = [(f"rank {rank}: " if ranks > 1 else "") + end.failure for rank, end in enumerate(ends) if end.failure]
-    counts = {name: sum(int(getattr(report, name)) for report in found) for name in map(str, RequiredCount)}
-    missing = [name for name in map(str, dict.fromkeys(require or ())) if not counts[name]]
-    clean = all(report.clean for report in found) and not failures and counts[RequiredCount.OPERATIONS] > 0
+    counts = {name: sum(int(getattr(report, name)) for report in found) for name in _REQUIRED_COUNTS}
+    missing = [name for name in dict.fromkeys(require or ()) if not counts[name]]
+    clean = all(report.clean for report in found) and not failures and counts["operations"] > 0
     data = {
         "clean": clean,
         "script_error": "; ".join(failures) or None,

@@ -38,7 +38,7 @@ ScriptBackendOption = Annotated[
     ),
 ]
 SIMULATED = "sim"
-"""The backend of a script if nothing names one: it needs no hardware, and runs programs that say ``cuda``."""
+"""The backend of a script or a program if nothing names one: it needs no hardware, and runs programs that say ``cuda``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ def trace(
         raise UsageError(f"{out} would get the timeline and the picture; name another file for one, with --out or --picture")
     if end is not None and end <= start:
         raise UsageError(f"--to is {end:g} and --from {start:g}; the picture ends after it starts")
-    if problem := output_problem(target):
+    if picture is None and (problem := output_problem(target)):
         raise UsageError(f"the picture next to --out is {str(target)!r}; {problem}")
     from outrider_trace.picture import render_page, render_svg
     from outrider_trace.timeline import record_timeline

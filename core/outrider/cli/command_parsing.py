@@ -10,10 +10,11 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from outrider.cli.option_values import GENERAL, UsageError
+from outrider.cli.inputs import check_utf8
+from outrider.cli.option_values import GENERAL, UsageError, checking_options
 from outrider.errors import shown
 
-_DEBUG = ("--debug", "Show the traceback of an error. May stand anywhere.")
+DEBUG_ROW = ("--debug", "Show the traceback of an error. May stand anywhere.")
 _MAX_OPTION_WIDTH = 24
 _DEFAULT = "[default: "
 _LIKELY_OPTIONS = ("--prompt", "--model")
@@ -52,7 +53,7 @@ class CheckedCommand(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the options by heading: first those without a heading, last those that every command has."""
-        write_options(self, ctx, formatter, _DEBUG)
+        write_options(self, ctx, formatter, DEBUG_ROW)
 
 
 def write_options(command: Any, ctx: Any, formatter: Any, *others: tuple[str, str]) -> None:
@@ -100,10 +101,8 @@ def _check_texts(words: Sequence[str], may_be_empty: set[str]) -> None:
             return
         option, equals, value = word.partition("=") if word.startswith("--") else (name, "=", word)
         if equals:
-            try:
-                value.encode("utf-8")
-            except UnicodeEncodeError as error:
-                raise UsageError(f"{option}: not UTF-8 text at character {error.start}; use the encoding UTF-8") from None
+            with checking_options():
+                check_utf8(option, value)
             if not value and option not in may_be_empty:
                 raise UsageError(f"{option} is empty; give at least one character, or leave it out")
         name = word if word.startswith("-") and not equals else "an argument"

@@ -54,11 +54,11 @@ def draft_vocabulary(
     counts: Counter[int] = Counter()
     done = 0
     with show_progress() as tell:
-        for path, whole in zip(texts, sizes, strict=True):
+        for path, num_bytes in zip(texts, sizes, strict=True):
             for piece in _pieces(path):
                 counts.update(tokenizer.encode(piece, special_tokens=False))
                 tell("counting", min(done + len(piece), sum(sizes)), sum(sizes))
-            done += whole
+            done += num_bytes
     total = counts.total()
     if not total:
         raise ConfigError(f"there is no token in {', '.join(map(str, texts))}; expected text such as the model writes")

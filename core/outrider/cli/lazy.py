@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeAlias
 import typer
 from typer.core import TyperGroup
 
-from outrider.cli.command_parsing import CheckedCommand, write_options
+from outrider.cli.command_parsing import DEBUG_ROW, CheckedCommand, write_options
 from outrider.cli.option_values import UsageError, closest
 from outrider.device.errors import OutriderError
 
@@ -26,10 +26,7 @@ class Broken:
     reason: str
 
 
-_ROOT_OPTIONS = (
-    ("--version", "Show the version of outrider."),
-    ("--debug", "Show the traceback of an error. May stand anywhere."),
-)
+_ROOT_OPTIONS = (("--version", "Show the version of outrider."), DEBUG_ROW)
 
 Target: TypeAlias = "str | Broken | Mapping[str, Target]"
 """``module:function``, a table of subcommands, or the reason why the command can't be loaded."""

@@ -96,9 +96,7 @@ def option(*names: str, value: Value | None = None, help: str = "", **others: An
 
     def check(parameter: typer.CallbackParam, value: Any) -> Any:
         for each in value if isinstance(value, list | tuple) else (value,):
-            if each is None or each == parameter.default:
-                continue
-            if problem := kind.problem(each):
+            if each is not None and (problem := kind.problem(each)):
                 raise UsageError(f"{parameter.opts[0]} is {_shown(each)}; {problem}")
         return value
 
@@ -119,7 +117,7 @@ def closest(name: str, known: Iterable[str]) -> str:
 
 def text(metavar: str = "TEXT") -> Value:
     """Return the kind of all texts."""
-    return Value(metavar, lambda given: None)
+    return Value(metavar)
 
 
 def whole(least: int = 1, most: int = _MAX_INT) -> Value:

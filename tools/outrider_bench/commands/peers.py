@@ -26,13 +26,12 @@ from outrider_bench.options import (
     BatchOption,
     MixedLoadOptions,
     ModeOption,
-    NewTokensOption,
     PlotOption,
     PrefillChunkOption,
     PromptTokensOption,
     RandomWeightOptions,
     RequiredShapeOption,
-    check_new_tokens,
+    TimedTokensOption,
     parse_names,
     parse_sizes,
     some_of,
@@ -79,7 +78,7 @@ class PeerWorkOptions(RandomWeightOptions):
     phases: Annotated[str, option("--phases", value=some_of(*PHASES), help="Phases to measure.")] = "decode"
     batch: BatchOption = "1,8,32"
     prompt_tokens: PromptTokensOption = 512
-    new_tokens: NewTokensOption = 256
+    new_tokens: TimedTokensOption = 256
     prefill_tokens: Annotated[str, option("--prefill-tokens", value=SIZES, help="Prompt lengths of prefill.")] = (
         "512,4096,16384"
     )
@@ -111,7 +110,6 @@ class PeerWorkOptions(RandomWeightOptions):
 
     def check(self, engines: Sequence[str], proposers: Sequence[str]) -> None:
         """Raise :class:`ConfigError` for options that ``engines`` with ``proposers`` can't use."""
-        check_new_tokens(self.new_tokens)
         if self.keep is not None:
             check_directory("--keep", self.keep)
         if self.quantize is not None:

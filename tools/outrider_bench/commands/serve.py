@@ -26,13 +26,12 @@ from outrider_bench.http_load import HttpLoad, ServerFailed, run_clients, run_vl
 from outrider_bench.options import (
     SIZES,
     AcceptLengthOption,
-    NewTokensOption,
     PromptTokensOption,
     ProposerOption,
     RandomDraftOptions,
     RequiredShapeOption,
+    TimedTokensOption,
     check_lengths,
-    check_new_tokens,
     parse_names,
     parse_sizes,
     some_of,
@@ -93,7 +92,7 @@ def serve(
     concurrency: Annotated[str, option("--concurrency", value=SIZES, help="Numbers of concurrent clients.")] = "1,32",
     rounds: Annotated[int, option("--rounds", value=whole(1), help="Requests of each client, one after the other.")] = 3,
     prompt_tokens: PromptTokensOption = 512,
-    new_tokens: NewTokensOption = 256,
+    new_tokens: TimedTokensOption = 256,
     speculate: ProposerOption = "eagle",
     options: ServerModelOptions,
     limit: Annotated[
@@ -111,7 +110,6 @@ def serve(
     sends and reads the requests; ``bare`` has no server and gets the same lengths and numbers from the project's generator.
     """
     del json_output
-    check_new_tokens(new_tokens)
     sizes = parse_sizes(concurrency)
     load = HttpLoad(
         url="",

@@ -21,14 +21,12 @@ from outrider.device.errors import CapabilityError, ConfigError, OutriderError
 from outrider.engine.fences import FENCES
 from outrider.registry import Registry
 from outrider_proof.corpus_exploration import CORPUS, CorpusWanted, explore_corpus
-from outrider_proof.decode_exploration import DECODE, DecodeExploration, explore_decode
+from outrider_proof.decode_exploration import DECODE, ITERATIONS, DecodeExploration, explore_decode
 from outrider_proof.rank_exploration import RANKS, RanksWanted, explore_ranks
+from outrider_sanitizer.scripts import SIMULATED
 
 if TYPE_CHECKING:
     from outrider.device import Backend
-
-_CONTROLLED = "sim"
-_ITERATIONS = 100
 
 
 _STRATEGIES = ("program", "lazy", "slowest", "fastest", "random", "pct", "exhaustive", "mixed")
@@ -137,7 +135,7 @@ def explore(
     tell = context.with_resource(show_progress())
     tell("exploring", 0, 0)
     registry, device_spec = Registry(), backend or backend_from_environment()
-    tries = iterations or _ITERATIONS
+    tries = iterations or ITERATIONS
     chosen = f"replay:{replay}" if replay is not None else strategy
     if name == DECODE:
         return explore_decode(
@@ -171,7 +169,7 @@ def explore(
         return explore_corpus(
             CorpusWanted(registry=registry, iterations=tries, seed=seed, strategy=chosen or "mixed", backend=device_spec)
         )
-    device = registry.create(device_spec or _CONTROLLED)
+    device = registry.create(device_spec or SIMULATED)
     return _explore_program(name, backend, device, chosen or "mixed", tries, seed, corrected)
 
 
