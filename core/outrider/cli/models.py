@@ -257,10 +257,10 @@ def has_mtp_heads(model: Path) -> bool:
     """Return True if the checkpoint ``model`` has heads of multi-token prediction. Its loader reports unreadable files."""
     from outrider.errors import CheckpointError
     from outrider.model.files import open_checkpoint
-    from outrider.model.mapping import mtp_prefix
+    from outrider.model.mapping import mtp_format
 
     try:
-        return any(mtp_prefix(key) is not None for key in open_checkpoint(model).tensors)
+        return mtp_format(open_checkpoint(model).tensors) is not None
     except CheckpointError:
         return False
 

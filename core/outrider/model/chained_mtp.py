@@ -24,7 +24,7 @@ from outrider.model.hybrid_configs import HYBRID_FAMILIES
 from outrider.model.hybrid_mapping import offset_norms
 from outrider.model.language_model import LanguageModel
 from outrider.model.layer import LayerWeights
-from outrider.model.mapping import SINGLE_RANK, is_model, layer_targets, layer_weights, mtp_prefix
+from outrider.model.mapping import SINGLE_RANK, is_model, is_mtp_tensor, layer_targets, layer_weights
 from outrider.model.mtp import MtpHead, MtpWeights
 from outrider.model.pieces import Piece, Target
 from outrider.model.quantization import QuantizedMode, read_quantization
@@ -57,7 +57,7 @@ def load_chained_mtp(
     quantization = read_quantization(directory, mode=quantized)
     model_tensors: set[str] = set()
     if is_model(files.tensors):
-        model_tensors = {key for key in files.tensors if mtp_prefix(key) is None}
+        model_tensors = {key for key in files.tensors if not is_mtp_tensor(key)}
         quantization = quantization and replace(quantization, weights=False)  # heads of a quantized model may be unquantized
     everything = _targets(config, files.tensors, SINGLE_RANK)
     check_tensors(files, everything, optional=model_tensors, quantization=quantization, backend=backend)

@@ -8,7 +8,7 @@ Letters: H hidden size, Hq query heads, Hkv KV heads, D head size, I intermediat
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -194,9 +194,14 @@ def vision_name(key: str) -> str | None:
     return None
 
 
-def mtp_prefix(key: str) -> str | None:
-    """Return the prefix of a tensor of heads of multi-token prediction, or None for another tensor."""
-    return next((prefix for prefix in MTP_PREFIXES if key.startswith(prefix)), None)
+def is_mtp_tensor(key: str) -> bool:
+    """Return True for a tensor of heads of multi-token prediction."""
+    return key.startswith(tuple(MTP_PREFIXES))
+
+
+def mtp_format(present: Iterable[str]) -> str | None:
+    """Return the format of the heads of multi-token prediction, a value of ``MTP_PREFIXES``, or None without such heads."""
+    return next((MTP_PREFIXES[prefix] for key in present for prefix in MTP_PREFIXES if key.startswith(prefix)), None)
 
 
 def is_unused_tensor(key: str) -> bool:

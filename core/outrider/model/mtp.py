@@ -25,7 +25,7 @@ from outrider.model.head_loading import check_hidden_size, head_config
 from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel
 from outrider.model.layer import LayerWeights
-from outrider.model.mapping import SINGLE_RANK, is_model, layer_targets, layer_weights, mtp_prefix
+from outrider.model.mapping import SINGLE_RANK, is_model, is_mtp_tensor, layer_targets, layer_weights
 from outrider.model.mixture import create_layer
 from outrider.model.pending import add_rms_norm
 from outrider.model.pieces import Piece, Target
@@ -138,7 +138,7 @@ def load_mtp(
     quantization = read_quantization(directory, mode=quantized)
     model_tensors: set[str] = set()
     if is_model(files.tensors):
-        model_tensors = {key for key in files.tensors if mtp_prefix(key) is None}
+        model_tensors = {key for key in files.tensors if not is_mtp_tensor(key)}
         quantization = quantization and replace(quantization, weights=False)  # heads of a quantized model may be unquantized
     check_tensors(files, mtp_targets(config, heads), optional=model_tensors, quantization=quantization, backend=backend)
     config = shards.local(config, str(directory))
