@@ -17,13 +17,12 @@ from outrider.device import Backend
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint_config import read_model_config
 from outrider.model.config import ModelConfig
-from outrider.model.expert_mapping import expert_targets, stack_experts
+from outrider.model.expert_mapping import expert_targets
 from outrider.model.files import open_checkpoint
 from outrider.model.head_loading import check_hidden_size, check_vocabulary_and_dtype
 from outrider.model.hybrid_configs import HYBRID_FAMILIES
 from outrider.model.hybrid_mapping import offset_norms
 from outrider.model.language_model import LanguageModel
-from outrider.model.layer import LayerWeights
 from outrider.model.mapping import SINGLE_RANK, is_model, is_mtp_tensor, layer_targets, layer_weights
 from outrider.model.mtp import MtpHead, MtpWeights
 from outrider.model.pieces import Piece, Target
@@ -52,7 +51,7 @@ def load_chained_mtp(
     """
     directory = Path(directory)
     files = open_checkpoint(directory)
-    config = _head_config(directory, target, dtype)
+    config = _head_config(directory, target, dtype, files.tensors)
     shards = target.shards
     quantization = read_quantization(directory, mode=quantized)
     model_tensors: set[str] = set()
@@ -71,14 +70,17 @@ def load_chained_mtp(
             token_norm=weights["token_norm"],
             hidden_norm=weights["hidden_norm"],
             projection=weights["projection"],
-            layer=_layer_weights(config, weights),
+            layer=layer_weights(weights, "layer", config.experts),
             final_norm=weights["final_norm"],
         )
         return MtpHead(config, record, target, ahead=1, embedding_first=True)
 
 
-def _head_config(directory: Path, target: LanguageModel, dtype: torch.dtype) -> ModelConfig:
-    """Return the config of the head's one layer. Raises :class:`CheckpointError` for a head that isn't supported."""
+def _head_config(directory: Path, target: LanguageModel, dtype: torch.dtype, present: Container[str]) -> ModelConfig:
+    """Return the config of the head's one layer, which is a mixture of experts if the checkpoint has a router.
+
+    Raises :class:`CheckpointError` for a head that isn't supported.
+    """
     raw = read_json(directory / "config.json")
     config = read_model_config(directory, drafts=True)
     text = raw.get("text_config")
@@ -95,14 +97,15 @@ def _head_config(directory: Path, target: LanguageModel, dtype: torch.dtype) -> 
         raise CheckpointError(f"{directory / 'config.json'}: {problem}")
     check_vocabulary_and_dtype(directory, config, target, dtype)
     check_hidden_size(directory, config, target)
-    experts = None if config.experts is None else replace(config.experts, dense_layers=())
+    experts = config.experts if f"{_LAYER}.mlp.gate.weight" in present else None
+    if experts is not None:
+        experts = replace(experts, dense_layers=())
     return replace(config, num_layers=1, windows=(0,), recurrent=None, experts=experts)
 
 
 def _targets(config: ModelConfig, present: Container[str], shards: Shards) -> list[Target]:
-    """Return the weights of the head: a mixture of experts if its checkpoint has a router."""
-    hidden = config.hidden_size
-    mixture = _is_mixture(config, present)
+    """Return the weights of the head."""
+    hidden, mixture = config.hidden_size, config.experts is not None
     targets = [
         Target("token_norm", (Piece("mtp.pre_fc_norm_embedding.weight", (hidden,)),)),
         Target("hidden_norm", (Piece("mtp.pre_fc_norm_hidden.weight", (hidden,)),)),
@@ -113,13 +116,3 @@ def _targets(config: ModelConfig, present: Container[str], shards: Shards) -> li
     if mixture:
         targets += expert_targets(config, _LAYER, "layer", present, shards)
     return list(offset_norms(config, targets))
-
-
-def _is_mixture(config: ModelConfig, present: Container[str]) -> bool:
-    return config.experts is not None and f"{_LAYER}.mlp.gate.weight" in present
-
-
-def _layer_weights(config: ModelConfig, weights: dict[str, Any]) -> LayerWeights:
-    if "layer.router" in weights:
-        return LayerWeights(**stack_experts(config, weights, "layer"))
-    return layer_weights(weights, "layer")
