@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,16 @@ from outrider.model.head_loading import check_hidden_size, check_vocabulary_and_
 from outrider.model.hybrid_configs import HYBRID_FAMILIES
 from outrider.model.hybrid_mapping import offset_norms
 from outrider.model.language_model import LanguageModel
-from outrider.model.mapping import SINGLE_RANK, is_model, is_mtp_tensor, layer_targets, layer_weights
-from outrider.model.mtp import MtpHead, MtpWeights
+from outrider.model.mapping import layer_targets
+from outrider.model.mtp import MtpHead, load_mtp_tensors, mtp_weights
 from outrider.model.pieces import Piece, Target
-from outrider.model.quantization import QuantizedMode, read_quantization
+from outrider.model.quantization import QuantizedMode
 from outrider.model.reading import read_json
 from outrider.model.shards import Shards
-from outrider.model.tensor_loading import Progress, check_tensors, load_tensors, loading_stream
+from outrider.model.tensor_loading import Progress
 
-_LAYER = "mtp.layers.0"
+_LAYER, _NAME = "mtp.layers.0", "heads.0"
+"""Prefixes of the layer's tensors in the checkpoint, and of the head's weights."""
 _DEPTH_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 
 
@@ -46,34 +48,24 @@ def load_chained_mtp(
 ) -> MtpHead:
     """Load the head of a checkpoint for ``target``. Arguments and errors follow :func:`load_eagle`.
 
-    The checkpoint holds the head alone, or the model and the head; the model's tensors are then ignored. Embedding and output
-    head are the target's.
+    :func:`load_mtp_tensors` says what the checkpoint holds. Embedding and output head are the target's.
     """
     directory = Path(directory)
     files = open_checkpoint(directory)
     config = _head_config(directory, target, dtype, files.tensors)
-    shards = target.shards
-    quantization = read_quantization(directory, mode=quantized)
-    model_tensors: set[str] = set()
-    if is_model(files.tensors):
-        model_tensors = {key for key in files.tensors if not is_mtp_tensor(key)}
-        quantization = quantization and replace(quantization, weights=False)  # heads of a quantized model may be unquantized
-    everything = _targets(config, files.tensors, SINGLE_RANK)
-    check_tensors(files, everything, optional=model_tensors, quantization=quantization, backend=backend)
-    targets = _targets(config, files.tensors, shards)
-    config = shards.local(config, str(directory))
-    with loading_stream(backend, dtype) as stream:
-        weights = load_tensors(
-            files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress, quantization=quantization
-        )
-        record = MtpWeights(
-            token_norm=weights["token_norm"],
-            hidden_norm=weights["hidden_norm"],
-            projection=weights["projection"],
-            layer=layer_weights(weights, "layer", config.experts),
-            final_norm=weights["final_norm"],
-        )
-        return MtpHead(config, record, target, ahead=1, embedding_first=True)
+    local = target.shards.local(config, str(directory))
+    with load_mtp_tensors(
+        files,
+        directory,
+        partial(_targets, config, files.tensors),
+        shards=target.shards,
+        backend=backend,
+        dtype=dtype,
+        progress=progress,
+        quantized=quantized,
+    ) as weights:
+        record = mtp_weights(weights, _NAME, config.experts)
+        return MtpHead(local, record, target, ahead=1, embedding_first=True)
 
 
 def _head_config(directory: Path, target: LanguageModel, dtype: torch.dtype, present: Container[str]) -> ModelConfig:
@@ -107,12 +99,12 @@ def _targets(config: ModelConfig, present: Container[str], shards: Shards) -> li
     """Return the weights of the head."""
     hidden, mixture = config.hidden_size, config.experts is not None
     targets = [
-        Target("token_norm", (Piece("mtp.pre_fc_norm_embedding.weight", (hidden,)),)),
-        Target("hidden_norm", (Piece("mtp.pre_fc_norm_hidden.weight", (hidden,)),)),
-        Target("projection", (Piece("mtp.fc.weight", (hidden, 2 * hidden)),)),
-        Target("final_norm", (Piece("mtp.norm.weight", (hidden,)),)),
-        *layer_targets(config, _LAYER, "layer", mlp=not mixture, shards=shards),
+        Target(f"{_NAME}.token_norm", (Piece("mtp.pre_fc_norm_embedding.weight", (hidden,)),)),
+        Target(f"{_NAME}.hidden_norm", (Piece("mtp.pre_fc_norm_hidden.weight", (hidden,)),)),
+        Target(f"{_NAME}.projection", (Piece("mtp.fc.weight", (hidden, 2 * hidden)),)),
+        Target(f"{_NAME}.final_norm", (Piece("mtp.norm.weight", (hidden,)),)),
+        *layer_targets(config, _LAYER, f"{_NAME}.layer", mlp=not mixture, shards=shards),
     ]
     if mixture:
-        targets += expert_targets(config, _LAYER, "layer", present, shards)
+        targets += expert_targets(config, _LAYER, f"{_NAME}.layer", present, shards)
     return list(offset_norms(config, targets))
