@@ -77,12 +77,6 @@ class MtpHead(BaseDraftHead):
         self._embedding_first = embedding_first
         self._layer = create_layer(config, weights.layer, self.kernels, window=config.windows[0], ranks=target.ranks)
 
-    def condition(self, final: Tensor | None, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
-        """Return the target's final hidden states [T, H], which the first head reads."""
-        del aux_hidden_states
-        assert final is not None  # required by reads_hidden
-        return final
-
     def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:
         """Return hidden states [T, H] after the head's final norm, or [S, H] of the kept rows. ``cache`` has one layer."""
         weights, kernels, eps = self.weights, self.kernels, self.config.rms_eps
