@@ -1,6 +1,7 @@
 """What an engine decides for its user, from records alone; and that commands and engines say it."""
 
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from outrider import EngineConfig
 from outrider.device import Capabilities, ConfigError, OutOfDeviceMemory, StepMode
 from outrider.engine.config import DecidedConfig
+from outrider.engine.ranks.engine_agreement import common_config
 from outrider.engine.resolve import GIB, CacheMemory, DeviceModelFacts, choose_dtype, resolve
 
 GPU = Capabilities(
@@ -273,6 +275,16 @@ def test_recurrent_states_share_the_memory_with_the_cache():
     used = 21 * STATE + asked.num_pages * asked.page_size * HYBRID_27B.token_bytes
     assert (asked.max_requests, asked.state_checkpoints) == (16, 4)
     assert 0.49 * 86 * GIB < used <= 0.5 * 86 * GIB
+
+
+def test_ranks_report_the_checkpoints_that_all_of_them_hold():
+    first = decided(HYBRID_27B)
+    least = replace(first, state_checkpoints=first.state_checkpoints - 3)
+    common = common_config(SimpleNamespace(exchange=lambda subject, config, kind: [first, least]), first)
+    assert common.state_checkpoints == least.state_checkpoints
+    assert [each.value for each in common.chosen if each.name == "state_checkpoints"] == [least.state_checkpoints]
+    assert "least memory" in why(common, "state_checkpoints")
+    assert why(common, "num_pages") == why(first, "num_pages")
 
 
 def test_too_little_memory_for_states_says_what_to_lower():

@@ -195,10 +195,10 @@ def the_first_request_alone_keeps_its_state():
 def states_are_kept_before_the_prefill():
     real = Step._copy_states
 
-    def copies(self, batch, packer, which):
+    def copies(self, packer, which):
         if which == "restored_states":
-            real(self, batch, packer, "saved_states")
-            real(self, batch, packer, which)
+            real(self, packer, "saved_states")
+            real(self, packer, which)
 
     return patch.object(Step, "_copy_states", copies)
 

@@ -98,11 +98,11 @@ def test_a_copy_of_states_on_another_stream_is_found(monkeypatch):
     """Without a fence the sanitizer sees the state that forward writes and the copy reads."""
     real = Step._copy_states
 
-    def copies(self, batch, packer, which):
+    def copies(self, packer, which):
         streams = self._streams
         self._streams = replace(streams, forward=streams.plan)
         try:
-            real(self, batch, packer, which)
+            real(self, packer, which)
         finally:
             self._streams = streams
 

@@ -256,11 +256,13 @@ class Speculation:
 def has_mtp_heads(model: Path) -> bool:
     """Return True if the checkpoint ``model`` has heads of multi-token prediction. Its loader reports unreadable files."""
     from outrider.errors import CheckpointError
-    from outrider.model.files import open_checkpoint
-    from outrider.model.mapping import mtp_prefix
+    from outrider.model.files import GGUF_LIST, open_checkpoint
+    from outrider.model.mapping import mtp_format
 
+    if (model / GGUF_LIST).exists():
+        return False  # a GGUF file of a supported model has no such heads, and reading its vocabulary takes seconds
     try:
-        return any(mtp_prefix(key) is not None for key in open_checkpoint(model).tensors)
+        return mtp_format(open_checkpoint(model).tensors) is not None
     except CheckpointError:
         return False
 

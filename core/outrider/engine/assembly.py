@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from outrider.device import Backend, Fence, Group, StepMode
 from outrider.engine import prefill_graphs
 from outrider.engine.checks import check_cache
-from outrider.engine.config import MAX_LOGPROBS, DecidedConfig
+from outrider.engine.config import MAX_LOGPROBS, DecidedConfig, state_rows
 from outrider.engine.fences import FenceSet
 from outrider.engine.graphs import AnyStage, CaptureProgress, EagerRunner, GraphRunner, Runner
 from outrider.engine.loop import Loop
@@ -124,7 +124,7 @@ def _allocate_cache(model: LanguageModel, backend: Backend, config: DecidedConfi
         page_size=config.page_size,
         dtype=model.dtype,
         cache_dtype=model.cache_dtype,
-        rows=config.max_requests + 1 + config.state_checkpoints,
+        rows=state_rows(config.max_requests, config.state_checkpoints),
         device=backend.device,
     )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from outrider.device import Backend, CapabilityError, ConfigError, KernelSet, OutOfDeviceMemory, StepMode
-from outrider.engine.config import MAX_LOGPROBS, DecidedConfig, EngineConfig
+from outrider.engine.config import MAX_LOGPROBS, DecidedConfig, EngineConfig, state_rows
 from outrider.engine.device_model_facts import memory_of
 from outrider.engine.requests.sampling import MAX_LOGIT_BIAS, SamplingParams
 from outrider.errors import RequestError, shown
@@ -113,7 +113,7 @@ def check_cache(backend: Backend, config: DecidedConfig, model: LanguageModel, *
     if memory is None:
         return
     total, whose = memory.total, "this machine" if memory.shared else backend.label
-    rows = config.max_requests + config.state_checkpoints + 1
+    rows = state_rows(config.max_requests, config.state_checkpoints)
     states = 0 if shape.recurrent is None else rows * shape.recurrent.state_bytes(model.dtype)
     if pages * page + states > total:
         more = f", its recurrent states {rows} rows of {states // rows} bytes" if states else ""

@@ -235,6 +235,11 @@ class DecidedConfig(EngineConfig):
         return StepMode(self.mode)
 
 
+def state_rows(requests: int, checkpoints: int) -> int:
+    """Return the number of rows of recurrent states: the padding row, and those of requests and of the prefix cache."""
+    return 1 + requests + checkpoints
+
+
 def _check_int(name: str, value: object, least: int, most: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name} is {shown(value)}; expected a whole number of at least {least}")

@@ -49,7 +49,7 @@ def lengths_for(
         return given.lengths
     if _follows_load(config, backend, proposer):
         return default_draft_lengths(proposer.nodes)
-    return (proposer.nodes,) if _context_of_draft(config, proposer) is None else (0, proposer.nodes)
+    return FixedLength(proposer.nodes, context=_context_of_draft(config, proposer)).lengths
 
 
 def _context_of_draft(config: DecidedConfig, proposer: Proposer) -> int | None:

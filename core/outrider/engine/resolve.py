@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 
 from outrider.device import CACHE_FORMATS, Capabilities, ConfigError, OutOfDeviceMemory, StepMode
-from outrider.engine.config import DTYPES, Choice, DecidedConfig, EngineConfig
+from outrider.engine.config import DTYPES, Choice, DecidedConfig, EngineConfig, state_rows
 
 GIB = 1 << 30
 KV_SHARE = 0.9
@@ -276,7 +276,7 @@ def _cache(choices: _Choices, known: DeviceModelFacts) -> None:
         if config.kv_memory is not None:
             todo = "raise kv_memory, or take a smaller page_size"
         if known.state_bytes:
-            states = _state_rows(choices) * known.state_bytes / GIB
+            states = _count_state_bytes(choices, known) / GIB
             todo += f"; recurrent states take {states:.1f} GiB: lower max_requests or state_checkpoints"
         raise OutOfDeviceMemory(
             f"the KV cache may take {max(most, 0)} pages of {page_bytes} bytes, {why}: room for no request; free memory, or "
@@ -290,7 +290,7 @@ def _cache(choices: _Choices, known: DeviceModelFacts) -> None:
     full = _width(context, known.slots, page_size)
     if config.max_context is not None and config.kv_memory is None and most <= full:  # it was asked for: the rest gives way
         most, why = full + 1, f"max_context {context} for one request"
-        if most * page_bytes + _state_rows(choices) * known.state_bytes > known.memory.free:
+        if most * page_bytes + _count_state_bytes(choices, known) > known.memory.free:
             raise OutOfDeviceMemory(
                 f"max_context is {context}: {most * page_bytes / GIB:.1f} GiB of KV cache for one request, and "
                 f"{known.memory.free / GIB:.1f} GiB are free; lower max_context"
@@ -315,7 +315,7 @@ def _most_pages(choices: _Choices, known: DeviceModelFacts, page_bytes: int) -> 
     chunk, requests = choices.number("prefill_chunk"), choices.number("max_requests")
     work = known.fixed_bytes + chunk * known.prompt_token_bytes
     work += requests * (known.slots * known.drafted_token_bytes + known.request_bytes)
-    states = _state_rows(choices) * known.state_bytes
+    states = _count_state_bytes(choices, known)
     if states:
         free += f", without {states / GIB:.1f} GiB of recurrent states"
     if share is not None:
@@ -329,9 +329,9 @@ def _most_pages(choices: _Choices, known: DeviceModelFacts, page_bytes: int) -> 
     return room // page_bytes, f"{share:g} of the {free}"
 
 
-def _state_rows(choices: _Choices) -> int:
-    """Return the number of rows of recurrent states: those of requests, of the prefix cache, and the padding row."""
-    return choices.number("max_requests") + choices.number("state_checkpoints") + 1
+def _count_state_bytes(choices: _Choices, known: DeviceModelFacts) -> int:
+    """Return the bytes of all rows of recurrent states."""
+    return state_rows(choices.number("max_requests"), choices.number("state_checkpoints")) * known.state_bytes
 
 
 def _check_left(share: float, memory: CacheMemory, work: int) -> None:

@@ -194,13 +194,13 @@ class Step:
                 self._input_upload.write_token_counts(packer)
         if batch.arrivals:
             self._transfer.write_arrivals(batch.arrivals)
-        self._copy_states(batch, packer, RESTORED_STATES)
+        self._copy_states(packer, RESTORED_STATES)
         filled = None
         if bucket is not None and self._prefill_graphs is not None:
             self._prefill_graphs.launch(batch, bucket)
         elif batch.prefill:
             filled = self._prefill.launch(batch, packer)
-        self._copy_states(batch, packer, SAVED_STATES)
+        self._copy_states(packer, SAVED_STATES)
         ticket = None
         if not batch.decode:
             self._publish(entry)  # before the results leave: once the host has read them, the ring entry is filled again
@@ -217,8 +217,8 @@ class Step:
             self._decode(batch, entry, requested.features)
         return self._copy_results_to_host(requested, entry) if ticket is None else ticket
 
-    def _copy_states(self, batch: Batch, packer: Packer, which: str) -> None:
-        if batch.restored_states or batch.saved_states:
+    def _copy_states(self, packer: Packer, which: str) -> None:
+        if which in packer.segments:
             with self._backend.on(self._streams.forward):
                 self._state_copies.copy(packer, which)
 

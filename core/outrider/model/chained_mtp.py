@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +18,22 @@ from outrider.device import Backend
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint_config import read_model_config
 from outrider.model.config import ModelConfig
-from outrider.model.expert_mapping import expert_targets, stack_experts
+from outrider.model.expert_mapping import expert_targets
 from outrider.model.files import open_checkpoint
 from outrider.model.head_loading import check_hidden_size, check_vocabulary_and_dtype
 from outrider.model.hybrid_configs import HYBRID_FAMILIES
 from outrider.model.hybrid_mapping import offset_norms
 from outrider.model.language_model import LanguageModel
-from outrider.model.layer import LayerWeights
-from outrider.model.mapping import SINGLE_RANK, is_model, layer_targets, layer_weights, mtp_prefix
-from outrider.model.mtp import MtpHead, MtpWeights
+from outrider.model.mapping import layer_targets
+from outrider.model.mtp import MtpHead, load_mtp_tensors, mtp_weights
 from outrider.model.pieces import Piece, Target
-from outrider.model.quantization import QuantizedMode, read_quantization
+from outrider.model.quantization import QuantizedMode
 from outrider.model.reading import read_json
 from outrider.model.shards import Shards
-from outrider.model.tensor_loading import Progress, check_tensors, load_tensors, loading_stream
+from outrider.model.tensor_loading import Progress
 
-_LAYER = "mtp.layers.0"
+_LAYER, _NAME = "mtp.layers.0", "heads.0"
+"""Prefixes of the layer's tensors in the checkpoint, and of the head's weights."""
 _DEPTH_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 
 
@@ -47,38 +48,31 @@ def load_chained_mtp(
 ) -> MtpHead:
     """Load the head of a checkpoint for ``target``. Arguments and errors follow :func:`load_eagle`.
 
-    The checkpoint holds the head alone, or the model and the head; the model's tensors are then ignored. Embedding and output
-    head are the target's.
+    :func:`load_mtp_tensors` says what the checkpoint holds. Embedding and output head are the target's.
     """
     directory = Path(directory)
     files = open_checkpoint(directory)
-    config = _head_config(directory, target, dtype)
-    shards = target.shards
-    quantization = read_quantization(directory, mode=quantized)
-    model_tensors: set[str] = set()
-    if is_model(files.tensors):
-        model_tensors = {key for key in files.tensors if mtp_prefix(key) is None}
-        quantization = quantization and replace(quantization, weights=False)  # heads of a quantized model may be unquantized
-    everything = _targets(config, files.tensors, SINGLE_RANK)
-    check_tensors(files, everything, optional=model_tensors, quantization=quantization, backend=backend)
-    targets = _targets(config, files.tensors, shards)
-    config = shards.local(config, str(directory))
-    with loading_stream(backend, dtype) as stream:
-        weights = load_tensors(
-            files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress, quantization=quantization
-        )
-        record = MtpWeights(
-            token_norm=weights["token_norm"],
-            hidden_norm=weights["hidden_norm"],
-            projection=weights["projection"],
-            layer=_layer_weights(config, weights),
-            final_norm=weights["final_norm"],
-        )
-        return MtpHead(config, record, target, ahead=1, embedding_first=True)
+    config = _head_config(directory, target, dtype, files.tensors)
+    local = target.shards.local(config, str(directory))
+    with load_mtp_tensors(
+        files,
+        directory,
+        partial(_targets, config, files.tensors),
+        shards=target.shards,
+        backend=backend,
+        dtype=dtype,
+        progress=progress,
+        quantized=quantized,
+    ) as weights:
+        record = mtp_weights(weights, _NAME, config.experts)
+        return MtpHead(local, record, target, ahead=1, embedding_first=True)
 
 
-def _head_config(directory: Path, target: LanguageModel, dtype: torch.dtype) -> ModelConfig:
-    """Return the config of the head's one layer. Raises :class:`CheckpointError` for a head that isn't supported."""
+def _head_config(directory: Path, target: LanguageModel, dtype: torch.dtype, present: Container[str]) -> ModelConfig:
+    """Return the config of the head's one layer, which is a mixture of experts if the checkpoint has a router.
+
+    Raises :class:`CheckpointError` for a head that isn't supported.
+    """
     raw = read_json(directory / "config.json")
     config = read_model_config(directory, drafts=True)
     text = raw.get("text_config")
@@ -95,31 +89,22 @@ def _head_config(directory: Path, target: LanguageModel, dtype: torch.dtype) -> 
         raise CheckpointError(f"{directory / 'config.json'}: {problem}")
     check_vocabulary_and_dtype(directory, config, target, dtype)
     check_hidden_size(directory, config, target)
-    experts = None if config.experts is None else replace(config.experts, dense_layers=())
+    experts = config.experts if f"{_LAYER}.mlp.gate.weight" in present else None
+    if experts is not None:
+        experts = replace(experts, dense_layers=())
     return replace(config, num_layers=1, windows=(0,), recurrent=None, experts=experts)
 
 
 def _targets(config: ModelConfig, present: Container[str], shards: Shards) -> list[Target]:
-    """Return the weights of the head: a mixture of experts if its checkpoint has a router."""
-    hidden = config.hidden_size
-    mixture = _is_mixture(config, present)
+    """Return the weights of the head."""
+    hidden, mixture = config.hidden_size, config.experts is not None
     targets = [
-        Target("token_norm", (Piece("mtp.pre_fc_norm_embedding.weight", (hidden,)),)),
-        Target("hidden_norm", (Piece("mtp.pre_fc_norm_hidden.weight", (hidden,)),)),
-        Target("projection", (Piece("mtp.fc.weight", (hidden, 2 * hidden)),)),
-        Target("final_norm", (Piece("mtp.norm.weight", (hidden,)),)),
-        *layer_targets(config, _LAYER, "layer", mlp=not mixture, shards=shards),
+        Target(f"{_NAME}.token_norm", (Piece("mtp.pre_fc_norm_embedding.weight", (hidden,)),)),
+        Target(f"{_NAME}.hidden_norm", (Piece("mtp.pre_fc_norm_hidden.weight", (hidden,)),)),
+        Target(f"{_NAME}.projection", (Piece("mtp.fc.weight", (hidden, 2 * hidden)),)),
+        Target(f"{_NAME}.final_norm", (Piece("mtp.norm.weight", (hidden,)),)),
+        *layer_targets(config, _LAYER, f"{_NAME}.layer", mlp=not mixture, shards=shards),
     ]
     if mixture:
-        targets += expert_targets(config, _LAYER, "layer", present, shards)
+        targets += expert_targets(config, _LAYER, f"{_NAME}.layer", present, shards)
     return list(offset_norms(config, targets))
-
-
-def _is_mixture(config: ModelConfig, present: Container[str]) -> bool:
-    return config.experts is not None and f"{_LAYER}.mlp.gate.weight" in present
-
-
-def _layer_weights(config: ModelConfig, weights: dict[str, Any]) -> LayerWeights:
-    if "layer.router" in weights:
-        return LayerWeights(**stack_experts(config, weights, "layer"))
-    return layer_weights(weights, "layer")

@@ -118,17 +118,13 @@ def checkpoint_dtype(directory: Path, name: str = "config.json") -> torch.dtype 
 
 def hf_config(family: str, raw: dict[str, Any]) -> HfConfig:
     """Parse the known keys of ``raw`` with transformers. Raises :class:`ConfigError` if transformers rejects them."""
-    return _through_transformers(family, _known_fields(family, raw))
+    return _through_transformers(family, config_fields(family, raw))
 
 
 def _parse_config(family: str, raw: dict[str, Any]) -> HfConfig:
     """Parse the known keys of ``raw``, without transformers if they determine every attribute."""
-    known = _known_fields(family, raw)
+    known = config_fields(family, raw)
     return parse_config(family, known) or _through_transformers(family, known)
-
-
-def _known_fields(family: str, raw: dict[str, Any]) -> dict[str, Any]:
-    return config_fields(family, raw)
 
 
 def _through_transformers(family: str, known: dict[str, Any]) -> HfConfig:

@@ -47,6 +47,12 @@ class BaseDraftHead:
         """int64 [Vd] target token of each draft token, or None if both vocabularies are the same."""
         return self.target.output_ids if self._head is None else self._ids
 
+    def condition(self, final: Tensor | None, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
+        """Return the states that the head reads: by default the target's final hidden states [T, H]."""
+        del aux_hidden_states
+        assert final is not None  # required by reads_hidden
+        return final
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Return draft logits [N, Vd] of ``hidden`` [N, H]."""
         if self._head is None:

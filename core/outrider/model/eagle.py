@@ -54,12 +54,6 @@ class EagleHead(BaseDraftHead):
             for layer, window in zip(weights.layers, config.windows, strict=True)
         )
 
-    def condition(self, final: Tensor | None, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
-        """Return the target's final hidden states [T, H], which the head reads."""
-        del aux_hidden_states
-        assert final is not None  # required by reads_hidden
-        return final
-
     def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:
         """Return predicted hidden states [T, H], or [S, H] of the kept rows, without a final norm.
 

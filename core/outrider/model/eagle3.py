@@ -95,8 +95,7 @@ class Eagle3Head(BaseDraftHead):
     def condition(self, final: Tensor | None, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
         """Fuse ``aux_hidden_states`` of the target into the state [T, H] that the head reads, or return ``final``."""
         if self.reads_hidden:
-            assert final is not None  # required by reads_hidden
-            return final
+            return super().condition(final, aux_hidden_states)
         return fuse(self.weights, aux_hidden_states, self.config.rms_eps, self.kernels)
 
     def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:

@@ -6,7 +6,7 @@ Letters: E experts, H hidden size, I intermediate size of an expert.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Container
 from typing import Any
 
 from torch import Tensor
@@ -103,15 +103,11 @@ def _stacked_targets(experts: ExpertsConfig, hidden: int, stem: str, name: str, 
     return [Target(f"{name}.gate_up", tuple(gates)), Target(f"{name}.down", (downs,))]
 
 
-def stack_experts(config: ModelConfig, weights: Mapping[str, Any], name: str) -> dict[str, Any]:
+def stack_experts(experts: ExpertsConfig, fields: dict[str, Any]) -> dict[str, Any]:
     """Return a layer's weights by field, with the expert weights as stacks [E, ...].
 
     Quantized expert weights keep their concatenated rows.
     """
-    experts = config.experts
-    assert experts is not None
-    prefix = f"{name}."
-    fields = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
     stacks = {key: fields[key] for key in ("gate_up", "down")}
     return fields | {
         key: value.view(experts.count, -1, value.shape[-1]) if isinstance(value, Tensor) else value

@@ -217,14 +217,10 @@ def open_gguf(directory: Path) -> CheckpointFiles:
     listed = read_json(directory / GGUF_LIST)
     with wrap_read_errors(directory / GGUF_LIST, "a list of GGUF files"):
         paths = [Path(each) for each in listed["files"]]
-    readers = [_open_reader(path) for path in paths]
-    with wrap_read_errors(paths[0], "a GGUF checkpoint"):
-        metadata = _Metadata(readers[0])
-        found: dict[str, TensorFile] = {}
-        for path, reader in zip(paths, readers, strict=True):
-            tensors = _named_tensors(reader, metadata)
-            file = _GgufFile(path, tensors)
-            found.update(dict.fromkeys(tensors, file))
+    _, _, tensors_of_parts = _open_parts(paths)
+    found: dict[str, TensorFile] = {}
+    for path, tensors in zip(paths, tensors_of_parts, strict=True):
+        found.update(dict.fromkeys(tensors, _GgufFile(path, tensors)))
     return CheckpointFiles(paths[0], MappingProxyType(found))
 
 
@@ -260,14 +256,19 @@ def _open_reader(path: Path) -> Any:
         return reader
 
 
-def _unpacked_files(paths: list[Path]) -> dict[str, Any]:
-    """Return the JSON files of the checkpoint directory by name."""
+def _open_parts(paths: list[Path]) -> tuple[list[Any], _Metadata, list[dict[str, _StoredTensor]]]:
+    """Return the readers of all files, the metadata, which the first file has, and the tensors of each file by name."""
     readers = [_open_reader(path) for path in paths]
     with wrap_read_errors(paths[0], "a GGUF checkpoint"):
         metadata = _Metadata(readers[0])
-        shapes = {tensor.name: tuple(map(int, reversed(tensor.shape))) for reader in readers for tensor in reader.tensors}
-        for reader in readers:
-            _named_tensors(reader, metadata)
+        return readers, metadata, [_named_tensors(reader, metadata) for reader in readers]
+
+
+def _unpacked_files(paths: list[Path]) -> dict[str, Any]:
+    """Return the JSON files of the checkpoint directory by name."""
+    readers, metadata, _ = _open_parts(paths)
+    with wrap_read_errors(paths[0], "a GGUF checkpoint"):
+        shapes = {tensor.name: _shape_of(tensor) for reader in readers for tensor in reader.tensors}
         files = {"config.json": _config(metadata, shapes, _rope_factors(readers), _file_dtype(readers))}
         files["generation_config.json"] = {
             "eos_token_id": [
@@ -298,7 +299,7 @@ def _named_tensors(reader: Any, metadata: _Metadata) -> dict[str, _StoredTensor]
 
 
 def _names_of(tensor: Any, metadata: _Metadata) -> dict[str, _StoredTensor]:
-    shape = tuple(map(int, reversed(tensor.shape)))
+    shape = _shape_of(tensor)
     if tensor.name in _WHOLE_NAMES:
         return {_WHOLE_NAMES[tensor.name]: _StoredTensor(tensor, shape)}
     match = re.fullmatch(r"blk\.(\d{1,4})\.(\w+)\.(weight|bias)", tensor.name)
@@ -315,6 +316,11 @@ def _names_of(tensor: Any, metadata: _Metadata) -> dict[str, _StoredTensor]:
         if heads < 1 or shape[0] % (2 * heads):
             raise ConfigError(f"tensor {shown(tensor.name)} has {shape[0]} rows, which {heads} heads can't share")
     return {f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}": _StoredTensor(tensor, shape, heads=heads)}
+
+
+def _shape_of(tensor: Any) -> tuple[int, ...]:
+    """Return the shape in torch's order; GGUF lists the fastest dimension first."""
+    return tuple(map(int, reversed(tensor.shape)))
 
 
 def _file_dtype(readers: list[Any]) -> str:

@@ -21,7 +21,7 @@ from outrider.model.eagle3_config import ENVELOPE, Eagle3Options, read_eagle3_op
 from outrider.model.files import CheckpointFiles, open_checkpoint
 from outrider.model.head_mapping import eagle3_targets, eagle3_weights, eagle_targets, eagle_weights
 from outrider.model.language_model import LanguageModel
-from outrider.model.mapping import MTP_PREFIXES, mtp_prefix
+from outrider.model.mapping import MTP_PREFIXES, mtp_format
 from outrider.model.pieces import Target
 from outrider.model.quantization import Quantization, QuantizedMode, read_quantization
 from outrider.model.reading import read_json, wrap_read_errors
@@ -207,7 +207,7 @@ def check_draft_kind(directory: Path, name: str) -> None:
         find_mtp_format(files)
         return
     kind = next((kind for tensor, kind in _KIND_BY_TENSOR if tensor in files.tensors), None)
-    if kind is None and any(mtp_prefix(key) is not None for key in files.tensors):
+    if kind is None and mtp_format(files.tensors) is not None:
         kind = "mtp"
     if kind not in (None, name):
         raise CheckpointError(f"{files.origin}: its tensors are those of a draft for speculate {kind!r}, not {name!r}")
@@ -218,13 +218,13 @@ def find_mtp_format(files: CheckpointFiles) -> str:
 
     Raises :class:`CheckpointError` if the checkpoint has none.
     """
-    found = next((prefix for key in files.tensors if (prefix := mtp_prefix(key)) is not None), None)
+    found = mtp_format(files.tensors)
     if found is None:
         raise CheckpointError(
             f"{files.origin}: has no heads of multi-token prediction; expected tensors {' or '.join(MTP_PREFIXES)}*; name a "
             "checkpoint that has them as the draft (--draft), or choose another name for speculate"
         )
-    return MTP_PREFIXES[found]
+    return found
 
 
 def head_config(

@@ -15,7 +15,7 @@ from outrider.model.decoder import Decoder
 from outrider.model.expert_mapping import check_count
 from outrider.model.files import CheckpointFiles, open_checkpoint
 from outrider.model.hybrid_configs import HYBRID_FAMILIES
-from outrider.model.mapping import decoder_stem, decoder_targets, decoder_weights, mtp_prefix, vision_name
+from outrider.model.mapping import decoder_stem, decoder_targets, decoder_weights, is_mtp_tensor, vision_name
 from outrider.model.quantization import QuantizedMode, read_quantization
 from outrider.model.quantization.cache import CacheScheme, cache_format, read_scales, resolve_cache_format, scale_keys
 from outrider.model.ranks import ModelRanks
@@ -58,7 +58,7 @@ def load_decoder(
     local = shards.local(config, str(directory))
     check_count(config, files.tensors, files.origin)
     targets = decoder_targets(config, files.tensors, shards)
-    optional = {key for key in files.tensors if mtp_prefix(key) is not None}  # the heads' loader checks them
+    optional = {key for key in files.tensors if is_mtp_tensor(key)}  # the heads' loader checks them
     if config.tie_embeddings:
         optional.add(_HEAD)
     if config.vision is not None or config.family in HYBRID_FAMILIES:

@@ -8,11 +8,11 @@ Letters: H hidden size, Hq query heads, Hkv KV heads, D head size, I intermediat
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from outrider.model.config import ModelConfig
+from outrider.model.config import ExpertsConfig, ModelConfig
 from outrider.model.decoder import DecoderWeights
 from outrider.model.expert_mapping import expert_targets, stack_experts
 from outrider.model.hybrid_mapping import gated_queries, nest_recurrent, offset_norms, recurrent_targets
@@ -120,11 +120,11 @@ def layer_targets(
     return targets
 
 
-def layer_weights(weights: Mapping[str, Any], name: str) -> LayerWeights:
-    """Return a layer's weights from the loaded tensors."""
+def layer_weights(weights: Mapping[str, Any], name: str, experts: ExpertsConfig | None = None) -> LayerWeights:
+    """Return a layer's weights from the loaded tensors. ``experts`` is the config of a layer that is a mixture."""
     prefix = f"{name}."
     fields = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
-    return LayerWeights(**nest_recurrent(fields))
+    return LayerWeights(**nest_recurrent(fields if experts is None else stack_experts(experts, fields)))
 
 
 def table_target(name: str, key: str, rows: int, width: int, shards: Shards) -> Target:
@@ -178,9 +178,7 @@ def decoder_weights(config: ModelConfig, weights: Mapping[str, Any]) -> DecoderW
         head=weights["embedding"] if config.tie_embeddings else weights["head"],
         norm=weights["norm"],
         layers=tuple(
-            LayerWeights(**nest_recurrent(stack_experts(config, weights, f"layers.{index}")))
-            if config.has_experts(index)
-            else layer_weights(weights, f"layers.{index}")
+            layer_weights(weights, f"layers.{index}", config.experts if config.has_experts(index) else None)
             for index in range(config.num_layers)
         ),
     )
@@ -194,9 +192,14 @@ def vision_name(key: str) -> str | None:
     return None
 
 
-def mtp_prefix(key: str) -> str | None:
-    """Return the prefix of a tensor of heads of multi-token prediction, or None for another tensor."""
-    return next((prefix for prefix in MTP_PREFIXES if key.startswith(prefix)), None)
+def is_mtp_tensor(key: str) -> bool:
+    """Return True for a tensor of heads of multi-token prediction."""
+    return key.startswith(tuple(MTP_PREFIXES))
+
+
+def mtp_format(present: Iterable[str]) -> str | None:
+    """Return the format of the heads of multi-token prediction, a value of ``MTP_PREFIXES``, or None without such heads."""
+    return next((MTP_PREFIXES[prefix] for key in present for prefix in MTP_PREFIXES if key.startswith(prefix)), None)
 
 
 def is_unused_tensor(key: str) -> bool:

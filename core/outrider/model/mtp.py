@@ -8,8 +8,12 @@ Letters: T new tokens, N rows of logits, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,15 +21,15 @@ from torch import Tensor
 from outrider.device import Backend
 from outrider.errors import CheckpointError, shown
 from outrider.model.cache import KVCache
-from outrider.model.config import ModelConfig
+from outrider.model.config import ExpertsConfig, ModelConfig
 from outrider.model.config_fields import MAX_LAYERS, is_whole
 from outrider.model.draft_head import BaseDraftHead
-from outrider.model.files import open_checkpoint
+from outrider.model.files import CheckpointFiles, open_checkpoint
 from outrider.model.head_loading import check_hidden_size, head_config
 from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel
 from outrider.model.layer import LayerWeights
-from outrider.model.mapping import SINGLE_RANK, is_model, layer_targets, layer_weights, mtp_prefix
+from outrider.model.mapping import SINGLE_RANK, is_model, is_mtp_tensor, layer_targets, layer_weights
 from outrider.model.mixture import create_layer
 from outrider.model.pending import add_rms_norm
 from outrider.model.pieces import Piece, Target
@@ -73,12 +77,6 @@ class MtpHead(BaseDraftHead):
         self._embedding_first = embedding_first
         self._layer = create_layer(config, weights.layer, self.kernels, window=config.windows[0], ranks=target.ranks)
 
-    def condition(self, final: Tensor | None, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
-        """Return the target's final hidden states [T, H], which the first head reads."""
-        del aux_hidden_states
-        assert final is not None  # required by reads_hidden
-        return final
-
     def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:
         """Return hidden states [T, H] after the head's final norm, or [S, H] of the kept rows. ``cache`` has one layer."""
         weights, kernels, eps = self.weights, self.kernels, self.config.rms_eps
@@ -108,6 +106,52 @@ def mtp_targets(config: ModelConfig, heads: int, shards: Shards = SINGLE_RANK) -
     return targets
 
 
+@contextmanager
+def load_mtp_tensors(
+    files: CheckpointFiles,
+    directory: Path,
+    targets_of: Callable[[Shards], list[Target]],
+    *,
+    shards: Shards,
+    backend: Backend,
+    dtype: torch.dtype,
+    progress: Progress | None,
+    quantized: QuantizedMode,
+) -> Generator[dict[str, Any]]:
+    """Check the heads in ``files`` and load this rank's weights. Yields them by name, in the scope of the loading stream.
+
+    The checkpoint in ``directory`` holds the heads alone, or the model and the heads; the model's tensors are then ignored.
+    ``targets_of`` returns the weights of the heads, with the slices that a rank reads.
+    """
+    quantization = read_quantization(directory, mode=quantized)
+    model_tensors: set[str] = set()
+    if is_model(files.tensors):
+        model_tensors = {key for key in files.tensors if not is_mtp_tensor(key)}
+        quantization = quantization and replace(quantization, weights=False)  # heads of a quantized model may be unquantized
+    check_tensors(files, targets_of(SINGLE_RANK), optional=model_tensors, quantization=quantization, backend=backend)
+    with loading_stream(backend, dtype) as stream:
+        yield load_tensors(
+            files,
+            targets_of(shards),
+            dtype=dtype,
+            backend=backend,
+            stream=stream,
+            progress=progress,
+            quantization=quantization,
+        )
+
+
+def mtp_weights(weights: Mapping[str, Any], name: str, experts: ExpertsConfig | None = None) -> MtpWeights:
+    """Return the weights of the head ``name`` from the loaded tensors. ``experts`` is the config of a mixture."""
+    return MtpWeights(
+        token_norm=weights[f"{name}.token_norm"],
+        hidden_norm=weights[f"{name}.hidden_norm"],
+        projection=weights[f"{name}.projection"],
+        layer=layer_weights(weights, f"{name}.layer", experts),
+        final_norm=weights[f"{name}.final_norm"],
+    )
+
+
 def load_mtp(
     directory: str | Path,
     *,
@@ -119,8 +163,7 @@ def load_mtp(
 ) -> tuple[MtpHead, ...]:
     """Load the ``num_nextn_predict_layers`` multi-token prediction heads of a checkpoint for ``target``.
 
-    The checkpoint holds the heads alone, or the model and the heads; the model's tensors are then ignored.
-    Arguments and errors follow :func:`load_eagle`.
+    :func:`load_mtp_tensors` says what the checkpoint holds. Arguments and errors follow :func:`load_eagle`.
     """
     directory = Path(directory)
     files = open_checkpoint(directory)
@@ -133,31 +176,17 @@ def load_mtp(
     config = head_config(directory, target, dtype, files.tensors, "model.mtp_layers.0")
     check_hidden_size(directory, config, target)
     config = replace(config, num_layers=1, windows=config.windows[:1])
-    shards = target.shards
-    targets = mtp_targets(config, heads, shards)
-    quantization = read_quantization(directory, mode=quantized)
-    model_tensors: set[str] = set()
-    if is_model(files.tensors):
-        model_tensors = {key for key in files.tensors if mtp_prefix(key) is None}
-        quantization = quantization and replace(quantization, weights=False)  # heads of a quantized model may be unquantized
-    check_tensors(files, mtp_targets(config, heads), optional=model_tensors, quantization=quantization, backend=backend)
-    config = shards.local(config, str(directory))
-    with loading_stream(backend, dtype) as stream:
-        weights = load_tensors(
-            files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress, quantization=quantization
-        )
+    local = target.shards.local(config, str(directory))
+    with load_mtp_tensors(
+        files,
+        directory,
+        partial(mtp_targets, config, heads),
+        shards=target.shards,
+        backend=backend,
+        dtype=dtype,
+        progress=progress,
+        quantized=quantized,
+    ) as weights:
         return tuple(
-            MtpHead(
-                config,
-                MtpWeights(
-                    token_norm=weights[f"heads.{index}.token_norm"],
-                    hidden_norm=weights[f"heads.{index}.hidden_norm"],
-                    projection=weights[f"heads.{index}.projection"],
-                    layer=layer_weights(weights, f"heads.{index}.layer"),
-                    final_norm=weights[f"heads.{index}.final_norm"],
-                ),
-                target,
-                ahead=index + 1,
-            )
-            for index in range(heads)
+            MtpHead(local, mtp_weights(weights, f"heads.{index}"), target, ahead=index + 1) for index in range(heads)
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from outrider.device import Backend, CapabilityError, ConfigError, StepMode
 from outrider.engine.config import Choice, DecidedConfig
@@ -13,18 +14,16 @@ from outrider.speculative.proposer import Proposer
 
 
 def common_config(ranks: Ranks, config: DecidedConfig) -> DecidedConfig:
-    """Return the config of the first rank with the fewest pages and the shortest context of all ranks."""
+    """Return the config of the first rank, with the least that any rank's memory holds: pages, context, checkpoints."""
     configs: list[DecidedConfig] = ranks.exchange("the engine's config", config, DecidedConfig)
     first = configs[0]
-    pages, context, states = (
-        min(getattr(each, name) for each in configs) for name in ("num_pages", "max_context", "state_checkpoints")
-    )
-    choices = first.chosen
-    if (pages, context) != (first.num_pages, first.max_context):
-        reason = "the rank with the least memory has room for no more"
-        choices = tuple(choice for choice in choices if choice.name not in ("num_pages", "max_context"))
-        choices += (Choice("num_pages", pages, reason), Choice("max_context", context, reason))
-    return replace(first, num_pages=pages, max_context=context, state_checkpoints=states, chosen=choices)
+    names = ("num_pages", "max_context", "state_checkpoints")
+    least: dict[str, Any] = {name: min(getattr(each, name) for each in configs) for name in names}
+    lowered = {name: value for name, value in least.items() if value < getattr(first, name)}
+    reason = "the rank with the least memory has room for no more"
+    choices = tuple(choice for choice in first.chosen if choice.name not in lowered)
+    choices += tuple(Choice(name, value, reason) for name, value in lowered.items())
+    return replace(first, **least, chosen=choices)
 
 
 def join_engine(

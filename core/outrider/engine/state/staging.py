@@ -153,7 +153,7 @@ class Staging:
 
 
 RESTORED_STATES, SAVED_STATES = "restored_states", "saved_states"
-"""Segments of pairs of rows: source and target of each copy."""
+"""Segments of pairs of rows: source and target of each copy. A batch without copies lacks the segment."""
 _MAX_SEGMENTS = 40
 """Upper bound of the number of segments of a batch; each can need one value for alignment."""
 
@@ -198,12 +198,6 @@ def staging_capacity(*, requests: int, pages: int, prefill_chunk: int) -> int:
     return 8 * prefill_chunk + 16 * requests + 1 + 2 * requests * pages + _MAX_SEGMENTS
 
 
-def pack_state_copies(packer: Packer, restored: Sequence[tuple[int, int]], saved: Sequence[tuple[int, int]]) -> None:
-    """Add the copies of recurrent states of a batch to ``packer``, as pairs of rows."""
-    for name, pairs in ((RESTORED_STATES, restored), (SAVED_STATES, saved)):
-        packer.add(name, [row for pair in pairs for row in pair])
-
-
 def pack(
     batch: Batch,
     *,
@@ -227,8 +221,9 @@ def pack(
     packer.add("mrope_position_deltas", [r.mrope_position_delta for r in batch.admitted])
     packer.add("entries", [row * table_width + index for row, index, _ in batch.table_updates])
     packer.add("pages", [page for _, _, page in batch.table_updates])
-    if batch.restored_states or batch.saved_states:
-        pack_state_copies(packer, batch.restored_states, batch.saved_states)
+    for name, copies in ((RESTORED_STATES, batch.restored_states), (SAVED_STATES, batch.saved_states)):
+        if copies:
+            packer.add(name, chain.from_iterable(copies))
     return packer
 
 
