@@ -1,5 +1,7 @@
 """Writes GGUF files of transformers' models, as llama.cpp's script does, and puts the stored values into the model."""
 
+import json
+
 import gguf
 import numpy as np
 import torch
@@ -27,6 +29,11 @@ SCALES_AT = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 def interleaved(values, heads):
     """The rows of a head, the two of a rotated pair next to each other."""
     return values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+
+
+def in_halves(values, heads):
+    """The rows of a head as transformers has them: undoes ``interleaved``."""
+    return values.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
 
 def quantized(values, kind):
@@ -59,8 +66,11 @@ def gguf_name(name):
     return f"blk.{layer}.{PARTS[part]}.{what}"
 
 
-def write_gguf(path, model, *, kind="F32", metadata=(), tokenizer=None, rope_freqs=None):
-    """Write ``model`` to ``path`` with matrices of ``kind``; afterwards the model has the values of the file."""
+def write_gguf(path, model, *, kind="F32", without=None, metadata=(), rope_freqs=None):
+    """Write ``model`` to ``path`` with matrices of ``kind``; afterwards the model has the values of the file.
+
+    ``metadata`` are functions that add to the writer, after the key ``without`` was dropped.
+    """
     config = model.config
     arch = {"qwen3_moe": "qwen3moe", "mistral": "llama"}.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, arch)
@@ -78,10 +88,10 @@ def write_gguf(path, model, *, kind="F32", metadata=(), tokenizer=None, rope_fre
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if without is not None:
+        del writer.kv_data[0][without]
     for add in metadata:
         add(writer)
-    if tokenizer is not None:
-        add_tokenizer(writer, tokenizer)
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", rope_freqs)
     state = model.state_dict()
@@ -101,7 +111,7 @@ def write_gguf(path, model, *, kind="F32", metadata=(), tokenizer=None, rope_fre
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
         found = stored(writer, gguf_name(name), interleaved(values, heads) if heads else values, kind)
         if heads:
-            found = found.reshape(heads, -1, 2, *found.shape[1:]).swapaxes(1, 2).reshape(found.shape)
+            found = in_halves(found, heads)
         tensor.copy_(torch.from_numpy(np.array(found)))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -109,10 +119,8 @@ def write_gguf(path, model, *, kind="F32", metadata=(), tokenizer=None, rope_fre
     writer.close()
 
 
-def add_tokenizer(writer, tokenizer, pre="qwen2"):
+def add_tokenizer(writer, tokenizer, pre):
     """Add a byte-level tokenizer of ``tokenizers`` under the name ``pre`` of its way to split a text."""
-    import json
-
     parts = json.loads(tokenizer.to_str())
     vocabulary = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
     special = {each["id"]: 3 if each["special"] else 4 for each in parts["added_tokens"]}
