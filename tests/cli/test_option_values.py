@@ -175,3 +175,27 @@ def cpu_seconds_of_children():
 def test_a_kind_of_value_says_what_it_expects():
     assert one_of("a", "b").problem("c") == "expected one of a, b"
     assert one_of("a", "b").metavar == "a|b"
+
+
+SERVE = """
+import sys
+sys.modules["torch"] = None  # an import of torch fails
+from outrider.cli.main import main
+sys.exit(main(["serve", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--role", "prefill", "--api-key-file"),
+        ("--role", "decode", "--prefill-server", "127.0.0.1:1", "--api-key-file"),
+        ("--decode-server", "127.0.0.1:1", "--decode-secret-file"),
+    ],
+)
+def test_a_secret_is_checked_without_torch(tmp_path, arguments):
+    (tmp_path / "secret").write_text("short")
+    command = [sys.executable, "-c", SERVE, *arguments, str(tmp_path / "secret")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "has 5 bytes; expected a secret of at least 16" in done.stderr

@@ -34,14 +34,13 @@ _RANK_EXIT_S = 10.0
 
 
 def serve_prefill(
-    host: str, port: int, *, transport: str, secret_file: Path | None, drain_s: float, options: ServerOptions
+    host: str, port: int, *, transport: str, secret: bytes, drain_s: float, options: ServerOptions
 ) -> CommandReport:
     """Prefill prompts for the decode servers that connect, until SIGTERM or SIGINT and the end of the running requests."""
     from outrider.disaggregation.connections import PeerAddress
     from outrider.disaggregation.server import PrefillServer
     from outrider.registry.transports import get_transport
 
-    secret = _check_address(host, port, secret_file)
     load_engine = _engine_loader(options)
     transport_plugin = get_transport(transport)
     server = PrefillServer(load_engine(), transport_plugin, listen=PeerAddress(host, port), secret=secret, say=_print_line)
@@ -54,7 +53,7 @@ def serve_decode(
     *,
     prefill_servers: Sequence[str],
     transport: str,
-    secret_file: Path | None,
+    secret: bytes,
     drain_s: float,
     data_parallel: int,
     describe: Callable[[Engine], dict[str, Any]],
@@ -69,7 +68,6 @@ def serve_decode(
     from outrider.registry.transports import get_transport
 
     peers = [PeerAddress.parse(each) for each in prefill_servers]
-    secret = _check_address(host, port, secret_file)
     load_engine = _engine_loader(options)
     transport_plugin = get_transport(transport)
     with DecodeRanks(load_engine, transport, data_parallel) as ranks:
@@ -153,8 +151,8 @@ def _end_child(process: Any) -> None:
         process.join()
 
 
-def _check_address(host: str, port: int, secret_file: Path | None) -> bytes:
-    """Check the address before a model is loaded, and return the secret. Raises :class:`UsageError`."""
+def check_address(host: str, port: int, secret_file: Path | None) -> bytes:
+    """Check the address of a server, and return the secret of the file. Imports no torch. Raises :class:`UsageError`."""
     from outrider.disaggregation.connections import PeerAddress, require_secret
 
     with checking_options():

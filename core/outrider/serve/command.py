@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.chat_options import ChatTemplateOption, read_template
-from outrider.cli.disaggregation import read_secret, serve_decode, serve_prefill
+from outrider.cli.disaggregation import check_address, read_secret, serve_decode, serve_prefill
 from outrider.cli.engine_options import ServerOptions, with_options
 from outrider.cli.environment import api_keys_from_environment, spans_from_environment
 from outrider.cli.inputs import check_listening, read_utf8
@@ -247,13 +247,14 @@ def serve(context: typer.Context, *, options: ServerOptions, http: HttpOptions, 
         return None
     if roles.role == "decode" and not roles.prefill_server:
         raise UsageError("--role decode needs a prefill server; name at least one with --prefill-server HOST:PORT")
+    secret = check_address(http.host, port, http.api_key_file)
     require_torch()
     if roles.role == "prefill":
         return serve_prefill(
             http.host,
             port,
             transport=roles.transport,
-            secret_file=http.api_key_file,
+            secret=secret,
             drain_s=http.drain_seconds,
             options=options,
         )
@@ -262,7 +263,7 @@ def serve(context: typer.Context, *, options: ServerOptions, http: HttpOptions, 
         port,
         prefill_servers=roles.prefill_server or (),
         transport=roles.transport,
-        secret_file=http.api_key_file,
+        secret=secret,
         drain_s=http.drain_seconds,
         data_parallel=roles.data_parallel,
         describe=describe_engine,
@@ -286,6 +287,7 @@ def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: Server
         )
         template = None if http.chat_template is None else read_template(http.chat_template)
         tool_format, response_template = _read_tool_format(http.tool_format)
+        decode_secret = read_secret(roles.decode_secret_file)
         check_listening("--host and --port", http.host, port)
     require_torch()
     speculation = options.speculation()
@@ -324,7 +326,7 @@ def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: Server
         from outrider.serve.decode_servers import DecodeServers
 
         servers = [PeerAddress.parse(each) for each in roles.decode_server]
-        engine: EngineClient = DecodeServers(servers, secret=read_secret(roles.decode_secret_file))
+        engine: EngineClient = DecodeServers(servers, secret=decode_secret)
     else:
         engine = create_engine_client(make, tensor=roles.tensor_parallel, data=roles.data_parallel)
     run_loop(serve_until_ended(engine, make_prompter, config, address, started=report_started, spans=spans))
