@@ -179,7 +179,7 @@ def _named(backend: Backend, calls: KernelCalls) -> Generator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(naming(Prefill, "launch", lambda *_: "prefill"))
-        stack.enter_context(naming(DraftStage, "run", lambda _: "draft"))
-        stack.enter_context(naming(Verify, "run", lambda given: "verify" if given.batch.drafted else "decode"))
-        stack.enter_context(naming(Extend, "run", lambda _: "extend"))
+        stack.enter_context(naming(DraftStage, "run", lambda *_: "draft"))
+        stack.enter_context(naming(Verify, "run", lambda batch, _: "verify" if batch.drafted else "decode"))
+        stack.enter_context(naming(Extend, "run", lambda *_: "extend"))
         yield

@@ -126,7 +126,7 @@ def guide(engine: Engine, request: int) -> None:
 
     An engine of several ranks is rejected, because the other ranks do not receive the guide.
     """
-    assert engine._decision_log is None, (
+    assert engine._decision_log.can_repeat, (
         "a guide is put into one engine's record of the request, which other ranks never hear of"
     )
     from outrider.engine.requests.guidance import Guidance

@@ -64,8 +64,8 @@ class OverlapMonitor:
     def watch(self, engine: Engine, *, overlap: bool) -> None:
         """Watch ``engine`` from now on; ``overlap`` expects it to launch ahead."""
         loop = engine._loop
-        sync, step = loop._backend.speculative_sync, loop.step
-        exact = sync.exact_host_lengths or step._plans_on_host
+        sync = loop._backend.speculative_sync
+        exact = sync.exact_host_lengths or engine._parts.attention.plans_on_host
         policy = {"lengths_on_host": exact, "published": sync.published_waiter is Waiter.HOST, "draft_on_host": True}
         self._may_block |= {name for name, may in policy.items() if may}
         _WatchedLoop(self, loop, overlap)

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 from outrider.device import Backend, ConfigError
 from outrider.engine.admission import Admission
-from outrider.engine.assembly import EngineParts
 from outrider.engine.config import Choice, DecidedConfig
 from outrider.engine.loop import Loop
+from outrider.engine.parts import EngineParts
 from outrider.engine.ranks.commands import Command, DropCommand
 from outrider.engine.ranks.decision_log import DecisionLog
 from outrider.engine.recovery.failure_recovery import FailureRecovery
@@ -34,7 +34,7 @@ class EngineBase:
     _owner: Owner
     _used: bool
     _abandoned: deque[Request]
-    _decision_log: DecisionLog | None
+    _decision_log: DecisionLog
     _tokenizer: Tokenizer | None
     _parts: EngineParts
     _loop: Loop
@@ -97,7 +97,7 @@ class EngineBase:
         """Number of data-parallel groups of ranks, each with requests, rows and pages of its own; 1 without data
         parallelism.
         """
-        return 1 if self._decision_log is None else self._decision_log.ranks.config.data
+        return self._decision_log.groups
 
     @property
     def free_pages(self) -> int:
@@ -130,8 +130,7 @@ class EngineBase:
         """
         self._owner.check()
         self._failure_recovery.check()
-        if self._decision_log is not None:
-            self._decision_log.check_leads_or_replays()
+        self._decision_log.check_leads_or_replays()
         outermost, self._used = not self._used, True
         try:
             if outermost:
@@ -148,8 +147,7 @@ class EngineBase:
 
     def _tell(self, command: Callable[..., Command], *arguments: object) -> None:
         """Publish a call that changes this engine to the other ranks, in the decision log."""
-        if self._decision_log is not None:
-            self._decision_log.append_command(command(*arguments))
+        self._decision_log.append_command(command(*arguments))
 
     def _forget(self, requests: Sequence[Request]) -> None:
         self._tell(DropCommand, [request.id for request in requests])

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from outrider.device import ConfigError
 from outrider.engine.admission import Admission
-from outrider.engine.assembly import EngineParts
 from outrider.engine.loop import Loop
+from outrider.engine.parts import EngineParts
 from outrider.engine.requests.lent_pages import ArrivedPages, ExpectedPages, LentPages
 from outrider.engine.requests.pages import FreeList
 from outrider.engine.requests.request import FinishReason, Request, StepOutput
@@ -31,14 +31,13 @@ class BorrowedRows:
                 "the model has recurrent layers, and a network card moves pages alone, not the states of these layers: the "
                 "engine can't lend requests or borrow them; use hand_over in one process, or prefill and decode on one engine"
             )
-        ranks = None if loop.decision_log is None else loop.decision_log.ranks
-        if ranks is not None and ranks.config.tensor > 1:
+        if loop.decision_log.has_page_parts:
             raise ConfigError(
-                f"the engine's heads are shared out among {ranks.config.tensor} ranks, which have a part of every page each: "
+                "the engine's heads are shared out among tensor-parallel ranks, which have a part of every page each: "
                 "it can't lend requests or borrow them; use data-parallel ranks, or hand_over in one process"
             )
         self._scheduler = loop.scheduler
-        self._group = 0 if ranks is None else ranks.data_rank
+        self._group = loop.decision_log.own_group
         transfers = len(parts.fences.pages_ready) + 1
         self._leaving = FreeList("slot for a request that leaves", transfers)
         self._coming = FreeList("slot for a request that comes", transfers)

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from outrider.device import Backend, ConfigError, DeviceError, Fence, StepMode
+from outrider.device import Backend, ConfigError, DeviceError, Fence
 from outrider.engine.admission import Admission
-from outrider.engine.assembly import (
-    assemble,
-    build_loop,
-    build_prefill,
-    build_prefill_graphs,
-    build_runner,
-    build_stages,
-    build_step,
-)
+from outrider.engine.assembly import Assembly, assembly_of
 from outrider.engine.checks import check_engine_types, check_invariance, check_loading_types, check_policy, check_tree
 from outrider.engine.config import EngineConfig
 from outrider.engine.device_model_facts import situation_of
 from outrider.engine.draft_costs import decide, lengths_for
 from outrider.engine.follower import Answer, answering, follow
-from outrider.engine.graphs import CaptureProgress, EagerRunner
+from outrider.engine.graphs import CaptureProgress
 from outrider.engine.loading import load_checkpoint
 from outrider.engine.migration import RequestMigration
-from outrider.engine.prefill import Prefill
+from outrider.engine.parts import assemble
+from outrider.engine.prefill_graphs import PrefillGraphs
 from outrider.engine.ranks.commands import (
     AbortCommand,
     AddCommand,
@@ -42,7 +34,7 @@ from outrider.engine.ranks.commands import (
     TakeOverCommand,
     VoteRequest,
 )
-from outrider.engine.ranks.decision_log import DecisionLog, ReplicatedLength
+from outrider.engine.ranks.decision_log import DecisionLog, RankedDecisionLog
 from outrider.engine.ranks.engine_agreement import join_engine
 from outrider.engine.ranks.parallel import ParallelConfig
 from outrider.engine.ranks.processes import LoadingArguments, RankProcesses, absolute, check_one_rank, start_ranks
@@ -57,7 +49,6 @@ from outrider.engine.requests.request import Completion, FinishReason, Request, 
 from outrider.engine.requests.request_stream import RequestStream
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.resolve import resolve
-from outrider.engine.stages import Iteration, Stages
 from outrider.engine.warm_up import WarmUp, warm_up
 from outrider.errors import RequestError
 from outrider.model import LanguageModel, Media, OutputFormat, QuantizedName, Tokenizer, VisionTower
@@ -106,7 +97,7 @@ class Engine(RequestMigration):
         self.proposer = proposer = proposer or NonSpeculativeProposer()
         decided = resolve(config or EngineConfig(), situation_of(backend, model, proposer))
         self.config = config = join_engine(ranks, backend, model, proposer, decided)
-        self._decision_log = decision_log = None if ranks is None else DecisionLog(ranks)
+        self._decision_log = decision_log = DecisionLog() if ranks is None else RankedDecisionLog(ranks)
         self._tokenizer, self._vision = tokenizer, vision
         check_policy(backend, config, proposer, model.kernels)
         check_invariance(config, model)
@@ -124,28 +115,23 @@ class Engine(RequestMigration):
         )
         if ranks is not None:
             ranks.model.use_stream(parts.streams.forward)
-        stages = build_stages(parts)
-        iteration = Iteration(parts.streams.forward, stages, parts.staging)
-        prefill = build_prefill(parts)
-        self.warm_up = self._warm_up_kernels(stages, iteration, prefill, watchdog)
+        assembly = assembly_of(parts)
+        self.warm_up = self._warm_up_kernels(assembly, watchdog)
         with backend.guard("capturing the engine's graphs"):
-            runner = build_runner(parts, stages, iteration, capture_progress)
-            prefill_graphs = build_prefill_graphs(parts, prefill)
-        self.captured, self.captured_prefill = runner.report, None if prefill_graphs is None else prefill_graphs.report
-        self._step = build_step(parts, stages, iteration, runner, config.step_mode, prefill, prefill_graphs)
+            runner, prefill = assembly.capture(capture_progress)
+        self.captured = runner.report
+        self.captured_prefill = prefill.report if isinstance(prefill, PrefillGraphs) else None
+        self._step = assembly.step(runner, prefill)
         sizes = None if runner.report is None else runner.report.buckets
-        self._draft_length, self.draft_length = decide(parts, self._step, draft_length, sizes=sizes)
-        if decision_log is not None and not decision_log.leads:
-            self._draft_length = ReplicatedLength(self._draft_length.lengths, decision_log)
-        self._loop = loop = build_loop(parts, self._step, watchdog, self._draft_length, decision_log)
-        if ranks is not None:  # everything is compiled: from here on a rank that doesn't come is lost
-            watchdog.limit_s = min(watchdog.limit_s or ranks.config.timeout_s, ranks.config.timeout_s)
+        policy, self.draft_length = decide(parts, self._step, draft_length, sizes=sizes)
+        self._loop = loop = assembly.loop(self._step, watchdog, decision_log.replicate(policy), decision_log)
+        watchdog.limit_s = decision_log.limited(watchdog.limit_s)
         self._failure_recovery, self._scheduler, self._requests = loop.failure_recovery, loop.scheduler, loop.requests
         self._grammars = Grammars(
             tokenizer,
             vocabulary=model.config.vocab_size,
             ends=model.config.eos_token_ids,
-            seconds=math.inf if decision_log is None else decision_log.compile_limit_s,
+            seconds=decision_log.compile_limit_s,
         )
         self._admission = Admission(
             config=config,
@@ -160,14 +146,13 @@ class Engine(RequestMigration):
         self._processes: RankProcesses | None = None
         self._next_id = 0
 
-    def _warm_up_kernels(self, stages: Stages, iteration: Iteration, prefill: Prefill, watchdog: Watchdog) -> WarmUp | None:
+    def _warm_up_kernels(self, assembly: Assembly, watchdog: Watchdog) -> WarmUp | None:
         """Compile every kernel variant by serving internal requests; None if the kernels have no variants to compile."""
         parts, model, backend, config = self._parts, self.model, self.backend, self.config
         variants = model.kernels.every_variant()
         if variants is None:
             return None
-        step = build_step(parts, stages, iteration, EagerRunner(backend, parts.buffers), StepMode.STAGED, prefill)
-        loop = build_loop(parts, step, watchdog, LengthSchedule(parts.lengths))
+        loop = assembly.loop(assembly.warm_up_step(), watchdog, LengthSchedule(parts.lengths), DecisionLog())
         room = min(self.max_context, loop.scheduler.pages.available * config.page_size - parts.spare)
         # On the engine's device, which may differ from the thread's current one: leaving the scope loads compiled kernels.
         with backend.on(parts.streams.forward), variants:
@@ -379,10 +364,11 @@ class Engine(RequestMigration):
         Raises :class:`DeviceError` if a rank failed, and :class:`~outrider.engine.ranks.records.RanksDiffer` if this rank
         decides differently from the first.
         """
-        if self._decision_log is None or not self.follows:
+        decision_log = self._decision_log
+        if not isinstance(decision_log, RankedDecisionLog) or decision_log.leads:
             raise ConfigError("this engine leads its ranks, or is alone: it has nothing to follow")
         self._owner.check()
-        handed_over = self._decision_log.ranks.handed_over
+        handed_over = decision_log.ranks.handed_over
         calls: dict[type, Callable[[Any], object]] = {
             AddCommand: lambda command: self.add_request(
                 command.tokens, command.params, priority=command.priority, media=command.media
@@ -397,17 +383,17 @@ class Engine(RequestMigration):
             PagesArrivedCommand: self._follow_arrive,
             ReleasePagesCommand: lambda command: self.forsake(self.expected[command.request]),
         }
-        calls[VoteRequest] = answering(self._decision_log, answer)
-        follow(self._decision_log, calls, self._loop)
+        calls[VoteRequest] = answering(decision_log, answer)
+        follow(decision_log, calls, self._loop)
 
     @property
     def follows(self) -> bool:
         """True if another rank leads, so that this engine only accepts :meth:`follow`."""
-        return self._decision_log is not None and not self._decision_log.leads
+        return not self._decision_log.leads
 
     def close(self) -> None:
         """End the engines of the other ranks. With one rank it does nothing. May be called twice."""
-        if self._decision_log is not None and self._decision_log.leads and self._failure_recovery.stopped is None:
+        if self._decision_log.leads and self._failure_recovery.stopped is None:
             self._decision_log.end_followers()
         if self._processes is not None:
             self._processes.close()

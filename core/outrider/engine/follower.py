@@ -8,7 +8,7 @@ from typing import Any
 from outrider.device import ConfigError
 from outrider.engine.loop import Loop
 from outrider.engine.ranks.commands import HandOverCommand, ResumeCommand, VoteRequest
-from outrider.engine.ranks.decision_log import DecisionLog
+from outrider.engine.ranks.decision_log import RankedDecisionLog
 from outrider.engine.ranks.records import RanksDiffer
 from outrider.errors import RequestError
 
@@ -20,7 +20,7 @@ Answer = Callable[[str], str]
 """The function of a rank that answers a vote request of the first rank; it belongs to the engine's caller."""
 
 
-def answering(decision_log: DecisionLog, answer: Answer | None) -> Callable[[VoteRequest], None]:
+def answering(decision_log: RankedDecisionLog, answer: Answer | None) -> Callable[[VoteRequest], None]:
     """Return the handler of vote requests; it publishes the answer of this rank."""
 
     def answer_request(request: VoteRequest) -> None:
@@ -31,7 +31,7 @@ def answering(decision_log: DecisionLog, answer: Answer | None) -> Callable[[Vot
     return answer_request
 
 
-def follow(decision_log: DecisionLog, calls: Calls, loop: Loop) -> None:
+def follow(decision_log: RankedDecisionLog, calls: Calls, loop: Loop) -> None:
     """Replay decision records until the first rank's engine is closed. The first rank delivers the outputs; here they are
     dropped.
     """

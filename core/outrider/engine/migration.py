@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from outrider.device import ConfigError
 from outrider.engine.base import EngineBase
 from outrider.engine.borrowed_rows import BorrowedRows
 from outrider.engine.ranks.commands import (
@@ -17,7 +16,6 @@ from outrider.engine.ranks.commands import (
     ResumeCommand,
     TakeOverCommand,
 )
-from outrider.engine.ranks.engine_agreement import check_handed_over_here
 from outrider.engine.ranks.records import RanksDiffer
 from outrider.engine.requests.groups import GroupScheduler
 from outrider.engine.requests.hand_over import HandOver
@@ -42,12 +40,10 @@ class RequestMigration(EngineBase):
         """
         with self._use():
             self._tell(HandOverCommand, request_id)
-            if self._decision_log is not None:
-                self._decision_log.publish_or_check("go on")
+            self._decision_log.publish_or_check("go on")
             request = self._leaving(request_id)
             with self._failure_recovery.guard_device_work("handing a request over"):
-                handed = self._parts.transfer.copy_request_state(request)
-                handed = handed if self._decision_log is None else self._decision_log.ranks.store_handed_over(handed)
+                handed = self._decision_log.keep_handed_over(self._parts.transfer.copy_request_state(request))
             del self._requests[request_id]
             request.finish_reason = FinishReason.HAND_OVER
             self._loop.output_queue.put(StepOutput(request_id, (), FinishReason.HAND_OVER))
@@ -64,13 +60,11 @@ class RequestMigration(EngineBase):
         cannot serve.
         """
         handed.check_fits(self.model, self.proposer)
-        if self._decision_log is not None or handed.key is not None:
-            check_handed_over_here(handed, None if self._decision_log is None else self._decision_log.ranks)
+        self._decision_log.check_handed_over(handed)
         with self._use():
             request = self._admission.arrival(self._next_id, handed)
-            if self._decision_log is not None:
-                self._tell(TakeOverCommand, handed.key)
-                self._decision_log.ranks.drop_handed_over(handed)
+            self._tell(TakeOverCommand, handed.key)
+            self._decision_log.drop_handed_over(handed)
             request.group = handed.group
             with self._failure_recovery.guard_device_work("taking a request over"):
                 request.arrival = self._parts.transfer.copy_to_this_backend(handed)
@@ -153,11 +147,8 @@ class RequestMigration(EngineBase):
         ``answer`` that its :meth:`Engine.follow` received, after all earlier calls of this engine. The call waits for the
         answers.
         """
-        with self._use():
-            if self._decision_log is None:
-                raise ConfigError("this engine is alone: it has no other ranks to ask")
-            with self._failure_recovery.guard_device_work("asking the other ranks"):
-                return self._decision_log.request_votes(said)
+        with self._use(), self._failure_recovery.guard_device_work("asking the other ranks"):
+            return self._decision_log.request_votes(said)
 
     @property
     def page_memory(self) -> tuple[Tensor, ...]:

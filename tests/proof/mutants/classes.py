@@ -9,7 +9,7 @@ from proof.mutants.mutation_sites import MutationSite
 
 CLASSES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("fences", (".fences", ".streams", ".probes"), ("fence", "signal(", "wait", "_done", "_ready", "_free.", "record(")),
-    ("graph keys", (".graphs", ".prefill_graphs", ".plan_stages"), ("graph", "capture", "replay", "bucket")),
+    ("graph keys", (".graphs", ".prefill_graphs", ".frame"), ("graph", "capture", "replay", "bucket")),
     ("padding", (".staging", ".slots", ".host_seq_lens"), ("pad", "bucket", "_MULTIPLE", "cumsum", "fill_(", "zero_(")),
     (
         "policies",

@@ -146,15 +146,15 @@ class Results:
         """Write log-probabilities of first tokens: ``values`` [S, 1, 1+c] and ``ids`` [S, 1, c], on forward."""
         self._logprobs.write(self._max_requests, values, ids)
 
-    def share(self, batch: Batch, forward: Stream) -> None:
-        """Gather the results of all data-parallel groups, on the forward stream."""
+    def copy_on_device(self, batch: Batch, entry: int, forward: Stream) -> None:
+        """Copy the results to device ring entry ``entry``, on the current stream ``forward``.
+
+        Gathers those of all data-parallel groups before.
+        """
         if self._data is not None and self._all_groups is not None:
             self._data.all_gather(self._all_groups, self._device, stream=forward)
             if _wants_logprobs(batch):
                 self._logprobs.share(forward)
-
-    def copy_on_device(self, batch: Batch, entry: int) -> None:
-        """Copy the results to device ring entry ``entry``, on the current stream (forward)."""
         self._outgoing.copy_on_device(entry)
         if _wants_logprobs(batch):
             self._logprobs.copy_on_device(entry)
