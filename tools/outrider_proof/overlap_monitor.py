@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from outrider.device import Fence, Observer, OutriderError, Waiter
 from outrider_proof.fence_log import WrappedFence
+from outrider_proof.stage_monitor import StageMonitor
 
 if TYPE_CHECKING:
     from outrider.device import Backend
@@ -44,6 +45,7 @@ class OverlapMonitor:
     wait for results before a preemption or a hand-over; the results may complete all requests; a guided request runs alone.
     *Rows.* The engine frees a row and its pages when no iteration of their request is in flight.
     *Launch.* No launch blocks the host, except at fences where the backend's policy is a host wait, and in image prefill.
+    *Stages.* Each stage accesses the memory that it declares, see :class:`~outrider_proof.stage_monitor.StageMonitor`.
 
     Pass :meth:`wrap` as the engines' ``wrap_fence``, call :meth:`watch` per engine and :meth:`observe` with the backend.
     """
@@ -69,6 +71,7 @@ class OverlapMonitor:
         policy = {"lengths_on_host": exact, "published": sync.published_waiter is Waiter.HOST, "draft_on_host": True}
         self._may_block |= {name for name, may in policy.items() if may}
         _WatchedLoop(self, loop, overlap)
+        self.stages = StageMonitor(engine, self.note)
 
     def observe(self, backend: Backend) -> Callable[[], None]:
         """Receive reports of a blocked host from the attached or a new observer; return a function that stops this."""

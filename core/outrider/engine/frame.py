@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from outrider.device import AttentionMetadata, Stream
+from outrider.engine.parts import EngineParts
 from outrider.engine.requests.features import Features
 from outrider.engine.state.buffers import DecodeInputs, ExtendPlan, StaticBuffers, VerifyInputs, VerifyOutputs
 from outrider.speculative.host_seq_lens import HostSeqLens
@@ -78,24 +79,27 @@ def build_frame(buffers: StaticBuffers, batch: DecodeBatch) -> Frame:
 class Stage(ABC):
     """Device work that is launched as one unit, by a call or from a graph.
 
-    A stage neither branches on a device value nor waits: the step orders it. It enqueues in the scope of ``stream``, which
+    A stage neither branches on a device value nor waits: the step orders it. It enqueues in the scope of its stream, which
     the caller opens. It works on static memory, so a call, a replay of its own graph and a part of a larger graph compute the
     same.
 
     ``reads`` and ``writes`` name all memory that the stage accesses and that outlives it: a buffer, a group of buffers
-    (:mod:`outrider.engine.state.buffers`), or state of requests (:data:`SHARED_STATE`). ``fills`` is the group that the stage
-    starts for a new batch; its runner then writes the padding of this group.
+    (:mod:`outrider.engine.state.buffers`), or state of requests. A stage may read what it wrote itself. The proof of the
+    engine compares them with the accesses on the simulated device.
     """
 
     name: str
+    on: str
+    """The name of its stream in :class:`~outrider.engine.streams.Streams`."""
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     fills: str | None = None
+    """The group of buffers that the stage starts for a new batch; its runner then writes the padding of this group."""
     needs_sampling_only = False
     """True if no feature but sampling changes the stage's work, so that graphs of other features are shared."""
 
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
+    def __init__(self, parts: EngineParts) -> None:
+        self.stream: Stream = getattr(parts.streams, self.on)
 
     @abstractmethod
     def run(self, batch: DecodeBatch, frame: Frame) -> None:

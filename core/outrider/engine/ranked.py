@@ -103,6 +103,7 @@ class RankedPrefill(Prefill):
 
     def _refuse_media(self, chunk: PrefillChunk, index: int, error: Exception) -> None:
         """Write a host failure: other ranks run this iteration too, and the request ends after it."""
+        del chunk
         self._results.write_host_failures(MEDIA_FAILED, {index: f"{type(error).__name__}: {error}"}, prefill=True)
 
 

@@ -25,12 +25,12 @@ class Gather(Stage):
     Probes check the relay of the previous iteration during the copy. This stage clears the findings of the batch.
     """
 
-    name, fills = "gather", INPUTS
+    name, on, fills = "gather", "forward", INPUTS
     reads = ("staged inputs", "request rows", "sampling options", "published lengths", "resolved lengths", "stash")
     writes = (INPUTS, "results")
 
     def __init__(self, parts: EngineParts) -> None:
-        super().__init__(parts.streams.forward)
+        super().__init__(parts)
         self._kernels = parts.model.kernels
         self._staging = parts.staging
         self._rows = parts.rows
@@ -62,12 +62,12 @@ class Gather(Stage):
 class DraftStage(Stage):
     """The proposer's draft, copied through probes into ``draft.*``, where plan and verify read it."""
 
-    name, needs_sampling_only = "draft", True
+    name, on, needs_sampling_only = "draft", "forward", True
     reads = (INPUTS, "draft cache")
     writes = (DRAFT, "draft cache", "results")
 
     def __init__(self, parts: EngineParts) -> None:
-        super().__init__(parts.streams.forward)
+        super().__init__(parts)
         self._proposer = parts.proposer
         self._probes = parts.probes
         self._results = parts.results
@@ -124,12 +124,12 @@ class PlanPositions(Stage):
     tables only.
     """
 
-    name, fills = "plan positions", VERIFY
-    reads = ("inputs.seq_lens", "inputs.tables", "inputs.mrope_position_deltas", "verify.positions")
+    name, on, fills = "plan positions", "plan", VERIFY
+    reads = ("inputs.seq_lens", "inputs.tables", "inputs.mrope_position_deltas")
     writes = ("verify.positions", "verify.rope_positions", "verify.slots", "verify.seq_lens")
 
     def __init__(self, parts: EngineParts) -> None:
-        super().__init__(parts.streams.plan)
+        super().__init__(parts)
         self._plans = parts.plans
 
     def run(self, batch: DecodeBatch, frame: Frame) -> None:
@@ -141,8 +141,8 @@ class PlanPositions(Stage):
 class PlanTokens(Stage):
     """The second part of the plan, after the draft: tokens, and the mask and positions of a tree."""
 
-    name = "plan tokens"
-    reads = (INPUTS, DRAFT, "verify.positions", "verify.rope_positions")
+    name, on = "plan tokens", "plan"
+    reads = (INPUTS, DRAFT, "verify.rope_positions")
     writes = (
         "verify.tokens",
         "verify.mask",
@@ -152,7 +152,7 @@ class PlanTokens(Stage):
     )
 
     def __init__(self, parts: EngineParts) -> None:
-        super().__init__(parts.streams.plan)
+        super().__init__(parts)
         self._plans = parts.plans
 
     def run(self, batch: DecodeBatch, frame: Frame) -> None:
@@ -164,12 +164,12 @@ class PlanTokens(Stage):
 class VerifyAttention(Stage):
     """The plan of verify's attention, for the whole bucket."""
 
-    name = "verify attention"
+    name, on = "verify attention", "plan"
     reads = ("inputs.tables", "verify.seq_lens", "verify.mask")
     writes = ()
 
     def __init__(self, parts: EngineParts) -> None:
-        super().__init__(parts.streams.plan)
+        super().__init__(parts)
         self._attention = parts.attention
 
     def run(self, batch: DecodeBatch, frame: Frame) -> None:
@@ -183,7 +183,7 @@ class VerifyAttention(Stage):
 class Verify(Stage):
     """The target's pass over the draft, the acceptance, the published lengths and the results."""
 
-    name = "verify"
+    name, on = "verify", "forward"
     reads = (INPUTS, DRAFT, VERIFY, "target cache", "recurrent states", "sampling options", "token masks")
     writes = (
         OUTPUTS,
@@ -196,7 +196,7 @@ class Verify(Stage):
     )
 
     def __init__(self, parts: EngineParts) -> None:
-        super().__init__(parts.streams.forward)
+        super().__init__(parts)
         self._model = parts.model
         self._cache = parts.cache
         self._options = parts.options
@@ -314,12 +314,12 @@ class Verify(Stage):
 class PlanExtend(Stage):
     """The tokens of draft-extend; for a tree also the accepted path and the destination of its KV."""
 
-    name, fills = "extend plan", EXTEND
+    name, on, fills = "extend plan", "plan", EXTEND
     reads = (INPUTS, "verify.slots", OUTPUTS)
     writes = (EXTEND,)
 
     def __init__(self, parts: EngineParts) -> None:
-        super().__init__(parts.streams.plan)
+        super().__init__(parts)
         self._plans = parts.plans
 
     def run(self, batch: DecodeBatch, frame: Frame) -> None:
@@ -331,12 +331,12 @@ class PlanExtend(Stage):
 class ExtendAttention(Stage):
     """The plan of draft-extend's attention over the accepted path of a tree. A chain uses the plan of verify."""
 
-    name = "extend attention"
+    name, on = "extend attention", "plan"
     reads = ("inputs.tables", "extend.seq_lens")
     writes = ()
 
     def __init__(self, parts: EngineParts) -> None:
-        super().__init__(parts.streams.plan)
+        super().__init__(parts)
         self._attention = parts.attention
 
     def run(self, batch: DecodeBatch, frame: Frame) -> None:
@@ -352,12 +352,12 @@ class ExtendAttention(Stage):
 class Extend(Stage):
     """The move of a tree's accepted KV into place, draft-extend, and the stash of the next-iteration state."""
 
-    name, needs_sampling_only = "extend", True
+    name, on, needs_sampling_only = "extend", "forward", True
     reads = (INPUTS, VERIFY, OUTPUTS, EXTEND, "target cache", "draft cache")
     writes = ("target cache", "draft cache", "stash")
 
     def __init__(self, parts: EngineParts) -> None:
-        super().__init__(parts.streams.forward)
+        super().__init__(parts)
         self._kernels = parts.model.kernels
         self._proposer = parts.proposer
         self._cache = parts.cache
@@ -441,6 +441,10 @@ class Extend(Stage):
         )
 
 
+STAGES = (Gather, DraftStage, PlanPositions, PlanTokens, VerifyAttention, Verify, PlanExtend, ExtendAttention, Extend)
+"""All stages, in the order in which an iteration launches them. A chain plans verify's attention before *plan tokens*."""
+
+
 class Stages:
     """The stages of one engine."""
 
@@ -467,11 +471,11 @@ class Stages:
 class Iteration(Stage):
     """The whole iteration as one stage on forward. Lengths and all other inputs come from the device."""
 
-    name, reads = "iteration", ()
+    name, on, reads = "iteration", "forward", ()
     writes = (INPUTS, DRAFT, VERIFY, OUTPUTS, EXTEND)
 
     def __init__(self, parts: EngineParts, stages: Stages) -> None:
-        super().__init__(parts.streams.forward)
+        super().__init__(parts)
         self.stages = stages
         self._buffers = parts.buffers
 

@@ -45,7 +45,7 @@ class BufferSpec:
     """Increment of the padding value from one request to the next."""
 
 
-INPUTS, DRAFT, VERIFY, EXTEND, OUTPUTS = "inputs", "draft", "verify", "extend", "outputs"
+GROUPS = INPUTS, DRAFT, VERIFY, EXTEND, OUTPUTS = "inputs", "draft", "verify", "extend", "outputs"
 """Groups of buffers, the first part of their names. The classes below document the writing stream of each group."""
 
 
