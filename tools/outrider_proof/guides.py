@@ -115,10 +115,8 @@ class ResidueGrammars:
     @classmethod
     def into(cls, engine: Engine) -> None:
         """Replace the guide compiler of ``engine`` by one of this class."""
-        from dataclasses import replace
-
         grammars: Any = cls(engine.model.config.vocab_size)
-        engine._admission = replace(engine._admission, grammars=grammars)
+        engine._admission.grammars = grammars
 
 
 def guide(engine: Engine, request: int) -> None:

@@ -64,8 +64,8 @@ class StageMonitor:
                     if not any(is_part(name, declared) for declared in getattr(stage, kind)):
                         self._note(
                             UndeclaredAccess(
-                                f"the stage {stage.name!r} {kind} {name!r} ({operation.name}, {operation.location}) and doesn't "
-                                f"declare it; name it in {type(stage).__name__}.{kind}"
+                                f"the stage {stage.name!r} {kind} {name!r} ({operation.name}, {operation.location}) and "
+                                f"doesn't declare it; name it in {type(stage).__name__}.{kind}"
                             )
                         )
 
@@ -78,7 +78,7 @@ class StageMonitor:
         setattr(stage, "run", watched)  # noqa: B010
 
     def unused(self, stage: Stage) -> set[tuple[str, str]]:
-        """Return the declarations of ``stage`` that no access has used, as pairs of ``reads`` or ``writes`` and the memory."""
+        """Return the declarations of ``stage`` that no access has used: ``reads`` or ``writes``, and the memory."""
         accessed = self.accessed[stage.name]
         return {
             (kind, declared)

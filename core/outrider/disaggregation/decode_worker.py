@@ -302,7 +302,7 @@ class DecodeWorker:
         """Reserve the pages of a prefilled request, or tell the peer to write them. Return whether the request advanced."""
         if entry.stage is _Stage.WANTS_PAGES:
             try:
-                entry.expected = self.engine.expect(entry.state)
+                entry.expected = self.engine.lending.expect(entry.state)
             except (RequestError, ConfigError) as error:
                 self._cancel_failed(peer, entry, str(error))
                 return True
@@ -340,7 +340,7 @@ class DecodeWorker:
     def _start_decoding(self, peer: _PrefillPeer, entry: _Entry) -> None:
         assert entry.expected is not None
         try:
-            entry.request = self.engine.arrived(entry.expected, entry.relay)
+            entry.request = self.engine.lending.arrived(entry.expected, entry.relay)
         except ConfigError as error:
             self._detach_from_peer(peer, entry)
             self._fail(entry, str(error))
@@ -365,7 +365,7 @@ class DecodeWorker:
         if entry.expected is not None:
             if entry.peer is not None:
                 entry.peer.landing.cancel_landing(written_notice(entry.ticket), entry.expected)
-            self.engine.forsake(entry.expected)
+            self.engine.lending.forsake(entry.expected)
             entry.expected = None
 
     def _emit(self, entry: _Entry, output: StepOutput) -> None:

@@ -210,7 +210,7 @@ class PrefillWorker:
         try:
             if job.lent is None:
                 assert job.request is not None
-                job.lent = self.engine.lend(job.request)
+                job.lent = self.engine.lending.lend(job.request)
                 if job.lent is None:
                     return False
                 self._by_request.pop(job.request)
@@ -281,7 +281,7 @@ class PrefillWorker:
             if job.request in self.engine.open_requests:
                 self.engine.abort(job.request)
         if job.lent is not None:
-            self.engine.returned(job.lent)
+            self.engine.lending.returned(job.lent)
             job.lent = None
         self._remove(job)
 

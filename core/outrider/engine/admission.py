@@ -24,7 +24,7 @@ from outrider.errors import RequestError, shown
 from outrider.model import Media, ModelConfig, Tokenizer, VisionTower
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Admission:
     """The limits that a request is checked against. ``pages`` is the number of KV pages that requests can use; ``pages_of``
     returns the maximum number of pages that a request of a given token count holds at a time.

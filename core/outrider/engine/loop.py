@@ -19,6 +19,7 @@ from outrider.engine.requests.request import FinishReason, Request, RequestFaile
 from outrider.engine.requests.scheduler import OutOfPages, Scheduler
 from outrider.engine.state.results import HostResults, PendingResult
 from outrider.engine.step import Step
+from outrider.errors import RequestError
 
 Launcher = Step | RankedStep
 """The launcher of iterations, of an engine of one rank or of one of several ranks."""
@@ -144,6 +145,19 @@ class Loop:
         with self.failure_recovery.guard_device_work("waiting for a request's iterations"):
             while request.in_flight:
                 self._handle_oldest()
+
+    def leaving(self, request_id: int) -> Request:
+        """Return a decoding request without iterations in flight. Raises :class:`RequestError` if there is none with this
+        id.
+        """
+        request = self.requests.get(request_id)
+        if request is not None:
+            self.settle(request)
+        if request is None or request.finished:
+            raise RequestError(f"request {request_id} isn't running; it may have finished already")
+        if not request.row or request.needs_prefill or not request.output:
+            raise RequestError(f"request {request_id} is waiting or prefilling; hand it over after its first token")
+        return request
 
     def start_followers(self, request: Request) -> None:
         """Queue the samples that waited for the prompt of ``request``, to share its pages."""

@@ -1,6 +1,7 @@
-"""The pages of requests that move to or from other engines through the network card, and their owners.
+"""PageLending: requests that move between engines through the network card (docs/disaggregation.md).
 
-No function here waits. Each precondition has a fence, which the caller polls between two iterations.
+Apart from :meth:`PageLending.lend`, no function here waits. Each precondition has a fence, which the caller polls between two
+iterations.
 """
 
 from __future__ import annotations
@@ -13,19 +14,26 @@ from outrider.device import ConfigError
 from outrider.engine.admission import Admission
 from outrider.engine.loop import Loop
 from outrider.engine.parts import EngineParts
+from outrider.engine.ranks.commands import ExpectPagesCommand, PagesArrivedCommand, ReleasePagesCommand
+from outrider.engine.ranks.records import RanksDiffer
 from outrider.engine.requests.lent_pages import ArrivedPages, ExpectedPages, LentPages
 from outrider.engine.requests.pages import FreeList
 from outrider.engine.requests.request import FinishReason, Request, StepOutput
 from outrider.engine.requests.request_state import RequestState
 from outrider.engine.requests.scheduler import Scheduler
+from outrider.engine.session import Session
 from outrider.errors import RequestError
 
 
-class BorrowedRows:
-    """The pages of an engine that belong to no running request, because the network card reads or writes them."""
+class PageLending:
+    """The requests that move to or from other engines through the network card, which reads or writes their pages.
 
-    def __init__(self, parts: EngineParts, loop: Loop, admission: Admission) -> None:
-        self._parts, self._loop, self._admission = parts, loop, admission
+    Raises :class:`ConfigError` for an engine whose requests are more than pages, or share pages out.
+    """
+
+    def __init__(self, parts: EngineParts, loop: Loop, admission: Admission, session: Session) -> None:
+        self._parts, self._loop, self._admission, self._session = parts, loop, admission, session
+        self._guard = loop.failure_recovery.guard_device_work
         if parts.model.config.recurrent is not None:
             raise ConfigError(
                 "the model has recurrent layers, and a network card moves pages alone, not the states of these layers: the "
@@ -44,9 +52,9 @@ class BorrowedRows:
         self._lent: dict[LentPages, list[int]] = {}
         self._expected: dict[ExpectedPages, Request] = {}
         self.expected: dict[int, ExpectedPages] = {}
-        """Requests whose pages aren't written, by id."""
+        """Requests whose pages aren't written, by id; the same on every rank."""
 
-    def lends(self) -> Scheduler:
+    def check_lends(self) -> Scheduler:
         """The scheduler of an engine of one rank, from which requests are lent. Raises :class:`ConfigError` for several
         ranks.
         """
@@ -54,12 +62,19 @@ class BorrowedRows:
             raise ConfigError("an engine of data-parallel ranks takes requests, and lends none; prefill on one rank")
         return self._scheduler
 
-    def lend(self, request: Request) -> LentPages | None:
-        """Take a request out of the engine and lend its pages. The request must have no iteration in flight.
+    def lend(self, request_id: int) -> LentPages | None:
+        """Take a decoding request out of this engine. The network card reads its pages until :meth:`returned`.
 
-        Returns None if too many lent requests are still in transfer.
+        Returns None if too many lent requests are still in transfer; try again after a step. The call does not wait for a
+        resting request. For another request it waits for the iterations in flight, as :meth:`Engine.hand_over` does.
         """
-        scheduler = self.lends()
+        with self._session.use():
+            request = self._loop.leaving(request_id)
+            with self._guard("lending a request's pages"):
+                return self._lend(request)
+
+    def _lend(self, request: Request) -> LentPages | None:
+        scheduler = self.check_lends()
         if not self._leaving.available:
             return None
         slot = self._leaving.allocate()
@@ -90,19 +105,29 @@ class BorrowedRows:
         return lent
 
     def returned(self, lent: LentPages) -> None:
-        """Return the lent pages of a request to the pool. The caller knows that no transfer reads them. May be
-        called once.
-        """
-        if lent not in self._lent:
-            raise RequestError("these pages were given back before, or belong to another engine")
-        self.lends().pages.give_back(self._lent.pop(lent))
-        self._leaving.give_back(lent.slot)
+        """Free the pages of a request that was lent. The caller has seen *pages read*, or no transfer began."""
+        with self._session.use():
+            if lent not in self._lent:
+                raise RequestError("these pages were given back before, or belong to another engine")
+            self.check_lends().pages.give_back(self._lent.pop(lent))
+            self._leaving.give_back(lent.slot)
 
-    def expect(self, request_id: int, state: RequestState, group: int | None = None) -> ExpectedPages | None:
-        """Reserve pages and a row for a request that another engine lends, in ``group`` if given.
+    def expect(self, state: RequestState, group: int | None = None) -> ExpectedPages | None:
+        """Reserve pages for a request that another engine of the same model and kind of proposer lends. Returns None if pages
+        are short; try again after a step. Raises :class:`RequestError` for a request that the engine cannot serve.
 
-        Returns None if no pages, row or slot for arriving requests is free.
+        With data-parallel ranks the pages belong to one group, whose ranks learn of them with the next decision record.
+        Follower ranks pass its number.
         """
+        with self._session.use():
+            with self._guard("reserving pages for a request"):
+                expected = self._expect(self._session.next_id, state, group)
+            if expected is not None:
+                self._session.next_id += 1
+                self._session.tell(ExpectPagesCommand, state, expected.group)
+            return expected
+
+    def _expect(self, request_id: int, state: RequestState, group: int | None) -> ExpectedPages | None:
         if not self._coming.available:
             return None
         if not state.output:
@@ -126,8 +151,30 @@ class BorrowedRows:
         """True if the pages of the request are on this rank."""
         return expected.group == self._group
 
-    def arrived(self, expected: ExpectedPages, relay: Mapping[str, Tensor]) -> None:
-        """Queue the request whose pages another engine has written. It decodes once it is scheduled."""
+    def arrived(self, expected: ExpectedPages, relay: Mapping[str, Tensor]) -> int:
+        """Continue a lent request whose pages were written here, and return its id. The caller has seen *pages written*.
+
+        ``relay`` are the host tensors that the other engine lent; other tensors raise :class:`ConfigError`.
+        """
+        with self._session.use():
+            with self._guard("taking a request over"):
+                self.check(relay)
+                self._queue_arrived(expected, relay)
+            relayed = {} if self.has_pages(expected) else dict(relay)
+            self._session.tell(PagesArrivedCommand, expected.request, relayed)
+            return expected.request
+
+    def follow_arrived(self, command: PagesArrivedCommand) -> None:
+        """Repeat :meth:`arrived` on a follower rank, which receives the relay only if it has the pages."""
+        with self._session.use(), self._guard("taking a request over"):
+            self._queue_arrived(self.expected[command.request], command.relay)
+
+    def follow_expect(self, command: ExpectPagesCommand) -> None:
+        """Repeat :meth:`expect` on a follower rank."""
+        if self.expect(command.state, command.group) is None:
+            raise RanksDiffer(f"group {command.group} has no pages here for a request that the first rank expects in it")
+
+    def _queue_arrived(self, expected: ExpectedPages, relay: Mapping[str, Tensor]) -> None:
         request = self._taken(expected)
         try:
             pinned: Mapping[str, Tensor] = {}
@@ -143,9 +190,13 @@ class BorrowedRows:
         self._loop.add(request)
 
     def forsake(self, expected: ExpectedPages) -> None:
-        """Free the pages reserved for a request. The caller knows that no transfer writes them. May be called once."""
-        self._scheduler.free_reserved(self._taken(expected))
-        self._coming.give_back(expected.slot)
+        """Free the pages reserved for a request. The caller knows that no transfer writes them: no transfer began, or the
+        transfer or its link has ended.
+        """
+        with self._session.use():
+            self._scheduler.free_reserved(self._taken(expected))
+            self._coming.give_back(expected.slot)
+            self._session.tell(ReleasePagesCommand, expected.request)
 
     def _reserve(self, request: Request, group: int | None) -> bool:
         scheduler = self._scheduler
