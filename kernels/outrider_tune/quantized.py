@@ -71,7 +71,7 @@ def random_quantized(
     block = (way.rows or rows, way.columns or columns)
     grid = (-(-rows // block[0]), -(-columns // block[1]))
     held = (rows, -(-columns // 2)) if way.format == "int4" else (rows, columns)
-    data = torch.empty(held, dtype=QUANTIZED_FORMATS[way.format], device=device)
+    data = torch.empty(held, dtype=QUANTIZED_FORMATS[way.format].dtype, device=device)
     for part in data.split(_ROWS_AT_ONCE):
         if way.format == "fp8":
             drawn = torch.empty(part.shape, dtype=torch.bfloat16, device=device).normal_(generator=generator)

@@ -381,7 +381,7 @@ def _record(
     zeros = o.get(f"{name} zeros")
     return QuantizedWeight(
         format=format,
-        data=o[f"{name} data"].view(QUANTIZED_FORMATS[format]),
+        data=o[f"{name} data"].view(QUANTIZED_FORMATS[format].dtype),
         scales=o[f"{name} scales"],
         block=_block({**shape, "inner": size[1]}),
         shape=size,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import ConfigError, QuantizedWeight
+from outrider.device.kernels.formats import pack_nibbles
 from outrider.model.pieces import TensorSlice
 from outrider.model.quantization.scheme import Scheme
 
@@ -93,18 +94,6 @@ def _unpack(words: Tensor, bits: int, *, dim: int, count: int) -> Tensor:
     if bits == 4:
         values = torch.stack((values & 15, values >> 4), dim=-1).flatten(-2)
     return values[..., :count].movedim(-1, dim).contiguous()
-
-
-def pack_nibbles(values: Tensor) -> Tensor:
-    """Pack 4-bit values [out, in] in uint8 as two per byte: [out, ceil(in / 2)]."""
-    if values.shape[1] % 2:
-        values = torch.nn.functional.pad(values, (0, 1), value=8)
-    return values[:, 0::2] | values[:, 1::2] << 4
-
-
-def unpack_nibbles(data: Tensor, width: int) -> Tensor:
-    """Unpack the result of :func:`pack_nibbles` into ``width`` columns."""
-    return torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)[:, :width]
 
 
 def _awq(scheme: Scheme, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> QuantizedWeight:
@@ -198,10 +187,7 @@ def slice_weight(weight: QuantizedWeight, tensor_slice: TensorSlice | None) -> Q
         scales = scales.repeat_interleave(columns // shared, dim=1)[:, grid_columns].contiguous()
         zeros = None if zeros is None else zeros.repeat_interleave(columns // shared, dim=1)[:, grid_columns].contiguous()
         columns = shared
-    if weight.format == "int4":
-        data = pack_nibbles(unpack_nibbles(weight.data, weight.shape[1])[:, tensor_slice.start : tensor_slice.stop])
-    else:
-        data = weight.data[:, tensor_slice.start : tensor_slice.stop]
+    data = weight.elements.slice_columns(weight.data, weight.shape[1], tensor_slice.start, tensor_slice.stop)
     return replace(
         weight,
         data=data.contiguous(),
@@ -217,8 +203,7 @@ def pad_rows(weight: QuantizedWeight, rows: int) -> QuantizedWeight:
     if not rows:
         return weight
     weight = with_row_scales(weight)
-    zero = 0x88 if weight.format == "int4" else 0
-    padding = torch.full((rows, weight.data.shape[1]), zero, dtype=torch.uint8).view(weight.data.dtype)
+    padding = weight.elements.encode(torch.zeros(rows, weight.shape[1]))
     grid = (rows, weight.scales.shape[1])
     zeros = weight.zero_points
     return replace(
