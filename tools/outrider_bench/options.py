@@ -31,8 +31,8 @@ from outrider.cli.models import (
     load,
 )
 from outrider.cli.option_values import (
-    RANDOM_FORMATS,
     SHAPE,
+    WEIGHT_FORMATS,
     UsageError,
     Value,
     closest,
@@ -141,13 +141,13 @@ AcceptLengthOption = Annotated[
 ]
 QuantizeOption = Annotated[
     str | None,
-    option("--quantize", value=one_of(*RANDOM_FORMATS), help="Format of random weights of layers, also the draft's."),
+    option("--quantize", value=one_of(*WEIGHT_FORMATS), help="Format of random weights of layers, also the draft's."),
 ]
 LmHeadOption = Annotated[bool, option("--lm-head", help="With --quantize, quantise the output head too.")]
 DraftQuantizeOption = Annotated[
     str | None,
     option(
-        "--draft-quantize", value=one_of(*RANDOM_FORMATS), help="Format of the random weights of the draft's layers alone."
+        "--draft-quantize", value=one_of(*WEIGHT_FORMATS), help="Format of the random weights of the draft's layers alone."
     ),
 ]
 BatchOption = Annotated[str, option("--batch", value=SIZES, help="Batch sizes.")]

@@ -18,18 +18,18 @@ import torch
 from torch import Tensor
 
 from outrider.device import Backend, CapabilityError, ConfigError, QuantizedWeight
+from outrider.device.kernels.weight_formats import WEIGHT_FORMATS, weight_format
 from outrider.errors import shown
 from outrider.model.config_fields import is_whole
 from outrider.model.decoder import Decoder
 from outrider.model.language_model import LanguageModel
 from outrider.model.products import Weight, label
-from outrider.model.quantization.rounding import ROUND_BY_FORMAT, quantize_weight
 from outrider.model.reading import JSON_LIMIT, present, read_bytes, wrap_read_errors
 from outrider.model.shards import Shard
 from outrider.model.tensor_loading import loading_stream
 
-OutputFormat = Literal["fp8", "int8", "int4"]
-OUTPUT_FORMATS = tuple(ROUND_BY_FORMAT)
+OutputFormat = Literal["fp8", "fp8-tensor", "fp8-block", "int8", "int4", "int4-zeros", "int4-32"]
+OUTPUT_FORMATS = tuple(WEIGHT_FORMATS)
 """Quantized formats of the copied head."""
 _FILE_SUFFIXES = (".json", ".pt")
 _EXPECTED_FILE = "expected a list of numbers in JSON, or one that torch saved, without code of its own"
@@ -121,7 +121,7 @@ def with_output_head(
     head, ids = target.weights.head, None
     if format is not None and not isinstance(head, Tensor):
         raise ConfigError(f"{setting}, and the target's output head is {label(head)} already; leave draft_output_head out")
-    if format is not None and format not in backend.capabilities.quantized_formats:
+    if format is not None and weight_format(format).elements.name not in backend.capabilities.quantized_formats:
         has = ", ".join(sorted(backend.capabilities.quantized_formats)) or "none"
         raise CapabilityError(f"{setting}, and {backend.label} has no kernels for that (it declares {has}); leave it out")
     if vocabulary is not None:
@@ -132,7 +132,7 @@ def with_output_head(
             head, ids = _select_rows(head, rows.to(target.device), width), ids.to(target.device)
         if format is not None:
             assert isinstance(head, Tensor)  # checked above
-            head = quantize_weight(head, format)
+            head = weight_format(format).fitted(head.shape[1]).quantize(head)
         return target.with_head(head, ids)
 
 

@@ -21,7 +21,7 @@ from outrider.model.files import CheckpointFiles
 from outrider.model.mapping import is_unused_tensor
 from outrider.model.pieces import Piece, Target
 from outrider.model.quantization.loading import Quantization
-from outrider.model.quantization.scheme import SUFFIXES
+from outrider.model.quantization.storages import SUFFIXES
 
 Progress = Callable[[str, int, int], None]
 """Callback with the name of the tensor just read, the bytes read so far and their total, in the dtype of the model."""
