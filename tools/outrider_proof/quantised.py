@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from outrider.device import QuantizedWeight
+from outrider.device.kernels.formats import FP8
 from outrider.device.kernels.weight_formats import weight_format
 from outrider.model import Decoder, EagleHead, LayerWeights
 from outrider.model.layer import CacheFormat
@@ -66,9 +67,9 @@ def target(backend: Backend) -> Decoder:
     """Return the tiny target with quantised layers and output head, and a quantised cache if the kernels support it."""
     model = tiny.target()
     caches: list[CacheFormat | None] = [None] * len(model.weights.layers)
-    if "fp8" in backend.kernels_in_use.cache_formats:
+    if FP8.name in backend.kernels_in_use.cache_formats:
         caches = [
-            cache_format("fp8", scales, model.config, dtype=model.dtype, device=model.device) for scales in _scales(model)
+            cache_format(FP8.name, scales, model.config, dtype=model.dtype, device=model.device) for scales in _scales(model)
         ]
     layers = zip(model.weights.layers, caches, strict=True)
     weights = replace(
