@@ -10,7 +10,7 @@ from outrider import Engine
 from outrider.device import DecoderShape, KernelSet
 from outrider.device.kernels import kernel_names
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
-from outrider.model.shapes import SHAPES
+from outrider.model.config.shapes import SHAPES
 from outrider.registry import get_backend
 from outrider.speculative.block import BlockProposer
 from outrider_bench.limits import iteration_bytes

@@ -8,8 +8,8 @@ import torch
 
 from outrider import Engine
 from outrider.model import EagleHead, ModelConfig
-from outrider.model.mixture import MixtureLayer
-from outrider.model.shapes import SHAPES
+from outrider.model.config.shapes import SHAPES
+from outrider.model.layers.mixture import MixtureLayer
 from outrider_bench.limits import iteration_bytes
 from outrider_bench.random_checkpoint import checkpoint_config
 from outrider_bench.random_weights import random_decoder, random_eagle

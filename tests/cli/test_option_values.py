@@ -94,9 +94,9 @@ def test_types_are_shown_in_one_way(parsed):
 
 def test_the_names_and_sizes_are_those_of_the_engine():
     from outrider.engine.config import DTYPES, KV_DTYPES, SIZES
-    from outrider.model.draft_output import OUTPUT_FORMATS
+    from outrider.model.config.shapes import SHAPES
+    from outrider.model.heads.draft_output import OUTPUT_FORMATS
     from outrider.model.quantization import QuantizedMode
-    from outrider.model.shapes import SHAPES
     from outrider.serve.formats.model_formats import REASONING_FORMATS, TOOL_FORMATS
 
     assert set(option_values.DTYPES) == set(DTYPES)

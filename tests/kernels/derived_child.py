@@ -27,7 +27,7 @@ from kernels.devices import DEVICES
 from kernels.test_derive import products, shards
 from outrider.device.kernels.formats import QUANTIZED_FORMATS
 from outrider.device.kernels.weight_formats import WeightFormat
-from outrider.model.shapes import SHAPES
+from outrider.model.config.shapes import SHAPES
 from outrider_triton.derive import choose_config, shared_bytes
 from outrider_triton.derive_attention import (
     AttentionHeads,

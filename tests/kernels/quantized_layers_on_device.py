@@ -19,7 +19,7 @@ from on_device import in_a_graph, wrong
 
 from outrider.device import AttentionMetadata, KernelSet, QuantizedProduct, RotaryArgs
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
-from outrider.model.shapes import decoder_shape, shape_config
+from outrider.model.config.shapes import decoder_shape, shape_config
 from outrider_triton import variants
 from outrider_triton.derive import rank_configs
 from outrider_triton.device_facts import facts_of

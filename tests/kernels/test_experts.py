@@ -12,8 +12,8 @@ from kernels.devices import DEVICES
 from outrider.device import KernelSet
 from outrider.device.kernels.formats import FP8, INT4, INT8
 from outrider.device.kernels.weight_formats import WeightFormat
+from outrider.model.config.shapes import SHAPES
 from outrider.model.quantization.layouts import to_device
-from outrider.model.shapes import SHAPES
 from outrider_triton.derive import shared_bytes
 from outrider_triton.expert_ops import laid_out_pairs, sorted_pairs
 from outrider_triton.kernelset import TritonKernels

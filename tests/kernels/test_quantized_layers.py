@@ -12,11 +12,11 @@ from kernels.devices import SMALL
 from outrider.device import AttentionMetadata, KernelSet, QuantizedProduct, RotaryArgs
 from outrider.device.kernels.formats import FP8, INT4, INT8
 from outrider.device.kernels.weight_formats import WeightFormat
-from outrider.model.config import ModelConfig
-from outrider.model.inputs import ForwardInput
-from outrider.model.layer import DecoderLayer, LayerWeights
-from outrider.model.pending import add
-from outrider.model.products import OtherProduct
+from outrider.model.config.model_config import ModelConfig
+from outrider.model.layers.inputs import ForwardInput
+from outrider.model.layers.layer import DecoderLayer, LayerWeights
+from outrider.model.layers.pending import add
+from outrider.model.layers.products import OtherProduct
 from outrider_triton import attention_ops, nibble_plane_ops, ops, quantized_activation_ops, quantized_ops
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.quantized_ops import plan

@@ -24,9 +24,9 @@ from outrider.model import (
     load_through_transformers,
     load_vision,
 )
-from outrider.model.config_fields import check_fields, number, record, whole_number
-from outrider.model.reading import read_json, wrap_read_errors
-from outrider.model.rotary import make_rotary
+from outrider.model.checkpoint.reading import read_json, wrap_read_errors
+from outrider.model.config.config_fields import check_fields, number, record, whole_number
+from outrider.model.layers.rotary import make_rotary
 from outrider_proof.checkpoints import picture, write_eagle, write_vision_checkpoint
 from tiny_checkpoints import byte_level_tokenizer, write_checkpoint, write_eagle3
 

@@ -11,8 +11,8 @@ from model.test_decoder import PROMPT, TOLERANCE, agree
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError
 from outrider.model import ModelConfig, ModelRanks, Shard, Shards, load_decoder
-from outrider.model.expert_configs import REFUSED
-from outrider.model.shapes import SHAPES, shard_config
+from outrider.model.config.expert_configs import REFUSED
+from outrider.model.config.shapes import SHAPES, shard_config
 from tiny_checkpoints import MIXTURES, write_checkpoint
 
 OLD = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}

@@ -17,8 +17,8 @@ from outrider.device import QuantizedWeight
 from outrider.device.kernels.quantized_reference import dequantize, spread
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS, weight_format
 from outrider.model import load_decoder, load_eagle
-from outrider.model.pieces import TensorSlice
-from outrider.model.products import quantized_products
+from outrider.model.checkpoint.pieces import TensorSlice
+from outrider.model.layers.products import quantized_products
 from outrider.model.quantization.layouts import pad_rows, slice_weight, stack_weights, to_device
 from outrider.model.quantization.storages import COMPRESSED_STORAGES, Scheme
 from outrider_proof.checkpoints import write_eagle

@@ -8,7 +8,8 @@ from outrider import Engine, SamplingParams
 from outrider.device import ConfigError, OutOfDeviceMemory
 from outrider.engine.ranks.parallel import ParallelConfig
 from outrider.engine.ranks.records import RanksDiffer, RanksFailed
-from outrider.model import ModelConfig, bulk, load_decoder
+from outrider.model import ModelConfig, load_decoder
+from outrider.model.checkpoint import bulk
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import proposers, tiny
 from outrider_proof.checkpoints import write_eagle

@@ -11,7 +11,7 @@ from outrider.device import ConfigError
 from outrider.device.kernels.weight_formats import weight_format
 from outrider.errors import CheckpointError
 from outrider.model import DraftVocabulary, load_decoder, load_through_transformers, with_output_head
-from outrider.model.shards import Shard
+from outrider.model.layers.shards import Shard
 from outrider.speculative.build import BUILDERS, build_proposer
 from outrider.speculative.names import DRAFTLESS, USES_TARGET_HEAD
 from outrider.speculative.proposer import NonSpeculativeProposer
@@ -184,7 +184,7 @@ def test_a_head_quantised_in_blocks_of_rows_keeps_them(checkpoints):
 @pytest.mark.parametrize(("vocabulary", "size"), [(96, 3), (97, 4), (9, 4), (5, 4), (7, 2), (10, 1)])
 def test_ranks_have_as_many_rows_each_and_all_tokens_in_order(vocabulary, size):
     """Whatever is wanted, of any vocabulary: what all ranks have side by side is ascending, with nothing behind it."""
-    from outrider.model.draft_output import _rows_of_rank
+    from outrider.model.heads.draft_output import _rows_of_rank
 
     for seed in range(20):
         drawn = torch.Generator().manual_seed(seed)

@@ -348,7 +348,7 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
         own: list[Choice],
         joined: Joined | None,
     ) -> tuple[Engine, Mapping[str, object]]:
-        from outrider.model.shapes import shape_config
+        from outrider.model.config.shapes import shape_config
 
         random = RandomModel(
             shape=shape,

@@ -108,9 +108,9 @@ def write_checkpoint(shape: str, root: Path, *, dtype: str = "bfloat16", shard: 
     the page cache, as far as the memory holds them.
     """
     from outrider.bundled import bundled
-    from outrider.model.head_mapping import eagle_targets
-    from outrider.model.mapping import decoder_targets
-    from outrider.model.shapes import shape_config
+    from outrider.model.checkpoint.mapping import decoder_targets
+    from outrider.model.config.shapes import shape_config
+    from outrider.model.heads.head_mapping import eagle_targets
 
     config = shape_config(shape)
     head = replace(_head_config(config), family=config.family, num_layers=1, windows=(0,))
@@ -271,7 +271,7 @@ def write_configs(
 
     The draft is a Llama layer for any target, as in published EAGLE heads.
     """
-    from outrider.model.shapes import shape_config
+    from outrider.model.config.shapes import shape_config
 
     config = shape_config(shape)
     target, draft = root / "target", root / "draft"

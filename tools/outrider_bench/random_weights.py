@@ -12,20 +12,20 @@ import torch
 
 from outrider.device import Backend, CapabilityError, ConfigError
 from outrider.device.kernels.weight_formats import weight_format
-from outrider.model.config import ModelConfig
-from outrider.model.decoder import Decoder
-from outrider.model.dflash import DFlashHead
-from outrider.model.dflash_loading import dflash_targets, dflash_weights
-from outrider.model.eagle import EagleHead
-from outrider.model.head_mapping import eagle_targets, eagle_weights
-from outrider.model.mapping import decoder_targets, decoder_weights
-from outrider.model.pieces import Target
-from outrider.model.products import Weight
+from outrider.model.checkpoint.mapping import decoder_targets, decoder_weights
+from outrider.model.checkpoint.pieces import Target
+from outrider.model.checkpoint.tensor_loading import loading_stream
+from outrider.model.config.model_config import ModelConfig
+from outrider.model.config.shapes import shape_config
+from outrider.model.heads.dflash import DFlashHead
+from outrider.model.heads.dflash_loading import dflash_targets, dflash_weights
+from outrider.model.heads.eagle import EagleHead
+from outrider.model.heads.head_mapping import eagle_targets, eagle_weights
+from outrider.model.layers.decoder import Decoder
+from outrider.model.layers.products import Weight
+from outrider.model.layers.ranks import ModelRanks
+from outrider.model.layers.shards import Shards
 from outrider.model.quantization.cache import cache_format, resolve_cache_format
-from outrider.model.ranks import ModelRanks
-from outrider.model.shapes import shape_config
-from outrider.model.shards import Shards
-from outrider.model.tensor_loading import loading_stream
 
 _SEEDS_PER_RANK = 1000
 """Distance between the seeds of two ranks."""

@@ -47,7 +47,7 @@ def draft_vocabulary(
         sizes = [_bytes_of(path) for path in texts]
     require_torch()
     from outrider.model import ModelConfig, Tokenizer
-    from outrider.model.location import find_checkpoint
+    from outrider.model.checkpoint.location import find_checkpoint
 
     directory = bundled("target") if model is None else find_checkpoint(model)
     config, tokenizer = ModelConfig.from_checkpoint(directory), Tokenizer.from_checkpoint(directory)

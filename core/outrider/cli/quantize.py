@@ -53,11 +53,11 @@ def quantize(
     del json_output
     require_torch()
     from outrider.device.kernels.weight_formats import weight_format
-    from outrider.model.checkpoint_config import supported_families
-    from outrider.model.eagle3_config import ENVELOPE
-    from outrider.model.location import find_checkpoint
+    from outrider.model.checkpoint.location import find_checkpoint
+    from outrider.model.checkpoint.reading import read_json
+    from outrider.model.config.checkpoint_config import supported_families
+    from outrider.model.heads.eagle3_config import ENVELOPE
     from outrider.model.quantization.writing import quantize_checkpoint
-    from outrider.model.reading import read_json
 
     rounding = weight_format(format)
     if group is not None and not rounding.is_grouped:

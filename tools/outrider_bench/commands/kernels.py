@@ -57,7 +57,7 @@ def kernels(
 
     from outrider.device import KernelSet
     from outrider.engine.config import DTYPES as TORCH_DTYPES
-    from outrider.model.shapes import decoder_shape, shape_config
+    from outrider.model.config.shapes import decoder_shape, shape_config
     from outrider_bench.limits import measure_bandwidth
 
     sizes = parse_sizes(tokens)

@@ -17,7 +17,8 @@ from outrider.device import ConfigError
 from outrider.device.kernels.formats import FP8, INT4, INT8
 from outrider.device.kernels.weight_formats import WeightFormat
 from outrider.errors import CheckpointError, shown
-from outrider.model.config_fields import is_whole
+from outrider.model.checkpoint.reading import present, read_json, wrap_read_errors
+from outrider.model.config.config_fields import is_whole
 from outrider.model.quantization.cache import KEY, MODELOPT_KEY
 from outrider.model.quantization.loading import Quantization, QuantizedMode
 from outrider.model.quantization.patterns import checked_pattern
@@ -29,7 +30,6 @@ from outrider.model.quantization.storages import (
     Scheme,
     ValuesStorage,
 )
-from outrider.model.reading import present, read_json, wrap_read_errors
 
 FindScheme = Callable[[str], Scheme | None]
 _KEY, _LEGACY_KEY = "quantization_config", "compression_config"

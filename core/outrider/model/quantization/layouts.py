@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.device import QuantizedWeight
 from outrider.device.kernels.weight_formats import widen_scales
-from outrider.model.pieces import TensorSlice
+from outrider.model.checkpoint.pieces import TensorSlice
 from outrider.model.quantization.storages import repeat_rows
 
 

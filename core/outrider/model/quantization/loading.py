@@ -14,13 +14,13 @@ from torch import Tensor
 from outrider.device import Backend, CapabilityError, ConfigError, QuantizedWeight
 from outrider.device.kernels.quantized_reference import dequantize
 from outrider.errors import CheckpointError, shown
-from outrider.model.files import CheckpointFiles
-from outrider.model.pieces import Piece, Target
-from outrider.model.products import SplitWeight, Weight
+from outrider.model.checkpoint.files import CheckpointFiles
+from outrider.model.checkpoint.pieces import Piece, Target
+from outrider.model.checkpoint.reading import wrap_read_errors
+from outrider.model.layers.products import SplitWeight, Weight
 from outrider.model.quantization.cache import CacheScheme
 from outrider.model.quantization.layouts import pad_rows, slice_weight, stack_weights, to_device
 from outrider.model.quantization.storages import FLOATS, ActOrderError, Scheme
-from outrider.model.reading import wrap_read_errors
 
 _WEIGHT = ".weight"
 _EMBEDDING = "embed_tokens.weight"

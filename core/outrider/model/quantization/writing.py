@@ -22,14 +22,14 @@ from outrider.device import ConfigError
 from outrider.device.kernels.formats import ElementFormat
 from outrider.device.kernels.weight_formats import WeightFormat, weight_format
 from outrider.errors import CheckpointError, shown
-from outrider.model.chat_template import MORE_TEMPLATES
-from outrider.model.files import CheckpointFiles, open_checkpoint
-from outrider.model.location import refuse_other_formats
-from outrider.model.mapping import decoder_stem, vision_name
+from outrider.model.checkpoint.files import CheckpointFiles, open_checkpoint
+from outrider.model.checkpoint.location import refuse_other_formats
+from outrider.model.checkpoint.mapping import decoder_stem, vision_name
+from outrider.model.checkpoint.reading import read_json
+from outrider.model.checkpoint.tensor_loading import Progress
+from outrider.model.media.chat_template import MORE_TEMPLATES
 from outrider.model.quantization.config import read_quantization
 from outrider.model.quantization.storages import COMPRESSED_STORAGES
-from outrider.model.reading import read_json
-from outrider.model.tensor_loading import Progress
 
 _PRODUCT_MODULES = frozenset(
     {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj"}
