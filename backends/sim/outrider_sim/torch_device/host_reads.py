@@ -1,0 +1,109 @@
+"""Operators for which the host waits: they return values, or results whose shape depends on device values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from outrider.device import CaptureError
+from outrider_sim.machine.device_state import SimDeviceState
+from outrider_sim.machine.queue import Op, OperationKind, StreamQueue
+from outrider_sim.torch_device.operands import extent
+from outrider_sim.torch_device.opinfo import OpInfo
+from outrider_sim.torch_device.tensor import SimTensor
+
+if TYPE_CHECKING:
+    from outrider_sim.torch_device.dispatch import Dispatcher
+
+
+class HostReads:
+    """Implementations of operators of kind READ."""
+
+    def __init__(self, core: Dispatcher) -> None:
+        self._core = core
+
+    def kernels(self) -> Mapping[str, Callable[..., Any]]:
+        """Return the operators with an implementation of their own, by name."""
+        return {"aten::repeat_interleave.Tensor": self._repeat_interleave, "aten::histc": self._histc}
+
+    def read_result(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Queue the operator's kernel, wait for it, then allocate results of the shape that the kernel returned."""
+        sim = self._core.current
+        machine = sim.machine
+        stream = machine.stream
+        if stream.capture is not None:
+            raise CaptureError(f"{info.name} reads device values on the host: nothing runs in a capture")
+        targets = {name: value for name, value in kwargs.items() if name in info.outs}
+        given = {name: value for name, value in kwargs.items() if name not in info.outs}
+        key: list[Any] = []
+        inner = tuple(self._core.convert(value, key, info) for value in args)
+        named = {name: self._core.convert(value, key, info) for name, value in given.items()}
+        # The host's kernel gives these the shape that comes out, which tensors of the device can't be given while it runs.
+        named.update((name, torch.empty(0, dtype=value.dtype)) for name, value in targets.items())
+        box: list[Any] = []
+        op = Op(OperationKind.KERNEL, info.name, info.run, inner, named, box.append, None, machine.like.kernel_us)
+        if machine.tracks:
+            self._core.describe(op, info, args, given, ())
+        machine.enqueue(op, stream)
+        sim.synchronize(stream, info.name)
+        if not box:
+            raise RuntimeError(f"{info.name} didn't run: the device failed before it")
+        if targets:
+            return self._fill(info, targets, box[0], sim, stream)
+        return self._place(box[0], sim, stream)
+
+    def _fill(self, info: OpInfo, targets: Mapping[str, Any], result: Any, sim: SimDeviceState, stream: StreamQueue) -> Any:
+        """Enqueue copies of the results to the `out` tensors; an empty `out` tensor gets the shape of its result."""
+        filled = []
+        for name, value in zip(info.returns, result if isinstance(result, tuple) else (result,), strict=True):
+            assert name is not None
+            target = targets[name]
+            if target.shape != value.shape:
+                if target.numel():
+                    raise RuntimeError(
+                        f"{info.name}: the result has shape {tuple(value.shape)}, but {name!r} has {tuple(target.shape)}: a "
+                        "tensor of the simulated device can't be resized by an operation; pass one of the right shape"
+                    )
+                self._core.views.renew(target, self._core.metas.meta_of(value))
+            self._write(target, value, sim, stream)
+            filled.append(target)
+        return filled[0] if len(filled) == 1 else tuple(filled)
+
+    def _place(self, value: Any, sim: SimDeviceState, stream: StreamQueue) -> Any:
+        if isinstance(value, Tensor):
+            made = self._core.allocate(sim, self._core.metas.meta_of(value), stream)
+            self._write(made, value, sim, stream)
+            return made
+        if isinstance(value, list | tuple):
+            return type(value)(self._place(item, sim, stream) for item in value)
+        return value
+
+    def _write(self, target: SimTensor, value: Tensor, sim: SimDeviceState, stream: StreamQueue) -> None:
+        op = Op(OperationKind.KERNEL, "results", target._inner.copy_, (value,), cost=sim.machine.like.kernel_us)
+        self._core.note(op, extent(target, True, "out"))
+        sim.machine.enqueue(op, stream)
+
+    def _histc(self, values: SimTensor, bins: int = 100, min: float = 0, max: float = 0) -> Any:
+        """Compute a histogram; unlike torch's host kernel, an accelerator's kernel also accepts integers."""
+        if not values.is_floating_point():
+            return torch.histc(values.double(), bins, min, max).to(values.dtype)
+        return self.read_result(self._core.info(torch.ops.aten.histc.default), (values, bins, min, max), {})
+
+    def _repeat_interleave(self, repeats: SimTensor, output_size: int | None = None) -> Any:
+        info = self._core.info(torch.ops.aten.repeat_interleave.Tensor)
+        if output_size is None:
+            return self.read_result(info, (repeats,), {})
+        # With the size known nothing needs to be waited for.
+        sim = self._core.current
+        stream = sim.machine.stream
+        made = self._core.allocate(sim, self._core.metas.get(torch.Size((output_size,)), (1,), repeats.dtype), stream)
+        op = Op(
+            OperationKind.KERNEL, info.name, info.run, (repeats._inner,), {"output_size": output_size}, made._inner.copy_,
+            cost=sim.machine.like.kernel_us,
+        )  # fmt: skip
+        self._core.note(op, extent(repeats, False, "repeats"), extent(made, True, "out"))
+        sim.machine.enqueue(op, stream)
+        return made
