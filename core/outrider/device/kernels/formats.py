@@ -89,15 +89,15 @@ class NibbleFormat(ElementFormat):
     __slots__ = ()
 
     def data_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Return the shape of the bytes, half as many columns."""
+        """Return the shape of the bytes, each with two columns."""
         return (shape[0], -(-shape[1] // 2))
 
     def encode(self, values: Tensor) -> Tensor:
-        """Add 8 and pack."""
+        """Return the bytes of rounded values [out, in], each value plus 8."""
         return pack_nibbles((values + 8).to(torch.uint8))
 
     def decode(self, data: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-        """Unpack and subtract 8."""
+        """Return the values [out, ``columns``] of the bytes ``data``."""
         return unpack_nibbles(data, columns).to(dtype) - 8
 
     def slice_columns(self, data: Tensor, columns: int, start: int, stop: int) -> Tensor:
@@ -105,7 +105,7 @@ class NibbleFormat(ElementFormat):
         return pack_nibbles(unpack_nibbles(data, columns)[:, start:stop])
 
     def random_data(self, like: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Return uniform bytes."""
+        """Return uniformly random bytes, each with two random values."""
         return torch.randint(0, 256, like.shape, dtype=torch.uint8, device=like.device, generator=generator)
 
 
