@@ -9,8 +9,8 @@ import pytest
 from model.test_published_configs import COMMON, LLAMA_2, LLAMA_31, MISTRAL, QWEN_25_YARN, VICUNA_16K
 from outrider.bundled import bundled
 from outrider.device.errors import OutriderError
-from outrider.model import ModelConfig
 from outrider.model.config import checkpoint_config
+from outrider.model.config.checkpoint_config import read_model_config
 from outrider.model.config.config_fields import config_fields
 from outrider.model.config.parsed_config import parse_config
 from outrider.model.config.shapes import SHAPES, shape_config
@@ -58,7 +58,7 @@ CHANGES = [
 
 def read(directory):
     try:
-        return ModelConfig.from_checkpoint(directory)
+        return read_model_config(directory)
     except OutriderError as error:
         return str(error)
 

@@ -11,7 +11,7 @@ from outrider.device import ConfigError
 from outrider.device.kernels.weight_formats import weight_format
 from outrider.errors import CheckpointError
 from outrider.model import DraftVocabulary, load_decoder, load_through_transformers, with_output_head
-from outrider.model.layers.shards import Shard
+from outrider.model.layers.ranks import Shard
 from outrider.speculative.build import BUILDERS, build_proposer
 from outrider.speculative.names import DRAFTLESS, USES_TARGET_HEAD
 from outrider.speculative.proposer import NonSpeculativeProposer

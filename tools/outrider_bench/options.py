@@ -304,7 +304,7 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
     def _from_checkpoint(
         self, requests: int, context: int, own: list[Choice], joined: Joined | None
     ) -> tuple[Engine, Mapping[str, object]]:
-        from outrider.model import ModelConfig
+        from outrider.model.config.checkpoint_config import read_model_config
 
         speculation = Speculation.with_defaults(
             self.speculate,
@@ -319,7 +319,7 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
         sizes = self.sizes()
         if not sizes.max_context and not self.through_transformers:
             # A request that is longer than the model's own context is refused by `check_context`, which names options.
-            sizes = replace(sizes, max_context=min(context, ModelConfig.from_checkpoint(speculation.model).max_context))
+            sizes = replace(sizes, max_context=min(context, read_model_config(speculation.model).max_context))
         engine = load(
             self.backend,
             speculation,

@@ -17,14 +17,12 @@ from outrider.model.checkpoint.pieces import Target
 from outrider.model.checkpoint.tensor_loading import loading_stream
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.config.shapes import shape_config
-from outrider.model.heads.dflash import DFlashHead
-from outrider.model.heads.dflash_loading import dflash_targets, dflash_weights
+from outrider.model.heads.dflash import DFlashHead, dflash_targets, dflash_weights
 from outrider.model.heads.eagle import EagleHead
-from outrider.model.heads.head_mapping import eagle_targets, eagle_weights
+from outrider.model.heads.head_loading import eagle_targets, eagle_weights
 from outrider.model.layers.decoder import Decoder
 from outrider.model.layers.products import Weight
-from outrider.model.layers.ranks import ModelRanks
-from outrider.model.layers.shards import Shards
+from outrider.model.layers.ranks import ModelRanks, Shards
 from outrider.model.quantization.cache import cache_format, resolve_cache_format
 
 _SEEDS_PER_RANK = 1000

@@ -38,7 +38,7 @@ from outrider_sim.explore.control import SimControl
 from outrider_sim.explore.strategies import Strategy
 from outrider_sim.kernels import HostLengthKernels
 from outrider_sim.machine.device_state import SimDeviceState, host_extent
-from outrider_sim.machine.fault_messages import fail_on_request
+from outrider_sim.machine.faults import fail_on_request
 from outrider_sim.machine.graphs import GraphProgram, OpenCapture
 from outrider_sim.machine.memory import Pool
 from outrider_sim.machine.pinned import PinnedTensor

@@ -325,7 +325,7 @@ def load(
     require_torch()  # a server's engine process hasn't imported it
     from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine
-    from outrider.model import ModelConfig
+    from outrider.model.config.checkpoint_config import read_model_config
 
     # The engine checks names that the user gave as strings.
     names: dict[str, Any] = {"quantized": speculation.quantized, "draft_output_head": speculation.draft_output_head}
@@ -344,7 +344,7 @@ def load(
         ranks, leads = joined.join(device), joined.leads
     with show_progress(leads) as tell:
         if not speculation.through_transformers:
-            prepare_device(device, lambda: ModelConfig.from_checkpoint(speculation.model), 0.0, tell)
+            prepare_device(device, lambda: read_model_config(speculation.model), 0.0, tell)
         engine = Engine.from_checkpoint(
             speculation.model,
             device,

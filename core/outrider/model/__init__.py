@@ -16,30 +16,30 @@ from outrider.model.checkpoint.transformers_loading import load_through_transfor
 from outrider.model.config.checkpoint_config import checkpoint_dtype, supported_families
 from outrider.model.config.model_config import ExpertsConfig, ModelConfig, RecurrentConfig, VisionConfig
 from outrider.model.config.rope import RopeConfig
-from outrider.model.heads.chained_mtp import load_chained_mtp
-from outrider.model.heads.dflash import DFlashHead, DFlashWeights
-from outrider.model.heads.dflash_loading import load_dflash
+from outrider.model.heads.dflash import DFlashHead, DFlashWeights, load_dflash
 from outrider.model.heads.draft_head import BaseDraftHead
-from outrider.model.heads.draft_output import OUTPUT_FORMATS, DraftVocabulary, OutputFormat, with_output_head
-from outrider.model.heads.eagle import EagleHead, EagleWeights
-from outrider.model.heads.eagle3 import Eagle3Head, Eagle3Weights
+from outrider.model.heads.draft_output import (
+    OUTPUT_FORMATS,
+    DraftVocabulary,
+    OutputFormat,
+    with_output_head,
+    with_vocabulary_size,
+)
+from outrider.model.heads.eagle import Eagle3Head, Eagle3Weights, EagleHead, EagleWeights
 from outrider.model.heads.head_loading import check_draft_kind, find_mtp_format, load_eagle, load_eagle3
-from outrider.model.heads.mtp import MtpHead, MtpWeights, load_mtp
+from outrider.model.heads.mtp import MtpHead, MtpWeights, load_chained_mtp, load_mtp
 from outrider.model.heads.peagle import PEagleHead, PEagleWeights, load_peagle
-from outrider.model.heads.vocabulary import with_vocabulary_size
 from outrider.model.layers.cache import KVCache, LayerState
 from outrider.model.layers.decoder import Decoder, DecoderWeights
 from outrider.model.layers.inputs import ForwardInput, KeptRows, StateInput
 from outrider.model.layers.language_model import LanguageModel, SideBySide, side_by_side
 from outrider.model.layers.layer import LayerWeights, attention_shapes
-from outrider.model.layers.ranks import ModelRanks
+from outrider.model.layers.ranks import ModelRanks, Shard, Shards
 from outrider.model.layers.recurrent import RecurrentWeights
-from outrider.model.layers.shards import Shard, Shards
 from outrider.model.layers.transformers_decoder import TransformersDecoder
 from outrider.model.media.mrope import MediaGrid, prompt_positions, speculative_positions
 from outrider.model.media.preprocessing import Media, MediaProcessor, expand_placeholders
-from outrider.model.media.stream_decoder import StreamDecoder
-from outrider.model.media.tokenizer import Tokenizer, check_same_tokens, has_tokenizer
+from outrider.model.media.tokenizer import StreamDecoder, Tokenizer, check_same_tokens, has_tokenizer
 from outrider.model.media.vision import VisionTower, load_vision
 from outrider.model.quantization import QuantizedMode, QuantizedName
 

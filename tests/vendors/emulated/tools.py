@@ -8,7 +8,7 @@ from torch_npu.npu.streams import Idle, Stream
 
 from outrider.device import InterfaceError, TorchEvent, TorchStream
 from outrider_sim.explore.control import SimControl
-from outrider_sim.explore.exhaustive import Exhaustive
+from outrider_sim.explore.strategies import Exhaustive
 from outrider_sim.machine.device_state import host_extent
 from outrider_sim.machine.pinned import PinnedTensor
 from outrider_sim.tap import ObserverTap

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from outrider_sim.explore.delay_schedule import Delay, Schedule, ScheduleStep
-from outrider_sim.explore.exhaustive import Exhaustive, Pruned
-from outrider_sim.explore.strategies import ReplaySchedule, Strategy, make_strategy, parse_strategy
+from outrider_sim.explore.strategies import Exhaustive, Pruned, ReplaySchedule, Strategy, make_strategy, parse_strategy
 
 if TYPE_CHECKING:
     from outrider_sim.backend import SimBackend

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from outrider_sim.explore.delay_schedule import Schedule, ScheduleStep
 from outrider_sim.explore.strategies import Strategy, make_strategy
-from outrider_sim.machine.fault_messages import deadlock_error
+from outrider_sim.machine.faults import deadlock_error
 from outrider_sim.machine.host_threads import HostThreads, hand_over
 from outrider_sim.machine.queue import Action, HostThread, OperationKind, StreamQueue, action_text, age, can_run
 from outrider_sim.options import SimOptions

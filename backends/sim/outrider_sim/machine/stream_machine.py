@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.device import CapabilityError, DeadlockError, DeviceError
 from outrider_sim.explore.delay_schedule import Schedule, safe_name
 from outrider_sim.explore.strategies import Strategy
-from outrider_sim.machine.device_faults import FaultState
-from outrider_sim.machine.fault_messages import make_endless
+from outrider_sim.machine.faults import FaultState, make_endless
 from outrider_sim.machine.host_scheduler import HostScheduler
 from outrider_sim.machine.host_threads import HostThreads
 from outrider_sim.machine.queue import (

@@ -26,8 +26,7 @@ from outrider_sim.ranks.divergent_operators import divergent_implementation
 from outrider_sim.torch_device import composites, row_accesses
 from outrider_sim.torch_device.copies import CopyOperators
 from outrider_sim.torch_device.creation import FactoryOperators
-from outrider_sim.torch_device.host_length_operators import HostLengthOperators
-from outrider_sim.torch_device.host_reads import HostReads
+from outrider_sim.torch_device.host_operators import HostLengthOperators, HostReads
 from outrider_sim.torch_device.operands import (
     CPU,
     Seeded,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from outrider_sim.torch_device.emulated_cells import EMULATED
+from outrider_sim.torch_device.composites import EMULATED
 
 # Composite operators that never return an alias of an operand: run whole, as one operation, when they arrive whole
 # (under inference_mode). Any other composite is decomposed, for one that may alias would tear a view off its base.

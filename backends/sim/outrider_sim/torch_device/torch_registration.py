@@ -18,7 +18,7 @@ from outrider.device import BackendLoadError
 from outrider_sim.machine.device_state import SimDeviceState
 from outrider_sim.machine.pinned import PinnedTensor
 from outrider_sim.options import MAX_DEVICES, SimOptions
-from outrider_sim.torch_device import autocast, autograd, composites, serialization, torch_names
+from outrider_sim.torch_device import autocast, autograd, composites, tensor, torch_names
 from outrider_sim.torch_device.dispatch import Dispatcher
 from outrider_sim.torch_device.opinfo import OpInfo
 from outrider_sim.torch_device.tensor import SimTensor
@@ -141,7 +141,7 @@ def _register(name: str, options: SimOptions) -> TorchRegistration:
     SimTensor._failed = staticmethod(failed)
     PinnedTensor._dispatch = staticmethod(dispatcher.pinned)
     kept = (hooks, guard, *_libraries(dispatcher, failed), *torch_names.install(name, dispatcher))
-    serialization.install(name)
+    tensor.install(name)
     return TorchRegistration(name, dispatcher, module, kept)
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from outrider_sim.machine.tensor_meta import Meta, contiguous
 from outrider_sim.torch_device.opinfo import PLAN_LIMIT, OpInfo
-from outrider_sim.torch_device.serialization import HostStorage, to_device
-from outrider_sim.torch_device.tensor import SimTensor, wrap
+from outrider_sim.torch_device.tensor import HostStorage, SimTensor, to_device, wrap
 
 if TYPE_CHECKING:
     from outrider_sim.torch_device.dispatch import Dispatcher

@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.errors import CheckpointError
 from outrider.model.checkpoint.pieces import Piece, Target, TensorSlice
 from outrider.model.config.model_config import ExpertsConfig, ModelConfig
-from outrider.model.layers.shards import Shards
+from outrider.model.layers.ranks import Shards
 
 _GATE_UP_DOWN = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 _MIXTRAL_PARTS = ("w1.weight", "w3.weight", "w2.weight")

@@ -15,8 +15,8 @@ from typing import Any
 
 from outrider.model.checkpoint.pieces import Piece, Target, TensorSlice
 from outrider.model.config.model_config import ModelConfig, RecurrentConfig
+from outrider.model.layers.ranks import Shards
 from outrider.model.layers.recurrent import RecurrentWeights
-from outrider.model.layers.shards import Shards
 
 _FUSED_PARTS = ("in_proj_qkvz", "in_proj_ba")
 _STORED_WEIGHTS = ("weight", "weight_packed", "qweight")

@@ -15,11 +15,10 @@ from outrider.model.checkpoint.mapping import decoder_stem, decoder_targets, dec
 from outrider.model.checkpoint.reading import wrap_read_errors
 from outrider.model.checkpoint.tensor_loading import Progress, check_tensors, load_tensors, loading_stream
 from outrider.model.config.checkpoint_config import read_model_config
-from outrider.model.config.hybrid_configs import HYBRID_FAMILIES
+from outrider.model.config.layer_configs import HYBRID_FAMILIES
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.layers.decoder import Decoder
-from outrider.model.layers.ranks import ModelRanks
-from outrider.model.layers.shards import Shards
+from outrider.model.layers.ranks import ModelRanks, Shards
 from outrider.model.quantization import QuantizedMode, read_quantization
 from outrider.model.quantization.cache import CacheScheme, cache_format, read_scales, resolve_cache_format, scale_keys
 

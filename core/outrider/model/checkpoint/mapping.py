@@ -18,7 +18,7 @@ from outrider.model.checkpoint.pieces import Piece, Target, TensorSlice
 from outrider.model.config.model_config import ExpertsConfig, ModelConfig
 from outrider.model.layers.decoder import DecoderWeights
 from outrider.model.layers.layer import LayerWeights
-from outrider.model.layers.shards import Shards
+from outrider.model.layers.ranks import Shards
 
 MTP_PREFIXES: Mapping[str, str] = MappingProxyType({"model.mtp_layers.": "mimo", "mtp.": "chained"})
 """Format of heads of multi-token prediction by the prefix of their tensors' names."""

@@ -15,15 +15,18 @@ from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.location import refuse_other_formats
 from outrider.model.checkpoint.reading import describe, present, read_json, wrap_read_errors
 from outrider.model.config.config_fields import MAX_CONTEXT, config_fields, is_whole
-from outrider.model.config.expert_configs import (
+from outrider.model.config.layer_configs import (
+    HYBRID_FAMILIES,
     REFUSED,
     layer_windows,
     mixtral,
     one_window,
     qwen2_moe,
+    qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
 )
-from outrider.model.config.hybrid_configs import HYBRID_FAMILIES, qwen3_5, qwen3_5_moe, qwen3_next
 from outrider.model.config.model_config import ModelConfig, VisionConfig
 from outrider.model.config.parsed_config import parse_config
 from outrider.model.config.rope import ROPE_KINDS, RopeConfig, inverse_frequencies, long_frequencies
@@ -43,7 +46,10 @@ class _NotNativeError(ConfigError):
 def read_model_config(
     directory: Path, name: str = "config.json", *, part: str | None = None, drafts: bool = False
 ) -> ModelConfig:
-    """Read ``name`` in ``directory`` as a ModelConfig. See :meth:`ModelConfig.from_checkpoint`.
+    """Read ``name`` in ``directory`` and ``generation_config.json`` as a ModelConfig.
+
+    Raises :class:`CheckpointError` if there is no readable config, if its architecture is unknown (the error lists the known
+    ones), or if it asks for an unsupported feature. The error names the file and the field.
 
     ``part`` is the key of the object that holds the shape; None means the top level. ``drafts`` is true for the config of a
     draft model or head, which cannot fall back to transformers' own code.

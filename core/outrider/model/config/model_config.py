@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 
@@ -241,14 +240,3 @@ class ModelConfig:
     def has_experts(self, layer: int) -> bool:
         """Return True if ``layer`` has a mixture of experts instead of an MLP."""
         return self.experts is not None and layer not in self.experts.dense_layers
-
-    @classmethod
-    def from_checkpoint(cls, directory: str | Path) -> ModelConfig:
-        """Read ``config.json`` and ``generation_config.json`` of a checkpoint directory.
-
-        Raises :class:`CheckpointError` if there is no readable config, if its architecture is unknown (the error lists the
-        known ones), or if it asks for an unsupported feature. The error names the file and the field.
-        """
-        from outrider.model.config.checkpoint_config import read_model_config
-
-        return read_model_config(Path(directory))

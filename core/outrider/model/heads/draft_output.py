@@ -1,5 +1,7 @@
 """The output head that drafts are sampled with: the target's own head, a quantized copy of it, or some of its rows.
 
+:func:`with_vocabulary_size` adjusts a draft model's vocabulary to the target's.
+
 Verification always uses the target's own head, so the generated tokens don't change; only the acceptance rate does. Each
 draft token reads the whole head. For an 8B model, a draft of three tokens reads as many head bytes as seven layers have. An
 8-bit copy halves these bytes. Nearly all text uses a quarter of a vocabulary of 128,000 tokens, and a head with only the rows
@@ -19,14 +21,15 @@ from torch import Tensor
 
 from outrider.device import Backend, CapabilityError, ConfigError, QuantizedWeight
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS, weight_format
-from outrider.errors import shown
+from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.reading import JSON_LIMIT, present, read_bytes, wrap_read_errors
 from outrider.model.checkpoint.tensor_loading import loading_stream
 from outrider.model.config.config_fields import is_whole
 from outrider.model.layers.decoder import Decoder
 from outrider.model.layers.language_model import LanguageModel
 from outrider.model.layers.products import Weight, label
-from outrider.model.layers.shards import Shard
+from outrider.model.layers.ranks import Shard
+from outrider.model.media.tokenizer import Tokenizer, has_tokenizer
 
 OutputFormat = Literal["fp8", "fp8-tensor", "fp8-block", "int8", "int4", "int4-zeros", "int4-32"]
 OUTPUT_FORMATS = tuple(WEIGHT_FORMATS)
@@ -170,3 +173,52 @@ def _select_rows(head: Weight, rows: Tensor, width: int) -> Weight:
     zero_points = None if head.zero_points is None else head.zero_points.index_select(0, rows)
     scales = head.scales.index_select(0, rows)
     return replace(head, data=data, scales=scales, zero_points=zero_points, shape=(width, head.shape[1]))
+
+
+def with_vocabulary_size(model: Decoder, size: int, *, directory: Path, backend: Backend) -> Decoder:
+    """Return ``model``, loaded from ``directory``, with ``size`` rows of embeddings and of its output head.
+
+    Checkpoints of one family may have different numbers of unused rows after the tokenizer's tokens. Missing embedding rows
+    repeat the last row. Missing rows of the head get logits of -inf, so their tokens are never sampled.
+
+    Raises :class:`CheckpointError` if the tokenizer uses one of these rows or is missing, or if the head is quantized or
+    split over ranks.
+    """
+    rows, weights = model.config.vocab_size, model.weights
+    if rows == size:
+        return model
+    mismatch = f"{directory / 'config.json'}: the draft model's vocab_size is {rows}, the target's is {size}"
+    if not has_tokenizer(directory):
+        raise CheckpointError(f"{mismatch}: drafts must be tokens of the target, and no tokenizer says which are used")
+    used = 1 + max(Tokenizer.from_checkpoint(directory).spellings(), default=-1)
+    if used > min(rows, size):
+        raise CheckpointError(f"{mismatch}: drafts must be tokens of the target, and the draft's tokenizer has {used}")
+    if model.ranks is not None or not isinstance(weights.head, Tensor):
+        state = "is shared out among ranks" if model.ranks is not None else "is quantised"
+        raise CheckpointError(
+            f"{mismatch}, which is alike but for rows that no token uses; the draft's head {state}, so they can't be made as "
+            "many; expected a draft with as many rows, or one with a plain head on one rank"
+        )
+    with loading_stream(backend, model.dtype):
+        embedding = _resize_table(weights.embedding, size)
+        head = weights.head[:size]
+    adjusted = replace(weights, embedding=embedding, head=head)
+    kind = _PaddedLogitsDecoder if rows < size else Decoder
+    return kind(replace(model.config, vocab_size=size), adjusted, backend.kernels_in_use)
+
+
+class _PaddedLogitsDecoder(Decoder):
+    """A decoder whose head has fewer rows than its vocabulary.
+
+    Padding the head's rows instead could change results: a library may sum the last rows of a product in another order.
+    """
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [N, V], with -inf for the tokens that the head lacks."""
+        known = super().logits(hidden)
+        return torch.nn.functional.pad(known, (0, self.config.vocab_size - known.shape[-1]), value=-torch.inf)
+
+
+def _resize_table(table: Tensor, size: int) -> Tensor:
+    missing = size - table.shape[0]
+    return table[:size] if missing <= 0 else torch.cat((table, table[-1:].expand(missing, -1)))

@@ -13,20 +13,108 @@ from torch import Tensor
 from outrider.device import Backend, Stream
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.files import CheckpointFiles, open_checkpoint
-from outrider.model.checkpoint.mapping import MTP_PREFIXES, mtp_format
-from outrider.model.checkpoint.pieces import Target
+from outrider.model.checkpoint.mapping import (
+    MTP_PREFIXES,
+    SINGLE_RANK,
+    layer_targets,
+    layer_weights,
+    mtp_format,
+    table_target,
+)
+from outrider.model.checkpoint.pieces import Piece, Target
 from outrider.model.checkpoint.reading import read_json, wrap_read_errors
 from outrider.model.checkpoint.tensor_loading import Progress, check_tensors, load_tensors, loading_stream
 from outrider.model.config.checkpoint_config import read_model_config
 from outrider.model.config.config_fields import is_whole
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.config.rope import RopeConfig
-from outrider.model.heads.eagle import EagleHead
-from outrider.model.heads.eagle3 import Eagle3Head, Eagle3Weights
+from outrider.model.heads.eagle import Eagle3Head, Eagle3Weights, EagleHead, EagleWeights
 from outrider.model.heads.eagle3_config import ENVELOPE, Eagle3Options, read_eagle3_options
-from outrider.model.heads.head_mapping import eagle3_targets, eagle3_weights, eagle_targets, eagle_weights
 from outrider.model.layers.language_model import LanguageModel
+from outrider.model.layers.ranks import Shards
 from outrider.model.quantization import Quantization, QuantizedMode, read_quantization
+
+
+def eagle_targets(config: ModelConfig, present: Container[str], shards: Shards = SINGLE_RANK) -> list[Target]:
+    """Return the weights of an EAGLE head. ``present`` holds the checkpoint's tensor names, for optional tensors.
+
+    Published heads have no ``layers.0.input_layernorm`` and no final norm. They may have ``fc.bias`` and their own copies of
+    the embedding and of the output head.
+    """
+    hidden = config.hidden_size
+    targets = [Target("fusion", (Piece("fc.weight", (hidden, 2 * hidden)),))]
+    if "fc.bias" in present:
+        targets.append(Target("fusion_bias", (Piece("fc.bias", (hidden,)),)))
+    if "embed_tokens.weight" in present:
+        targets.append(table_target("embedding", "embed_tokens.weight", config.vocab_size, hidden, shards))
+    if "lm_head.weight" in present:
+        targets.append(table_target("head", "lm_head.weight", config.vocab_size, hidden, shards))
+    for index in range(config.num_layers):
+        norm = index > 0 or "layers.0.input_layernorm.weight" in present
+        targets += layer_targets(config, f"layers.{index}", f"layers.{index}", attention_norm=norm, shards=shards)
+    return targets
+
+
+def eagle_weights(config: ModelConfig, weights: Mapping[str, Any], *, embedding: Tensor) -> EagleWeights:
+    """Return the head's weights from the loaded tensors. ``embedding`` is the target's, for a head without its own."""
+    return EagleWeights(
+        fusion=weights["fusion"],
+        fusion_bias=weights.get("fusion_bias"),
+        embedding=weights.get("embedding", embedding),
+        layers=tuple(layer_weights(weights, f"layers.{index}") for index in range(config.num_layers)),
+    )
+
+
+def eagle3_targets(
+    config: ModelConfig,
+    target: ModelConfig,
+    options: Eagle3Options,
+    draft_vocab: int,
+    present: Container[str],
+    shards: Shards = SINGLE_RANK,
+) -> list[Target]:
+    """Return the weights of an EAGLE-3 head, whose first attention reads embedding and hidden state side by side."""
+    hidden, states = config.hidden_size, len(options.layers)
+    has_target_shape = (hidden, draft_vocab) == (target.hidden_size, config.vocab_size)
+    targets = [
+        Target("norm", (Piece("norm.weight", (hidden,)),)),
+        Target("hidden_norm", (Piece(f"{options.prefix}.hidden_norm.weight", (hidden,)),)),
+    ]
+    if states:
+        targets.append(Target("fusion", (Piece("fc.weight", (hidden, states * target.hidden_size)),)))
+    if "lm_head.weight" in present or not has_target_shape:
+        targets.append(table_target("head", "lm_head.weight", draft_vocab, hidden, shards))
+    if "embed_tokens.weight" in present or hidden != target.hidden_size:
+        targets.append(table_target("embedding", "embed_tokens.weight", config.vocab_size, hidden, shards))
+    if options.norm_before_fc:
+        targets.append(Target("input_norm", (Piece("input_norm.weight", (states * target.hidden_size,)),)))
+    if options.fc_norm:
+        targets += [
+            Target(f"state_norms.{index}", (Piece(f"fc_norm.{index}.weight", (target.hidden_size,)),))
+            for index in range(states)
+        ]
+    targets += layer_targets(config, options.prefix, "layer", attention_width=2 * hidden, shards=shards)
+    for index in range(1, config.num_layers):
+        targets += layer_targets(config, f"layers.{index}", f"later.{index}", shards=shards)
+    return targets
+
+
+def eagle3_weights(
+    weights: Mapping[str, Any], *, num_layers: int, embedding: Tensor, target_ids: Tensor | None
+) -> Eagle3Weights:
+    """Return the head's weights from the loaded tensors. ``embedding`` is the target's, for a head without its own."""
+    return Eagle3Weights(
+        fusion=weights.get("fusion"),
+        embedding=weights.get("embedding", embedding),
+        head=weights.get("head"),
+        norm=weights["norm"],
+        hidden_norm=weights["hidden_norm"],
+        layer=layer_weights(weights, "layer"),
+        target_ids=target_ids,
+        input_norm=weights.get("input_norm"),
+        state_norms=tuple(weights[name] for name in sorted(weights) if name.startswith("state_norms.")),
+        later=tuple(layer_weights(weights, f"later.{index}") for index in range(1, num_layers)),
+    )
 
 
 def load_eagle(

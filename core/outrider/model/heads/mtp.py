@@ -8,7 +8,7 @@ Letters: T new tokens, N rows of logits, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Container, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,15 +20,19 @@ from torch import Tensor
 
 from outrider.device import Backend
 from outrider.errors import CheckpointError, shown
+from outrider.model.checkpoint.expert_mapping import expert_targets
 from outrider.model.checkpoint.files import CheckpointFiles, open_checkpoint
+from outrider.model.checkpoint.hybrid_mapping import offset_norms
 from outrider.model.checkpoint.mapping import SINGLE_RANK, is_model, is_mtp_tensor, layer_targets, layer_weights
 from outrider.model.checkpoint.pieces import Piece, Target
 from outrider.model.checkpoint.reading import read_json
 from outrider.model.checkpoint.tensor_loading import Progress, check_tensors, load_tensors, loading_stream
+from outrider.model.config.checkpoint_config import read_model_config
 from outrider.model.config.config_fields import MAX_LAYERS, is_whole
+from outrider.model.config.layer_configs import HYBRID_FAMILIES
 from outrider.model.config.model_config import ExpertsConfig, ModelConfig
 from outrider.model.heads.draft_head import BaseDraftHead
-from outrider.model.heads.head_loading import check_hidden_size, head_config
+from outrider.model.heads.head_loading import check_hidden_size, check_vocabulary_and_dtype, head_config
 from outrider.model.layers.cache import KVCache
 from outrider.model.layers.inputs import ForwardInput
 from outrider.model.layers.language_model import LanguageModel
@@ -36,7 +40,7 @@ from outrider.model.layers.layer import LayerWeights
 from outrider.model.layers.mixture import create_layer
 from outrider.model.layers.pending import add_rms_norm
 from outrider.model.layers.products import Weight, linear
-from outrider.model.layers.shards import Shards
+from outrider.model.layers.ranks import Shards
 from outrider.model.quantization import QuantizedMode, read_quantization
 
 
@@ -190,3 +194,81 @@ def load_mtp(
         return tuple(
             MtpHead(local, mtp_weights(weights, f"heads.{index}"), target, ahead=index + 1) for index in range(heads)
         )
+
+
+_LAYER, _NAME = "mtp.layers.0", "heads.0"
+"""Prefixes of the layer's tensors in the checkpoint, and of the head's weights."""
+_DEPTH_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+
+
+def load_chained_mtp(
+    directory: str | Path,
+    *,
+    target: LanguageModel,
+    backend: Backend,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    quantized: QuantizedMode = QuantizedMode.KERNELS,
+) -> MtpHead:
+    """Load the head of a checkpoint for ``target``. Arguments and errors follow :func:`load_eagle`.
+
+    :func:`load_mtp_tensors` says what the checkpoint holds. Embedding and output head are the target's.
+    """
+    directory = Path(directory)
+    files = open_checkpoint(directory)
+    config = _head_config(directory, target, dtype, files.tensors)
+    local = target.shards.local(config, str(directory))
+    with load_mtp_tensors(
+        files,
+        directory,
+        partial(_targets, config, files.tensors),
+        shards=target.shards,
+        backend=backend,
+        dtype=dtype,
+        progress=progress,
+        quantized=quantized,
+    ) as weights:
+        record = mtp_weights(weights, _NAME, config.experts)
+        return MtpHead(local, record, target, ahead=1, embedding_first=True)
+
+
+def _head_config(directory: Path, target: LanguageModel, dtype: torch.dtype, present: Container[str]) -> ModelConfig:
+    """Return the config of the head's one layer, which is a mixture of experts if the checkpoint has a router.
+
+    Raises :class:`CheckpointError` for a head that isn't supported.
+    """
+    raw = read_json(directory / "config.json")
+    config = read_model_config(directory, drafts=True)
+    text = raw.get("text_config")
+    fields: dict[str, Any] = raw | (text if isinstance(text, dict) else {})
+    depth = next((fields[key] for key in _DEPTH_KEYS if fields.get(key) is not None), 1)
+    problem = None
+    if config.family not in HYBRID_FAMILIES:
+        problem = f"model_type is {shown(config.family)}, and a head with tensors mtp.* belongs to a hybrid model"
+    elif depth != 1:
+        problem = f"the head has {shown(depth)} layers, expected 1, which drafts every token of a chain"
+    elif fields.get("mtp_use_dedicated_embeddings", False) is not False:
+        problem = "mtp_use_dedicated_embeddings is true, expected false: the head reads the model's embedding"
+    if problem is not None:
+        raise CheckpointError(f"{directory / 'config.json'}: {problem}")
+    check_vocabulary_and_dtype(directory, config, target, dtype)
+    check_hidden_size(directory, config, target)
+    experts = config.experts if f"{_LAYER}.mlp.gate.weight" in present else None
+    if experts is not None:
+        experts = replace(experts, dense_layers=())
+    return replace(config, num_layers=1, windows=(0,), recurrent=None, experts=experts)
+
+
+def _targets(config: ModelConfig, present: Container[str], shards: Shards) -> list[Target]:
+    """Return the weights of the head."""
+    hidden, mixture = config.hidden_size, config.experts is not None
+    targets = [
+        Target(f"{_NAME}.token_norm", (Piece("mtp.pre_fc_norm_embedding.weight", (hidden,)),)),
+        Target(f"{_NAME}.hidden_norm", (Piece("mtp.pre_fc_norm_hidden.weight", (hidden,)),)),
+        Target(f"{_NAME}.projection", (Piece("mtp.fc.weight", (hidden, 2 * hidden)),)),
+        Target(f"{_NAME}.final_norm", (Piece("mtp.norm.weight", (hidden,)),)),
+        *layer_targets(config, _LAYER, f"{_NAME}.layer", mlp=not mixture, shards=shards),
+    ]
+    if mixture:
+        targets += expert_targets(config, _LAYER, f"{_NAME}.layer", present, shards)
+    return list(offset_norms(config, targets))

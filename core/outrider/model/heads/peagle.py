@@ -21,7 +21,7 @@ from outrider.model.checkpoint.reading import read_json
 from outrider.model.checkpoint.tensor_loading import Progress, loading_stream
 from outrider.model.config.config_fields import is_whole
 from outrider.model.config.model_config import ModelConfig
-from outrider.model.heads.eagle3 import Eagle3Head, Eagle3Weights, fuse
+from outrider.model.heads.eagle import Eagle3Head, Eagle3Weights, fuse
 from outrider.model.heads.head_loading import check_eagle3
 from outrider.model.layers.language_model import LanguageModel
 from outrider.model.quantization import QuantizedMode

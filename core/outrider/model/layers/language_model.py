@@ -15,8 +15,7 @@ from outrider.device import KernelSet
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.layers.cache import KVCache
 from outrider.model.layers.inputs import ForwardInput
-from outrider.model.layers.ranks import ModelRanks
-from outrider.model.layers.shards import Shards
+from outrider.model.layers.ranks import ModelRanks, Shards
 
 
 class SideBySide(tuple[Tensor, ...]):

@@ -20,7 +20,7 @@ from outrider.model.checkpoint.mapping import vision_name
 from outrider.model.checkpoint.pieces import Piece, Target
 from outrider.model.checkpoint.reading import read_json, wrap_read_errors
 from outrider.model.checkpoint.tensor_loading import Progress, check_tensors, load_tensors, loading_stream
-from outrider.model.config.checkpoint_config import hf_config
+from outrider.model.config.checkpoint_config import hf_config, read_model_config
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.media.mrope import MediaGrid
 from outrider.model.media.preprocessing import Media
@@ -59,7 +59,7 @@ def load_vision(
     Raises :class:`CheckpointError` also for a checkpoint without a vision tower.
     """
     directory = Path(directory)
-    config = ModelConfig.from_checkpoint(directory)
+    config = read_model_config(directory)
     if config.vision is None:
         raise CheckpointError(f"{directory}: a {config.family} checkpoint has no vision tower")
     files = open_checkpoint(directory)
