@@ -13,7 +13,7 @@ from outrider.device import KernelSet, QuantizedProduct, QuantizedWeight
 from outrider.device.kernels.formats import FP8, INT4, INT8
 from outrider.device.kernels.quantized_reference import dequantize, quantize_activations
 from outrider.device.kernels.weight_formats import WeightFormat
-from outrider_triton import library_ops, quantized_ops
+from outrider_triton import library_ops, quantized, quantized_ops
 from outrider_triton.derive import choose_config
 from outrider_triton.derive_quantized import OperandStorage
 from outrider_triton.kernelset import TritonKernels
@@ -278,6 +278,19 @@ def test_rounding_to_e4m3_is_torchs(either):
         right = wide.clamp(-448, 448).to(torch.float8_e4m3fn).float() if format == "fp8" else wide.round().clamp(-128, 127)
         assert torch.equal(made, right)
         assert scales.tolist() == [[1.0]]
+
+
+def test_a_format_that_is_not_registered_runs_by_the_reference(device, monkeypatch):
+    """Its values are those of the interface's registry; nothing of Triton's is called for them."""
+    weight, x = drawn(WeightFormat(elements=INT8, activations=INT8), 64), normal(3, 64)
+    for module in (quantized_ops, quantized):
+        monkeypatch.setattr(module, "TRITON_FORMATS", {})
+    kernels = TritonKernels(SMALL)
+    kernels.pdl = False
+    with monkeypatch.context() as patched:
+        patched.setattr(quantized_ops, "launch", None)
+        assert torch.equal(kernels.linear_quantized(x, weight), REFERENCE.linear_quantized(x, weight))
+    assert plan(SMALL, weight) is None
 
 
 def test_what_the_kernel_does_not_take(device):
