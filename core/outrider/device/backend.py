@@ -53,7 +53,7 @@ class Backend(BackendDeclarations, GroupFactory, ABC):
     :class:`BackendDeclarations`.
 
     *Threads.* Every method may be called from any thread. ``on`` scopes and captures belong to the thread that opened
-    them.
+    them. *Names* are for reports: two objects with one name share nothing.
     """
 
     def __init__(
@@ -121,13 +121,14 @@ class Backend(BackendDeclarations, GroupFactory, ABC):
         """
         if priority != 0 and not self.capabilities.stream_priorities:
             raise CapabilityError(f"{self.label} doesn't declare stream_priorities; create {name!r} with priority=0")
-        taken = {stream.name for stream in self._streams}
-        unique, number = name, 1
-        while unique in taken:
-            number += 1
-            unique = f"{name}.{number}"
-        stream = self._create_stream(unique, priority)
-        self._streams.append(stream)
+        with self._creation_lock:
+            taken = {stream.name for stream in self._streams}
+            unique, number = name, 1
+            while unique in taken:
+                number += 1
+                unique = f"{name}.{number}"
+            stream = self._create_stream(unique, priority)
+            self._streams.append(stream)
         if self.observer is not None:
             self.observer.stream_created(stream)
         return stream
@@ -183,7 +184,10 @@ class Backend(BackendDeclarations, GroupFactory, ABC):
     # -- memory ----------------------------------------------------------------------------------------------------
 
     def empty_pinned(self, owner: str, shape: Sequence[int], dtype: torch.dtype) -> PinnedBuffer:
-        """Allocate page-locked host memory with undefined contents. ``owner`` names the memory in reports."""
+        """Allocate page-locked host memory with undefined contents. ``owner`` names the memory in reports.
+
+        No two live buffers share memory; a tensor that is a view of a buffer keeps the memory.
+        """
         return PinnedBuffer(self, owner, self._empty_pinned(tuple(shape), dtype))
 
     def copy_async(self, destination: Tensor, source: Tensor, *, stream: Stream) -> None:

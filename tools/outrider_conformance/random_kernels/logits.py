@@ -44,7 +44,8 @@ def _bias(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
             token, value = int(tokens[row, entry]), values[row, entry].double()
             on = positions[row] < until[row, entry]
             here = wanted.value[row, on, token]
-            wanted.error[row, on, token] += (2 * unit * (here.abs() + value.abs() + (here + value).abs())).nan_to_num(0, 0, 0)
+            error = 2 * unit * (here.abs() + value.abs() + (here + value).abs()) + 2 * bounds.TINY[dtype]
+            wanted.error[row, on, token] += error.nan_to_num(0, 0, 0)
             wanted.value[row, on, token] = here + value
     operands = {
         "logits": Operand(logits, _LAYOUTS[shape["layout"]]),
@@ -107,7 +108,7 @@ def _penalties(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     error = (4 * unit * (value.abs() + 2 * lowered.abs())).nan_to_num(0, 0, 0)
     value = value - lowered
     moved = value != logits.double()
-    error = torch.where(moved, error + bounds.UNIT[dtype] * value.abs().nan_to_num(0, 0, 0), 0.0)
+    error = torch.where(moved, error + bounds.UNIT[dtype] * value.abs().nan_to_num(0, 0, 0) + bounds.TINY[dtype], 0.0)
     operands = {
         "logits": Operand(logits, _LAYOUTS[shape["layout"]]),
         "tokens": Operand(tokens),
