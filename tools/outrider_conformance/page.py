@@ -148,13 +148,17 @@ def _test(test: Mapping[str, Any], *, opened: bool = False) -> str:
 
 def _facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     backend, host = report["backend"], report["host"]
+    contract = f"{host['interface_version']} of {host.get('interface_date', 'an unknown day')}"
     versions = {**(report["versions"] or {})}
     return [
         ("backend", f"{backend['spec']} of {backend.get('distribution', 'an unknown distribution')}"),
         ("device", str(report["device"])),
         ("kernels", str(report["kernels"])),
         *((key, str(value)) for key, value in versions.items() if key != "device"),
-        ("kit", f"{report['kit']['version']}, interface version {host['interface_version']}"),
+        (
+            "kit",
+            f"{report['kit']['version']}, interface version {contract}",
+        ),
         ("python", f"{host['python']} on {host['system']}"),
         ("threads of torch", str(host.get("threads", "not recorded"))),
         ("started", report["started"]),

@@ -165,6 +165,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         undeclared(absent)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Record the verbs of the plugin that a test calls, so that the report can rank the causes of failures."""
+    if level_of(item.path) is None:
+        return (yield)
+    with tracing_verbs() as verbs:
+        try:
+            return (yield)
+        finally:
+            item.user_properties.append((VERBS_CALLED, sorted(verbs)))
+
+
 def undeclared(abilities: list[object]) -> None:
     """Skip the running test because the backend doesn't declare these abilities."""
     pytest.skip(f"not declared: {', '.join(map(str, abilities))}")
@@ -191,20 +203,14 @@ def info(kit: Kit) -> BackendInfo:
 def backend(kit: Kit, request: pytest.FixtureRequest) -> Generator[Backend]:
     """Yield a new backend, and drain it after the test. From L4 on, the calls of its kernels are counted."""
     backend = kit.open()
-    properties = request.node.user_properties
-    with tracing_verbs() as verbs:
-        try:
-            if (level_of(request.path) or 0) < FIRST_KERNEL_LEVEL:
-                yield backend
-                backend.synchronize()
-                return
-            with counting(backend.kernels_in_use) as calls:
-                yield backend
-                backend.synchronize()
-            properties.append((CALLS, calls.rows()))
-            verbs.update(f"KernelSet.{row['kernel']}" for row in calls.rows())
-        finally:
-            properties.append((VERBS_CALLED, sorted(verbs)))
+    if (level_of(request.path) or 0) < FIRST_KERNEL_LEVEL:
+        yield backend
+        backend.synchronize()
+        return
+    with counting(backend.kernels_in_use) as calls:
+        yield backend
+        backend.synchronize()
+    request.node.user_properties.append((CALLS, calls.rows()))
 
 
 @pytest.fixture

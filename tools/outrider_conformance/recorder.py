@@ -82,7 +82,8 @@ class ReportRecorder:
             record["figures"] = [value for key, value in properties if key == "figure"]
         if report.when == "teardown":
             self._calls += calls
-            self._verbs[verdict["id"]] = sorted({verb for key, value in properties if key == VERBS_CALLED for verb in value})
+            verbs = {verb for key, value in properties if key == VERBS_CALLED for verb in value}
+            self._verbs[verdict["id"]] = sorted(verbs | {f"KernelSet.{row['kernel']}" for rows in calls for row in rows})
             self._write_journal({"finished": record})
 
     @pytest.hookimpl(trylast=True)

@@ -268,12 +268,12 @@ class Backend(BackendDeclarations, GroupFactory, ABC):
         """Capture the device work of ``fn(context)`` on ``stream`` as a graph.
 
         ``inputs`` and ``outputs`` are static device tensors, allocated by the caller before the capture and written in
-        place; ``scalars`` are frozen; ``params`` name host integers that ``Graph.update_params`` can rebind. A device
-        may run ``fn`` before the capture, to warm up, so ``fn`` must be harmless with the present contents of the inputs. A
+        place; ``scalars`` are frozen; ``params`` name host integers that ``Graph.update_params`` can rebind. A device may
+        run ``fn`` before the capture, to warm up, so ``fn`` must be harmless with the present contents of the inputs. A
         device may also capture ``fn`` again, on ``stream``, when ``params`` are rebound. ``fn`` must not synchronise,
-        allocate pinned memory or replay another graph. If the backend doesn't declare ``captures_graphs``, the result runs
-        ``fn`` eagerly at each replay, in a scope of the replay's stream: work that ``fn`` places on a stream by name goes to
-        that stream.
+        allocate pinned memory or replay another graph; a library that synchronises (``Tensor.item``) fails the capture.
+        If the backend doesn't declare ``captures_graphs``, the result runs ``fn`` eagerly at each replay, in a scope of
+        the replay's stream: work that ``fn`` places on a stream by name goes to that stream.
 
         *Ordering.* The caller has ordered ``stream`` after the allocation of inputs and outputs. Other streams of the
         device may be busy: capture is thread-local, and a query by another thread doesn't break it. Garbage
