@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.resources import files
 from typing import Any, cast
 
@@ -15,17 +16,23 @@ from torch import Tensor
 from outrider.device import (
     Backend,
     Capabilities,
+    CapabilityError,
+    CaptureContext,
     DeviceError,
     DeviceFault,
     DeviceLost,
     Event,
     Flag,
+    Graph,
+    GraphCallable,
+    GraphPool,
     MemoryInfo,
     OutOfDeviceMemory,
     SpeculativeSync,
     Stream,
 )
-from outrider_opencl.driver import Failures, FlagState, Mark, OneShot, OpenCLDevice, Program, Queue
+from outrider_opencl.command_buffers import CommandBuffer, CommandBufferFunctions, CommandBufferGraph, Recorder
+from outrider_opencl.driver import Failures, FlagState, Kernel, Mark, OneShot, OpenCLDevice, Program, Queue
 from outrider_opencl.kernels import LAUNCHES, OpenCLKernels
 from outrider_opencl.memory import SharedMemory
 from outrider_opencl.queueing import Launcher, Queueing
@@ -38,6 +45,9 @@ CAPABILITIES = Capabilities(
     perturbs_timing=True,
     dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
 )
+WITH_COMMAND_BUFFERS = replace(CAPABILITIES, flags=False, captures_graphs=True, forks_in_capture=True)
+"""Abilities with graphs. A command buffer can't hold flags, which are set by native kernels, so the mode has none."""
+
 _MEMORY_STATUSES = (cl.status_code.OUT_OF_RESOURCES, cl.status_code.MEM_OBJECT_ALLOCATION_FAILURE)
 
 
@@ -92,10 +102,12 @@ class OpenCLStream(Stream):
         self._synchronize()
 
     def _record(self, event: Event) -> None:
-        cast(OpenCLEvent, event).mark = self.queue.mark()
+        if self._backend.recorder is None:  # a command buffer keeps the order of the calls, so it needs no marks
+            cast(OpenCLEvent, event).mark = self.queue.mark()
 
     def _wait(self, event: Event) -> None:
-        self.queue.wait(cast(OpenCLEvent, event).mark.event)
+        if self._backend.recorder is None:
+            self.queue.wait(cast(OpenCLEvent, event).mark.event)
 
     def _synchronize(self) -> None:
         self.queue.mark().wait()
@@ -150,15 +162,17 @@ class OpenCLFlag(Flag):
 class OpenCLBackend(Backend):
     """A device of OpenCL that shares memory with the host."""
 
-    def __init__(self, ordinal: int = 0, *, out_of_order: bool = False) -> None:
+    def __init__(self, ordinal: int = 0, *, out_of_order: bool = False, command_buffers: bool = False) -> None:
         self.opencl = OpenCLDevice(ordinal, out_of_order=out_of_order)
         self.memory = SharedMemory(self.opencl)
         self.program = Program(self.opencl, files(__package__).joinpath("bookkeeping.cl").read_text())
+        self._command_buffers = CommandBufferFunctions(self.opencl) if command_buffers else None
+        self._generated: dict[str, Program] = {}
         self._thread = threading.local()
         super().__init__(
             "opencl",
             torch.device("cpu"),  # the name that torch gives to memory that the host addresses
-            capabilities=CAPABILITIES,
+            capabilities=WITH_COMMAND_BUFFERS if command_buffers else CAPABILITIES,
             kernels=OpenCLKernels,
             speculative_sync=SpeculativeSync,
         )
@@ -194,6 +208,8 @@ class OpenCLBackend(Backend):
         def fail() -> None:
             raise RuntimeError("a fault was provoked")
 
+        if self.recorder is not None:
+            raise CapabilityError(f"{self.label} records no operation that fails: native kernels can't be recorded")
         cast(OpenCLStream, stream).run_on_host("provoke_fault", fail)
 
     # -- streams and placement ----------------------------------------------------------------------------------------
@@ -212,7 +228,7 @@ class OpenCLBackend(Backend):
             self._thread.stream = before
 
     def _current_launcher(self) -> Launcher:
-        return cast(OpenCLStream, self._thread.stream)
+        return self.recorder or cast(OpenCLStream, self._thread.stream)
 
     def _create_stream(self, name: str, priority: int) -> Stream:
         return OpenCLStream(self, name)
@@ -221,6 +237,8 @@ class OpenCLBackend(Backend):
         return OpenCLEvent(self, name, timing)
 
     def _create_flag(self, name: str) -> Flag:
+        if self._command_buffers is not None:
+            raise CapabilityError(f"{self.label} has no flags with graphs=command-buffers, which can't record them ({name!r})")
         return OpenCLFlag(self, name)
 
     def _synchronize(self) -> None:
@@ -229,6 +247,9 @@ class OpenCLBackend(Backend):
         self.raise_failed("the end of all streams")
 
     def _delay(self, stream: Stream, cycles: int) -> None:
+        if self.recorder is not None:
+            self.recorder.spin(cycles)
+            return
         end, queue = OneShot(self.opencl), cast(OpenCLStream, stream).queue
         queue.run_on_host(threading.Timer(cycles / 1e9, end.complete).start)
         queue.wait(end.event)  # a sleeping native kernel would occupy one of the runtime's few threads
@@ -244,6 +265,35 @@ class OpenCLBackend(Backend):
     def memory_info(self) -> MemoryInfo:
         """Return the allocated bytes. The runtime reports the host's memory, which is no limit of the device."""
         return MemoryInfo(total=0, free=0, allocated=self.memory.allocated)
+
+    # -- graphs -------------------------------------------------------------------------------------------------------
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Return the launcher of the calling thread's capture, or None."""
+        return getattr(self._thread, "recorder", None)
+
+    def generated_kernel(self, source: str) -> Kernel:
+        """Return the elementwise kernel of a generated source, which is compiled once."""
+        return self._generated.setdefault(source, Program(self.opencl, source)).kernel("elementwise")
+
+    def _capture(
+        self, name: str, fn: GraphCallable, context: CaptureContext, stream: Stream, pool: GraphPool | None
+    ) -> Graph:
+        if self._command_buffers is None:
+            raise CapabilityError(f"{self.label} captures {name!r} only with graphs=command-buffers")
+        buffer = CommandBuffer(self._command_buffers, cast(OpenCLStream, stream).queue)
+        graph = CommandBufferGraph(self, name, context, buffer)
+        recorder = self._thread.recorder = Recorder(self, buffer)
+        try:
+            with self._on(stream), self.capturing(graph, stream):
+                fn(context)
+        finally:
+            self._thread.recorder = None
+        buffer.finalize()
+        if recorder.is_empty:
+            graph.buffer = None
+        return graph
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

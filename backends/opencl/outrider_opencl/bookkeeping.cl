@@ -101,3 +101,11 @@ kernel void verify_chain(
     }
     accepted[b] = count;
 }
+
+// Takes about `cycles` clocks: a chain of multiplications of about four clocks each.
+kernel void spin(global ulong *out, long cycles) {
+    ulong x = 1;
+    for (long i = 0; i < cycles / 4; i++)
+        x = x * 6364136223846793005UL + 1442695040888963407UL;
+    out[0] = x;
+}

@@ -213,6 +213,11 @@ class Queue:
             )
         self._hold(held)
 
+    def run_command_buffer(self, call: Callable[..., int], held: object) -> None:
+        """Enqueue a command buffer by ``call``. ``held`` lives until the command buffer has run."""
+        self._enqueue("a command buffer", call)
+        self._hold(held)
+
     def mark(self) -> Mark:
         """Enqueue and return a new mark."""
         with self._lock:

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 OPTIONS = MappingProxyType(
     {
         "queues": "in-order (each stream has its own queue) or out-of-order (all streams share one queue, ordered by events)",
+        "graphs": "none or command-buffers (captures become command buffers; needs cl_khr_command_buffer)",
     }
 )
-_VALUES = MappingProxyType({"queues": ("in-order", "out-of-order")})
+_VALUES = MappingProxyType({"queues": ("in-order", "out-of-order"), "graphs": ("none", "command-buffers")})
 _ADVICE = "install the runtime and its Python interface: pip install 'outrider-opencl[pocl]'"
 
 
@@ -50,4 +51,8 @@ def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
         raise BackendLoadError(f"backend 'opencl': pyopencl isn't installed; {_ADVICE}")
     from outrider_opencl.backend import OpenCLBackend
 
-    return OpenCLBackend(ordinal, out_of_order=options.get("queues") == "out-of-order")
+    return OpenCLBackend(
+        ordinal,
+        out_of_order=options.get("queues") == "out-of-order",
+        command_buffers=options.get("graphs") == "command-buffers",
+    )
