@@ -32,7 +32,7 @@ from outrider.device import (
     Stream,
 )
 from outrider_opencl.command_buffers import CommandBuffer, CommandBufferFunctions, CommandBufferGraph, Recorder
-from outrider_opencl.driver import Failures, FlagState, Kernel, Mark, OneShot, OpenCLDevice, Program, Queue
+from outrider_opencl.driver import Failures, FlagState, Mark, OneShot, OpenCLDevice, Program, Queue
 from outrider_opencl.kernels import LAUNCHES, OpenCLKernels
 from outrider_opencl.memory import SharedMemory
 from outrider_opencl.queueing import Launcher, Queueing
@@ -85,7 +85,7 @@ class OpenCLStream(Stream):
         short = name.split("::")[1]
         launch = LAUNCHES[short](arguments, results)
         if launch.size:
-            kernel = self._backend.program.kernel(short)
+            kernel = self._backend.program.shared_kernel(short)
             self.queue.run_kernel(kernel, (launch.size,), launch.arguments, (arguments, results))
 
     def run_elementwise(self, name: str, result: Tensor, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
@@ -108,6 +108,8 @@ class OpenCLStream(Stream):
     def _wait(self, event: Event) -> None:
         if self._backend.recorder is None:
             self.queue.wait(cast(OpenCLEvent, event).mark.event)
+        elif event.generation:
+            raise CapabilityError(f"a command buffer of {self._backend.label} can't wait for event {event.name!r} outside of it")
 
     def _synchronize(self) -> None:
         self.queue.mark().wait()
@@ -273,9 +275,9 @@ class OpenCLBackend(Backend):
         """Return the launcher of the calling thread's capture, or None."""
         return getattr(self._thread, "recorder", None)
 
-    def generated_kernel(self, source: str) -> Kernel:
-        """Return the elementwise kernel of a generated source, which is compiled once."""
-        return self._generated.setdefault(source, Program(self.opencl, source)).kernel("elementwise")
+    def generated_program(self, source: str) -> Program:
+        """Return the program of a generated source, which is compiled once."""
+        return self._generated.setdefault(source, Program(self.opencl, source))
 
     def _capture(
         self, name: str, fn: GraphCallable, context: CaptureContext, stream: Stream, pool: GraphPool | None

@@ -58,7 +58,7 @@ class CommandBuffer:
         self._functions = functions
         self._queue = queue
         self.held: list[object] = []
-        """Tensors that the recorded kernels address."""
+        """The recorded kernels, and the tensors that they address."""
         properties = (ctypes.c_ulonglong * 3)(_FLAGS_PROPERTY, _SIMULTANEOUS_USE, 0)
         status = ctypes.c_int()
         self._handle = functions.create(1, self._queues(queue), properties, ctypes.byref(status))
@@ -74,6 +74,7 @@ class CommandBuffer:
                 self._handle, None, None, handle, 1, None, (ctypes.c_size_t * 1)(size), None, *waits, ctypes.byref(point), None
             )
         checked(status, f"recording kernel {kernel.name!r}")
+        self.held.append(kernel)
         self._last = point
 
     def finalize(self) -> None:
@@ -120,20 +121,20 @@ class Recorder:
         """Record the OpenCL kernel of an operator."""
         short = name.split("::")[1]
         launch = LAUNCHES[short](arguments, results)
-        self._record(self._backend.program.kernel(short), launch.size, launch.arguments)
+        self._record(self._backend.program.create_kernel(short), launch.size, launch.arguments)
 
     def run_elementwise(self, name: str, result: Tensor, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
         """Record an elementwise kernel. Returns False if there is none for the operator, or for the memory."""
         launch = elementwise_launch(name, result, arguments, named)
         if launch is None or not all(map(self._backend.memory.owns, _tensors(launch.arguments))):
             return False
-        self._record(self._backend.generated_kernel(launch.source), launch.size, launch.arguments)
+        self._record(self._backend.generated_program(launch.source).create_kernel("elementwise"), launch.size, launch.arguments)
         return True
 
     def spin(self, cycles: int) -> None:
         """Record a kernel that takes about so many clocks."""
         scratch = self._backend.memory.allocate_contiguous((1,), torch.int64)
-        self._record(self._backend.program.kernel("spin"), 1, (scratch, cycles))
+        self._record(self._backend.program.create_kernel("spin"), 1, (scratch, cycles))
 
     def allocate(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Allocate shared memory, which the graph keeps."""

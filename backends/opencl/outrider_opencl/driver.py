@@ -295,16 +295,25 @@ class Program:
         self._device = device
         self._source = source
         self._lock = threading.Lock()
+        self._built: cl.Program | None = None
         self._kernels: dict[str, Kernel] = {}
 
-    def kernel(self, name: str) -> Kernel:
-        """Return the kernel ``name``."""
+    def shared_kernel(self, name: str) -> Kernel:
+        """Return the kernel object ``name`` for direct launches, which take its arguments when they are enqueued."""
         with self._lock:
-            if not self._kernels:
-                built = cl.Program(self._device.context, self._source).build()
-                found = {each.function_name: each for each in built.all_kernels()}
-                self._kernels = {key: Kernel(self._device.library, each, key) for key, each in found.items()}
+            if name not in self._kernels:
+                self._kernels[name] = self._create(name)
             return self._kernels[name]
+
+    def create_kernel(self, name: str) -> Kernel:
+        """Create a kernel object for a recorded launch: PoCL 3.1 reads its arguments again at each replay."""
+        with self._lock:
+            return self._create(name)
+
+    def _create(self, name: str) -> Kernel:
+        if self._built is None:
+            self._built = cl.Program(self._device.context, self._source).build()
+        return Kernel(self._device.library, cl.Kernel(self._built, name), name)
 
 
 class OneShot:

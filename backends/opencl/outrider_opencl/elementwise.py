@@ -18,7 +18,14 @@ _FLOATS: Mapping[torch.dtype, str] = MappingProxyType(
     {torch.float64: "double", torch.float32: "float", torch.float16: "half", torch.bfloat16: "ushort"}
 )
 _INTEGERS: Mapping[torch.dtype, str] = MappingProxyType(
-    {torch.int64: "long", torch.int32: "int", torch.int16: "short", torch.int8: "char", torch.uint8: "uchar"}
+    {
+        torch.int64: "long",
+        torch.int32: "int",
+        torch.int16: "short",
+        torch.int8: "char",
+        torch.uint8: "uchar",
+        torch.bool: "uchar",
+    }
 )
 _RAW: Mapping[int, str] = MappingProxyType({1: "uchar", 2: "ushort", 4: "uint", 8: "ulong"})
 """Types by size, for copies that preserve every bit."""
@@ -26,7 +33,11 @@ _LOADS: Mapping[torch.dtype, str] = MappingProxyType(
     {torch.float16: "vload_half({at}, {name})", torch.bfloat16: "as_float((uint){name}[{at}] << 16)"}
 )
 _STORES: Mapping[torch.dtype, str] = MappingProxyType(
-    {torch.float16: "vstore_half_rte({value}, {at}, out)", torch.bfloat16: "out[{at}] = to_bfloat16({value})"}
+    {
+        torch.float16: "vstore_half_rte({value}, {at}, out)",
+        torch.bfloat16: "out[{at}] = to_bfloat16({value})",
+        torch.bool: "out[{at}] = ({value}) != 0",
+    }
 )
 _EXPRESSIONS: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(("copy_", "clone", "_to_copy", "fill_", "full", "full_like", "zero_", "zeros", "zeros_like"), "a")
