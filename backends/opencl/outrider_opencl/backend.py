@@ -45,7 +45,7 @@ CAPABILITIES = Capabilities(
     perturbs_timing=True,
     dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
 )
-WITH_COMMAND_BUFFERS = replace(CAPABILITIES, flags=False, captures_graphs=True, forks_in_capture=True)
+WITH_COMMAND_BUFFERS = replace(CAPABILITIES, flags=False, captures_graphs=True, captures_in_part=True, forks_in_capture=True)
 """Abilities with graphs. A command buffer can't hold flags, which are set by native kernels, so the mode has none."""
 
 _MEMORY_STATUSES = (cl.status_code.OUT_OF_RESOURCES, cl.status_code.MEM_OBJECT_ALLOCATION_FAILURE)
@@ -109,7 +109,9 @@ class OpenCLStream(Stream):
         if self._backend.recorder is None:
             self.queue.wait(cast(OpenCLEvent, event).mark.event)
         elif event.generation:
-            raise CapabilityError(f"a command buffer of {self._backend.label} can't wait for event {event.name!r} outside of it")
+            raise CapabilityError(
+                f"a command buffer of {self._backend.label} can't wait for event {event.name!r} outside of it"
+            )
 
     def _synchronize(self) -> None:
         self.queue.mark().wait()
@@ -233,6 +235,7 @@ class OpenCLBackend(Backend):
         return self.recorder or cast(OpenCLStream, self._thread.stream)
 
     def _create_stream(self, name: str, priority: int) -> Stream:
+        del priority  # not declared, so always 0
         return OpenCLStream(self, name)
 
     def _create_event(self, name: str, timing: bool) -> Event:
@@ -240,7 +243,9 @@ class OpenCLBackend(Backend):
 
     def _create_flag(self, name: str) -> Flag:
         if self._command_buffers is not None:
-            raise CapabilityError(f"{self.label} has no flags with graphs=command-buffers, which can't record them ({name!r})")
+            raise CapabilityError(
+                f"{self.label} has no flags with graphs=command-buffers, which can't record them ({name!r})"
+            )
         return OpenCLFlag(self, name)
 
     def _synchronize(self) -> None:
@@ -282,6 +287,7 @@ class OpenCLBackend(Backend):
     def _capture(
         self, name: str, fn: GraphCallable, context: CaptureContext, stream: Stream, pool: GraphPool | None
     ) -> Graph:
+        del pool  # the memory of a graph is its own
         if self._command_buffers is None:
             raise CapabilityError(f"{self.label} captures {name!r} only with graphs=command-buffers")
         buffer = CommandBuffer(self._command_buffers, cast(OpenCLStream, stream).queue)

@@ -31,10 +31,10 @@ class CommandBufferFunctions:
 
     def __init__(self, device: OpenCLDevice) -> None:
         if EXTENSION not in device.native.extensions.split():
+            platform = device.native.platform.version.strip()
             raise BackendLoadError(
-                f"backend 'opencl': {device.native.name.strip()} of {device.native.platform.version} has no {EXTENSION}, which "
-                "graphs=command-buffers needs; PoCL has it since 3.1 (Debian: apt install pocl-opencl-icd), or leave the "
-                "option out"
+                f"backend 'opencl': {device.native.name.strip()} of {platform} has no {EXTENSION}, which graphs=command-buffers "
+                "needs; PoCL has the extension since 3.1 (Debian: apt install pocl-opencl-icd); or leave the option out"
             )
         pointer, number = ctypes.c_void_p, ctypes.c_uint
 
@@ -45,7 +45,9 @@ class CommandBufferFunctions:
         self.create = function("clCreateCommandBufferKHR", pointer, number, *[pointer] * 3)
         self.finalize = function("clFinalizeCommandBufferKHR", ctypes.c_int, pointer)
         self.release = function("clReleaseCommandBufferKHR", ctypes.c_int, pointer)
-        self.enqueue = function("clEnqueueCommandBufferKHR", ctypes.c_int, *(number, pointer, pointer, number, pointer, pointer))
+        self.enqueue = function(
+            "clEnqueueCommandBufferKHR", ctypes.c_int, *(number, pointer, pointer, number, pointer, pointer)
+        )
         self.record_kernel = function(
             "clCommandNDRangeKernelKHR", ctypes.c_int, *[pointer] * 4, number, *[pointer] * 3, number, *[pointer] * 3
         )
@@ -71,7 +73,17 @@ class CommandBuffer:
         waits = (0, None) if self._last is None else (1, ctypes.byref(self._last))
         with kernel.bound(arguments) as handle:
             status = self._functions.record_kernel(
-                self._handle, None, None, handle, 1, None, (ctypes.c_size_t * 1)(size), None, *waits, ctypes.byref(point), None
+                self._handle,
+                None,
+                None,
+                handle,
+                1,
+                None,
+                (ctypes.c_size_t * 1)(size),
+                None,
+                *waits,
+                ctypes.byref(point),
+                None,
             )
         checked(status, f"recording kernel {kernel.name!r}")
         self.held.append(kernel)
@@ -83,9 +95,7 @@ class CommandBuffer:
 
     def enqueue(self, queue: Queue) -> None:
         """Enqueue all recorded kernels on ``queue``."""
-        queue.run_command_buffer(
-            lambda *waits: self._functions.enqueue(1, self._queues(queue), self._handle, *waits), self
-        )
+        queue.run_command_buffer(lambda *waits: self._functions.enqueue(1, self._queues(queue), self._handle, *waits), self)
 
     @staticmethod
     def _queues(queue: Queue) -> Any:
@@ -108,8 +118,8 @@ class Recorder:
         """Raise :class:`CaptureError`."""
         del task
         raise CaptureError(
-            f"operator {name!r} runs on {self._backend.label} as a native kernel, which a command buffer can't hold; leave it "
-            "outside of the capture, or create the backend without graphs=command-buffers"
+            f"operator {name!r} runs on {self._backend.label} as a native kernel, which a command buffer can't hold; leave "
+            "the operator outside of the capture, or create the backend without graphs=command-buffers"
         )
 
     def copy(self, destination: Tensor, source: Tensor) -> bool:
@@ -128,7 +138,9 @@ class Recorder:
         launch = elementwise_launch(name, result, arguments, named)
         if launch is None or not all(map(self._backend.memory.owns, _tensors(launch.arguments))):
             return False
-        self._record(self._backend.generated_program(launch.source).create_kernel("elementwise"), launch.size, launch.arguments)
+        self._record(
+            self._backend.generated_program(launch.source).create_kernel("elementwise"), launch.size, launch.arguments
+        )
         return True
 
     def spin(self, cycles: int) -> None:
@@ -170,5 +182,3 @@ class CommandBufferGraph(Graph):
 
 def _tensors(values: tuple[Any, ...]) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
-
-

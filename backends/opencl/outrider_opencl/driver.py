@@ -7,6 +7,7 @@ through ctypes, because pyopencl does not offer them as this backend needs them.
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -50,8 +51,7 @@ class Failures:
         return errors[0] if errors else None
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-def _run_task(argument: int) -> None:
+def _run(argument: int) -> None:
     """Run the task that was passed as the argument of a native kernel, and drop the reference that the queue held."""
     reference = ctypes.cast(argument, ctypes.POINTER(ctypes.py_object)).contents
     task, failures = reference.value
@@ -63,11 +63,18 @@ def _run_task(argument: int) -> None:
         failures.add(error)
 
 
+_run_task = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_run)
+
+
+def _do_nothing() -> None:
+    """Run as the task of a native kernel that is only a point in the order."""
+
+
 class Library:
     """The functions of the OpenCL library that pyopencl loaded."""
 
     def __init__(self) -> None:
-        native = ctypes.CDLL(cl._cl.__file__)  # type: ignore[attr-defined]  # resolves symbols of the library it links
+        native = ctypes.CDLL(sys.modules["pyopencl._cl"].__file__)  # resolves symbols of the library that it links
         pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
         events = (number, pointer, pointer)
 
@@ -188,13 +195,15 @@ class Queue:
         self._lock = threading.RLock()
         self._last: cl.Event | None = None
 
-    def run_on_host(self, task: Task) -> None:
-        """Enqueue ``task`` as a native kernel."""
+    def run_on_host(self, task: Task, *also_after: cl.Event) -> None:
+        """Enqueue ``task`` as a native kernel. In the shared queue it also runs after the events ``also_after``."""
         argument = ctypes.py_object((task, self.device.failures))
         library, pointer = self.device.library, ctypes.byref(argument)
         ctypes.pythonapi.Py_IncRef(argument)  # the queue's reference, which the native kernel drops
         self._enqueue(
-            "a native kernel", lambda *waits: library.native_kernel(self._handle, _run_task, pointer, 8, 0, None, None, *waits)
+            "a native kernel",
+            lambda *waits: library.native_kernel(self._handle, _run_task, pointer, 8, 0, None, None, *waits),
+            *also_after,
         )
 
     def copy(self, destination: int, source: int, nbytes: int, held: object) -> None:
@@ -221,18 +230,22 @@ class Queue:
     def mark(self) -> Mark:
         """Enqueue and return a new mark."""
         with self._lock:
-            self._last = event = cl.enqueue_marker(self.native, wait_for=self._order)
-            self.native.flush()
-        return Mark(event)
+            if self._is_chain:  # PoCL's markers wait for all commands of an out-of-order queue
+                self.run_on_host(_do_nothing)
+            else:
+                self._last = cl.enqueue_marker(self.native)
+                self.native.flush()
+            assert self._last is not None
+            return Mark(self._last)
 
     def wait(self, event: cl.Event) -> None:
         """Run later commands of this queue after ``event``. Never blocks the host."""
         with self._lock:
             if self._is_chain:
-                self._last = cl.enqueue_marker(self.native, wait_for=[*(self._order or ()), event])
+                self.run_on_host(_do_nothing, event)
             else:
                 self._last = cl.enqueue_barrier(self.native, wait_for=[event])
-            self.native.flush()
+                self.native.flush()
 
     @property
     def is_idle(self) -> bool:
@@ -244,18 +257,13 @@ class Queue:
     def _handle(self) -> int:
         return int(self.native.int_ptr)
 
-    @property
-    def _order(self) -> list[cl.Event] | None:
-        """Return the events that the next command must wait for, beyond the order of the queue."""
-        return [self._last] if self._is_chain and self._last is not None else None
-
-    def _enqueue(self, what: str, call: Callable[..., int]) -> None:
-        """Make a call that takes a list of events to wait for and returns its own event; that event becomes the last."""
+    def _enqueue(self, what: str, call: Callable[..., int], *also_after: cl.Event) -> None:
+        """Make a call that takes a list of events to wait for and returns its own event, which becomes the last."""
         made = ctypes.c_void_p()
         with self._lock:
-            order = self._order
-            waits = (ctypes.c_void_p * 1)(order[0].int_ptr) if order else None
-            checked(call(len(order or ()), waits, ctypes.byref(made)), f"enqueueing {what}")
+            after = [*also_after, self._last] if self._is_chain and self._last is not None else also_after
+            waits = (ctypes.c_void_p * len(after))(*(each.int_ptr for each in after)) if after else None
+            checked(call(len(after), waits, ctypes.byref(made)), f"enqueueing {what}")
             self._last = cl.Event.from_int_ptr(made.value, retain=False)
             self.native.flush()  # another queue may wait for the command
 

@@ -98,7 +98,9 @@ def _define_overload(name: str) -> None:
 
     def outside_of_scopes(*operands: Any) -> Any:
         del operands
-        raise InterfaceError(f"kernel {name!r} of backend 'opencl' was called outside of every scope; open Backend.on(stream)")
+        raise InterfaceError(
+            f"kernel {name!r} of backend 'opencl' was called outside of every scope; open Backend.on(stream)"
+        )
 
     _LIBRARY.define(str(default._schema).replace(f"outrider::{name}", overload, 1))
     _LIBRARY.impl(overload, outside_of_scopes, "CompositeExplicitAutograd")

@@ -57,7 +57,7 @@ class OperatorKind(NamedTuple):
 
 
 class Queueing(TorchDispatchMode):
-    """Pass each operator to the launcher that ``current()`` returns. An operator whose values the host needs runs after a wait."""
+    """Pass each operator to the launcher that ``current()`` returns; wait before an operator whose values the host needs."""
 
     def __init__(self, current: Callable[[], Launcher]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
