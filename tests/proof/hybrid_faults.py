@@ -15,7 +15,7 @@ from outrider.engine.state.buffers import StaticBuffers
 from outrider.engine.state.state_copies import StateCopies
 from outrider.engine.state.transfer import StateTransfer
 from outrider.model import StateInput
-from outrider.model.recurrent import RecurrentBlock
+from outrider.model.layers.recurrent import RecurrentBlock
 from outrider_proof.engine_setups import HYBRID, host_models, random_host_program, reference_tokens, without_schedule
 from proof.setups import RecordedServing
 

@@ -86,11 +86,12 @@ class ObservedKernels:
 def modes_of(backend: Backend) -> tuple[str, ...]:
     """Return the engine modes that the backend's policy allows. ``graphs``: staged mode, replayed from graphs."""
     sync, has = backend.speculative_sync, backend.capabilities
+    captures_all = has.captures_graphs and not has.captures_in_part
     rebinds = not sync.exact_host_lengths or (sync.rebind_params and has.updates_graph_params)
     runs = {
         "staged": StepMode.STAGED in sync.step_modes,
-        "graphs": StepMode.STAGED in sync.step_modes and has.captures_graphs and rebinds,
-        "fused": StepMode.FUSED in sync.step_modes and not backend.kernels_in_use.plans_on_host,
+        "graphs": StepMode.STAGED in sync.step_modes and captures_all and rebinds,
+        "fused": StepMode.FUSED in sync.step_modes and not has.captures_in_part and not backend.kernels_in_use.plans_on_host,
     }
     return tuple(mode for mode in engines.MODES if runs[mode])
 
@@ -166,7 +167,7 @@ def _dtypes(backend: Backend) -> list[torch.dtype]:
 def _named(backend: Backend, calls: KernelCalls) -> Generator[None]:
     """Count the kernel calls of each engine stage under the stage's name: prefill, draft, verify, decode or extend."""
 
-    def naming(kind: type, method: str, use: Callable[[Any], str]) -> Any:
+    def naming(kind: type, method: str, use: Callable[..., str]) -> Any:
         own = getattr(kind, method)
 
         def run(stage: Any, *args: Any) -> Any:

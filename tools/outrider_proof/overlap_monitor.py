@@ -70,7 +70,7 @@ class OverlapMonitor:
         exact = sync.exact_host_lengths or engine._parts.attention.plans_on_host
         policy = {"lengths_on_host": exact, "published": sync.published_waiter is Waiter.HOST, "draft_on_host": True}
         self._may_block |= {name for name, may in policy.items() if may}
-        _WatchedLoop(self, loop, overlap)
+        _WatchedLoop(self, loop, overlap, engine.proposer.depth)
         self.stages = StageMonitor(engine, self.note)
 
     def observe(self, backend: Backend) -> Callable[[], None]:
@@ -113,8 +113,8 @@ class OverlapMonitor:
 class _WatchedLoop:
     """The monitor's record of one engine's batches, launches and freed rows."""
 
-    def __init__(self, pace: OverlapMonitor, loop: Loop, overlap: bool) -> None:
-        self._pace, self._loop, self._overlap = pace, loop, overlap
+    def __init__(self, pace: OverlapMonitor, loop: Loop, overlap: bool, depth: int) -> None:
+        self._pace, self._loop, self._overlap, self._depth = pace, loop, overlap, depth
         self._followed = False  # the iteration before this one is to be in flight still
         self._around(loop.scheduler, "next_batch", self._next_batch)
         self._around(loop.scheduler, "_release", self._release)
@@ -143,7 +143,7 @@ class _WatchedLoop:
         return not any(group._waiting for group in groups) and all(
             request.prefilled >= len(request.context)
             and request.params.max_tokens - len(request.output) - request.tokens_in_flight
-            <= request.decodes_in_flight * (self._loop.step._growth - 1)
+            <= request.decodes_in_flight * self._depth
             for request in scheduler.running
             if request.finish_reason is None
         )

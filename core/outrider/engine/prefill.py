@@ -58,6 +58,7 @@ class Prefill:
     def bucket(self, batch: Batch) -> PrefillBucket | None:
         """Return the padded size of the batch's chunks; None if they are called for their exact size."""
         del batch
+        return None
 
     def launch(self, batch: Batch, packer: Packer, bucket: PrefillBucket | None = None) -> PrefilledChunks | None:
         """Enqueue the target's pass over the chunks. Only the last chunk of a prompt publishes a length.
