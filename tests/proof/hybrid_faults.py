@@ -8,12 +8,12 @@ import torch
 
 from outrider.device.kernels import recurrent
 from outrider.device.kernels.recurrent_kernels import RecurrentKernels
-from outrider.engine import parts, stages
+from outrider.engine import stages
 from outrider.engine.requests.scheduler import Scheduler
 from outrider.engine.requests.state_checkpoints import StateCheckpoints
+from outrider.engine.state import parts
 from outrider.engine.state.buffers import StaticBuffers
-from outrider.engine.state.state_copies import StateCopies
-from outrider.engine.state.transfer import StateTransfer
+from outrider.engine.state.transfer import StateCopies, StateTransfer
 from outrider.model import StateInput
 from outrider.model.layers.recurrent import RecurrentBlock
 from outrider_proof.engine_setups import HYBRID, host_models, random_host_program, reference_tokens, without_schedule

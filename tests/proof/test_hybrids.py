@@ -6,7 +6,7 @@ import pytest
 
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
-from outrider.engine.requests.request_state import RequestState
+from outrider.engine.requests.hand_over import RequestState
 from outrider.engine.step import Step
 from outrider_proof import tiny
 from outrider_proof.engine_setups import HYBRID, host_models, random_host_program, reference_tokens, without_schedule

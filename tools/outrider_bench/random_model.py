@@ -155,9 +155,9 @@ class RandomModel:
         addition to a partly used page of each request; None: the engine chooses. ``verbose``: print the chosen settings and
         ``other_choices``. ``tune_seconds``: time limit for tuning kernels first; ``on_prepared`` gets the result of tuning.
         """
-        from outrider.engine.device_model_facts import situation_of
         from outrider.engine.engine import Engine
-        from outrider.engine.resolve import resolve
+        from outrider.engine.setup.device_model_facts import situation_of
+        from outrider.engine.setup.resolve import resolve
         from outrider.model.config.shapes import shape_config
         from outrider.speculative.proposer import NonSpeculativeProposer
 
@@ -205,7 +205,7 @@ class RandomModel:
         """Return the dtype of the ``config.json``, or the dtype in which models of this shape are published."""
         import torch
 
-        from outrider.engine.resolve import choose_dtype
+        from outrider.engine.setup.resolve import choose_dtype
         from outrider.model.config.checkpoint_config import checkpoint_dtype
         from outrider.model.config.shapes import shape_file
 

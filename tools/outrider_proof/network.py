@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
-    from outrider.engine.requests.lent_pages import ExpectedPages, LentPages
+    from outrider.engine.requests.hand_over import ExpectedPages, LentPages
     from outrider.transports import PageTransfer
 
 APART = 3

@@ -101,7 +101,7 @@ class OneServing(Serving):
     """
 
     def _params(self, arrival: Arrival) -> SamplingParams:
-        from outrider.engine.requests.guides import Regex
+        from outrider.engine.guides.guides import Regex
 
         return replace(super()._params(arrival), guide=Regex("residues") if arrival.guided else None)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from outrider.device import Observer, OutriderError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from outrider import Engine
     from outrider.device import Operation
-    from outrider.engine.frame import DecodeBatch, Frame, Stage
-    from outrider.engine.parts import EngineParts
+    from outrider.engine.state.frame import DecodeBatch, Frame, Stage
+    from outrider.engine.state.parts import EngineParts
 
 
 class UndeclaredAccess(OutriderError):
@@ -110,4 +110,6 @@ def declared_memory(parts: EngineParts) -> Iterator[tuple[str, Iterable[Tensor]]
 
 
 def _tensors(owner: object) -> list[Tensor]:
+    from torch import Tensor  # the help of the explorer's commands does without
+
     return [value for value in vars(owner).values() if isinstance(value, Tensor)]

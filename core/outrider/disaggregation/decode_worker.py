@@ -17,9 +17,8 @@ from outrider.disaggregation.page_landing import PageLanding
 from outrider.disaggregation.prefill_worker import SendMessage, written_notice
 from outrider.disaggregation.wire import WireError, WireMessage
 from outrider.engine.engine import Engine
-from outrider.engine.requests.lent_pages import ExpectedPages
+from outrider.engine.requests.hand_over import ExpectedPages, RequestState
 from outrider.engine.requests.request import FinishReason, StepOutput
-from outrider.engine.requests.request_state import RequestState
 from outrider.errors import RequestError
 from outrider.transports import LinkDown
 

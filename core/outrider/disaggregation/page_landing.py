@@ -17,7 +17,7 @@ from typing import Any
 
 from outrider.device import CapabilityError, ConfigError, DeviceError, EngineStopped, OutriderError
 from outrider.engine.engine import Engine
-from outrider.engine.requests.lent_pages import ExpectedPages
+from outrider.engine.requests.hand_over import ExpectedPages
 from outrider.transports import Link, LinkDown, Transport
 
 

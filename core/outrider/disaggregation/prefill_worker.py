@@ -12,9 +12,8 @@ from outrider.disaggregation import codec
 from outrider.disaggregation.guide_compilers import GuideCompilers
 from outrider.disaggregation.wire import WireError, WireMessage
 from outrider.engine.engine import Engine
-from outrider.engine.requests.lent_pages import LentPages
+from outrider.engine.requests.hand_over import LentPages, RequestState
 from outrider.engine.requests.request import FinishReason, StepOutput
-from outrider.engine.requests.request_state import RequestState
 from outrider.errors import RequestError
 from outrider.transports import Link, LinkDown, PageTransfer
 

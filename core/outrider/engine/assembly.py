@@ -9,7 +9,6 @@ from outrider.engine.fused_step import FusedStep
 from outrider.engine.graphs import CaptureProgress, GraphRunner, Runner
 from outrider.engine.guided import GuidedDecoding
 from outrider.engine.loop import Launcher, Loop
-from outrider.engine.parts import EngineParts
 from outrider.engine.prefill import Prefill
 from outrider.engine.prefill_graphs import PrefillLauncher, build_prefill_graphs
 from outrider.engine.ranked import DecidersGuides, FollowersGuides, RankedPrefill, RankedStages, RankedStep
@@ -21,6 +20,7 @@ from outrider.engine.requests.pages import FreeList, PagePool
 from outrider.engine.requests.scheduler import Scheduler, SchedulerLimits
 from outrider.engine.requests.state_checkpoints import StateCheckpoints
 from outrider.engine.stages import Iteration, Stages
+from outrider.engine.state.parts import EngineParts
 from outrider.engine.step import Step
 from outrider.model import ModelRanks
 

@@ -14,7 +14,6 @@ from outrider.device import Backend, CapabilityError, ConfigError
 from outrider.engine.config import DecidedConfig
 from outrider.engine.graphs import MIN_REQUESTS_SHORTER_DRAFT, powers_up_to, sizes_of_shorter
 from outrider.engine.loop import Launcher
-from outrider.engine.parts import EngineParts
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.draft_length import (
     DraftCosts,
@@ -25,6 +24,7 @@ from outrider.engine.requests.draft_length import (
 )
 from outrider.engine.requests.request import Request
 from outrider.engine.requests.sampling import SamplingParams
+from outrider.engine.state.parts import EngineParts
 from outrider.engine.state.results import PendingResult
 from outrider.speculative.proposer import Proposer
 

@@ -10,17 +10,15 @@ from typing import Any
 from torch import Tensor
 
 from outrider.device import Backend, ConfigError, DeviceError, Fence
-from outrider.engine.admission import Admission
 from outrider.engine.assembly import Assembly, assembly_of
-from outrider.engine.checks import check_engine_types, check_invariance, check_loading_types, check_policy, check_tree
 from outrider.engine.config import Choice, EngineConfig
-from outrider.engine.device_model_facts import situation_of
 from outrider.engine.draft_costs import decide, lengths_for
-from outrider.engine.follower import Answer, answering, follow
+from outrider.engine.fences import Streams
 from outrider.engine.graphs import CaptureProgress
+from outrider.engine.guides.grammars import Grammars
+from outrider.engine.guides.guides import Guide
 from outrider.engine.lending import PageLending
-from outrider.engine.loading import load_checkpoint
-from outrider.engine.parts import assemble
+from outrider.engine.loop import EngineLoad, EngineStats
 from outrider.engine.prefill_graphs import PrefillGraphs
 from outrider.engine.ranks.commands import (
     AbortCommand,
@@ -41,19 +39,19 @@ from outrider.engine.ranks.parallel import ParallelConfig
 from outrider.engine.ranks.processes import LoadingArguments, RankProcesses, absolute, check_one_rank, start_ranks
 from outrider.engine.ranks.ranks import Ranks
 from outrider.engine.recovery.watchdog import Watchdog
+from outrider.engine.requests.admission import Admission
 from outrider.engine.requests.cache_events import CacheEvent, CacheEvents
 from outrider.engine.requests.draft_length import DraftLengthPolicy, LengthSchedule
-from outrider.engine.requests.grammars import Grammars
-from outrider.engine.requests.guides import Guide
-from outrider.engine.requests.hand_over import HandOver
+from outrider.engine.requests.hand_over import HandOver, RequestState
+from outrider.engine.requests.output_queue import RequestStream
 from outrider.engine.requests.request import Completion, FinishReason, Request, StepOutput
-from outrider.engine.requests.request_state import RequestState
-from outrider.engine.requests.request_stream import RequestStream
 from outrider.engine.requests.sampling import SamplingParams
-from outrider.engine.resolve import resolve
-from outrider.engine.session import Session
-from outrider.engine.stats import EngineLoad, EngineStats
-from outrider.engine.streams import Streams
+from outrider.engine.session import Answer, Session, answering, follow
+from outrider.engine.setup.checks import check_engine_types, check_invariance, check_loading_types, check_policy, check_tree
+from outrider.engine.setup.device_model_facts import situation_of
+from outrider.engine.setup.loading import load_checkpoint
+from outrider.engine.setup.resolve import resolve
+from outrider.engine.state.parts import assemble
 from outrider.engine.warm_up import WarmUp, warm_up
 from outrider.errors import RequestError
 from outrider.model import LanguageModel, Media, OutputFormat, QuantizedName, Tokenizer, VisionTower

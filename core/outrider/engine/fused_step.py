@@ -12,13 +12,13 @@ iteration before are not uploaded again.
 
 from __future__ import annotations
 
-from outrider.engine.frame import build_frame
 from outrider.engine.graphs import Runner
 from outrider.engine.guided import GuidedDecoding
-from outrider.engine.parts import EngineParts
 from outrider.engine.prefill_graphs import PrefillLauncher
 from outrider.engine.requests.batch import Batch
 from outrider.engine.stages import Iteration
+from outrider.engine.state.frame import build_frame
+from outrider.engine.state.parts import EngineParts
 from outrider.engine.state.results import PendingResult
 from outrider.engine.step import Step
 

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from outrider.device import KernelSet
-from outrider.engine.frame import DecodeBatch, Frame
-from outrider.engine.parts import EngineParts
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.request import Request
+from outrider.engine.state.frame import DecodeBatch, Frame
+from outrider.engine.state.parts import EngineParts
 
 
 class GuidedDecoding:

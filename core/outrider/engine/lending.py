@@ -11,17 +11,16 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from outrider.device import ConfigError
-from outrider.engine.admission import Admission
 from outrider.engine.loop import Loop
-from outrider.engine.parts import EngineParts
 from outrider.engine.ranks.commands import ExpectPagesCommand, PagesArrivedCommand, ReleasePagesCommand
 from outrider.engine.ranks.records import RanksDiffer
-from outrider.engine.requests.lent_pages import ArrivedPages, ExpectedPages, LentPages
+from outrider.engine.requests.admission import Admission
+from outrider.engine.requests.hand_over import ArrivedPages, ExpectedPages, LentPages, RequestState
 from outrider.engine.requests.pages import FreeList
 from outrider.engine.requests.request import FinishReason, Request, StepOutput
-from outrider.engine.requests.request_state import RequestState
 from outrider.engine.requests.scheduler import Scheduler
 from outrider.engine.session import Session
+from outrider.engine.state.parts import EngineParts
 from outrider.errors import RequestError
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
 
-from outrider.device import DeviceFault
-from outrider.engine.parts import EngineParts
-from outrider.engine.ranked import RankedStep
+from outrider.device import Decision, DeviceFault
 from outrider.engine.ranks.decision_log import DecisionLog
 from outrider.engine.recovery.failure_recovery import FailureRecovery
 from outrider.engine.recovery.watchdog import Watchdog
@@ -17,12 +17,23 @@ from outrider.engine.requests.groups import GroupScheduler
 from outrider.engine.requests.output_queue import OutputQueue
 from outrider.engine.requests.request import FinishReason, Request, RequestFailed
 from outrider.engine.requests.scheduler import OutOfPages, Scheduler
+from outrider.engine.state.parts import EngineParts
 from outrider.engine.state.results import HostResults, PendingResult
-from outrider.engine.step import Step
 from outrider.errors import RequestError
 
-Launcher = Step | RankedStep
-"""The launcher of iterations, of an engine of one rank or of one of several ranks."""
+
+class Launcher(Protocol):
+    """A launcher of iterations: :class:`~outrider.engine.step.Step`, or a step that is wrapped for several ranks."""
+
+    def launch(self, requested: Batch) -> PendingResult:
+        """Enqueue one iteration and return the pending result."""
+
+    def shape(self, batch: Batch | None) -> Mapping[str, Decision]:
+        """Return the decisions about the launch of ``batch`` that other ranks must share."""
+
+    def invalidate(self) -> None:
+        """Upload all inputs in the next iteration, because a copy of an earlier iteration may have failed."""
+
 
 _MAX_CHANCE_OF_END = 0.1
 """Probability that all requests end, above which the loop waits for results before it launches.
@@ -264,3 +275,47 @@ class Loop:
         if request.finished:
             del self.requests[request.id]
             self.start_followers(request)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counts of iterations, tokens and cache look-ups since the engine was created.
+
+    ``iterations`` counts launched batches, with those of prefill only. ``request_iterations`` counts verifications of single
+    requests, ``verified_tokens`` their tokens, and ``drafted_tokens`` the draft tokens that could have been accepted: those
+    of chains, and the longest paths of trees. ``blocked_s`` is the time in seconds that the host waited at fences for the
+    device.
+
+    ``preemptions`` counts requests that lost their pages and start again. ``prefix_looked_up`` counts context tokens that
+    were looked up in the prefix cache, and ``prefix_hits`` those whose pages were cached.
+    """
+
+    iterations: int
+    request_iterations: int
+    verified_tokens: int
+    emitted_tokens: int
+    blocked_s: float = 0.0
+    preemptions: int = 0
+    prefix_looked_up: int = 0
+    prefix_hits: int = 0
+    drafted_tokens: int = 0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens that one verification of a request yields on average; 0 before the first verification."""
+        return self.verified_tokens / self.request_iterations if self.request_iterations else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """The load of an engine at this moment. ``running`` counts requests with a row, ``waiting`` requests without one. Of
+    ``pages``, no request holds ``free_pages``; of these, ``cached_pages`` have contents that a prefix may hit.
+    """
+
+    running: int
+    waiting: int
+    pages: int
+    free_pages: int
+    cached_pages: int
+    state_checkpoints: int = 0
+    """Prefixes whose recurrent states are kept."""

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from outrider.device import DeviceError
 from outrider.engine.guided import GuidedDecoding
-from outrider.engine.parts import EngineParts
-from outrider.engine.requests.batch import Batch, PrefillChunk
-from outrider.engine.requests.features import Features
+from outrider.engine.requests.batch import Batch, Features, PrefillChunk
 from outrider.engine.requests.request import RequestFailed
-from outrider.engine.state.attention_plans import AttentionBatchKind
+from outrider.engine.state.parts import EngineParts
+from outrider.engine.state.plans import AttentionBatchKind
 from outrider.engine.state.staging import Packer, PrefillBucket, PrefillInputs, prefill_attention, prefill_inputs
 from outrider.model import ForwardInput, KeptRows, StateInput
 from outrider.speculative.host_seq_lens import HostSeqLens

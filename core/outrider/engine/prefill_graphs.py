@@ -12,10 +12,9 @@ import time
 
 from outrider.device import Backend, CaptureContext, Graph, StepMode
 from outrider.engine.graphs import CaptureReport
-from outrider.engine.parts import EngineParts
 from outrider.engine.prefill import Prefill, PrefilledChunks
-from outrider.engine.requests.batch import Batch
-from outrider.engine.requests.features import Features
+from outrider.engine.requests.batch import Batch, Features
+from outrider.engine.state.parts import EngineParts
 from outrider.engine.state.staging import Packer, PrefillBucket, prefill_inputs
 
 MAX_GRAPH_TOKENS = 2048

@@ -11,10 +11,10 @@ from dataclasses import replace
 from torch import Tensor
 
 from outrider.device import RequestInputs, RequestRows
-from outrider.engine.frame import DecodeBatch, Frame, Stage, build_frame
-from outrider.engine.parts import EngineParts
-from outrider.engine.state.attention_plans import AttentionBatchKind
 from outrider.engine.state.buffers import DRAFT, EXTEND, INPUTS, OUTPUTS, VERIFY
+from outrider.engine.state.frame import DecodeBatch, Frame, Stage, build_frame
+from outrider.engine.state.parts import EngineParts
+from outrider.engine.state.plans import AttentionBatchKind
 from outrider.model import ForwardInput, KeptRows, SideBySide, StateInput, side_by_side
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs
 

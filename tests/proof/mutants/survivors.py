@@ -53,7 +53,7 @@ REASONS: dict[str, str] = {
     "_pack_prefill: one more: 0 → 1 (7)": "equivalent: the proposer that reads it takes no padding",
     "Results._read_logprobs: change a flag: True → False": "equivalent: both are made from the same chunks",
     "EngineConfig.__post_init__: leave out: _check_int": "what is refused: tests/engine/test_requests.py",
-    "Admission.check: leave out: check_pages": "what is refused: tests/engine/test_requests.py",
+    "Admission.check: leave out: _check_pages": "what is refused: tests/engine/test_requests.py",
     "WatchedFence.wait_host: negate: limit is None": "a device that is stuck: tests/engine/test_watchdog.py",
     "WatchedFence.wait_host: leave out: self._watchdog.passed": "an error's text: tests/engine/test_watchdog.py",
     "WatchedFence.signal: leave out: self.generation += 1": "an error's text: tests/engine/test_watchdog.py",

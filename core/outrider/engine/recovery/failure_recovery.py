@@ -6,9 +6,9 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 
 from outrider.device import Backend, DeadlockError, DeviceError, DeviceFault, DeviceStuck, EngineStopped
+from outrider.engine.fences import Streams
 from outrider.engine.ranks.decision_log import DecisionLog
 from outrider.engine.recovery.watchdog import Watchdog
-from outrider.engine.streams import Streams
 
 _MAX_FAILURES = 8
 """Number of consecutive recoverable failures, while the engine waits for its streams, that make a device count as stuck."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from outrider.device.errors import ConfigError
-from outrider.engine.requests.patterns import to_xgrammar_syntax
-from outrider.engine.requests.schemas import supported_schema
+from outrider.engine.guides.patterns import to_xgrammar_syntax
+from outrider.engine.guides.schemas import supported_schema
 from outrider.errors import shown
 
 MAX_GUIDE_TEXT = 1 << 18

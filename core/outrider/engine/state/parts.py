@@ -6,21 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from outrider.device import Backend, Fence
-from outrider.engine.checks import check_cache
 from outrider.engine.config import MAX_LOGPROBS, DecidedConfig, state_rows
-from outrider.engine.fences import FenceSet
-from outrider.engine.state.attention_plans import AttentionPlans
+from outrider.engine.fences import FenceSet, Streams
+from outrider.engine.setup.checks import check_cache
 from outrider.engine.state.buffers import StaticBuffers, step_buffers
 from outrider.engine.state.input_upload import InputUpload
 from outrider.engine.state.masks import Masks
 from outrider.engine.state.options import OptionTable
-from outrider.engine.state.plans import Plans
+from outrider.engine.state.plans import AttentionPlans, Plans
 from outrider.engine.state.probes import Probes
 from outrider.engine.state.results import Results
 from outrider.engine.state.rows import FutureMap, RowTable, SeqLensRing
 from outrider.engine.state.staging import Staging, staging_capacity
 from outrider.engine.state.transfer import StateTransfer
-from outrider.engine.streams import Streams
 from outrider.model import KVCache, LanguageModel, VisionTower
 from outrider.speculative.proposer import Proposer
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from outrider.device import AttentionMetadata, Stream
-from outrider.engine.parts import EngineParts
-from outrider.engine.requests.features import Features
+from outrider.engine.requests.batch import Features
 from outrider.engine.state.buffers import DecodeInputs, ExtendPlan, StaticBuffers, VerifyInputs, VerifyOutputs
+from outrider.engine.state.parts import EngineParts
 from outrider.speculative.host_seq_lens import HostSeqLens
 from outrider.speculative.proposer import Draft
 
@@ -90,7 +90,7 @@ class Stage(ABC):
 
     name: str
     on: str
-    """The name of its stream in :class:`~outrider.engine.streams.Streams`."""
+    """The name of its stream in :class:`~outrider.engine.fences.Streams`."""
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     fills: str | None = None

@@ -11,9 +11,9 @@ import torch
 
 from outrider.device import Backend, ConfigError, KernelSet, WrappedKernels
 from outrider.engine.config import DTYPES, Choice, DecidedConfig, DtypeName, EngineConfig
-from outrider.engine.device_model_facts import situation_of
 from outrider.engine.ranks.ranks import Ranks
-from outrider.engine.resolve import choose_dtype, resolve
+from outrider.engine.setup.device_model_facts import situation_of
+from outrider.engine.setup.resolve import choose_dtype, resolve
 from outrider.model import (
     Decoder,
     DraftVocabulary,

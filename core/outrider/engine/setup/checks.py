@@ -1,17 +1,13 @@
-"""Checks of a configuration when the engine is created, and of a request."""
+"""Checks of a configuration when the engine is created."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from outrider.device import Backend, CapabilityError, ConfigError, KernelSet, OutOfDeviceMemory, StepMode
-from outrider.engine.config import MAX_LOGPROBS, DecidedConfig, EngineConfig, state_rows
-from outrider.engine.device_model_facts import memory_of
-from outrider.engine.requests.sampling import MAX_LOGIT_BIAS, SamplingParams
-from outrider.errors import RequestError, shown
+from outrider.engine.config import DecidedConfig, EngineConfig, state_rows
+from outrider.engine.setup.device_model_facts import memory_of
+from outrider.errors import shown
 from outrider.model import KVCache, LanguageModel
 from outrider.speculative.proposer import Proposer
 
@@ -122,58 +118,3 @@ def check_cache(backend: Backend, config: DecidedConfig, model: LanguageModel, *
             f"{whose} has {total / 2**30:.1f} GiB in all; lower num_pages, max_requests or max_context"
             f"{' or state_checkpoints' if states else ''}"
         )
-
-
-def check_prompt(prompt: Sequence[int], params: SamplingParams, *, context: int, vocabulary: int) -> None:
-    """Check that the prompt consists of tokens and leaves room for its output."""
-    if not prompt:
-        raise RequestError("the prompt is empty; give at least one token")
-    total = len(prompt) + params.max_tokens
-    if total > context:
-        raise RequestError(
-            f"the prompt has {len(prompt)} tokens and asks for {params.max_tokens} more: {total} don't fit in the "
-            f"context of {context}; shorten the prompt or lower max_tokens"
-        )
-    if min(prompt) < 0 or max(prompt) >= vocabulary:
-        wrong = next(token for token in prompt if not 0 <= token < vocabulary)
-        raise RequestError(f"token {wrong} of the prompt is outside the model's vocabulary of {vocabulary}")
-
-
-def check_pages(needed: int, pages: int, page_size: int) -> None:
-    """Check that the cache has room for the request at its longest."""
-    if needed > pages:
-        raise RequestError(
-            f"the request needs {needed} KV pages of {page_size} tokens, the cache has {pages}; raise "
-            "num_pages or lower max_tokens"
-        )
-
-
-def check_options(params: SamplingParams, stops: set[int], *, config: DecidedConfig, vocabulary: int) -> None:
-    """Check that the sampling options name existing tokens, don't ban all, and are within the engine's limits."""
-    listed = dict(params.biases)
-    wrong = next((token for token in listed if token >= vocabulary), None)
-    if wrong is None:
-        wrong = next((token for token in params.stop_token_ids if not 0 <= token < vocabulary), None)
-    if wrong is not None:
-        raise RequestError(f"token {wrong} of the sampling options is outside the model's vocabulary of {vocabulary}")
-    most_bias = torch.finfo(config.torch_dtype).max
-    wide = next((token for token, value in listed.items() if most_bias < abs(value) < float("inf")), None)
-    if wide is not None:
-        raise RequestError(
-            f"logit_bias of token {wide} is {listed[wide]:g}; {config.dtype}, in which this engine computes, "
-            f"holds {most_bias:g} at most"
-        )
-    banned = {token for token, value in listed.items() if value == float("-inf")}
-    if params.min_tokens:
-        banned |= stops
-    if len(banned) >= vocabulary:
-        raise RequestError("logit_bias and min_tokens ban every token of the vocabulary; leave at least one")
-    entries = len(listed) + (len(stops) if params.min_tokens else 0)
-    if entries > MAX_LOGIT_BIAS:
-        raise RequestError(
-            f"logit_bias and the stop tokens that min_tokens bans make {entries} entries, a request may have "
-            f"{MAX_LOGIT_BIAS}; list fewer tokens"
-        )
-    max_logprobs = min(MAX_LOGPROBS, vocabulary)
-    if params.logprobs is not None and params.logprobs > max_logprobs:
-        raise RequestError(f"logprobs is {params.logprobs}, an engine reports {max_logprobs} at most")

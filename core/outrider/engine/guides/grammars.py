@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from outrider.device import ConfigError
-from outrider.engine.requests.guidance import DelayedMatcher, Guidance, Matcher, mask_words
-from outrider.engine.requests.guides import ChoiceGuide, Ebnf, Guide, JsonObject, JsonSchema, Regex
+from outrider.engine.guides.guidance import DelayedMatcher, Guidance, Matcher, mask_words
+from outrider.engine.guides.guides import ChoiceGuide, Ebnf, Guide, JsonObject, JsonSchema, Regex
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.errors import RequestError, one_line
 from outrider.model import Tokenizer
@@ -197,7 +197,7 @@ class Grammars:
 
 
 class XgrammarMatcher:
-    """A :class:`~outrider.engine.requests.guidance.Matcher` of xgrammar."""
+    """A :class:`~outrider.engine.guides.guidance.Matcher` of xgrammar."""
 
     def __init__(self, compiled: Any, ends: list[int], textless: frozenset[int]) -> None:
         """Create a matcher of one compiled guide.

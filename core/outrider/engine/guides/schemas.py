@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from outrider.device.errors import ConfigError
-from outrider.engine.requests.patterns import FORMATS, to_xgrammar_syntax
+from outrider.engine.guides.patterns import FORMATS, to_xgrammar_syntax
 from outrider.errors import shown
 
 MAX_DEPTH = 64

@@ -1,4 +1,4 @@
-"""The device and model facts that :mod:`outrider.engine.resolve` decides by, collected from a backend, a model and its
+"""The device and model facts that :mod:`outrider.engine.setup.resolve` decides by, collected from a backend, a model and its
 proposer.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from outrider.device import Backend
-from outrider.engine.resolve import CacheMemory, DeviceModelFacts
+from outrider.engine.setup.resolve import CacheMemory, DeviceModelFacts
 from outrider.model import KVCache, LanguageModel
 from outrider.speculative.proposer import Proposer
 

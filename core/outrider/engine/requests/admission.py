@@ -8,18 +8,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from outrider.device import ConfigError
-from outrider.engine.checks import check_options, check_pages, check_prompt
-from outrider.engine.config import DecidedConfig
+from outrider.engine.config import MAX_LOGPROBS, DecidedConfig
+from outrider.engine.guides.grammars import Grammars
 from outrider.engine.requests.argument_checks import checked_int, checked_tokens
-from outrider.engine.requests.grammars import Grammars
-from outrider.engine.requests.hand_over import HandOver
+from outrider.engine.requests.hand_over import HandOver, RequestState
 from outrider.engine.requests.media import expand_prompt, request_media
 from outrider.engine.requests.request import Request
-from outrider.engine.requests.request_state import RequestState
-from outrider.engine.requests.sampling import SamplingParams
-from outrider.engine.requests.stop_text import watch_stop_strings
-from outrider.engine.requests.transcript import Transcript
+from outrider.engine.requests.sampling import MAX_LOGIT_BIAS, SamplingParams
+from outrider.engine.requests.stop_text import Transcript, watch_stop_strings
 from outrider.errors import RequestError, shown
 from outrider.model import Media, ModelConfig, Tokenizer, VisionTower
 
@@ -155,12 +154,12 @@ class Admission:
     def check(self, prompt: tuple[int, ...], params: SamplingParams) -> frozenset[int]:
         """Return the request's stop tokens. Raises :class:`RequestError` for a request that the engine cannot serve."""
         config, vocabulary = self.config, self.model.vocab_size
-        check_prompt(prompt, params, context=self.max_context, vocabulary=vocabulary)
-        check_pages(self.pages_of(len(prompt) + params.max_tokens), self.pages, config.page_size)
+        _check_prompt(prompt, params, context=self.max_context, vocabulary=vocabulary)
+        _check_pages(self.pages_of(len(prompt) + params.max_tokens), self.pages, config.page_size)
         stops = set(params.stop_token_ids)
         if not params.ignore_eos:
             stops.update(self.model.eos_token_ids)
-        check_options(params, stops, config=config, vocabulary=vocabulary)
+        _check_options(params, stops, config=config, vocabulary=vocabulary)
         if params.stop and self.tokenizer is None:
             raise ConfigError(
                 "the request has stop strings, and this engine was built without a tokenizer; take a checkpoint that has "
@@ -179,3 +178,58 @@ def checked_media(media: Any) -> tuple[Media, ...]:
         if not isinstance(each, Media):
             raise RequestError(f"media has a {type(each).__name__}; expected what MediaProcessor makes")
     return listed
+
+
+def _check_prompt(prompt: Sequence[int], params: SamplingParams, *, context: int, vocabulary: int) -> None:
+    """Check that the prompt consists of tokens and leaves room for its output."""
+    if not prompt:
+        raise RequestError("the prompt is empty; give at least one token")
+    total = len(prompt) + params.max_tokens
+    if total > context:
+        raise RequestError(
+            f"the prompt has {len(prompt)} tokens and asks for {params.max_tokens} more: {total} don't fit in the "
+            f"context of {context}; shorten the prompt or lower max_tokens"
+        )
+    if min(prompt) < 0 or max(prompt) >= vocabulary:
+        wrong = next(token for token in prompt if not 0 <= token < vocabulary)
+        raise RequestError(f"token {wrong} of the prompt is outside the model's vocabulary of {vocabulary}")
+
+
+def _check_pages(needed: int, pages: int, page_size: int) -> None:
+    """Check that the cache has room for the request at its longest."""
+    if needed > pages:
+        raise RequestError(
+            f"the request needs {needed} KV pages of {page_size} tokens, the cache has {pages}; raise "
+            "num_pages or lower max_tokens"
+        )
+
+
+def _check_options(params: SamplingParams, stops: set[int], *, config: DecidedConfig, vocabulary: int) -> None:
+    """Check that the sampling options name existing tokens, don't ban all, and are within the engine's limits."""
+    listed = dict(params.biases)
+    wrong = next((token for token in listed if token >= vocabulary), None)
+    if wrong is None:
+        wrong = next((token for token in params.stop_token_ids if not 0 <= token < vocabulary), None)
+    if wrong is not None:
+        raise RequestError(f"token {wrong} of the sampling options is outside the model's vocabulary of {vocabulary}")
+    most_bias = torch.finfo(config.torch_dtype).max
+    wide = next((token for token, value in listed.items() if most_bias < abs(value) < float("inf")), None)
+    if wide is not None:
+        raise RequestError(
+            f"logit_bias of token {wide} is {listed[wide]:g}; {config.dtype}, in which this engine computes, "
+            f"holds {most_bias:g} at most"
+        )
+    banned = {token for token, value in listed.items() if value == float("-inf")}
+    if params.min_tokens:
+        banned |= stops
+    if len(banned) >= vocabulary:
+        raise RequestError("logit_bias and min_tokens ban every token of the vocabulary; leave at least one")
+    entries = len(listed) + (len(stops) if params.min_tokens else 0)
+    if entries > MAX_LOGIT_BIAS:
+        raise RequestError(
+            f"logit_bias and the stop tokens that min_tokens bans make {entries} entries, a request may have "
+            f"{MAX_LOGIT_BIAS}; list fewer tokens"
+        )
+    max_logprobs = min(MAX_LOGPROBS, vocabulary)
+    if params.logprobs is not None and params.logprobs > max_logprobs:
+        raise RequestError(f"logprobs is {params.logprobs}, an engine reports {max_logprobs} at most")

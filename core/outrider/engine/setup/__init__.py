@@ -1,0 +1,1 @@
+"""Checkpoints, settings and checks: what an engine decides before it allocates memory."""
