@@ -261,7 +261,8 @@ def _inject_divergence(engine: Engine, inject: str) -> None:
 
     decision_log.next = other
     if inject == "bucket":
-        runner: Any = engine._step._runner
+        step: Any = engine._step
+        runner = step._runner
         smallest = runner.bucket
 
         def larger(count: int, drafted: int | None = None, features: Any = None) -> int:

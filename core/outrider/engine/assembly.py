@@ -85,6 +85,7 @@ class RankedAssembly(Assembly):
     """The assembly of one of several ranks."""
 
     def __init__(self, parts: EngineParts, ranks: ModelRanks) -> None:
+        ranks.use_stream(parts.streams.forward)
         guided = DecidersGuides(parts) if ranks.is_decider else FollowersGuides(parts)
         super().__init__(parts, RankedStages(parts, ranks), RankedPrefill(parts, guided, ranks), guided)
         self._ranks = ranks

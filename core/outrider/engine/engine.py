@@ -51,7 +51,7 @@ from outrider.engine.setup.checks import check_engine_types, check_invariance, c
 from outrider.engine.setup.device_model_facts import situation_of
 from outrider.engine.setup.loading import load_checkpoint
 from outrider.engine.setup.resolve import resolve
-from outrider.engine.state.parts import assemble
+from outrider.engine.state.parts import EngineParts
 from outrider.engine.warm_up import WarmUp, warm_up
 from outrider.errors import RequestError
 from outrider.model import LanguageModel, Media, OutputFormat, QuantizedName, Tokenizer, VisionTower
@@ -105,7 +105,7 @@ class Engine:
         check_tree(model, proposer)
         self.max_context = config.max_context
         watchdog = Watchdog(config.device_timeout_s)
-        self._parts = parts = assemble(
+        self._parts = parts = EngineParts(
             model,
             backend,
             proposer=proposer,
@@ -114,8 +114,6 @@ class Engine:
             vision=vision,
             wrap_fence=watchdog.wrapping(wrap_fence),
         )
-        if ranks is not None:
-            ranks.model.use_stream(parts.streams.forward)
         assembly = assembly_of(parts)
         self.warm_up = self._warm_up_kernels(assembly, watchdog)
         with backend.guard("capturing the engine's graphs"):

@@ -1,7 +1,6 @@
 """Bugs of waits and records that were absent, conditional, early or late. Numbers are those of docs/findings/scenarios.md."""
 
 from copy import copy
-from dataclasses import replace
 
 import pytest
 
@@ -193,7 +192,7 @@ def test_11_a_hand_over_on_another_stream_than_the_stash(sim):
     def change(engine):
         elsewhere = copy(engine._parts.transfer)
         elsewhere._forward = engine._parts.streams.schedule
-        engine._step._parts = replace(engine._step._parts, transfer=elsewhere)
+        engine._step._parts.transfer = elsewhere
 
     findings = Historical(sim, change=change).races(moving, *RACES, FindingKind.REUSE)
     assert somewhere(findings, "transfer.py")

@@ -11,7 +11,7 @@ import torch
 
 from outrider.device import Backend, ConfigError, KernelSet, WrappedKernels
 from outrider.engine.config import DTYPES, Choice, DecidedConfig, DtypeName, EngineConfig
-from outrider.engine.ranks.ranks import Ranks
+from outrider.engine.ranks.ranks import Ranks, part_of_model
 from outrider.engine.setup.device_model_facts import situation_of
 from outrider.engine.setup.resolve import choose_dtype, resolve
 from outrider.model import (
@@ -152,7 +152,7 @@ def _load_native(
     quantized: QuantizedMode,
 ) -> Decoder:
     """Load the model of a checkpoint with the kernels that the config selects."""
-    shared = None if ranks is None else ranks.model
+    shared = part_of_model(ranks)
     kernels = backend.kernels_in_use
     return load_decoder(
         directory,
