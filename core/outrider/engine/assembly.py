@@ -8,7 +8,7 @@ from outrider.device import Group, StepMode
 from outrider.engine.fused_step import FusedStep
 from outrider.engine.graphs import CaptureProgress, GraphRunner, Runner
 from outrider.engine.guided import GuidedDecoding
-from outrider.engine.loop import Launcher, Loop
+from outrider.engine.loop import IterationLauncher, Loop
 from outrider.engine.prefill import Prefill
 from outrider.engine.prefill_graphs import PrefillLauncher, build_prefill_graphs
 from outrider.engine.ranked import DecidersGuides, FollowersGuides, RankedPrefill, RankedStages, RankedStep
@@ -40,7 +40,7 @@ class Assembly:
         self._prefill = prefill
         self._guided = guided
 
-    def warm_up_step(self) -> Launcher:
+    def warm_up_step(self) -> IterationLauncher:
         """Create a step that calls each stage, before any graph is captured."""
         runner, prefill = Runner(self._parts), self._prefill
         return self._wrap(Step(self._parts, self._stages, runner, prefill, self._guided), runner, prefill)
@@ -57,7 +57,7 @@ class Assembly:
             runner = Runner(parts)
         return runner, build_prefill_graphs(parts, self._prefill) or self._prefill
 
-    def step(self, runner: Runner, prefill: PrefillLauncher) -> Launcher:
+    def step(self, runner: Runner, prefill: PrefillLauncher) -> IterationLauncher:
         """Create the step over the launchers. No iteration may be in flight, since the step signals its initial fences."""
         step = (
             FusedStep(self._parts, self._iteration, runner, prefill, self._guided)
@@ -66,11 +66,13 @@ class Assembly:
         )
         return self._wrap(step, runner, prefill)
 
-    def _wrap(self, step: Step, runner: Runner, prefill: PrefillLauncher) -> Launcher:
+    def _wrap(self, step: Step, runner: Runner, prefill: PrefillLauncher) -> IterationLauncher:
         del runner, prefill
         return step
 
-    def loop(self, step: Launcher, watchdog: Watchdog, draft_length: DraftLengthPolicy, decision_log: DecisionLog) -> Loop:
+    def loop(
+        self, step: IterationLauncher, watchdog: Watchdog, draft_length: DraftLengthPolicy, decision_log: DecisionLog
+    ) -> Loop:
         """Create the loop over ``step`` and a scheduler whose rows and pages are all free."""
         parts = self._parts
         waits = parts.config.step_mode is StepMode.FUSED and parts.backend.speculative_sync.fused_host_wait
@@ -90,7 +92,7 @@ class RankedAssembly(Assembly):
         super().__init__(parts, RankedStages(parts, ranks), RankedPrefill(parts, guided, ranks), guided)
         self._ranks = ranks
 
-    def _wrap(self, step: Step, runner: Runner, prefill: PrefillLauncher) -> Launcher:
+    def _wrap(self, step: Step, runner: Runner, prefill: PrefillLauncher) -> IterationLauncher:
         return RankedStep(step, self._parts, runner, prefill, self._ranks)
 
     def _scheduler(self, draft_length: DraftLengthPolicy) -> Scheduler | GroupScheduler:

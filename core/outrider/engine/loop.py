@@ -22,7 +22,7 @@ from outrider.engine.state.results import HostResults, PendingResult
 from outrider.errors import RequestError
 
 
-class Launcher(Protocol):
+class IterationLauncher(Protocol):
     """A launcher of iterations: :class:`~outrider.engine.step.Step`, or a step that is wrapped for several ranks."""
 
     def launch(self, requested: Batch) -> PendingResult:
@@ -53,7 +53,7 @@ class Loop:
     def __init__(
         self,
         parts: EngineParts,
-        step: Launcher,
+        step: IterationLauncher,
         scheduler: Scheduler | GroupScheduler,
         watchdog: Watchdog,
         decision_log: DecisionLog,

@@ -1,4 +1,4 @@
-"""What several ranks of one model add to an iteration, wrapped around its parts.
+"""Stages, prefill, guides and step of one of several ranks: they wrap those of a single rank.
 
 All tensor-parallel ranks compute each token, and they can differ in the last bits. So the first of them, the decider,
 broadcasts its draft, its acceptance, its first tokens and the findings of its probes. It alone walks the grammars of guided

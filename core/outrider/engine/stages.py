@@ -446,7 +446,7 @@ STAGES = (Gather, DraftStage, PlanPositions, PlanTokens, VerifyAttention, Verify
 
 
 class Stages:
-    """The stages of one engine."""
+    """The stages of an engine of one rank, each on its stream."""
 
     def __init__(self, parts: EngineParts) -> None:
         self.gather = Gather(parts)

@@ -19,7 +19,7 @@ from outrider.engine.requests.hand_over import HandOver
 
 
 class DecisionLog:
-    """The decision log of an engine of one rank: nobody reads its decisions, so nothing is published.
+    """The decision log of an engine of one rank: no other rank reads its decisions, so nothing is published.
 
     :class:`RankedDecisionLog` has the log of several ranks.
     """

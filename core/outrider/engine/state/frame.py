@@ -103,7 +103,7 @@ class Stage(ABC):
 
     @abstractmethod
     def run(self, batch: DecodeBatch, frame: Frame) -> None:
-        """Enqueue the stage's work."""
+        """Enqueue the stage's work for ``batch``, which reads and writes the buffers of ``frame``."""
 
     def has_work(self, drafted: int) -> bool:
         """Return True if the stage has work in an iteration that drafts ``drafted`` tokens."""

@@ -43,9 +43,7 @@ class EngineParts:
 
         ``lengths`` are the numbers of tokens that an iteration may draft; for a tree, its nodes.
         """
-        self.backend = backend
-        self.model = model
-        self.proposer = proposer
+        self.backend, self.model, self.proposer = backend, model, proposer
         self.config = config
         self.lengths = lengths
         self.vision = vision
@@ -71,16 +69,8 @@ class EngineParts:
             self.options = OptionTable(rows=requests + 1, vocabulary=vocabulary, device=device)
             self.masks = Masks(backend, proposer, entries=entries, max_requests=requests, vocabulary=vocabulary)
             self.future = FutureMap(kernels, rows=requests + 1, relay=proposer.relay, device=device)
-            shorter = {
-                length: step_buffers(model, proposer, pages=table_width, drafted=length)
-                for length in lengths
-                if length != proposer.nodes
-            }
-            longest = step_buffers(model, proposer, pages=table_width)
-            self.buffers = StaticBuffers(backend, longest, max_requests=requests, shorter=shorter)
-            capacity = staging_capacity(requests=requests, pages=table_width, prefill_chunk=config.prefill_chunk)
-            capacity += OptionTable.capacity(requests=requests, vocabulary=vocabulary, max_context=config.max_context)
-            self.staging = Staging(backend, entries=entries, capacity=capacity, max_requests=requests)
+            self.buffers = self._allocate_buffers(table_width)
+            self.staging = self._allocate_staging(table_width)
             self.probes = Probes(kernels, proposer, vocabulary=vocabulary, ranks=model.ranks is not None)
             self.results = Results(
                 backend,
@@ -93,10 +83,9 @@ class EngineParts:
             )
             self.seq_lens_ring = SeqLensRing(backend, self.future.seq_lens, entries=entries)
         streams.forward.synchronize()
-        transfers = min(requests, _MAX_TRANSFERS)
+        transfers, lane = min(requests, _MAX_TRANSFERS), self.buffers.lane
         self.fences = FenceSet(backend.speculative_sync, entries=entries, transfers=transfers, wrap=wrap_fence)
-        lane, max_context = self.buffers.lane, config.max_context
-        self.plans = Plans(kernels, proposer, lane=lane, page_size=page_size, max_context=max_context)
+        self.plans = Plans(kernels, proposer, lane=lane, page_size=page_size, max_context=config.max_context)
         self.attention = AttentionPlans(model, proposer, page_size=page_size)
         self.input_upload = InputUpload(
             staging=self.staging,
@@ -117,6 +106,23 @@ class EngineParts:
             fences=self.fences,
             group=0 if data is None else data.rank,
         )
+
+    def _allocate_buffers(self, pages: int) -> StaticBuffers:
+        """Allocate the static buffers; a block table has ``pages`` entries."""
+        model, proposer = self.model, self.proposer
+        shorter = {
+            length: step_buffers(model, proposer, pages=pages, drafted=length)
+            for length in self.lengths
+            if length != proposer.nodes
+        }
+        longest = step_buffers(model, proposer, pages=pages)
+        return StaticBuffers(self.backend, longest, max_requests=self.config.max_requests, shorter=shorter)
+
+    def _allocate_staging(self, pages: int) -> Staging:
+        config, vocabulary = self.config, self.model.config.vocab_size
+        capacity = staging_capacity(requests=config.max_requests, pages=pages, prefill_chunk=config.prefill_chunk)
+        capacity += OptionTable.capacity(requests=config.max_requests, vocabulary=vocabulary, max_context=config.max_context)
+        return Staging(self.backend, entries=ring_entries(config), capacity=capacity, max_requests=config.max_requests)
 
     @property
     def capacity(self) -> int:
