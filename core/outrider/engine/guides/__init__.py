@@ -1,1 +1,1 @@
-"""Guides of requests: what a text may be, grammars that the host walks, and masks of tokens."""
+"""Guides of requests: the texts that they allow, grammars that the host walks, and token masks."""

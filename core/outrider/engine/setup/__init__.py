@@ -1,1 +1,1 @@
-"""Checkpoints, settings and checks: what an engine decides before it allocates memory."""
+"""Start of an engine: checkpoints, chosen settings, and checks before memory is allocated."""
