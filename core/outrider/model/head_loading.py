@@ -15,6 +15,8 @@ from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint_config import read_model_config
 from outrider.model.config import ModelConfig
 from outrider.model.config_fields import is_whole
+from outrider.model.decoder import Decoder
+from outrider.model.draft_output import DraftVocabulary, with_output_head
 from outrider.model.eagle import EagleHead
 from outrider.model.eagle3 import Eagle3Head, Eagle3Weights
 from outrider.model.eagle3_config import ENVELOPE, Eagle3Options, read_eagle3_options
@@ -23,6 +25,7 @@ from outrider.model.head_mapping import eagle3_targets, eagle3_weights, eagle_ta
 from outrider.model.language_model import LanguageModel
 from outrider.model.mapping import MTP_PREFIXES, mtp_format
 from outrider.model.pieces import Target
+from outrider.model.products import Weight
 from outrider.model.quantization import Quantization, QuantizedMode, read_quantization
 from outrider.model.reading import read_json, wrap_read_errors
 from outrider.model.rope import RopeConfig
@@ -128,8 +131,22 @@ class CheckedEagle3Checkpoint:
             quantization=self.quantization,
         )
         ids = None if self.target_ids is None else self.target_ids.to(backend.device)
+        if ids is not None and "head" not in weights:
+            weights["head"], ids = self._rows_of_target(target, backend)
         record = eagle3_weights(weights, num_layers=config.num_layers, embedding=target.embedding, target_ids=ids)
         return config, record, {each.name: weights[each.name] for each in self.more}
+
+    def _rows_of_target(self, target: LanguageModel, backend: Backend) -> tuple[Weight, Tensor | None]:
+        """Return the rows of the target's output head that a head without its own drafts from, and their tokens."""
+        assert self.target_ids is not None  # the caller has checked
+        if not isinstance(target, Decoder):
+            raise CheckpointError(
+                f"{self.files.origin}: has 'd2t' and no 'lm_head.weight', so it drafts with rows of the target's output "
+                "head, which a target that runs by transformers' own code doesn't give; run the target natively"
+            )
+        vocabulary = DraftVocabulary(ids=self.target_ids.sort().values, origin=f"'d2t' of {self.files.origin}")
+        drafting = with_output_head(target, backend=backend, vocabulary=vocabulary)
+        return drafting.weights.head, drafting.output_ids
 
 
 class Eagle3HeadOptions(TypedDict):
