@@ -134,11 +134,12 @@ class Conversations:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def draw(self, count: int, rng: random.Random, *, held_out: bool) -> list[Prompt]:
-        """Return ``count`` prompts, equally many of each kind. Those of training never come from a held-out file."""
-        questions = iter(self.write_questions(count // len(KINDS) + 1, rng))
+        """Return ``count`` prompts, two of five of them chat. Those of training never come from a held-out file."""
+        cycle = (*KINDS, "chat")
+        questions = iter(self.write_questions(2 * (count // len(cycle) + 1), rng))
         found: list[Prompt] = []
         while len(found) < count:
-            kind = KINDS[len(found) % len(KINDS)]
+            kind = cycle[len(found) % len(cycle)]
             if kind == "chat":
                 question = next(questions)
             elif kind == "maths":

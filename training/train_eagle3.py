@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from decoding import mark_repeated
 from eagle3 import Eagle3Head, read_states, save_eagle3
 from instruct import KINDS, Conversations
 from optim import Optimizer
@@ -95,11 +96,14 @@ class Eagle3Training:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.cuda)
 
     def answer(self, prompts: list[list[int]], temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the prompts with their answers [B, S], the ends of the prompts [B] and of the answers [B]."""
+        """Return the prompts with their answers [B, S], the ends of the prompts [B] and of the answers [B].
+
+        An answer ends where it begins to loop, since loops are easy to draft.
+        """
         rows = self.talk.write(prompts, temperature=temperature)
         ends = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         index = torch.arange(rows.shape[1], device=self.device)
-        finished = (rows == self.end) & (index >= ends.unsqueeze(1))
+        finished = ((rows == self.end) | mark_repeated(rows)) & (index >= ends.unsqueeze(1))
         lasts = torch.where(finished.any(1), finished.long().argmax(1) + 1, rows.shape[1])
         return rows, ends, lasts
 
@@ -125,24 +129,32 @@ class Eagle3Training:
         self.note("draft vocabulary", tokens=count, covered=round(covered, 4))
         return torch.tensor(sorted(ordered))
 
-    def loss(self, tokens: Tensor, starts: Tensor, stops: Tensor) -> Tensor:
+    @torch.no_grad()
+    def observe(self, tokens: Tensor, starts: Tensor, stops: Tensor) -> tuple[Tensor, ...]:
+        """Return the operands of :meth:`loss` for rows of the pool.
+
+        These are the target's states [B, S, 3 H], the embeddings of the following tokens [B, S, H], the target's log
+        probabilities over the draft vocabulary [B, S, Vd], its best tokens [B, S], and 1 where a pair predicts a token of
+        the answer, else 0 [B, S].
+        """
+        with self.autocast():
+            states, final = read_states(self.target, tokens, self.head.read_layers)
+            logits = torch.nn.functional.linear(final[:, 1:-1], self.target.embed_tokens.weight)
+        index = torch.arange(tokens.shape[1] - 2, device=tokens.device)
+        counts = (index + 2 >= starts.unsqueeze(1)) & (index + 2 < stops.unsqueeze(1))
+        log_p = logits[..., self.head.ids].float().log_softmax(-1)
+        return states[:, :-2], self.target.embed_tokens(tokens[:, 1:-1]), log_p, logits.argmax(-1), counts.float()
+
+    def loss(self, states: Tensor, embedded: Tensor, log_p: Tensor, best: Tensor, counts: Tensor) -> Tensor:
         """Return the loss, then for each depth the share of greedy drafts that are right.
 
         The loss of a depth is the divergence from the target's distribution over the draft vocabulary, plus the probability
         of a rejection at temperature 1.
         """
-        with torch.no_grad(), self.autocast():
-            states, final = read_states(self.target, tokens, self.head.read_layers)
-            logits = torch.nn.functional.linear(final[:, 1:-1], self.target.embed_tokens.weight)
-            best = logits.argmax(-1)
-            log_p = logits[..., self.head.ids].float().log_softmax(-1)
-            embedded = self.target.embed_tokens(tokens[:, 1:-1])
-        index = torch.arange(tokens.shape[1] - 2, device=tokens.device)
-        # Pair i predicts token i + 2, which has to be of the answer.
-        counts = ((index + 2 >= starts.unsqueeze(1)) & (index + 2 < stops.unsqueeze(1))).float()
         with self.autocast():
-            outputs = self.head.unroll(embedded, self.head.condition(states[:, :-2]), self.args.depth)
-        total, facts = torch.zeros((), device=tokens.device), []
+            outputs = self.head.unroll(embedded, self.head.condition(states), self.args.depth)
+        index = torch.arange(counts.shape[1], device=counts.device)
+        total, facts = torch.zeros((), device=counts.device), []
         for depth, out in enumerate(outputs):
             valid = counts * (index >= depth)
             with self.autocast():
@@ -156,9 +168,10 @@ class Eagle3Training:
             facts.append((right * valid).sum() / valid.sum().clamp_min(1))
         return torch.stack([total, *(fact.detach() for fact in facts)])
 
-    def batch(self) -> tuple[Tensor, Tensor, Tensor]:
+    def batch(self) -> tuple[Tensor, ...]:
+        """Return the operands of :meth:`loss` for random rows of the pool."""
         rows = torch.randint(len(self.pool), (self.args.rows,), device=self.device)
-        return self.pool[rows], self.starts[rows], self.stops[rows]
+        return self.observe(self.pool[rows], self.starts[rows], self.stops[rows])
 
     @torch.no_grad()
     def measure(self) -> dict[str, Any]:
@@ -225,11 +238,11 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=4.0, help="training time, without generation and compilation")
     parser.add_argument("--steps", type=int, default=0, help="number of steps, instead of --minutes")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--prompt", type=int, default=288, help="maximum tokens of a prompt")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a prompt with its answer")
-    parser.add_argument("--batch", type=int, default=512, help="prompts that are answered together")
-    parser.add_argument("--pool", type=int, default=24, help="such batches in the training text")
-    parser.add_argument("--measured", type=int, default=256, help="held-out prompts, a quarter of each kind")
+    parser.add_argument("--prompt", type=int, default=224, help="maximum tokens of a prompt")
+    parser.add_argument("--length", type=int, default=448, help="tokens of a prompt with its answer")
+    parser.add_argument("--batch", type=int, default=1024, help="prompts that are answered together")
+    parser.add_argument("--pool", type=int, default=16, help="such batches in the training text")
+    parser.add_argument("--measured", type=int, default=256, help="held-out prompts")
     parser.add_argument("--vocabulary", type=int, default=16384, help="tokens of the draft vocabulary")
     parser.add_argument("--depth", type=int, default=4, help="draft tokens that are trained")
     parser.add_argument("--rows", type=int, default=24, help="sequences per step")
