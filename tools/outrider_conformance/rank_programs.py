@@ -397,8 +397,12 @@ def released_before_its_group(rank: RankHandle) -> None:
         expect(lab.read_tensor(stream, x), 3.0, "the sum of a replay before the graph is released")
     graphs.pop().release("of the test")
     graphs.clear()
-    group.close()
-    with closing(rank.group()) as again:
+    try:
+        group.close()
+        made = rank.group()
+    except Exception as error:
+        raise AssertionError(f"after its graphs, the group can't be closed and made again: {error}") from None
+    with closing(made) as again:
         x = lab.full(stream, rank.index + 1)
         again.all_reduce(x, stream=stream)
         expect(lab.read_tensor(stream, x), 3.0, "the sum in a new group with the name of the closed one")

@@ -15,6 +15,8 @@ from outrider_conformance.verdict import not_applicable
 
 _SCHEDULES = 3
 _JITTERS = 2
+_LONG_DRAFT = 8
+"""Tokens of a draft whose later passes attend to the KV of several earlier ones."""
 _OPERATIONS = 200  # of two short requests, far fewer than there are
 
 
@@ -41,8 +43,8 @@ def test_graphs_accept_as_many_tokens_as_eager_stages(lab: Lab, mode: str) -> No
     """
     if mode not in modes_of(lab.backend):
         not_applicable(f"{mode} isn't declared")
-    eager = engines.reference(speculate="eagle")
-    found = engines.run(engines.engine_on(lab.backend, speculate="eagle", mode=mode))
+    eager = engines.reference(speculate="eagle", draft_tokens=_LONG_DRAFT)
+    found = engines.run(engines.engine_on(lab.backend, speculate="eagle", mode=mode, draft_tokens=_LONG_DRAFT))
     expect(found.tokens, engines.reference(speculate="none").tokens, "greedy tokens")
     expect(round(found.acceptance, 6), round(eager.acceptance, 6), f"the acceptance length in mode {mode}")
 
@@ -60,7 +62,10 @@ def test_drafts_of_each_length_are_verified_or_refused(lab: Lab, length: int) ->
         assert all(str(each) in str(caught.value) for each in works), f"it doesn't say which lengths work: {caught.value}"
         return
     prompts, tokens = engines.PROMPTS[:2], 10
-    found = engines.run(engines.engine_on(lab.backend, speculate="eagle", draft_tokens=length), prompts, tokens)
+    try:
+        found = engines.run(engines.engine_on(lab.backend, speculate="eagle", draft_tokens=length), prompts, tokens)
+    except Exception as error:
+        raise AssertionError(f"drafts of {length} tokens raise, and draft_lengths doesn't leave them out: {error}") from None
     wanted = tuple(line[:tokens] for line in engines.reference(speculate="none").tokens[:2])
     expect(found.tokens, wanted, f"greedy tokens with drafts of {length}")
 
