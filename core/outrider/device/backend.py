@@ -177,7 +177,8 @@ class Backend(BackendDeclarations, GroupFactory, ABC):
         ``synchronize_within``, a query that would return True, and a value that is read back. Afterwards the device works
         normally. *Capture.* A captured operation fails at each replay of the graph.
 
-        Raises :class:`CapabilityError` if the plugin doesn't implement the method.
+        Raises :class:`CapabilityError` if the plugin doesn't implement the method, or in a capture if the device's graphs
+        can't hold the failing operation.
         """
         self._provoke_fault(stream)
 

@@ -45,6 +45,8 @@ def situation_of(backend: Backend, model: LanguageModel, proposer: Proposer) -> 
     if sync.exact_host_lengths and not (sync.rebind_params and backend.capabilities.updates_graph_params):
         no_graphs = no_graphs or "attention takes lengths of the host, which the device can't rebind in a graph"
     captures = backend.capabilities.captures_graphs
+    if backend.capabilities.captures_in_part:
+        no_fused = no_graphs = "the device's graphs can't hold every operator of a model"
     if model.ranks is not None and not backend.capabilities.captures_collectives:
         no_fused = no_graphs = "the device captures no collectives, and several ranks have some in every stage"
     return DeviceModelFacts(

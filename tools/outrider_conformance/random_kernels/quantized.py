@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import CACHE_FORMATS, QUANTIZED_FORMATS, KernelSet, QuantizedProduct, QuantizedWeight
+from outrider.device.kernels.formats import INT8, ElementFormat
 from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.attention import (
     BATCHES,
@@ -30,7 +31,6 @@ from outrider_conformance.random_kernels.experts import weighted_sum
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape
 
 _BLOCKS = ("channel", "group", "block", "wide group")
-_MAGNITUDES = {"fp8": 448.0, "int8": 127.5 + 2.0**-13}
 
 
 def _block(shape: Shape) -> tuple[int, int]:
@@ -46,18 +46,16 @@ def _weight(shape: Shape, format: str, dice: RandomValues) -> tuple[dict[str, Op
     """Return a random quantised weight as kernel operands, with its data as 32-bit words, and its values in float64."""
     size, block = (shape["outer"], shape["inner"]), _block(shape)
     grid = (-(-size[0] // block[0]), -(-size[1] // block[1]))
-    if format == "fp8":
-        data = dice.normal(*size, dtype=torch.float32, scale=60.0).clamp(-448, 448).to(torch.float8_e4m3fn)
-        values = data.double()
-    elif format == "int8":
-        data = dice.integers(-128, 128, *size, dtype=torch.int8)
-        values = data.double()
+    elements = QUANTIZED_FORMATS[format]
+    if elements.is_float:
+        random = dice.normal(*size, dtype=torch.float32, scale=elements.random_deviation)
+        values = random.clamp(elements.lowest, elements.highest).to(elements.dtype).double()
     else:
-        halves = dice.integers(0, 16, *size, dtype=torch.uint8)
-        data, values = halves[:, 0::2] | halves[:, 1::2] << 4, halves.double() - 8
+        values = dice.integers(int(elements.lowest), int(elements.highest) + 1, *size).double()
+    data = elements.encode(values)
     scales = (dice.uniform(*grid) + 0.5) / (values.abs().max() * shape["inner"] ** 0.5)
     operands = {"data": Operand(data.view(torch.int32)), "scales": Operand(scales.float())}
-    if shape["zeros"] and format != "fp8":
+    if shape["zeros"] and not elements.is_float:
         zeros = dice.integers(-8, 9, *grid)
         operands["zeros"] = Operand(zeros)
         values = values - _spread(zeros.double(), block, size)
@@ -65,11 +63,11 @@ def _weight(shape: Shape, format: str, dice: RandomValues) -> tuple[dict[str, Op
 
 
 def _activations(
-    shape: Shape, format: str, dtype: torch.dtype, dice: RandomValues
+    shape: Shape, elements: ElementFormat, dtype: torch.dtype, dice: RandomValues
 ) -> tuple[dict[str, Operand], bounds.Number]:
     """Return random activations x, their values after quantisation, and the operand of a given scale."""
     rows, width = shape["tokens"], shape["inner"]
-    if format == "fp8":
+    if elements.is_float:
         steps = (2.0 ** dice.integers(-4, 8, rows, width).double()) * (1 + dice.integers(0, 8, rows, width).double() / 8)
         near = steps * (1 + (dice.uniform(rows, width).double() - 0.5) * 0.02)
     else:
@@ -84,13 +82,15 @@ def _activations(
     if shape["active"] == 3:
         scale = torch.full_like(scale, 0.03125)
     else:  # the largest of each group decides its scale
-        steps[:, ::group], near[:, ::group] = (448.0, 448.0) if format == "fp8" else (127.0, 127.5)
+        steps[:, ::group] = elements.highest
+        near[:, ::group] = elements.highest if elements.is_float else elements.highest + 0.5
         if rows > 2:
             steps[1] = near[1] = 0  # a group of zeros stays zeros
     wide = scale.repeat_interleave(group, 1)[:, :width]
     x = (near * wide).to(dtype)
     if shape["active"] != 3:
-        wide = (x[:, ::group].double() / _MAGNITUDES[format]).repeat_interleave(group, 1)[:, :width]
+        assert elements.activation_divisor is not None  # a format of activations
+        wide = (x[:, ::group].double() / elements.activation_divisor).repeat_interleave(group, 1)[:, :width]
     value = steps * wide
     operands = {"x": Operand(x)}
     if shape["active"] == 3:
@@ -99,7 +99,8 @@ def _activations(
 
 
 def _linear_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
-    active = {"fp8": "fp8", "int8": "int8", "int4": "int8"}[format] if shape["active"] else None
+    elements = QUANTIZED_FORMATS[format]
+    active = (INT8 if elements.activation_divisor is None else elements) if shape["active"] else None
     parts, weight = _weight(shape, format, dice)
     operands = {f"own {name}": each for name, each in parts.items()}
     if active is None:
@@ -116,7 +117,7 @@ def _linear_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: Rando
 
     def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         quantized = {
-            "activations": active,
+            "activations": None if active is None else active.name,
             "activation_group": 16 if shape["active"] == 2 else 0,
             "input_scale": o.get("input_scale"),
         }
@@ -385,7 +386,7 @@ def _record(
     zeros = o.get(f"{name} zeros")
     return QuantizedWeight(
         format=format,
-        data=o[f"{name} data"].view(QUANTIZED_FORMATS[format]),
+        data=o[f"{name} data"].view(QUANTIZED_FORMATS[format].dtype),
         scales=o[f"{name} scales"],
         block=_block({**shape, "inner": size[1]}),
         shape=size,
