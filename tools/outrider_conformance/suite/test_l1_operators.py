@@ -1,4 +1,4 @@
-"""L1: the operators of the engine and of the reference kernels run on the device, without blocking the host.
+"""L1: operators of the engine and of the reference kernels, and verbs that enqueue or ask, don't block the host.
 
 No time is measured: a call that blocks lets the work before it finish, whatever its own time is.
 """
@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.device import Event, Stream
 from outrider_conformance.lab import Lab, observing
 from outrider_conformance.promises import needs, promise
 
@@ -57,6 +58,35 @@ OPERATORS: Mapping[str, _Operator] = MappingProxyType(
     }
 )
 """The operators by name."""
+_Verb = Callable[[Lab, Stream, Event], object]
+"""A verb that is called with a busy stream, and an event that was recorded on it."""
+
+
+def _fenced(lab: Lab, a: Stream, e: Event) -> None:
+    fence = lab.backend.speculative_sync.create_fence("fence")
+    fence.signal(a)
+    fence.wait(lab.backend.create_stream("b"))
+    fence.done()
+
+
+def _in_scope(lab: Lab, a: Stream, e: Event) -> None:
+    with lab.backend.on(a):
+        pass
+
+
+VERBS: Mapping[str, _Verb] = MappingProxyType(
+    {
+        "Stream.record": lambda lab, a, e: lab.record(a),
+        "Stream.wait": lambda lab, a, e: lab.backend.create_stream("b").wait(e),
+        "Stream.query": lambda lab, a, e: a.query(),
+        "Event.query": lambda lab, a, e: e.query(),
+        "Backend.on": _in_scope,
+        "Backend.keep_alive": lambda lab, a, e: lab.backend.keep_alive([object()], until=e),
+        "Backend.release_finished": lambda lab, a, e: lab.backend.release_finished(),
+        "Fence": _fenced,
+    }
+)
+"""The verbs by name."""
 
 
 @needs("asynchronous")
@@ -80,3 +110,40 @@ def test_an_operator_does_not_block_the_host(lab: Lab, operator: str) -> None:
 
     words = f"earlier work was always done after `{operator}`: the operator blocks the host, or runs on it"
     lab.check_in_some_order(observing(is_pending), words)
+
+
+@needs("asynchronous")
+@promise("Capabilities.asynchronous", "Work returns to the host before it has run.")
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_does_not_block_the_host(lab: Lab, verb: str) -> None:
+    """The call of a verb that enqueues or asks returns while earlier work runs, on its stream or on another one."""
+
+    def is_pending() -> bool:
+        (a,) = lab.streams("a")
+        lab.slow(a)
+        busy = lab.record(a, "busy")
+        VERBS[verb](lab, a, busy)
+        return not busy.query()
+
+    lab.check_in_some_order(observing(is_pending), f"earlier work was always done after {verb}: the verb blocks the host")
+
+
+@needs("asynchronous", "flags")
+@promise("Capabilities.asynchronous", "Work returns to the host before it has run.")
+@pytest.mark.parametrize("verb", ["set", "wait", "reset"])
+def test_a_flag_does_not_block_the_host(lab: Lab, verb: str) -> None:
+    """The call of a flag's verb returns while earlier work of the stream runs."""
+
+    def is_pending() -> bool:
+        (a,) = lab.streams("a")
+        flag = lab.backend.create_flag("f")
+        flag.set(a)
+        a.synchronize()
+        lab.slow(a)
+        busy = lab.record(a, "busy")
+        getattr(flag, verb)(a)
+        return not busy.query()
+
+    lab.check_in_some_order(
+        observing(is_pending), f"earlier work was always done after Flag.{verb}: the verb blocks the host"
+    )
