@@ -3,7 +3,8 @@
 A plugin is a correct backend with one fault and a trigger: always, or (half of them) in one case alone: one size, one dtype,
 one reuse or one stream. The generator knows the interface and common faults of drivers and kernels, not the tests of the kit.
 A plugin counts as found if a level fails, and as named if a broken promise, or the verb that the report ranks first, is that
-of the broken method. Tests with the verb in their name run first, and a run ends after a few failures.
+of the broken method. Tests with the verb in their name run first, and a run ends after a few failures;
+a plugin that these don't name is run again whole.
 """
 
 from __future__ import annotations
@@ -368,16 +369,27 @@ def _count(tensor_or_shape) -> int:
 
 
 def outcomes(chosen: list[RandomPlugin], jobs: int, record: Path | None) -> Iterator[tuple[RandomPlugin, Any]]:
-    """Each plugin with its outcome; `record` keeps outcomes between runs."""
+    """Each plugin with its outcome; `record` keeps outcomes between runs.
+
+    A plugin that isn't named by its first failures is run again whole, as a vendor runs it.
+    """
     from conformance.mutants import harness
     from conformance.mutants.__main__ import Record
 
-    known, named = Record(record), {one.name: one for one in chosen}
-    work = [
-        ((True, one.name), (one.base, one.apply, one.level, one.tests, _MAX_FAILURES, 0, one.near)) for one in named.values()
-    ]
-    for (_, name), outcome in known.completed(work, lambda missing: harness.run_all(missing, jobs)):
-        yield named[name], outcome
+    named = {one.name: one for one in chosen}
+
+    def run(most: int, file: Path | None, plugins: list[RandomPlugin]) -> Iterator[tuple[RandomPlugin, Any]]:
+        work = [((True, one.name), (one.base, one.apply, one.level, one.tests, most, 0, one.near)) for one in plugins]
+        for (_, name), outcome in Record(file).completed(work, lambda missing: harness.run_all(missing, jobs)):
+            yield named[name], outcome
+
+    again = []
+    for one, outcome in run(_MAX_FAILURES, record, chosen):
+        if outcome.failed and not one.is_named(outcome):
+            again.append(one)
+        else:
+            yield one, outcome
+    yield from run(0, record and record.with_suffix(".whole"), again)
 
 
 def main() -> int:
