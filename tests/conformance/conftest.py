@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from outrider_conformance import conform
-from outrider_conformance.levels import SUITE
+from outrider_conformance.levels import MODULES, SUITE
 
 
 def suite_modules():
-    return sorted(SUITE.glob("test_l*.py"))
+    return sorted(SUITE.glob(MODULES))
 
 
 @pytest.fixture(scope="session")
