@@ -88,7 +88,7 @@ ROWS = {  # the operand that has one row for each row of the result, and the ope
     "linear_quantized": ("x", "x"),
     "sample": ("logits", ""),
     "verify_chain": ("target_logits", ""),
-    "verify_tree": ("logits", ""),
+    "verify_tree": ("target_logits", ""),
     "truncate_logits": ("logits", "logits"),
     "logprobs": ("logits", "logits"),
     "bias_logits": ("logits", "logits"),

@@ -68,6 +68,7 @@ class ReportRecorder:
         """Record one phase of a test. The worst phase decides the test's outcome."""
         properties = report.user_properties
         calls: list[Any] = [value for key, value in properties if key == CALLS]
+        verbs: list[Any] = [value for key, value in properties if key == VERBS_CALLED]
         verdicts: list[Any] = [value for key, value in properties if key == VERDICT]
         if self._worker or not verdicts:
             return
@@ -82,8 +83,8 @@ class ReportRecorder:
             record["figures"] = [value for key, value in properties if key == "figure"]
         if report.when == "teardown":
             self._calls += calls
-            verbs = {verb for key, value in properties if key == VERBS_CALLED for verb in value}
-            self._verbs[verdict["id"]] = sorted(verbs | {f"KernelSet.{row['kernel']}" for rows in calls for row in rows})
+            kernels = {f"KernelSet.{row['kernel']}" for rows in calls for row in rows}
+            self._verbs[verdict["id"]] = sorted(kernels.union(*verbs))
             self._write_journal({"finished": record})
 
     @pytest.hookimpl(trylast=True)
