@@ -23,7 +23,8 @@ _MAX_REASON_LINES = 12
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?(e[+-]?\d+)?")
 _ABSTRACT = re.compile(r"Can't instantiate abstract class (\w+) .*abstract methods? '?([\w, ']+\w)")
 _PROMISED = 0.05
-"""Weight of a failure that breaks the promise of the verb itself. It decides between verbs that the same tests call."""
+"""Weight of the share of failures that break the promise of the verb itself. It decides between verbs that the same tests
+call."""
 
 Verdicts = Sequence[Mapping[str, Any]]
 
@@ -84,7 +85,7 @@ def ranked_causes(tests: Verdicts, called: Mapping[str, Iterable[str]]) -> list[
 
         def suspicion(verb: str) -> float:
             count = by_failed[verb]  # noqa: B023  (called in this turn of the loop)
-            return count / sqrt(total * (count + by_passed[verb])) + _PROMISED * own[verb]  # noqa: B023
+            return count / sqrt(total * (count + by_passed[verb])) + _PROMISED * own[verb] / total  # noqa: B023
 
         verb = max(sorted(by_failed), key=suspicion)
         explained = [test for test, verbs in left.items() if verb in verbs]
