@@ -1,4 +1,4 @@
-"""What a report says of many failures: each error once, the likeliest method first, and nothing above a broken level."""
+"""The report of many failures: each error once, the likeliest method first, and nothing above a broken level."""
 
 import io
 

@@ -53,7 +53,7 @@ class RandomPlugin:
         return f"{self.number:03} {self.method}: {self.fault}, {self.trigger} ({self.base})"
 
     def is_named(self, outcome) -> bool:
-        """Whether a broken promise of `outcome`, or its first cause, is that of the method."""
+        """Return whether a broken promise of `outcome`, or its first cause, is that of the method."""
         owner, _, verb = self.method.partition("._")
         wanted = {owner.partition(".")[0], f"{owner}.{verb}"} if verb else {"KernelSet", self.method}
         return bool(wanted & set(outcome.promises)) or self.method in outcome.causes[:1]

@@ -1,1 +1,1 @@
-"""Tests of level L0."""
+"""The L0 tests of the suite: discovery, identity and errors."""

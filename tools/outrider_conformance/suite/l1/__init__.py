@@ -1,1 +1,1 @@
-"""Tests of level L1."""
+"""The L1 tests of the suite: streams, events, copies, memory and threads."""

@@ -1,1 +1,1 @@
-"""Tests of level L2."""
+"""The L2 tests of the suite: capture and replay of graphs."""

@@ -90,7 +90,7 @@ def test_a_released_graph_leaves_the_others_alone(lab: Lab, together: bool) -> N
 @promise("Graph.release", "Release the captured work")
 @pytest.mark.parametrize("how", ["released", "dropped"])
 def test_graphs_come_and_go(lab: Lab, how: str) -> None:
-    """Two dozen graphs that are captured, replayed and given up in turn give their results, and leave no memory behind."""
+    """Two dozen graphs that are captured, replayed and given up in turn give their results, and give all memory back."""
     backend = lab.backend
     (stream,) = lab.streams("s")
     y = lab.full(stream, 0)

@@ -1,1 +1,1 @@
-"""Tests of level L3."""
+"""The L3 tests of the suite: flags and graph parameters."""

@@ -1,1 +1,1 @@
-"""Tests of level L4."""
+"""The L4 tests of the suite: kernels and the overlapped speculative engine."""

@@ -1,1 +1,1 @@
-"""Tests of level L5."""
+"""The L5 tests of the suite: figures that are reported and not checked."""

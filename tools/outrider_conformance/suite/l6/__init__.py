@@ -1,1 +1,1 @@
-"""Tests of level L6."""
+"""The L6 tests of the suite: collectives between two ranks."""
