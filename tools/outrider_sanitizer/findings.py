@@ -18,6 +18,7 @@ class FindingKind(StrEnum):
     WRITE_AFTER_WRITE = "write after write"
     ALLOCATION = "used before its allocation is ordered"
     REUSE = "freed while in use"
+    TWO_WRITERS = "two writers in one operation"
     REBIND = "parameter rebound during a replay"
     FLAG_LOST = "flag set twice"
     FLAG_RESET = "flag reset too early"

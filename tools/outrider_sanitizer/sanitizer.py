@@ -84,8 +84,10 @@ class Sanitizer(Observer):
         return nullcontext()
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Return the scope of a whole watched run."""
-        return nullcontext()
+        """Return the scope of a whole watched run: constructors report the pinned arrays that they read."""
+        from outrider.device.arrays import converted_names  # it imports torch, which a command's help does without
+
+        return converted_names()
 
     def locate(self, tensor: Tensor) -> Access | None:
         """Return the storage and byte range of a tensor, or None if the backend cannot tell."""

@@ -41,6 +41,8 @@ class Access:
     ``born``: how many graph replays the backend had enqueued when the operand's tensor object was made
     (``Backend.replays``), -1 where that isn't known. A view that is older than a replay, and whose memory the replay
     overwrote, doesn't show what its maker saw.
+
+    ``contested``: parts of this one operation write the bytes with different values, and nothing orders the parts.
     """
 
     storage: int
@@ -52,6 +54,7 @@ class Access:
     argument: str = ""
     by_rows: bool = False
     born: int = -1
+    contested: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,21 @@ from contextlib import ExitStack
 from types import MappingProxyType, TracebackType
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from outrider.device import CaptureContext, CaptureError
 from outrider_sim.backend import SimGraph, SimStream
 from outrider_sim.machine.graphs import OpenCapture
 from outrider_sim.machine.memory import Pool
-from outrider_sim.torch_device.torch_module import SimTorchStream, _backend, current_stream, synchronize
+from outrider_sim.torch_device.torch_module import (
+    MemPool,
+    SimTorchStream,
+    _backend,
+    current_stream,
+    synchronize,
+    unsupported,
+)
 
 _NONE: Any = MappingProxyType({})
 
@@ -45,7 +55,7 @@ class CUDAGraph:
         backend, stream = _backend(), current_stream().wrapped
         assert isinstance(stream, SimStream)
         graph = SimGraph(backend, "captured", CaptureContext(_NONE, _NONE, _NONE, _NONE), _not_again)
-        graph.pool = pool or Pool("captured")
+        graph.pool = (pool.id if isinstance(pool, MemPool) else pool) or Pool("captured")
         graph.origin = stream
         capture = OpenCapture(backend.sim, graph.name, graph.pool, stream.queue_state)
         capture.begin()
@@ -55,6 +65,9 @@ class CUDAGraph:
             capture.close()
             raise
         self._graph, self._capture = graph, capture
+
+    def register_generator_state(self, state: Any) -> None:
+        """Do nothing: each replay takes new seeds from the device, as torch's registered generators do."""
 
     def capture_end(self) -> None:
         """End this graph's capture. Raises `CaptureError` if a stream was forked into the capture and not joined."""
@@ -88,6 +101,39 @@ class CUDAGraph:
         if self._graph is None or self._graph.pool is None:
             raise CaptureError("pool() of a graph that wasn't captured")
         return self._graph.pool
+
+
+def make_graphed_callables(
+    callables: Any, sample_args: Any, num_warmup_iters: int = 3, allow_unused_input: bool = False, pool: Pool | None = None
+) -> Any:
+    """Return functions that copy their arguments to a captured graph's inputs, replay it and return its outputs.
+
+    Forward passes only: raises `CapabilityError` if an argument or a result needs a gradient.
+    """
+    del allow_unused_input
+    if isinstance(callables, tuple):
+        shared = pool or graph_pool_handle()
+        pairs = zip(callables, sample_args, strict=True)
+        return tuple(make_graphed_callables(body, args, num_warmup_iters, pool=shared) for body, args in pairs)
+    if any(isinstance(arg, Tensor) and arg.requires_grad for arg in sample_args):
+        raise unsupported("make_graphed_callables with gradients")
+    inputs = tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in sample_args)
+    with torch.no_grad():
+        for _ in range(num_warmup_iters):
+            callables(*inputs)
+        made = CUDAGraph()
+        with graph(made, pool):
+            outputs = callables(*inputs)
+
+    def replay(*args: Any) -> Any:
+        with torch.no_grad():
+            for own, given in zip(inputs, args, strict=True):
+                if isinstance(own, Tensor) and own is not given:
+                    own.copy_(given, non_blocking=True)
+        made.replay()
+        return outputs
+
+    return replay
 
 
 def _not_again(context: CaptureContext) -> None:

@@ -7,13 +7,18 @@ use torch alone.
 from __future__ import annotations
 
 import struct
-from types import ModuleType
+from collections.abc import Mapping
+from contextlib import nullcontext
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from outrider.device import ConfigError
+from outrider.device import CapabilityError, ConfigError
+from outrider_sim.machine.memory import Pool
+from outrider_sim.machine.queue import Op, OperationKind
+from outrider_sim.machine.source_lines import python_line
 
 if TYPE_CHECKING:
     from outrider_sim.backend import SimBackend, SimEvent, SimStream
@@ -34,6 +39,15 @@ def _backend() -> SimBackend:
             return current
     backend: SimBackend = found.backend
     return backend
+
+
+def _dispatcher() -> Any:
+    from outrider_sim.torch_device.torch_registration import registered
+
+    _backend()
+    found = registered()
+    assert found is not None
+    return found.dispatcher
 
 
 class SimTorchStream:
@@ -59,7 +73,8 @@ class SimTorchStream:
 
     def wait_event(self, event: SimTorchEvent) -> None:
         """Make later work on this stream wait for the event's latest record."""
-        self.wrapped.wait(event.wrapped)
+        if event.wrapped.generation:  # torch: a wait for an event that was never recorded does nothing
+            self.wrapped.wait(event.wrapped)
 
     def wait_stream(self, other: SimTorchStream) -> None:
         """Make later work on this stream wait for the work now queued on `other`."""
@@ -77,6 +92,12 @@ class SimTorchStream:
     def device(self) -> torch.device:
         """The simulated device on which this stream runs."""
         return self.wrapped.backend.device
+
+    @property
+    def cuda_stream(self) -> int:
+        """The stream's handle: a number that `ExternalStream` takes, nonzero except for the default stream."""
+        backend: Any = self.wrapped.backend
+        return 0 if self.wrapped is backend.default_stream else _HANDLES + self.stream_id
 
     @property
     def device_index(self) -> int:
@@ -109,13 +130,20 @@ class SimTorchStream:
 class SimTorchEvent:
     """A simulated event with the interface of `torch.cuda.Event`; `torch.sim` exports it as `Event`."""
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
-        del blocking, interprocess
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+    ) -> None:
+        del blocking
+        if interprocess:
+            raise unsupported("Event(interprocess=True)")
+        self.external = external
         made: Any = _backend().create_event("", timing=enable_timing)
         self.wrapped: SimEvent = made
 
     def record(self, stream: SimTorchStream | None = None) -> None:
         """Record the event on `stream`, or on the current stream."""
+        if self.external and _backend().active_capture is not None:
+            raise unsupported("Event(external=True) in a capture")
         (stream or current_stream()).wrapped.record(self.wrapped)
 
     def wait(self, stream: SimTorchStream | None = None) -> None:
@@ -151,6 +179,98 @@ def default_stream(device: Any = None) -> SimTorchStream:
     """Return the stream on which torch work outside any stream scope is enqueued."""
     del device
     return SimTorchStream(wrapped=_backend().default_stream)
+
+
+def unsupported(name: str) -> CapabilityError:
+    """Return the error of a name that the simulated device does not imitate."""
+    return CapabilityError(f"the simulated device doesn't imitate {name}: {_REFUSED.get(name, 'it has no counterpart here')}")
+
+
+def _refusal(name: str) -> Any:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        del args, kwargs
+        raise unsupported(name)
+
+    refuse.__name__ = name
+    return refuse
+
+
+_HANDLES = 0x10_0000
+_REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "Event(interprocess=True)": "no memory or event is shared with other processes; use threads as ranks (`--ranks N`)",
+        "Event(external=True) in a capture": "replays record no event of the host program; record it after replay()",
+        "cudart": "no CUDA runtime exists; pin memory with pin_memory=True instead of cudaHostRegister",
+        "ipc_collect": "no memory is shared with other processes; use threads as ranks (`--ranks N`)",
+        "memory_snapshot": "the allocator keeps no history; use memory_stats of torch.accelerator",
+        "caching_allocator_alloc": "memory without a tensor has no owner; make a tensor",
+        "caching_allocator_delete": "memory without a tensor has no owner; drop the tensor",
+        "change_current_allocator": "the device has one allocator",
+    }
+)
+"""Names of `torch.cuda` that raise by name, with the reason and the replacement."""
+
+
+def external_stream(handle: int, device: Any = None) -> SimTorchStream:
+    """Return the stream whose `cuda_stream` is `handle`. Raises `ConfigError` for any other number."""
+    del device
+    for known in _backend().streams:
+        found = SimTorchStream(wrapped=known)  # type: ignore[arg-type]
+        if found.cuda_stream == handle:
+            return found
+    raise ConfigError(f"no stream has the handle {handle}: streams of another library don't run on the simulated device")
+
+
+def _sleep(cycles: int) -> None:
+    """Enqueue an operation on the current stream that takes `cycles` cycles of a clock of 1 GHz in virtual time."""
+    machine = _backend().sim.machine
+    op = Op(OperationKind.KERNEL, "sleep", lambda: None, cost=machine.like.kernel_us + cycles / 1000)
+    if machine.tracks:
+        op.line = python_line()
+    machine.enqueue(op, machine.stream)
+
+
+def _device_properties(device: Any = None) -> SimpleNamespace:
+    """Return the properties that programs use to choose sizes; they name no vendor's architecture."""
+    del device
+    backend = _backend()
+    return SimpleNamespace(
+        name=f"simulated, like {backend.sim.options.like.name}",
+        major=0,
+        minor=0,
+        total_memory=backend.sim.memory.limit,
+        multi_processor_count=1,
+        warp_size=32,
+        max_threads_per_multi_processor=1024,
+        shared_memory_per_block=48 << 10,
+        L2_cache_size=1 << 20,
+        is_integrated=False,
+    )
+
+
+class MemPool:
+    """A pool of graph memory, as `torch.cuda.MemPool` names it; pass `id` to a capture."""
+
+    def __init__(self, allocator: Any = None, **options: Any) -> None:
+        del options
+        if allocator is not None:
+            raise unsupported("change_current_allocator")
+        self.id = Pool("pool")
+
+
+def use_mem_pool(pool: MemPool, device: Any = None) -> Any:
+    """Return a context in which device memory of the calling thread's current stream comes from `pool`."""
+    del device
+    return _backend().sim.memory.using(pool.id)
+
+
+def _nvtx() -> ModuleType:
+    """Create a module with the marks of `torch.cuda.nvtx`, which change nothing that the device does."""
+    module = ModuleType("nvtx", "Marks for a profiler; the simulated device has none.")
+    marks = dict.fromkeys(("mark", "range_push", "range_pop", "range_start", "range_end"), lambda *args, **kwargs: 0)
+    for name, mark in {**marks, "range": lambda *args, **kwargs: nullcontext()}.items():
+        setattr(module, name, mark)
+    return module
 
 
 class StreamContext:
@@ -303,11 +423,25 @@ def make_module(name: str) -> ModuleType:
         "empty_cache": _empty_cache,
         "empty_pinned": empty_pinned,
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+        "ExternalStream": external_stream,
+        "MemPool": MemPool,
+        "_sleep": _sleep,
+        "declare_rows": lambda operator, operands: _dispatcher().declare_rows(operator, operands),
+        "get_device_capability": lambda device=None: (0, 0),
+        "get_device_properties": _device_properties,
+        "make_graphed_callables": graphs.make_graphed_callables,
+        "nvtx": _nvtx(),
+        "use_mem_pool": use_mem_pool,
         "get_device_name": lambda device=None: f"simulated, like {_backend().sim.options.like.name}",
         "get_rng_state": _get_rng_state,
         "graph": graphs.graph,
         "graph_pool_handle": graphs.graph_pool_handle,
         "is_available": lambda: True,
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "is_tf32_supported": lambda: False,
+        "can_device_access_peer": lambda device, peer: False,
+        "get_arch_list": list,
+        "reset_max_memory_allocated": lambda device=None: _reset_peaks(),
         "is_current_stream_capturing": graphs.is_current_stream_capturing,
         "is_initialized": lambda: True,
         "manual_seed": _manual_seed,
@@ -324,6 +458,7 @@ def make_module(name: str) -> ModuleType:
         "stream": stream,
         "synchronize": synchronize,
     }
+    members.update((name, _refusal(name)) for name in _REFUSED if name.isidentifier())
     for key, value in members.items():
         setattr(module, key, value)
     return module
