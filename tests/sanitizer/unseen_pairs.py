@@ -177,6 +177,37 @@ WRITERS = {
 }
 
 
+UNORDERED_COPY = """
+plan, lengths = torch.zeros(8, device="cuda"), torch.full((8,), 2.0)
+torch.cuda.synchronize()
+with torch.cuda.stream(side):
+    y = plan * 2  #first
+side.synchronize()  #right
+torch.sim.copy_unordered(plan, lengths)  #second
+torch.cuda.synchronize()
+"""
+
+REMAPPED = """
+x = torch.ones(8, device="cuda")
+torch.cuda.synchronize()
+torch.sim.remap(x)  #first
+x.fill_(2)  #right
+y = x * 2  #second
+torch.cuda.synchronize()
+"""
+
+UNMAPPED_UNDER_TRANSFER = """
+nic = torch.cuda.Stream()
+kv, remote = torch.ones(8, device="cuda"), torch.zeros(8, pin_memory=True)
+torch.cuda.synchronize()
+with torch.cuda.stream(nic):
+    remote.copy_(kv, non_blocking=True)  #first
+nic.synchronize()  #right
+torch.sim.remap(kv)  #second
+torch.cuda.synchronize()
+"""
+
+
 def pairs() -> dict[str, Pair]:
     """Return the pairs by name."""
     kinds = FindingKind
@@ -193,6 +224,9 @@ def pairs() -> dict[str, Pair]:
             .replace("#then", "#second"),
         ),
         "event-never-recorded": Pair(kinds.READ_AFTER_WRITE, NEVER_RECORDED),
+        "copy-that-no-stream-orders": Pair(kinds.WRITE_AFTER_READ, UNORDERED_COPY),
+        "remapped-and-not-written": Pair(kinds.STALE, REMAPPED),
+        "unmapped-under-a-transfer": Pair(kinds.WRITE_AFTER_READ, UNMAPPED_UNDER_TRANSFER),
         "piecewise-graphs": Pair(kinds.WRITE_AFTER_READ, PIECEWISE),
         "line-of-a-numpy-read": Pair(kinds.READ_AFTER_WRITE, NUMPY_LINE),
     }

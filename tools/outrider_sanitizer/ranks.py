@@ -19,6 +19,7 @@ from outrider_sanitizer.findings import AccessSite, Finding, FindingKind, Report
 
 if TYPE_CHECKING:
     from outrider.device import Collective, Decision, Group
+    from outrider_sanitizer.memory import Shadow
     from outrider_sanitizer.ordering import Ordering
 
 Key = tuple[str, tuple[int, ...], int]
@@ -145,6 +146,7 @@ class RankClocks:
         self.orderings: list[Ordering] = []
         self.broken = False  # the device passed collectives that some rank never issued: later operations are not ordered
         self.differing: str = ""  # the first decision in which ranks differ
+        self.shadows: dict[int, Shadow] = {}
         self._numbers = itertools.count(1)
         self._states: dict[Key, _GroupState] = {}
         self._keys: WeakKeyDictionary[Group, Key] = WeakKeyDictionary()

@@ -217,6 +217,10 @@ class Sanitizer(Observer):
             self._uses(stream.name)
             self._ordering.collective(stream.name, group, call, tuple(accesses))
 
+    def memory_remapped(self, storage: int) -> None:
+        with self._lock:
+            self._ordering.memory_remapped(storage, caller_location())
+
     def decided(self, group: Group, name: str, value: Decision) -> None:
         with self._lock:
             self.ranks.decided(group, name, value, caller_location())

@@ -13,7 +13,7 @@ from outrider_sanitizer.actors import Lane, Lanes, LastWait
 from outrider_sanitizer.captured_graph import CapturedGraph, Verb
 from outrider_sanitizer.clocks import NOTHING, Actor, Clock, GraphReplay, Point
 from outrider_sanitizer.flags import FlagProgress
-from outrider_sanitizer.intervals import Record
+from outrider_sanitizer.intervals import UNKNOWN_END, Record
 from outrider_sanitizer.memory import Shadow, ShadowMemory
 from outrider_sanitizer.ranks import RankClocks, WatchedCollectivePart
 from outrider_sanitizer.source_locations import caller_location
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from outrider.device import Collective, Event, Flag, Group
 
 HOST = "host"
+REMAPPED = "other pages were mapped under its addresses, and nothing has written them since"
 TWO_WRITERS = "one operation writes them more than once, and nothing orders its parts: any of the values may remain"
 _MAX_GENERATIONS = 16
 _MAX_AWAITED = 4096
@@ -83,6 +84,8 @@ class StreamOrdering(Lanes):
         self.rows_follow = rows_follow
         self.steps = steps
         self.memory = ShadowMemory(listener.reused, strict=rows_follow)
+        if ranks is not None and rows_follow:  # such devices number their memory in one sequence, and ranks may read it
+            self.memory.shadows = ranks.shadows
         self.blind: dict[str, int] = {}
         self._events: WeakKeyDictionary[Event, _EventState] = WeakKeyDictionary()
         self._flags: WeakKeyDictionary[Flag, FlagProgress] = WeakKeyDictionary()
@@ -176,6 +179,19 @@ class StreamOrdering(Lanes):
         point.step = (step[0], step[1] - 1) if step is not None else None
         self.touch(point, access, self.memory.shadow(access.storage))
         self._last = self.sequence
+
+    def memory_remapped(self, storage: int, location: str) -> None:
+        """Check that every access is ordered before the host's remapping; the new pages were never written.
+
+        A collective that a graph captured uses the pages that it registered, so its next replay is a finding.
+        """
+        shadow = self.memory.shadow(storage)
+        point = self._point(self.thread(), "remapping of memory", location)
+        self.touch(point, Access(storage, 0, shadow.nbytes or UNKNOWN_END, True, argument="pages"), shadow)
+        shadow.expire(0, shadow.nbytes or UNKNOWN_END, (REMAPPED, (point, None), point.sequence))
+        for captured in self._users.get(storage, ()):
+            if captured.has_collective(storage):
+                captured.dead[storage] = (shadow, location)
 
     def allocated(self, storage: int, nbytes: int, stream: str, location: str) -> None:
         """Record an allocation in the order of a stream, or of the calling thread."""

@@ -150,6 +150,9 @@ class Observer:
         Reported before the call is enqueued. If the device isn't asynchronous, the rank hasn't waited for the others yet.
         """
 
+    def memory_remapped(self, storage: int) -> None:
+        """Handle new pages under the addresses of ``storage``, mapped by the calling host thread without waiting."""
+
     def decided(self, group: Group, name: str, value: Decision) -> None:
         """The host of a rank made a decision that every rank of ``group`` must make equally, in the same order."""
 

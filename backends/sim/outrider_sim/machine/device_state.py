@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -119,6 +120,22 @@ class SimDeviceState:
         self._host_access(
             allocation, Access(allocation.id, low, high, write, None, None, "") if self.machine.tracks else None
         )
+
+    def host_write(self, access: Access, write: Callable[[], object], *, remapped: Any = None) -> None:
+        """Let the strategy run other steps, then write device memory from the host and report that.
+
+        With `remapped`, the write is a change of the allocation's pages.
+        """
+        machine = self.machine
+        machine.point(Action("host", self, (access,) if machine.tracks else ()))
+        with exclude_ambient_dispatch():
+            write()
+        if machine.tap is None:
+            return
+        if remapped is None:
+            machine.tap.host_accessed(access, python_line())
+        else:
+            machine.tap.remapped(remapped)
 
     def _host_access(self, what: PinnedTensor | HostAllocation, access: Access | None) -> None:
         machine = self.machine

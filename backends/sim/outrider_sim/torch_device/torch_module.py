@@ -405,6 +405,7 @@ def _reset_peaks() -> None:
 
 def make_module(name: str) -> ModuleType:
     """Create the module `torch.<name>` of the simulated device."""
+    from outrider_sim.torch_device import launches
     from outrider_sim.torch_device import torch_graphs as graphs
 
     module = ModuleType(f"torch.{name}", "A simulated accelerator.")
@@ -426,6 +427,9 @@ def make_module(name: str) -> ModuleType:
         "ExternalStream": external_stream,
         "MemPool": MemPool,
         "_sleep": _sleep,
+        "copy_unordered": launches.copy_unordered,
+        "peer_view": launches.peer_view,
+        "remap": launches.remap,
         "declare_rows": lambda operator, operands: _dispatcher().declare_rows(operator, operands),
         "get_device_capability": lambda device=None: (0, 0),
         "get_device_properties": _device_properties,
