@@ -33,6 +33,7 @@ class FindingKind(StrEnum):
     COLLECTIVE = "ranks call different collectives"
     COLLECTIVE_MISSING = "collective that a rank never makes"
     COLLECTIVE_UNORDERED = "collectives that nothing orders"
+    SENDS = "sends that wait for each other without buffers"
     COLLECTIVE_ORDER = "ranks call groups in different order"
 
 
