@@ -8,31 +8,32 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from contextlib import nullcontext
-from types import MappingProxyType, ModuleType, SimpleNamespace
+from contextlib import ExitStack, nullcontext
+from types import MappingProxyType, ModuleType, SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from outrider.device import CapabilityError, ConfigError
+from outrider.device import CapabilityError, CaptureContext, CaptureError, ConfigError
+from outrider_sim.machine.graphs import OpenCapture
 from outrider_sim.machine.memory import Pool
 from outrider_sim.machine.queue import Op, OperationKind
 from outrider_sim.machine.source_lines import python_line
+from outrider_sim.streams import SimGraph, SimStream
+from outrider_sim.torch_device import launches
+from outrider_sim.torch_device.torch_slot import registered
 
 if TYPE_CHECKING:
-    from outrider_sim.backend import SimBackend, SimEvent, SimStream
+    from outrider_sim.backend import SimBackend
+    from outrider_sim.streams import SimEvent
 
 
 def _backend() -> SimBackend:
-    from outrider_sim.backend import SimBackend
-    from outrider_sim.options import SimOptions
-    from outrider_sim.torch_device.torch_registration import registered
-
     found = registered()
     assert found is not None
     if found.backend is None:
-        found.backend = SimBackend(SimOptions(name=found.name))
+        found.backend = found.create_backend()
     if found.dispatcher.has_several_devices:
         current: SimBackend | None = found.dispatcher.current.backend()
         if current is not None:
@@ -42,8 +43,6 @@ def _backend() -> SimBackend:
 
 
 def _dispatcher() -> Any:
-    from outrider_sim.torch_device.torch_registration import registered
-
     _backend()
     found = registered()
     assert found is not None
@@ -324,16 +323,12 @@ class _DeviceScope:
 
 
 def _device_count() -> int:
-    from outrider_sim.torch_device.torch_registration import registered
-
     found = registered()
     return 1 if found is None else len(found.dispatcher.current.machine.scheduler.machines)
 
 
 def _set_device(device: Any) -> None:
     """Make another device of the host current for the calling thread."""
-    from outrider_sim.torch_device.torch_registration import registered
-
     found = registered()
     index = device if isinstance(device, int) else torch.device(device).index
     if found is None or index is None or not found.dispatcher.has_several_devices:
@@ -346,8 +341,6 @@ def _set_device(device: Any) -> None:
 
 
 def _manual_seed(seed: int) -> None:
-    from outrider_sim.torch_device.torch_registration import registered
-
     found = registered()
     if found is not None:  # torch also seeds this device while it is being registered
         found.dispatcher.current.manual_seed(seed)
@@ -405,12 +398,9 @@ def _reset_peaks() -> None:
 
 def make_module(name: str) -> ModuleType:
     """Create the module `torch.<name>` of the simulated device."""
-    from outrider_sim.torch_device import launches
-    from outrider_sim.torch_device import torch_graphs as graphs
-
     module = ModuleType(f"torch.{name}", "A simulated accelerator.")
     members: dict[str, Any] = {
-        "CUDAGraph": graphs.CUDAGraph,
+        "CUDAGraph": CUDAGraph,
         "Event": SimTorchEvent,
         "Stream": SimTorchStream,
         "StreamContext": StreamContext,
@@ -433,20 +423,20 @@ def make_module(name: str) -> ModuleType:
         "declare_rows": lambda operator, operands: _dispatcher().declare_rows(operator, operands),
         "get_device_capability": lambda device=None: (0, 0),
         "get_device_properties": _device_properties,
-        "make_graphed_callables": graphs.make_graphed_callables,
+        "make_graphed_callables": make_graphed_callables,
         "nvtx": _nvtx(),
         "use_mem_pool": use_mem_pool,
         "get_device_name": lambda device=None: f"simulated, like {_backend().sim.options.like.name}",
         "get_rng_state": _get_rng_state,
-        "graph": graphs.graph,
-        "graph_pool_handle": graphs.graph_pool_handle,
+        "graph": graph,
+        "graph_pool_handle": graph_pool_handle,
         "is_available": lambda: True,
         "is_bf16_supported": lambda including_emulation=True: True,
         "is_tf32_supported": lambda: False,
         "can_device_access_peer": lambda device, peer: False,
         "get_arch_list": list,
         "reset_max_memory_allocated": lambda device=None: _reset_peaks(),
-        "is_current_stream_capturing": graphs.is_current_stream_capturing,
+        "is_current_stream_capturing": is_current_stream_capturing,
         "is_initialized": lambda: True,
         "manual_seed": _manual_seed,
         "manual_seed_all": _manual_seed,
@@ -466,3 +456,155 @@ def make_module(name: str) -> ModuleType:
     for key, value in members.items():
         setattr(module, key, value)
     return module
+
+
+_NONE: Any = MappingProxyType({})
+
+
+def graph_pool_handle() -> Pool:
+    """Return a memory pool for graphs that never run concurrently."""
+    return Pool("graphs")
+
+
+def is_current_stream_capturing() -> bool:
+    """Return whether the calling thread captures a graph."""
+    return _backend().active_capture is not None
+
+
+class CUDAGraph:
+    """A graph that is captured once and replayed. The caller keeps memory outside the graph's pool alive."""
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        del keep_graph
+        self._graph: SimGraph | None = None
+        self._capture: OpenCapture | None = None
+        self._open = ExitStack()
+
+    def capture_begin(self, pool: Pool | None = None, capture_error_mode: str = "global", **_: Any) -> None:
+        """Start to capture the calling thread's work; the current stream is the graph's first stream.
+
+        Raises `CaptureError` if this graph was already captured or the stream is in another capture.
+        """
+        del capture_error_mode
+        if self._graph is not None:
+            raise CaptureError("this graph has been captured; reset() it first, or make another")
+        backend, stream = _backend(), current_stream().wrapped
+        assert isinstance(stream, SimStream)
+        graph = SimGraph(backend, "captured", CaptureContext(_NONE, _NONE, _NONE, _NONE), _not_again)
+        graph.pool = (pool.id if isinstance(pool, MemPool) else pool) or Pool("captured")
+        graph.origin = stream
+        capture = OpenCapture(backend.sim, graph.name, graph.pool, stream.queue_state)
+        capture.begin()
+        try:
+            self._open.enter_context(backend.capturing(graph, stream))
+        except BaseException:
+            capture.close()
+            raise
+        self._graph, self._capture = graph, capture
+
+    def register_generator_state(self, state: Any) -> None:
+        """Do nothing: each replay takes new seeds from the device, as torch's registered generators do."""
+
+    def capture_end(self) -> None:
+        """End this graph's capture. Raises `CaptureError` if a stream was forked into the capture and not joined."""
+        graph, capture = self._graph, self._capture
+        if graph is None or capture is None:
+            raise CaptureError("capture_end() without capture_begin()")
+        self._capture = None
+        try:
+            graph.program = capture.finish()
+        except BaseException as error:
+            self._graph = None
+            self._open.__exit__(type(error), error, error.__traceback__)
+            raise
+        else:
+            self._open.close()
+        finally:
+            capture.close()
+
+    def replay(self) -> None:
+        """Enqueue the graph's captured operations on the current stream."""
+        if self._graph is None or self._graph.program is None:
+            raise CaptureError("replay() of a graph that wasn't captured")
+        self._graph.replay(current_stream().wrapped)
+
+    def reset(self) -> None:
+        """Drop the graph's captured operations. Replays in flight still run."""
+        self._graph = None
+
+    def pool(self) -> Pool:
+        """Return the graph's memory pool, for other graphs to share."""
+        if self._graph is None or self._graph.pool is None:
+            raise CaptureError("pool() of a graph that wasn't captured")
+        return self._graph.pool
+
+
+def make_graphed_callables(
+    callables: Any, sample_args: Any, num_warmup_iters: int = 3, allow_unused_input: bool = False, pool: Pool | None = None
+) -> Any:
+    """Return functions that copy their arguments to a captured graph's inputs, replay it and return its outputs.
+
+    Forward passes only: raises `CapabilityError` if an argument or a result needs a gradient.
+    """
+    del allow_unused_input
+    if isinstance(callables, tuple):
+        shared = pool or graph_pool_handle()
+        pairs = zip(callables, sample_args, strict=True)
+        return tuple(make_graphed_callables(body, args, num_warmup_iters, pool=shared) for body, args in pairs)
+    if any(isinstance(arg, Tensor) and arg.requires_grad for arg in sample_args):
+        raise unsupported("make_graphed_callables with gradients")
+    inputs = tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in sample_args)
+    with torch.no_grad():
+        for _ in range(num_warmup_iters):
+            callables(*inputs)
+        made = CUDAGraph()
+        with graph(made, pool):
+            outputs = callables(*inputs)
+
+    def replay(*args: Any) -> Any:
+        with torch.no_grad():
+            for own, given in zip(inputs, args, strict=True):
+                if isinstance(own, Tensor) and own is not given:
+                    own.copy_(given, non_blocking=True)
+        made.replay()
+        return outputs
+
+    return replay
+
+
+def _not_again(context: CaptureContext) -> None:
+    raise CaptureError(f"a graph captured between two calls can't be captured again ({context})")
+
+
+class graph:  # noqa: N801  # torch's name
+    """Capture the block's work into `cuda_graph`, on `stream` or on a new stream."""
+
+    def __init__(
+        self,
+        cuda_graph: CUDAGraph,
+        pool: Pool | None = None,
+        stream: SimTorchStream | None = None,
+        capture_error_mode: str = "global",
+    ) -> None:
+        self._arguments = (pool, capture_error_mode)
+        self._graph = cuda_graph
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        synchronize()
+        self._stream = self._stream or SimTorchStream()
+        self._stream.__enter__()
+        try:
+            self._graph.capture_begin(*self._arguments)
+        except BaseException:
+            self._stream.__exit__(None, None, None)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._stream is not None
+        try:
+            self._graph.capture_end()
+        finally:
+            self._stream.__exit__(kind, error, traceback)
