@@ -45,7 +45,7 @@ def map_cuda_names(backend: Backend) -> Generator[None]:
             if isfunction(getattr(theirs, name)) and not hasattr(module, name):
                 replace(theirs, name, _refusal(f"torch.cuda.{name}"))
         stack.callback(delattr, Tensor, "is_cuda")
-        Tensor.is_cuda = property(lambda tensor: tensor.device.type == backend.device.type)  # type: ignore[assignment,misc]
+        Tensor.is_cuda = property(lambda tensor: tensor.device.type == backend.device.type)  # type: ignore[assignment]
         replace(torch, "compile", _compile(torch.compile))
         replace(theirs, "init", lambda: None)
         replace(theirs, "_lazy_init", lambda: None)

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.device import ROW_ACCESS, Access, Operation
-from outrider.device.arrays import converted_names, watched
+from outrider.device.arrays import watched
+from outrider_sanitizer.host_arrays import converted_names
 from outrider_sanitizer.ranks import RankClocks
 from outrider_sanitizer.sanitizer import Sanitizer
 from outrider_sanitizer.source_locations import caller_location

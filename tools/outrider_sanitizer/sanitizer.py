@@ -85,7 +85,7 @@ class Sanitizer(Observer):
 
     def scope(self) -> AbstractContextManager[Any]:
         """Return the scope of a whole watched run: constructors report the pinned arrays that they read."""
-        from outrider.device.arrays import converted_names  # it imports torch, which a command's help does without
+        from outrider_sanitizer.host_arrays import converted_names  # it imports torch, which a command's help does without
 
         return converted_names()
 

@@ -2,16 +2,14 @@
 
 Programs fill pinned buffers through `.numpy()` and read results the same way. Every method, operator and numpy function on
 such an array reports: results that share the memory are arrays of the same kind, other results are a read, and `out=` and the
-operand of an in-place function are a write. `converted_names` extends the reports to constructors that numpy and torch run
+operand of an in-place function are a write. The sanitizer extends the reports to constructors that numpy and torch run
 in C. Not reported: a C extension that reads the bytes through the address or the buffer protocol.
 """
 
 from __future__ import annotations
 
-import builtins
 import inspect
-from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -63,7 +61,7 @@ class PinnedArray(np.ndarray):
 
     def _part(self, index: Any) -> Any:
         """Return the elements of this array that ``index`` selects if numpy returns a view of them, else all elements."""
-        plain = _plain(self)
+        plain = plain_array(self)
         part = plain[index]
         return part if isinstance(part, np.ndarray) and np.may_share_memory(part, plain) else _one(plain, index)
 
@@ -72,11 +70,11 @@ class PinnedArray(np.ndarray):
         if isinstance(found, PinnedArray) and found._alloc is not None:
             return found  # a view reads nothing yet
         self._note(self._part(index), write=False)
-        return _plain(found) if isinstance(found, PinnedArray) else found
+        return plain_array(found) if isinstance(found, PinnedArray) else found
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self._note(self._part(index), write=True)
-        _plain(self)[index] = _read(value)
+        plain_array(self)[index] = read_array(value)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = None, **kwargs: Any) -> Any:
         """Report the inputs of an arithmetic operation as read and its outputs as written."""
@@ -86,20 +84,20 @@ class PinnedArray(np.ndarray):
             for target in out:
                 if isinstance(target, PinnedArray):
                     target._note(target, write=True)
-            kwargs["out"] = tuple(_plain(o) if isinstance(o, PinnedArray) else o for o in out)
-        kwargs = {name: _read(value) for name, value in kwargs.items()}
-        result = getattr(ufunc, method)(*[_read(value) for value in inputs], **kwargs)
+            kwargs["out"] = tuple(plain_array(o) if isinstance(o, PinnedArray) else o for o in out)
+        kwargs = {name: read_array(value) for name, value in kwargs.items()}
+        result = getattr(ufunc, method)(*[read_array(value) for value in inputs], **kwargs)
         return out[0] if out is not None and len(out) == 1 else result
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Report the arguments of a numpy function as read, `out` and the operand of an in-place function as written."""
         del types
         name = getattr(func, "__name__", "")
-        return _call(func, args, kwargs, name in _IN_PLACE - _RETURNS_COPY, _out_position(func))
+        return call_reporting(func, args, kwargs, name in _IN_PLACE - _RETURNS_COPY, _out_position(func))
 
     def byteswap(self, inplace: bool = False) -> Any:
         """Return the array with the bytes of its elements swapped; with `inplace`, report a write and change the memory."""
-        return _call(np.ndarray.byteswap, (self, inplace), {}, inplace, None)
+        return call_reporting(np.ndarray.byteswap, (self, inplace), {}, inplace, None)
 
     def view(self, *args: Any, **kwargs: Any) -> Any:
         """Return a view of the same memory that reports, whatever array class is asked for."""
@@ -113,7 +111,7 @@ class PinnedArray(np.ndarray):
     @flat.setter
     def flat(self, value: Any) -> None:
         self._note(self, write=True)
-        _plain(self).flat = _read(value)
+        plain_array(self).flat = read_array(value)
 
     @property
     def data(self) -> Any:
@@ -123,7 +121,7 @@ class PinnedArray(np.ndarray):
     def __dlpack__(self, **options: Any) -> Any:
         """Return a capsule over the array's bytes, whose use is not seen: report a read and a write."""
         self._note(self, write=True)
-        return _plain(self).__dlpack__(**options)
+        return plain_array(self).__dlpack__(**options)
 
     def __bytes__(self) -> bytes:
         found: bytes = self.tobytes()
@@ -137,7 +135,7 @@ def _method(name: str) -> Callable[..., Any]:
     original = getattr(np.ndarray, name)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _call(original, (self, *args), kwargs, name in _IN_PLACE, _out_position(getattr(np, name, None)))
+        return call_reporting(original, (self, *args), kwargs, name in _IN_PLACE, _out_position(getattr(np, name, None)))
 
     call.__name__, call.__doc__ = name, original.__doc__
     return call
@@ -159,7 +157,7 @@ def _out_position(func: Any) -> int | None:
     return names.index("out") if "out" in names else None
 
 
-def _call(func: Any, args: Any, kwargs: Any, in_place: bool, out: int | None) -> Any:
+def call_reporting(func: Any, args: Any, kwargs: Any, in_place: bool, out: int | None) -> Any:
     """Run a numpy function on plain arrays; report writes before the call and reads after it.
 
     Operands whose memory the result shares are not read: the result is a view that reports.
@@ -172,7 +170,11 @@ def _call(func: Any, args: Any, kwargs: Any, in_place: bool, out: int | None) ->
         target._note(target, write=True)
     result = func(*_plain_deep(args), **_plain_deep(kwargs))
     for target in written:
-        if isinstance(result, np.ndarray) and np.may_share_memory(result, _plain(target)) and result.shape == target.shape:
+        if (
+            isinstance(result, np.ndarray)
+            and np.may_share_memory(result, plain_array(target))
+            and result.shape == target.shape
+        ):
             result = target
     views = _views(result, pinned)
     if views is None:
@@ -207,11 +209,11 @@ class FlatView:
 
     def __getitem__(self, index: Any) -> Any:
         self._array._note(self._array, write=False)
-        return _plain(self._array).flat[index]
+        return plain_array(self._array).flat[index]
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self._array._note(self._array, write=True)
-        _plain(self._array).flat[index] = _read(value)
+        plain_array(self._array).flat[index] = read_array(value)
 
     def __iter__(self) -> Iterator[Any]:
         for index in range(len(self)):
@@ -220,9 +222,8 @@ class FlatView:
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return np.array(self[:], *args, **kwargs)
 
-    def copy(self) -> Any:
-        """Return the elements as an ordinary array, and report a read."""
-        return self[:].copy()
+
+_MEMORYVIEW = memoryview  # a watched run replaces the name
 
 
 class BufferView:
@@ -230,7 +231,7 @@ class BufferView:
 
     def __init__(self, array: PinnedArray, view: Any = None) -> None:
         self._array = array
-        self._view = builtins.memoryview(_plain(array)) if view is None else view
+        self._view = _MEMORYVIEW(plain_array(array)) if view is None else view
 
     def __getitem__(self, index: Any) -> Any:
         found = self._view[index]
@@ -249,10 +250,6 @@ class BufferView:
     def cast(self, *args: Any) -> BufferView:
         """Return the view with another element format."""
         return BufferView(self._array, self._view.cast(*args))
-
-    def toreadonly(self) -> BufferView:
-        """Return a view that can't be written."""
-        return BufferView(self._array, self._view.toreadonly())
 
     def _bytes(self) -> bytes:
         self._array._note(self._array, write=False)
@@ -287,68 +284,8 @@ class BufferView:
 
     __hash__ = None  # type: ignore[assignment]  # as of a view of memory that changes
 
-    def __enter__(self) -> BufferView:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._view.release()
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self._view, name)
-
-
-_MEMORYVIEW = memoryview
-
-
-class _MemoryViewMeta(type):
-    def __call__(cls, value: Any) -> Any:
-        return BufferView(value) if isinstance(value, PinnedArray) else _MEMORYVIEW(value)
-
-    def __instancecheck__(cls, value: object) -> bool:
-        return isinstance(value, (_MEMORYVIEW, BufferView))
-
-
-class _MemoryView(metaclass=_MemoryViewMeta):
-    """The name `memoryview` in a watched run."""
-
-
-@contextmanager
-def converted_names() -> Generator[None]:
-    """Let the constructors of numpy and torch that read a pinned array or tensor in C report it inside the scope."""
-    import torch
-
-    def array(original: Any, *, shares: bool) -> Any:
-        def make(value: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.is_pinned():
-                value = value.numpy()
-            if not isinstance(value, PinnedArray):
-                return original(*(() if value is None and not args else (value,)), *args, **kwargs)
-            return _call(original, (value, *args), kwargs, False, None) if shares else original(_read(value), *args, **kwargs)
-
-        return make
-
-    def tensor(original: Any, *, shares: bool) -> Any:
-        def make(value: Any, *args: Any, **kwargs: Any) -> Any:
-            value = value._array if isinstance(value, BufferView) else value
-            if not isinstance(value, PinnedArray):
-                return original(value, *args, **kwargs)
-            if shares and value._alloc is not None and not args and not kwargs:
-                return value._alloc.tensor_over(_plain(value))
-            return original(_read(value), *args, **kwargs)
-
-        return make
-
-    torch_names = ("from_numpy", "as_tensor", "from_dlpack", "asarray")
-    numpy_names = ("asarray", "asanyarray", "ascontiguousarray", "asfortranarray", "frombuffer", "require", "from_dlpack")
-    changes: list[tuple[Any, str, Any]] = [(torch, name, tensor(getattr(torch, name), shares=True)) for name in torch_names]
-    changes += [(torch, name, tensor(getattr(torch, name), shares=False)) for name in ("tensor", "frombuffer")]
-    changes += [(np, name, array(getattr(np, name), shares=True)) for name in numpy_names]
-    changes += [(np, "array", array(np.array, shares=True)), (builtins, "memoryview", _MemoryView)]
-    with ExitStack() as stack:
-        for owner, name, made in changes:
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, made)
-        yield
 
 
 def watched(array: Any, alloc: HostMemory) -> PinnedArray:
@@ -377,14 +314,16 @@ def _one(plain: Any, index: Any) -> Any:
     return plain
 
 
-def _plain(value: Any) -> Any:
+def plain_array(value: Any) -> Any:
+    """Return a view of an array that reports nothing."""
     return np.ndarray.view(value, np.ndarray)
 
 
-def _read(value: Any) -> Any:
+def read_array(value: Any) -> Any:
+    """Report a read of a pinned array and return its plain view; return any other value unchanged."""
     if isinstance(value, PinnedArray):
         value._note(value, write=False)
-        return _plain(value)
+        return plain_array(value)
     return value
 
 
@@ -401,4 +340,4 @@ def _plain_deep(value: Any) -> Any:
         return {name: _plain_deep(part) for name, part in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_plain_deep(part) for part in value)
-    return _plain(value) if isinstance(value, PinnedArray) else value
+    return plain_array(value) if isinstance(value, PinnedArray) else value

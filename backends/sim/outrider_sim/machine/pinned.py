@@ -95,7 +95,7 @@ class PinnedTensor(Tensor):
     def __dlpack__(self, **options: Any) -> Any:
         return self.numpy().__dlpack__()
 
-    def __dlpack_device__(self) -> tuple[int, int]:
+    def __dlpack_device__(self) -> Any:
         return (1, 0)
 
     def plain(self, *, write: bool | None) -> Tensor:

@@ -21,6 +21,7 @@ _NUMPY = os.path.dirname(numpy.__file__) + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _PACKAGES = sysconfig.get_path("purelib") + os.sep
 _PARTS = tuple(os.sep.join(("", *parts, "")) for parts in (("outrider", "device"), ("triton", "runtime"), ("outrider_vllm",)))
+_CONSTRUCTORS = os.path.join("outrider_sanitizer", "host_arrays.py")
 _MODES = ("__torch_function__", "__torch_dispatch__")
 """What torch calls on the way to an operator, in whoever's file: the line that matters is further out."""
 
@@ -33,6 +34,7 @@ def _inside(code: CodeType) -> bool:
     return (
         name.startswith((_TORCH, _HERE, _NUMPY, typing_extensions.__file__, "<"))
         or code.co_name in _MODES
+        or name.endswith(_CONSTRUCTORS)
         or any(part in name for part in _PARTS)
     )
 

@@ -41,7 +41,7 @@ def _host_storage(size: int, place: torch.device) -> HostStorage:
     return made
 
 
-def bytes_of(allocation: Allocation, device: torch.device) -> Tensor:
+def bytes_of(allocation: Allocation, device: torch.device) -> SimTensor:
     """Return all bytes of a device storage as a uint8 tensor on the device."""
     meta = Meta((allocation.nbytes,), (1,), torch.uint8)
     inner = torch.as_strided(allocation.block.typed[torch.uint8], meta.shape, meta.stride, 0)
@@ -251,7 +251,7 @@ class SimTensor(Tensor):
 
     _typed_storage = storage
 
-    def set_(self, source: Any = None, *place: Any, **named: Any) -> Tensor:  # type: ignore[override]
+    def set_(self, source: Any = None, *place: Any, **named: Any) -> Tensor:
         """Take over the memory of a tensor or of a storage, at `storage_offset`, with `size` and `stride`."""
         place = (*place, *(named[name] for name in ("storage_offset", "size", "stride") if name in named))
         if isinstance(source, SimStorage):

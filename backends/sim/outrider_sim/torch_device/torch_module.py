@@ -7,7 +7,6 @@ use torch alone.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from types import MappingProxyType, ModuleType, SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -96,7 +95,7 @@ class SimTorchStream:
     def cuda_stream(self) -> int:
         """The stream's handle: a number that `ExternalStream` takes, nonzero except for the default stream."""
         backend: Any = self.wrapped.backend
-        return 0 if self.wrapped is backend.default_stream else _HANDLES + self.stream_id
+        return 0 if self.wrapped is backend.default_stream else _FIRST_HANDLE + self.stream_id
 
     @property
     def device_index(self) -> int:
@@ -134,7 +133,7 @@ class SimTorchEvent:
     ) -> None:
         del blocking
         if interprocess:
-            raise unsupported("Event(interprocess=True)")
+            raise unsupported("Event(interprocess=True)", "use threads as ranks (--ranks N)")
         self.external = external
         made: Any = _backend().create_event("", timing=enable_timing)
         self.wrapped: SimEvent = made
@@ -142,7 +141,7 @@ class SimTorchEvent:
     def record(self, stream: SimTorchStream | None = None) -> None:
         """Record the event on `stream`, or on the current stream."""
         if self.external and _backend().active_capture is not None:
-            raise unsupported("Event(external=True) in a capture")
+            raise unsupported("Event(external=True) in a capture", "record the event after replay()")
         (stream or current_stream()).wrapped.record(self.wrapped)
 
     def wait(self, stream: SimTorchStream | None = None) -> None:
@@ -180,34 +179,12 @@ def default_stream(device: Any = None) -> SimTorchStream:
     return SimTorchStream(wrapped=_backend().default_stream)
 
 
-def unsupported(name: str) -> CapabilityError:
-    """Return the error of a name that the simulated device does not imitate."""
-    return CapabilityError(f"the simulated device doesn't imitate {name}: {_REFUSED.get(name, 'it has no counterpart here')}")
+def unsupported(name: str, instead: str) -> CapabilityError:
+    """Return the error of a name of `torch.cuda` that the simulated device does not imitate."""
+    return CapabilityError(f"the simulated device doesn't imitate {name}: {instead}")
 
 
-def _refusal(name: str) -> Any:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        del args, kwargs
-        raise unsupported(name)
-
-    refuse.__name__ = name
-    return refuse
-
-
-_HANDLES = 0x10_0000
-_REFUSED: Mapping[str, str] = MappingProxyType(
-    {
-        "Event(interprocess=True)": "no memory or event is shared with other processes; use threads as ranks (`--ranks N`)",
-        "Event(external=True) in a capture": "replays record no event of the host program; record it after replay()",
-        "cudart": "no CUDA runtime exists; pin memory with pin_memory=True instead of cudaHostRegister",
-        "ipc_collect": "no memory is shared with other processes; use threads as ranks (`--ranks N`)",
-        "memory_snapshot": "the allocator keeps no history; use memory_stats of torch.accelerator",
-        "caching_allocator_alloc": "memory without a tensor has no owner; make a tensor",
-        "caching_allocator_delete": "memory without a tensor has no owner; drop the tensor",
-        "change_current_allocator": "the device has one allocator",
-    }
-)
-"""Names of `torch.cuda` that raise by name, with the reason and the replacement."""
+_FIRST_HANDLE = 0x10_0000
 
 
 def external_stream(handle: int, device: Any = None) -> SimTorchStream:
@@ -253,7 +230,7 @@ class MemPool:
     def __init__(self, allocator: Any = None, **options: Any) -> None:
         del options
         if allocator is not None:
-            raise unsupported("change_current_allocator")
+            raise unsupported("MemPool with an allocator", "the device has one allocator")
         self.id = Pool("pool")
 
 
@@ -432,9 +409,7 @@ def make_module(name: str) -> ModuleType:
         "graph_pool_handle": graph_pool_handle,
         "is_available": lambda: True,
         "is_bf16_supported": lambda including_emulation=True: True,
-        "is_tf32_supported": lambda: False,
         "can_device_access_peer": lambda device, peer: False,
-        "get_arch_list": list,
         "reset_max_memory_allocated": lambda device=None: _reset_peaks(),
         "is_current_stream_capturing": is_current_stream_capturing,
         "is_initialized": lambda: True,
@@ -452,7 +427,6 @@ def make_module(name: str) -> ModuleType:
         "stream": stream,
         "synchronize": synchronize,
     }
-    members.update((name, _refusal(name)) for name in _REFUSED if name.isidentifier())
     for key, value in members.items():
         setattr(module, key, value)
     return module
@@ -552,7 +526,7 @@ def make_graphed_callables(
         pairs = zip(callables, sample_args, strict=True)
         return tuple(make_graphed_callables(body, args, num_warmup_iters, pool=shared) for body, args in pairs)
     if any(isinstance(arg, Tensor) and arg.requires_grad for arg in sample_args):
-        raise unsupported("make_graphed_callables with gradients")
+        raise unsupported("make_graphed_callables with gradients", "pass arguments without requires_grad")
     inputs = tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in sample_args)
     with torch.no_grad():
         for _ in range(num_warmup_iters):
