@@ -32,7 +32,6 @@ from outrider.model.mtp import MtpHead, MtpWeights, load_mtp
 from outrider.model.peagle import PEagleHead, PEagleWeights, load_peagle
 from outrider.model.quantization import QuantizedMode, QuantizedName
 from outrider.model.ranks import ModelRanks
-from outrider.model.recurrent import RecurrentWeights
 from outrider.model.rope import RopeConfig
 from outrider.model.shards import Shard, Shards
 from outrider.model.stream_decoder import StreamDecoder
@@ -76,7 +75,6 @@ __all__ = [
     "QuantizedMode",
     "QuantizedName",
     "RecurrentConfig",
-    "RecurrentWeights",
     "RopeConfig",
     "Shard",
     "Shards",

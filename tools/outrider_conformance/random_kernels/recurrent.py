@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outrider.device import KernelSet, RecurrentBatch
+from outrider.device import DeltaRuleWeights, KernelSet, RecurrentBatch
 from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.dense import EPS, Mapped
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
 
 _ROUNDINGS = 64.0
 """Roundings of one token's step through the state, relative to the largest magnitude; norms and exponentials included."""
+_CHUNK_ROUNDINGS = 16.0
+"""Roundings to 16 bits of the operands of a chunk's products, relative to the largest magnitude."""
 _STATE_ROWS = 7
+Sequences = list[tuple[int, int, int, bool]]
+"""Row, first token and number of tokens of each sequence, and whether it has no earlier token."""
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _sequences(shape: Shape, dice: RandomValues) -> tuple[dict[str, Operand], list[tuple[int, int, int, bool]], int]:
+def _sequences(shape: Shape, dice: RandomValues) -> tuple[dict[str, Operand], Sequences, int]:
     """Return the operands of a batch, its sequences (row, first token, tokens, whether it starts), and its tokens."""
     batch, most = shape["batch"], shape["new"]
     counts = [most] * batch if not shape["ragged"] else [int(dice.integers(1, most + 1, 1)) for _ in range(batch)]
@@ -53,21 +58,27 @@ def _near(value: Tensor, steps: int, dtype: torch.dtype) -> bounds.Number:
     return bounds.Number(value, error)
 
 
-def _short_convolution(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
-    operands, sequences, tokens = _sequences(shape, dice)
-    channels, kernel = shape["channels"], shape["kernel_size"]
-    x, weight = dice.normal(tokens, channels, dtype=dtype), dice.normal(channels, kernel, dtype=dtype)
-    state = dice.normal(_STATE_ROWS, kernel - 1, channels, dtype=dtype)
-    made, after = torch.zeros(tokens, channels, dtype=torch.float64), state.clone()
-    commit = torch.zeros(len(sequences), dtype=torch.int64)
+def _convolve(x: Tensor, weight: Tensor, state: Tensor, sequences: Sequences, commit: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the convolution in float64, and the state after the committed tokens."""
+    kernel = weight.shape[1]
+    made, after = torch.zeros(x.shape, dtype=torch.float64), state.clone()
     for number, (row, start, count, fresh) in enumerate(sequences):
         before = torch.zeros_like(state[row]) if fresh else state[row]
         inputs = torch.cat((before, x[start : start + count])).double()
         for token in range(count):
             summed = (inputs[token : token + kernel] * weight.double().T).sum(0)
             made[start + token] = summed * torch.sigmoid(summed)
-        commit[number] = _committed(shape, count, dice)
-        after[row] = inputs[commit[number] : commit[number] + kernel - 1].to(dtype)
+        after[row] = inputs[commit[number] : commit[number] + kernel - 1].to(state.dtype)
+    return made, after
+
+
+def _short_convolution(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
+    operands, sequences, tokens = _sequences(shape, dice)
+    channels, kernel = shape["channels"], shape["kernel_size"]
+    x, weight = dice.normal(tokens, channels, dtype=dtype), dice.normal(channels, kernel, dtype=dtype)
+    state = dice.normal(_STATE_ROWS, kernel - 1, channels, dtype=dtype)
+    commit = torch.tensor([_committed(shape, count, dice) for _, _, count, _ in sequences])
+    made, after = _convolve(x, weight, state, sequences, commit)
     operands |= {"x": Operand(x), "weight": Operand(weight), "state": Operand(state), "commit": Operand(commit)}
     real = sequences[-1][1] + sequences[-1][2]
 
@@ -80,28 +91,24 @@ def _short_convolution(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> 
     return Problem(operands, call, {"out": unit, "state": state if shape["uncommitted"] else after})
 
 
-def _rule(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, chunks: bool) -> Problem:
-    operands, sequences, tokens = _sequences(shape, dice)
-    key_heads, repeats, key, value = shape["heads"], shape["repeats"], shape["key_size"], shape["value_size"]
-    heads = key_heads * repeats
-    mixed = dice.normal(tokens, 2 * key_heads * key + heads * value, dtype=dtype)
-    gates = dice.normal(tokens, 2 * heads, dtype=dtype)
-    a_log, dt_bias = dice.normal(heads, dtype=_wide(dtype)), dice.normal(heads, dtype=_wide(dtype))
-    state = dice.normal(_STATE_ROWS, heads, key, value, dtype=_wide(dtype))
-    made, after = torch.zeros(tokens, heads, value, dtype=torch.float64), state.to(torch.float64, copy=True)
-    commit = torch.zeros(len(sequences), dtype=torch.int64)
-    q, k, v = mixed.double().split((key_heads * key, key_heads * key, heads * value), dim=1)
+def _apply_rule(o: Mapping[str, Operand], sequences: Sequences) -> tuple[Tensor, Tensor]:
+    """Return the delta rule of ``mixed`` in float64, and the state after the committed tokens."""
+    mixed, gates, state, commit = (o[name].tensor for name in ("mixed", "gates", "state", "commit"))
+    heads, key, value = state.shape[1:]
+    width = (mixed.shape[1] - heads * value) // 2
+    made, after = torch.zeros(mixed.shape[0], heads, value, dtype=torch.float64), state.to(torch.float64, copy=True)
+    q, k, v = mixed.double().split((width, width, heads * value), dim=1)
 
     def normalized(each: Tensor) -> Tensor:
-        each = each.unflatten(1, (key_heads, key))
-        return (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(repeats, dim=1)
+        each = each.unflatten(1, (-1, key))
+        return (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(heads * key // width, dim=1)
 
     q, k, v = normalized(q) / key**0.5, normalized(k), v.unflatten(1, (heads, value))
     beta, a = gates.double().chunk(2, dim=1)
-    factor = torch.exp(-a_log.double().exp() * torch.nn.functional.softplus(a + dt_bias.double()))
+    rate = o["a_log"].tensor.double().exp()
+    factor = torch.exp(-rate * torch.nn.functional.softplus(a + o["dt_bias"].tensor.double()))
     for number, (row, start, count, fresh) in enumerate(sequences):
         current = torch.zeros_like(after[row]) if fresh else state[row].double()
-        commit[number] = count if chunks else _committed(shape, count, dice)
         after[row] = current
         for token in range(start, start + count):
             current = current * factor[token].view(-1, 1, 1)
@@ -111,8 +118,30 @@ def _rule(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, chunks: bool)
             made[token] = torch.einsum("hke,hk->he", current, q[token])
             if token - start < commit[number]:
                 after[row] = current
-    operands |= {"mixed": Operand(mixed), "gates": Operand(gates), "a_log": Operand(a_log), "dt_bias": Operand(dt_bias)}
-    operands |= {"state": Operand(state), "commit": Operand(commit)}
+    return made, after
+
+
+def _rule_operands(
+    shape: Shape, dtype: torch.dtype, dice: RandomValues, *, whole: bool = False
+) -> tuple[dict[str, Operand], Sequences]:
+    """Return random operands of the delta rule. ``whole``: all tokens are committed."""
+    operands, sequences, tokens = _sequences(shape, dice)
+    key_heads, key, value = shape["heads"], shape["key_size"], shape["value_size"]
+    heads = key_heads * shape["repeats"]
+    operands |= {
+        "mixed": Operand(dice.normal(tokens, 2 * key_heads * key + heads * value, dtype=dtype)),
+        "gates": Operand(dice.normal(tokens, 2 * heads, dtype=dtype)),
+        "a_log": Operand(dice.normal(heads, dtype=_wide(dtype))),
+        "dt_bias": Operand(dice.normal(heads, dtype=_wide(dtype))),
+        "state": Operand(dice.normal(_STATE_ROWS, heads, key, value, dtype=_wide(dtype))),
+        "commit": Operand(torch.tensor([each[2] if whole else _committed(shape, each[2], dice) for each in sequences])),
+    }
+    return operands, sequences
+
+
+def _rule(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, chunks: bool) -> Problem:
+    operands, sequences = _rule_operands(shape, dtype, dice, whole=chunks)
+    made, after = _apply_rule(operands, sequences)
     real = sequences[-1][1] + sequences[-1][2]
     writes = chunks or not shape["uncommitted"]
 
@@ -122,9 +151,49 @@ def _rule(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, chunks: bool)
             return {"out": kernels.chunk_gated_delta_rule(*given)[:real]}
         return {"out": kernels.gated_delta_rule(*given, o["commit"] if writes else None)[:real]}
 
-    steps = shape["new"] + key
+    steps = shape["new"] + shape["key_size"]
+    if chunks and dtype.itemsize < 4:  # the products of a chunk may round their operands
+        factor = _CHUNK_ROUNDINGS * torch.finfo(dtype).eps
+        errors = [torch.full_like(each, factor * (1.0 + float(each.abs().max()))) for each in (made[:real], after)]
+        out = bounds.rounded(bounds.Number(made[:real], errors[0]), dtype)
+        return Problem(operands, call, {"out": out, "state": bounds.Number(after, errors[1])})
     wanted: dict[str, bounds.Number | Tensor] = {"out": bounds.rounded(_near(made[:real], steps, dtype), dtype)}
-    wanted["state"] = _near(after, steps, dtype) if writes else state
+    wanted["state"] = _near(after, steps, dtype) if writes else operands["state"].tensor
+    return Problem(operands, call, wanted)
+
+
+def _rule_and_neighbours(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, replays: bool) -> Problem:
+    """Return a problem of all three kernels. ``replays``: one call leaves the states, and a second call writes them."""
+    operands, sequences = _rule_operands(shape, dtype, dice)
+    inputs, kernel, heads = operands["mixed"].tensor, shape["kernel_size"], shape["heads"] * shape["repeats"]
+    weight = dice.normal(inputs.shape[1], kernel, dtype=dtype)
+    before = dice.normal(_STATE_ROWS, kernel - 1, inputs.shape[1], dtype=dtype)
+    commit = operands["commit"].tensor
+    convolved, inputs_after = _convolve(inputs, weight, before, sequences, commit)
+    made, after = _apply_rule({**operands, "mixed": Operand(convolved.to(dtype))}, sequences)
+    gate = dice.normal(inputs.shape[0], heads * shape["value_size"], dtype=dtype)
+    norm = dice.normal(shape["value_size"], dtype=dtype)
+    operands |= {"gate": Operand(gate), "norm": Operand(norm), "weight": Operand(weight), "inputs": Operand(before)}
+    real = sequences[-1][1] + sequences[-1][2]
+    writes = replays or not shape["uncommitted"]
+
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        weights = DeltaRuleWeights(convolution=o["weight"], a_log=o["a_log"], dt_bias=o["dt_bias"], norm=o["norm"])
+        states, batch = (o["inputs"], o["state"]), _batch(o, shape["new"])
+        given = o["mixed"], o["gates"], o["gate"], weights, states, batch
+        out = kernels.gated_delta_rule_norm(*given, None if replays or not writes else o["commit"], EPS)
+        if replays:
+            kernels.commit_delta_rule(o["mixed"], o["gates"], weights, states, batch, o["commit"])
+        return {"out": out[:real]}
+
+    steps = shape["new"] + shape["key_size"] + kernel
+    normed = bounds.rms_norm(bounds.rounded(_near(made[:real], steps, dtype), dtype), norm, EPS, dtype)
+    z = bounds.exact(gate[:real].view(made[:real].shape))
+    wanted: dict[str, bounds.Number | Tensor] = {
+        "out": bounds.rounded(bounds.silu_mul(z, bounds.rounded(normed, dtype, 2.0), dtype), dtype, 2.0)
+    }
+    wanted["state"] = _near(after, steps, dtype) if writes else operands["state"].tensor
+    wanted["inputs"] = inputs_after if writes else before
     return Problem(operands, call, wanted)
 
 
@@ -177,6 +246,44 @@ RECURRENT = (
         [
             {"batch": 2, "ragged": 1, "padding": 1, "heads": 1, "repeats": 2, "key_size": 8, "value_size": 8, "new": 130},
             {**_SMALL, "heads": 2, "repeats": 1, "key_size": 4, "value_size": 8, "new": 64},
+        ],
+    ),
+    KernelProblems(
+        "gated_delta_rule_norm",
+        partial(_rule_and_neighbours, replays=False),
+        {**_BATCH, **_HEADS, "new": st.integers(1, 6), "kernel_size": st.integers(2, 5)}
+        | {"partial_commit": _FLAG, "uncommitted": _FLAG},
+        [
+            {**_SMALL, "heads": 2, "repeats": 3, "key_size": 8, "value_size": 24, "new": 4, "kernel_size": 4, **_PARTLY},
+            {**_SMALL, "heads": 2, "repeats": 1, "key_size": 8, "value_size": 8, "new": 4, "kernel_size": 3, **_UNCOMMITTED},
+            {**_SMALL, "heads": 1, "repeats": 2, "key_size": 20, "value_size": 4, "new": 1, "kernel_size": 5, **_WHOLLY},
+        ],
+    ),
+    KernelProblems(
+        "commit_delta_rule",
+        partial(_rule_and_neighbours, replays=True),
+        {**_BATCH, **_HEADS, "new": st.integers(1, 6), "kernel_size": st.integers(2, 5), "partial_commit": _FLAG},
+        [
+            {
+                **_SMALL,
+                "heads": 2,
+                "repeats": 3,
+                "key_size": 8,
+                "value_size": 24,
+                "new": 4,
+                "kernel_size": 4,
+                "partial_commit": 1,
+            },
+            {
+                **_SMALL,
+                "heads": 1,
+                "repeats": 2,
+                "key_size": 20,
+                "value_size": 4,
+                "new": 2,
+                "kernel_size": 5,
+                "partial_commit": 1,
+            },
         ],
     ),
     KernelProblems(
