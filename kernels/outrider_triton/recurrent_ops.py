@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ MAX_TAPS = 4
 _TOKENS_PER_PROGRAM = 16
 _CHUNK = 64
 _ROWS_PER_PROGRAM = 16
+_VALUES_PER_PROGRAM = 32
 
 
 def _convolution(
@@ -30,9 +32,10 @@ def _convolution(
     seq_lens: Tensor,
     max_query: int,
     commit: Tensor | None,
+    uniform: bool,
     pdl: bool,
 ) -> Tensor:
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = _allocate(x, x.shape, uniform)
     width, block = x.shape[1], min(power_of_two(x.shape[1]), 256)
     launch(
         jit.short_convolution,
@@ -63,14 +66,27 @@ def fits_whole_heads(state: Tensor) -> bool:
 def _rule_constants(state: Tensor, kernel: int, *, whole: bool) -> tuple[int, dict[str, Any]]:
     """Return the number of blocks of values, and the launch settings of :func:`outrider_triton.jit.recurrent.delta_rule`."""
     key_size, value_size = state.shape[2:]
-    block_d = power_of_two(key_size)
-    block_e = power_of_two(value_size) if whole else min(power_of_two(value_size), max(128 * 128 // block_d, 16))
+    block_d, block_e = power_of_two(key_size), power_of_two(value_size)
+    if not whole:  # so few registers that several programs of a multiprocessor load states at once
+        block_e = min(block_e, _VALUES_PER_PROGRAM)
     constants = {"D": key_size, "E": value_size, "KERNEL": kernel, "BLOCK_D": block_d, "BLOCK_E": block_e}
-    return triton.cdiv(value_size, block_e), constants | {"warps": min(max(block_d * block_e // 2048, 1), 8)}
+    warps = min(max(block_d * block_e // (2048 if whole else 1024), 1), 8)
+    return triton.cdiv(value_size, block_e), constants | {"warps": warps}
 
 
-def _empty_values(mixed: Tensor, state: Tensor) -> Tensor:
-    return mixed.new_empty((mixed.shape[0], state.shape[1], state.shape[3]))
+def _empty_vectors(mixed: Tensor, programs: int, constants: dict[str, Any]) -> Tensor:
+    """Return scratch memory for q, k and v of each token, which each program of a sequence prepares for itself."""
+    size = mixed.shape[0] * programs * (2 * constants["BLOCK_D"] + constants["BLOCK_E"])
+    return mixed.new_empty(size, dtype=torch.float32)
+
+
+def _values(mixed: Tensor, state: Tensor) -> tuple[int, ...]:
+    return mixed.shape[0], state.shape[1], state.shape[3]
+
+
+def _allocate(x: Tensor, shape: Sequence[int], uniform: bool) -> Tensor:
+    """Return memory for a result in x's dtype; zeros if there may be padding, which no program writes."""
+    return x.new_empty(shape) if uniform else x.new_zeros(shape)
 
 
 def _rule(
@@ -84,19 +100,21 @@ def _rule(
     seq_lens: Tensor,
     max_query: int,
     commit: Tensor | None,
+    uniform: bool,
     pdl: bool,
 ) -> Tensor:
     del max_query  # every program reads its sequence's number of tokens
     _expect_rows(mixed, gates, state)
-    out = _empty_values(mixed, state)
+    out = _allocate(mixed, _values(mixed, state), uniform)
     heads = state.shape[1]
     blocks, constants = _rule_constants(state, 0, whole=False)
+    vectors = _empty_vectors(mixed, heads * blocks, constants)
     key_width = (mixed.shape[1] - heads * state.shape[3]) // 2
     launch(
         jit.delta_rule,
         (heads, blocks, rows.shape[0]),
         *(mixed, gates, None, None, a_log, dt_bias, None, None, state),
-        *(rows, query_start, seq_lens, rows if commit is None else commit, out, 0.0),
+        *(rows, query_start, seq_lens, rows if commit is None else commit, vectors, out, 0.0),
         *(key_width, heads, heads * state.shape[2] // key_width, mixed.stride(0), gates.stride(0), 0),
         *(int(commit is not None), 1, 0),
         **constants,
@@ -121,7 +139,7 @@ def _expect_rows(mixed: Tensor, gates: Tensor, state: Tensor) -> None:
 define(
     "gated_delta_rule.triton",
     _rule,
-    lambda mixed, gates, a_log, dt_bias, state, *rest: _empty_values(mixed, state),
+    lambda mixed, gates, a_log, dt_bias, state, *rest: mixed.new_empty(_values(mixed, state)),
     writes=("state",),
 )
 
@@ -142,6 +160,7 @@ def _rule_and_neighbours(
     commit: Tensor | None,
     eps: float,
     settled: bool,
+    uniform: bool,
     pdl: bool,
 ) -> Tensor:
     """Compute short convolution, delta rule and gated norm in one kernel.
@@ -153,15 +172,16 @@ def _rule_and_neighbours(
     whole = fits_whole_heads(state) and weight.shape[1] <= MAX_TAPS and inputs.is_contiguous() and weight.is_contiguous()
     expect(whole, lambda: f"a head's state of {tuple(state.shape[2:])} or {weight.shape[1]} taps don't fit in one program")
     writes_out = gate is not None
-    out = _empty_values(mixed, state) if writes_out else mixed.new_empty(0)
+    out = _allocate(mixed, _values(mixed, state) if writes_out else (0,), uniform)
     heads = state.shape[1]
     blocks, constants = _rule_constants(state, weight.shape[1], whole=True)
+    vectors = _empty_vectors(mixed, heads * blocks, constants)
     key_width = (mixed.shape[1] - heads * state.shape[3]) // 2
     launch(
         jit.delta_rule,
         (heads, blocks, rows.shape[0]),
         *(mixed, gates, mixed if gate is None else gate, weight, a_log, dt_bias, norm, inputs, state),
-        *(rows, query_start, seq_lens, rows if commit is None else commit, out if writes_out else mixed, eps),
+        *(rows, query_start, seq_lens, rows if commit is None else commit, vectors, out if writes_out else mixed, eps),
         *(key_width, heads, heads * state.shape[2] // key_width, mixed.stride(0), gates.stride(0)),
         *(mixed.stride(0) if gate is None else gate.stride(0), int(commit is not None), int(writes_out), int(settled)),
         **constants,
@@ -175,7 +195,7 @@ define(
     "gated_delta_rule.triton_fused",
     _rule_and_neighbours,
     lambda mixed, gates, gate, weight, a_log, dt_bias, norm, inputs, state, *rest: (
-        mixed.new_empty(0) if gate is None else _empty_values(mixed, state)
+        mixed.new_empty(0) if gate is None else mixed.new_empty(_values(mixed, state))
     ),
     writes=("state",),
 )
@@ -196,7 +216,7 @@ def _chunks(
 ) -> Tensor:
     """Compute the delta rule of prompts. ``precision``: of float32 products that an operand in 16 bits leads to."""
     _expect_rows(mixed, gates, state)
-    out = _empty_values(mixed, state)
+    out = _allocate(mixed, _values(mixed, state), uniform=False)
     tokens, (heads, key_size, value_size) = mixed.shape[0], state.shape[1:]
     key_width = (mixed.shape[1] - heads * value_size) // 2
     w, u = mixed.new_empty((tokens, heads, key_size)), mixed.new_empty((tokens, heads, value_size))
@@ -232,7 +252,7 @@ def _chunks(
 define(
     "chunk_gated_delta_rule.triton",
     _chunks,
-    lambda mixed, gates, a_log, dt_bias, state, *rest: _empty_values(mixed, state),
+    lambda mixed, gates, a_log, dt_bias, state, *rest: mixed.new_empty(_values(mixed, state)),
     writes=("state",),
 )
 

@@ -91,9 +91,8 @@ def _without_gates(projection: Weight, rows: int) -> tuple[Weight, ...]:
 
 def _batch_of(inputs: ForwardInput, states: StateInput) -> RecurrentBatch:
     attention = inputs.attention
-    return RecurrentBatch(
-        states.rows, attention.query_start, attention.seq_lens, attention.max_query, settled=attention.settled
-    )
+    operands = states.rows, attention.query_start, attention.seq_lens, attention.max_query
+    return RecurrentBatch(*operands, settled=attention.settled, uniform=attention.uniform)
 
 
 def commit_states(

@@ -11,6 +11,8 @@ import triton.language as tl
 from outrider_triton.jit.dependent import allow_next_kernel, begin, wait_for_previous_kernel
 
 _NORM_EPS = tl.constexpr(1e-6)
+_TOKENS = tl.constexpr(8)
+"""Tokens whose q, k and v are prepared at once: one number, so that a token's bits don't depend on how many there are."""
 
 
 @triton.jit
@@ -37,6 +39,16 @@ def load_input(x, state, position, channels, start, row, has_state, x_stride, wi
         other=0.0,
     )
     return tl.where(position >= 0, fresh, kept.to(fresh.dtype))
+
+
+@triton.jit
+def write_window(x, state, kept, channels, start, row, has_state, x_stride, width, KERNEL: tl.constexpr):
+    """Write the last inputs of a sequence's first ``kept`` new tokens to the row's state."""
+    mask = channels < width
+    for slot in tl.static_range(KERNEL - 1):  # ascending: a slot takes the input of a later one
+        position = kept + (slot - (KERNEL - 1))
+        value = load_input(x, state, position, channels, start, row, has_state, x_stride, width, mask, KERNEL)
+        tl.store(state + (row * (KERNEL - 1) + slot) * width + channels, value, mask=mask)
 
 
 @triton.jit
@@ -82,46 +94,31 @@ def short_convolution(
         if commit is not None:
             if tl.program_id(0) == 0:
                 tl.debug_barrier()  # other threads of the program have read the state
-                kept = tl.load(commit + sequence)
-                inside = lane < width
-                for slot in tl.static_range(KERNEL - 1):  # ascending: a slot takes the input of a later one
-                    position = kept + (slot - (KERNEL - 1))
-                    value = load_input(x, state, position, lane, start, row, has_state, x_stride, width, inside, KERNEL)
-                    tl.store(state + (row * (KERNEL - 1) + slot) * width + lane, value, mask=inside)
+                kept = tl.load(commit + sequence).to(tl.int32)
+                write_window(x, state, kept, lane, start, row, has_state, x_stride, width, KERNEL)
 
 
 @triton.jit
-def load_taps(weight, channels, mask, KERNEL: tl.constexpr):
-    """Load the taps of ``channels`` from the oldest of four tokens to the token itself; zeros for a smaller kernel."""
-    last = weight + channels * KERNEL + (KERNEL - 1)
-    w3 = tl.load(last - 3, mask=mask & (KERNEL > 3), other=0.0).to(tl.float32)
-    w2 = tl.load(last - 2, mask=mask & (KERNEL > 2), other=0.0).to(tl.float32)
-    w1 = tl.load(last - 1, mask=mask, other=0.0).to(tl.float32)
-    return w3, w2, w1, tl.load(last, mask=mask, other=0.0).to(tl.float32)
+def load_convolved(mixed, weight, inputs, token, channels, start, row, has_state, stride, width, mask, KERNEL: tl.constexpr):
+    """Load ``channels`` of ``token``, both in two dimensions, in float32.
 
-
-@triton.jit
-def load_history(state, row, channels, has_state, width, mask, KERNEL: tl.constexpr):
-    """Load the three inputs before the first new token, the oldest first; zeros where there is none."""
-    last = state + (row * (KERNEL - 1) + (KERNEL - 2)) * width + channels
-    mask = mask & has_state
-    h3 = tl.load(last - 2 * width, mask=mask & (KERNEL > 3), other=0.0).to(tl.float32)
-    h2 = tl.load(last - width, mask=mask & (KERNEL > 2), other=0.0).to(tl.float32)
-    return h3, h2, tl.load(last, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def convolve(history, x, taps, out_type: tl.constexpr):
-    """Return SiLU of the convolution of three earlier inputs and ``x``, rounded to ``out_type``."""
-    h3, h2, h1 = history
-    w3, w2, w1, w0 = taps
-    return silu(h3 * w3 + h2 * w2 + h1 * w1 + x * w0).to(out_type).to(tl.float32)
+    With KERNEL > 0, return SiLU of their convolution, rounded like its result.
+    """
+    if KERNEL == 0:
+        return tl.load(mixed + (start + token).to(tl.int64) * stride + channels, mask=mask, other=0.0).to(tl.float32)
+    total = tl.zeros(mask.shape, dtype=tl.float32)
+    for tap in tl.static_range(KERNEL):
+        factor = tl.load(weight + channels * KERNEL + tap, mask=channels < width, other=0.0).to(tl.float32)
+        position = token + (tap - (KERNEL - 1))
+        value = load_input(mixed, inputs, position, channels, start, row, has_state, stride, width, mask, KERNEL)
+        total += value.to(tl.float32) * factor
+    return silu(total).to(mixed.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
 def normalized(x):
-    """Divide a vector by its Euclidean norm."""
-    return x * tl.rsqrt(tl.sum(x * x, axis=0) + _NORM_EPS)
+    """Divide each row by its Euclidean norm."""
+    return x * tl.rsqrt(tl.sum(x * x, axis=1) + _NORM_EPS)[:, None]
 
 
 @triton.jit(do_not_specialize=["writes_state", "writes_out", "reads_early"])
@@ -139,6 +136,7 @@ def delta_rule(
     query_start,
     seq_lens,
     commit,
+    vectors,
     out,
     eps,
     key_width,
@@ -163,24 +161,19 @@ def delta_rule(
     ``norm``: the result is normalised, and multiplied by SiLU of ``gate``. With ``writes_state``, the state after ``commit``
     tokens is written. Decoding, verification and replay run the same machine code, so their bits are equal.
     ``reads_early``: no kernel that may still run writes the state or the lengths, so their loads precede the wait.
+    ``vectors`` [T, value heads, blocks, 2 BLOCK_D + BLOCK_E] is scratch memory for q, k and v of each program: a vector that
+    stays in registers through the loop would be in all of them.
     """
     allow_next_kernel(PDL)
     head = tl.program_id(0)
     sequence = tl.program_id(2)
     d = tl.arange(0, BLOCK_D)
-    e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
-    in_d = d < D
+    lane = tl.arange(0, BLOCK_E)
+    e = tl.program_id(1) * BLOCK_E + lane
     in_e = e < E
     width = 2 * key_width + value_heads * E
-    q_lane = head // values_per_key * D + d
-    k_lane = key_width + q_lane
-    v_lane = 2 * key_width + head * E + e
     rate = tl.exp(tl.load(a_log + head).to(tl.float32))  # weights, so their loads may precede the wait
     bias = tl.load(dt_bias + head).to(tl.float32)
-    if KERNEL > 0:
-        q_taps = load_taps(weight, q_lane, in_d, KERNEL)
-        k_taps = load_taps(weight, k_lane, in_d, KERNEL)
-        v_taps = load_taps(weight, v_lane, in_e, KERNEL)
     if norm is not None:
         scale = tl.load(norm + e, mask=in_e, other=0.0)
     if reads_early == 0:
@@ -191,12 +184,8 @@ def delta_rule(
     row = tl.load(rows + sequence)
     has_state = tl.load(seq_lens + sequence) > count
     cells = state + ((row * value_heads + head) * D + d[:, None]) * E + e[None, :]
-    inside = in_d[:, None] & in_e[None, :]
+    inside = (d < D)[:, None] & in_e[None, :]
     current = tl.load(cells, mask=inside & has_state, other=0.0).to(tl.float32)
-    if KERNEL > 0:
-        q3, q2, q1 = load_history(inputs, row, q_lane, has_state, width, in_d, KERNEL)
-        k3, k2, k1 = load_history(inputs, row, k_lane, has_state, width, in_d, KERNEL)
-        v3, v2, v1 = load_history(inputs, row, v_lane, has_state, width, in_e, KERNEL)
     if reads_early != 0:
         wait_for_previous_kernel(PDL)
 
@@ -206,25 +195,34 @@ def delta_rule(
     limit = count
     if writes_out == 0:
         limit = tl.minimum(count, committed)
+
+    own = head * tl.num_programs(1) + tl.program_id(1)
+    size = value_heads * tl.num_programs(1) * (2 * BLOCK_D + BLOCK_E)
+    own_vectors = vectors + own * (2 * BLOCK_D + BLOCK_E)
+    for first in range(0, limit, _TOKENS):
+        token = (first + tl.arange(0, _TOKENS))[:, None]
+        keys = (token < limit) & (d < D)[None, :]
+        values = (token < limit) & in_e[None, :]
+        q_lane = (head // values_per_key * D + d)[None, :]
+        v_lane = (2 * key_width + head * E + e)[None, :]
+        q = load_convolved(mixed, weight, inputs, token, q_lane, start, row, has_state, mixed_stride, width, keys, KERNEL)
+        k_lane = key_width + q_lane
+        k = load_convolved(mixed, weight, inputs, token, k_lane, start, row, has_state, mixed_stride, width, keys, KERNEL)
+        v = load_convolved(mixed, weight, inputs, token, v_lane, start, row, has_state, mixed_stride, width, values, KERNEL)
+        place = own_vectors + (start + token).to(tl.int64) * size
+        tl.store(place + d[None, :], normalized(q) * (D**-0.5), mask=token < limit)
+        tl.store(place + BLOCK_D + d[None, :], normalized(k), mask=token < limit)
+        tl.store(place + 2 * BLOCK_D + lane[None, :], v, mask=token < limit)
+    tl.debug_barrier()
+
     for token in range(limit):
         index = (start + token).to(tl.int64)
-        q = tl.load(mixed + index * mixed_stride + q_lane, mask=in_d, other=0.0).to(tl.float32)
-        k = tl.load(mixed + index * mixed_stride + k_lane, mask=in_d, other=0.0).to(tl.float32)
-        v = tl.load(mixed + index * mixed_stride + v_lane, mask=in_e, other=0.0).to(tl.float32)
+        place = own_vectors + index * size
+        q = tl.load(place + d, cache_modifier=".cg")
+        k = tl.load(place + BLOCK_D + d, cache_modifier=".cg")
+        v = tl.load(place + 2 * BLOCK_D + lane, cache_modifier=".cg")
         b = tl.load(gates + index * gates_stride + head).to(tl.float32)
         a = tl.load(gates + index * gates_stride + value_heads + head).to(tl.float32)
-        if KERNEL > 0:
-            q_input = q
-            k_input = k
-            v_input = v
-            q = convolve((q3, q2, q1), q, q_taps, mixed.dtype.element_ty)
-            k = convolve((k3, k2, k1), k, k_taps, mixed.dtype.element_ty)
-            v = convolve((v3, v2, v1), v, v_taps, mixed.dtype.element_ty)
-            q3, q2, q1 = q2, q1, q_input
-            k3, k2, k1 = k2, k1, k_input
-            v3, v2, v1 = v2, v1, v_input
-        q = normalized(q) * (D**-0.5)
-        k = normalized(k)
         decay = tl.exp(log_decay(a, rate, bias))
         found = tl.sum(current * k[:, None], axis=0) * decay
         read = tl.sum(current * q[:, None], axis=0) * decay

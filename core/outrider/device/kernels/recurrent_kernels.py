@@ -32,8 +32,11 @@ class RecurrentBatch(NamedTuple):
     ``rows`` int64 [B]: the row of each sequence's state; distinct, except for row 0, which takes padding. ``query_start``
     int32 [B + 1], ``seq_lens`` int32 [B] and ``max_query`` are those of the pass's
     :class:`~outrider.device.AttentionMetadata`. A sequence whose length equals its number of new tokens has no earlier
-    token: its state starts from zeros, whatever its row holds. ``settled``: a whole decoder layer was enqueued after the last
-    write to these tensors and to the rows of the states, as in :class:`~outrider.device.AttentionMetadata`.
+    token: its state starts from zeros, whatever its row holds.
+
+    ``settled``: a whole decoder layer was enqueued after the last write to these tensors and to the rows of the states, as in
+    :class:`~outrider.device.AttentionMetadata`. ``uniform``: every sequence has exactly ``max_query`` new tokens, and there
+    is no padding. Otherwise results of padding are zeros.
     """
 
     rows: Tensor
@@ -41,6 +44,7 @@ class RecurrentBatch(NamedTuple):
     seq_lens: Tensor
     max_query: int
     settled: bool = False
+    uniform: bool = False
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor, int]:
