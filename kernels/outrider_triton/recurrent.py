@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from outrider.device import DeltaRuleWeights, RecurrentBatch
@@ -53,8 +52,7 @@ class TritonRecurrent(WarmedKernels):
         if not self._has_rule(mixed, gates, state):
             return super().chunk_gated_delta_rule(mixed, gates, a_log, dt_bias, state, batch)
         operands = mixed, gates, a_log, dt_bias, state, *batch.operands
-        precision = "tf32x3" if self.facts.capability >= 80 and not triton.knobs.runtime.interpret else "ieee"
-        return _TRITON.chunk_gated_delta_rule.triton(*operands, precision, self.pdl)  # type: ignore[no-any-return]
+        return _TRITON.chunk_gated_delta_rule.triton(*operands, self.pdl)  # type: ignore[no-any-return]
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Compute the gated norm of several heads per program."""
@@ -78,7 +76,7 @@ class TritonRecurrent(WarmedKernels):
             return super().gated_delta_rule_norm(mixed, gates, gate, weights, states, batch, commit, eps)
         made: Tensor = self._rule_and_neighbours(mixed, gates, gate, weights, states, batch, commit, eps)
         if commit is not None:
-            self.short_convolution(mixed, weights.convolution, states[0], batch, commit)
+            self._commit_window(mixed, weights, states[0], batch, commit)
         return made
 
     def commit_delta_rule(
@@ -95,7 +93,14 @@ class TritonRecurrent(WarmedKernels):
             super().commit_delta_rule(mixed, gates, weights, states, batch, commit)
             return
         self._rule_and_neighbours(mixed, gates, None, weights, states, batch, commit, 0.0)
-        self.short_convolution(mixed, weights.convolution, states[0], batch, commit)
+        self._commit_window(mixed, weights, states[0], batch, commit)
+
+    def _commit_window(
+        self, mixed: Tensor, weights: DeltaRuleWeights, state: Tensor, batch: RecurrentBatch, commit: Tensor
+    ) -> None:
+        rows, query_start, seq_lens, _ = batch.operands
+        operands = mixed, state, rows, query_start, seq_lens, commit, weights.convolution.shape[1]
+        _TRITON.short_convolution.triton_commit(*operands, self.pdl)
 
     def _rule_and_neighbours(
         self,

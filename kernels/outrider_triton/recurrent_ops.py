@@ -20,7 +20,12 @@ MAX_TAPS = 4
 _TOKENS_PER_PROGRAM = 16
 _CHUNK = 64
 _ROWS_PER_PROGRAM = 16
-_VALUES_PER_PROGRAM = 32
+_STATE_NUMBERS = 128 * 128
+"""Numbers of a state that one program holds in registers."""
+_MAX_REGISTERS = 128
+"""So few registers per thread that two programs of eight warps run on a multiprocessor."""
+_VALUES_PER_WARP = 16
+_FACTORS = 4
 
 
 def _convolution(
@@ -58,25 +63,51 @@ define(
 )
 
 
+def _commit_window(
+    x: Tensor,
+    state: Tensor,
+    rows: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    commit: Tensor,
+    kernel_size: int,
+    pdl: bool,
+) -> None:
+    """Write the convolution's state after the committed tokens, without results."""
+    width, block = x.shape[1], min(power_of_two(x.shape[1]), 256)
+    launch(
+        jit.commit_window,
+        (triton.cdiv(width, block), rows.shape[0]),
+        *(x, state, rows, query_start, seq_lens, commit, x.stride(0), width),
+        KERNEL=kernel_size,
+        BLOCK_C=block,
+        pdl=pdl,
+        warps=4,
+    )
+
+
+define("short_convolution.triton_commit", _commit_window, writes=("state",))
+
+
 def fits_whole_heads(state: Tensor) -> bool:
     """Return True if one program can hold the state of one head, so that it sees a whole head's result."""
-    return power_of_two(state.shape[2]) * power_of_two(state.shape[3]) <= 128 * 128
+    return power_of_two(state.shape[2]) * power_of_two(state.shape[3]) <= _STATE_NUMBERS
 
 
-def _rule_constants(state: Tensor, kernel: int, *, whole: bool) -> tuple[int, dict[str, Any]]:
+def _rule_constants(state: Tensor, kernel: int) -> tuple[int, dict[str, Any]]:
     """Return the number of blocks of values, and the launch settings of :func:`outrider_triton.jit.recurrent.delta_rule`."""
     key_size, value_size = state.shape[2:]
-    block_d, block_e = power_of_two(key_size), power_of_two(value_size)
-    if not whole:  # so few registers that several programs of a multiprocessor load states at once
-        block_e = min(block_e, _VALUES_PER_PROGRAM)
+    block_d = power_of_two(key_size)
+    block_e = min(power_of_two(value_size), _STATE_NUMBERS // block_d)
+    values = min(block_e, _VALUES_PER_WARP)  # a thread loads four
     constants = {"D": key_size, "E": value_size, "KERNEL": kernel, "BLOCK_D": block_d, "BLOCK_E": block_e}
-    warps = min(max(block_d * block_e // (2048 if whole else 1024), 1), 8)
-    return triton.cdiv(value_size, block_e), constants | {"warps": warps}
+    constants |= {"LANES": min(block_d, 128 // values), "VALUES": values, "warps": block_e // values}
+    return triton.cdiv(value_size, block_e), constants | {"maxnreg": _MAX_REGISTERS}
 
 
 def _empty_vectors(mixed: Tensor, programs: int, constants: dict[str, Any]) -> Tensor:
     """Return scratch memory for q, k and v of each token, which each program of a sequence prepares for itself."""
-    size = mixed.shape[0] * programs * (2 * constants["BLOCK_D"] + constants["BLOCK_E"])
+    size = mixed.shape[0] * programs * (2 * constants["BLOCK_D"] + constants["BLOCK_E"] + _FACTORS)
     return mixed.new_empty(size, dtype=torch.float32)
 
 
@@ -107,7 +138,7 @@ def _rule(
     _expect_rows(mixed, gates, state)
     out = _allocate(mixed, _values(mixed, state), uniform)
     heads = state.shape[1]
-    blocks, constants = _rule_constants(state, 0, whole=False)
+    blocks, constants = _rule_constants(state, 0)
     vectors = _empty_vectors(mixed, heads * blocks, constants)
     key_width = (mixed.shape[1] - heads * state.shape[3]) // 2
     launch(
@@ -174,7 +205,7 @@ def _rule_and_neighbours(
     writes_out = gate is not None
     out = _allocate(mixed, _values(mixed, state) if writes_out else (0,), uniform)
     heads = state.shape[1]
-    blocks, constants = _rule_constants(state, weight.shape[1], whole=True)
+    blocks, constants = _rule_constants(state, weight.shape[1])
     vectors = _empty_vectors(mixed, heads * blocks, constants)
     key_width = (mixed.shape[1] - heads * state.shape[3]) // 2
     launch(
@@ -211,10 +242,9 @@ def _chunks(
     query_start: Tensor,
     seq_lens: Tensor,
     max_query: int,
-    precision: str,
     pdl: bool,
 ) -> Tensor:
-    """Compute the delta rule of prompts. ``precision``: of float32 products that an operand in 16 bits leads to."""
+    """Compute the delta rule of prompts."""
     _expect_rows(mixed, gates, state)
     out = _allocate(mixed, _values(mixed, state), uniform=False)
     tokens, (heads, key_size, value_size) = mixed.shape[0], state.shape[1:]
@@ -224,16 +254,15 @@ def _chunks(
     sizes = key_width, heads, heads * key_size // key_width, mixed.stride(0)
     # The matrix unit multiplies 16 rows and columns or more.
     block_d, block_e = max(power_of_two(key_size), 16), max(power_of_two(value_size), 16)
-    constants = {"D": key_size, "E": value_size, "BLOCK_D": block_d, "NARROW": "ieee"}
+    constants = {"D": key_size, "E": value_size, "BLOCK_D": block_d}
     launch(
         jit_chunks.corrections,
         (heads, triton.cdiv(max_query, _CHUNK), rows.shape[0]),
         *(mixed, gates, a_log, dt_bias, query_start, w, u, totals, tokens, *sizes, gates.stride(0)),
         **constants,
         BLOCK_E=block_e,
-        WIDE="ieee" if mixed.dtype is torch.float32 else precision,
         pdl=pdl,
-        warps=4,
+        warps=8,
     )
     block_e = min(block_e, 32 if block_d > 128 else 64)
     launch(

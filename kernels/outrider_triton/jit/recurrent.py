@@ -11,6 +11,8 @@ import triton.language as tl
 from outrider_triton.jit.dependent import allow_next_kernel, begin, wait_for_previous_kernel
 
 _NORM_EPS = tl.constexpr(1e-6)
+_FACTORS = tl.constexpr(4)
+"""Places for the factors of a token: the state's, the correction's, and the product of q and k."""
 _TOKENS = tl.constexpr(8)
 """Tokens whose q, k and v are prepared at once: one number, so that a token's bits don't depend on how many there are."""
 
@@ -49,6 +51,32 @@ def write_window(x, state, kept, channels, start, row, has_state, x_stride, widt
         position = kept + (slot - (KERNEL - 1))
         value = load_input(x, state, position, channels, start, row, has_state, x_stride, width, mask, KERNEL)
         tl.store(state + (row * (KERNEL - 1) + slot) * width + channels, value, mask=mask)
+
+
+@triton.jit
+def commit_window(
+    x,
+    state,
+    rows,
+    query_start,
+    seq_lens,
+    commit,
+    x_stride,
+    width,
+    KERNEL: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Write the convolution's state after ``commit`` tokens; program (block of channels, sequence)."""
+    begin(PDL)
+    sequence = tl.program_id(1)
+    start = tl.load(query_start + sequence)
+    count = tl.load(query_start + sequence + 1) - start
+    row = tl.load(rows + sequence)
+    has_state = tl.load(seq_lens + sequence) > count
+    kept = tl.load(commit + sequence).to(tl.int32)
+    lane = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    write_window(x, state, kept, lane, start, row, has_state, x_stride, width, KERNEL)
 
 
 @triton.jit
@@ -153,6 +181,8 @@ def delta_rule(
     KERNEL: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    LANES: tl.constexpr,
+    VALUES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute the gated delta rule of a sequence's few tokens; program (value head, block of values, sequence).
@@ -161,14 +191,17 @@ def delta_rule(
     ``norm``: the result is normalised, and multiplied by SiLU of ``gate``. With ``writes_state``, the state after ``commit``
     tokens is written. Decoding, verification and replay run the same machine code, so their bits are equal.
     ``reads_early``: no kernel that may still run writes the state or the lengths, so their loads precede the wait.
-    ``vectors`` [T, value heads, blocks, 2 BLOCK_D + BLOCK_E] is scratch memory for q, k and v of each program: a vector that
-    stays in registers through the loop would be in all of them.
+    ``vectors`` [T, value heads, blocks, 2 BLOCK_D + BLOCK_E + 4] is scratch memory for q, k, v and the factors of each
+    program's tokens: a vector that stays in registers through the loop would be in all of them.
+
+    The state is a tile [keys, warps, lanes of keys, values]: a warp has all keys of its values, and sums over them alone.
     """
     allow_next_kernel(PDL)
+    WARPS: tl.constexpr = BLOCK_E // VALUES
     head = tl.program_id(0)
     sequence = tl.program_id(2)
-    d = tl.arange(0, BLOCK_D)
-    lane = tl.arange(0, BLOCK_E)
+    key = (tl.arange(0, BLOCK_D // LANES) * LANES)[:, None, None, None] + tl.arange(0, LANES)[None, None, :, None]
+    lane = (tl.arange(0, WARPS) * VALUES)[:, None] + tl.arange(0, VALUES)[None, :]
     e = tl.program_id(1) * BLOCK_E + lane
     in_e = e < E
     width = 2 * key_width + value_heads * E
@@ -183,8 +216,8 @@ def delta_rule(
     count = tl.load(query_start + sequence + 1) - start
     row = tl.load(rows + sequence)
     has_state = tl.load(seq_lens + sequence) > count
-    cells = state + ((row * value_heads + head) * D + d[:, None]) * E + e[None, :]
-    inside = (d < D)[:, None] & in_e[None, :]
+    cells = state + ((row * value_heads + head) * D + key) * E + e[None, :, None, :]
+    inside = (key < D) & in_e[None, :, None, :]
     current = tl.load(cells, mask=inside & has_state, other=0.0).to(tl.float32)
     if reads_early != 0:
         wait_for_previous_kernel(PDL)
@@ -196,47 +229,59 @@ def delta_rule(
     if writes_out == 0:
         limit = tl.minimum(count, committed)
 
-    own = head * tl.num_programs(1) + tl.program_id(1)
-    size = value_heads * tl.num_programs(1) * (2 * BLOCK_D + BLOCK_E)
-    own_vectors = vectors + own * (2 * BLOCK_D + BLOCK_E)
+    SIZE: tl.constexpr = 2 * BLOCK_D + BLOCK_E + _FACTORS
+    own = vectors + (head * tl.num_programs(1) + tl.program_id(1)) * SIZE
+    stride = value_heads * tl.num_programs(1) * SIZE
     for first in range(0, limit, _TOKENS):
-        token = (first + tl.arange(0, _TOKENS))[:, None]
-        keys = (token < limit) & (d < D)[None, :]
-        values = (token < limit) & in_e[None, :]
-        q_lane = (head // values_per_key * D + d)[None, :]
-        v_lane = (2 * key_width + head * E + e)[None, :]
-        q = load_convolved(mixed, weight, inputs, token, q_lane, start, row, has_state, mixed_stride, width, keys, KERNEL)
+        index = first + tl.arange(0, _TOKENS)
+        token = index[:, None]
+        d = tl.arange(0, BLOCK_D)[None, :]
+        value = tl.arange(0, BLOCK_E)[None, :]
+        keys = (token < limit) & (d < D)
+        values = (token < limit) & (tl.program_id(1) * BLOCK_E + value < E)
+        q_lane = head // values_per_key * D + d
         k_lane = key_width + q_lane
+        v_lane = 2 * key_width + head * E + tl.program_id(1) * BLOCK_E + value
+        q = load_convolved(mixed, weight, inputs, token, q_lane, start, row, has_state, mixed_stride, width, keys, KERNEL)
         k = load_convolved(mixed, weight, inputs, token, k_lane, start, row, has_state, mixed_stride, width, keys, KERNEL)
         v = load_convolved(mixed, weight, inputs, token, v_lane, start, row, has_state, mixed_stride, width, values, KERNEL)
-        place = own_vectors + (start + token).to(tl.int64) * size
-        tl.store(place + d[None, :], normalized(q) * (D**-0.5), mask=token < limit)
-        tl.store(place + BLOCK_D + d[None, :], normalized(k), mask=token < limit)
-        tl.store(place + 2 * BLOCK_D + lane[None, :], v, mask=token < limit)
+        q = normalized(q) * (D**-0.5)
+        k = normalized(k)
+        gate_of = gates + (start + index).to(tl.int64) * gates_stride + head
+        b = tl.load(gate_of, mask=index < limit, other=0.0).to(tl.float32)
+        a = tl.load(gate_of + value_heads, mask=index < limit, other=0.0).to(tl.float32)
+        place = own + (start + token).to(tl.int64) * stride
+        tl.store(place + d, q, mask=token < limit)
+        tl.store(place + BLOCK_D + d, k, mask=token < limit)
+        tl.store(place + 2 * BLOCK_D + value, v, mask=token < limit)
+        factors = own + (start + index).to(tl.int64) * stride + 2 * BLOCK_D + BLOCK_E
+        tl.store(factors, tl.exp(log_decay(a, rate, bias)), mask=index < limit)
+        tl.store(factors + 1, 1.0 / (1.0 + tl.exp(-b)), mask=index < limit)
+        tl.store(factors + 2, tl.sum(q * k, axis=1), mask=index < limit)
     tl.debug_barrier()
 
     for token in range(limit):
         index = (start + token).to(tl.int64)
-        place = own_vectors + index * size
-        q = tl.load(place + d, cache_modifier=".cg")
-        k = tl.load(place + BLOCK_D + d, cache_modifier=".cg")
+        place = own + index * stride
+        q = tl.load(place + key, cache_modifier=".cg")
+        k = tl.load(place + BLOCK_D + key, cache_modifier=".cg")
         v = tl.load(place + 2 * BLOCK_D + lane, cache_modifier=".cg")
-        b = tl.load(gates + index * gates_stride + head).to(tl.float32)
-        a = tl.load(gates + index * gates_stride + value_heads + head).to(tl.float32)
-        decay = tl.exp(log_decay(a, rate, bias))
-        found = tl.sum(current * k[:, None], axis=0) * decay
-        read = tl.sum(current * q[:, None], axis=0) * decay
-        correction = (v - found) / (1.0 + tl.exp(-b))
-        current = current * decay + k[:, None] * correction[None, :]
+        decay = tl.load(place + 2 * BLOCK_D + BLOCK_E, cache_modifier=".cg")
+        beta = tl.load(place + 2 * BLOCK_D + BLOCK_E + 1, cache_modifier=".cg")
+        product = tl.load(place + 2 * BLOCK_D + BLOCK_E + 2, cache_modifier=".cg")
+        found = tl.sum(tl.sum(current * k, axis=0), axis=1) * decay
+        read = tl.sum(tl.sum(current * q, axis=0), axis=1) * decay
+        correction = (v - found) * beta
+        current = current * decay + k * correction[None, :, None, :]
         if writes_state != 0:
             if token + 1 == committed:
                 tl.store(cells, current.to(state.dtype.element_ty), mask=inside)
         if writes_out != 0:
-            result = (read + tl.sum(q * k, axis=0) * correction).to(out.dtype.element_ty)
+            result = (read + product * correction).to(out.dtype.element_ty)
             if norm is not None:
                 z = tl.load(gate + index * gate_stride + head * E + e, mask=in_e, other=0.0).to(tl.float32)
                 wide = result.to(tl.float32)
-                inverse = tl.rsqrt(tl.sum(wide * wide, axis=0) / E + eps)
+                inverse = tl.rsqrt(tl.sum(tl.sum(wide * wide, axis=1), axis=0) / E + eps)
                 result = gated_norm(wide * inverse, z, scale, out.dtype.element_ty)
             tl.store(out + (index * value_heads + head) * E + e, result, mask=in_e)
 

@@ -20,8 +20,9 @@ _BLOCK = tl.constexpr(16)
 
 
 @triton.jit
-def _dot(a, b, PRECISION: tl.constexpr):
-    return tl.dot(a, b, input_precision=PRECISION, out_dtype=tl.float32)
+def _dot(a, b):
+    """Multiply; operands in float32 aren't rounded."""
+    return tl.dot(a, b, input_precision="ieee", out_dtype=tl.float32)
 
 
 @triton.jit
@@ -40,24 +41,30 @@ def between_tokens(total, lane):
 
 
 @triton.jit
-def inverse_of_triangle(system, lane, PRECISION: tl.constexpr):
+def inverse_of_triangle(system, lane):
     """Return the inverse of I + ``system`` [L, L], which is strictly lower triangular.
 
     Diagonal blocks are inverted row by row, all at once. The other blocks N then satisfy (I + N)^-1 = (I - N) (I + N^2),
     because N^4 = 0.
     """
+    BLOCKS: tl.constexpr = _CHUNK // _BLOCK
+    block = tl.arange(0, BLOCKS)
+    on_diagonal = (block[:, None] == block[None, :])[:, None, :, None]
+    diagonal = tl.sum(tl.where(on_diagonal, tl.reshape(system, [BLOCKS, _BLOCK, BLOCKS, _BLOCK]), 0.0), axis=2)
+    row_of = tl.arange(0, _BLOCK)
+    identity = tl.where(row_of[:, None] == row_of[None, :], 1.0, 0.0)[None, :, :]
+    inverses = identity + tl.zeros([BLOCKS, _BLOCK, _BLOCK], dtype=tl.float32)
+    for index in range(1, _BLOCK):
+        is_row = (row_of == index)[None, :, None]
+        factors = tl.sum(tl.where(is_row, diagonal, 0.0), axis=1)
+        row = tl.sum(factors[:, :, None] * inverses, axis=1)
+        inverses = tl.where(is_row, identity - row[:, None, :], inverses)
+    inverse = tl.reshape(tl.where(on_diagonal, inverses[:, :, None, :], 0.0), [_CHUNK, _CHUNK])
     same_block = lane[:, None] // _BLOCK == lane[None, :] // _BLOCK
     identity = tl.where(lane[:, None] == lane[None, :], 1.0, 0.0)
-    diagonal = tl.where(same_block, system, 0.0)
-    inverse = identity
-    for index in range(1, _BLOCK):
-        is_row = (lane % _BLOCK == index)[:, None]
-        factors = tl.sum(tl.where(is_row, diagonal, 0.0), axis=0)  # of each block's row, by column
-        row = tl.sum(factors[:, None] * inverse, axis=0)
-        inverse = tl.where(is_row & same_block, identity - row[None, :], inverse)
-    others = _dot(inverse, tl.where(same_block, 0.0, system), PRECISION)
-    squared = _dot(others, others, PRECISION)
-    return _dot(_dot(identity - others, identity + squared, PRECISION), inverse, PRECISION)
+    others = _dot(inverse, tl.where(same_block, 0.0, system))
+    squared = _dot(others, others)
+    return _dot(_dot(identity - others, identity + squared), inverse)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -80,14 +87,11 @@ def corrections(
     E: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    WIDE: tl.constexpr,
-    NARROW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Solve the triangular system of one chunk; program (value head, chunk, sequence).
 
-    Stores w [T, Hv, D] and u [T, Hv, E] in their dtype, and G [Hv, T] in float32 to ``totals``. WIDE and NARROW are the
-    precisions of products in float32 and in the dtype of ``mixed``.
+    Stores w [T, Hv, D] and u [T, Hv, E] in their dtype, and G [Hv, T] in float32 to ``totals``.
     """
     begin(PDL)
     head = tl.program_id(0)
@@ -112,15 +116,15 @@ def corrections(
         beta = tl.where(inside, 1.0 / (1.0 + tl.exp(-b)), 0.0)
 
         narrow = k.to(mixed.dtype.element_ty)
-        products = _dot(narrow, tl.trans(narrow), NARROW)
+        products = _dot(narrow, tl.trans(narrow))
         system = beta[:, None] * products * between_tokens(total, lane)
         system = tl.where(lane[:, None] > lane[None, :], system, 0.0)
-        inverse = inverse_of_triangle(system, lane, WIDE).to(mixed.dtype.element_ty)
+        inverse = inverse_of_triangle(system, lane).to(mixed.dtype.element_ty)
         scaled = (k * (beta * tl.exp(total))[:, None]).to(mixed.dtype.element_ty)
         place = rows[:, None] * value_heads + head
-        tl.store(w + place * D + d[None, :], _dot(inverse, scaled, NARROW).to(w.dtype.element_ty), mask=keys)
+        tl.store(w + place * D + d[None, :], _dot(inverse, scaled).to(w.dtype.element_ty), mask=keys)
         scaled = (v.to(tl.float32) * beta[:, None]).to(mixed.dtype.element_ty)
-        tl.store(u + place * E + e[None, :], _dot(inverse, scaled, NARROW).to(u.dtype.element_ty), mask=values)
+        tl.store(u + place * E + e[None, :], _dot(inverse, scaled).to(u.dtype.element_ty), mask=values)
         tl.store(totals + head.to(tl.int64) * tokens + rows, total, mask=inside)
 
 
@@ -144,7 +148,6 @@ def chunk_states(
     E: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    NARROW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Go through the chunks of a sequence and write its results and its state; program (value head, block of values,
@@ -176,13 +179,13 @@ def chunk_states(
         last = tl.load(totals + head.to(tl.int64) * tokens + start + tl.minimum(first + _CHUNK, count) - 1)
         narrow = current.to(mixed.dtype.element_ty)
         correction = tl.load(u + place * E + e[None, :], mask=values, other=0.0).to(tl.float32)
-        correction -= _dot(tl.load(w + place * D + d[None, :], mask=keys, other=0.0), narrow, NARROW)
+        correction -= _dot(tl.load(w + place * D + d[None, :], mask=keys, other=0.0), narrow)
         correction = correction.to(mixed.dtype.element_ty)
-        scores = _dot(q, tl.trans(k.to(mixed.dtype.element_ty)), NARROW) * between_tokens(total, lane)
-        made = _dot(q, narrow, NARROW) * tl.exp(total)[:, None]
-        made += _dot(scores.to(mixed.dtype.element_ty), correction, NARROW)
+        scores = _dot(q, tl.trans(k.to(mixed.dtype.element_ty))) * between_tokens(total, lane)
+        made = _dot(q, narrow) * tl.exp(total)[:, None]
+        made += _dot(scores.to(mixed.dtype.element_ty), correction)
         tl.store(out + place * E + e[None, :], made.to(out.dtype.element_ty), mask=values)
         to_end = tl.where(inside, tl.exp(tl.where(inside, last - total, 0.0)), 0.0)
         added = (k * to_end[:, None]).to(mixed.dtype.element_ty)
-        current = current * tl.exp(last) + _dot(tl.trans(added), correction, NARROW)
+        current = current * tl.exp(last) + _dot(tl.trans(added), correction)
     tl.store(cells, current.to(state.dtype.element_ty), mask=in_state)
