@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -15,17 +14,12 @@ from outrider_triton.jit import recurrent as jit
 from outrider_triton.jit import recurrent_chunks as jit_chunks
 from outrider_triton.launch import launch, power_of_two
 
-MAX_TAPS = 4
-"""Maximum kernel size of a short convolution that the delta rule computes itself."""
-_TOKENS_PER_PROGRAM = 16
+_FEW_TOKENS = 8
+"""Maximum number of tokens of a sequence for which the convolution has small blocks."""
 _CHUNK = 64
-_ROWS_PER_PROGRAM = 16
-_STATE_NUMBERS = 128 * 128
-"""Numbers of a state that one program holds in registers."""
-_MAX_REGISTERS = 128
-"""So few registers per thread that two programs of eight warps run on a multiprocessor."""
-_VALUES_PER_WARP = 16
-_FACTORS = 4
+_ROWS_PER_PROGRAM = 4
+_VALUES_PER_PROGRAM = 16
+"""Values of a head whose states one warp holds in registers."""
 
 
 def _convolution(
@@ -41,13 +35,16 @@ def _convolution(
     pdl: bool,
 ) -> Tensor:
     out = _allocate(x, x.shape, uniform)
-    width, block = x.shape[1], min(power_of_two(x.shape[1]), 256)
+    few = max_query <= _FEW_TOKENS
+    # A block has as many tokens as the state, or more, so that the first block alone reads the state.
+    tokens = max(4 if few else 16, power_of_two(weight.shape[1] - 1))
+    width, block = x.shape[1], min(power_of_two(x.shape[1]), 128 if few else 256)
     launch(
         jit.short_convolution,
-        (triton.cdiv(max_query, _TOKENS_PER_PROGRAM), triton.cdiv(width, block), rows.shape[0]),
+        (triton.cdiv(max_query, tokens), triton.cdiv(width, block), rows.shape[0]),
         *(x, weight, state, rows, query_start, seq_lens, commit, out, x.stride(0), width),
         KERNEL=weight.shape[1],
-        BLOCK_T=_TOKENS_PER_PROGRAM,
+        BLOCK_T=tokens,
         BLOCK_C=block,
         pdl=pdl,
         warps=4,
@@ -61,54 +58,6 @@ define(
     lambda x, *rest: torch.empty_like(x, memory_format=torch.contiguous_format),
     writes=("state",),
 )
-
-
-def _commit_window(
-    x: Tensor,
-    state: Tensor,
-    rows: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    commit: Tensor,
-    kernel_size: int,
-    pdl: bool,
-) -> None:
-    """Write the convolution's state after the committed tokens, without results."""
-    width, block = x.shape[1], min(power_of_two(x.shape[1]), 256)
-    launch(
-        jit.commit_window,
-        (triton.cdiv(width, block), rows.shape[0]),
-        *(x, state, rows, query_start, seq_lens, commit, x.stride(0), width),
-        KERNEL=kernel_size,
-        BLOCK_C=block,
-        pdl=pdl,
-        warps=4,
-    )
-
-
-define("short_convolution.triton_commit", _commit_window, writes=("state",))
-
-
-def fits_whole_heads(state: Tensor) -> bool:
-    """Return True if one program can hold the state of one head, so that it sees a whole head's result."""
-    return power_of_two(state.shape[2]) * power_of_two(state.shape[3]) <= _STATE_NUMBERS
-
-
-def _rule_constants(state: Tensor, kernel: int) -> tuple[int, dict[str, Any]]:
-    """Return the number of blocks of values, and the launch settings of :func:`outrider_triton.jit.recurrent.delta_rule`."""
-    key_size, value_size = state.shape[2:]
-    block_d = power_of_two(key_size)
-    block_e = min(power_of_two(value_size), _STATE_NUMBERS // block_d)
-    values = min(block_e, _VALUES_PER_WARP)  # a thread loads four
-    constants = {"D": key_size, "E": value_size, "KERNEL": kernel, "BLOCK_D": block_d, "BLOCK_E": block_e}
-    constants |= {"LANES": min(block_d, 128 // values), "VALUES": values, "warps": block_e // values}
-    return triton.cdiv(value_size, block_e), constants | {"maxnreg": _MAX_REGISTERS}
-
-
-def _empty_vectors(mixed: Tensor, programs: int, constants: dict[str, Any]) -> Tensor:
-    """Return scratch memory for q, k and v of each token, which each program of a sequence prepares for itself."""
-    size = mixed.shape[0] * programs * (2 * constants["BLOCK_D"] + constants["BLOCK_E"] + _FACTORS)
-    return mixed.new_empty(size, dtype=torch.float32)
 
 
 def _values(mixed: Tensor, state: Tensor) -> tuple[int, ...]:
@@ -131,25 +80,29 @@ def _rule(
     seq_lens: Tensor,
     max_query: int,
     commit: Tensor | None,
+    settled: bool,
     uniform: bool,
     pdl: bool,
 ) -> Tensor:
+    """Compute the rule token by token. ``settled``: no kernel that may still run writes states or lengths."""
     del max_query  # every program reads its sequence's number of tokens
     _expect_rows(mixed, gates, state)
     out = _allocate(mixed, _values(mixed, state), uniform)
-    heads = state.shape[1]
-    blocks, constants = _rule_constants(state, 0)
-    vectors = _empty_vectors(mixed, heads * blocks, constants)
-    key_width = (mixed.shape[1] - heads * state.shape[3]) // 2
+    heads, key_size, value_size = state.shape[1:]
+    block_d, block_e = power_of_two(key_size), min(power_of_two(value_size), _VALUES_PER_PROGRAM)
+    key_width = (mixed.shape[1] - heads * value_size) // 2
     launch(
         jit.delta_rule,
-        (heads, blocks, rows.shape[0]),
-        *(mixed, gates, None, None, a_log, dt_bias, None, None, state),
-        *(rows, query_start, seq_lens, rows if commit is None else commit, vectors, out, 0.0),
-        *(key_width, heads, heads * state.shape[2] // key_width, mixed.stride(0), gates.stride(0), 0),
-        *(int(commit is not None), 1, 0),
-        **constants,
+        (heads, triton.cdiv(value_size, block_e), rows.shape[0]),
+        *(mixed, gates, a_log, dt_bias, state, rows, query_start, seq_lens, rows if commit is None else commit, out),
+        *(key_width, heads, heads * key_size // key_width, mixed.stride(0), gates.stride(0)),
+        *(int(commit is not None), int(settled)),
+        D=key_size,
+        E=value_size,
+        BLOCK_D=block_d,
+        BLOCK_E=block_e,
         pdl=pdl,
+        warps=1,
     )
     return out
 
@@ -171,63 +124,6 @@ define(
     "gated_delta_rule.triton",
     _rule,
     lambda mixed, gates, a_log, dt_bias, state, *rest: mixed.new_empty(_values(mixed, state)),
-    writes=("state",),
-)
-
-
-def _rule_and_neighbours(
-    mixed: Tensor,
-    gates: Tensor,
-    gate: Tensor | None,
-    weight: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    norm: Tensor,
-    inputs: Tensor,
-    state: Tensor,
-    rows: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    commit: Tensor | None,
-    eps: float,
-    settled: bool,
-    uniform: bool,
-    pdl: bool,
-) -> Tensor:
-    """Compute short convolution, delta rule and gated norm in one kernel.
-
-    Without ``gate``, compute only the state after ``commit`` tokens, by the same machine code. The convolution's state
-    ``inputs`` is only read. ``settled``: no kernel that may still run writes states or lengths.
-    """
-    _expect_rows(mixed, gates, state)
-    whole = fits_whole_heads(state) and weight.shape[1] <= MAX_TAPS and inputs.is_contiguous() and weight.is_contiguous()
-    expect(whole, lambda: f"a head's state of {tuple(state.shape[2:])} or {weight.shape[1]} taps don't fit in one program")
-    writes_out = gate is not None
-    out = _allocate(mixed, _values(mixed, state) if writes_out else (0,), uniform)
-    heads = state.shape[1]
-    blocks, constants = _rule_constants(state, weight.shape[1])
-    vectors = _empty_vectors(mixed, heads * blocks, constants)
-    key_width = (mixed.shape[1] - heads * state.shape[3]) // 2
-    launch(
-        jit.delta_rule,
-        (heads, blocks, rows.shape[0]),
-        *(mixed, gates, mixed if gate is None else gate, weight, a_log, dt_bias, norm, inputs, state),
-        *(rows, query_start, seq_lens, rows if commit is None else commit, vectors, out if writes_out else mixed, eps),
-        *(key_width, heads, heads * state.shape[2] // key_width, mixed.stride(0), gates.stride(0)),
-        *(mixed.stride(0) if gate is None else gate.stride(0), int(commit is not None), int(writes_out), int(settled)),
-        **constants,
-        pdl=pdl,
-    )
-    return out
-
-
-# Overloads of the operator that accesses the same rows of its states.
-define(
-    "gated_delta_rule.triton_fused",
-    _rule_and_neighbours,
-    lambda mixed, gates, gate, weight, a_log, dt_bias, norm, inputs, state, *rest: (
-        mixed.new_empty(0) if gate is None else mixed.new_empty(_values(mixed, state))
-    ),
     writes=("state",),
 )
 

@@ -85,7 +85,7 @@ TYPES = {
     "eps": "fp32",
     "scale": "fp32",
     **dict.fromkeys(("mixed", "gates", "gate", "inputs", "w", "u"), HALF),
-    **dict.fromkeys(("a_log", "dt_bias", "totals", "vectors"), WIDE),
+    **dict.fromkeys(("a_log", "dt_bias", "totals"), WIDE),
     "commit": LONG,
     "tree_mask": "*u8",
 }
@@ -189,7 +189,6 @@ def quantized_kernels(capability):
     ]  # fmt: skip
 
 
-IN_WARPS = {"LANES": 8, "VALUES": 16}
 OF_RULE = {"D": 128, "E": 128, "BLOCK_D": 128, "BLOCK_E": 128}
 NORM = {"bias": None, "PARTS": 2, "BLOCK": 4096}
 # What a name means depends on the kernel for a few of them.
@@ -285,13 +284,7 @@ KERNELS = [
     (experts.add_experts, {"parts": HALF}, {"BLOCK": 1024}),
     (recurrent.short_convolution, {}, {"KERNEL": 4, "BLOCK_T": 16, "BLOCK_C": 256}),
     (recurrent.short_convolution, {}, {"KERNEL": 4, "BLOCK_T": 16, "BLOCK_C": 256, "commit": None}),
-    (recurrent.delta_rule, {"state": WIDE, "norm": HALF}, {**OF_RULE, **IN_WARPS, "KERNEL": 4}),
-    (
-        recurrent.delta_rule,
-        {"state": WIDE},
-        {**OF_RULE, **IN_WARPS, "KERNEL": 0, **dict.fromkeys(("gate", "weight", "norm", "inputs"))},
-    ),
-    (recurrent.commit_window, {}, {"KERNEL": 4, "BLOCK_C": 256}),
+    (recurrent.delta_rule, {"state": WIDE}, {**OF_RULE, "BLOCK_E": 16}),
     (recurrent.gated_rms_norm, {}, {"E": 128, "ROWS": 16, "BLOCK_E": 128}),
     (recurrent.sigmoid_mul, {}, {"BLOCK": 1024}),
     (recurrent_chunks.corrections, {"tokens": "i32"}, OF_RULE),

@@ -11,10 +11,6 @@ import triton.language as tl
 from outrider_triton.jit.dependent import allow_next_kernel, begin, wait_for_previous_kernel
 
 _NORM_EPS = tl.constexpr(1e-6)
-_FACTORS = tl.constexpr(4)
-"""Places for the factors of a token: the state's, the correction's, and the product of q and k."""
-_TOKENS = tl.constexpr(8)
-"""Tokens whose q, k and v are prepared at once: one number, so that a token's bits don't depend on how many there are."""
 
 
 @triton.jit
@@ -51,32 +47,6 @@ def write_window(x, state, kept, channels, start, row, has_state, x_stride, widt
         position = kept + (slot - (KERNEL - 1))
         value = load_input(x, state, position, channels, start, row, has_state, x_stride, width, mask, KERNEL)
         tl.store(state + (row * (KERNEL - 1) + slot) * width + channels, value, mask=mask)
-
-
-@triton.jit
-def commit_window(
-    x,
-    state,
-    rows,
-    query_start,
-    seq_lens,
-    commit,
-    x_stride,
-    width,
-    KERNEL: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Write the convolution's state after ``commit`` tokens; program (block of channels, sequence)."""
-    begin(PDL)
-    sequence = tl.program_id(1)
-    start = tl.load(query_start + sequence)
-    count = tl.load(query_start + sequence + 1) - start
-    row = tl.load(rows + sequence)
-    has_state = tl.load(seq_lens + sequence) > count
-    kept = tl.load(commit + sequence).to(tl.int32)
-    lane = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    write_window(x, state, kept, lane, start, row, has_state, x_stride, width, KERNEL)
 
 
 @triton.jit
@@ -127,97 +97,65 @@ def short_convolution(
 
 
 @triton.jit
-def load_convolved(mixed, weight, inputs, token, channels, start, row, has_state, stride, width, mask, KERNEL: tl.constexpr):
-    """Load ``channels`` of ``token``, both in two dimensions, in float32.
-
-    With KERNEL > 0, return SiLU of their convolution, rounded like its result.
-    """
-    if KERNEL == 0:
-        return tl.load(mixed + (start + token).to(tl.int64) * stride + channels, mask=mask, other=0.0).to(tl.float32)
-    total = tl.zeros(mask.shape, dtype=tl.float32)
-    for tap in tl.static_range(KERNEL):
-        factor = tl.load(weight + channels * KERNEL + tap, mask=channels < width, other=0.0).to(tl.float32)
-        position = token + (tap - (KERNEL - 1))
-        value = load_input(mixed, inputs, position, channels, start, row, has_state, stride, width, mask, KERNEL)
-        total += value.to(tl.float32) * factor
-    return silu(total).to(mixed.dtype.element_ty).to(tl.float32)
+def load_token(mixed, gates, index, q_lane, k_lane, v_lane, head, value_heads, mixed_stride, gates_stride, in_d, in_e):
+    """Load q, k and v of one token, and its gates a and b, in float32."""
+    row = mixed + index * mixed_stride
+    q = tl.load(row + q_lane, mask=in_d, other=0.0).to(tl.float32)
+    k = tl.load(row + k_lane, mask=in_d, other=0.0).to(tl.float32)
+    v = tl.load(row + v_lane, mask=in_e, other=0.0).to(tl.float32)
+    b = tl.load(gates + index * gates_stride + head).to(tl.float32)
+    a = tl.load(gates + index * gates_stride + value_heads + head).to(tl.float32)
+    return q, k, v, a, b
 
 
-@triton.jit
-def normalized(x):
-    """Divide each row by its Euclidean norm."""
-    return x * tl.rsqrt(tl.sum(x * x, axis=1) + _NORM_EPS)[:, None]
-
-
-@triton.jit(do_not_specialize=["writes_state", "writes_out", "reads_early"])
+@triton.jit(do_not_specialize=["writes_state", "reads_early"])
 def delta_rule(
     mixed,
     gates,
-    gate,
-    weight,
     a_log,
     dt_bias,
-    norm,
-    inputs,
     state,
     rows,
     query_start,
     seq_lens,
     commit,
-    vectors,
     out,
-    eps,
     key_width,
     value_heads,
     values_per_key,
     mixed_stride,
     gates_stride,
-    gate_stride,
     writes_state,
-    writes_out,
     reads_early,
     D: tl.constexpr,
     E: tl.constexpr,
-    KERNEL: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    LANES: tl.constexpr,
-    VALUES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute the gated delta rule of a sequence's few tokens; program (value head, block of values, sequence).
 
-    KERNEL > 0: ``mixed`` are inputs of the short convolution with ``weight``, whose state ``inputs`` is only read.
-    ``norm``: the result is normalised, and multiplied by SiLU of ``gate``. With ``writes_state``, the state after ``commit``
-    tokens is written. Decoding, verification and replay run the same machine code, so their bits are equal.
-    ``reads_early``: no kernel that may still run writes the state or the lengths, so their loads precede the wait.
-    ``vectors`` [T, value heads, blocks, 2 BLOCK_D + BLOCK_E + 4] is scratch memory for q, k, v and the factors of each
-    program's tokens: a vector that stays in registers through the loop would be in all of them.
-
-    The state is a tile [keys, warps, lanes of keys, values]: a warp has all keys of its values, and sums over them alone.
+    One warp has all keys of a few values, so no sum crosses warps. With ``writes_state``, the state after ``commit`` tokens
+    is written. Decoding, verification and replay run the same machine code, so their bits are equal. ``reads_early``: no
+    kernel that may still run writes the state or the lengths, so their loads precede the wait.
     """
     allow_next_kernel(PDL)
-    WARPS: tl.constexpr = BLOCK_E // VALUES
     head = tl.program_id(0)
     sequence = tl.program_id(2)
-    key = (tl.arange(0, BLOCK_D // LANES) * LANES)[:, None, None, None] + tl.arange(0, LANES)[None, None, :, None]
-    lane = (tl.arange(0, WARPS) * VALUES)[:, None] + tl.arange(0, VALUES)[None, :]
-    e = tl.program_id(1) * BLOCK_E + lane
+    d = tl.arange(0, BLOCK_D)
+    e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    in_d = d < D
     in_e = e < E
-    width = 2 * key_width + value_heads * E
     rate = tl.exp(tl.load(a_log + head).to(tl.float32))  # weights, so their loads may precede the wait
     bias = tl.load(dt_bias + head).to(tl.float32)
-    if norm is not None:
-        scale = tl.load(norm + e, mask=in_e, other=0.0)
     if reads_early == 0:
         wait_for_previous_kernel(PDL)
-
     start = tl.load(query_start + sequence)
     count = tl.load(query_start + sequence + 1) - start
     row = tl.load(rows + sequence)
     has_state = tl.load(seq_lens + sequence) > count
-    cells = state + ((row * value_heads + head) * D + key) * E + e[None, :, None, :]
-    inside = (key < D) & in_e[None, :, None, :]
+    cells = state + ((row * value_heads + head) * D + d[:, None]) * E + e[None, :]
+    inside = in_d[:, None] & in_e[None, :]
     current = tl.load(cells, mask=inside & has_state, other=0.0).to(tl.float32)
     if reads_early != 0:
         wait_for_previous_kernel(PDL)
@@ -225,65 +163,32 @@ def delta_rule(
     committed = count
     if writes_state != 0:
         committed = tl.load(commit + sequence).to(tl.int32)
-    limit = count
-    if writes_out == 0:
-        limit = tl.minimum(count, committed)
-
-    SIZE: tl.constexpr = 2 * BLOCK_D + BLOCK_E + _FACTORS
-    own = vectors + (head * tl.num_programs(1) + tl.program_id(1)) * SIZE
-    stride = value_heads * tl.num_programs(1) * SIZE
-    for first in range(0, limit, _TOKENS):
-        index = first + tl.arange(0, _TOKENS)
-        token = index[:, None]
-        d = tl.arange(0, BLOCK_D)[None, :]
-        value = tl.arange(0, BLOCK_E)[None, :]
-        keys = (token < limit) & (d < D)
-        values = (token < limit) & (tl.program_id(1) * BLOCK_E + value < E)
-        q_lane = head // values_per_key * D + d
-        k_lane = key_width + q_lane
-        v_lane = 2 * key_width + head * E + tl.program_id(1) * BLOCK_E + value
-        q = load_convolved(mixed, weight, inputs, token, q_lane, start, row, has_state, mixed_stride, width, keys, KERNEL)
-        k = load_convolved(mixed, weight, inputs, token, k_lane, start, row, has_state, mixed_stride, width, keys, KERNEL)
-        v = load_convolved(mixed, weight, inputs, token, v_lane, start, row, has_state, mixed_stride, width, values, KERNEL)
-        q = normalized(q) * (D**-0.5)
-        k = normalized(k)
-        gate_of = gates + (start + index).to(tl.int64) * gates_stride + head
-        b = tl.load(gate_of, mask=index < limit, other=0.0).to(tl.float32)
-        a = tl.load(gate_of + value_heads, mask=index < limit, other=0.0).to(tl.float32)
-        place = own + (start + token).to(tl.int64) * stride
-        tl.store(place + d, q, mask=token < limit)
-        tl.store(place + BLOCK_D + d, k, mask=token < limit)
-        tl.store(place + 2 * BLOCK_D + value, v, mask=token < limit)
-        factors = own + (start + index).to(tl.int64) * stride + 2 * BLOCK_D + BLOCK_E
-        tl.store(factors, tl.exp(log_decay(a, rate, bias)), mask=index < limit)
-        tl.store(factors + 1, 1.0 / (1.0 + tl.exp(-b)), mask=index < limit)
-        tl.store(factors + 2, tl.sum(q * k, axis=1), mask=index < limit)
-    tl.debug_barrier()
-
-    for token in range(limit):
-        index = (start + token).to(tl.int64)
-        place = own + index * stride
-        q = tl.load(place + key, cache_modifier=".cg")
-        k = tl.load(place + BLOCK_D + key, cache_modifier=".cg")
-        v = tl.load(place + 2 * BLOCK_D + lane, cache_modifier=".cg")
-        decay = tl.load(place + 2 * BLOCK_D + BLOCK_E, cache_modifier=".cg")
-        beta = tl.load(place + 2 * BLOCK_D + BLOCK_E + 1, cache_modifier=".cg")
-        product = tl.load(place + 2 * BLOCK_D + BLOCK_E + 2, cache_modifier=".cg")
-        found = tl.sum(tl.sum(current * k, axis=0), axis=1) * decay
-        read = tl.sum(tl.sum(current * q, axis=0), axis=1) * decay
-        correction = (v - found) * beta
-        current = current * decay + k * correction[None, :, None, :]
+    q_lane = head // values_per_key * D + d
+    k_lane = key_width + q_lane
+    v_lane = 2 * key_width + head * E + e
+    strides = value_heads, mixed_stride, gates_stride
+    index = start.to(tl.int64)
+    q, k, v, a, b = load_token(mixed, gates, index, q_lane, k_lane, v_lane, head, *strides, in_d, in_e)
+    for token in range(count):
+        # The loads of the next token overlap with this one; after the last, they repeat it.
+        following = (start + tl.minimum(token + 1, count - 1)).to(tl.int64)
+        q_next, k_next, v_next, a_next, b_next = load_token(
+            mixed, gates, following, q_lane, k_lane, v_lane, head, *strides, in_d, in_e
+        )
+        q = q * tl.rsqrt(tl.sum(q * q, axis=0) + _NORM_EPS) * (D**-0.5)
+        k = k * tl.rsqrt(tl.sum(k * k, axis=0) + _NORM_EPS)
+        decay = tl.exp(log_decay(a, rate, bias))
+        found = tl.sum(current * k[:, None], axis=0) * decay
+        read = tl.sum(current * q[:, None], axis=0) * decay
+        correction = (v - found) / (1.0 + tl.exp(-b))
+        current = current * decay + k[:, None] * correction[None, :]
         if writes_state != 0:
             if token + 1 == committed:
                 tl.store(cells, current.to(state.dtype.element_ty), mask=inside)
-        if writes_out != 0:
-            result = (read + product * correction).to(out.dtype.element_ty)
-            if norm is not None:
-                z = tl.load(gate + index * gate_stride + head * E + e, mask=in_e, other=0.0).to(tl.float32)
-                wide = result.to(tl.float32)
-                inverse = tl.rsqrt(tl.sum(tl.sum(wide * wide, axis=1), axis=0) / E + eps)
-                result = gated_norm(wide * inverse, z, scale, out.dtype.element_ty)
-            tl.store(out + (index * value_heads + head) * E + e, result, mask=in_e)
+        result = read + tl.sum(q * k, axis=0) * correction
+        place = out + ((start + token).to(tl.int64) * value_heads + head) * E + e
+        tl.store(place, result.to(out.dtype.element_ty), mask=in_e)
+        q, k, v, a, b = q_next, k_next, v_next, a_next, b_next
 
 
 @triton.jit
