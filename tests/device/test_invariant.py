@@ -43,8 +43,6 @@ COMPOSED = {
     "attention_norm_linear_quantized",
     "attention_norm_linear_silu_mul_quantized",
     "embed_beside",
-    "gated_delta_rule_norm",
-    "commit_delta_rule",
     "verify_checked",
 }
 """By default these call other methods, which are wrapped."""

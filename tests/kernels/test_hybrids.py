@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from outrider.device import DeltaRuleWeights, HeadNorms, KernelSet, Product, RecurrentBatch, RotaryArgs
+from outrider.device import HeadNorms, KernelSet, Product, RecurrentBatch, RotaryArgs
 
 PLAIN = KernelSet()
 
@@ -77,21 +77,26 @@ def test_states_are_copied_from_row_to_row(kernels, device, shape):
     assert torch.equal(state[[0, 1, 3, 4, 6]], before[[0, 1, 3, 4, 6]])
 
 
-def layer(device, *, tokens, heads=2, size=8, requests=1):
-    """Weights, states and inputs of a recurrent layer with one key head."""
+def layer(device, *, tokens, heads=2, size=8):
+    """Weights of a recurrent layer with one key head, its states, and inputs of the convolution and of the gates."""
     channels = 2 * size + heads * size
-    weights = DeltaRuleWeights(
-        convolution=random(channels, 4, seed=21, device=device),
-        a_log=random(heads, seed=22, device=device, dtype=torch.float32),
-        dt_bias=random(heads, seed=23, device=device, dtype=torch.float32),
-        norm=random(size, seed=24, device=device),
+    weights = (
+        random(channels, 4, seed=21, device=device),
+        random(heads, seed=22, device=device, dtype=torch.float32),
+        random(heads, seed=23, device=device, dtype=torch.float32),
     )
     states = (
-        random(requests + 2, 3, channels, seed=25, device=device),
-        random(requests + 2, heads, size, size, seed=26, device=device, dtype=torch.float32),
+        random(3, 3, channels, seed=25, device=device),
+        random(3, heads, size, size, seed=26, device=device, dtype=torch.float32),
     )
-    made = random(requests * tokens, channels + heads * size + 2 * heads, seed=27, device=device)
-    return weights, states, made.split((channels, heads * size, 2 * heads), dim=1)
+    made = random(tokens, channels + 2 * heads, seed=27, device=device)
+    return weights, states, made.split((channels, 2 * heads), dim=1)
+
+
+def run(kernels, weights, states, inputs, batch, commit):
+    convolution, a_log, dt_bias = weights
+    convolved = kernels.short_convolution(inputs[0], convolution, states[0], batch, commit)
+    return kernels.gated_delta_rule(convolved, inputs[1], a_log, dt_bias, states[1], batch, commit)
 
 
 def batch_of(rows, count, length):
@@ -101,30 +106,30 @@ def batch_of(rows, count, length):
 
 def test_decoding_verification_and_replay_have_the_same_bits(kernels, device):
     """A window of three tokens leaves the states. A replay of its first tokens writes what decoding one by one writes."""
-    weights, states, (mixed, gate, gates) = layer(device, tokens=3)
+    weights, states, inputs = layer(device, tokens=3)
     rows = torch.tensor([2], device=device)
     before = [state.clone() for state in states]
-    window = kernels.gated_delta_rule_norm(mixed, gates, gate, weights, states, batch_of(rows, 3, 8), None, 1e-6)
+    window = run(kernels, weights, states, inputs, batch_of(rows, 3, 8), None)
     assert all(map(torch.equal, states, before))
     one_by_one, ones = [state.clone() for state in states], torch.ones_like(rows)
     for token in range(3):
-        inputs = (each[token : token + 1] for each in (mixed, gates, gate))
-        made = kernels.gated_delta_rule_norm(*inputs, weights, one_by_one, batch_of(rows, 1, 6 + token), ones, 1e-6)
-        assert torch.equal(made, window[token : token + 1])
+        own = slice(token, token + 1)
+        made = run(kernels, weights, one_by_one, [each[own] for each in inputs], batch_of(rows, 1, 6 + token), ones)
+        assert torch.equal(made, window[own])
         replayed = [state.clone() for state in states]
-        kernels.commit_delta_rule(mixed, gates, weights, replayed, batch_of(rows, 3, 8), ones * (token + 1))
+        run(kernels, weights, replayed, inputs, batch_of(rows, 3, 8), ones * (token + 1))
         assert all(map(torch.equal, replayed, one_by_one))
 
 
 def test_a_prompt_cut_at_a_boundary_has_the_bits_of_the_whole(kernels, device):
-    weights, (_, state), (mixed, _, gates) = layer(device, tokens=70)
+    (_, a_log, dt_bias), (_, state), (mixed, gates) = layer(device, tokens=70)
     rows, results = torch.tensor([2], device=device), []
     for cuts in ((0, 70), (0, 64, 70)):
         own, made = state.clone(), []
         for start, stop in itertools.pairwise(cuts):
-            operands = mixed[start:stop], gates[start:stop], weights.a_log, weights.dt_bias, own
+            operands = mixed[start:stop], gates[start:stop], a_log, dt_bias, own
             made.append(kernels.chunk_gated_delta_rule(*operands, batch_of(rows, stop - start, stop)))
         results.append((torch.cat(made), own))
     assert all(map(torch.equal, *results))
-    token_by_token = PLAIN.gated_delta_rule(mixed, gates, weights.a_log, weights.dt_bias, state, batch_of(rows, 70, 70))
+    token_by_token = PLAIN.gated_delta_rule(mixed, gates, a_log, dt_bias, state, batch_of(rows, 70, 70))
     close(results[0][0], token_by_token)

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from functools import partial
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
-from outrider.device import DeltaRuleWeights, KernelSet, RecurrentBatch
+from outrider.device import KernelSet, RecurrentBatch
 from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.dense import EPS, Mapped
+from outrider_conformance.random_kernels.dimensions import among, between
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
 
 _ROUNDINGS = 64.0
@@ -162,41 +162,6 @@ def _rule(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, chunks: bool)
     return Problem(operands, call, wanted)
 
 
-def _rule_and_neighbours(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, replays: bool) -> Problem:
-    """Return a problem of all three kernels. ``replays``: one call leaves the states, and a second call writes them."""
-    operands, sequences = _rule_operands(shape, dtype, dice)
-    inputs, kernel, heads = operands["mixed"].tensor, shape["kernel_size"], shape["heads"] * shape["repeats"]
-    weight = dice.normal(inputs.shape[1], kernel, dtype=dtype)
-    before = dice.normal(_STATE_ROWS, kernel - 1, inputs.shape[1], dtype=dtype)
-    commit = operands["commit"].tensor
-    convolved, inputs_after = _convolve(inputs, weight, before, sequences, commit)
-    made, after = _apply_rule({**operands, "mixed": Operand(convolved.to(dtype))}, sequences)
-    gate = dice.normal(inputs.shape[0], heads * shape["value_size"], dtype=dtype)
-    norm = dice.normal(shape["value_size"], dtype=dtype)
-    operands |= {"gate": Operand(gate), "norm": Operand(norm), "weight": Operand(weight), "inputs": Operand(before)}
-    real = sequences[-1][1] + sequences[-1][2]
-    writes = replays or not shape["uncommitted"]
-
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        weights = DeltaRuleWeights(convolution=o["weight"], a_log=o["a_log"], dt_bias=o["dt_bias"], norm=o["norm"])
-        states, batch = (o["inputs"], o["state"]), _batch(o, shape["new"])
-        given = o["mixed"], o["gates"], o["gate"], weights, states, batch
-        out = kernels.gated_delta_rule_norm(*given, None if replays or not writes else o["commit"], EPS)
-        if replays:
-            kernels.commit_delta_rule(o["mixed"], o["gates"], weights, states, batch, o["commit"])
-        return {"out": out[:real]}
-
-    steps = shape["new"] + shape["key_size"] + kernel
-    normed = bounds.rms_norm(bounds.rounded(_near(made[:real], steps, dtype), dtype), norm, EPS, dtype)
-    z = bounds.exact(gate[:real].view(made[:real].shape))
-    wanted: dict[str, bounds.Number | Tensor] = {
-        "out": bounds.rounded(bounds.silu_mul(z, bounds.rounded(normed, dtype, 2.0), dtype), dtype, 2.0)
-    }
-    wanted["state"] = _near(after, steps, dtype) if writes else operands["state"].tensor
-    wanted["inputs"] = inputs_after if writes else before
-    return Problem(operands, call, wanted)
-
-
 def _gated_rms_norm(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     size = shape["outer"]
     x, gate = (dice.normal(shape["tokens"], shape["heads"], size, dtype=dtype) for _ in range(2))
@@ -208,11 +173,9 @@ def _gated_rms_norm(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Pro
     return Problem(operands, kernel_call("gated_rms_norm", *operands, EPS), {"out": wanted})
 
 
-_FLAG = st.integers(0, 1)
-_BATCH = {"batch": st.integers(1, 5), "ragged": _FLAG, "padding": _FLAG}
-_HEADS = {"heads": st.integers(1, 3), "repeats": st.integers(1, 3), "key_size": st.sampled_from((4, 8, 20))} | {
-    "value_size": st.sampled_from((4, 8, 24))
-}
+_FLAG = between(0, 1)
+_BATCH = {"batch": between(1, 5), "ragged": _FLAG, "padding": _FLAG}
+_HEADS = {"heads": between(1, 3), "repeats": between(1, 3), "key_size": among(4, 8, 20)} | {"value_size": among(4, 8, 24)}
 _SMALL = {"batch": 3, "ragged": 0, "padding": 0}
 _PARTLY = {"partial_commit": 1, "uncommitted": 0}
 _WHOLLY = {"partial_commit": 0, "uncommitted": 0}
@@ -221,7 +184,7 @@ RECURRENT = (
     KernelProblems(
         "short_convolution",
         _short_convolution,
-        {**_BATCH, "new": st.integers(1, 9), "channels": st.sampled_from((8, 24, 136)), "kernel_size": st.integers(2, 5)}
+        {**_BATCH, "new": between(1, 9), "channels": among(8, 24, 136), "kernel_size": between(2, 5)}
         | {"partial_commit": _FLAG, "uncommitted": _FLAG},
         [
             {**_SMALL, "new": 4, "channels": 24, "kernel_size": 4, **_PARTLY},
@@ -232,7 +195,7 @@ RECURRENT = (
     KernelProblems(
         "gated_delta_rule",
         partial(_rule, chunks=False),
-        {**_BATCH, **_HEADS, "new": st.integers(1, 6), "partial_commit": _FLAG, "uncommitted": _FLAG},
+        {**_BATCH, **_HEADS, "new": between(1, 6), "partial_commit": _FLAG, "uncommitted": _FLAG},
         [
             {**_SMALL, "heads": 2, "repeats": 3, "key_size": 8, "value_size": 24, "new": 4, **_PARTLY},
             {**_SMALL, "heads": 2, "repeats": 1, "key_size": 8, "value_size": 8, "new": 4, **_UNCOMMITTED},
@@ -242,54 +205,16 @@ RECURRENT = (
     KernelProblems(
         "chunk_gated_delta_rule",
         partial(_rule, chunks=True),
-        {**_BATCH, **_HEADS, "new": st.sampled_from((1, 3, 20, 63, 64, 65, 130))},
+        {**_BATCH, **_HEADS, "new": among(1, 3, 20, 63, 64, 65, 130)},
         [
             {"batch": 2, "ragged": 1, "padding": 1, "heads": 1, "repeats": 2, "key_size": 8, "value_size": 8, "new": 130},
             {**_SMALL, "heads": 2, "repeats": 1, "key_size": 4, "value_size": 8, "new": 64},
         ],
     ),
     KernelProblems(
-        "gated_delta_rule_norm",
-        partial(_rule_and_neighbours, replays=False),
-        {**_BATCH, **_HEADS, "new": st.integers(1, 6), "kernel_size": st.integers(2, 5)}
-        | {"partial_commit": _FLAG, "uncommitted": _FLAG},
-        [
-            {**_SMALL, "heads": 2, "repeats": 3, "key_size": 8, "value_size": 24, "new": 4, "kernel_size": 4, **_PARTLY},
-            {**_SMALL, "heads": 2, "repeats": 1, "key_size": 8, "value_size": 8, "new": 4, "kernel_size": 3, **_UNCOMMITTED},
-            {**_SMALL, "heads": 1, "repeats": 2, "key_size": 20, "value_size": 4, "new": 1, "kernel_size": 5, **_WHOLLY},
-        ],
-    ),
-    KernelProblems(
-        "commit_delta_rule",
-        partial(_rule_and_neighbours, replays=True),
-        {**_BATCH, **_HEADS, "new": st.integers(1, 6), "kernel_size": st.integers(2, 5), "partial_commit": _FLAG},
-        [
-            {
-                **_SMALL,
-                "heads": 2,
-                "repeats": 3,
-                "key_size": 8,
-                "value_size": 24,
-                "new": 4,
-                "kernel_size": 4,
-                "partial_commit": 1,
-            },
-            {
-                **_SMALL,
-                "heads": 1,
-                "repeats": 2,
-                "key_size": 20,
-                "value_size": 4,
-                "new": 2,
-                "kernel_size": 5,
-                "partial_commit": 1,
-            },
-        ],
-    ),
-    KernelProblems(
         "gated_rms_norm",
         _gated_rms_norm,
-        {"tokens": st.integers(1, 9), "heads": st.integers(1, 4), "outer": st.sampled_from((4, 8, 20, 128))},
+        {"tokens": between(1, 9), "heads": between(1, 4), "outer": among(4, 8, 20, 128)},
         [{"tokens": 5, "heads": 3, "outer": 20}],
     ),
 )

@@ -124,37 +124,3 @@ class RecurrentKernels:
         Unlike in ``rms_norm``, the norm is rounded to x's dtype before a wider ``weight``, too.
         """
         return torch.ops.outrider.gated_rms_norm(x, gate, weight, eps)  # type: ignore[no-any-return]
-
-    def gated_delta_rule_norm(
-        self,
-        mixed: Tensor,
-        gates: Tensor,
-        gate: Tensor,
-        weights: DeltaRuleWeights,
-        states: tuple[Tensor, Tensor],
-        batch: RecurrentBatch,
-        commit: Tensor | None,
-        eps: float,
-    ) -> Tensor:
-        """Return the :meth:`gated_rms_norm`, with ``gate`` [T, Hv E], of the :meth:`gated_delta_rule` of the
-        :meth:`short_convolution` of ``mixed`` [T, C] → [T, Hv, E]. ``states``: the convolution's, then the delta rule's.
-        """
-        convolved = self.short_convolution(mixed, weights.convolution, states[0], batch, commit)
-        made = self.gated_delta_rule(convolved, gates, weights.a_log, weights.dt_bias, states[1], batch, commit)
-        return self.gated_rms_norm(made, gate.unflatten(1, made.shape[1:]), weights.norm, eps)
-
-    def commit_delta_rule(
-        self,
-        mixed: Tensor,
-        gates: Tensor,
-        weights: DeltaRuleWeights,
-        states: tuple[Tensor, Tensor],
-        batch: RecurrentBatch,
-        commit: Tensor,
-    ) -> None:
-        """Write the states after ``commit`` tokens of a call of :meth:`gated_delta_rule_norm` that left them unchanged.
-
-        The written states have the bits of a call that commits at once.
-        """
-        convolved = self.short_convolution(mixed, weights.convolution, states[0], batch, commit)
-        self.gated_delta_rule(convolved, gates, weights.a_log, weights.dt_bias, states[1], batch, commit)
