@@ -22,7 +22,7 @@ INTERFACE_NAMES = """
 Access ActiveCapture AmbiguousBackend AttentionMetadata AttentionShape Backend BackendError BackendHooks BackendInfo
 BackendLoadError BackendNotFound BookkeepingKernels Capabilities CapabilityError CaptureContext CaptureError
 CiDeclaration CACHE_FORMATS Collective CollectiveError ConfigError ControllableDevice DeadlockError Decision DecoderShape
-DeviceError DeviceFault DeviceLost DeviceStuck ENTRY_POINT_GROUP EagerGraph EngineStopped Event EventFence
+DeltaRuleWeights DeviceError DeviceFault DeviceLost DeviceStuck ENTRY_POINT_GROUP EagerGraph EngineStopped Event EventFence
 ExplorationResult Fence Flag Graph GraphCallable GraphPool Group HeadNorms HostParam JoinedPlan KERNELS_GROUP KeepAlive
 KernelHooks KernelInfo KernelSet LANE_ACCEPT LANE_DRAFT LANE_RESIDUAL LANE_SAMPLE MemoryInfo ModelKernels Observer
 Operation OutOfDeviceMemory OutriderError PinnedBuffer PluginContractError PluginInfo ProcessView Product

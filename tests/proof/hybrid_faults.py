@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -58,8 +59,8 @@ def _run(change):
     """Replace the run of a block: ``change`` gets the real one and its arguments."""
     real = RecurrentBlock._run
 
-    def run(self, mixed, gates, state, batch, commit, *, decodes):
-        return change(real, self, mixed, gates, state, batch, commit, decodes)
+    def run(self, mixed, gates, state, batch, commit, *, decodes, gate=None):
+        return change(partial(real, gate=gate), self, mixed, gates, state, batch, commit, decodes)
 
     return patch.object(RecurrentBlock, "_run", run)
 

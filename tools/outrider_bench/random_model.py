@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from outrider.model.layers.tuning import PreparedKernels
     from outrider.speculative.proposer import Proposer
 
-RANDOM_PROPOSERS = ("eagle", "dflash", "none")
+RANDOM_PROPOSERS = ("eagle", "mtp", "dflash", "none")
 DRAFT_LAYERS = 5
 """Layers of a block drafter, as many as published ones have."""
 _DRAFT_OPTIONS = {
@@ -102,6 +102,7 @@ class RandomModel:
             random_decoder,
             random_dflash,
             random_eagle,
+            random_mtp,
             shape_config,
         )
         from outrider_bench.synthetic import with_synthetic_acceptance
@@ -130,7 +131,8 @@ class RandomModel:
                 target, whole, layers=self.draft_layers, block_size=block, backend=device, quantization=weights
             )
             return model, BlockProposer(drafter)
-        head = random_eagle(target, whole, backend=device, quantization=weights)
+        make_head = random_mtp if self.speculate == "mtp" else random_eagle
+        head = make_head(target, whole, backend=device, quantization=weights)
         return model, EagleProposer(head, draft_tokens=self.draft_tokens)
 
     def load_engine(
