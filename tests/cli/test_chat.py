@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from outrider.bundled import bundled
-from outrider.model.chat_template import ChatTemplate
+from outrider.model.media.chat_template import ChatTemplate
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"

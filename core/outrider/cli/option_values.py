@@ -45,8 +45,7 @@ _HEADINGS: Mapping[str, str] = MappingProxyType(
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 KV_DTYPES = ("auto", "plain", "fp8")
-WEIGHT_FORMATS = ("fp8", "int8", "int4")
-RANDOM_FORMATS = ("fp8", "fp8-tensor", "fp8-block", "int8", "int4", "int4-zeros", "int4-32")
+WEIGHT_FORMATS = ("fp8", "fp8-tensor", "fp8-block", "int8", "int4", "int4-zeros", "int4-32")
 TOOL_FORMATS = (
     *("deepseek", "functiongemma", "gemma", "glm", "harmony", "hermes", "json", "kimi", "kimi-k3", "lfm2", "llama3"),
     *("minimax", "minimax-m3", "mistral", "none", "pythonic", "qwen3", "qwen3-coder", "qwen3-xml", "seed"),

@@ -56,14 +56,13 @@ def eagle3_targets(
 ) -> list[Target]:
     """Return the weights of an EAGLE-3 head, whose first attention reads embedding and hidden state side by side."""
     hidden, states = config.hidden_size, len(options.layers)
-    has_target_shape = (hidden, draft_vocab) == (target.hidden_size, config.vocab_size)
     targets = [
         Target("norm", (Piece("norm.weight", (hidden,)),)),
         Target("hidden_norm", (Piece(f"{options.prefix}.hidden_norm.weight", (hidden,)),)),
     ]
     if states:
         targets.append(Target("fusion", (Piece("fc.weight", (hidden, states * target.hidden_size)),)))
-    if "lm_head.weight" in present or not has_target_shape:
+    if "lm_head.weight" in present or hidden != target.hidden_size:
         targets.append(table_target("head", "lm_head.weight", draft_vocab, hidden, shards))
     if "embed_tokens.weight" in present or hidden != target.hidden_size:
         targets.append(table_target("embedding", "embed_tokens.weight", config.vocab_size, hidden, shards))
