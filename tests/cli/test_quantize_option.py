@@ -4,12 +4,14 @@ import json
 import re
 
 import pytest
+import torch
 
 from model.gguf_files import write_gguf
 from outrider.bundled import bundled
 from outrider.cli.quantized_copy import find_quantized_copy
-from outrider.model import find_checkpoint
+from outrider.model import find_checkpoint, load_decoder
 from outrider.model.checkpoint.files import GGUF_LIST
+from outrider.registry import get_backend
 from tiny_checkpoints import write_checkpoint
 
 COMMON = ("generate", "--max-tokens", "6", "--dtype", "float32", "--backend", "cpu", "--json")
@@ -53,6 +55,7 @@ def test_a_gguf_file_becomes_a_format_with_kernels(tmp_path, capsys):
     described = json.loads((copy / "config.json").read_text())["quantization_config"]
     assert described["config_groups"]["group_0"]["weights"]["group_size"] == 32
     assert "int4 with a scale for 32 columns" in " ".join(capsys.readouterr().err.split())
+    assert load_decoder(copy, backend=get_backend("cpu"), dtype=torch.float32).config.num_layers > 0
     assert find_quantized_copy(source, "int4") == copy
     (tmp_path / "m.gguf").touch()
     assert find_quantized_copy(find_checkpoint(tmp_path / "m.gguf"), "int4") != copy, "the file has changed"

@@ -222,7 +222,7 @@ def _write_tensors(
     index: dict[str, str] = {}
     before = after = 0
     for path, names in by_file.items():
-        name = f"{path.stem.replace('pytorch_model', 'model')}.safetensors"
+        name = f"{path.stem.replace('pytorch_model', 'model') if len(by_file) > 1 else 'model'}.safetensors"
         tensors: dict[str, Tensor] = {}
         for key in names:
             tensor = files.read_stored(key)
