@@ -54,7 +54,7 @@ class PackedWeights:
     def _find(self, weight: Tensor) -> Tensor | None:
         """Return the copy of the weight's present values, or None at the first call: most weights of tests have one product.
 
-        A weight that inference mode made has no version: torch lets nobody change it outside of that mode.
+        A weight that inference mode made has no version: torch refuses to change it outside of that mode.
         """
         key, version = id(weight), 0 if weight.is_inference() else weight._version
         copy = self._copies.get(key)
