@@ -27,7 +27,7 @@ ExplorationResult Fence Flag Graph GraphCallable GraphPool Group HeadNorms HostP
 KernelHooks KernelInfo KernelSet LANE_ACCEPT LANE_DRAFT LANE_RESIDUAL LANE_SAMPLE MemoryInfo ModelKernels Observer
 Operation OutOfDeviceMemory OutriderError PinnedBuffer PluginContractError PluginInfo ProcessView Product
 QUANTIZED_FORMATS QuantizedProduct QuantizedWeight ROW_ACCESS Recompute
-RecurrentBatch RecurrentKernels
+RecurrentBatch RecurrentKernels INTERFACE_DATES
 Reduction RequestInputs RequestRows RotaryArgs RowResolver INTERFACE_VERSION SamplingKernels Scalar ScheduleFailure
 InterfaceError SpeculativeSync StaleBufferError StepMode Stream StreamOrderError SynchronousCopyError TimedObserver
 TorchDeviceBackend TorchEvent TorchGraph TorchGroup TorchStream TuningProgress TuningResult Waiter WrappedKernels

@@ -157,9 +157,10 @@ class RandomModel:
         addition to a partly used page of each request; None: the engine chooses. ``verbose``: print the chosen settings and
         ``other_choices``. ``tune_seconds``: time limit for tuning kernels first; ``on_prepared`` gets the result of tuning.
         """
-        from outrider.engine.device_model_facts import situation_of
         from outrider.engine.engine import Engine
-        from outrider.engine.resolve import resolve
+        from outrider.engine.ranks.ranks import part_of_model
+        from outrider.engine.setup.device_model_facts import situation_of
+        from outrider.engine.setup.resolve import resolve
         from outrider.model.config.shapes import shape_config
         from outrider.speculative.proposer import NonSpeculativeProposer
 
@@ -174,7 +175,7 @@ class RandomModel:
         if cached_tokens is not None:
             pages = cached_tokens // (config.page_size or device.capabilities.page_size) + max_requests + 2
             config = replace(config, num_pages=pages)
-        part = None if ranks is None else ranks.model
+        part = part_of_model(ranks)
         model, proposer = self.make(device, config.torch_dtype, part, kv_dtype=config.kv_dtype)
         config = resolve(config, situation_of(device, model, proposer or NonSpeculativeProposer()), own)
         with show_progress(joined.leads) as tell:
@@ -207,7 +208,7 @@ class RandomModel:
         """Return the dtype of the ``config.json``, or the dtype in which models of this shape are published."""
         import torch
 
-        from outrider.engine.resolve import choose_dtype
+        from outrider.engine.setup.resolve import choose_dtype
         from outrider.model.config.checkpoint_config import checkpoint_dtype
         from outrider.model.config.shapes import shape_file
 

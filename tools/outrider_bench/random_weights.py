@@ -23,7 +23,7 @@ from outrider.model.heads.head_loading import eagle_targets, eagle_weights
 from outrider.model.heads.mtp import HEAD_NAME, MtpHead, chained_head_config, chained_mtp_targets, mtp_weights
 from outrider.model.layers.decoder import Decoder
 from outrider.model.layers.products import SplitWeight, Weight
-from outrider.model.layers.ranks import ModelRanks, Shards
+from outrider.model.layers.ranks import ModelRanks, Shards, or_single_rank
 from outrider.model.quantization.cache import cache_format, resolve_cache_format
 
 _SEEDS_PER_RANK = 1000
@@ -80,7 +80,7 @@ def random_decoder(
     format = resolve_cache_format(kv_dtype, None, backend.kernels_in_use, backend, "the random model")
     if quantization is not None:
         quantization.check(backend)
-    shards = Shards() if ranks is None else ranks.shards
+    shards = or_single_rank(ranks).shards
     local = shards.local(config, config.family)
     with loading_stream(backend, dtype):
         targets = decoder_targets(config, (), shards)

@@ -12,7 +12,7 @@ from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.dimensions import MANY, among, between
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
 
-TOKENS = between(1, 40, 63, 64, 65, 127, 128, 129, 255, 257, 300)
+TOKENS = between(1, 40, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300)
 _INNER = among(8, 40, 96, 256, 520, 1032)
 _OUTER = between(1, 80, 127, 129, 513, 1025)
 _HIDDEN = among(8, 24, 64, 136, 576, 1032, 4104)
