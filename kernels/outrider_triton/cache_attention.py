@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, QuantizedProduct, QuantizedWeight
+from outrider.device import AttentionMetadata, QuantizedWeight
 from outrider_triton import attention_ops as _attention_ops  # noqa: F401  (registers the operators)
 from outrider_triton.derive_attention import (
     AttentionHeads,
@@ -21,6 +21,7 @@ from outrider_triton.jit.nibble_planes import UNIT_COLUMNS
 from outrider_triton.launch import compile_only, has_kernel, power_of_two
 from outrider_triton.nibble_plane_ops import row_layout
 from outrider_triton.prefill_attention import PrefillOperands, PromptAttention
+from outrider_triton.products import QuantizedProduct
 from outrider_triton.quantized import NormedRows, TokenRows, TritonQuantized
 from outrider_triton.quantized_ops import ProductPlan
 from outrider_triton.table import AttentionConfig, MatmulConfig, Table

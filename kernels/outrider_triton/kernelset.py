@@ -9,18 +9,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from outrider.device import (
-    Group,
-    HeadNorms,
-    KernelSet,
-    Product,
-    RotaryArgs,
-    Stream,
-)
-from outrider.device.kernels import declared_below
+from outrider.device import Group, HeadNorms, KernelSet, QuantizedWeight, RotaryArgs, Stream, Weight
+from outrider.device.kernels.weights import linear
 from outrider_triton import fused_ops as _fused_ops  # noqa: F401  (these register the operators)
 from outrider_triton import ops as _ops  # noqa: F401
 from outrider_triton import variants
+from outrider_triton.blocks import TritonBlocks
 from outrider_triton.bookkeeping import TritonBookkeeping
 from outrider_triton.cache_attention import TritonAttention
 from outrider_triton.derive import MAX_TOKENS_TUNED, choose_config
@@ -29,6 +23,7 @@ from outrider_triton.experts import TritonExperts
 from outrider_triton.launch import compile_only, has_kernel
 from outrider_triton.peers import FUSED_BYTES, PeerExchange
 from outrider_triton.prefill_attention import PromptAttention
+from outrider_triton.products import Product
 from outrider_triton.rotary import rotates
 from outrider_triton.table import ANY_LAYER, STREAMED, MatmulConfig, Table, bucket, layer_of
 from outrider_triton.token_choice import TritonChoices
@@ -45,7 +40,7 @@ _TRITON = torch.ops.outrider
 _MAX_MOVES = 256
 
 
-class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExperts, KernelSet, complete=True):
+class TritonKernels(TritonChoices, TritonBookkeeping, TritonBlocks, TritonAttention, TritonExperts, KernelSet):
     """Kernels in Triton for one device.
 
     ``facts`` describes the device. ``table`` has its measurements, or is None. Configurations that the table lacks are
@@ -76,7 +71,8 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         self._derived: dict[tuple[str, int, int, int, int], MatmulConfig | None] = {}
         self._derived_quantized, self._derived_experts = {}, {}
         self._prompts = PromptAttention(facts)
-        declared = declared_below(type(self), TritonKernels)
+        kinds = type(self).__mro__
+        declared = {name for kind in kinds[: kinds.index(TritonKernels)] for name in vars(kind)}
         if "cache_formats" not in declared:  # a subclass with its own cache kernels states its own formats
             # Without e4m3 instructions Triton has no conversions from and to e4m3.
             self.cache_formats = frozenset({"fp8"} if facts.fp8 else ())
@@ -333,6 +329,17 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
             return super().embed_beside(tokens, weight, hidden)
         return _TRITON.embed_beside.triton(tokens, weight, hidden, self.pdl)  # type: ignore[no-any-return]
 
+    def fuse_embedding(
+        self, tokens: Tensor, table: Tensor, hidden: Tensor, weight: Weight, bias: Tensor | None = None
+    ) -> Tensor:
+        """Join embeddings and states in one kernel before the product, which also quantises them for a quantised weight."""
+        if isinstance(weight, QuantizedWeight):
+            return self.fuse_embedding_quantized(tokens, table, hidden, weight, bias)
+        return linear(self, self.embed_beside(tokens, table, hidden), weight, bias)
+
+    attention_block, mlp_block = TritonBlocks.attention_block, TritonBlocks.mlp_block
+    experts_block, recurrent_block = TritonBlocks.experts_block, TritonBlocks.recurrent_block
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Compute the RMS norm of each row, one program per row."""
         if not has_kernel(x):
@@ -386,14 +393,14 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
             return
         _TRITON.rope_write_cache.triton(q, k, v, cos, sin, k_cache, v_cache, slots, self.pdl)
 
-    def head_norm_rope_write_cache(self, made: Tensor, norms: HeadNorms, rotary: RotaryArgs) -> Tensor:
+    def head_norm_rope_write_cache(self, qkv: Tensor, norms: HeadNorms | None, rotary: RotaryArgs) -> Tensor:
         """Normalise the heads of queries and keys, rotate them and write the cache in one kernel, one program per token and
         head.
         """
-        supported = has_kernel(made) and rotates(rotary, made)
-        if not supported or not made.is_contiguous() or {norms.queries.dtype, norms.keys.dtype} != {made.dtype}:
-            return super().head_norm_rope_write_cache(made, norms, rotary)
-        queries: Tensor = _TRITON.rope_write_cache.triton_parts(made, None, *rotary, made.dtype, self.pdl, *norms)
+        supported = norms is not None and has_kernel(qkv) and rotates(rotary, qkv) and qkv.is_contiguous()
+        if norms is None or not supported or {norms.queries.dtype, norms.keys.dtype} != {qkv.dtype}:
+            return super().head_norm_rope_write_cache(qkv, norms, rotary)
+        queries: Tensor = _TRITON.rope_write_cache.triton_parts(qkv, None, *rotary, qkv.dtype, self.pdl, *norms)
         return queries
 
     def move_cache(self, k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from outrider.device import QuantizedProduct, QuantizedWeight, RotaryArgs
+from outrider.device import QuantizedWeight, RotaryArgs
 from outrider_triton import library_ops as _library_ops  # noqa: F401
 from outrider_triton import quantized_activation_ops as _activated_ops  # noqa: F401  (these register the operators)
 from outrider_triton import quantized_ops as _quantized_ops  # noqa: F401
@@ -19,6 +19,7 @@ from outrider_triton.derive import MAX_TOKENS_TUNED, choose_config, config_token
 from outrider_triton.derive_quantized import MAX_TOKENS_TRITON_GEMM
 from outrider_triton.launch import compile_only, has_kernel
 from outrider_triton.nibble_plane_ops import INT8_COMPONENTS, allocate_rows, computes_swiglu, row_layout
+from outrider_triton.products import QuantizedProduct
 from outrider_triton.quantized_ops import MAX_ROW_ELEMENTS, ProductPlan, activation_dtype, plan, sum_parts
 from outrider_triton.rotary import rotates
 from outrider_triton.table import BUCKETS, STREAMED, MatmulConfig
@@ -500,7 +501,7 @@ class TritonQuantized(variants.WarmedKernels):
 
     # -- products without another quantised product before or after them -----------------------------------------------
 
-    def embed_beside_linear_quantized(
+    def fuse_embedding_quantized(
         self, tokens: Tensor, embedding: Tensor, hidden: Tensor, weight: QuantizedWeight, bias: Tensor | None = None
     ) -> Tensor:
         """Quantise each token's embedding and hidden features while they are read, then multiply."""
@@ -514,7 +515,7 @@ class TritonQuantized(variants.WarmedKernels):
             config = self.quantized_config(concatenated, weight, product_plan)
             self._prepare(concatenated, weight, bias)
         if product_plan is None or config is None:
-            return super().embed_beside_linear_quantized(tokens, embedding, hidden, weight, bias)
+            return self.linear_quantized(self.embed_beside(tokens, embedding, hidden), weight, bias)
         row_format = activation_format(weight, product_plan)
         x, scales = _TRITON.embed_beside.triton_quantize(tokens, embedding, hidden, *row_format, self.pdl)
         return self._skinny(x, weight, bias, product_plan, config, dtype=hidden.dtype, scales=scales)

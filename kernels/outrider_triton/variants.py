@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.errors import OutOfResources
 
-from outrider.device import KernelSet
 from outrider_triton.derive import MAX_TOKENS_TUNED, every_config
 from outrider_triton.device_facts import DeviceFacts
 from outrider_triton.launch import compile_only, power_of_two, vocabulary_shares
+from outrider_triton.products import UnfusedProducts
 from outrider_triton.table import ANY_LAYER, BUCKETS, MatmulConfig, Table
 
 _MAX_ROWS = 1024
@@ -65,7 +65,7 @@ class VariantScope:
                 self._configs.clear()
 
 
-class WarmedKernels(KernelSet):
+class WarmedKernels(UnfusedProducts):
     """The base of the kernel set's parts whose warm-up compiles variants."""
 
     facts: DeviceFacts

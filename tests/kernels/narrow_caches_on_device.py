@@ -18,14 +18,15 @@ if sys.argv[1:] == ["cpu"]:
 
 import torch
 
-from outrider.device import AttentionMetadata, KernelSet, Product, QuantizedProduct, RotaryArgs
+from outrider.device import AttentionMetadata, RotaryArgs
 from outrider_triton.device_facts import DeviceFacts, facts_of
 from outrider_triton.kernelset import TritonKernels
+from outrider_triton.products import Product, QuantizedProduct, UnfusedProducts
 from outrider_tune.quantized import RANDOM_FORMATS, random_quantized
 
 E4M3 = torch.float8_e4m3fn
 PAGE = 16
-REFERENCE = KernelSet()
+REFERENCE = UnfusedProducts()
 
 
 def sizes(small):

@@ -17,13 +17,14 @@ from functools import partial
 import torch
 from on_device import in_a_graph, wrong
 
-from outrider.device import AttentionMetadata, KernelSet, QuantizedProduct, RotaryArgs
+from outrider.device import AttentionMetadata, RotaryArgs
 from outrider.model.shapes import decoder_shape, shape_config
 from outrider_triton import variants
 from outrider_triton.derive import rank_configs
 from outrider_triton.device_facts import facts_of
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import compile_only
+from outrider_triton.products import QuantizedProduct, UnfusedProducts
 from outrider_triton.table import load
 from outrider_tune.quantized import RANDOM_FORMATS, random_quantized
 from outrider_tune.timing import microseconds
@@ -38,7 +39,7 @@ FORMATS = ("int4", "fp8", "int8", "fp8-block")
 
 def apart(kernels, *operands, **options):
     """Attention by itself, and activations quantised by kernels of their own."""
-    both = KernelSet.attention_norm_linear_quantized(kernels, *operands[:-2], **options)
+    both = UnfusedProducts.attention_norm_linear_quantized(kernels, *operands[:-2], **options)
     return QuantizedProduct(both, *operands[-2:], gated=True)
 
 
@@ -112,8 +113,11 @@ def right(facts, device):
             written = (each.flatten(0, 1)[layers.slots] for each in wide[1:])
             return torch.cat([each.flatten(1) for each in (turned, *written)], dim=1)
 
-        wanted = behind(KernelSet(), torch.float64)
-        off, own = wrong(in_a_graph(partial(behind, layers.kernels, BF16)), wanted), wrong(behind(KernelSet(), BF16), wanted)
+        wanted = behind(UnfusedProducts(), torch.float64)
+        off, own = (
+            wrong(in_a_graph(partial(behind, layers.kernels, BF16)), wanted),
+            wrong(behind(UnfusedProducts(), BF16), wanted),
+        )
         bad = off > max(ERROR, 1.5 * own)
         found.append(bad)
         print(

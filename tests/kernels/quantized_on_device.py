@@ -15,9 +15,10 @@ from functools import partial
 import torch
 from on_device import in_a_graph, wrong
 
-from outrider.device import KernelSet, QuantizedProduct, RotaryArgs
+from outrider.device import RotaryArgs
 from outrider_triton.device_facts import facts_of
 from outrider_triton.kernelset import TritonKernels
+from outrider_triton.products import QuantizedProduct, UnfusedProducts
 from outrider_tune.quantized import RANDOM_FORMATS, random_quantized
 
 TOKENS = (1, 4, 13, 64, 100, 300)
@@ -26,7 +27,7 @@ LAYERS = ("fp8", "int4", "int8", "fp8-block")
 EXPERTS = ((128, 8, 2048, 768), (8, 2, 1024, 1024), (60, 4, 520, 136))
 ERROR = 6e-3
 """Relative to the largest number of the row: a rounding of bfloat16 is 4e-3, and the reference rounds nothing."""
-REFERENCE = KernelSet()
+REFERENCE = UnfusedProducts()
 
 
 def products(kernels, device):

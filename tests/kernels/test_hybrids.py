@@ -6,9 +6,10 @@ In float16: the interpreter multiplies bfloat16 wrongly.
 import pytest
 import torch
 
-from outrider.device import HeadNorms, KernelSet, Product, RotaryArgs
+from outrider.device import HeadNorms, RotaryArgs
+from outrider_triton.products import Product, UnfusedProducts
 
-PLAIN = KernelSet()
+PLAIN = UnfusedProducts()
 
 
 def random(*shape, seed, device, dtype=torch.float16):

@@ -9,18 +9,19 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 
 from kernels.devices import DEVICES, SMALL
 from kernels.test_numerics import close
-from outrider.device import KernelSet, QuantizedProduct, QuantizedWeight
+from outrider.device import QuantizedWeight
 from outrider.device.kernels.quantized_reference import dequantize, quantize_activations
 from outrider_triton import library_ops, quantized_ops
 from outrider_triton.derive import choose_config
 from outrider_triton.derive_quantized import OperandStorage
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.nibble_plane_ops import INT8_COMPONENTS, NIBBLE_PLANES, permute_rows
+from outrider_triton.products import QuantizedProduct, UnfusedProducts
 from outrider_triton.quantized_ops import ProductPlan, plan
 from outrider_triton.table import MatmulConfig
 from outrider_tune.quantized import RandomFormat, random_quantized
 
-REFERENCE = KernelSet()
+REFERENCE = UnfusedProducts()
 ROW, BLOCK = ("row", 0), ("block", 128)
 WAYS = {
     "fp8 per channel, fp8 tokens": (RandomFormat(format="fp8", activations="fp8"), 256, ROW),

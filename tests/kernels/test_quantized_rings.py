@@ -15,11 +15,12 @@ import torch
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
 from kernels.devices import DEVICES
-from outrider.device import AttentionMetadata, QuantizedProduct, RotaryArgs
+from outrider.device import AttentionMetadata, RotaryArgs
 from outrider_triton import streamed
 from outrider_triton.derive import choose_config
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import _ahead
+from outrider_triton.products import QuantizedProduct
 from outrider_triton.quantized_ops import plan
 from outrider_triton.table import STREAMED, MatmulConfig
 from outrider_tune.quantized import RANDOM_FORMATS, RandomFormat, random_quantized
@@ -195,7 +196,7 @@ def ends(kernels, weights, m):
     angles = torch.zeros(m, SIZE, dtype=BF16)
     rotary = RotaryArgs(angles, angles, *attending(1, 1)[1], torch.arange(m))
     tokens, embedding = torch.zeros(m, dtype=torch.int64), torch.zeros(3, INNER - HIDDEN, dtype=BF16)
-    assert kernels.embed_beside_linear_quantized(tokens, embedding, x, weights["down"]).shape == x.shape
+    assert kernels.fuse_embedding(tokens, embedding, x, weights["down"]).shape == x.shape
     kernels.linear_quantized_rope_write_cache(x, weights["turned"], None, rotary)
     few = torch.zeros(m, INNER, dtype=BF16), torch.zeros(132, m)
     made = QuantizedProduct(few[0], weights["down"], None, maxima=few[1])

@@ -15,9 +15,9 @@ from model.quantized_checkpoints import off_the_border
 from outrider.cli.main import main
 from outrider.device import QuantizedWeight
 from outrider.device.kernels.quantized_reference import dequantize
+from outrider.device.kernels.weights import quantized_products
 from outrider.model import load_decoder, load_eagle
 from outrider.model.pieces import TensorSlice
-from outrider.model.products import quantized_products
 from outrider.model.quantization.layouts import pad_rows, slice_weight, stack_weights, to_device
 from outrider.model.quantization.rounding import ROUND_BY_FORMAT, quantize_weight
 from outrider_proof.checkpoints import write_eagle

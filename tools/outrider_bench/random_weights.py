@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from outrider.device import Backend, CapabilityError, ConfigError
+from outrider.device.kernels.weights import Weight
 from outrider.model.config import ModelConfig
 from outrider.model.decoder import Decoder
 from outrider.model.dflash import DFlashHead
@@ -19,7 +20,6 @@ from outrider.model.eagle import EagleHead
 from outrider.model.head_mapping import eagle_targets, eagle_weights
 from outrider.model.mapping import decoder_targets, decoder_weights
 from outrider.model.pieces import Target
-from outrider.model.products import Weight
 from outrider.model.quantization.cache import cache_format, resolve_cache_format
 from outrider.model.ranks import ModelRanks
 from outrider.model.shapes import shape_config

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from outrider.device import QuantizedWeight
+from outrider.device.kernels.weights import SplitWeight, plain
 from outrider.model import Decoder, EagleHead, LayerWeights
-from outrider.model.layer import CacheFormat
-from outrider.model.products import SplitWeight, plain
+from outrider.model.layer_weights import CacheFormat
 from outrider.model.quantization.cache import cache_format
 from outrider.model.quantization.rounding import quantize_weight
 from outrider.speculative.eagle import EagleProposer

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from outrider.device.kernels.weights import plain
 from outrider.model import (
     DecoderWeights,
     DFlashWeights,
@@ -20,7 +21,6 @@ from outrider.model import (
     RecurrentWeights,
     Shards,
 )
-from outrider.model.products import plain
 
 _Eagle3 = TypeVar("_Eagle3", bound=Eagle3Weights)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outrider import Engine, EngineConfig, SamplingParams
+from outrider.device.kernels.weights import plain as plain_weight
 from outrider.model import (
     Decoder,
     DecoderWeights,
@@ -34,7 +35,6 @@ from outrider.model import (
     RecurrentWeights,
     RopeConfig,
 )
-from outrider.model.products import plain as plain_weight
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_cpu.backend import CpuBackend
 

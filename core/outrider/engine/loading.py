@@ -10,6 +10,7 @@ from typing import cast
 import torch
 
 from outrider.device import Backend, ConfigError, KernelSet, WrappedKernels
+from outrider.device.kernels.weights import quantized_products
 from outrider.engine.config import DTYPES, Choice, DecidedConfig, DtypeName, EngineConfig
 from outrider.engine.device_model_facts import situation_of
 from outrider.engine.ranks.ranks import Ranks
@@ -31,7 +32,6 @@ from outrider.model import (
     load_through_transformers,
     load_vision,
 )
-from outrider.model.products import quantized_products
 from outrider.model.quantization import read_quantization
 from outrider.registry.proposers import plugin_builders
 from outrider.speculative.build import Builder, DraftOptions, build_proposer, check_output_head

@@ -23,7 +23,8 @@ from outrider.model.eagle3 import Eagle3Head, Eagle3Weights
 from outrider.model.head_loading import check_draft_kind, find_mtp_format, load_eagle, load_eagle3
 from outrider.model.inputs import ForwardInput, KeptRows, StateInput
 from outrider.model.language_model import LanguageModel, SideBySide, side_by_side
-from outrider.model.layer import LayerWeights, attention_shapes
+from outrider.model.layer import attention_shapes
+from outrider.model.layer_weights import LayerWeights
 from outrider.model.loading import load_decoder
 from outrider.model.location import find_checkpoint
 from outrider.model.media import Media, MediaProcessor, expand_placeholders

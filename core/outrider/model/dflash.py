@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from outrider.device import HeadNorms, RotaryArgs
+from outrider.device import HeadNorms, ResidualStream, RotaryArgs, Weight
+from outrider.device.kernels.weights import linear
 from outrider.model.cache import KVCache
 from outrider.model.config import ModelConfig
 from outrider.model.draft_head import BaseDraftHead
 from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel, side_by_side
-from outrider.model.layer import DecoderLayer, LayerWeights
-from outrider.model.pending import Pending, add_rms_norm
-from outrider.model.products import Weight, linear
+from outrider.model.layer import DecoderLayer
+from outrider.model.layer_weights import LayerWeights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,20 +103,18 @@ class DFlashHead(BaseDraftHead):
         ``inputs.slots`` follow the slots of the text, whose keys and values :meth:`write_text_cache` has written.
         ``inputs.attention`` holds a mask by which a block sees itself (:class:`~outrider.device.AttentionMetadata`).
         """
-        kernels = self.kernels
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
         table = self.weights.embedding
-        residual = self.target.embed(inputs.tokens) if table is None else self.target.embed_from_table(inputs.tokens, table)
+        embedded = self.target.embed(inputs.tokens) if table is None else self.target.embed_from_table(inputs.tokens, table)
         causal_inputs = replace(inputs, attention=replace(inputs.attention, tree_mask=None))
-        pending: Pending | None = None
+        x = ResidualStream(self.kernels, embedded)
         self.target.begin_pass(inputs)
         for index, (layer, pages) in enumerate(zip(self._layers, cache.layers, strict=True)):
             seen = causal_inputs if self._causal[index] else inputs
-            pending = layer.forward(pending, residual, seen, cos_sin, pages)
+            x = layer.forward(x, seen, cos_sin, pages)
             if index == 0:  # write_text_cache wrote the text's keys and values before the first layer
                 inputs, causal_inputs = inputs.after_first_layer(), causal_inputs.after_first_layer()
-        assert pending is not None  # there is at least one layer
-        return add_rms_norm(pending, residual, self.weights.norm, self.config.rms_eps, kernels)
+        return x.norm(self.weights.norm, self.config.rms_eps)
 
     def _keys_values(self, text: Tensor, weights: LayerWeights) -> Tensor:
         """Return keys and values side by side, [T, 2 Hkv D].

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from outrider.device import Weight
+from outrider.device.kernels.weights import linear
 from outrider.model.config import ModelConfig
 from outrider.model.decoder import Decoder
 from outrider.model.language_model import LanguageModel
-from outrider.model.products import Weight, linear
 from outrider.model.rotary import make_rotary
 
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from outrider.device import Backend, CapabilityError, ConfigError, QuantizedWeight
+from outrider.device.kernels.weights import Weight, label
 from outrider.errors import shown
 from outrider.model.config_fields import is_whole
 from outrider.model.decoder import Decoder
 from outrider.model.language_model import LanguageModel
-from outrider.model.products import Weight, label
 from outrider.model.quantization.rounding import ROUND_BY_FORMAT, quantize_weight
 from outrider.model.reading import JSON_LIMIT, present, read_bytes, wrap_read_errors
 from outrider.model.shards import Shard

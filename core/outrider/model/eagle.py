@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.device import QuantizedWeight
+from outrider.device import ResidualStream, Weight
+from outrider.device.kernels.weights import linear
 from outrider.model.cache import KVCache
 from outrider.model.config import ModelConfig
 from outrider.model.draft_head import BaseDraftHead
 from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel
-from outrider.model.layer import DecoderLayer, LayerWeights
-from outrider.model.pending import Pending, add
-from outrider.model.products import Weight, linear
+from outrider.model.layer import DecoderLayer
+from outrider.model.layer_weights import LayerWeights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,23 +61,16 @@ class EagleHead(BaseDraftHead):
         ``cache`` is the head's own KV cache.
         """
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
-        residual = self._fuse(inputs.tokens, hidden)
-        pending: Pending | None = None
+        x = ResidualStream(self.kernels, self._fuse(inputs.tokens, hidden))
         self.target.begin_pass(inputs)
         for layer, pages in zip(self._layers[:-1], cache.layers[:-1], strict=True):
-            pending = layer.forward(pending, residual, inputs, cos_sin, pages)
-        pending, residual = self._layers[-1].forward_last(pending, residual, inputs, cos_sin, cache.layers[-1])
-        return add(pending, residual, self.kernels)
+            x = layer.forward(x, inputs.whole, cos_sin, pages)
+        return self._layers[-1].forward(x, inputs, cos_sin, cache.layers[-1]).add()
 
     def _fuse(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Return the fusion [T, H] of the tokens' embeddings with ``hidden`` [T, H]."""
         fusion, bias = self.weights.fusion, self.weights.fusion_bias
-        if self.target.ranks is None and isinstance(fusion, QuantizedWeight):
-            return self.kernels.embed_beside_linear_quantized(tokens, self.weights.embedding, hidden, fusion, bias)
-        return linear(self.kernels, self._embed_and_join(tokens, hidden), fusion, bias)
-
-    def _embed_and_join(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """Return embeddings of ``tokens`` [T] and ``hidden`` [T, H] side by side, [T, 2 H]."""
         if self.target.ranks is None:
-            return self.kernels.embed_beside(tokens, self.weights.embedding, hidden)
-        return torch.cat((self.target.embed_from_table(tokens, self.weights.embedding), hidden), dim=-1)
+            return self.kernels.fuse_embedding(tokens, self.weights.embedding, hidden, fusion, bias)
+        embedded = self.target.embed_from_table(tokens, self.weights.embedding)
+        return linear(self.kernels, torch.cat((embedded, hidden), dim=-1), fusion, bias)

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.device import KernelSet
+from outrider.device import KernelSet, ResidualStream, SeparateInput, Weight
+from outrider.device.kernels.weights import linear
 from outrider.model.cache import KVCache
 from outrider.model.config import ModelConfig
 from outrider.model.draft_head import BaseDraftHead
 from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel, side_by_side
-from outrider.model.layer import DecoderLayer, LayerWeights
-from outrider.model.pending import add, add_rms_norm
-from outrider.model.products import Weight, linear
+from outrider.model.layer import DecoderLayer
+from outrider.model.layer_weights import LayerWeights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,17 +111,12 @@ class Eagle3Head(BaseDraftHead):
         embedded = self.target.embed_from_table(inputs.tokens, weights.embedding)
         embedded = kernels.rms_norm(embedded, weights.layer.attention_norm, eps)
         normed = kernels.rms_norm(hidden, weights.hidden_norm, eps)
-        first = inputs.whole if self._later else inputs
-        attended = self._layer.attend(torch.cat((embedded, normed), dim=-1), first, cos_sin, cache.layers[0])
-        residual = first.select_rows(normed if self._norm_before_residual else hidden.clone(), kernels)
-        pending = self._layer.mlp(attended, residual)
-        for layer, pages in zip(self._later[:-1], cache.layers[1:-1], strict=True):
-            pending = layer.forward(pending, residual, inputs, cos_sin, pages)
-        if self._later:
-            pending, residual = self._later[-1].forward_last(pending, residual, inputs, cos_sin, cache.layers[-1])
-        if self._norm_output:
-            return add_rms_norm(pending, residual, weights.norm, eps, kernels)
-        return add(pending, residual, kernels)
+        rows = normed if self._norm_before_residual else hidden.clone()
+        x = ResidualStream(kernels, rows, SeparateInput(torch.cat((embedded, normed), dim=-1)))
+        layers, whole = (self._layer, *self._later), inputs.whole
+        for layer, pages in zip(layers, cache.layers, strict=True):
+            x = layer.forward(x, inputs if layer is layers[-1] else whole, cos_sin, pages)
+        return x.norm(weights.norm, eps) if self._norm_output else x.add()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return draft logits [N, Vd] of ``hidden`` [N, H]."""

@@ -16,7 +16,7 @@ from outrider.model.config import ExpertsConfig, ModelConfig
 from outrider.model.decoder import DecoderWeights
 from outrider.model.expert_mapping import expert_targets, stack_experts
 from outrider.model.hybrid_mapping import gated_queries, nest_recurrent, offset_norms, recurrent_targets
-from outrider.model.layer import LayerWeights
+from outrider.model.layer_weights import LayerWeights
 from outrider.model.pieces import Piece, Target, TensorSlice
 from outrider.model.shards import Shards
 

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.device import Backend
+from outrider.device import Backend, ResidualStream, Weight
+from outrider.device.kernels.weights import linear
 from outrider.errors import CheckpointError, shown
 from outrider.model.cache import KVCache
 from outrider.model.config import ExpertsConfig, ModelConfig
@@ -28,12 +29,10 @@ from outrider.model.files import CheckpointFiles, open_checkpoint
 from outrider.model.head_loading import check_hidden_size, head_config
 from outrider.model.inputs import ForwardInput
 from outrider.model.language_model import LanguageModel
-from outrider.model.layer import LayerWeights
+from outrider.model.layer import create_layer
+from outrider.model.layer_weights import LayerWeights
 from outrider.model.mapping import SINGLE_RANK, is_model, is_mtp_tensor, layer_targets, layer_weights
-from outrider.model.mixture import create_layer
-from outrider.model.pending import add_rms_norm
 from outrider.model.pieces import Piece, Target
-from outrider.model.products import Weight, linear
 from outrider.model.quantization import QuantizedMode, read_quantization
 from outrider.model.reading import read_json
 from outrider.model.shards import Shards
@@ -85,9 +84,8 @@ class MtpHead(BaseDraftHead):
         embedded = kernels.rms_norm(self.target.embed(inputs.tokens), weights.token_norm, eps)
         states = kernels.rms_norm(hidden, weights.hidden_norm, eps)
         joined = (embedded, states) if self._embedding_first else (states, embedded)
-        residual = linear(kernels, torch.cat(joined, dim=-1), weights.projection)
-        pending, residual = self._layer.forward_last(None, residual, inputs, cos_sin, cache.layers[0])
-        return add_rms_norm(pending, residual, weights.final_norm, eps, kernels)
+        x = ResidualStream(kernels, linear(kernels, torch.cat(joined, dim=-1), weights.projection))
+        return self._layer.forward(x, inputs, cos_sin, cache.layers[0]).norm(weights.final_norm, eps)
 
 
 def mtp_targets(config: ModelConfig, heads: int, shards: Shards = SINGLE_RANK) -> list[Target]:

@@ -1,23 +1,34 @@
 """Kernels of the backend interface: the set in its three parts, its metadata, the torch references and their operators."""
 
+from outrider.device.kernels.blocks import (
+    AttentionBlock,
+    AttentionInput,
+    BlockKernels,
+    ExpertsBlock,
+    LayerRows,
+    MlpBlock,
+    RecurrentBlock,
+    RecurrentInput,
+)
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
-from outrider.device.kernels.kernelset import KernelSet, declared_below, kernel_names
+from outrider.device.kernels.kernelset import KernelSet, kernel_names
 from outrider.device.kernels.metadata import (
     AttentionMetadata,
     AttentionShape,
     HeadNorms,
-    Product,
     RequestInputs,
     RequestRows,
     RotaryArgs,
 )
 from outrider.device.kernels.model_kernels import ModelKernels
 from outrider.device.kernels.ops import ROW_ACCESS, RowResolver
-from outrider.device.kernels.quantized import CACHE_FORMATS, QUANTIZED_FORMATS, QuantizedProduct, QuantizedWeight
+from outrider.device.kernels.quantized import CACHE_FORMATS, QUANTIZED_FORMATS, QuantizedWeight
 from outrider.device.kernels.recurrent_kernels import RecurrentBatch, RecurrentKernels
 from outrider.device.kernels.reference import LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL, LANE_SAMPLE
+from outrider.device.kernels.residual import SINGLE_RANK, Contribution, RankBoundary, ResidualStream, SeparateInput
 from outrider.device.kernels.sampling_kernels import SamplingKernels
 from outrider.device.kernels.tuning import DecoderShape, TuningProgress, TuningResult
+from outrider.device.kernels.weights import SplitWeight, Weight
 from outrider.device.kernels.wrapping import WrappedKernels
 
 __all__ = [
@@ -28,26 +39,38 @@ __all__ = [
     "LANE_SAMPLE",
     "QUANTIZED_FORMATS",
     "ROW_ACCESS",
+    "SINGLE_RANK",
+    "AttentionBlock",
+    "AttentionInput",
     "AttentionMetadata",
     "AttentionShape",
+    "BlockKernels",
     "BookkeepingKernels",
+    "Contribution",
     "DecoderShape",
+    "ExpertsBlock",
     "HeadNorms",
     "KernelSet",
+    "LayerRows",
+    "MlpBlock",
     "ModelKernels",
-    "Product",
-    "QuantizedProduct",
     "QuantizedWeight",
+    "RankBoundary",
     "RecurrentBatch",
+    "RecurrentBlock",
+    "RecurrentInput",
     "RecurrentKernels",
     "RequestInputs",
     "RequestRows",
+    "ResidualStream",
     "RotaryArgs",
     "RowResolver",
     "SamplingKernels",
+    "SeparateInput",
+    "SplitWeight",
     "TuningProgress",
     "TuningResult",
+    "Weight",
     "WrappedKernels",
-    "declared_below",
     "kernel_names",
 ]

@@ -12,7 +12,7 @@ from outrider.device import CACHE_FORMATS, Backend, CapabilityError, ConfigError
 from outrider.errors import CheckpointError, shown
 from outrider.model.config import ModelConfig
 from outrider.model.files import CheckpointFiles
-from outrider.model.layer import CacheFormat
+from outrider.model.layer_weights import CacheFormat
 from outrider.model.quantization.scheme import FLOATS
 
 KEY, MODELOPT_KEY = "kv_cache_scheme", "kv_cache_quant_algo"

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from outrider.device import Backend, CapabilityError, ConfigError, QuantizedWeight
 from outrider.device.kernels.quantized_reference import dequantize
+from outrider.device.kernels.weights import SplitWeight, Weight
 from outrider.errors import CheckpointError, shown
 from outrider.model.files import CheckpointFiles
 from outrider.model.pieces import Piece, Target
-from outrider.model.products import SplitWeight, Weight
 from outrider.model.quantization.cache import CacheScheme
 from outrider.model.quantization.layouts import ActOrderError, pad_rows, slice_weight, stack_weights, to_device, weight_of
 from outrider.model.quantization.scheme import FLOATS, Scheme
