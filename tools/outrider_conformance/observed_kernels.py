@@ -86,11 +86,12 @@ class ObservedKernels:
 def modes_of(backend: Backend) -> tuple[str, ...]:
     """Return the engine modes that the backend's policy allows. ``graphs``: staged mode, replayed from graphs."""
     sync, has = backend.speculative_sync, backend.capabilities
+    captures_all = has.captures_graphs and not has.captures_in_part
     rebinds = not sync.exact_host_lengths or (sync.rebind_params and has.updates_graph_params)
     runs = {
         "staged": StepMode.STAGED in sync.step_modes,
-        "graphs": StepMode.STAGED in sync.step_modes and has.captures_graphs and rebinds,
-        "fused": StepMode.FUSED in sync.step_modes and not backend.kernels_in_use.plans_on_host,
+        "graphs": StepMode.STAGED in sync.step_modes and captures_all and rebinds,
+        "fused": StepMode.FUSED in sync.step_modes and not has.captures_in_part and not backend.kernels_in_use.plans_on_host,
     }
     return tuple(mode for mode in engines.MODES if runs[mode])
 

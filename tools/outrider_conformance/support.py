@@ -45,6 +45,7 @@ _TESTED_IN: Mapping[str, str] = {
     "captures_graphs": "L2",
     "forks_in_capture": "L2",
     "waits_inside_graphs": "L2",
+    "captures_in_part": "L4",
     "flags": "L3",
     "updates_graph_params": "L3",
     "collectives": "L6",

@@ -33,6 +33,10 @@ class Capabilities:
     """``capture`` records device work once and ``replay`` launches it without running the callable again.
     Without it a capture replays eagerly, with the same meaning."""
 
+    captures_in_part: bool = False
+    """A capture raises :class:`CaptureError` for some operators and kernels, because the device's graphs can't hold them (on
+    OpenCL, work of the host in a queue's order). An engine then uses no graphs unless the user asks for them."""
+
     updates_graph_params: bool = False
     """Host parameters of captured operations can be rebound between replays (``Graph.update_params``)."""
 

@@ -45,6 +45,8 @@ def situation_of(backend: Backend, model: LanguageModel, proposer: Proposer) -> 
     if sync.exact_host_lengths and not (sync.rebind_params and backend.capabilities.updates_graph_params):
         no_graphs = no_graphs or "attention takes lengths of the host, which the device can't rebind in a graph"
     captures = backend.capabilities.captures_graphs
+    if backend.capabilities.captures_in_part:
+        no_fused = no_graphs = "the device's graphs can't hold every operator of a model"
     if model.ranks is not None and not backend.capabilities.captures_collectives:
         no_fused = no_graphs = "the device captures no collectives, and several ranks have some in every stage"
     return DeviceModelFacts(
@@ -61,7 +63,9 @@ def situation_of(backend: Backend, model: LanguageModel, proposer: Proposer) -> 
         * (_HIDDEN_AT_ONCE * config.hidden_size + _INNER_AT_ONCE * config.inner_width),
         drafted_token_bytes=_LOGITS_AT_ONCE * torch.float32.itemsize * config.vocab_size,
         # counts for penalties
-        request_bytes=torch.int32.itemsize * config.vocab_size + (_GRAPHS_REQUEST_BYTES if captures else 0),
+        request_bytes=torch.int32.itemsize * config.vocab_size
+        + (_GRAPHS_REQUEST_BYTES if captures else 0)
+        + sync.bytes_per_request,
         fixed_bytes=_GRAPHS_BYTES if captures else 0,
         memory=memory_of(backend),
         no_fused=no_fused,

@@ -12,7 +12,6 @@ from functools import partial
 from types import MappingProxyType
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.device import (
@@ -35,6 +34,7 @@ from outrider.device import (
 )
 from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.dense import EPS
+from outrider_conformance.random_kernels.dimensions import among, between
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape
 from outrider_conformance.random_kernels.quantized import random_weight, weight_record
 
@@ -292,23 +292,23 @@ def _recurrent_block(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, co
     return operands.problem(call, ("residual", "inputs", "states"))
 
 
-_TOKENS = st.one_of(st.integers(1, 20), st.just(65))
-_SIZES = st.sampled_from((40, 128, 256))
-_FLAG = st.integers(0, 1)
-_MLP = {"tokens": _TOKENS, "hidden": _SIZES, "inner": _SIZES, "bias": _FLAG, "blocks": st.integers(0, 3), "zeros": _FLAG}
+_TOKENS = between(1, 20, 65)
+_SIZES = among(40, 128, 256)
+_FLAG = between(0, 1)
+_MLP = {"tokens": _TOKENS, "hidden": _SIZES, "inner": _SIZES, "bias": _FLAG, "blocks": between(0, 3), "zeros": _FLAG}
 _MLPS = (
     {"tokens": 3, "hidden": 40, "inner": 128, "bias": 1, "blocks": 1, "zeros": 1},
     {"tokens": 65, "hidden": 128, "inner": 256, "bias": 0, "blocks": 3, "zeros": 0},
     {"tokens": 1, "hidden": 256, "inner": 128, "bias": 0, "blocks": 3, "zeros": 0},
 )
-_EXPERT = {name: each for name, each in _MLP.items() if name != "blocks"} | {"blocks": st.integers(0, 1)}
+_EXPERT = {name: each for name, each in _MLP.items() if name != "blocks"} | {"blocks": between(0, 1)}
 _EXPERT_CORNERS = tuple({**corner, "blocks": corner["blocks"] % 2} for corner in _MLPS)
 _ATTENTION = {
     **_MLP,
-    "batch": st.integers(1, 4),
-    "new": st.one_of(st.integers(1, 5), st.just(33)),
-    "context": st.one_of(st.integers(0, 60), st.just(511)),
-    "window": st.sampled_from((0, 0, 9)),
+    "batch": between(1, 4),
+    "new": between(1, 5, 33),
+    "context": between(0, 60, 511),
+    "window": among(0, 0, 9),
     "tree": _FLAG,
     "head_norms": _FLAG,
 }
@@ -319,7 +319,7 @@ _ATTENTIONS = (
     {**_MLPS[0], **_BATCH, "tree": 1},
     {**_MLPS[2], **_BATCH, "batch": 1, "window": 9, "head_norms": 1, "bias": 1},
 )
-_RECURRENT = {"batch": st.integers(1, 4), "new": st.integers(1, 5), "hidden": st.sampled_from((24, 40))}
+_RECURRENT = {"batch": between(1, 4), "new": between(1, 5), "hidden": among(24, 40)}
 _RECURRENTS = ({"batch": 3, "new": 4, "hidden": 40}, {"batch": 1, "new": 1, "hidden": 24})
 
 

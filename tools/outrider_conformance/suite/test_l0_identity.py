@@ -96,6 +96,7 @@ def test_declared_abilities_fit_together(backend: Backend) -> None:
         ("concurrent_streams", "asynchronous"),
         ("forks_in_capture", "captures_graphs"),
         ("waits_inside_graphs", "captures_graphs"),
+        ("captures_in_part", "captures_graphs"),
         ("updates_graph_params", "captures_graphs"),
         ("row_exact_accesses", "reports_accesses"),
     ):

@@ -11,6 +11,7 @@ from outrider.device.kernels.blocks import (
     RecurrentInput,
 )
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
+from outrider.device.kernels.formats import CACHE_FORMATS, QUANTIZED_FORMATS
 from outrider.device.kernels.kernelset import KernelSet, kernel_names
 from outrider.device.kernels.metadata import (
     AttentionMetadata,
@@ -22,7 +23,7 @@ from outrider.device.kernels.metadata import (
 )
 from outrider.device.kernels.model_kernels import ModelKernels
 from outrider.device.kernels.ops import ROW_ACCESS, RowResolver
-from outrider.device.kernels.quantized import CACHE_FORMATS, QUANTIZED_FORMATS, QuantizedWeight
+from outrider.device.kernels.quantized import QuantizedWeight
 from outrider.device.kernels.recurrent_kernels import RecurrentBatch, RecurrentKernels
 from outrider.device.kernels.reference import LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL, LANE_SAMPLE
 from outrider.device.kernels.residual import SINGLE_RANK, Contribution, RankBoundary, ResidualStream, SeparateInput

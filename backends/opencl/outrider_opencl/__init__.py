@@ -1,0 +1,1 @@
+"""The backend ``opencl``: OpenCL devices that share memory with the host."""

@@ -1,0 +1,206 @@
+"""OpenCLKernels: bookkeeping in OpenCL C; the other kernels are the torch references, each one native kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.device import InterfaceError, KernelSet, RequestInputs, RequestRows
+from outrider_opencl.queueing import OVERLOAD
+
+if TYPE_CHECKING:
+    from outrider_opencl.backend import OpenCLBackend
+
+
+class Launch(NamedTuple):
+    """The range and the arguments of one launch: tensors are passed as pointers, integers as ``long``."""
+
+    size: int
+    arguments: tuple[Any, ...]
+
+
+def _row_bytes(tensor: Tensor) -> int:
+    return tensor[0].numel() * tensor.itemsize if tensor.shape[0] else 0
+
+
+def _gather_rows(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> Launch:
+    state, rows = args
+    return Launch(rows.shape[0], (state, rows, results[0], _row_bytes(state)))
+
+
+def _scatter_rows(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> Launch:
+    del results
+    state, rows, values = args
+    return Launch(rows.shape[0], (state, rows, values, _row_bytes(state)))
+
+
+def _copy_rows(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> Launch:
+    del results
+    source, out = args
+    size = source.itemsize
+    return Launch(source.shape[0], (source, out, source.shape[1] * size, source.stride(0) * size, out.stride(0) * size))
+
+
+def _gather_requests(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> Launch:
+    del results
+    rows, tables, found = args[0], args[6], args[-1]
+    return Launch(rows.shape[0], (*args, tables.shape[1], found.shape[1], found.stride(0)))
+
+
+def _place_tokens(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> Launch:
+    del results
+    lens, tables, *_, positions, slots, seq_lens = args
+    strides = [stride for each in (positions, slots, seq_lens) for stride in each.stride()]
+    return Launch(lens.shape[0], (*args, tables.shape[1], positions.shape[1], seq_lens.shape[1], *strides))
+
+
+def _publish_accepted(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> Launch:
+    del results
+    return Launch(args[0].shape[0], (*args, args[2].shape[1], args[6].stride(0)))
+
+
+def _place_accepted(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> Launch:
+    del results
+    return Launch(args[0].shape[0], (*args, args[1].shape[1]))
+
+
+def _verify_chain(args: tuple[Any, ...], results: tuple[Tensor, ...]) -> Launch:
+    logits, drafts = args[:2]
+    return Launch(drafts.shape[0], (logits, drafts, *results, drafts.shape[1], logits.shape[-1]))
+
+
+LAUNCHES: Mapping[str, Callable[[tuple[Any, ...], tuple[Tensor, ...]], Launch]] = MappingProxyType(
+    {
+        "gather_rows": _gather_rows,
+        "scatter_rows": _scatter_rows,
+        "copy_rows": _copy_rows,
+        "gather_requests": _gather_requests,
+        "place_tokens": _place_tokens,
+        "publish_accepted": _publish_accepted,
+        "place_accepted": _place_accepted,
+        "verify_chain": _verify_chain,
+    }
+)
+"""Kernels of ``bookkeeping.cl`` by name, each with the function that derives the launch from operands and results."""
+
+# torch unregisters an operator when its Library is collected, so this module must own it.
+_LIBRARY = torch.library.Library("outrider", "FRAGMENT")
+
+
+def _define_overload(name: str) -> None:
+    """Register the overload of the operator ``name`` that stands for the OpenCL kernel, with the operator's schema."""
+    default = getattr(torch.ops.outrider, name).default
+    overload = f"{name}.{OVERLOAD}"
+
+    def outside_of_scopes(*operands: Any) -> Any:
+        del operands
+        raise InterfaceError(
+            f"kernel {name!r} of backend 'opencl' was called outside of every scope; open Backend.on(stream)"
+        )
+
+    _LIBRARY.define(str(default._schema).replace(f"outrider::{name}", overload, 1))
+    _LIBRARY.impl(overload, outside_of_scopes, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"outrider::{overload}", lambda *operands: default(*operands), lib=_LIBRARY)
+
+
+KernelSet()  # importing the kernel set registers the default operators, whose schemas follow
+for _name in LAUNCHES:
+    _define_overload(_name)
+
+
+class OpenCLKernels(KernelSet):
+    """Bookkeeping kernels in OpenCL C. They compute contiguous operands in shared memory and leave others to torch."""
+
+    name = "opencl"
+
+    def __init__(self, backend: OpenCLBackend) -> None:
+        self._owns = backend.memory.owns
+
+    def _has_kernel(self, *operands: Tensor, strided: tuple[Tensor, ...] = ()) -> bool:
+        return all(each.is_contiguous() and self._owns(each) for each in operands) and all(map(self._owns, strided))
+
+    def gather_rows(self, state: Tensor, rows: Tensor) -> Tensor:
+        """Copy rows, one work item per row."""
+        if not self._has_kernel(state, rows):
+            return super().gather_rows(state, rows)
+        return torch.ops.outrider.gather_rows.opencl(state, rows)  # type: ignore[no-any-return]
+
+    def scatter_rows(self, state: Tensor, rows: Tensor, values: Tensor) -> None:
+        """Write rows, one work item per row."""
+        if not self._has_kernel(state, rows, values):
+            super().scatter_rows(state, rows, values)
+            return
+        torch.ops.outrider.scatter_rows.opencl(state, rows, values)
+
+    def copy_rows(self, source: Tensor, out: Tensor) -> None:
+        """Copy rows between pitches, one work item per row."""
+        strided = (source, out)
+        if source.dim() != 2 or any(each.stride(1) != 1 for each in strided) or not self._has_kernel(strided=strided):
+            super().copy_rows(source, out)
+            return
+        torch.ops.outrider.copy_rows.opencl(source, out)
+
+    def gather_requests(
+        self, rows: Tensor, lens: Tensor, state: RequestRows, own: RequestInputs, found: Tensor, *, lens_by_row: bool
+    ) -> None:
+        """Copy each request's state, one work item per request."""
+        if not self._has_kernel(rows, lens, *state, *own, strided=(found,)) or found.stride(1) != 1:
+            super().gather_requests(rows, lens, state, own, found, lens_by_row=lens_by_row)
+            return
+        torch.ops.outrider.gather_requests.opencl(rows, lens, lens_by_row, *state, *own, found)
+
+    def place_tokens(
+        self, lens: Tensor, tables: Tensor, page_size: int, last: int, positions: Tensor, slots: Tensor, seq_lens: Tensor
+    ) -> None:
+        """Compute positions, slots and lengths, one work item per request."""
+        if not self._has_kernel(lens, tables, strided=(positions, slots, seq_lens)):
+            super().place_tokens(lens, tables, page_size, last, positions, slots, seq_lens)
+            return
+        torch.ops.outrider.place_tokens.opencl(lens, tables, page_size, last, positions, slots, seq_lens)
+
+    def publish_accepted(
+        self,
+        rows: Tensor,
+        lens: Tensor,
+        decided: tuple[Tensor, Tensor],
+        lengths: Tensor,
+        last_tokens: Tensor,
+        results: Tensor,
+        own: tuple[Tensor, Tensor],
+    ) -> None:
+        """Publish tokens and lengths, one work item per request."""
+        dense = (rows, lens, *decided, lengths, last_tokens, *own)
+        if not self._has_kernel(*dense, strided=(results,)) or results.stride(1) != 1:
+            super().publish_accepted(rows, lens, decided, lengths, last_tokens, results, own)
+            return
+        torch.ops.outrider.publish_accepted.opencl(rows, lens, *decided, lengths, last_tokens, results, *own)
+
+    def place_accepted(
+        self, lens: Tensor, tokens: Tensor, accepted: Tensor, following: Tensor, last: Tensor, positions: Tensor
+    ) -> None:
+        """Compute the inputs of draft-extend, one work item per request."""
+        operands = (lens, tokens, accepted, following, last, positions)
+        if not self._has_kernel(*operands):
+            super().place_accepted(*operands)
+            return
+        torch.ops.outrider.place_accepted.opencl(*operands)
+
+    def verify_chain(
+        self,
+        target_logits: Tensor,
+        draft_tokens: Tensor,
+        draft_probs: Tensor | None,
+        temperature: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Accept greedily, one work item per request. Batches in which a request samples are left to torch."""
+        operands = (target_logits, draft_tokens, draft_probs, temperature, seeds, positions)
+        is_greedy = draft_probs is None and target_logits.dtype == torch.float32
+        if not is_greedy or not self._has_kernel(target_logits, draft_tokens):
+            return super().verify_chain(*operands)
+        return torch.ops.outrider.verify_chain.opencl(*operands)  # type: ignore[no-any-return]

@@ -1,0 +1,154 @@
+"""Queueing: a dispatch mode inside ``Backend.on`` that turns torch calls into commands of a stream.
+
+A call returns before its work has run, so the shapes of its results come from torch's ``meta`` device. A copy becomes a copy
+of the runtime, an operator with an OpenCL kernel becomes that kernel, and any other operator becomes a native kernel that
+calls torch on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+OVERLOAD = "opencl"
+"""The overload of an operator of the backend interface that an OpenCL kernel computes."""
+
+
+class Launcher(Protocol):
+    """The target of the commands: the current stream, or the graph that the thread captures."""
+
+    def run_on_host(self, name: str, task: Callable[[], object]) -> None:
+        """Enqueue the operator ``name`` as a native kernel."""
+
+    def copy(self, destination: Tensor, source: Tensor) -> bool:
+        """Enqueue a copy without a native kernel. Returns False if the device can't."""
+
+    def run_kernel(self, name: str, arguments: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
+        """Enqueue the OpenCL kernel of the operator ``name``."""
+
+    def run_elementwise(self, name: str, result: Tensor, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
+        """Enqueue an elementwise kernel for a torch operator. Returns False to run the operator on the host."""
+
+    def allocate(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Allocate memory of the device."""
+
+    def synchronize_for_value(self) -> None:
+        """Wait for the current stream, because the host reads a value."""
+
+
+class OperatorKind(NamedTuple):
+    """The handling of an operator, derived from its schema."""
+
+    at_once: bool
+    """True if the operator runs immediately, because it neither reads nor writes values."""
+    allocates: bool
+    """True if the operator only allocates."""
+    returns_values: bool
+    """True if the operator returns values to the host."""
+    written: tuple[int | str, ...]
+    """Arguments that the operator writes."""
+    is_alias: bool
+    """True if the result is one of the arguments, or a view."""
+
+
+class Queueing(TorchDispatchMode):
+    """Pass each operator to the launcher that ``current()`` returns; wait before an operator whose values the host needs."""
+
+    def __init__(self, current: Callable[[], Launcher]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._current = current
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Enqueue or run one operator. The mode is inactive inside this method."""
+        kwargs = kwargs or {}
+        kind = _kind_of(func)
+        if kind.at_once:
+            return func(*args, **kwargs)
+        if kind.returns_values:
+            self._current().synchronize_for_value()
+            return func(*args, **kwargs)
+        try:
+            shapes = func(*tree_map(_on_meta, args), **tree_map(_on_meta, kwargs))
+        except NotImplementedError:  # the shape depends on values
+            self._current().synchronize_for_value()
+            return func(*args, **kwargs)
+        if kind.allocates:
+            return shapes if kwargs.get("device") == torch.device("meta") else tree_map(self._allocated, shapes)
+        held, named = tree_map(_alias_of, args), tree_map(_alias_of, kwargs)
+        if kind.written:
+            changed = [kwargs.get(which) if isinstance(which, str) else args[which] for which in kind.written]
+            if shapes is None or (isinstance(shapes, Tensor) and len(func._schema.returns) == 1 and kind.is_alias):
+                self._launch_in_place(func, held, named, _alias_of(changed[0]))
+                return None if shapes is None else changed[0]
+        results = tree_map(self._allocated, shapes)
+        self._launch(func, held, named, results)
+        return results
+
+    def _launch_in_place(self, func: Any, args: Any, kwargs: Any, target: Tensor) -> None:
+        if func._overloadname == OVERLOAD:
+            self._current().run_kernel(func._schema.name, args, ())
+        elif func is torch.ops.aten.copy_.default and self._current().copy(target, args[1]):
+            pass
+        elif not self._current().run_elementwise(_name_of(func), target, args, kwargs):
+            self._current().run_on_host(_name_of(func), lambda: func(*args, **kwargs))
+
+    def _launch(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
+        filled = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
+        if func._overloadname == OVERLOAD:
+            self._current().run_kernel(func._schema.name, args, tuple(filled))
+            return
+        if isinstance(results, Tensor) and self._current().run_elementwise(_name_of(func), results, args, kwargs):
+            return
+
+        def fill() -> None:
+            values = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
+            for target, value in zip(filled, values, strict=True):
+                target.copy_(value)
+
+        self._current().run_on_host(_name_of(func), fill)
+
+    def _allocated(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._current().allocate(tuple(value.shape), value.stride(), value.dtype)
+        return value
+
+
+def _name_of(func: Any) -> str:
+    """Return the name of an operator without namespace and overload, such as ``add_``."""
+    return str(func._schema.name).split("::")[1]
+
+
+def _kind_of(func: Any) -> OperatorKind:
+    found: OperatorKind | None = getattr(func, "_opencl_kind", None)
+    if found is None:
+        schema = func._schema
+        written = tuple(
+            argument.name if argument.kwarg_only else position
+            for position, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
+        is_alias = any(result.alias_info is not None for result in schema.returns)
+        found = func._opencl_kind = OperatorKind(
+            at_once=torch.Tag.inplace_view in func.tags or (is_alias and not written),
+            allocates=_name_of(func).startswith(("empty", "new_empty")),
+            returns_values=bool(schema.returns) and not any("Tensor" in str(r.type) for r in schema.returns),
+            written=written,
+            is_alias=is_alias,
+        )
+    return found
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+def _alias_of(value: Any) -> Any:
+    """Return an alias of a tensor, so that a later change of the tensor's view does not change the queued command."""
+    return value.detach() if isinstance(value, Tensor) else value

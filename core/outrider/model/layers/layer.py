@@ -1,0 +1,147 @@
+"""One decoder layer: ``x += attention(norm(x)); x += mlp(norm(x))`` over a shared residual stream x.
+
+Letters: T new tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.device import AttentionInput, AttentionShape, KernelSet, LayerRows, RecurrentBlock, ResidualStream, RotaryArgs
+from outrider.device.kernels import SINGLE_RANK
+from outrider.model.config.model_config import ModelConfig
+from outrider.model.layers.cache import LayerState
+from outrider.model.layers.inputs import ForwardInput
+from outrider.model.layers.layer_weights import (
+    LayerWeights,
+    attention_block,
+    attention_scale,
+    experts_block,
+    mlp_block,
+    recurrent_block,
+)
+from outrider.model.layers.ranks import ModelRanks
+from outrider.model.layers.recurrent import recurrent_input
+
+
+def attention_shapes(config: ModelConfig, dtype: torch.dtype, *, page_size: int) -> tuple[AttentionShape, ...]:
+    """Return the attention shapes of the layers of ``config``, without duplicates."""
+    return tuple(
+        AttentionShape(
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_size=config.head_size,
+            page_size=page_size,
+            dtype=dtype,
+            scale=attention_scale(config),
+            window=window,
+        )
+        for window in dict.fromkeys(config.windows)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBlock:
+    """One half of a layer, and the method that computes it, chosen once for its weights."""
+
+    name: str
+    """Name of the block in :class:`~outrider.device.KernelSet`."""
+    weights: Any
+    """The record that the block takes."""
+    compute: Any
+    """The kernel set's own method, or the composed default."""
+    is_native: bool
+
+    @classmethod
+    def resolved(cls, kernels: KernelSet, name: str, weights: object) -> LayerBlock:
+        """Choose the implementation of the block ``name`` for these weights."""
+        return cls(name, weights, kernels.resolve_block(name, weights), kernels.is_native(name, weights))
+
+
+class DecoderLayer:
+    """A layer with attention and an MLP, or with routed experts instead of the MLP if its weights have a router.
+
+    ``ranks`` hold the other slices of the layer; ``config`` has the number of heads of this rank. ``index`` is the layer's
+    index, for error messages.
+    """
+
+    is_recurrent = False
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: LayerWeights,
+        kernels: KernelSet,
+        *,
+        window: int,
+        ranks: ModelRanks | None = None,
+        index: int = 0,
+    ) -> None:
+        boundary = SINGLE_RANK if ranks is None else ranks
+        if weights.recurrent is None or config.recurrent is None:
+            mixer = "attention_block", attention_block(config, weights, window, boundary)
+        else:
+            mixer = "recurrent_block", recurrent_block(config, config.recurrent, weights, weights.recurrent, boundary)
+        if weights.router is None:
+            mlp = "mlp_block", mlp_block(config, weights, boundary)
+        else:
+            mlp = "experts_block", experts_block(config, weights, weights.router, boundary, index)
+        self.blocks = self._mixer, self._mlp = LayerBlock.resolved(kernels, *mixer), LayerBlock.resolved(kernels, *mlp)
+        self._kernels = kernels
+
+    def forward(
+        self,
+        x: ResidualStream,
+        inputs: ForwardInput,
+        cos_sin: tuple[Tensor, Tensor],
+        cache: tuple[Tensor, Tensor],
+        captured: tuple[Tensor, ...] = (),
+    ) -> ResidualStream:
+        """Return the residual stream after this layer, with all rows or only those that ``inputs`` keeps.
+
+        Keys and values of all T tokens are written. Each tensor [T, H] of ``captured`` receives the layer's complete input.
+        """
+        tokens = self._tokens(inputs, cos_sin, cache, LayerRows(inputs.kept_index, captured))
+        x = self._mixer.compute(x, self._mixer.weights, tokens)
+        return self._mlp.compute(x, self._mlp.weights)  # type: ignore[no-any-return]
+
+    def _tokens(
+        self, inputs: ForwardInput, cos_sin: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor], rows: LayerRows
+    ) -> Any:
+        attention = inputs.attention if inputs.kept is None else inputs.kept.attention
+        return AttentionInput(attention, RotaryArgs(*cos_sin, *cache, inputs.slots), rows, inputs.query_scales)
+
+
+class RecurrentLayer(DecoderLayer):
+    """A layer with a recurrent block in place of attention. Its ``cache`` holds states."""
+
+    is_recurrent = True
+
+    def _tokens(
+        self, inputs: ForwardInput, cos_sin: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor], rows: LayerRows
+    ) -> Any:
+        del cos_sin
+        return recurrent_input(inputs, LayerState(*cache), rows)
+
+    def commit(self, kept: tuple[Tensor, Tensor], inputs: ForwardInput, state: LayerState, counts: Tensor) -> None:
+        """Write the states after ``counts`` int64 [B] of the tokens whose inputs a pass ``kept``."""
+        block: RecurrentBlock = self._mixer.weights
+        self._kernels.commit_recurrent(kept, block, recurrent_input(inputs, state), counts)
+
+
+def create_layer(
+    config: ModelConfig,
+    weights: LayerWeights,
+    kernels: KernelSet,
+    *,
+    window: int,
+    ranks: ModelRanks | None = None,
+    index: int = 0,
+) -> DecoderLayer:
+    """Create the layer for ``weights``: a recurrent one if they have recurrent weights."""
+    kind = DecoderLayer if weights.recurrent is None else RecurrentLayer
+    return kind(config, weights, kernels, window=window, ranks=ranks, index=index)
