@@ -14,9 +14,9 @@ from torch import Tensor
 
 from outrider.device import (
     AttentionBlock,
-    AttentionInput,
     AttentionMetadata,
     AttentionShape,
+    AttentionTokens,
     Backend,
     BackendLoadError,
     KernelSet,
@@ -171,7 +171,7 @@ class FlashInferKernels(WrappedKernels):
         return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
 
     def attention_block(
-        self, x: ResidualStream, block: AttentionBlock, tokens: AttentionInput, *, attend: Attend | None = None
+        self, x: ResidualStream, block: AttentionBlock, tokens: AttentionTokens, *, attend: Attend | None = None
     ) -> ResidualStream:
         """Run the wrapped kernels' block with FlashInfer's attention."""
         return self.inner.attention_block(x, block, tokens, attend=attend or self.paged_attention)

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from outrider.device import (
     AttentionBlock,
-    AttentionInput,
     AttentionMetadata,
+    AttentionTokens,
     Contribution,
     ExpertsBlock,
     MlpBlock,
     QuantizedWeight,
     RankBoundary,
     RecurrentBlock,
-    RecurrentInput,
+    RecurrentTokens,
     ResidualStream,
     RotaryArgs,
     Weight,
@@ -102,7 +102,7 @@ class TritonBlocks(TritonAttention):
     """Blocks whose products are fused with the norms, rotations and activations around them."""
 
     def attention_block(
-        self, x: ResidualStream, block: AttentionBlock, tokens: AttentionInput, *, attend: Attend | None = None
+        self, x: ResidualStream, block: AttentionBlock, tokens: AttentionTokens, *, attend: Attend | None = None
     ) -> ResidualStream:
         """Fuse norm, product and rotation where configurations allow it, and defer the output product."""
         q, gate = self._queries(x, block, tokens)
@@ -115,7 +115,7 @@ class TritonBlocks(TritonAttention):
             pending = self._contribution(attended, block.output, block.output_bias, block.ranks)
         return ResidualStream(x.kernels, tokens.rows.continued(self, x.rows), pending)
 
-    def _queries(self, x: ResidualStream, block: AttentionBlock, tokens: AttentionInput) -> tuple[Tensor, Tensor | None]:
+    def _queries(self, x: ResidualStream, block: AttentionBlock, tokens: AttentionTokens) -> tuple[Tensor, Tensor | None]:
         """Return rotated queries [T, Hq, D] and the gate [T, Hq D]; write keys and values to the cache."""
         pending, qkv, rotary = x.pending, block.qkv, tokens.rotary
         # Without norms and scales between the product and the rotation, one kernel can do both.
@@ -194,8 +194,8 @@ class TritonBlocks(TritonAttention):
         """Mix the experts; the gate and up product of a shared expert applies the activation itself."""
         return experts_stream(self, x, block, self._mlp)
 
-    def recurrent_block(self, x: ResidualStream, block: RecurrentBlock, tokens: RecurrentInput) -> ResidualStream:
-        """Defer the output product."""
+    def recurrent_block(self, x: ResidualStream, block: RecurrentBlock, tokens: RecurrentTokens) -> ResidualStream:
+        """Compose the block, and defer the output product until the next norm."""
         heads = recurrent_heads(self, x.norm(block.norm, block.eps), block, tokens)
         pending = self._contribution(heads, block.output, block.output_bias, block.ranks)
         return ResidualStream(x.kernels, tokens.rows.continued(self, x.rows), pending)

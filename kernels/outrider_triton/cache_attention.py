@@ -17,6 +17,7 @@ from outrider_triton.derive_attention import (
     derive_attention_launch,
     unsplit_programs,
 )
+from outrider_triton.device_facts import DeviceFacts
 from outrider_triton.jit.nibble_planes import UNIT_COLUMNS
 from outrider_triton.launch import compile_only, has_kernel, power_of_two
 from outrider_triton.nibble_plane_ops import row_layout
@@ -32,9 +33,9 @@ _TRITON = torch.ops.outrider
 class TritonAttention(TritonQuantized):
     """Attention over the cache, alone or fused with the output projection and the norm that follow."""
 
-    table: Table | None
-    _prompts: PromptAttention
-    _layer: str
+    def __init__(self, facts: DeviceFacts, table: Table | None = None) -> None:
+        super().__init__(facts, table)
+        self._prompts = PromptAttention(facts)
 
     def attention_config(self, q: Tensor, k_cache: Tensor, metadata: AttentionMetadata) -> list[int]:
         """Return the launch of this attention as :class:`~outrider_triton.derive_attention.AttentionLaunch` lists it.
@@ -111,8 +112,9 @@ class TritonAttention(TritonQuantized):
         following = residual, norm, eps, weight, bias
         normed = self._attention_normed(call, output, output_bias, *following)
         if normed is None:
-            operands = q, k_cache, v_cache, metadata, output, output_bias, *following
-            return super().attention_norm_linear_quantized(*operands, scale=scale, window=window)
+            attended = self.paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
+            added = QuantizedProduct(attended.reshape(q.shape[0], -1), output, output_bias)
+            return self.norm_linear_quantized(added, *following)
         return self._second_product(normed, residual, weight, bias, parts=False)
 
     def attention_norm_linear_silu_mul_quantized(
@@ -143,8 +145,9 @@ class TritonAttention(TritonQuantized):
         following = residual, norm, eps, weight, bias
         normed = self._attention_normed(call, output, output_bias, *following)
         if normed is None:
-            operands = q, k_cache, v_cache, metadata, output, output_bias, *following, down, down_bias
-            return super().attention_norm_linear_silu_mul_quantized(*operands, scale=scale, window=window)
+            operands = q, k_cache, v_cache, metadata, output, output_bias, *following
+            both = self.attention_norm_linear_quantized(*operands, scale=scale, window=window)
+            return QuantizedProduct(both, down, down_bias, gated=True)
         activated = self._activated(normed, residual, weight, bias)
         if activated is not None:
             gated, maxima = activated

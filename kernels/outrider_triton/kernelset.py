@@ -22,10 +22,9 @@ from outrider_triton.device_facts import DeviceFacts
 from outrider_triton.experts import TritonExperts
 from outrider_triton.launch import compile_only, has_kernel
 from outrider_triton.peers import FUSED_BYTES, PeerExchange
-from outrider_triton.prefill_attention import PromptAttention
 from outrider_triton.products import Product
 from outrider_triton.rotary import rotates
-from outrider_triton.table import ANY_LAYER, STREAMED, MatmulConfig, Table, bucket, layer_of
+from outrider_triton.table import STREAMED, MatmulConfig, Table, bucket, layer_of
 from outrider_triton.token_choice import TritonChoices
 from outrider_triton.tuned_store import ChoiceRow, PromptStore, TunedStore, merge_choices
 
@@ -53,7 +52,6 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonBlocks, TritonAttent
 
     name = "triton"
     tunes = True
-    _layer: str = ANY_LAYER
 
     def __init__(
         self,
@@ -63,14 +61,10 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonBlocks, TritonAttent
         device: torch.device | None = None,
         takes_over: bool = True,
     ) -> None:
-        self.facts, self.device, self.takes_over = facts, device, takes_over
-        self._tables = [table]
-        self.processors, self.pdl = facts.processors, facts.pdl
-        self._scope = variants.VariantScope()
+        super().__init__(facts, table)
+        self.device, self.takes_over = device, takes_over
         self._exchanges: WeakKeyDictionary[Group, PeerExchange] = WeakKeyDictionary()
         self._derived: dict[tuple[str, int, int, int, int], MatmulConfig | None] = {}
-        self._derived_quantized, self._derived_experts = {}, {}
-        self._prompts = PromptAttention(facts)
         kinds = type(self).__mro__
         declared = {name for kind in kinds[: kinds.index(TritonKernels)] for name in vars(kind)}
         if "cache_formats" not in declared:  # a subclass with its own cache kernels states its own formats
@@ -79,6 +73,12 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonBlocks, TritonAttent
         if "name" not in declared:
             tuned = f"derived for {facts.architecture}" if table is None else f"tuned for {table.device}"
             self.name = f"triton, {tuned}"
+
+    def is_native(self, name: str, block: object = None) -> bool:
+        """Return False also for a block with weights of 32 or 64 bits, whose products are the library's."""
+        weight = getattr(block, "qkv", getattr(block, "gate_up", getattr(block, "projection", None)))
+        wide = isinstance(weight, Tensor) and weight.dtype.itemsize > 2
+        return super().is_native(name, block) and not wide
 
     def every_variant(self) -> AbstractContextManager[None] | None:
         """Compile every table configuration of a weight, and every split of cached tokens and of the vocabulary."""
@@ -133,15 +133,6 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonBlocks, TritonAttent
         return self._derived[key]
 
     # -- measurements ----------------------------------------------------------------------------------------------
-
-    @property
-    def table(self) -> Table | None:
-        """Return the measurements in use, or None. All :meth:`for_shape` copies share them."""
-        return self._tables[-1]
-
-    @table.setter
-    def table(self, table: Table | None) -> None:
-        self._tables[:] = [table]
 
     def for_shape(self, shape: DecoderShape) -> Self:
         """Return a copy that shares all state and prefers choices measured in layers of this shape."""
@@ -199,7 +190,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonBlocks, TritonAttent
             _TRITON.linear_silu_mul.triton(_sample(x), weight, bias, config_list, self.pdl)
         config = self.matmul_config("linear_silu_mul", x, weight)
         if config is None:
-            return super().linear_silu_mul(x, weight, bias)
+            return self.silu_mul(self.linear(x, weight, bias))
         return _TRITON.linear_silu_mul.triton(x, weight, bias, config.as_list(), self.pdl)  # type: ignore[no-any-return]
 
     def linear_add_rms_norm(
@@ -220,7 +211,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonBlocks, TritonAttent
             _TRITON.add_rms_norm.triton(parts, bias, _sample(residual).clone(), norm, eps, self.pdl)
         config = self.matmul_config("linear_parts", x, weight)
         if config is None or not has_kernel(residual):
-            return super().linear_add_rms_norm(x, weight, bias, residual, norm, eps)
+            return self.add_rms_norm(self.linear(x, weight, bias), residual, norm, eps)
         parts = _TRITON.linear_parts.triton(x, weight, config.as_list(), self.pdl)
         return _TRITON.add_rms_norm.triton(parts, bias, residual, norm, eps, self.pdl)  # type: ignore[no-any-return]
 
@@ -252,7 +243,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonBlocks, TritonAttent
             _TRITON.linear_add.triton(_sample(x), weight, bias, _sample(residual).clone(), config_list, self.pdl)
         config = self.matmul_config("linear_add", x, weight)
         if config is None or residual.dtype is not x.dtype or not residual.is_contiguous():
-            return super().linear_add(x, weight, bias, residual)
+            return residual.add_(self.linear(x, weight, bias))
         _TRITON.linear_add.triton(x, weight, bias, residual, config.as_list(), self.pdl)
         return residual
 
@@ -268,7 +259,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonBlocks, TritonAttent
             _TRITON.rope_write_cache.triton_linear(*sample, 0.0, *_sample_rotary(rotary), config_list, self.pdl)
         config = self.matmul_config("linear_rope", product.x, product.weight, half=half)
         if config is None or not rotates(rotary, product.x) or not _boxes_fit_heads(config.as_list(), rotary):
-            return super().linear_rope_write_cache(product, rotary)
+            return self.head_norm_rope_write_cache(self.linear(*product), None, rotary)
         return _TRITON.rope_write_cache.triton_linear(  # type: ignore[no-any-return]
             product.x, None, product.weight, product.bias, 0.0, *rotary, config.as_list(), self.pdl
         )
@@ -285,7 +276,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonBlocks, TritonAttent
                 _TRITON.linear_silu_mul.triton(scaled, weight, bias, config_list, self.pdl, squares, eps)
         pair = self._pair(added, residual, norm, "scaled_silu_mul", weight)
         if pair is None:
-            return super().norm_linear_silu_mul(added, residual, norm, eps, weight, bias)
+            return self.linear_silu_mul(self.linear_add_rms_norm(*added, residual, norm, eps), weight, bias)
         adding, taking = (config.as_list() for config in pair)
         scaled, squares = _TRITON.linear_add_scaled.triton(*added, residual, norm, adding, self.pdl)
         return _TRITON.linear_silu_mul.triton(scaled, weight, bias, taking, self.pdl, squares, eps)  # type: ignore[no-any-return]
@@ -314,7 +305,8 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonBlocks, TritonAttent
                 )
         pair = self._pair(added, residual, norm, "linear_rope", weight, half=half)
         if pair is None or not rotates(rotary, residual) or not _boxes_fit_heads(pair[1].as_list(), rotary):
-            return super().norm_linear_rope_write_cache(added, residual, norm, eps, weight, bias, rotary)
+            normed = self.linear_add_rms_norm(*added, residual, norm, eps)
+            return self.linear_rope_write_cache(Product(normed, weight, bias), rotary)
         adding, taking = (config.as_list() for config in pair)
         scaled, squares = _TRITON.linear_add_scaled.triton(*added, residual, norm, adding, self.pdl)
         return _TRITON.rope_write_cache.triton_linear(  # type: ignore[no-any-return]
@@ -326,7 +318,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonBlocks, TritonAttent
     def embed_beside(self, tokens: Tensor, weight: Tensor, hidden: Tensor) -> Tensor:
         """Concatenate embeddings and features, one program per token and block of columns."""
         if not has_kernel(weight, hidden) or weight.dtype is not hidden.dtype or hidden.stride(-1) != 1:
-            return super().embed_beside(tokens, weight, hidden)
+            return torch.cat((self.embedding(tokens, weight), hidden), dim=-1)
         return _TRITON.embed_beside.triton(tokens, weight, hidden, self.pdl)  # type: ignore[no-any-return]
 
     def fuse_embedding(

@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.errors import OutOfResources
 
+from outrider.device import KernelSet
 from outrider_triton.derive import MAX_TOKENS_TUNED, every_config
 from outrider_triton.device_facts import DeviceFacts
 from outrider_triton.launch import compile_only, power_of_two, vocabulary_shares
-from outrider_triton.products import UnfusedProducts
 from outrider_triton.table import ANY_LAYER, BUCKETS, MatmulConfig, Table
 
 _MAX_ROWS = 1024
@@ -65,13 +65,27 @@ class VariantScope:
                 self._configs.clear()
 
 
-class WarmedKernels(UnfusedProducts):
-    """The base of the kernel set's parts whose warm-up compiles variants."""
+class WarmedKernels(KernelSet):
+    """The base of the kernel set's parts: the device's facts, the measurements in use, and the scope that compiles variants.
 
-    facts: DeviceFacts
-    processors: int
-    pdl: bool
-    _scope: VariantScope
+    Each part sets the further attributes that its methods use.
+    """
+
+    _layer: str = ANY_LAYER
+
+    def __init__(self, facts: DeviceFacts, table: Table | None = None) -> None:
+        self.facts, self.processors, self.pdl = facts, facts.processors, facts.pdl
+        self._tables = [table]
+        self._scope = VariantScope()
+
+    @property
+    def table(self) -> Table | None:
+        """Return the measurements in use, or None. All :meth:`for_shape` copies share them."""
+        return self._tables[-1]
+
+    @table.setter
+    def table(self, table: Table | None) -> None:
+        self._tables[:] = [table]
 
     def _shares(self, shape: Sequence[int]) -> Iterator[int]:
         """Yield the number of programs that share one row of a tensor of ``shape``.

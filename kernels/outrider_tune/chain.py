@@ -13,8 +13,8 @@ from torch import Tensor
 
 from outrider.device import (
     AttentionBlock,
-    AttentionInput,
     AttentionMetadata,
+    AttentionTokens,
     DecoderShape,
     HeadNorms,
     KernelSet,
@@ -43,7 +43,7 @@ def normal(device: torch.device, *size: int) -> Tensor:
 class _Layer:
     attention: AttentionBlock
     mlp: MlpBlock
-    tokens: AttentionInput
+    tokens: AttentionTokens
 
 
 class LayerChain:
@@ -94,8 +94,8 @@ class LayerChain:
 
     def _layer(self, weights: tuple[Tensor, ...], angles: tuple[Tensor, Tensor], cache_size: tuple[int, ...]) -> _Layer:
         qkv, output, gate_up, down = weights
-        caches = (torch.randn(cache_size, dtype=torch.bfloat16, device=self.device) for _ in range(2))
-        rotary = RotaryArgs(*angles, *caches, self._slots)
+        k_cache, v_cache = (torch.randn(cache_size, dtype=torch.bfloat16, device=self.device) for _ in range(2))
+        rotary = RotaryArgs(*angles, k_cache, v_cache, self._slots)
         attention = AttentionBlock(
             norm=self._norm,
             eps=_EPS,
@@ -106,7 +106,7 @@ class LayerChain:
             head_norms=HeadNorms(self._head_norm, self._head_norm, _EPS) if self.shape.qk_norm else None,
         )
         mlp = MlpBlock(norm=self._norm, eps=_EPS, gate_up=gate_up, down=down)
-        return _Layer(attention, mlp, AttentionInput(self._metadata, rotary, LayerRows()))
+        return _Layer(attention, mlp, AttentionTokens(self._metadata, rotary, LayerRows()))
 
     def run_layers(self, _: int) -> Tensor:
         """Run all layers once and return the norm of the last layer's residual sum."""

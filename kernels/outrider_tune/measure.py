@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.device.graph import HostParam
-from outrider.device.kernels.blocks import AttentionBlock, AttentionInput, LayerRows, MlpBlock
+from outrider.device.kernels.blocks import AttentionBlock, AttentionTokens, LayerRows, MlpBlock
 from outrider.device.kernels.kernelset import KernelSet
 from outrider.device.kernels.metadata import (
     AttentionMetadata,
@@ -105,7 +105,7 @@ def _blocks(
         uniform=True,
     )
     rotary = RotaryArgs(angles.cos().to(dtype), angles.sin().to(dtype), k_cache, v_cache, slots)
-    batch = AttentionInput(metadata, rotary, LayerRows())
+    batch = AttentionTokens(metadata, rotary, LayerRows())
     attentions = [
         AttentionBlock(norm=norm, eps=_EPS, qkv=normal(heads, hidden), output=normal(hidden, attention), scale=_SCALE)
         for _ in range(copies)

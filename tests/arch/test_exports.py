@@ -25,13 +25,14 @@ CiDeclaration CACHE_FORMATS Collective CollectiveError ConfigError ControllableD
 DeviceError DeviceFault DeviceLost DeviceStuck ENTRY_POINT_GROUP EagerGraph EngineStopped Event EventFence
 ExplorationResult Fence Flag Graph GraphCallable GraphPool Group HeadNorms HostParam JoinedPlan KERNELS_GROUP KeepAlive
 KernelHooks KernelInfo KernelSet LANE_ACCEPT LANE_DRAFT LANE_RESIDUAL LANE_SAMPLE MemoryInfo ModelKernels Observer
-Operation OutOfDeviceMemory OutriderError PinnedBuffer PluginContractError PluginInfo ProcessView Product
-QUANTIZED_FORMATS QuantizedProduct QuantizedWeight ROW_ACCESS Recompute
+Operation OutOfDeviceMemory OutriderError PinnedBuffer PluginContractError PluginInfo ProcessView
+QUANTIZED_FORMATS QuantizedWeight ROW_ACCESS Recompute
 RecurrentBatch RecurrentKernels
 Reduction RequestInputs RequestRows RotaryArgs RowResolver INTERFACE_VERSION SamplingKernels Scalar ScheduleFailure
 InterfaceError SpeculativeSync StaleBufferError StepMode Stream StreamOrderError SynchronousCopyError TimedObserver
 TorchDeviceBackend TorchEvent TorchGraph TorchGroup TorchStream TuningProgress TuningResult Waiter WrappedKernels
-hookimpl hookspec
+hookimpl hookspec AttentionBlock AttentionTokens BlockKernels Contribution ExpertsBlock LayerRows MlpBlock RankBoundary
+RecurrentBlock RecurrentTokens ResidualStream SeparateInput SplitWeight Weight
 """
 
 

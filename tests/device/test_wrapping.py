@@ -11,7 +11,7 @@ from outrider.device import DecoderShape, KernelSet, MlpBlock, ResidualStream, W
 METHODS = sorted(name for name, _ in getmembers(KernelSet, isfunction) if not name.startswith("_"))
 
 
-OWN = ("batch_invariant", "unused_overrides", "for_shape", "is_native", "resolve_block")
+OWN = ("batch_invariant", "unused_overrides", "for_shape", "implementation", "is_native", "resolve_block")
 
 
 # What a subclass does otherwise counts for these: the first two are its own, of the third the result is wrapped.

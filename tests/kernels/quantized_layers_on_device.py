@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 from on_device import in_a_graph, wrong
+from unfused import UnfusedProducts
 
 from outrider.device import AttentionMetadata, RotaryArgs
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
@@ -25,7 +26,7 @@ from outrider_triton.derive import rank_configs
 from outrider_triton.device_facts import facts_of
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import compile_only
-from outrider_triton.products import QuantizedProduct, UnfusedProducts
+from outrider_triton.products import QuantizedProduct
 from outrider_triton.table import load
 from outrider_tune.timing import microseconds
 

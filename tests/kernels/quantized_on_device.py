@@ -14,12 +14,13 @@ from functools import partial
 
 import torch
 from on_device import in_a_graph, wrong
+from unfused import UnfusedProducts
 
 from outrider.device import RotaryArgs
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
 from outrider_triton.device_facts import facts_of
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.products import QuantizedProduct, UnfusedProducts
+from outrider_triton.products import QuantizedProduct
 
 TOKENS = (1, 4, 13, 64, 100, 300)
 SHAPES = ((4096, 4096), (6144, 4096), (1000, 1056), (1000, 1024), (2048, 14336))

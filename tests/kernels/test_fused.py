@@ -9,9 +9,10 @@ import torch
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
 from kernels.test_numerics import close
+from kernels.unfused import UnfusedProducts
 from outrider.device import RotaryArgs
 from outrider_triton import kernelset as _kernelset  # noqa: F401  (registers the operators)
-from outrider_triton.products import Product, UnfusedProducts
+from outrider_triton.products import Product
 
 REFERENCE = UnfusedProducts()
 HEADS, KV_HEADS, SIZE = 3, 2, 16

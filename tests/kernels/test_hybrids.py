@@ -6,8 +6,9 @@ In float16: the interpreter multiplies bfloat16 wrongly.
 import pytest
 import torch
 
+from kernels.unfused import UnfusedProducts
 from outrider.device import HeadNorms, RotaryArgs
-from outrider_triton.products import Product, UnfusedProducts
+from outrider_triton.products import Product
 
 PLAIN = UnfusedProducts()
 

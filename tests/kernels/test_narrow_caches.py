@@ -8,10 +8,11 @@ import torch
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
 from kernels.devices import DEVICES, SMALL
+from kernels.unfused import UnfusedProducts
 from outrider.device import AttentionMetadata, RotaryArgs
 from outrider_triton import prefill_ops
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.products import Product, UnfusedProducts
+from outrider_triton.products import Product
 from outrider_triton.table import MatmulConfig
 
 REFERENCE = UnfusedProducts()

@@ -10,13 +10,13 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 
 from conformance.small_problems import small
 from kernels.devices import SMALL
+from kernels.unfused import UnfusedProducts
 from outrider.device import AttentionMetadata, KernelSet
 from outrider.device.kernels.philox import uniforms
 from outrider_conformance.random_kernels.checks import judge_with
 from outrider_conformance.random_kernels.kernels import KERNELS as DRAWN
 from outrider_triton import kernelset as _kernelset  # noqa: F401  (registers the operators)
 from outrider_triton.jit import token_choice
-from outrider_triton.products import UnfusedProducts
 from outrider_triton.table import MatmulConfig
 
 REFERENCE = UnfusedProducts()

@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 
 from kernels.devices import DEVICES, SMALL
 from kernels.test_numerics import close
+from kernels.unfused import UnfusedProducts
 from outrider.device import QuantizedWeight
 from outrider.device.kernels.formats import FP8, INT4, INT8
 from outrider.device.kernels.quantized_reference import dequantize, quantize_activations
@@ -18,7 +19,7 @@ from outrider_triton.derive import choose_config
 from outrider_triton.derive_quantized import OperandStorage
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.nibble_plane_ops import INT8_COMPONENTS, NIBBLE_PLANES, permute_rows
-from outrider_triton.products import QuantizedProduct, UnfusedProducts
+from outrider_triton.products import QuantizedProduct
 from outrider_triton.quantized_ops import ProductPlan, plan
 from outrider_triton.table import MatmulConfig
 

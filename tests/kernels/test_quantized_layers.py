@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 
 
 from kernels.devices import SMALL
+from kernels.unfused import UnfusedProducts
 from outrider.device import AttentionMetadata, ResidualStream, RotaryArgs
 from outrider.device.kernels.formats import FP8, INT4, INT8
 from outrider.device.kernels.weight_formats import WeightFormat
@@ -21,7 +22,7 @@ from outrider.model.layers.layer_weights import LayerWeights
 from outrider_triton import attention_ops, nibble_plane_ops, ops, quantized_activation_ops, quantized_ops
 from outrider_triton.blocks import DeferredQuantized
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.products import QuantizedProduct, UnfusedProducts
+from outrider_triton.products import QuantizedProduct
 from outrider_triton.quantized_ops import plan
 from outrider_triton.table import MatmulConfig
 

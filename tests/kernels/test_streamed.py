@@ -12,11 +12,12 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 
 from kernels.devices import DEVICES
 from kernels.test_numerics import close
+from kernels.unfused import UnfusedProducts
 from outrider.device import RotaryArgs
 from outrider.model.config.shapes import decoder_shape, shape_config
 from outrider_triton import streamed
 from outrider_triton.kernelset import TritonKernels, _boxes_fit_heads
-from outrider_triton.products import Product, UnfusedProducts
+from outrider_triton.products import Product
 from outrider_triton.table import LARGE_M, STREAMED, MatmulConfig, load
 from outrider_triton.tuner import Chain
 

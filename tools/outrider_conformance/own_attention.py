@@ -12,8 +12,8 @@ from torch import Tensor
 from outrider.device import (
     QUANTIZED_FORMATS,
     AttentionBlock,
-    AttentionInput,
     AttentionMetadata,
+    AttentionTokens,
     Backend,
     CaptureContext,
     HostParam,
@@ -213,7 +213,7 @@ def check_block(lab: Lab, shape: Shape, *, quantized: bool) -> None:
         rotary = RotaryArgs(*turned, made["k_cache"], made["v_cache"], torch.arange(tokens, device=backend.device))
         before = _attention_calls(calls, own)
         x = ResidualStream(kernels, torch.zeros(tokens, hidden, dtype=dtype, device=backend.device))
-        rows = AttentionInput(batch.metadata(made, exact), rotary, LayerRows())
+        rows = AttentionTokens(batch.metadata(made, exact), rotary, LayerRows())
         kernels.resolve_block("attention_block", block)(x, block, rows).norm(norm, _EPS)
         assert _attention_calls(calls, own) > before, (
             f"{own!r} has attention of its own, and the attention block of a layer didn't call it: attention_block of an "

@@ -18,8 +18,8 @@ from outrider.device import (
     CACHE_FORMATS,
     QUANTIZED_FORMATS,
     AttentionBlock,
-    AttentionInput,
     AttentionMetadata,
+    AttentionTokens,
     ExpertsBlock,
     HeadNorms,
     KernelSet,
@@ -27,7 +27,7 @@ from outrider.device import (
     MlpBlock,
     RecurrentBatch,
     RecurrentBlock,
-    RecurrentInput,
+    RecurrentTokens,
     ResidualStream,
     RotaryArgs,
     Weight,
@@ -47,7 +47,7 @@ _HEADS, _KV_HEADS = 4, 2
 _EXPERTS = 3
 
 
-class _Operands:
+class _ProblemOperands:
     """Operands of a problem while it is made."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, dice: RandomValues, format: str | None = None) -> None:
@@ -97,7 +97,7 @@ def _near(made: Tensor, dtype: torch.dtype, *, narrow: bool) -> bounds.Number:
     return bounds.Number(value, tolerance * (value.nan_to_num().abs() + size))
 
 
-def _mlp(operands: _Operands, name: str, hidden: int) -> Callable[[Mapped], MlpBlock]:
+def _mlp(operands: _ProblemOperands, name: str, hidden: int) -> Callable[[Mapped], MlpBlock]:
     inner, bias = operands.shape["inner"], operands.shape["bias"]
     gate_up, down = operands.matrix(f"{name} gate_up", 2 * inner, hidden), operands.matrix(f"{name} down", hidden, inner)
     operands.vector(f"{name} norm", hidden)
@@ -115,7 +115,7 @@ def _mlp(operands: _Operands, name: str, hidden: int) -> Callable[[Mapped], MlpB
 
 
 def _mlp_block(shape: Shape, dtype: torch.dtype, dice: RandomValues, format: str | None = None) -> Problem:
-    operands = _Operands(shape, dtype, dice, format)
+    operands = _ProblemOperands(shape, dtype, dice, format)
     operands.residual(shape["tokens"], shape["hidden"])
     first, second = (_mlp(operands, name, shape["hidden"]) for name in ("first", "second"))
 
@@ -128,7 +128,7 @@ def _mlp_block(shape: Shape, dtype: torch.dtype, dice: RandomValues, format: str
 
 def _experts_block(shape: Shape, dtype: torch.dtype, dice: RandomValues, format: str | None = None) -> Problem:
     """Return a problem that routes each token to all experts, so that no rounding decides the route."""
-    operands, hidden, inner = _Operands(shape, dtype, dice, format), shape["hidden"], shape["inner"]
+    operands, hidden, inner = _ProblemOperands(shape, dtype, dice, format), shape["hidden"], shape["inner"]
     operands.residual(shape["tokens"], hidden)
     gate_up = operands.matrix("gate_up", _EXPERTS * 2 * inner, hidden)
     down = operands.matrix("down", _EXPERTS * hidden, inner)
@@ -160,7 +160,7 @@ def _experts_block(shape: Shape, dtype: torch.dtype, dice: RandomValues, format:
     return operands.problem(call, ("residual",))
 
 
-def _sequences(operands: _Operands, page: int, size: int, cache: str | None) -> None:
+def _sequences(operands: _ProblemOperands, page: int, size: int, cache: str | None) -> None:
     """Add cos, sin, slots, tables and lengths of a batch, and two caches with NaN in slots that no sequence uses."""
     shape, dice = operands.shape, operands.dice
     batch, new, context = shape["batch"], shape["new"], shape["context"]
@@ -192,7 +192,7 @@ def _sequences(operands: _Operands, page: int, size: int, cache: str | None) -> 
         made["tree_mask"] = Operand(branches.repeat(batch, 1))
 
 
-def _attention(operands: _Operands, name: str, hidden: int, size: int) -> Callable[[Mapped], AttentionBlock]:
+def _attention(operands: _ProblemOperands, name: str, hidden: int, size: int) -> Callable[[Mapped], AttentionBlock]:
     shape, attention = operands.shape, _HEADS * size
     rows = attention + 2 * _KV_HEADS * size
     qkv, output = operands.matrix(f"{name} qkv", rows, hidden), operands.matrix(f"{name} output", hidden, attention)
@@ -220,7 +220,7 @@ def _attention_block(
     shape: Shape, dtype: torch.dtype, dice: RandomValues, format: str | None = None, cache: str | None = None
 ) -> Problem:
     """Return a problem of attention, MLP, and attention of each sequence's last token."""
-    operands, hidden, size = _Operands(shape, dtype, dice, format), shape["hidden"], 64
+    operands, hidden, size = _ProblemOperands(shape, dtype, dice, format), shape["hidden"], 64
     batch, new, page = shape["batch"], shape["new"], 16
     operands.residual(batch * new, hidden)
     _sequences(operands, page, size, cache)
@@ -237,10 +237,10 @@ def _attention_block(
         state = torch.zeros_like(o["residual"])
         x = ResidualStream(kernels, o["residual"])
         turns = [RotaryArgs(o["cos"], o["sin"], o[f"k_cache {i}"], o[f"v_cache {i}"], o["slots"]) for i in range(2)]
-        x = kernels.attention_block(x, attentions[0](o), AttentionInput(metadata, turns[0], LayerRows()))
+        x = kernels.attention_block(x, attentions[0](o), AttentionTokens(metadata, turns[0], LayerRows()))
         x = kernels.mlp_block(x, mlp(o))
         rows = LayerRows(o["last"], (state,))
-        x = kernels.attention_block(x, attentions[1](o), AttentionInput(last, turns[1], rows))
+        x = kernels.attention_block(x, attentions[1](o), AttentionTokens(last, turns[1], rows))
         return {"out": x.norm(o["last norm"], EPS), "state": state}
 
     written = "residual", *(f"{each}_cache {i}" for each in "kv" for i in range(2))
@@ -249,7 +249,7 @@ def _attention_block(
 
 def _recurrent_block(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, committed: bool = False) -> Problem:
     """Return a problem whose second part commits some tokens of a kept window if ``committed``."""
-    operands, hidden, heads, size = _Operands(shape, dtype, dice), shape["hidden"], 2, 8
+    operands, hidden, heads, size = _ProblemOperands(shape, dtype, dice), shape["hidden"], 2, 8
     batch, new, channels = shape["batch"], shape["new"], 4 * size + heads * size
     wide = torch.promote_types(dtype, torch.float32)
     operands.residual(batch * new, hidden)
@@ -283,7 +283,7 @@ def _recurrent_block(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, co
         )
         batch = RecurrentBatch(o["rows"], o["query_start"], o["seq_lens"], new)
         window: list[tuple[Tensor, Tensor]] | None = [] if committed else None
-        tokens = RecurrentInput(batch, o["inputs"], o["states"], LayerRows(), True, window)
+        tokens = RecurrentTokens(batch, o["inputs"], o["states"], LayerRows(), True, window)
         out = kernels.recurrent_block(ResidualStream(kernels, o["residual"]), block, tokens).norm(o["last norm"], EPS)
         if window is not None:
             kernels.commit_recurrent(window[0], block, tokens, o["counts"])

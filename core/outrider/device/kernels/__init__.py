@@ -2,13 +2,13 @@
 
 from outrider.device.kernels.blocks import (
     AttentionBlock,
-    AttentionInput,
+    AttentionTokens,
     BlockKernels,
     ExpertsBlock,
     LayerRows,
     MlpBlock,
     RecurrentBlock,
-    RecurrentInput,
+    RecurrentTokens,
 )
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
 from outrider.device.kernels.formats import CACHE_FORMATS, QUANTIZED_FORMATS
@@ -42,9 +42,9 @@ __all__ = [
     "ROW_ACCESS",
     "SINGLE_RANK",
     "AttentionBlock",
-    "AttentionInput",
     "AttentionMetadata",
     "AttentionShape",
+    "AttentionTokens",
     "BlockKernels",
     "BookkeepingKernels",
     "Contribution",
@@ -59,8 +59,8 @@ __all__ = [
     "RankBoundary",
     "RecurrentBatch",
     "RecurrentBlock",
-    "RecurrentInput",
     "RecurrentKernels",
+    "RecurrentTokens",
     "RequestInputs",
     "RequestRows",
     "ResidualStream",

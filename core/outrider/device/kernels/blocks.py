@@ -1,8 +1,10 @@
 """The blocks of a layer: attention, MLP, experts and the recurrent block, each composed of primitives by default.
 
 A block takes the residual stream of the block before it and returns the stream with its own contribution pending. A backend
-overrides a block to fuse its kernels. Letters: T new tokens, S kept rows, H hidden size, Hq query heads, Hkv key heads,
-D head size, I intermediate size, E experts, C channels and Hv value heads of size Ev of a recurrent layer.
+overrides a block to fuse its kernels.
+
+Letters: T new tokens, S kept rows, H hidden size, Hq query heads, Hkv key heads, D head size, I intermediate size. E experts,
+C channels and Hv value heads of size Ev of a recurrent layer.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class AttentionBlock:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MlpBlock:
-    """Weights of an MLP block."""
+    """Weights of an MLP block: a gated MLP with the norm before it."""
 
     norm: Tensor
     """[H]."""
@@ -141,7 +143,7 @@ class LayerRows(NamedTuple):
         return self.select(kernels, rows)
 
 
-class AttentionInput(NamedTuple):
+class AttentionTokens(NamedTuple):
     """The tokens of an attention block."""
 
     attention: AttentionMetadata
@@ -153,7 +155,7 @@ class AttentionInput(NamedTuple):
     """[T, 1, 1]: factors of the rotated queries."""
 
 
-class RecurrentInput(NamedTuple):
+class RecurrentTokens(NamedTuple):
     """The tokens of a recurrent block and its states."""
 
     batch: RecurrentBatch
@@ -178,13 +180,13 @@ RECURRENCES = ("short_convolution", "gated_delta_rule", "chunk_gated_delta_rule"
 class BlockKernels(ModelKernels, RecurrentKernels, BookkeepingKernels, CollectiveKernels):
     """Blocks of a layer. The defaults compose primitives. Rules and letters: :class:`~outrider.device.KernelSet`.
 
-    A block adds the pending contribution of its stream to ``rows`` [T, H] in place, and returns a stream with its own
-    contribution pending, [T, H] or [S, H] of the rows that continue.
+    A block adds the pending contribution of its stream to ``rows`` [T, H] in place. It returns a stream with its own
+    contribution pending: [T, H], or [S, H] of the rows that continue.
     """
 
     @composes(*PRODUCTS, *NORMS, "rope_write_cache", "head_norm_rope_write_cache", "paged_attention")
     def attention_block(
-        self, x: ResidualStream, block: AttentionBlock, tokens: AttentionInput, *, attend: Attend | None = None
+        self, x: ResidualStream, block: AttentionBlock, tokens: AttentionTokens, *, attend: Attend | None = None
     ) -> ResidualStream:
         """Attend with the norm of the stream: project to queries, keys and values, rotate, write the cache, attend, project.
 
@@ -211,7 +213,7 @@ class BlockKernels(ModelKernels, RecurrentKernels, BookkeepingKernels, Collectiv
         return experts_stream(self, x, block, self._mlp)
 
     @composes(*PRODUCTS, *NORMS, *RECURRENCES, "gated_rms_norm")
-    def recurrent_block(self, x: ResidualStream, block: RecurrentBlock, tokens: RecurrentInput) -> ResidualStream:
+    def recurrent_block(self, x: ResidualStream, block: RecurrentBlock, tokens: RecurrentTokens) -> ResidualStream:
         """Mix the norm of the stream with the states by a short convolution and a gated delta rule (Yang et al. 2024)."""
         heads = recurrent_heads(self, x.norm(block.norm, block.eps), block, tokens)
         rows = tokens.rows.continued(self, x.rows)
@@ -219,7 +221,7 @@ class BlockKernels(ModelKernels, RecurrentKernels, BookkeepingKernels, Collectiv
 
     @composes(*RECURRENCES)
     def commit_recurrent(
-        self, inputs: tuple[Tensor, Tensor], block: RecurrentBlock, tokens: RecurrentInput, counts: Tensor
+        self, inputs: tuple[Tensor, Tensor], block: RecurrentBlock, tokens: RecurrentTokens, counts: Tensor
     ) -> None:
         """Write the states after ``counts`` int64 [B] of the tokens whose ``inputs`` a recurrent block kept.
 
@@ -232,7 +234,7 @@ class BlockKernels(ModelKernels, RecurrentKernels, BookkeepingKernels, Collectiv
         return linear(self, gated, block.down, block.down_bias)
 
 
-def write_heads(kernels: ModelKernels, qkv: Tensor, block: AttentionBlock, tokens: AttentionInput) -> Tensor:
+def write_heads(kernels: ModelKernels, qkv: Tensor, block: AttentionBlock, tokens: AttentionTokens) -> Tensor:
     """Normalise and scale the heads of ``qkv`` [T, (Hq + 2 Hkv) D], rotate them, write the cache → queries [T, Hq, D]."""
     scales, rotary = block.input_scales, tokens.rotary
     if scales is None:
@@ -249,13 +251,13 @@ def write_heads(kernels: ModelKernels, qkv: Tensor, block: AttentionBlock, token
     return q
 
 
-def continued_queries(kernels: BlockKernels, q: Tensor, tokens: AttentionInput) -> Tensor:
+def continued_queries(kernels: BlockKernels, q: Tensor, tokens: AttentionTokens) -> Tensor:
     """Return the scaled queries of the rows that continue."""
     return tokens.rows.select(kernels, q if tokens.query_scales is None else q * tokens.query_scales)
 
 
 def attended_rows(
-    kernels: BlockKernels, q: Tensor, gate: Tensor | None, block: AttentionBlock, tokens: AttentionInput, attend: Attend
+    kernels: BlockKernels, q: Tensor, gate: Tensor | None, block: AttentionBlock, tokens: AttentionTokens, attend: Attend
 ) -> Tensor:
     """Attend with the rows of ``q`` [T, Hq, D] that continue, scale and gate the result → [S, Hq D]."""
     q, caches = continued_queries(kernels, q, tokens), tokens.rotary[2:4]
@@ -288,7 +290,7 @@ def contributed(kernels: BlockKernels, rows: Tensor, value: Tensor, ranks: RankB
     return ResidualStream(kernels, rows, Computed(kernels, value, ranks))
 
 
-def recurrent_heads(kernels: BlockKernels, normed: Tensor, block: RecurrentBlock, tokens: RecurrentInput) -> Tensor:
+def recurrent_heads(kernels: BlockKernels, normed: Tensor, block: RecurrentBlock, tokens: RecurrentTokens) -> Tensor:
     """Return the gated results of the rows that continue [S, Hv Ev], before the output product."""
     projected = linear(kernels, normed, block.projection)
     mixed, gate = projected.split((block.channels, projected.shape[1] - block.channels), dim=1)
@@ -305,7 +307,7 @@ def _recur(
     mixed: Tensor,
     gates: Tensor,
     block: RecurrentBlock,
-    tokens: RecurrentInput,
+    tokens: RecurrentTokens,
     commit: Tensor | None,
     *,
     decodes: bool,

@@ -83,6 +83,12 @@ class KernelSet(BlockKernels, SamplingKernels):
         del block
         return getattr(type(self), name) is not getattr(KernelSet, name) and name not in self.unused_overrides()
 
+    def implementation(self, name: str, block: object = None) -> str:
+        """Return ``native``, or what computes the kernel ``name`` instead: ``composed`` for a block, else ``reference``."""
+        if self.is_native(name, block):
+            return "native"
+        return "composed" if name in BLOCKS else "reference"
+
     def resolve_block(self, name: str, block: object) -> Callable[..., Any]:
         """Return the method that computes the block ``name`` with these weights: this set's own one, or the composed one."""
         return getattr(self, name) if self.is_native(name, block) else partial(getattr(KernelSet, name), self)

@@ -79,7 +79,7 @@ class Computed(Contribution):
 
 @dataclass(frozen=True, slots=True)
 class SeparateInput(Contribution):
-    """Nothing to add: the next block reads ``normed`` [T, H'] instead of a norm of the residual stream."""
+    """An input ``normed`` [T, H'] that the next block reads instead of a norm of the residual stream; adds nothing."""
 
     normed: Tensor
 
@@ -88,7 +88,7 @@ class SeparateInput(Contribution):
         return rows
 
     def add_rms_norm(self, rows: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """Return ``normed``."""
+        """Return ``normed`` in place of a norm."""
         del rows, norm, eps
         return self.normed
 

@@ -72,5 +72,5 @@ def _pass_on(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _name in (*kernel_names(), *methods_of(KernelSet, CollectiveKernels)):
-    if _name not in (*vars(WrappedKernels), "resolve_block"):
+    if _name not in (*vars(WrappedKernels), "implementation", "resolve_block"):
         setattr(WrappedKernels, _name, _pass_on(_name, getattr(KernelSet, _name)))

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from outrider.device import ConfigError, KernelSet, ResidualStream, Weight
+from outrider.device.kernels import kernel_names
+from outrider.device.kernels.kernelset import BLOCKS
 from outrider.device.kernels.weights import linear
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.config.rope import query_scales
@@ -70,6 +73,14 @@ class Decoder(LanguageModel):
         """Dtype of the KV cache: that of the layers' cache format, or of the weights."""
         format = self.weights.layers[self.config.attention_layers[0]].cache
         return self.dtype if format is None else format.dtype
+
+    def implementations(self) -> dict[str, Any]:
+        """Return what computes each block of each layer, and each primitive: ``native``, ``composed`` or ``reference``."""
+        primitives = (name for name in kernel_names() if name not in BLOCKS)
+        return {
+            "blocks": [{block.name: block.implementation for block in layer.blocks} for layer in self._layers],
+            "primitives": {name: self.kernels.implementation(name) for name in primitives},
+        }
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return embeddings [T, H] of int64 ``tokens`` [T]."""

@@ -5,13 +5,12 @@ Letters: T new tokens, H hidden size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionInput, AttentionShape, KernelSet, LayerRows, RecurrentBlock, ResidualStream, RotaryArgs
+from outrider.device import AttentionShape, AttentionTokens, KernelSet, LayerRows, RecurrentBlock, ResidualStream, RotaryArgs
 from outrider.device.kernels import SINGLE_RANK
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.layers.cache import LayerState
@@ -44,22 +43,17 @@ def attention_shapes(config: ModelConfig, dtype: torch.dtype, *, page_size: int)
     )
 
 
-@dataclass(frozen=True, slots=True)
 class LayerBlock:
-    """One half of a layer, and the method that computes it, chosen once for its weights."""
+    """One half of a layer: its weights, and the method that computes it, chosen once for these weights."""
 
-    name: str
-    """Name of the block in :class:`~outrider.device.KernelSet`."""
-    weights: Any
-    """The record that the block takes."""
-    compute: Any
-    """The kernel set's own method, or the composed default."""
-    is_native: bool
+    def __init__(self, kernels: KernelSet, name: str, weights: Any) -> None:
+        self.name, self.weights = name, weights
+        self.implementation = kernels.implementation(name, weights)
+        self._compute = kernels.resolve_block(name, weights)
 
-    @classmethod
-    def resolved(cls, kernels: KernelSet, name: str, weights: object) -> LayerBlock:
-        """Choose the implementation of the block ``name`` for these weights."""
-        return cls(name, weights, kernels.resolve_block(name, weights), kernels.is_native(name, weights))
+    def __call__(self, x: ResidualStream, *tokens: Any) -> ResidualStream:
+        """Return the residual stream with the block's contribution."""
+        return self._compute(x, self.weights, *tokens)  # type: ignore[no-any-return]
 
 
 class DecoderLayer:
@@ -90,7 +84,7 @@ class DecoderLayer:
             mlp = "mlp_block", mlp_block(config, weights, boundary)
         else:
             mlp = "experts_block", experts_block(config, weights, weights.router, boundary, index)
-        self.blocks = self._mixer, self._mlp = LayerBlock.resolved(kernels, *mixer), LayerBlock.resolved(kernels, *mlp)
+        self.blocks = self._mixer, self._mlp = LayerBlock(kernels, *mixer), LayerBlock(kernels, *mlp)
         self._kernels = kernels
 
     def forward(
@@ -106,14 +100,13 @@ class DecoderLayer:
         Keys and values of all T tokens are written. Each tensor [T, H] of ``captured`` receives the layer's complete input.
         """
         tokens = self._tokens(inputs, cos_sin, cache, LayerRows(inputs.kept_index, captured))
-        x = self._mixer.compute(x, self._mixer.weights, tokens)
-        return self._mlp.compute(x, self._mlp.weights)  # type: ignore[no-any-return]
+        return self._mlp(self._mixer(x, tokens))
 
     def _tokens(
         self, inputs: ForwardInput, cos_sin: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor], rows: LayerRows
     ) -> Any:
         attention = inputs.attention if inputs.kept is None else inputs.kept.attention
-        return AttentionInput(attention, RotaryArgs(*cos_sin, *cache, inputs.slots), rows, inputs.query_scales)
+        return AttentionTokens(attention, RotaryArgs(*cos_sin, *cache, inputs.slots), rows, inputs.query_scales)
 
 
 class RecurrentLayer(DecoderLayer):

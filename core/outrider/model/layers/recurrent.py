@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from outrider.device import ConfigError, LayerRows, RecurrentBatch, RecurrentInput, Weight
+from outrider.device import ConfigError, LayerRows, RecurrentBatch, RecurrentTokens, Weight
 from outrider.model.layers.cache import LayerState
 from outrider.model.layers.inputs import ForwardInput
 
@@ -34,10 +34,10 @@ class RecurrentWeights:
     """[E]: norm of each head's result."""
 
 
-def recurrent_input(inputs: ForwardInput, state: LayerState, rows: LayerRows | None = None) -> RecurrentInput:
+def recurrent_input(inputs: ForwardInput, state: LayerState, rows: LayerRows | None = None) -> RecurrentTokens:
     """Return the tokens of a recurrent block. Raises :class:`ConfigError` for a pass without states."""
     states, attention = inputs.states, inputs.attention
     if states is None:
         raise ConfigError("a model with recurrent layers was called without the rows of its states (ForwardInput.states)")
     batch = RecurrentBatch(states.rows, attention.query_start, attention.seq_lens, attention.max_query)
-    return RecurrentInput(batch, *state, rows or LayerRows(), states.decodes, states.window)
+    return RecurrentTokens(batch, *state, rows or LayerRows(), states.decodes, states.window)
