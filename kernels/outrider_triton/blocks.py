@@ -36,6 +36,8 @@ from outrider.device.kernels.blocks import (
 from outrider.device.kernels.residual import SINGLE_RANK, Computed
 from outrider.device.kernels.weights import linear
 from outrider_triton.cache_attention import TritonAttention
+from outrider_triton.dense_products import TritonProducts
+from outrider_triton.prefill_attention import PrefillOperands
 from outrider_triton.products import Product, QuantizedProduct
 
 
@@ -98,7 +100,7 @@ class DeferredAttention(Contribution):
         return DeferredQuantized(self.kernels, product)
 
 
-class TritonBlocks(TritonAttention):
+class TritonBlocks(TritonProducts, TritonAttention):
     """Blocks whose products are fused with the norms, rotations and activations around them."""
 
     def attention_block(
@@ -121,13 +123,13 @@ class TritonBlocks(TritonAttention):
         # Without norms and scales between the product and the rotation, one kernel can do both.
         rotates_product = block.head_norms is None and block.input_scales is None
         if block.norm is not None and block.gate is None:  # else two products read the norm, or there is none
-            normed_product = x.rows, block.norm, block.eps, qkv, block.qkv_bias
+            norm, bias = (x.rows, block.norm, block.eps), block.qkv_bias
             if isinstance(pending, DeferredProduct) and isinstance(qkv, Tensor) and rotates_product:
-                return self.norm_linear_rope_write_cache(pending.product, *normed_product, rotary), None
+                return self.norm_linear_rope_write_cache(pending.product, *norm, qkv, bias, rotary), None
             if isinstance(pending, DeferredQuantized) and isinstance(qkv, QuantizedWeight):
                 if rotates_product:
-                    return self.norm_linear_quantized_rope_write_cache(pending.product, *normed_product, rotary), None
-                made = self.norm_linear_quantized(pending.product, *normed_product)
+                    return self.norm_linear_quantized_rope_write_cache(pending.product, *norm, qkv, bias, rotary), None
+                made = self.norm_linear_quantized(pending.product, *norm, qkv, bias)
                 return write_heads(self, made, block, tokens), None
         normed = x.norm(block.norm, block.eps)
         if block.gate is None and rotates_product:
@@ -145,8 +147,7 @@ class TritonBlocks(TritonAttention):
     def mlp_block(self, x: ResidualStream, block: MlpBlock) -> ResidualStream:
         """Fuse norm, gate and up product and activation where configurations allow it, and defer the down product."""
         pending, gate_up, bias = x.pending, block.gate_up, block.gate_up_bias
-        following = x.rows, block.norm, block.eps, gate_up, bias
-        down = block.down, block.down_bias
+        norm, down = (x.rows, block.norm, block.eps), (block.down, block.down_bias)
         if block.ranks.reduces:
             normed = block.ranks.gather_tokens(x.norm(block.norm, block.eps))
             value = linear(self, self._gated(normed, gate_up, bias), *down)
@@ -154,9 +155,9 @@ class TritonBlocks(TritonAttention):
         elif isinstance(pending, DeferredAttention) and isinstance(gate_up, QuantizedWeight):
             made = self._attended_mlp(pending, x, block, gate_up)
         elif isinstance(pending, DeferredProduct) and isinstance(gate_up, Tensor):
-            made = self._contribution(self.norm_linear_silu_mul(pending.product, *following[:3], gate_up, bias), *down)
+            made = self._contribution(self.norm_linear_silu_mul(pending.product, *norm, gate_up, bias), *down)
         elif isinstance(pending, DeferredQuantized) and isinstance(gate_up, QuantizedWeight):
-            both = self.norm_linear_quantized(pending.product, *following[:3], gate_up, bias)
+            both = self.norm_linear_quantized(pending.product, *norm, gate_up, bias)
             made = self._down(both, block)
         else:
             made = self._contribution(self._gated(x.norm(block.norm, block.eps), gate_up, bias), *down)
@@ -165,16 +166,22 @@ class TritonBlocks(TritonAttention):
     def _attended_mlp(
         self, pending: DeferredAttention, x: ResidualStream, block: MlpBlock, gate_up: QuantizedWeight
     ) -> Contribution:
+        """Attend, multiply, add and norm, then multiply by gate and up. A streamed product applies the activation itself and
+        returns the maxima of its rows: several programs per row then quantise it.
+        """
         following = x.rows, block.norm, block.eps, gate_up, block.gate_up_bias
-        if pending.attend is not None:
+        attention, normed = pending.block, None
+        if pending.attend is None:
+            call = PrefillOperands(*pending.operands, attention.scale, attention.window)
+            normed = self.attention_normed(call, pending.output, attention.output_bias, *following)
+        if normed is None:
             return self._down(self.norm_linear_quantized(pending.attended().product, *following), block)
-        attention = pending.block
-        operands = *pending.operands, pending.output, attention.output_bias, *following
-        options = {"scale": attention.scale, "window": attention.window}
-        if not isinstance(block.down, QuantizedWeight):
-            return self._down(self.attention_norm_linear_quantized(*operands, **options), block)
-        down = block.down, block.down_bias
-        return DeferredQuantized(self, self.attention_norm_linear_silu_mul_quantized(*operands, *down, **options))
+        if isinstance(block.down, QuantizedWeight):
+            activated = self._activated(normed, x.rows, gate_up, block.gate_up_bias)
+            if activated is not None:
+                gated, maxima = activated
+                return DeferredQuantized(self, QuantizedProduct(gated, block.down, block.down_bias, maxima=maxima))
+        return self._down(self._second_product(normed, x.rows, gate_up, block.gate_up_bias, parts=False), block)
 
     def _down(self, both: Tensor, block: MlpBlock) -> Contribution:
         """Return the contribution of an MLP for ``both`` [T, 2 I], the results of gate and up."""

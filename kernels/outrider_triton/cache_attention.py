@@ -86,77 +86,7 @@ class TritonAttention(TritonQuantized):
         config = self.attention_config(q, k_cache, metadata)
         return _TRITON.paged_attention.triton(*self._operands(call, config))  # type: ignore[no-any-return]
 
-    def attention_norm_linear_quantized(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        metadata: AttentionMetadata,
-        output: QuantizedWeight,
-        output_bias: Tensor | None,
-        residual: Tensor,
-        norm: Tensor,
-        eps: float,
-        weight: QuantizedWeight,
-        bias: Tensor | None = None,
-        *,
-        scale: float,
-        window: int = 0,
-    ) -> Tensor:
-        """Compute attention, its output projection and the norm, and multiply the norm by a quantised weight.
-
-        If the output projection is in four bits, the kernel that joins the splits stores rows in its nibble-plane layout: one
-        kernel fewer.
-        """
-        call = PrefillOperands(q, k_cache, v_cache, metadata, scale, window)
-        following = residual, norm, eps, weight, bias
-        normed = self._attention_normed(call, output, output_bias, *following)
-        if normed is None:
-            attended = self.paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
-            added = QuantizedProduct(attended.reshape(q.shape[0], -1), output, output_bias)
-            return self.norm_linear_quantized(added, *following)
-        return self._second_product(normed, residual, weight, bias, parts=False)
-
-    def attention_norm_linear_silu_mul_quantized(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        metadata: AttentionMetadata,
-        output: QuantizedWeight,
-        output_bias: Tensor | None,
-        residual: Tensor,
-        norm: Tensor,
-        eps: float,
-        weight: QuantizedWeight,
-        bias: Tensor | None,
-        down: QuantizedWeight,
-        down_bias: Tensor | None,
-        *,
-        scale: float,
-        window: int = 0,
-    ) -> QuantizedProduct:
-        """Compute attention, its output projection and the norm, and apply gate, up and SwiGLU to the norm.
-
-        A streamed product applies SwiGLU itself and returns the maxima of its rows. Several programs per row then quantise
-        the activation, where otherwise one program must see the whole row.
-        """
-        call = PrefillOperands(q, k_cache, v_cache, metadata, scale, window)
-        following = residual, norm, eps, weight, bias
-        normed = self._attention_normed(call, output, output_bias, *following)
-        if normed is None:
-            operands = q, k_cache, v_cache, metadata, output, output_bias, *following
-            both = self.attention_norm_linear_quantized(*operands, scale=scale, window=window)
-            return QuantizedProduct(both, down, down_bias, gated=True)
-        activated = self._activated(normed, residual, weight, bias)
-        if activated is not None:
-            gated, maxima = activated
-            return QuantizedProduct(gated, down, down_bias, maxima=maxima)
-        return QuantizedProduct(
-            self._second_product(normed, residual, weight, bias, parts=False), down, down_bias, gated=True
-        )
-
-    def _attention_normed(
+    def attention_normed(
         self,
         call: PrefillOperands,
         output: QuantizedWeight,

@@ -509,8 +509,11 @@ class TritonQuantized(variants.WarmedKernels):
 
     def fuse_embedding_quantized(
         self, tokens: Tensor, embedding: Tensor, hidden: Tensor, weight: QuantizedWeight, bias: Tensor | None = None
-    ) -> Tensor:
-        """Quantise each token's embedding and hidden features while they are read, then multiply."""
+    ) -> Tensor | None:
+        """Quantise each token's embedding and hidden features while they are read, then multiply.
+
+        Return None, and run nothing, if a kernel is missing.
+        """
         product_plan, config, k = plan(self.facts, weight), None, weight.shape[1]
         supported = (
             hidden.dim() == 2 and hidden.stride(1) == 1 and hidden.dtype is embedding.dtype and embedding.is_contiguous()
@@ -521,7 +524,7 @@ class TritonQuantized(variants.WarmedKernels):
             config = self.quantized_config(concatenated, weight, product_plan)
             self._prepare(concatenated, weight, bias)
         if product_plan is None or config is None:
-            return self.linear_quantized(self.embed_beside(tokens, embedding, hidden), weight, bias)
+            return None
         row_format = activation_format(weight, product_plan)
         x, scales = _TRITON.embed_beside.triton_quantize(tokens, embedding, hidden, *row_format, self.pdl)
         return self._skinny(x, weight, bias, product_plan, config, dtype=hidden.dtype, scales=scales)

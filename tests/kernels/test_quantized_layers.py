@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 
 
 from kernels.devices import SMALL
-from kernels.unfused import UnfusedProducts
+from kernels.unfused import UnfusedProducts, attended_mlp, unfused_mlp
 from outrider.device import AttentionMetadata, ResidualStream, RotaryArgs
 from outrider.device.kernels.formats import FP8, INT4, INT8
 from outrider.device.kernels.weight_formats import WeightFormat
@@ -228,10 +228,9 @@ def test_a_norm_behind_attention(format, batch, padding, kernels):
     split_in(kernels, 1, output, gates)
     m, norm, bias = operands[0].shape[0], normal(HIDDEN, seed=13), normal(HIDDEN, seed=14)
     kept, residual = normal(m, HIDDEN, seed=12), normal(m, HIDDEN, seed=12)
-    made = kernels.attention_norm_linear_quantized(*operands, output, bias, kept, norm, 1e-5, gates, scale=0.1)
-    right = UnfusedProducts.attention_norm_linear_quantized(
-        kernels, *operands, output, bias, residual, norm, 1e-5, gates, scale=0.1
-    )
+    following = norm, 1e-5, gates, None, weight(format, HIDDEN, INNER, seed=6), None
+    made = attended_mlp(kernels, *operands, output, bias, kept, *following, scale=0.1).x
+    right = unfused_mlp(kernels, *operands, output, bias, residual, *following, scale=0.1).x
     same(made, right)
     same(kept, residual)
     assert made.isfinite().all()

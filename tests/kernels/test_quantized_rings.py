@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
 from kernels.devices import DEVICES
+from kernels.unfused import attended_mlp
 from outrider.device import AttentionMetadata, RotaryArgs
 from outrider.device.kernels.formats import FP8, INT4
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS, WeightFormat
@@ -118,7 +119,7 @@ def activated(kernels, weights, batch, width):
     m, norm = batch * width, torch.ones(HIDDEN, dtype=BF16)
     residual = torch.zeros(m, HIDDEN, dtype=BF16)
     operands = q, *caches, metadata, weights["output"], None, residual, norm, 1e-5, weights["gates"], None
-    made = kernels.attention_norm_linear_silu_mul_quantized(*operands, weights["down"], None, scale=0.1)
+    made = attended_mlp(kernels, *operands, weights["down"], None, scale=0.1)
     angles = torch.zeros(m, SIZE, dtype=BF16)
     rotary = RotaryArgs(angles, angles, *caches, torch.arange(m))
     kernels.norm_linear_quantized_rope_write_cache(made, residual, norm, 1e-5, weights["turned"], None, rotary)
@@ -248,7 +249,7 @@ def attending(batch, width):
 def attended(kernels, output, gates, batch, width):
     q, caches, metadata = attending(batch, width)
     residual, norm = torch.zeros(batch * width, HIDDEN, dtype=BF16), torch.ones(HIDDEN, dtype=BF16)
-    kernels.attention_norm_linear_quantized(q, *caches, metadata, output, None, residual, norm, 1e-5, gates, scale=0.1)
+    attended_mlp(kernels, q, *caches, metadata, output, None, residual, norm, 1e-5, gates, None, output, None, scale=0.1)
 
 
 def test_rows_of_attention_are_laid_out_by_what_was_compiled_beforehand(launched, kernels, monkeypatch):

@@ -2,7 +2,8 @@
 
 import torch
 
-from outrider.device import KernelSet
+from outrider.device import AttentionBlock, KernelSet, MlpBlock, ResidualStream
+from outrider_triton.blocks import DeferredAttention
 from outrider_triton.products import Product, QuantizedProduct
 
 
@@ -39,22 +40,11 @@ class UnfusedProducts(KernelSet):
         return UnfusedProducts._turned(self, self.linear_quantized(x, weight, bias), rotary)
 
     def norm_linear_quantized(self, added, residual, norm, eps, weight, bias=None):
-        return self.linear_quantized(self.linear_quantized_add_rms_norm(added, residual, norm, eps), weight, bias)
+        normed = self.linear_quantized_add_rms_norm(added, residual, norm, eps)
+        return self.linear_quantized(normed, weight, bias)
 
     def norm_linear_quantized_rope_write_cache(self, added, residual, norm, eps, weight, bias, rotary):
         return UnfusedProducts._turned(self, self.norm_linear_quantized(added, residual, norm, eps, weight, bias), rotary)
-
-    def attention_norm_linear_quantized(
-        self, q, k_cache, v_cache, metadata, output, output_bias, residual, norm, eps, weight, bias=None, *, scale, window=0
-    ):
-        attended = self.paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
-        added = QuantizedProduct(attended.reshape(q.shape[0], -1), output, output_bias)
-        return self.norm_linear_quantized(added, residual, norm, eps, weight, bias)
-
-    def attention_norm_linear_silu_mul_quantized(self, *operands, scale, window=0):
-        *joined, down, down_bias = operands
-        both = self.attention_norm_linear_quantized(*joined, scale=scale, window=window)
-        return QuantizedProduct(both, down, down_bias, gated=True)
 
     def embed_beside(self, tokens, weight, hidden):
         return torch.cat((self.embedding(tokens, weight), hidden), dim=-1)
@@ -63,3 +53,23 @@ class UnfusedProducts(KernelSet):
         q, k, v = rotary.split(qkv)
         self.rope_write_cache(q, k, v, *rotary)
         return q
+
+
+def attended_mlp(
+    kernels, q, k_cache, v_cache, metadata, output, bias, residual, norm, eps, weight, weight_bias, down, down_bias, *, scale
+):
+    """Return what the down product of an MLP behind attention takes, as the blocks of Triton's ``kernels`` compute it."""
+    attention = AttentionBlock(norm=None, eps=eps, qkv=output, output=output, output_bias=bias, scale=scale)
+    mlp = MlpBlock(norm=norm, eps=eps, gate_up=weight, gate_up_bias=weight_bias, down=down, down_bias=down_bias)
+    pending = DeferredAttention(kernels, (q, k_cache, v_cache, metadata), attention, output, None)
+    return kernels.mlp_block(ResidualStream(kernels, residual, pending), mlp).pending.product
+
+
+def unfused_mlp(
+    kernels, q, k_cache, v_cache, metadata, output, bias, residual, norm, eps, weight, weight_bias, down, down_bias, *, scale
+):
+    """Return the same with attention and the product behind it by themselves."""
+    attended = kernels.paged_attention(q, k_cache, v_cache, metadata, scale=scale)
+    added = QuantizedProduct(attended.reshape(q.shape[0], -1), output, bias)
+    both = kernels.norm_linear_quantized(added, residual, norm, eps, weight, weight_bias)
+    return QuantizedProduct(both, down, down_bias, gated=True)

@@ -209,8 +209,8 @@ def check_block(lab: Lab, shape: Shape, *, quantized: bool) -> None:
         block = AttentionBlock(
             norm=norm, eps=_EPS, qkv=weight(2 * hidden), output=weight(hidden), scale=_SCALE, window=shape.window
         )
-        turned = [torch.ones(tokens, _SIZE, dtype=dtype, device=backend.device) for _ in ("cos", "sin")]
-        rotary = RotaryArgs(*turned, made["k_cache"], made["v_cache"], torch.arange(tokens, device=backend.device))
+        ones = torch.ones(tokens, _SIZE, dtype=dtype, device=backend.device)
+        rotary = RotaryArgs(ones, ones, made["k_cache"], made["v_cache"], torch.arange(tokens, device=backend.device))
         before = _attention_calls(calls, own)
         x = ResidualStream(kernels, torch.zeros(tokens, hidden, dtype=dtype, device=backend.device))
         rows = AttentionTokens(batch.metadata(made, exact), rotary, LayerRows())

@@ -6,11 +6,12 @@ import importlib.metadata
 import platform
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 from rich.console import Console
 
-from outrider.cli.environment import AUTOLOAD_VARIABLE, BACKEND_VARIABLE, backend_from_environment
+from outrider.cli.environment import AUTOLOAD_VARIABLE, BACKEND_VARIABLE, backend_from_environment, plugin_probe
 from outrider.cli.listing import survey
 from outrider.cli.models import ModelOption
 from outrider.cli.option_values import option
@@ -71,7 +72,7 @@ def doctor(
     return CommandReport(data=data, render=lambda console: _render(console, data), exit_code=0 if can_run else 1)
 
 
-def _implementations(model: str, backend: str | None) -> CommandReport:
+def _implementations(model: Path, backend: str | None) -> CommandReport:
     """Load a decoder and report what computes its blocks and primitives."""
     from outrider.cli.torch_probe import require_torch
 
@@ -79,9 +80,9 @@ def _implementations(model: str, backend: str | None) -> CommandReport:
     from outrider.engine.config import DTYPES
     from outrider.engine.resolve import choose_dtype
     from outrider.model import checkpoint_dtype, find_checkpoint, load_decoder
-    from outrider.registry import get_backend
 
-    directory, device = find_checkpoint(model), get_backend(backend)
+    registry = Registry(probe=plugin_probe())
+    directory, device = find_checkpoint(model), registry.create(registry.select(backend, backend_from_environment()))
     dtype = DTYPES[str(choose_dtype(device.capabilities, checkpoint_dtype(directory)).value)]
     decoder = load_decoder(directory, backend=device, dtype=dtype)
     data = {"model": str(directory), "backend": device.name, "kernels": decoder.kernels.name, **decoder.implementations()}

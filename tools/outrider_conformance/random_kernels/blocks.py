@@ -34,7 +34,7 @@ from outrider.device import (
 )
 from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.dense import EPS
-from outrider_conformance.random_kernels.dimensions import among, between
+from outrider_conformance.random_kernels.dimensions import Dimension, among, between
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape
 from outrider_conformance.random_kernels.quantized import random_weight, weight_record
 
@@ -327,6 +327,12 @@ def _without(name: str, corners: tuple[Shape, ...]) -> tuple[Shape, ...]:
     return tuple({key: each for key, each in corner.items() if key != name} for corner in corners)
 
 
+_Make = Callable[..., Problem]
+_KINDS: tuple[tuple[str, _Make, Mapping[str, Dimension], tuple[Shape, ...], tuple[str | None, ...]], ...] = (
+    ("attention_block", _attention_block, _ATTENTION, _without("tokens", _ATTENTIONS), (None, *CACHE_FORMATS)),
+    ("mlp_block", _mlp_block, _MLP, _MLPS, (None,)),
+    ("experts_block", _experts_block, _EXPERT, _EXPERT_CORNERS, (None,)),
+)
 BLOCKS = (
     *(
         KernelProblems(
@@ -337,11 +343,7 @@ BLOCKS = (
             format=format,
             cache=cache,
         )
-        for name, make, dimensions, corners, caches in (
-            ("attention_block", _attention_block, _ATTENTION, _without("tokens", _ATTENTIONS), (None, *CACHE_FORMATS)),
-            ("mlp_block", _mlp_block, _MLP, _MLPS, (None,)),
-            ("experts_block", _experts_block, _EXPERT, _EXPERT_CORNERS, (None,)),
-        )
+        for name, make, dimensions, corners, caches in _KINDS
         for format in (None, *QUANTIZED_FORMATS)
         for cache in caches
     ),

@@ -77,11 +77,11 @@ class DecoderLayer:
     ) -> None:
         boundary = SINGLE_RANK if ranks is None else ranks
         if weights.recurrent is None or config.recurrent is None:
-            mixer = "attention_block", attention_block(config, weights, window, boundary)
+            mixer: tuple[str, Any] = "attention_block", attention_block(config, weights, window, boundary)
         else:
             mixer = "recurrent_block", recurrent_block(config, config.recurrent, weights, weights.recurrent, boundary)
         if weights.router is None:
-            mlp = "mlp_block", mlp_block(config, weights, boundary)
+            mlp: tuple[str, Any] = "mlp_block", mlp_block(config, weights, boundary)
         else:
             mlp = "experts_block", experts_block(config, weights, weights.router, boundary, index)
         self.blocks = self._mixer, self._mlp = LayerBlock(kernels, *mixer), LayerBlock(kernels, *mlp)
