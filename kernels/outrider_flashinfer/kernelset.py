@@ -12,7 +12,19 @@ import torch
 from flashinfer.jit import gen_batch_prefill_module
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, AttentionShape, Backend, BackendLoadError, KernelSet, Stream, WrappedKernels
+from outrider.device import (
+    AttentionBlock,
+    AttentionMetadata,
+    AttentionShape,
+    AttentionTokens,
+    Backend,
+    BackendLoadError,
+    KernelSet,
+    ResidualStream,
+    Stream,
+    WrappedKernels,
+)
+from outrider.device.kernels.blocks import Attend
 from outrider_flashinfer.operator import OPERATOR
 from outrider_flashinfer.plan import AttentionPlan
 
@@ -157,6 +169,12 @@ class FlashInferKernels(WrappedKernels):
             if shape in plan.wrappers and q.shape[0] == plan.tokens and k_cache.dtype is q.dtype:
                 return self.attention.attend(plan, shape, q, k_cache, v_cache, metadata)
         return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
+
+    def attention_block(
+        self, x: ResidualStream, block: AttentionBlock, tokens: AttentionTokens, *, attend: Attend | None = None
+    ) -> ResidualStream:
+        """Run the wrapped kernels' block with FlashInfer's attention."""
+        return self.inner.attention_block(x, block, tokens, attend=attend or self.paged_attention)
 
     def every_variant(self) -> AbstractContextManager[None] | None:
         """Return the wrapped kernels' warm-up scope. FlashInfer compiles its module when a shape is first planned."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, QuantizedProduct, QuantizedWeight
+from outrider.device import AttentionMetadata, QuantizedWeight
 from outrider_triton import attention_ops as _attention_ops  # noqa: F401  (registers the operators)
 from outrider_triton.derive_attention import (
     AttentionHeads,
@@ -17,10 +17,12 @@ from outrider_triton.derive_attention import (
     derive_attention_launch,
     unsplit_programs,
 )
+from outrider_triton.device_facts import DeviceFacts
 from outrider_triton.jit.nibble_planes import UNIT_COLUMNS
 from outrider_triton.launch import compile_only, has_kernel, power_of_two
 from outrider_triton.nibble_plane_ops import row_layout
 from outrider_triton.prefill_attention import PrefillOperands, PromptAttention
+from outrider_triton.products import QuantizedProduct
 from outrider_triton.quantized import NormedRows, TokenRows, TritonQuantized
 from outrider_triton.quantized_ops import ProductPlan
 from outrider_triton.table import AttentionConfig, MatmulConfig, Table
@@ -31,9 +33,9 @@ _TRITON = torch.ops.outrider
 class TritonAttention(TritonQuantized):
     """Attention over the cache, alone or fused with the output projection and the norm that follow."""
 
-    table: Table | None
-    _prompts: PromptAttention
-    _layer: str
+    def __init__(self, facts: DeviceFacts, table: Table | None = None) -> None:
+        super().__init__(facts, table)
+        self._prompts = PromptAttention(facts)
 
     def attention_config(self, q: Tensor, k_cache: Tensor, metadata: AttentionMetadata) -> list[int]:
         """Return the launch of this attention as :class:`~outrider_triton.derive_attention.AttentionLaunch` lists it.
@@ -84,75 +86,7 @@ class TritonAttention(TritonQuantized):
         config = self.attention_config(q, k_cache, metadata)
         return _TRITON.paged_attention.triton(*self._operands(call, config))  # type: ignore[no-any-return]
 
-    def attention_norm_linear_quantized(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        metadata: AttentionMetadata,
-        output: QuantizedWeight,
-        output_bias: Tensor | None,
-        residual: Tensor,
-        norm: Tensor,
-        eps: float,
-        weight: QuantizedWeight,
-        bias: Tensor | None = None,
-        *,
-        scale: float,
-        window: int = 0,
-    ) -> Tensor:
-        """Compute attention, its output projection and the norm, and multiply the norm by a quantised weight.
-
-        If the output projection is in four bits, the kernel that joins the splits stores rows in its nibble-plane layout: one
-        kernel fewer.
-        """
-        call = PrefillOperands(q, k_cache, v_cache, metadata, scale, window)
-        following = residual, norm, eps, weight, bias
-        normed = self._attention_normed(call, output, output_bias, *following)
-        if normed is None:
-            operands = q, k_cache, v_cache, metadata, output, output_bias, *following
-            return super().attention_norm_linear_quantized(*operands, scale=scale, window=window)
-        return self._second_product(normed, residual, weight, bias, parts=False)
-
-    def attention_norm_linear_silu_mul_quantized(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        metadata: AttentionMetadata,
-        output: QuantizedWeight,
-        output_bias: Tensor | None,
-        residual: Tensor,
-        norm: Tensor,
-        eps: float,
-        weight: QuantizedWeight,
-        bias: Tensor | None,
-        down: QuantizedWeight,
-        down_bias: Tensor | None,
-        *,
-        scale: float,
-        window: int = 0,
-    ) -> QuantizedProduct:
-        """Compute attention, its output projection and the norm, and apply gate, up and SwiGLU to the norm.
-
-        A streamed product applies SwiGLU itself and returns the maxima of its rows. Several programs per row then quantise
-        the activation, where otherwise one program must see the whole row.
-        """
-        call = PrefillOperands(q, k_cache, v_cache, metadata, scale, window)
-        following = residual, norm, eps, weight, bias
-        normed = self._attention_normed(call, output, output_bias, *following)
-        if normed is None:
-            operands = q, k_cache, v_cache, metadata, output, output_bias, *following, down, down_bias
-            return super().attention_norm_linear_silu_mul_quantized(*operands, scale=scale, window=window)
-        activated = self._activated(normed, residual, weight, bias)
-        if activated is not None:
-            gated, maxima = activated
-            return QuantizedProduct(gated, down, down_bias, maxima=maxima)
-        return QuantizedProduct(
-            self._second_product(normed, residual, weight, bias, parts=False), down, down_bias, gated=True
-        )
-
-    def _attention_normed(
+    def attention_normed(
         self,
         call: PrefillOperands,
         output: QuantizedWeight,

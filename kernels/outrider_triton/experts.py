@@ -15,9 +15,10 @@ from outrider_triton import expert_quantized_ops as _expert_quantized_ops  # noq
 from outrider_triton import variants
 from outrider_triton.derive import rank_configs
 from outrider_triton.derive_quantized import UNQUANTIZED, OperandStorage
+from outrider_triton.device_facts import DeviceFacts
 from outrider_triton.launch import compile_only, has_kernel, power_of_two
 from outrider_triton.quantized_ops import ProductPlan, plan
-from outrider_triton.table import BUCKETS, MatmulConfig, bucket
+from outrider_triton.table import BUCKETS, MatmulConfig, Table, bucket
 
 _TRITON = torch.ops.outrider
 _MAX_UNSORTED_TOKENS = 32
@@ -41,7 +42,9 @@ class TritonExperts(variants.WarmedKernels):
     Tile configurations are derived as for one product with the weights of all experts that have a token.
     """
 
-    _derived_experts: dict[tuple[object, ...], tuple[int, MatmulConfig, MatmulConfig]]
+    def __init__(self, facts: DeviceFacts, table: Table | None = None) -> None:
+        super().__init__(facts, table)
+        self._derived_experts: dict[tuple[object, ...], tuple[int, MatmulConfig, MatmulConfig]] = {}
 
     def route(self, logits: Tensor, count: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
         """Route each token to its experts, one program per token; at most 1024 experts."""

@@ -10,19 +10,21 @@ import torch
 import triton
 from torch import Tensor
 
-from outrider.device import QuantizedProduct, QuantizedWeight, RotaryArgs
+from outrider.device import QuantizedWeight, RotaryArgs
 from outrider_triton import library_ops as _library_ops  # noqa: F401
 from outrider_triton import quantized_activation_ops as _activated_ops  # noqa: F401  (these register the operators)
 from outrider_triton import quantized_ops as _quantized_ops  # noqa: F401
 from outrider_triton import variants
 from outrider_triton.derive import MAX_TOKENS_TUNED, choose_config, config_tokens, every_config
 from outrider_triton.derive_quantized import MAX_TOKENS_TRITON_GEMM
+from outrider_triton.device_facts import DeviceFacts
 from outrider_triton.formats import TRITON_FORMATS
 from outrider_triton.launch import compile_only, has_kernel
 from outrider_triton.nibble_plane_ops import INT8_COMPONENTS, allocate_rows, computes_swiglu, row_layout
+from outrider_triton.products import QuantizedProduct
 from outrider_triton.quantized_ops import MAX_ROW_ELEMENTS, ProductPlan, activation_dtype, plan, sum_parts
 from outrider_triton.rotary import rotates
-from outrider_triton.table import BUCKETS, STREAMED, MatmulConfig
+from outrider_triton.table import BUCKETS, STREAMED, MatmulConfig, Table
 
 _TRITON = torch.ops.outrider
 
@@ -58,7 +60,9 @@ class TritonQuantized(variants.WarmedKernels):
     The estimated time for the stored bytes decides (:mod:`outrider_triton.derive`); tables have no measurements of them.
     """
 
-    _derived_quantized: dict[tuple[object, ...], MatmulConfig | None]
+    def __init__(self, facts: DeviceFacts, table: Table | None = None) -> None:
+        super().__init__(facts, table)
+        self._derived_quantized: dict[tuple[object, ...], MatmulConfig | None] = {}
 
     def quantized_config(
         self, x: Tensor, weight: QuantizedWeight, product_plan: ProductPlan, *, parts: bool = True
@@ -172,7 +176,7 @@ class TritonQuantized(variants.WarmedKernels):
         """
         normed = self._normed(added, residual, norm, eps, weight, bias, parts=False)
         if normed is None:
-            return super().norm_linear_quantized(added, residual, norm, eps, weight, bias)
+            return self.linear_quantized(self.linear_quantized_add_rms_norm(added, residual, norm, eps), weight, bias)
         return self._second_product(normed, residual, weight, bias, parts=False)
 
     def norm_linear_quantized_rope_write_cache(
@@ -194,7 +198,8 @@ class TritonQuantized(variants.WarmedKernels):
         if rotates(rotary, residual):
             normed = self._normed(added, residual, norm, eps, weight, bias, parts=True)
         if normed is None:
-            return super().norm_linear_quantized_rope_write_cache(added, residual, norm, eps, weight, bias, rotary)
+            qkv = self.norm_linear_quantized(added, residual, norm, eps, weight, bias)
+            return self.head_norm_rope_write_cache(qkv, None, rotary)
         return self._rotated_product(normed, residual, weight, bias, rotary)
 
     def linear_quantized_rope_write_cache(
@@ -207,7 +212,7 @@ class TritonQuantized(variants.WarmedKernels):
         if product_plan is not None and x.dim() == 2 and self._multiplies(x, weight) and rotates(rotary, x):
             config = self.quantized_config(x, weight, product_plan)
         if product_plan is None or config is None:
-            return super().linear_quantized_rope_write_cache(x, weight, bias, rotary)
+            return self.head_norm_rope_write_cache(self.linear_quantized(x, weight, bias), None, rotary)
         self._prepare(x, weight, bias)
         return self._rotated_product(self._convert_rows(x, weight, product_plan, config), x, weight, bias, rotary)
 
@@ -502,10 +507,13 @@ class TritonQuantized(variants.WarmedKernels):
 
     # -- products without another quantised product before or after them -----------------------------------------------
 
-    def embed_beside_linear_quantized(
+    def fuse_embedding_quantized(
         self, tokens: Tensor, embedding: Tensor, hidden: Tensor, weight: QuantizedWeight, bias: Tensor | None = None
-    ) -> Tensor:
-        """Quantise each token's embedding and hidden features while they are read, then multiply."""
+    ) -> Tensor | None:
+        """Quantise each token's embedding and hidden features while they are read, then multiply.
+
+        Return None, and run nothing, if a kernel is missing.
+        """
         product_plan, config, k = plan(self.facts, weight), None, weight.shape[1]
         supported = (
             hidden.dim() == 2 and hidden.stride(1) == 1 and hidden.dtype is embedding.dtype and embedding.is_contiguous()
@@ -516,7 +524,7 @@ class TritonQuantized(variants.WarmedKernels):
             config = self.quantized_config(concatenated, weight, product_plan)
             self._prepare(concatenated, weight, bias)
         if product_plan is None or config is None:
-            return super().embed_beside_linear_quantized(tokens, embedding, hidden, weight, bias)
+            return None
         row_format = activation_format(weight, product_plan)
         x, scales = _TRITON.embed_beside.triton_quantize(tokens, embedding, hidden, *row_format, self.pdl)
         return self._skinny(x, weight, bias, product_plan, config, dtype=hidden.dtype, scales=scales)
@@ -529,7 +537,7 @@ class TritonQuantized(variants.WarmedKernels):
         """
         first = self._first(added, residual, parts=False)
         if first is None:
-            return super().linear_quantized_add(added, residual)
+            return residual.add_(self.linear_quantized(added.silu_mul(self), added.weight, added.bias))
         (product_plan, config), weight = first, added.weight
         can_stream = product_plan.can_stream and not product_plan.planes
         if self._scope.must_compile(("linear_quantized_add", residual.dtype, weight.shape, weight.label, added.bias is None)):
@@ -566,7 +574,8 @@ class TritonQuantized(variants.WarmedKernels):
         supported = norm.dtype is residual.dtype and residual.shape[-1] <= MAX_ROW_ELEMENTS
         first = self._first(added, residual) if supported else None
         if first is None:
-            return super().linear_quantized_add_rms_norm(added, residual, norm, eps)
+            product = self.linear_quantized(added.silu_mul(self), added.weight, added.bias)
+            return self.add_rms_norm(product, residual, norm, eps)
         product_plan, weight = first[0], added.weight
         weight_key = weight.shape, weight.label, added.bias is None
         if self._scope.must_compile(("linear_quantized_add_rms_norm", residual.dtype, *weight_key)):

@@ -66,12 +66,26 @@ class VariantScope:
 
 
 class WarmedKernels(KernelSet):
-    """The base of the kernel set's parts whose warm-up compiles variants."""
+    """The base of the kernel set's parts: the device's facts, the measurements in use, and the scope that compiles variants.
 
-    facts: DeviceFacts
-    processors: int
-    pdl: bool
-    _scope: VariantScope
+    Each part sets the further attributes that its methods use.
+    """
+
+    _layer: str = ANY_LAYER
+
+    def __init__(self, facts: DeviceFacts, table: Table | None = None) -> None:
+        self.facts, self.processors, self.pdl = facts, facts.processors, facts.pdl
+        self._tables = [table]
+        self._scope = VariantScope()
+
+    @property
+    def table(self) -> Table | None:
+        """Return the measurements in use, or None. All :meth:`for_shape` copies share them."""
+        return self._tables[-1]
+
+    @table.setter
+    def table(self, table: Table | None) -> None:
+        self._tables[:] = [table]
 
     def _shares(self, shape: Sequence[int]) -> Iterator[int]:
         """Yield the number of programs that share one row of a tensor of ``shape``.

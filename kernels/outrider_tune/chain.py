@@ -11,7 +11,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, DecoderShape, HeadNorms, KernelSet, Product, RotaryArgs
+from outrider.device import (
+    AttentionBlock,
+    AttentionMetadata,
+    AttentionTokens,
+    DecoderShape,
+    HeadNorms,
+    KernelSet,
+    LayerRows,
+    MlpBlock,
+    ResidualStream,
+    RotaryArgs,
+)
 from outrider_tune.timing import microseconds
 
 LAYERS = 8
@@ -19,6 +30,7 @@ LAYERS = 8
 _ROTATE_BYTES = 1 << 30
 """Weights of a chain, if fewer layers have as many: several times any second-level cache."""
 _PAGE = 16
+_EPS = 1e-5
 
 
 def normal(device: torch.device, *size: int) -> Tensor:
@@ -29,12 +41,9 @@ def normal(device: torch.device, *size: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    qkv: Tensor
-    output: Tensor
-    gate_up: Tensor
-    down: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
+    attention: AttentionBlock
+    mlp: MlpBlock
+    tokens: AttentionTokens
 
 
 class LayerChain:
@@ -78,44 +87,35 @@ class LayerChain:
             settled=True,
         )
         size = (1 + batch * per, _PAGE, shape.kv_heads, shape.head_size)
-        self._layers = [
-            _Layer(*weights, *(torch.randn(size, dtype=torch.bfloat16, device=device) for _ in range(2)))
-            for weights in self._weights
-        ]
-        self._residual = torch.randn(rows, shape.hidden, dtype=torch.bfloat16, device=device)
         angle = torch.rand(rows, shape.head_size, device=device)
-        self._angles = angle.cos().to(torch.bfloat16), angle.sin().to(torch.bfloat16)
+        angles = angle.cos().to(torch.bfloat16), angle.sin().to(torch.bfloat16)
+        self._layers = [self._layer(weights, angles, size) for weights in self._weights]
+        self._residual = torch.randn(rows, shape.hidden, dtype=torch.bfloat16, device=device)
+
+    def _layer(self, weights: tuple[Tensor, ...], angles: tuple[Tensor, Tensor], cache_size: tuple[int, ...]) -> _Layer:
+        qkv, output, gate_up, down = weights
+        k_cache, v_cache = (torch.randn(cache_size, dtype=torch.bfloat16, device=self.device) for _ in range(2))
+        rotary = RotaryArgs(*angles, k_cache, v_cache, self._slots)
+        attention = AttentionBlock(
+            norm=self._norm,
+            eps=_EPS,
+            qkv=qkv,
+            qkv_bias=self._bias,
+            output=output,
+            scale=self.shape.head_size**-0.5,
+            head_norms=HeadNorms(self._head_norm, self._head_norm, _EPS) if self.shape.qk_norm else None,
+        )
+        mlp = MlpBlock(norm=self._norm, eps=_EPS, gate_up=gate_up, down=down)
+        return _Layer(attention, mlp, AttentionTokens(self._metadata, rotary, LayerRows()))
 
     def run_layers(self, _: int) -> Tensor:
         """Run all layers once and return the norm of the last layer's residual sum."""
-        kernels, shape = self.kernels, self.shape
-        size = shape.head_size
-        residual = self._residual.clone()
-        norm, eps = self._norm, 1e-5
-        pending: Product | None = None
+        kernels = self.kernels
+        x = ResidualStream(kernels, self._residual.clone())
         for layer in self._layers:
-            q = self._queries(layer, pending, residual)
-            out = kernels.paged_attention(q, layer.k_cache, layer.v_cache, self._metadata, scale=size**-0.5)
-            added = Product(out.flatten(1), layer.output, None)
-            gated = kernels.norm_linear_silu_mul(added, residual, norm, eps, layer.gate_up, None)
-            pending = Product(gated, layer.down, None)
-        assert pending is not None  # there are layers
-        return kernels.linear_add_rms_norm(*pending, residual, norm, eps)
-
-    def _queries(self, layer: _Layer, pending: Product | None, residual: Tensor) -> Tensor:
-        """Return a layer's queries, and write its keys and values to their slots."""
-        kernels, shape, norm, eps = self.kernels, self.shape, self._norm, 1e-5
-        rotary = RotaryArgs(*self._angles, layer.k_cache, layer.v_cache, self._slots)
-        if pending is not None and not shape.qk_norm:
-            return kernels.norm_linear_rope_write_cache(pending, residual, norm, eps, layer.qkv, self._bias, rotary)
-        if pending is None:
-            normed = kernels.rms_norm(residual, norm, eps)
-        else:
-            normed = kernels.linear_add_rms_norm(*pending, residual, norm, eps)
-        if not shape.qk_norm:
-            return kernels.linear_rope_write_cache(Product(normed, layer.qkv, self._bias), rotary)
-        made = kernels.linear(normed, layer.qkv, self._bias)
-        return kernels.head_norm_rope_write_cache(made, HeadNorms(self._head_norm, self._head_norm, eps), rotary)
+            x = kernels.attention_block(x, layer.attention, layer.tokens)
+            x = kernels.mlp_block(x, layer.mlp)
+        return x.norm(self._norm, _EPS)
 
     def layer_us(self) -> float:
         """Return the device microseconds of one layer with the currently chosen kernels."""

@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 
 from outrider.device.graph import HostParam
+from outrider.device.kernels.blocks import AttentionBlock, AttentionTokens, LayerRows, MlpBlock
 from outrider.device.kernels.kernelset import KernelSet
 from outrider.device.kernels.metadata import (
     AttentionMetadata,
     AttentionShape,
     HeadNorms,
-    Product,
     RequestInputs,
     RequestRows,
     RotaryArgs,
 )
+from outrider.device.kernels.residual import ResidualStream
 from outrider.device.kernels.tuning import DecoderShape
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _CACHES = 8
 _PAGE = 16
 _SCALE = 0.09
+_EPS = 1e-5
 _CONTEXT = 640
 _BATCHES = ((1, 1), (1, 4), (8, 4), (32, 4))
 """Requests, and tokens of each: plain decode, and verify of a chain of 3."""
@@ -67,22 +69,21 @@ def kernel_cases(shape: DecoderShape, *, dtype: torch.dtype, device: torch.devic
 def product_cases(
     shape: DecoderShape, *, tokens: int, rotate_bytes: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[TimedKernelCase]:
-    """Yield the cases of GEMMs with fused operators, for ``tokens`` tokens. Weights rotate among ``rotate_bytes`` bytes."""
+    """Yield GEMMs and the blocks of a layer for ``tokens`` tokens. Weights rotate among ``rotate_bytes`` bytes."""
     attention = shape.heads * shape.head_size
     yield _product("qkv", attention + 2 * shape.kv_heads * shape.head_size, shape.hidden, tokens, rotate_bytes, dtype, device)
-    yield _product("output, add, norm", shape.hidden, attention, tokens, rotate_bytes, dtype, device)
-    yield _product("gate and up, SwiGLU", 2 * shape.inner, shape.hidden, tokens, rotate_bytes, dtype, device)
-    yield _product("down, add, norm", shape.hidden, shape.inner, tokens, rotate_bytes, dtype, device)
-    yield _product("down, residual", shape.hidden, shape.inner, tokens, rotate_bytes, dtype, device)
-    yield from _pairs(shape, tokens, rotate_bytes, dtype, device)
+    yield _product("output", shape.hidden, attention, tokens, rotate_bytes, dtype, device)
+    yield _product("gate and up", 2 * shape.inner, shape.hidden, tokens, rotate_bytes, dtype, device)
+    yield _product("down", shape.hidden, shape.inner, tokens, rotate_bytes, dtype, device)
+    yield from _blocks(shape, tokens, rotate_bytes, dtype, device)
     yield _product("head", shape.vocabulary, shape.hidden, tokens, rotate_bytes, dtype, device)
     yield _product("fusion of a draft", shape.hidden, shape.fused, tokens, rotate_bytes, dtype, device)
 
 
-def _pairs(
+def _blocks(
     shape: DecoderShape, tokens: int, rotate_bytes: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[TimedKernelCase]:
-    """Yield cases of two products with the norm between them, and of the kernels fused with the second product."""
+    """Yield the blocks of a layer, with the norm that adds their contribution. Each token attends to itself alone."""
     attention = shape.heads * shape.head_size
     heads = attention + 2 * shape.kv_heads * shape.head_size
     hidden, inner, size = shape.hidden, shape.inner, dtype.itemsize
@@ -91,39 +92,39 @@ def _pairs(
     def normal(*size: int) -> Tensor:
         return torch.randn(size, dtype=dtype, device=device).mul_(size[-1] ** -0.5)
 
-    def several(*size: int) -> list[Tensor]:
-        return [normal(*size) for _ in range(copies)]
-
-    output, gates = several(hidden, attention), several(2 * inner, hidden)
-    down, qkv = several(hidden, inner), several(heads, hidden)
-    looked, gated, residual = normal(tokens, attention), normal(tokens, inner), normal(tokens, hidden)
-    norm, angles = torch.ones(hidden, dtype=dtype, device=device), torch.rand(tokens, shape.head_size, device=device)
+    residual, norm = normal(tokens, hidden), torch.ones(hidden, dtype=dtype, device=device)
+    angles = torch.rand(tokens, shape.head_size, device=device)
     k_cache, v_cache = (normal(1 + tokens, 1, shape.kv_heads, shape.head_size) for _ in range(2))
-    rotary = RotaryArgs(
-        angles.cos().to(dtype), angles.sin().to(dtype), k_cache, v_cache, torch.arange(1, tokens + 1, device=device)
+    slots = torch.arange(1, tokens + 1, device=device)
+    metadata = AttentionMetadata(
+        query_start=torch.arange(tokens + 1, dtype=torch.int32, device=device),
+        seq_lens=torch.ones(tokens, dtype=torch.int32, device=device),
+        block_table=slots.unsqueeze(1).to(torch.int32),
+        max_query=1,
+        max_kv=1,
+        uniform=True,
     )
+    rotary = RotaryArgs(angles.cos().to(dtype), angles.sin().to(dtype), k_cache, v_cache, slots)
+    batch = AttentionTokens(metadata, rotary, LayerRows())
+    attentions = [
+        AttentionBlock(norm=norm, eps=_EPS, qkv=normal(heads, hidden), output=normal(hidden, attention), scale=_SCALE)
+        for _ in range(copies)
+    ]
+    mlps = [
+        MlpBlock(norm=norm, eps=_EPS, gate_up=normal(2 * inner, hidden), down=normal(hidden, inner)) for _ in range(copies)
+    ]
     rows = 3 * residual.nbytes
     yield TimedKernelCase(
-        "norm_linear_silu_mul",
-        f"output, add, norm, gate and up, SwiGLU, {tokens} tokens",
-        output[0].nbytes + gates[0].nbytes + looked.nbytes + rows + gated.nbytes,
-        lambda k, i: k.norm_linear_silu_mul(
-            Product(looked, output[i % copies], None), residual, norm, 1e-5, gates[i % copies], None
-        ),
+        "attention_block",
+        f"attention block, {tokens} tokens",
+        hidden * (heads + attention) * size + rows + tokens * (heads + 2 * attention) * size,
+        lambda k, i: k.attention_block(ResidualStream(k, residual), attentions[i % copies], batch).norm(norm, _EPS),
     )
     yield TimedKernelCase(
-        "norm_linear_rope_write_cache",
-        f"down, add, norm, qkv, rope, cache, {tokens} tokens",
-        down[0].nbytes + qkv[0].nbytes + gated.nbytes + rows + tokens * heads * size,
-        lambda k, i: k.norm_linear_rope_write_cache(
-            Product(gated, down[i % copies], None), residual, norm, 1e-5, qkv[i % copies], None, rotary
-        ),
-    )
-    yield TimedKernelCase(
-        "linear_rope_write_cache",
-        f"qkv, rope, cache, {tokens} tokens",
-        qkv[0].nbytes + residual.nbytes + tokens * heads * size,
-        lambda k, i: k.linear_rope_write_cache(Product(residual, qkv[i % copies], None), rotary),
+        "mlp_block",
+        f"MLP block, {tokens} tokens",
+        3 * hidden * inner * size + rows + 2 * tokens * inner * size,
+        lambda k, i: k.mlp_block(ResidualStream(k, residual), mlps[i % copies]).norm(norm, _EPS),
     )
 
 
@@ -134,32 +135,12 @@ def _product(
     copies = max(2, -(-rotate_bytes // (n * k * size)))
     weights = [torch.randn(n, k, dtype=dtype, device=device).mul_(k**-0.5) for _ in range(copies)]
     x = torch.randn(tokens, k, dtype=dtype, device=device)
-    residual = torch.randn(tokens, n, dtype=dtype, device=device)
-    norm = torch.ones(n, dtype=dtype, device=device)
-    moved = n * k * size + tokens * k * size
-
-    def linear(kernels: KernelSet, number: int) -> Tensor:
-        return kernels.linear(x, weights[number % copies])
-
-    def gated(kernels: KernelSet, number: int) -> Tensor:
-        return kernels.linear_silu_mul(x, weights[number % copies])
-
-    def added(kernels: KernelSet, number: int) -> Tensor:
-        return kernels.linear_add_rms_norm(x, weights[number % copies], None, residual, norm, 1e-5)
-
-    label = f"{name}, {tokens} tokens"
-    if "residual" in name:
-        return TimedKernelCase(
-            "linear_add",
-            label,
-            moved + 2 * tokens * n * size,
-            lambda k, i: k.linear_add(x, weights[i % copies], None, residual),
-        )
-    if "SwiGLU" in name:
-        return TimedKernelCase("linear_silu_mul", label, moved + tokens * n * size // 2, gated)
-    if "norm" in name:
-        return TimedKernelCase("linear_add_rms_norm", label, moved + 3 * tokens * n * size, added)
-    return TimedKernelCase("linear", label, moved + tokens * n * size, linear)
+    return TimedKernelCase(
+        "linear",
+        f"{name}, {tokens} tokens",
+        (n * k + tokens * k + tokens * n) * size,
+        lambda kernels, number: kernels.linear(x, weights[number % copies]),
+    )
 
 
 class _Maker:
@@ -296,9 +277,13 @@ class _Maker:
             (lens, *decided, slots, kept, kept),
             lambda k, i: k.place_accepted(lens, *decided, slots, kept, kept),
         )
-        table, features = self._normal(1024, hidden), self._normal(self._count, hidden)
+        table, features, fusion = (
+            self._normal(rows, hidden * more) for rows, more in ((1024, 1), (self._count, 1), (hidden, 2))
+        )
         token = places.flatten()
-        yield case("embed_beside", (features,) * 4, lambda k, i: k.embed_beside(token, table, features))
+        yield case(
+            "fuse_embedding", (features,) * 3 + (fusion,), lambda k, i: k.fuse_embedding(token, table, features, fusion)
+        )
 
     def choices(self) -> Iterator[TimedKernelCase]:
         """Yield the cases of sampling and acceptance kernels."""

@@ -10,7 +10,6 @@ from outrider import Engine
 from outrider.model import EagleHead
 from outrider.model.config.checkpoint_config import read_model_config
 from outrider.model.config.shapes import SHAPES
-from outrider.model.layers.mixture import MixtureLayer
 from outrider_bench.limits import iteration_bytes
 from outrider_bench.random_checkpoint import checkpoint_config
 from outrider_bench.random_weights import random_decoder, random_eagle
@@ -29,7 +28,7 @@ def test_a_config_says_what_the_shape_has(tmp_path, name):
 def test_random_weights_have_experts_and_their_head_has_none():
     small = replace(SHAPES["tiny"], experts=replace(SHAPES["mixtral-8x7b"].experts, intermediate_size=8))
     model = random_decoder(small, backend=tiny.BACKEND, dtype=torch.float32)
-    assert all(isinstance(layer, MixtureLayer) for layer in model._layers)
+    assert all([block.name for block in layer.blocks] == ["attention_block", "experts_block"] for layer in model._layers)
     assert model.weights.layers[0].gate_up.shape == (8, 16, 64)
     head = random_eagle(model, backend=tiny.BACKEND)
     assert isinstance(head, EagleHead)

@@ -2,6 +2,7 @@
 
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -171,3 +172,13 @@ def test_probe_of_the_torch_that_is_here():
     state = probe_torch()
     assert state.ok
     assert state.version.startswith("2.")
+
+
+def test_doctor_lists_what_computes_a_model(outrider):
+    """For each layer and block, and for each primitive: as the model chose it when it was loaded."""
+    bundled = Path(probe_torch.__code__.co_filename).parents[1] / "bundled" / "target"
+    found = outrider("doctor", "--model", str(bundled), "--backend", "cpu", "--json").json
+    assert found["blocks"] == [{"attention_block": "composed", "mlp_block": "composed"}] * 5
+    assert (found["primitives"]["paged_attention"], found["primitives"]["embedding"]) == ("native", "reference")
+    shown = outrider("doctor", "--model", str(bundled), "--backend", "cpu").out
+    assert "attention_block: composed in layers 0, 1, 2, 3, 4" in shown

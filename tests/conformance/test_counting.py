@@ -5,12 +5,12 @@ from copy import copy
 import pytest
 import torch
 
-from outrider.device import DecoderShape, InterfaceError, KernelSet, WrappedKernels
+from outrider.device import DecoderShape, InterfaceError, KernelSet, MlpBlock, ResidualStream, WrappedKernels
 from outrider.registry import get_backend
 from outrider_conformance import observed_kernels
 from outrider_conformance.kernel_calls import KERNELS, counting
 from outrider_conformance.lab import Lab
-from outrider_conformance.own_attention import SHAPES, check_joined
+from outrider_conformance.own_attention import SHAPES, check_block
 
 
 class Halfway(KernelSet):
@@ -24,8 +24,8 @@ class Halfway(KernelSet):
     def rms_norm(self, x, weight, eps):
         return super().rms_norm(x.clone(), weight, eps)
 
-    def linear_silu_mul(self, x, weight, bias=None):
-        return KernelSet().linear_silu_mul(x, weight, bias)  # another's: computed here all the same
+    def head_norm_rope_write_cache(self, qkv, norms, rotary):
+        return KernelSet().head_norm_rope_write_cache(qkv, norms, rotary)  # another's: computed here all the same
 
 
 class Around(WrappedKernels):
@@ -42,25 +42,49 @@ def test_calls_that_an_override_leaves_to_the_reference_are_seen():
         kernels.linear(X, W)
         kernels.linear(torch.ones(8, 3), W)
         kernels.rms_norm(X, torch.ones(3), 1e-5)
-        kernels.linear_silu_mul(X, W)
         kernels.silu_mul(torch.ones(2, 6))
         with calls.during("draft"):
             kernels.linear(X, W, bias=None)
-    assert calls.overridden == {"halfway": {"linear", "rms_norm", "linear_silu_mul"}}
+    assert calls.overridden == {"halfway": {"linear", "rms_norm", "head_norm_rope_write_cache"}}
     assert (calls.count("linear", own=True), calls.count("linear", own=False)) == (2, 1)
     assert calls.count("linear", own=True, use="draft") == 1
     assert (calls.count("rms_norm", own=True), calls.count("rms_norm", own=False)) == (0, 1)
-    assert (calls.count("linear_silu_mul", own=True), calls.count("linear_silu_mul", own=False)) == (1, 0)
     assert calls.count("silu_mul", own=False) == 1
     assert "float32[8, 3], float32[6, 3]" in {call.shape for call in calls.counts if call.kernel == "linear"}
 
 
-def test_a_composition_of_the_reference_asks_overrides_of_its_parts():
-    """``linear_add`` is the reference's, its product the plugin's."""
+MLP = MlpBlock(norm=torch.ones(3), eps=1e-5, gate_up=W, down=torch.ones(3, 3))
+
+
+def test_a_composed_block_asks_overrides_of_its_parts():
+    """The block is the reference's, its products the plugin's."""
     kernels = Halfway()
     with counting(kernels) as calls:
-        kernels.linear_add(X, W, None, torch.zeros(2, 6))
-    assert (calls.count("linear_add", own=False), calls.count("linear", own=True)) == (1, 1)
+        kernels.mlp_block(ResidualStream(kernels, X.clone()), MLP)
+    assert (calls.count("mlp_block", own=False), calls.count("linear", own=True)) == (1, 2)
+
+
+@pytest.mark.parametrize("composes", [False, True])
+def test_a_block_that_is_composed_though_declared_native_is_found(composes):
+    """An override of a block that only calls the default computes nothing itself."""
+
+    class Declares(KernelSet):
+        name = "declares"
+
+        def mlp_block(self, x, block):
+            return super().mlp_block(x, block) if composes else KernelSet().mlp_block(x, block)
+
+    kernels = Declares()
+    assert kernels.is_native("mlp_block", MLP)
+    backend = get_backend("cpu")
+    backend.use_kernels(kernels)
+    with counting(kernels) as calls:
+        observed_kernels._drawn(backend, calls)
+    layers = (("declares", calls.overridden["declares"], {}),)
+    observed = observed_kernels.ObservedKernels(calls, layers, plans_on_host=False)
+    # test_l4_declared fails for an override with no call that it computed.
+    assert observed.overriding_layer("mlp_block") == ("declares", "")
+    assert (observed.calls_computed("mlp_block") == 0, observed.calls_left("mlp_block") > 0) == (composes, composes)
 
 
 def test_a_set_without_overrides_leaves_everything():
@@ -69,9 +93,9 @@ def test_a_set_without_overrides_leaves_everything():
     assert calls.overridden == {"torch": frozenset()}
     kernels = KernelSet()
     with counting(kernels) as calls:
-        kernels.linear_silu_mul(X, W)
+        kernels.mlp_block(ResidualStream(kernels, X.clone()), MLP)
     assert {(call.kernel, call.own) for call in calls.counts} == {
-        (name, False) for name in ("linear_silu_mul", "linear", "silu_mul")
+        (name, False) for name in ("mlp_block", "rms_norm", "linear", "silu_mul")
     }
 
 
@@ -143,8 +167,8 @@ class Rare(KernelSet):
     def route(self, logits, count, *, renormalize):
         return KernelSet().route(logits, count, renormalize=renormalize)
 
-    def attention_norm_linear_quantized(self, *operands, **options):
-        return KernelSet().attention_norm_linear_quantized(*operands, **options)
+    def experts_block(self, x, block):
+        return KernelSet().experts_block(x, block)
 
 
 def test_kernels_of_experts_and_of_quantised_layers_are_observed():
@@ -153,8 +177,8 @@ def test_kernels_of_experts_and_of_quantised_layers_are_observed():
     backend.use_kernels(Rare())
     with counting(backend.kernels_in_use) as calls:
         observed_kernels._drawn(backend, calls)
-    assert {call.kernel for call in calls.counts} == {"route", "attention_norm_linear_quantized"}
-    assert all(calls.count(kernel, own=True) for kernel in ("route", "attention_norm_linear_quantized"))
+    assert {call.kernel for call in calls.counts if call.own} == {"route", "experts_block"}
+    assert all(calls.count(kernel, own=True) for kernel in ("route", "experts_block"))
 
 
 class Own(KernelSet):
@@ -173,21 +197,33 @@ class Wrapping(WrappedKernels):
         return KernelSet().paged_attention(*operands, **options)
 
 
-def joined(kernels):
+class Fusing(WrappedKernels):
+    """A block of its own, which computes attention with the kernels inside."""
+
+    name = "fusing"
+
+    def attention_block(self, x, block, tokens, *, attend=None):
+        return self.inner.attention_block(x, block, tokens, attend=attend)
+
+
+def run_block(kernels, quantized):
     backend = get_backend("cpu")
     backend.use_kernels(kernels)
     with counting(kernels):
-        check_joined(Lab(backend), SHAPES["a chain"])
+        check_block(Lab(backend), SHAPES["a chain"], quantized=quantized)
 
 
+@pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("make", [Own, lambda: Wrapping(KernelSet()), lambda: WrappedKernels(Wrapping(KernelSet()))])
-def test_own_attention_serves_quantised_layers(make):
-    joined(make())
+def test_own_attention_serves_layers(make, quantized):
+    run_block(make(), quantized)
 
 
-def test_own_attention_that_quantised_layers_pass_by_is_found(monkeypatch):
-    """As where all of it went to the kernels beneath."""
-    kernels = Wrapping(KernelSet())
-    monkeypatch.setattr(kernels, "_in_parts", frozenset())
-    with pytest.raises(AssertionError, match="'wrapping' has attention of its own, and a layer"):
-        joined(kernels)
+def test_own_attention_that_layers_pass_by_is_found():
+    """As where the block of the kernels inside computed attention."""
+
+    class Passed(Wrapping):
+        attention_block = WrappedKernels.attention_block
+
+    with pytest.raises(AssertionError, match="'wrapping' has attention of its own, and the attention block of a layer"):
+        run_block(Passed(Fusing(KernelSet())), False)

@@ -7,9 +7,10 @@ import torch
 from tests.kernels.devices import SMALL as SMALL_DEVICE
 
 from conformance.small_problems import SMALL, small
-from outrider.device import KernelSet, QuantizedProduct
+from outrider.device import KernelSet, ResidualStream
 from outrider.device.kernels import kernel_names
 from outrider.device.kernels.philox import uniforms
+from outrider.device.kernels.weights import linear
 from outrider.registry import get_backend
 from outrider_conformance.kit import Kit
 from outrider_conformance.lab import Lab, StreamDelay
@@ -196,123 +197,85 @@ def test_wrong_kernels_over_a_narrow_cache_are_told(kernel, fault):
         judge_with(Narrow(fault), made)
 
 
-class Joined(KernelSet):
-    """Attention and what follows it as one, wrong in one way each. None: right, rounded nowhere between."""
+class WrongBlocks(KernelSet):
+    """Blocks that are wrong in one way each. None: right."""
 
     def __init__(self, fault):
         self.fault = fault
 
-    def attention_norm_linear_quantized(self, q, k_cache, v_cache, metadata, *behind, scale, window=0):
-        output, output_bias, residual, norm, eps, weight, bias = behind
-        real = int(metadata.query_start[-1])
+    def mlp_block(self, x, block):
+        if self.fault == "another eps":
+            block = replace(block, eps=0.5)
+        if self.fault == "no bias":
+            block = replace(block, down_bias=None)
+        if self.fault == "up is activated":
+            both = linear(self, torch.eye(block.gate_up.shape[1], dtype=block.norm.dtype), block.gate_up).T
+            block = replace(block, gate_up=both.roll(both.shape[0] // 2, 0).contiguous())
+        if self.fault == "a residual that doesn't grow":
+            x = x._replace(rows=x.rows.clone())
+        if self.fault == "a norm of what was added":
+            return super().mlp_block(ResidualStream(self, x.add()), block)._replace(rows=torch.zeros_like(x.rows))
+        made = super().mlp_block(x, block)
+        return made._replace(pending=None) if self.fault == "no contribution" else made
+
+    def attention_block(self, x, block, tokens, *, attend=None):
+        metadata = tokens.attention
         if self.fault == "no window":
-            window = 0
+            block = replace(block, window=0)
         if self.fault == "a scale of its own":
-            scale = q.shape[2] ** -0.5
+            block = replace(block, scale=1.5 * block.scale)
         if self.fault == "no tree":
             metadata = replace(metadata, tree_mask=None)
         if self.fault == "one token fewer":
             metadata = replace(metadata, seq_lens=metadata.seq_lens - 1)
-        out = self.paged_attention(q.double(), k_cache, v_cache, metadata, scale=scale, window=window).flatten(1)
-        if self.fault == "the last head left out":
-            out = torch.cat((out[:, : -q.shape[2]], torch.zeros_like(out[:, -q.shape[2] :])), dim=1)
-        if self.fault == "rows of another sequence":
-            out = torch.cat((out[:real].roll(1, 0), out[real:]))
-        if self.fault == "NaN in padding":
-            out[real:] = torch.nan
-        if self.fault == "NaN of padding among the others":
-            out += 0 * out.mean() + torch.nan * (len(out) > real)
-        added = self.linear_quantized(out, output, None if output_bias is None else output_bias.double())
-        grown = added + (0 if self.fault == "no residual" else residual.double())
-        if self.fault != "a residual that doesn't grow":
-            residual.copy_(grown)
-        if self.fault == "the residual grows twice":
-            residual.add_(added)
-        normed = self.rms_norm(added if self.fault == "a norm of what was added" else grown, norm.double(), eps)
-        made = self.linear_quantized(normed, weight, None if self.fault == "no bias" or bias is None else bias.double())
-        return made.to(q.dtype)
+        if self.fault == "no head norms":
+            block = replace(block, head_norms=None)
+        rows = tokens.rows
+        if self.fault == "the first rows continue" and rows.kept is not None:
+            rows = rows._replace(kept=torch.arange(len(rows.kept)))
+        if self.fault == "nothing is captured":
+            rows = rows._replace(captured=())
+        return super().attention_block(x, block, tokens._replace(attention=metadata, rows=rows), attend=attend)
 
 
-@pytest.mark.sample(1, per="fault")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("format", ["int4", "fp8"])
+@pytest.mark.parametrize("format", [None, "int4"])
 @pytest.mark.parametrize(
-    ("fault", "more"),
+    ("block", "fault", "more"),
     [
-        ("no window", {"window": 1}),
-        ("a scale of its own", {}),  # ragged batches are drawn with another
-        ("no tree", {"tree": 1}),
-        ("one token fewer", {}),
-        ("the last head left out", {}),
-        ("rows of another sequence", {}),
-        ("NaN in padding", {}),
-        ("NaN of padding among the others", {}),
-        ("no residual", {}),
-        ("a residual that doesn't grow", {}),
-        ("the residual grows twice", {}),
-        ("a norm of what was added", {}),
-        ("no bias", {}),
+        ("mlp_block", "another eps", {}),
+        ("mlp_block", "no bias", {}),
+        ("mlp_block", "up is activated", {}),
+        ("mlp_block", "a residual that doesn't grow", {}),
+        ("mlp_block", "a norm of what was added", {}),
+        ("mlp_block", "no contribution", {}),
+        ("attention_block", "no window", {"window": 3}),
+        ("attention_block", "a scale of its own", {}),
+        ("attention_block", "no tree", {"tree": 1, "new": 5}),
+        ("attention_block", "one token fewer", {}),
+        ("attention_block", "no head norms", {"head_norms": 1}),
+        ("attention_block", "the first rows continue", {}),
+        ("attention_block", "nothing is captured", {}),
     ],
 )
-def test_wrong_products_behind_attention_are_told(fault, more, format, dtype):
-    drawn = KERNELS[f"attention_norm_linear_quantized, {format}"]
-    shape = {dimension: {**SMALL, "new": 5, **more}[dimension] for dimension in drawn.dimensions}
-    made = problem(drawn, shape, dtype, 0)
-    for right in (KernelSet(), Joined(None)):
+def test_wrong_blocks_are_told(block, fault, more, format):
+    drawn = KERNELS[block if format is None else f"{block}, {format}"]
+    made = problem(drawn, {dimension: {**SMALL, **more}[dimension] for dimension in drawn.dimensions}, torch.float32, 0)
+    for right in (KernelSet(), WrongBlocks(None)):
         judge_with(right, made)
     with pytest.raises(AssertionError):
-        judge_with(Joined(fault), made)
+        judge_with(WrongBlocks(fault), made)
 
 
-class Activated(Joined):
-    """The same, up to what the product behind gate and up takes."""
+@pytest.mark.parametrize("fault", ["no add", "no scale"])
+def test_a_wrong_primitive_is_told_in_a_composed_block(fault):
+    class Wrong(KernelSet):
+        def add_rms_norm(self, x, residual, weight, eps):
+            return super().add_rms_norm(x * (fault == "no scale"), residual, weight * (fault == "no add"), eps)
 
-    def attention_norm_linear_silu_mul_quantized(self, *operands, scale, window=0):
-        *joined, down, bias = operands
-        both = self.attention_norm_linear_quantized(*joined, scale=scale, window=window)
-        if self.fault == "gated once more":
-            return QuantizedProduct(self.silu_mul(both).repeat(1, 2), down, bias, gated=True)
-        if self.fault == "up is activated":
-            both = both.roll(both.shape[1] // 2, 1)
-        made = self.silu_mul(both.double()).to(both.dtype)
-        if self.fault == "no activation":
-            made = both[:, : both.shape[1] // 2]
-        largest = made.abs().amax(1).float()[None]
-        if self.fault == "maxima of the other rows":
-            largest = largest.roll(1, 1)
-        if self.fault == "maxima that are signed":
-            largest = made.amax(1).float()[None]
-        if self.fault == "maxima of one dtype":
-            largest = largest.double()
-        down = joined[4] if self.fault == "another weight" else down
-        return QuantizedProduct(made, down, made if self.fault == "another bias" else bias, maxima=largest)
-
-
-@pytest.mark.sample(1, per="fault")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("format", ["int4", "fp8"])
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "gated once more",
-        "up is activated",
-        "no activation",
-        "maxima of the other rows",
-        "maxima that are signed",
-        "maxima of one dtype",
-        "another weight",
-        "another bias",
-        "no residual",
-    ],
-)
-def test_wrong_activations_behind_attention_are_told(fault, format, dtype):
-    drawn = KERNELS[f"attention_norm_linear_silu_mul_quantized, {format}"]
-    shape = {dimension: {**SMALL, "new": 5}[dimension] for dimension in drawn.dimensions}
-    made = problem(drawn, shape, dtype, 0)
-    for right in (KernelSet(), Activated(None)):
-        judge_with(right, made)
+    drawn = KERNELS["mlp_block"]
+    made = problem(drawn, {dimension: SMALL[dimension] for dimension in drawn.dimensions}, torch.float32, 0)
     with pytest.raises(AssertionError):
-        judge_with(Activated(fault), made)
+        judge_with(Wrong(), made)
 
 
 class NormedHeads(KernelSet):
@@ -321,7 +284,8 @@ class NormedHeads(KernelSet):
     def __init__(self, fault):
         self.fault = fault
 
-    def head_norm_rope_write_cache(self, made, norms, rotary):
+    def head_norm_rope_write_cache(self, qkv, norms, rotary):
+        made = qkv
         kv_heads, size = rotary.k_cache.shape[2:]
         heads, eps = made.shape[1] // size - 2 * kv_heads, 0.0 if self.fault == "no eps" else norms.eps
         q, k, v = made.double().view(-1, heads + 2 * kv_heads, size).split((heads, kv_heads, kv_heads), 1)
@@ -373,13 +337,13 @@ def test_wrong_norms_of_heads_are_told(fault, dtype):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("corner", "cache"), [(0, ("cache fp8",)), (2, ())])
+@pytest.mark.parametrize(("corner", "cache"), [(0, ("cache fp8",)), (0, ())])
 def test_rows_that_attention_lays_out_are_judged(corner, cache, monkeypatch):
-    """Triton's by its interpreter: the kit's corners reach them, and tell what is a little off there."""
+    """Triton's by its interpreter: the kit's corners reach them, and tell what is off there."""
     from outrider_triton.kernelset import TritonKernels
 
     kernels = TritonKernels(SMALL_DEVICE)
-    drawn = KERNELS[", ".join(("attention_norm_linear_quantized, int4", *cache))]
+    drawn = KERNELS[", ".join(("attention_block, int4", *cache))]
     made = problem(drawn, drawn.corners[corner], torch.float16, 0)
     joined, laid, scale = kernels._joined, [], 1.0
 
@@ -390,7 +354,7 @@ def test_rows_that_attention_lays_out_are_judged(corner, cache, monkeypatch):
 
     monkeypatch.setattr(kernels, "_joined", watched)
     judge_with(kernels, made)
-    scale = 1.2
+    scale = 40.0
     with pytest.raises(AssertionError, match="further off than rounding allows"):
         judge_with(kernels, made)
     assert laid == [True, True]

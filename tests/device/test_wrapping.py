@@ -6,17 +6,16 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from outrider.device import DecoderShape, KernelSet, QuantizedProduct, RotaryArgs, WrappedKernels
-from outrider.device.kernels.formats import INT8
-from outrider.device.kernels.weight_formats import WeightFormat
+from outrider.device import DecoderShape, KernelSet, MlpBlock, ResidualStream, WrappedKernels
 
 METHODS = sorted(name for name, _ in getmembers(KernelSet, isfunction) if not name.startswith("_"))
 
 
+OWN = ("batch_invariant", "unused_overrides", "for_shape", "implementation", "is_native", "resolve_block")
+
+
 # What a subclass does otherwise counts for these: the first two are its own, of the third the result is wrapped.
-@pytest.mark.parametrize(
-    "name", [name for name in METHODS if name not in ("batch_invariant", "unused_overrides", "for_shape")]
-)
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in OWN])
 def test_each_method_is_passed_on(name):
     inner = Mock(spec=KernelSet)
     given = [object() for _ in signature(getattr(KernelSet, name)).parameters][1:]
@@ -88,79 +87,48 @@ def test_batch_invariant_kernels_keep_what_a_wrapper_changes():
     assert not Zeros(KernelSet()).batch_invariant().linear(torch.ones(3, 4), torch.ones(2, 4)).any()
 
 
-PARTS = {
-    "verify_checked": {"find_nan", "verify_chain"},
-    "embed_beside_linear_quantized": {"embed_beside", "linear_quantized"},
-    "linear_quantized_add": {"linear_quantized", "silu_mul"},
-    "linear_quantized_add_rms_norm": {"linear_quantized", "silu_mul", "add_rms_norm"},
-    "linear_quantized_rope_write_cache": {"linear_quantized", "rope_write_cache"},
-}
+def test_a_wrapper_of_a_primitive_composes_the_blocks_that_use_it():
+    class Fused(KernelSet):
+        def mlp_block(self, x, block):  # noqa: ARG002
+            raise AssertionError("the wrapper's silu_mul would be passed by")
+
+        def recurrent_block(self, x, block, tokens):  # noqa: ARG002
+            return "fused"
+
+    class Doubling(WrappedKernels):
+        def silu_mul(self, gate_up):
+            return 2 * super().silu_mul(gate_up)
+
+    inner = Fused()
+    kernels = WrappedKernels(Doubling(inner))
+    block = MlpBlock(norm=torch.ones(4), eps=0.0, gate_up=torch.ones(6, 4), down=torch.ones(4, 3))
+    mine, its = (
+        KernelSet.mlp_block(each, ResidualStream(each, torch.ones(2, 4)), block).add() - 1 for each in (KernelSet(), inner)
+    )
+    assert torch.equal(mine, its)
+    assert torch.equal(kernels.mlp_block(ResidualStream(kernels, torch.ones(2, 4)), block).add() - 1, 2 * mine)
+    assert [kernels.is_native(name) for name in ("mlp_block", "recurrent_block", "silu_mul", "linear")] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert kernels.recurrent_block("x", "block", "tokens") == "fused"
+    assert kernels.resolve_block("mlp_block", block).func is KernelSet.mlp_block
 
 
-@pytest.mark.parametrize(("name", "part"), [(name, part) for name, parts in PARTS.items() for part in sorted(parts)])
-def test_a_subclass_is_asked_for_its_part_of_what_is_one_call_now(name, part):
-    """Engines and layers called these one by one before; by keywords, too."""
-    asked = []
-
-    def own(self, *operands, **options):
-        asked.append(part)
-        return getattr(super(kind, self), part)(*operands, **options)
-
-    kind = type("Asked", (WrappedKernels,), {part: own, "cache_formats": frozenset()})
-    right = getattr(KernelSet(), name)(*quantized_operands(name).values())
-    inner = Mock(spec=KernelSet, wraps=KernelSet())
-    for kernels in (kind(inner), WrappedKernels(kind(inner))):
-        asked.clear()
-        torch.testing.assert_close(getattr(kernels, name)(**quantized_operands(name)), right)
-        assert asked == [part]
-    getattr(inner, name).assert_not_called()
-
-
-def quantized_operands(name):
-    """By name, in their order; the same numbers each time."""
-    torch.manual_seed(0)
-    if name == "verify_checked":
-        logits, drafts = torch.randn(2, 3, 7), torch.tensor([[1, 2], [3, 4]])
-        zeros = torch.zeros(2, dtype=torch.int64)
-        keys = "target_logits", "draft_tokens", "temperature", "seeds", "positions", "found"
-        return dict(
-            zip(keys, (logits, drafts, torch.zeros(2), zeros, zeros, torch.zeros(2, 2, dtype=torch.int64)), strict=True)
-        )
-    weight = WeightFormat(elements=INT8).random_weight(8, 8, device=torch.device("cpu"))
-    if name == "embed_beside_linear_quantized":
-        beside = WeightFormat(elements=INT8).random_weight(8, 16, device=torch.device("cpu"))
-        own = torch.tensor([1, 0]), torch.randn(3, 8), torch.randn(2, 8), beside
-        return dict(zip(("tokens", "embedding", "hidden", "weight"), own, strict=True))
-    if name == "linear_quantized_rope_write_cache":
-        wide = WeightFormat(elements=INT8).random_weight(16, 8, device=torch.device("cpu"))
-        angle, caches = torch.randn(2, 4), [torch.zeros(2, 4, 1, 4) for _ in range(2)]
-        rotary = RotaryArgs(angle.cos(), angle.sin(), *caches, torch.tensor([4, 5]))
-        return {"x": torch.randn(2, 8), "weight": wide, "bias": None, "rotary": rotary}
-    made = {"added": QuantizedProduct(torch.randn(2, 16), weight, None, gated=True), "residual": torch.randn(2, 8)}
-    return made | ({"norm": torch.ones(8), "eps": 1e-5} if name.endswith("norm") else {})
-
-
-def test_attention_of_a_subclass_is_asked_in_one_call_with_what_follows():
-    """Of a set around it too; the rest is the inner kernels'."""
-
+def test_a_wrapper_passes_its_attention_to_the_block_of_the_kernels_inside():
     class Attending(WrappedKernels):
+        cache_formats = frozenset()
+
         def paged_attention(self, q, *rest, **options):  # noqa: ARG002
             return q * 2
 
+        def attention_block(self, x, block, tokens, *, attend=None):
+            return self.inner.attention_block(x, block, tokens, attend=attend or self.paged_attention)
+
     inner = Mock(spec=KernelSet)
-    q, rest = torch.ones(3, 2, 4), ("residual", "norm", 1e-5, "weight", "bias")
-    for kernels in (Attending(inner), WrappedKernels(Attending(inner))):
-        inner.reset_mock()
-        made = kernels.attention_norm_linear_quantized(q, "k", "v", "metadata", "output", None, *rest, scale=0.5)
-        assert made is inner.norm_linear_quantized.return_value
-        (added, *others), _ = inner.norm_linear_quantized.call_args
-        assert (added.x.tolist(), added.weight, added.gated) == ([[2.0] * 8] * 3, "output", False)
-        assert tuple(others) == rest
-        inner.attention_norm_linear_quantized.assert_not_called()
-        operands = q, "k", "v", "metadata", "output", None, *rest, "down", "its bias"
-        pending = kernels.attention_norm_linear_silu_mul_quantized(*operands, scale=0.5)
-        assert pending == (inner.norm_linear_quantized.return_value, "down", "its bias", True, None)
-        inner.attention_norm_linear_silu_mul_quantized.assert_not_called()
-    assert WrappedKernels(inner).attention_norm_linear_silu_mul_quantized(*operands, scale=0.5) is (
-        inner.attention_norm_linear_silu_mul_quantized.return_value
-    )
+    kernels = Attending(inner)
+    made = WrappedKernels(kernels).attention_block("x", "block", "tokens")
+    assert made is inner.attention_block.return_value
+    inner.attention_block.assert_called_once_with("x", "block", "tokens", attend=kernels.paged_attention)

@@ -17,15 +17,17 @@ if sys.argv[1:] == ["cpu"]:
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+from unfused import UnfusedProducts
 
-from outrider.device import AttentionMetadata, KernelSet, Product, QuantizedProduct, RotaryArgs
+from outrider.device import AttentionMetadata, RotaryArgs
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
 from outrider_triton.device_facts import DeviceFacts, facts_of
 from outrider_triton.kernelset import TritonKernels
+from outrider_triton.products import Product, QuantizedProduct
 
 E4M3 = torch.float8_e4m3fn
 PAGE = 16
-REFERENCE = KernelSet()
+REFERENCE = UnfusedProducts()
 
 
 def sizes(small):

@@ -16,8 +16,9 @@ from functools import partial
 
 import torch
 from on_device import in_a_graph, wrong
+from unfused import UnfusedProducts, attended_mlp, unfused_mlp
 
-from outrider.device import AttentionMetadata, KernelSet, QuantizedProduct, RotaryArgs
+from outrider.device import AttentionMetadata, RotaryArgs
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
 from outrider.model.config.shapes import decoder_shape, shape_config
 from outrider_triton import variants
@@ -25,6 +26,7 @@ from outrider_triton.derive import rank_configs
 from outrider_triton.device_facts import facts_of
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import compile_only
+from outrider_triton.products import QuantizedProduct
 from outrider_triton.table import load
 from outrider_tune.timing import microseconds
 
@@ -34,12 +36,6 @@ ERROR = 8e-3
 """Relative to the largest number of a row; the reference rounds nothing."""
 BF16 = torch.bfloat16
 FORMATS = ("int4", "fp8", "int8", "fp8-block")
-
-
-def apart(kernels, *operands, **options):
-    """Attention by itself, and activations quantised by kernels of their own."""
-    both = KernelSet.attention_norm_linear_quantized(kernels, *operands[:-2], **options)
-    return QuantizedProduct(both, *operands[-2:], gated=True)
 
 
 class Layers:
@@ -80,9 +76,7 @@ class Layers:
         """``joined``: attention and what follows it in the one method; else one after the other."""
         kernels, residual = self.kernels, self.residual.clone()
         added = QuantizedProduct(self.both, self.weights[-1][3], None, gated=True)
-        behind = kernels.attention_norm_linear_silu_mul_quantized
-        if not joined:
-            behind = partial(apart, kernels)
+        behind = partial(attended_mlp if joined else unfused_mlp, kernels)
         for (qkv, output, gates, down), cache in zip(self.weights, self.caches, strict=True):
             rotary = RotaryArgs(*self.angles, *cache, self.slots)
             q = kernels.norm_linear_quantized_rope_write_cache(added, residual, self.norm, 1e-5, qkv, None, rotary)
@@ -102,18 +96,22 @@ def right(facts, device):
         qkv, output, gates, down = layers.weights[0]
         q = torch.randn(batch * width, HEADS, SIZE, device=device).to(BF16)
 
-        def behind(kernel_set, dtype, q=q, layers=layers, weights=(output, None), others=(gates, None, down, None), qkv=qkv):
+        def layer(kernel_set, dtype, q=q, layers=layers, weights=(output, None), others=(gates, None, down, None), qkv=qkv):
             wide = [each.to(dtype, copy=True) for each in (q, *layers.caches[0])]
             residual, norm = layers.residual.to(dtype, copy=True), layers.norm.to(dtype)
             own = layers.metadata, *weights, residual, norm, 1e-5, *others
-            made = kernel_set.attention_norm_linear_silu_mul_quantized(*wide, *own, scale=SIZE**-0.5)
+            mlp = attended_mlp if isinstance(kernel_set, TritonKernels) else unfused_mlp
+            made = mlp(kernel_set, *wide, *own, scale=SIZE**-0.5)
             rotary = RotaryArgs(*(each.to(dtype) for each in layers.angles), *wide[1:], layers.slots)
             turned = kernel_set.norm_linear_quantized_rope_write_cache(made, residual, norm, 1e-5, qkv, None, rotary)
             written = (each.flatten(0, 1)[layers.slots] for each in wide[1:])
             return torch.cat([each.flatten(1) for each in (turned, *written)], dim=1)
 
-        wanted = behind(KernelSet(), torch.float64)
-        off, own = wrong(in_a_graph(partial(behind, layers.kernels, BF16)), wanted), wrong(behind(KernelSet(), BF16), wanted)
+        wanted = layer(UnfusedProducts(), torch.float64)
+        off, own = (
+            wrong(in_a_graph(partial(layer, layers.kernels, BF16)), wanted),
+            wrong(layer(UnfusedProducts(), BF16), wanted),
+        )
         bad = off > max(ERROR, 1.5 * own)
         found.append(bad)
         print(

@@ -14,11 +14,13 @@ from functools import partial
 
 import torch
 from on_device import in_a_graph, wrong
+from unfused import UnfusedProducts
 
-from outrider.device import KernelSet, QuantizedProduct, RotaryArgs
+from outrider.device import RotaryArgs
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
 from outrider_triton.device_facts import facts_of
 from outrider_triton.kernelset import TritonKernels
+from outrider_triton.products import QuantizedProduct
 
 TOKENS = (1, 4, 13, 64, 100, 300)
 SHAPES = ((4096, 4096), (6144, 4096), (1000, 1056), (1000, 1024), (2048, 14336))
@@ -26,7 +28,7 @@ LAYERS = ("fp8", "int4", "int8", "fp8-block")
 EXPERTS = ((128, 8, 2048, 768), (8, 2, 1024, 1024), (60, 4, 520, 136))
 ERROR = 6e-3
 """Relative to the largest number of the row: a rounding of bfloat16 is 4e-3, and the reference rounds nothing."""
-REFERENCE = KernelSet()
+REFERENCE = UnfusedProducts()
 
 
 def products(kernels, device):

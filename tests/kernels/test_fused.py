@@ -9,10 +9,12 @@ import torch
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
 from kernels.test_numerics import close
-from outrider.device import KernelSet, Product, RotaryArgs
+from kernels.unfused import UnfusedProducts
+from outrider.device import RotaryArgs
 from outrider_triton import kernelset as _kernelset  # noqa: F401  (registers the operators)
+from outrider_triton.products import Product
 
-REFERENCE = KernelSet()
+REFERENCE = UnfusedProducts()
 HEADS, KV_HEADS, SIZE = 3, 2, 16
 CONFIGS = [(16, 16, 32, 1, 4, 2, 0, 0, 0), (16, 32, 32, 1, 4, 2, 64, 0, 24), (32, 16, 64, 1, 4, 3, 0, 0, 12)]
 TURNS = [(16, 16, 32, 1, 4, 2, 0, 0, 0), (16, 64, 32, 1, 4, 2, 64, 0, 24), (32, 32, 64, 1, 4, 3, 0, 0, 12)]

@@ -8,9 +8,11 @@ import itertools
 import pytest
 import torch
 
-from outrider.device import HeadNorms, KernelSet, Product, RecurrentBatch, RotaryArgs
+from kernels.unfused import UnfusedProducts
+from outrider.device import HeadNorms, RecurrentBatch, RotaryArgs
+from outrider_triton.products import Product
 
-PLAIN = KernelSet()
+PLAIN = UnfusedProducts()
 
 
 def random(*shape, seed, device, dtype=torch.float16):

@@ -8,12 +8,14 @@ import torch
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
 from kernels.devices import DEVICES, SMALL
-from outrider.device import AttentionMetadata, KernelSet, Product, RotaryArgs
+from kernels.unfused import UnfusedProducts
+from outrider.device import AttentionMetadata, RotaryArgs
 from outrider_triton import prefill_ops
 from outrider_triton.kernelset import TritonKernels
+from outrider_triton.products import Product
 from outrider_triton.table import MatmulConfig
 
-REFERENCE = KernelSet()
+REFERENCE = UnfusedProducts()
 E4M3 = torch.float8_e4m3fn
 HEADS, KV_HEADS, SIZE = 4, 2, 16
 ROWS = (HEADS + 2 * KV_HEADS) * SIZE

@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 
 from conformance.small_problems import small
 from kernels.devices import SMALL
+from kernels.unfused import UnfusedProducts
 from outrider.device import AttentionMetadata, KernelSet
 from outrider.device.kernels.philox import uniforms
 from outrider_conformance.random_kernels.checks import judge_with
@@ -18,7 +19,7 @@ from outrider_triton import kernelset as _kernelset  # noqa: F401  (registers th
 from outrider_triton.jit import token_choice
 from outrider_triton.table import MatmulConfig
 
-REFERENCE = KernelSet()
+REFERENCE = UnfusedProducts()
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 8e-3, torch.bfloat16: 6e-2}
 
 

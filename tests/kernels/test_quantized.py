@@ -9,7 +9,8 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 
 from kernels.devices import DEVICES, SMALL
 from kernels.test_numerics import close
-from outrider.device import KernelSet, QuantizedProduct, QuantizedWeight
+from kernels.unfused import UnfusedProducts
+from outrider.device import QuantizedWeight
 from outrider.device.kernels.formats import FP8, INT4, INT8
 from outrider.device.kernels.quantized_reference import dequantize, quantize_activations
 from outrider.device.kernels.weight_formats import WeightFormat
@@ -18,10 +19,11 @@ from outrider_triton.derive import choose_config
 from outrider_triton.derive_quantized import OperandStorage
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.nibble_plane_ops import INT8_COMPONENTS, NIBBLE_PLANES, permute_rows
+from outrider_triton.products import QuantizedProduct
 from outrider_triton.quantized_ops import ProductPlan, plan
 from outrider_triton.table import MatmulConfig
 
-REFERENCE = KernelSet()
+REFERENCE = UnfusedProducts()
 ROW, BLOCK = ("row", 0), ("block", 128)
 WAYS = {
     "fp8 per channel, fp8 tokens": (WeightFormat(elements=FP8, activations=FP8), 256, ROW),

@@ -8,17 +8,21 @@ import torch
 
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
+
 from kernels.devices import SMALL
-from outrider.device import AttentionMetadata, KernelSet, QuantizedProduct, RotaryArgs
+from kernels.unfused import UnfusedProducts, attended_mlp, unfused_mlp
+from outrider.device import AttentionMetadata, ResidualStream, RotaryArgs
 from outrider.device.kernels.formats import FP8, INT4, INT8
 from outrider.device.kernels.weight_formats import WeightFormat
+from outrider.device.kernels.weights import linear
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.layers.inputs import ForwardInput
-from outrider.model.layers.layer import DecoderLayer, LayerWeights
-from outrider.model.layers.pending import add
-from outrider.model.layers.products import OtherProduct
+from outrider.model.layers.layer import DecoderLayer
+from outrider.model.layers.layer_weights import LayerWeights
 from outrider_triton import attention_ops, nibble_plane_ops, ops, quantized_activation_ops, quantized_ops
+from outrider_triton.blocks import DeferredQuantized
 from outrider_triton.kernelset import TritonKernels
+from outrider_triton.products import QuantizedProduct
 from outrider_triton.quantized_ops import plan
 from outrider_triton.table import MatmulConfig
 
@@ -126,7 +130,7 @@ def test_a_norm_and_queries_behind_it(format, split, kernels):
     bias, norm, once, again = normal(ROWS, seed=15), normal(HIDDEN, seed=13), rotary(5), rotary(5)
     kept, residual = normal(5, HIDDEN, seed=12), normal(5, HIDDEN, seed=12)
     made = kernels.norm_linear_quantized_rope_write_cache(added, kept, norm, 1e-5, second, bias, once)
-    right = KernelSet.norm_linear_quantized_rope_write_cache(kernels, added, residual, norm, 1e-5, second, bias, again)
+    right = UnfusedProducts.norm_linear_quantized_rope_write_cache(kernels, added, residual, norm, 1e-5, second, bias, again)
     for mine, its in ((made, right), (kept, residual), (once.k_cache, again.k_cache), (once.v_cache, again.v_cache)):
         same(mine, its)
 
@@ -139,7 +143,7 @@ def test_queries_behind_no_norm(format, split, kernels):
     split_in(kernels, split, qkv)
     once, again = rotary(5), rotary(5)
     made = kernels.linear_quantized_rope_write_cache(x, qkv, bias, once)
-    right = KernelSet.linear_quantized_rope_write_cache(kernels, x, qkv, bias, again)
+    right = UnfusedProducts.linear_quantized_rope_write_cache(kernels, x, qkv, bias, again)
     for mine, its in ((made, right), (once.k_cache, again.k_cache), (once.v_cache, again.v_cache)):
         same(mine, its)
     assert not torch.equal(once.k_cache, rotary(5).k_cache)
@@ -159,9 +163,9 @@ def test_embeddings_beside_features(format, kernels, launched):
     fusion = replace(made, data=made.data.to(there), scales=made.scales.to(there))
     embedding, hidden, bias = normal(9, HIDDEN), normal(5, 160, seed=6)[:, :128], normal(HIDDEN, seed=7)
     operands = torch.tensor([8, 0, 3, 3, 1]), embedding, hidden, fusion, bias
-    mine = kernels.embed_beside_linear_quantized(*operands)
+    mine = kernels.fuse_embedding(*operands)
     few = Counter(launched)
-    same(mine, KernelSet.embed_beside_linear_quantized(kernels, *operands))
+    same(mine, linear(kernels, torch.cat((embedding[operands[0]], hidden), dim=1), fusion, bias))
     own = {"embed_beside_quantize"} & set(few)
     assert own if fusion.activations else {"lay_in_planes"} & set(few)
     assert not own or not {"embed_beside", "quantize_rows"} & set(few)
@@ -185,7 +189,7 @@ def test_what_a_last_layer_adds(format, left, split, kernels):
     for behind in (("linear_quantized_add",), ("linear_quantized_add_rms_norm", norm, 1e-5)):
         kept, residual = normal(5, HIDDEN, seed=12), normal(5, HIDDEN, seed=12)
         mine = getattr(kernels, behind[0])(made, kept, *behind[1:])
-        its = getattr(KernelSet, behind[0])(kernels, made, residual, *behind[1:])
+        its = getattr(UnfusedProducts, behind[0])(kernels, made, residual, *behind[1:])
         if split == 1 or len(behind) == 1:
             same(mine, its)
             same(kept, residual)
@@ -224,10 +228,9 @@ def test_a_norm_behind_attention(format, batch, padding, kernels):
     split_in(kernels, 1, output, gates)
     m, norm, bias = operands[0].shape[0], normal(HIDDEN, seed=13), normal(HIDDEN, seed=14)
     kept, residual = normal(m, HIDDEN, seed=12), normal(m, HIDDEN, seed=12)
-    made = kernels.attention_norm_linear_quantized(*operands, output, bias, kept, norm, 1e-5, gates, scale=0.1)
-    right = KernelSet.attention_norm_linear_quantized(
-        kernels, *operands, output, bias, residual, norm, 1e-5, gates, scale=0.1
-    )
+    following = norm, 1e-5, gates, None, weight(format, HIDDEN, INNER, seed=6), None
+    made = attended_mlp(kernels, *operands, output, bias, kept, *following, scale=0.1).x
+    right = unfused_mlp(kernels, *operands, output, bias, residual, *following, scale=0.1).x
     same(made, right)
     same(kept, residual)
     assert made.isfinite().all()
@@ -313,8 +316,8 @@ def test_kernels_of_a_draft(format, kernels, launched):
     own, m, turn = layer(format, kernels), 2, rotary(2)
     _, *caches, metadata = attention(1, m)
     residual = normal(m, HIDDEN, seed=9)
-    pending = own.forward(None, residual, inputs_of(m, metadata), (turn.cos, turn.sin), tuple(caches))
-    assert add(pending, residual, kernels) is residual
+    x = ResidualStream(kernels, residual)
+    assert own.forward(x, inputs_of(m, metadata), (turn.cos, turn.sin), tuple(caches)).add() is residual
     found = Counter(launched)
     always = {"add_parts_rope_write_cache": 1, "paged_attention": 1, "join_splits": 1, "rms_norm": 1}
     if format == "int4":
@@ -340,8 +343,9 @@ def test_kernels_of_a_layer(format, kernels, launched):
     m, turn = 2, rotary(2)
     _, *caches, metadata = attention(1, m)
     inputs = inputs_of(m, metadata)
-    pending = OtherProduct(normal(m, 2 * INNER), weight(format, HIDDEN, INNER, seed=3), None, gated=True)
-    own.forward(pending, normal(m, HIDDEN, seed=9), inputs, (turn.cos, turn.sin), tuple(caches))
+    product = QuantizedProduct(normal(m, 2 * INNER), weight(format, HIDDEN, INNER, seed=3), None, gated=True)
+    x = ResidualStream(kernels, normal(m, HIDDEN, seed=9), DeferredQuantized(kernels, product))
+    own.forward(x, inputs, (turn.cos, turn.sin), tuple(caches))
     found = Counter(launched)
     always = {"add_parts_rope_write_cache": 1, "paged_attention": 1}
     if format == "int4":

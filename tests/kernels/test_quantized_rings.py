@@ -15,13 +15,15 @@ import torch
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
 from kernels.devices import DEVICES
-from outrider.device import AttentionMetadata, QuantizedProduct, RotaryArgs
+from kernels.unfused import attended_mlp
+from outrider.device import AttentionMetadata, RotaryArgs
 from outrider.device.kernels.formats import FP8, INT4
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS, WeightFormat
 from outrider_triton import streamed
 from outrider_triton.derive import choose_config
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import _ahead
+from outrider_triton.products import QuantizedProduct
 from outrider_triton.quantized_ops import plan
 from outrider_triton.table import STREAMED, MatmulConfig
 
@@ -117,7 +119,7 @@ def activated(kernels, weights, batch, width):
     m, norm = batch * width, torch.ones(HIDDEN, dtype=BF16)
     residual = torch.zeros(m, HIDDEN, dtype=BF16)
     operands = q, *caches, metadata, weights["output"], None, residual, norm, 1e-5, weights["gates"], None
-    made = kernels.attention_norm_linear_silu_mul_quantized(*operands, weights["down"], None, scale=0.1)
+    made = attended_mlp(kernels, *operands, weights["down"], None, scale=0.1)
     angles = torch.zeros(m, SIZE, dtype=BF16)
     rotary = RotaryArgs(angles, angles, *caches, torch.arange(m))
     kernels.norm_linear_quantized_rope_write_cache(made, residual, norm, 1e-5, weights["turned"], None, rotary)
@@ -196,7 +198,7 @@ def ends(kernels, weights, m):
     angles = torch.zeros(m, SIZE, dtype=BF16)
     rotary = RotaryArgs(angles, angles, *attending(1, 1)[1], torch.arange(m))
     tokens, embedding = torch.zeros(m, dtype=torch.int64), torch.zeros(3, INNER - HIDDEN, dtype=BF16)
-    assert kernels.embed_beside_linear_quantized(tokens, embedding, x, weights["down"]).shape == x.shape
+    assert kernels.fuse_embedding(tokens, embedding, x, weights["down"]).shape == x.shape
     kernels.linear_quantized_rope_write_cache(x, weights["turned"], None, rotary)
     few = torch.zeros(m, INNER, dtype=BF16), torch.zeros(132, m)
     made = QuantizedProduct(few[0], weights["down"], None, maxima=few[1])
@@ -247,7 +249,7 @@ def attending(batch, width):
 def attended(kernels, output, gates, batch, width):
     q, caches, metadata = attending(batch, width)
     residual, norm = torch.zeros(batch * width, HIDDEN, dtype=BF16), torch.ones(HIDDEN, dtype=BF16)
-    kernels.attention_norm_linear_quantized(q, *caches, metadata, output, None, residual, norm, 1e-5, gates, scale=0.1)
+    attended_mlp(kernels, q, *caches, metadata, output, None, residual, norm, 1e-5, gates, None, output, None, scale=0.1)
 
 
 def test_rows_of_attention_are_laid_out_by_what_was_compiled_beforehand(launched, kernels, monkeypatch):

@@ -12,14 +12,16 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 
 from kernels.devices import DEVICES
 from kernels.test_numerics import close
-from outrider.device import KernelSet, Product, RotaryArgs
+from kernels.unfused import UnfusedProducts
+from outrider.device import RotaryArgs
 from outrider.model.config.shapes import decoder_shape, shape_config
 from outrider_triton import streamed
 from outrider_triton.kernelset import TritonKernels, _boxes_fit_heads
+from outrider_triton.products import Product
 from outrider_triton.table import LARGE_M, STREAMED, MatmulConfig, load
 from outrider_triton.tuner import Chain
 
-REFERENCE = KernelSet()
+REFERENCE = UnfusedProducts()
 HALF = torch.bfloat16
 SHARED_BYTES = 227 << 10  # of a program, on the device that these are for
 HEADS, KV_HEADS, SIZE = 5, 2, 128

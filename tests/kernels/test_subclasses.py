@@ -1,4 +1,4 @@
-"""A subclass of TritonKernels is asked for what it overrides, also by what is one kernel there."""
+"""A subclass of TritonKernels: blocks that use a primitive of its own are composed."""
 
 import pytest
 import torch
@@ -7,53 +7,46 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 
 from kernels.devices import DEVICES
 from outrider.device import KernelSet
-from outrider.device.kernels.kernelset import kernel_names, parts_of
+from outrider.device.kernels.kernelset import composed_kernels
 from outrider_conformance.random_kernels.kernels import KERNELS, problem
 from outrider_triton.kernelset import TritonKernels
 
-DRAWN = {label.partition(",")[0]: drawn for label, drawn in reversed(KERNELS.items())}
-PAIRS = [(name, part) for name in kernel_names() for part in sorted(parts_of(name))]
-
-NOT_DRAWN = {
-    ("verify_checked", "sample"),
-    ("linear_quantized_add", "silu_mul"),
-    ("linear_quantized_add_rms_norm", "silu_mul"),
-}
-"""Parts that a kernel has for other operands than those that are drawn first."""
+PAIRS = [(name, part) for name, parts in composed_kernels().items() for part in sorted(parts)]
 
 
 @pytest.mark.parametrize(("name", "part"), PAIRS)
-def test_a_subclass_is_asked_for_its_part_of_what_is_one_kernel(name, part, unlaunched):
+def test_a_subclass_gets_the_composed_default_of_what_uses_its_primitive(name, part):
+    kind = type("Asked", (TritonKernels,), {part: getattr(KernelSet, part)})
+    assert getattr(kind, name) is getattr(KernelSet, name)
+    assert getattr(type("Below", (kind,), {}), name) is getattr(KernelSet, name)
+    assert not kind(DEVICES["H100"]).is_native(name)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", ["attention_block", "mlp_block", "attention_block, fp8", "mlp_block, fp8"])
+def test_a_composed_block_calls_the_primitives_of_a_subclass(name, unlaunched):
     asked = []
 
-    def own(self, *operands, **options):
-        asked.append(part)
-        return getattr(KernelSet, part)(self, *operands, **options)
+    class Asked(TritonKernels):
+        def add_rms_norm(self, *operands):
+            asked.append("add_rms_norm")
+            return KernelSet.add_rms_norm(self, *operands)
 
-    kind = type("Asked", (TritonKernels,), {part: own})
-    assert getattr(kind, name) is getattr(KernelSet, name)
-    if (name, part) in NOT_DRAWN:
-        return
-    drawn = DRAWN[name]
+    drawn = KERNELS[name]
     made = problem(drawn, drawn.corners[0], torch.bfloat16, 0)
-    operands = {each: operand.tensor for each, operand in made.operands.items()}
-    for kernels in (kind(DEVICES["H100"]), type("Below", (kind,), {})(DEVICES["H100"])):
-        asked.clear()
-        made.call(kernels, operands)
-        assert part in asked
+    made.call(Asked(DEVICES["H100"]), {each: operand.tensor for each, operand in made.operands.items()})
+    assert asked == ["add_rms_norm"] * (3 if "attention" in name else 2)
 
 
-def test_what_a_subclass_overrides_as_a_whole_stays():
+def test_a_block_that_a_subclass_overrides_too_stays():
     class Own(TritonKernels):
         def linear(self, x, weight, bias=None):
             return super().linear(x, weight, bias)
 
-        def linear_silu_mul(self, x, weight, bias=None):
-            return super().linear_silu_mul(x, weight, bias)
+        mlp_block = TritonKernels.mlp_block
 
-    assert Own.linear_silu_mul is vars(Own)["linear_silu_mul"] is not KernelSet.linear_silu_mul
-    assert Own.linear_add is KernelSet.linear_add
-    assert Own.norm_linear_silu_mul is KernelSet.norm_linear_silu_mul  # its other part is one product with the norm
+    assert Own.mlp_block is TritonKernels.mlp_block is not KernelSet.mlp_block
+    assert Own.attention_block is KernelSet.attention_block
     assert Own.verify_checked is TritonKernels.verify_checked
     assert Own.all_reduce_rms_norm is TritonKernels.all_reduce_rms_norm
 

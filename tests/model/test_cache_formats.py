@@ -7,9 +7,9 @@ from model.cached_checkpoints import MODELOPT, OLDER, rewrite, write_cached, wri
 from model.harness import Driver
 from model.quantized_checkpoints import write_compressed, write_modelopt
 from outrider.device import CapabilityError, KernelSet
+from outrider.device.kernels.weights import quantized_products
 from outrider.errors import CheckpointError
 from outrider.model import QuantizedMode, load_decoder
-from outrider.model.layers.products import quantized_products
 from outrider_cpu.backend import CpuBackend
 from tiny_checkpoints import write_checkpoint
 

@@ -12,10 +12,10 @@ from model.hybrid_checkpoints import FAMILIES, MtpOracle, greedy, logits, random
 from model.quantized_checkpoints import write_compressed, write_fp8
 from outrider import Engine, SamplingParams
 from outrider.cli.models import Speculation
-from outrider.device import QuantizedWeight
+from outrider.device import QuantizedWeight, SplitWeight
+from outrider.device.kernels.weights import quantized_products
 from outrider.errors import CheckpointError
 from outrider.model import KVCache, QuantizedMode, load_decoder
-from outrider.model.layers.products import SplitWeight, quantized_products
 from outrider.model.quantization.writing import quantize_checkpoint
 from outrider_proof import tiny
 

@@ -25,9 +25,9 @@ from model.quantized_checkpoints import (
     write_modelopt,
 )
 from outrider.device import Capabilities, CapabilityError, ConfigError, QuantizedWeight
+from outrider.device.kernels.weights import SplitWeight, quantized_products
 from outrider.errors import CheckpointError
 from outrider.model import QuantizedMode, load_decoder
-from outrider.model.layers.products import SplitWeight, quantized_products
 from outrider_cpu.backend import CpuBackend
 from tiny_checkpoints import write_checkpoint
 

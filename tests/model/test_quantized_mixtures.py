@@ -12,9 +12,9 @@ from model.harness import Driver
 from model.quantized_checkpoints import write_compressed, write_fp8
 from model.test_quantized import DEQUANTIZE, KERNELS, PROMPT, TOLERANCE, ours
 from outrider.device import ConfigError, KernelSet, QuantizedWeight
+from outrider.device.kernels.weights import quantized_products
 from outrider.errors import CheckpointError
 from outrider.model import Decoder, ModelRanks, Shard, Shards, load_decoder
-from outrider.model.layers.products import quantized_products
 from tiny_checkpoints import write_checkpoint
 
 SHAPE = {

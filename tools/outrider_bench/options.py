@@ -293,6 +293,7 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
             "device": str(engine.backend.device),
             "versions": dict(engine.backend.versions()),
             "kernels": engine.model.kernels.name,
+            "blocks": dict(block for blocks in engine.model.implementations()["blocks"] for block in blocks.items()),
             **described,
             "draft_tokens": engine.proposer.depth,
             **launched(engine, own),

@@ -12,6 +12,7 @@ import torch
 
 from outrider.device import Backend, CapabilityError, ConfigError
 from outrider.device.kernels.weight_formats import weight_format
+from outrider.device.kernels.weights import SplitWeight, Weight
 from outrider.model.checkpoint.mapping import decoder_targets, decoder_weights
 from outrider.model.checkpoint.pieces import Target
 from outrider.model.checkpoint.tensor_loading import loading_stream
@@ -22,7 +23,6 @@ from outrider.model.heads.eagle import EagleHead
 from outrider.model.heads.head_loading import eagle_targets, eagle_weights
 from outrider.model.heads.mtp import HEAD_NAME, MtpHead, chained_head_config, chained_mtp_targets, mtp_weights
 from outrider.model.layers.decoder import Decoder
-from outrider.model.layers.products import SplitWeight, Weight
 from outrider.model.layers.ranks import ModelRanks, Shards, or_single_rank
 from outrider.model.quantization.cache import cache_format, resolve_cache_format
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from outrider.device import AttentionMetadata, InterfaceError, KernelSet, WrappedKernels
-from outrider.device.kernels import declared_below, kernel_names
+from outrider.device.kernels import kernel_names
 
 KERNELS: tuple[str, ...] = kernel_names()
 """The methods of a KernelSet that compute, in the order of its parts."""
@@ -192,18 +192,28 @@ def _base(kind: type) -> type:
 
 
 def _overrides(kind: type, name: str) -> bool:
-    return name in declared_below(kind, _base(kind))
+    """Return True if ``kind`` computes the kernel by a method of its own. The composed default of a block is none."""
+    return getattr(kind, name) not in (getattr(_base(kind), name), getattr(KernelSet, name))
 
 
 def _counted(kind: type, calls: KernelCalls) -> type:
     """Return a subclass of ``kind`` that counts calls of overrides, and calls of base methods by :func:`_counting_base`."""
     members: dict[str, Any] = {"_counted_by": calls, "__module__": kind.__module__, "__slots__": ()}
-    members |= {name: _counted_override(getattr(kind, name), name) for name in KERNELS if _overrides(kind, name)}
+    members |= {"cache_formats": kind.cache_formats}  # type: ignore[attr-defined]  # of a KernelSet
+    for name in KERNELS:
+        count = _counted_override if _overrides(kind, name) else _counted_default
+        members[name] = count(getattr(kind, name), name)
     base = _base(kind)
-    # complete: the counting overrides pass calls on, so no kernel has to be computed part by part because of them.
-    return type(
-        kind.__name__, (_counting_base(base),) if kind is base else (kind, _counting_base(base)), members, complete=True
-    )
+    return type(kind.__name__, (_counting_base(base),) if kind is base else (kind, _counting_base(base)), members)
+
+
+def _counted_default(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._counted_by._left(self, name, (*args, *kwargs.values()))
+        return method(self, *args, **kwargs)
+
+    return call
 
 
 def _counted_override(method: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -217,18 +227,8 @@ def _counted_override(method: Callable[..., Any], name: str) -> Callable[..., An
 @lru_cache(maxsize=2)
 def _counting_base(base: type) -> type:
     """Return a subclass of ``base`` that counts its calls. ``super()`` of a plugin's class reaches it before ``base``."""
-
-    def counted(name: str) -> Callable[..., Any]:
-        method = getattr(base, name)
-
-        @wraps(method)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            self._counted_by._left(self, name, (*args, *kwargs.values()))
-            return method(self, *args, **kwargs)
-
-        return call
-
-    return type(f"_Counting{base.__name__}", (base,), {"__slots__": (), **{name: counted(name) for name in KERNELS}})
+    counted = {name: _counted_default(getattr(base, name), name) for name in KERNELS}
+    return type(f"_Counting{base.__name__}", (base,), {"__slots__": (), **counted})
 
 
 def _described(operands: tuple[Any, ...]) -> str:

@@ -11,13 +11,19 @@ from torch import Tensor
 
 from outrider.device import (
     QUANTIZED_FORMATS,
+    AttentionBlock,
     AttentionMetadata,
+    AttentionTokens,
     Backend,
     CaptureContext,
     HostParam,
     KernelSet,
+    LayerRows,
     QuantizedWeight,
+    ResidualStream,
+    RotaryArgs,
     Stream,
+    Weight,
 )
 from outrider_conformance.kernel_calls import KernelCalls, counts_of, layers_of
 from outrider_conformance.lab import Lab
@@ -28,8 +34,7 @@ _HEADS, _KV_HEADS, _SIZE = 4, 2, 64
 _SCALE = 0.125
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 _LENGTHS = "lengths"
-_FUSED = ("attention_norm_linear_quantized", "attention_norm_linear_silu_mul_quantized")
-"""Kernels that compute attention and the following product in one call."""
+_EPS = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,16 +180,12 @@ def check_in_graph(lab: Lab, shape: Shape) -> None:
     _check_own(backend)
 
 
-def check_joined(lab: Lab, shape: Shape) -> None:
-    """Check that a layer with quantised weights uses the backend's own attention in its fused calls.
-
-    The fused calls compute attention, the output projection, and the gate and up projections, with and without the
-    activation. Other tests check the numbers.
-    """
+def check_block(lab: Lab, shape: Shape, *, quantized: bool) -> None:
+    """Check that the attention block of a layer uses the backend's own attention. Other tests check the numbers."""
     (stream,) = lab.streams("s")
     backend = lab.backend
     formats = sorted(backend.capabilities.quantized_formats)
-    if not formats:
+    if quantized and not formats:
         not_applicable("no format of quantised weights is declared")
     kernels = backend.kernels_in_use
     calls = counts_of(kernels)
@@ -196,30 +197,37 @@ def check_joined(lab: Lab, shape: Shape) -> None:
     made = batch.upload(stream)
     lengths = shape.lengths(batch.page_size)
     exact = HostParam(_LENGTHS, lengths) if backend.speculative_sync.exact_host_lengths else None
-    hidden = _HEADS * _SIZE
+    hidden, tokens = _HEADS * _SIZE, made["q"].shape[0]
+
+    def weight(rows: int) -> Weight:
+        if quantized:
+            return _ones(formats[0], hidden, backend.device, rows=rows)
+        return torch.full((rows, hidden), 1 / hidden, dtype=dtype, device=backend.device)
+
     with backend.on(stream):
-        weight = _ones(formats[0], hidden, backend.device)
-        residual = torch.zeros(made["q"].shape[0], hidden, dtype=dtype, device=backend.device)
         norm = torch.ones(hidden, dtype=dtype, device=backend.device)
-        both = _ones(formats[0], hidden, backend.device, rows=2 * hidden)
-        attended = made["q"], made["k_cache"], made["v_cache"], batch.metadata(made, exact), weight, None
-        following = residual, norm, 1e-5, both, None
-        for name, more in zip(_FUSED, ((), (weight, None)), strict=True):
-            before = _attention_calls(calls, own)
-            getattr(kernels, name)(*attended, *following, *more, scale=_SCALE, window=shape.window)
-            assert _attention_calls(calls, own) > before, (
-                f"{own!r} has attention of its own, and a layer with quantised weights didn't call it: "
-                f"{name} of an outer or inner kernel set computed attention instead"
-            )
+        block = AttentionBlock(
+            norm=norm, eps=_EPS, qkv=weight(2 * hidden), output=weight(hidden), scale=_SCALE, window=shape.window
+        )
+        ones = torch.ones(tokens, _SIZE, dtype=dtype, device=backend.device)
+        rotary = RotaryArgs(ones, ones, made["k_cache"], made["v_cache"], torch.arange(tokens, device=backend.device))
+        before = _attention_calls(calls, own)
+        x = ResidualStream(kernels, torch.zeros(tokens, hidden, dtype=dtype, device=backend.device))
+        rows = AttentionTokens(batch.metadata(made, exact), rotary, LayerRows())
+        kernels.resolve_block("attention_block", block)(x, block, rows).norm(norm, _EPS)
+        assert _attention_calls(calls, own) > before, (
+            f"{own!r} has attention of its own, and the attention block of a layer didn't call it: attention_block of an "
+            "outer or inner kernel set computed attention instead. Pass your attention on as the block's attend"
+        )
     stream.synchronize()
 
 
 def _attention_calls(calls: KernelCalls, kernels: str) -> int:
-    """Return how often these kernels computed attention, in plain calls and in fused calls that they computed themselves."""
+    """Return how often these kernels computed attention, alone and in attention blocks that they computed themselves."""
     return sum(
         count
         for call, count in calls.counts.items()
-        if call.kernels == kernels and (call.kernel == "paged_attention" or (call.own and call.kernel in _FUSED))
+        if call.kernels == kernels and (call.kernel == "paged_attention" or (call.own and call.kernel == "attention_block"))
     )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outrider import Engine, SamplingParams
+from outrider.device.kernels.weights import plain
 from outrider.model import (
     Decoder,
     DFlashHead,
@@ -20,7 +21,6 @@ from outrider.model import (
     PEagleHead,
     or_single_rank,
 )
-from outrider.model.layers.products import plain
 from outrider.speculative.block import BlockProposer
 from outrider.speculative.combined import CombinedProposer
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer

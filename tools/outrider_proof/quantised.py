@@ -13,9 +13,9 @@ import torch
 from outrider.device import QuantizedWeight
 from outrider.device.kernels.formats import FP8
 from outrider.device.kernels.weight_formats import weight_format
+from outrider.device.kernels.weights import SplitWeight, plain
 from outrider.model import Decoder, EagleHead, LayerWeights
-from outrider.model.layers.layer import CacheFormat
-from outrider.model.layers.products import SplitWeight, plain
+from outrider.model.layers.layer_weights import CacheFormat
 from outrider.model.quantization.cache import cache_format
 from outrider.speculative.eagle import EagleProposer
 from outrider_proof import tiny

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import DeltaRuleWeights
+from outrider.device.kernels.weights import plain
 from outrider.model import (
     DecoderWeights,
     DFlashWeights,
@@ -20,7 +21,6 @@ from outrider.model import (
     RecurrentConfig,
     Shards,
 )
-from outrider.model.layers.products import plain
 
 _Eagle3 = TypeVar("_Eagle3", bound=Eagle3Weights)
 

@@ -15,6 +15,7 @@ import torch
 
 from outrider import Engine, EngineConfig, SamplingParams
 from outrider.device import DeltaRuleWeights
+from outrider.device.kernels.weights import plain as plain_weight
 from outrider.model import (
     Decoder,
     DecoderWeights,
@@ -34,7 +35,6 @@ from outrider.model import (
     RecurrentConfig,
     RopeConfig,
 )
-from outrider.model.layers.products import plain as plain_weight
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_cpu.backend import CpuBackend
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.device import CACHE_FORMATS, AttentionMetadata, KernelSet, Product, RotaryArgs
+from outrider.device import CACHE_FORMATS, AttentionMetadata, HeadNorms, KernelSet, RotaryArgs
 from outrider_cpu import operators as _operators  # noqa: F401  (registers them)
 from outrider_cpu.packed_weights import PackedWeights
 
@@ -25,7 +25,7 @@ _WEIGHT_FIRST_TOKENS = MappingProxyType({torch.float32: range(6, 49), torch.bflo
 (docs/evidence/README.md#2026-11-26-host-batches)."""
 
 
-class CpuKernels(KernelSet, complete=True):
+class CpuKernels(KernelSet):
     """Host kernels that compute the torch references' results with fewer operations."""
 
     name = "cpu"
@@ -68,13 +68,13 @@ class CpuKernels(KernelSet, complete=True):
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
-    def linear_rope_write_cache(self, product: Product, rotary: RotaryArgs) -> Tensor:
+    def head_norm_rope_write_cache(self, qkv: Tensor, norms: HeadNorms | None, rotary: RotaryArgs) -> Tensor:
         """Rotate queries and keys in one operation, then write the cache."""
         kv_heads, size = rotary.k_cache.shape[2:]
-        if rotary.cos.shape[1] != size:
-            return super().linear_rope_write_cache(product, rotary)
-        made = self.linear(*product).view(product.x.shape[0], -1, size)
-        turned, v = made[:, :-kv_heads], made[:, -kv_heads:]
+        if norms is not None or rotary.cos.shape[1] != size:
+            return super().head_norm_rope_write_cache(qkv, norms, rotary)
+        heads = qkv.view(qkv.shape[0], -1, size)
+        turned, v = heads[:, :-kv_heads], heads[:, -kv_heads:]
         rotated: Tensor = torch.ops.outrider.rope_write_cache.host(turned, v, *rotary)
         return rotated[:, :-kv_heads]
 

@@ -6,14 +6,16 @@ import importlib.metadata
 import platform
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 from rich.console import Console
 
-from outrider.cli.environment import AUTOLOAD_VARIABLE, BACKEND_VARIABLE, backend_from_environment
+from outrider.cli.environment import AUTOLOAD_VARIABLE, BACKEND_VARIABLE, backend_from_environment, plugin_probe
 from outrider.cli.listing import survey
+from outrider.cli.models import ModelOption
 from outrider.cli.option_values import option
-from outrider.cli.report import CommandReport, JsonOption
+from outrider.cli.report import BackendOption, CommandReport, JsonOption
 from outrider.cli.starting import show_progress
 from outrider.cli.torch_probe import TorchState, loaded_torch, probe_torch
 from outrider.device.errors import OutriderError
@@ -25,10 +27,18 @@ _PACKAGES = ("numpy", "pluggy", "transformers", "tokenizers", "safetensors", "pi
 
 def doctor(
     open_devices: Annotated[bool, option("--open", help="Also open each device that says it can run.")] = False,
+    model: ModelOption = None,
+    backend: BackendOption = None,
     json_output: JsonOption = False,
 ) -> CommandReport:
-    """Print for each installed backend why it can or can't run on this machine. The exit code is 1 if none can."""
+    """Print for each installed backend why it can or can't run on this machine. The exit code is 1 if none can.
+
+    With --model, load the model and print which implementation computes each block of its layers and each primitive: the
+    kernels of the backend, the composition of primitives, or the torch reference.
+    """
     del json_output
+    if model is not None:
+        return _implementations(model, backend)
     with show_progress() as tell:
         tell("probing backends", 0, 0)
         torch = loaded_torch() or probe_torch()
@@ -60,6 +70,37 @@ def doctor(
     }
     can_run = any(values["can_run"] for values in rows)
     return CommandReport(data=data, render=lambda console: _render(console, data), exit_code=0 if can_run else 1)
+
+
+def _implementations(model: Path, backend: str | None) -> CommandReport:
+    """Load a decoder and report what computes its blocks and primitives."""
+    from outrider.cli.torch_probe import require_torch
+
+    require_torch()
+    from outrider.engine.config import DTYPES
+    from outrider.engine.resolve import choose_dtype
+    from outrider.model import checkpoint_dtype, find_checkpoint, load_decoder
+
+    registry = Registry(probe=plugin_probe())
+    directory, device = find_checkpoint(model), registry.create(registry.select(backend, backend_from_environment()))
+    dtype = DTYPES[str(choose_dtype(device.capabilities, checkpoint_dtype(directory)).value)]
+    decoder = load_decoder(directory, backend=device, dtype=dtype)
+    data = {"model": str(directory), "backend": device.name, "kernels": decoder.kernels.name, **decoder.implementations()}
+    return CommandReport(data=data, render=lambda console: _render_implementations(console, data))
+
+
+def _render_implementations(console: Console, data: Mapping[str, Any]) -> None:
+    console.print(f"{data['model']} on {data['backend']}, kernels {data['kernels']}\n\nblocks")
+    layers: dict[tuple[str, str], list[int]] = {}
+    for index, blocks in enumerate(data["blocks"]):
+        for block in blocks.items():
+            layers.setdefault(block, []).append(index)
+    for (name, implementation), indices in layers.items():
+        console.print(f"  {name}: {implementation} in layers {', '.join(map(str, indices))}")
+    console.print("\nprimitives")
+    for implementation in ("native", "reference"):
+        names = [name for name, found in data["primitives"].items() if found == implementation]
+        console.print(f"  {implementation}: {', '.join(names) or 'none'}")
 
 
 def _chosen(registry: Registry, torch: TorchState) -> tuple[str | None, str]:

@@ -39,25 +39,7 @@ CACHES = ("rotary.k_cache", "rotary.v_cache")
 DRAW = ("temperature", "seeds", "positions")
 SPECS = {
     "linear": Operands(DENSE, ("x",), (), ("x", "weight", "bias"), ("x",), ("x",), ("x", "weight"), many=64),
-    "linear_silu_mul": Operands(DENSE, ("x",), (), ("x", "weight"), ("x",), ("x",), ("x", "weight"), many=64),
-    "linear_add": Operands(
-        DENSE, ("x", "residual"), ("residual",), ("x", "weight"), ("x",), ("x",), ("x", "weight"), many=64
-    ),
-    "linear_add_rms_norm": Operands(
-        DENSE, ("x", "residual"), ("residual",), ("x", "norm"), ("x",), ("x",), ("x", "weight"), many=64
-    ),
-    "norm_linear_silu_mul": Operands(
-        DENSE,
-        ("added.x", "residual"),
-        ("residual",),
-        ("added.x", "weight", "norm"),
-        (),
-        ("added.x",),
-        ("added.x", "weight"),
-        many=64,
-    ),
     "embedding": Operands(DENSE, ("tokens",), (), ("tokens", "weight"), many=64),
-    "embed_beside": Operands(DENSE, ("tokens", "hidden"), (), ("hidden", "weight"), ("hidden",), many=64),
     "rms_norm": Operands(DENSE, ("x",), (), ("x", "weight"), ("x",), ("x",), ("x", "weight"), many=64),
     "add_rms_norm": Operands(DENSE, ("x", "residual"), ("residual",), ("x",), ("x",), (), ("x",), many=64),
     "silu_mul": Operands(DENSE, ("gate_up",), (), ("gate_up",), ("gate_up",), (), ("gate_up",), many=64),
@@ -71,12 +53,6 @@ SPECS = {
         ("cos", "sin"),
         False,
         64,
-    ),
-    "linear_rope_write_cache": Operands(
-        CACHE, ("product.x", *ROPE), CACHES, ("product.x", "rotary.cos"), (), ("product.x",), ("product.x",), many=64
-    ),
-    "norm_linear_rope_write_cache": Operands(
-        CACHE, ("added.x", "residual", *ROPE), CACHES, ("added.x", "rotary.slots"), (), ("added.x",), ("added.x",), many=64
     ),
     "paged_attention": Operands(
         CACHE, (), (), ("q", "k_cache", "metadata.block_table", "metadata.seq_lens"), ("q",), (), ("q", "k_cache", "v_cache")

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.device import CACHE_FORMATS, AttentionMetadata, HeadNorms, KernelSet, Product, RotaryArgs
+from outrider.device import CACHE_FORMATS, AttentionMetadata, HeadNorms, KernelSet, RotaryArgs
 from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.attention_operands import attention_metadata
-from outrider_conformance.random_kernels.dense import EPS, TOKENS, normed, taken
+from outrider_conformance.random_kernels.dense import EPS, TOKENS
 from outrider_conformance.random_kernels.dimensions import MANY, among, between
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
 
@@ -282,61 +282,9 @@ def _rope(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | Non
     return Problem(operands, kernel_call("rope_write_cache", *names), wanted)
 
 
-def turned_queries(
-    made: bounds.Number, operands: Mapping[str, Operand], heads: int, kv_heads: int, real: Tensor, dtype: torch.dtype
-) -> dict[str, bounds.Number]:
-    """Return queries and both caches from a product [T, (Hq + 2 Hkv) D], which need not be rounded before the rotation."""
-    size = operands["k_cache"].tensor.shape[-1]
-    value, error = (x.view(-1, heads + 2 * kv_heads, size) for x in (made.value, made.error))
-    sizes = (heads, kv_heads, kv_heads)
-    q, k, v = (bounds.Number(*pair) for pair in zip(value.split(sizes, 1), error.split(sizes, 1), strict=True))
-    cos, sin, slots = (operands[name].tensor for name in ("cos", "sin", "slots"))
-    k = bounds.rotate(k, cos, sin, dtype)
-    return {
-        "out": _of_real(bounds.rotate(q, cos, sin, dtype), real),
-        "k_cache": _written(operands["k_cache"].tensor, slots, k, real),
-        "v_cache": _written(operands["v_cache"].tensor, slots, v, real),
-    }
-
-
 def rotary_of(o: Mapped) -> RotaryArgs:
     """Return the operands of :func:`rotary_operands` as a kernel takes them."""
     return RotaryArgs(o["cos"], o["sin"], o["k_cache"], o["v_cache"], o["slots"])
-
-
-def _linear_rope(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | None = None) -> Problem:
-    heads, kv_heads = HEADS[shape["heads"]]
-    size, inner = SIZES[shape["size"]], shape["inner"]
-    operands, real = rotary_operands(shape, dtype, dice, shape["tokens"], kv_heads, size, cache)
-    x = dice.factors(shape["tokens"], inner, dtype=dtype)
-    rows = (heads + 2 * kv_heads) * size
-    weight = dice.normal(rows, inner, dtype=dtype, scale=_SPREAD[cache] * inner**-0.5)
-    bias = dice.normal(rows, dtype=dtype) if shape["bias"] else None
-    operands |= {"x": Operand(x), "weight": Operand(weight)} | ({} if bias is None else {"bias": Operand(bias)})
-    made = bounds.product(bounds.exact(x), weight, bias, dtype)
-
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        return {"out": kernels.linear_rope_write_cache(Product(o["x"], o["weight"], o.get("bias")), rotary_of(o))}
-
-    return Problem(operands, call, turned_queries(made, operands, heads, kv_heads, real, dtype))
-
-
-def _norm_linear_rope(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | None = None) -> Problem:
-    heads, kv_heads = HEADS[shape["heads"]]
-    size = SIZES[shape["size"]]
-    operands, grown, middle = normed({**shape, "layout": 0}, dtype, dice)
-    more, real = rotary_operands(shape, dtype, dice, shape["tokens"], kv_heads, size, cache)
-    rows = (heads + 2 * kv_heads) * size
-    qkv = dice.normal(rows, shape["outer"], dtype=dtype, scale=_SPREAD[cache] * shape["outer"] ** -0.5)
-    bias = dice.normal(rows, dtype=dtype) if shape["bias"] else None
-    operands |= more | {"qkv": Operand(qkv)} | ({} if bias is None else {"qkv_bias": Operand(bias)})
-    wanted = turned_queries(taken(middle, qkv, bias, dtype), operands, heads, kv_heads, real, dtype)
-
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        added, weights = Product(o["x"], o["weight"], o.get("bias")), (o["qkv"], o.get("qkv_bias"))
-        return {"out": kernels.norm_linear_rope_write_cache(added, o["residual"], o["norm"], EPS, *weights, rotary_of(o))}
-
-    return Problem(operands, call, {**wanted, "residual": grown})
 
 
 def _head_norm_rope(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | None = None) -> Problem:
@@ -442,18 +390,6 @@ _CASES = (
         _rope,
         {**ROTARY, "nan": _FLAG} | _FAR,
         ({**TURNED, "nan": 1}, {**TURNED, "tokens": 257, "size": 2, "heads": 3, "page": 0, "nan": 0}),
-    ),
-    (
-        "linear_rope_write_cache",
-        _linear_rope,
-        {**ROTARY, "inner": _INNER, "bias": _FLAG},
-        ({**TURNED, "inner": 520, "bias": 1}, {**TURNED, "tokens": 130, "inner": 40, "bias": 0, "size": 1}),
-    ),
-    (
-        "norm_linear_rope_write_cache",
-        _norm_linear_rope,
-        {**ROTARY, "inner": _INNER, "outer": _INNER, "bias": _FLAG},
-        ({**TURNED, "inner": 520, "outer": 96, "bias": 1}, {**TURNED, "tokens": 130, "inner": 40, "outer": 264, "bias": 0}),
     ),
     (
         "head_norm_rope_write_cache",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from outrider.device import KernelSet, Product
+from outrider.device import KernelSet
 from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.dimensions import MANY, among, between
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
@@ -48,68 +48,10 @@ def _linear(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     return Problem(operands, call, {"out": wanted})
 
 
-def _linear_silu_mul(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
-    operands, both = _product(shape, dtype, dice, 2 * shape["outer"])
-    wanted = bounds.silu_mul(*halves(both), dtype)
-    return Problem(operands, kernel_call("linear_silu_mul", "x", "weight", "bias"), {"out": wanted})
-
-
 def halves(x: bounds.Number) -> tuple[bounds.Number, bounds.Number]:
     """Return the two halves of ``x`` along the last dimension."""
     size = x.value.shape[-1] // 2
     return bounds.Number(x.value[..., :size], x.error[..., :size]), bounds.Number(x.value[..., size:], x.error[..., size:])
-
-
-def _added(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> tuple[dict[str, Operand], bounds.Number]:
-    operands, product = _product(shape, dtype, dice, shape["outer"])
-    residual = dice.normal(shape["tokens"], shape["outer"], dtype=dtype, scale=2.0)
-    return {**operands, "residual": Operand(residual)}, bounds.add(product, bounds.exact(residual), dtype)
-
-
-def _linear_add(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
-    operands, grown = _added(shape, dtype, dice)
-
-    return Problem(operands, kernel_call("linear_add", "x", "weight", "bias", "residual"), {"out": grown, "residual": grown})
-
-
-def normed(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> tuple[dict[str, Operand], bounds.Number, bounds.Number]:
-    """Return the operands of a product, a residual and a norm; then two results: product plus residual, and its norm."""
-    operands, grown = _added(shape, dtype, dice)
-    norm = dice.normal(shape["outer"], dtype=dtype)
-    # The sum may stay unrounded on its way to the norm: its error covers both.
-    return {**operands, "norm": Operand(norm)}, grown, bounds.rms_norm(grown, norm, EPS, dtype)
-
-
-def _linear_add_rms_norm(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
-    operands, grown, wanted = normed(shape, dtype, dice)
-
-    call = kernel_call("linear_add_rms_norm", "x", "weight", "bias", "residual", "norm", EPS)
-    return Problem(operands, call, {"out": wanted, "residual": grown})
-
-
-def taken(x: bounds.Number, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> bounds.Number:
-    """Return the product of a normed matrix with ``weight``.
-
-    A kernel may apply the norm's factor after the product, and then rounds the row before the product.
-    """
-    once_more = bounds.rounded(x, dtype, 2.0)
-    return bounds.rounded(bounds.product(once_more, weight, bias, dtype), dtype)
-
-
-def _norm_linear_silu_mul(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
-    operands, grown, middle = normed(shape, dtype, dice)
-    gates = _weights(dice, 2 * shape["gates"], shape["outer"], dtype)
-    bias = dice.normal(2 * shape["gates"], dtype=dtype) if shape["bias"] else None
-    operands["gates"] = Operand(gates)
-    if bias is not None:
-        operands["gates_bias"] = Operand(bias)
-    wanted = bounds.silu_mul(*halves(taken(middle, gates, bias, dtype)), dtype)
-
-    def call(kernels: KernelSet, o: Mapped) -> Mapped:
-        added = Product(o["x"], o["weight"], o.get("bias"))
-        return {"out": kernels.norm_linear_silu_mul(added, o["residual"], o["norm"], EPS, o["gates"], o.get("gates_bias"))}
-
-    return Problem(operands, call, {"out": wanted, "residual": grown})
 
 
 def _embedding(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
@@ -124,12 +66,15 @@ def _tokens(shape: Shape, dice: RandomValues) -> Tensor:
     return tokens
 
 
-def _embed_beside(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
-    tokens, weight = _tokens(shape, dice), dice.normal(shape["vocabulary"], shape["inner"], dtype=dtype)
-    hidden = dice.normal(shape["tokens"], shape["outer"], dtype=dtype)
-    operands = {"tokens": Operand(tokens), "weight": Operand(weight), "hidden": Operand(hidden, _LAYOUTS[shape["layout"]])}
-    wanted = bounds.exact(torch.cat((weight[tokens], hidden), dim=-1))
-    return Problem(operands, kernel_call("embed_beside", *operands), {"out": wanted})
+def _fuse_embedding(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
+    tokens, table = _tokens(shape, dice), dice.factors(shape["vocabulary"], shape["inner"], dtype=dtype)
+    hidden = dice.factors(shape["tokens"], shape["outer"], dtype=dtype)
+    weight = _weights(dice, 24, shape["inner"] + shape["outer"], dtype)
+    bias = dice.normal(24, dtype=dtype) if shape["bias"] else None
+    operands = {"tokens": Operand(tokens), "table": Operand(table), "hidden": Operand(hidden, _LAYOUTS[shape["layout"]])}
+    operands |= {"weight": Operand(weight)} | ({} if bias is None else {"bias": Operand(bias)})
+    wanted = bounds.product(bounds.exact(torch.cat((table[tokens], hidden), dim=-1)), weight, bias, dtype)
+    return Problem(operands, kernel_call("fuse_embedding", "tokens", "table", "hidden", "weight", "bias"), {"out": wanted})
 
 
 def _row_scales(x: Tensor, dice: RandomValues) -> Tensor:
@@ -199,13 +144,12 @@ def _drawn(
         "layout": _LAYOUT,
         "bias": _BIAS,
         "levels": _LEVELS,
-        "gates": among(20, 96, 264),
         "heads": among(0, 0, 1, 5),
         "vocabulary": among(2, 37, 1025, 2051, rare=(2**15 + 1, MANY)),
     }
-    small = {"tokens": 3, "inner": 40, "outer": 24, "hidden": 64, "layout": 0, "bias": 1, "levels": 0, "gates": 20}
+    small = {"tokens": 3, "inner": 40, "outer": 24, "hidden": 64, "layout": 0, "bias": 1, "levels": 0}
     small |= {"heads": 3, "vocabulary": 37}
-    large = {"tokens": 257, "inner": 520, "outer": 129, "hidden": 4104, "layout": 1, "bias": 0, "levels": 0, "gates": 96}
+    large = {"tokens": 257, "inner": 520, "outer": 129, "hidden": 4104, "layout": 1, "bias": 0, "levels": 0}
     large |= {"heads": 0, "vocabulary": 2051}
     tall = {**small, "tokens": 65, "layout": 2, "hidden": 576}
     one = {**large, "tokens": 1, "bias": 1, "layout": 0}
@@ -215,12 +159,8 @@ def _drawn(
 
 DENSE = (
     _drawn("linear", _linear, "tokens", "inner", "outer", "layout", "bias", "levels", more=(_DECODE, {**_DECODE, "bias": 1})),
-    _drawn("linear_silu_mul", _linear_silu_mul, "tokens", "inner", "outer", "layout", "bias"),
-    _drawn("linear_add", _linear_add, "tokens", "inner", "outer", "layout", "bias"),
-    _drawn("linear_add_rms_norm", _linear_add_rms_norm, "tokens", "inner", "outer", "layout", "bias"),
-    _drawn("norm_linear_silu_mul", _norm_linear_silu_mul, "tokens", "inner", "outer", "layout", "bias", "gates"),
     _drawn("embedding", _embedding, "tokens", "inner", "vocabulary"),
-    _drawn("embed_beside", _embed_beside, "tokens", "inner", "outer", "vocabulary", "layout"),
+    _drawn("fuse_embedding", _fuse_embedding, "tokens", "inner", "outer", "vocabulary", "layout", "bias"),
     _drawn("rms_norm", _rms_norm, "tokens", "heads", "hidden", "layout"),
     _drawn("add_rms_norm", _add_rms_norm, "tokens", "hidden", "layout"),
     _drawn("silu_mul", _silu_mul, "tokens", "outer", "layout"),

@@ -9,6 +9,7 @@ from types import MappingProxyType
 import torch
 
 from outrider_conformance.random_kernels.attention import ATTENTION
+from outrider_conformance.random_kernels.blocks import BLOCKS
 from outrider_conformance.random_kernels.bookkeeping import BOOKKEEPING
 from outrider_conformance.random_kernels.dense import DENSE
 from outrider_conformance.random_kernels.experts import EXPERTS
@@ -19,7 +20,11 @@ from outrider_conformance.random_kernels.recurrent import RECURRENT
 from outrider_conformance.random_kernels.token_choices import CHOICES
 
 KERNELS: Mapping[str, KernelProblems] = MappingProxyType(
-    {drawn.kernel: drawn for drawn in (*DENSE, *EXPERTS, *RECURRENT, *QUANTIZED, *ATTENTION, *CHOICES, *LOGITS, *BOOKKEEPING)}
+    {
+        drawn.kernel: drawn
+        for part in (BLOCKS, DENSE, EXPERTS, RECURRENT, QUANTIZED, ATTENTION, CHOICES, LOGITS, BOOKKEEPING)
+        for drawn in part
+    }
 )
 
 

@@ -9,23 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.device import CACHE_FORMATS, QUANTIZED_FORMATS, KernelSet, QuantizedProduct, QuantizedWeight
+from outrider.device import QUANTIZED_FORMATS, KernelSet, QuantizedWeight
 from outrider.device.kernels.formats import INT8, ElementFormat
 from outrider_conformance.random_kernels import bounds
-from outrider_conformance.random_kernels.attention import (
-    BATCHES,
-    HEADS,
-    ROTARY,
-    SIZES,
-    TURNED,
-    attend_into,
-    random_batch,
-    rotary_of,
-    rotary_operands,
-    turned_queries,
-    with_padding,
-)
-from outrider_conformance.random_kernels.dense import EPS, halves
+from outrider_conformance.random_kernels.dense import halves
 from outrider_conformance.random_kernels.dimensions import among, between
 from outrider_conformance.random_kernels.experts import weighted_sum
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape
@@ -42,7 +29,7 @@ def _spread(grid: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Ten
     return grid.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
 
 
-def _weight(shape: Shape, format: str, dice: RandomValues) -> tuple[dict[str, Operand], Tensor]:
+def random_weight(shape: Shape, format: str, dice: RandomValues) -> tuple[dict[str, Operand], Tensor]:
     """Return a random quantised weight as kernel operands, with its data as 32-bit words, and its values in float64."""
     size, block = (shape["outer"], shape["inner"]), _block(shape)
     grid = (-(-size[0] // block[0]), -(-size[1] // block[1]))
@@ -101,7 +88,7 @@ def _activations(
 def _linear_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     elements = QUANTIZED_FORMATS[format]
     active = (INT8 if elements.activation_divisor is None else elements) if shape["active"] else None
-    parts, weight = _weight(shape, format, dice)
+    parts, weight = random_weight(shape, format, dice)
     operands = {f"own {name}": each for name, each in parts.items()}
     if active is None:
         x = dice.factors(shape["tokens"], shape["inner"], dtype=dtype)
@@ -121,7 +108,7 @@ def _linear_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: Rando
             "activation_group": 16 if shape["active"] == 2 else 0,
             "input_scale": o.get("input_scale"),
         }
-        made = _record(format, shape, o, "own", (shape["outer"], shape["inner"]), **quantized)
+        made = weight_record(format, shape, o, "own", (shape["outer"], shape["inner"]), **quantized)
         return {"out": kernels.linear_quantized(o["x"], made, o.get("bias"))}
 
     return Problem(operands, call, {"out": bounds.product(once, weight, bias, dtype)})
@@ -144,79 +131,9 @@ _CORNERS = (
 )
 
 
-def _norm_linear_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
-    """Return a problem with unquantised activations, since the quantisation of a norm depends on its last bit.
-
-    ``linear_quantized`` has problems with quantised activations.
-    """
-    tokens, hidden, inner = shape["tokens"], 40, shape["inner"]
-    first, into = _weight({**shape, "outer": hidden}, format, dice)
-    second, out_of = _weight({**shape, "inner": hidden}, format, dice)
-    operands = {f"first {name}": each for name, each in first.items()} | {
-        f"second {name}": each for name, each in second.items()
-    }
-    x = dice.factors(tokens, inner * (2 if shape["active"] else 1), dtype=dtype)
-    residual, norm = dice.normal(tokens, hidden, dtype=dtype), dice.normal(hidden, dtype=dtype)
-    operands |= {"x": Operand(x), "residual": Operand(residual), "norm": Operand(norm)}
-    biases = {"first bias": hidden, "second bias": shape["outer"]} if shape["bias"] else {}
-    given = {name: dice.normal(size, dtype=dtype) for name, size in biases.items()}
-    operands |= {name: Operand(bias) for name, bias in given.items()}
-    number = bounds.exact(x)
-    if shape["active"]:
-        number = bounds.silu_mul(*halves(number), dtype)
-    made = bounds.product(_once_more(number, dtype), into, given.get("first bias"), dtype)
-    grown = bounds.add(bounds.exact(residual), made, dtype)
-    wanted = _normed_product(grown, norm, out_of, given.get("second bias"), dtype)
-
-    def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return {"out": kernels.norm_linear_quantized(*_fused_arguments(format, shape, o))}
-
-    return Problem(operands, call, {"out": wanted, "residual": grown})
-
-
-def _linear_quantized_add(
-    format: str, shape: Shape, dtype: torch.dtype, dice: RandomValues, *, normed: bool = False
-) -> Problem:
-    """Return the problem of the first product and the residual only, followed by a norm if ``normed``."""
-    made = _norm_linear_quantized(format, shape, dtype, dice)
-    grown = made.wanted["residual"]
-    assert isinstance(grown, bounds.Number)
-    operands = {name: each for name, each in made.operands.items() if not name.startswith("second")}
-    norm = operands["norm"].tensor if normed else operands.pop("norm").tensor
-    wanted = bounds.rms_norm(grown, norm, EPS, dtype) if normed else grown
-
-    def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        added, residual = _first(format, shape, o), o["residual"]
-        if normed:
-            return {"out": kernels.linear_quantized_add_rms_norm(added, residual, o["norm"], EPS)}
-        return {"out": kernels.linear_quantized_add(added, residual)}
-
-    return Problem(operands, call, {"out": wanted, "residual": grown})
-
-
-def _normed_product(
-    grown: bounds.Number, norm: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> bounds.Number:
-    """Return the product of the norm of ``grown`` (product plus residual) with ``weight``."""
-    return bounds.product(_once_more(bounds.rms_norm(grown, norm, EPS, dtype), dtype), weight, bias, dtype)
-
-
-def _fused_arguments(
-    format: str, shape: Shape, o: Mapping[str, Tensor]
-) -> tuple[QuantizedProduct, Tensor, Tensor, float, QuantizedWeight, Tensor | None]:
-    """Return the arguments of ``norm_linear_quantized``."""
-    second = _record(format, shape, o, "second", (shape["outer"], o["residual"].shape[1]))
-    return _first(format, shape, o), o["residual"], o["norm"], EPS, second, o.get("second bias")
-
-
-def _first(format: str, shape: Shape, o: Mapping[str, Tensor]) -> QuantizedProduct:
-    first = _record(format, shape, o, "first", (o["residual"].shape[1], shape["inner"]))
-    return QuantizedProduct(o["x"], first, o.get("first bias"), bool(shape["active"]))
-
-
-def _embed_beside_linear_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
+def _fuse_embedding(format: str, shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     """Return a problem with unquantised activations: embeddings joined with hidden states."""
-    parts, weight = _weight(shape, format, dice)
+    parts, weight = random_weight(shape, format, dice)
     wide = shape["inner"] // 4
     embedding = dice.factors(_VOCABULARY, wide, dtype=dtype)
     hidden = dice.factors(shape["tokens"], shape["inner"] - wide, dtype=dtype)
@@ -229,118 +146,10 @@ def _embed_beside_linear_quantized(format: str, shape: Shape, dtype: torch.dtype
     x = torch.cat((embedding[tokens], hidden), dim=-1)
 
     def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        own = _record(format, shape, o, "own", (shape["outer"], shape["inner"]))
-        joined = kernels.embed_beside_linear_quantized
-        return {"out": joined(o["tokens"], o["embedding"], o["hidden"], own, o.get("bias"))}
+        own = weight_record(format, shape, o, "own", (shape["outer"], shape["inner"]))
+        return {"out": kernels.fuse_embedding(o["tokens"], o["embedding"], o["hidden"], own, o.get("bias"))}
 
     return Problem(operands, call, {"out": bounds.product(_once_more(bounds.exact(x), dtype), weight, bias, dtype)})
-
-
-def _linear_quantized_rope(
-    format: str, shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | None = None
-) -> Problem:
-    heads, kv_heads = HEADS[shape["heads"]]
-    size = SIZES[shape["size"]]
-    shape = {**shape, "outer": (heads + 2 * kv_heads) * size, "active": 0}
-    more, real = rotary_operands(shape, dtype, dice, shape["tokens"], kv_heads, size, cache)
-    parts, weight = _weight(shape, format, dice)
-    x = dice.factors(shape["tokens"], shape["inner"], dtype=dtype)
-    bias = dice.normal(shape["outer"], dtype=dtype) if shape["bias"] else None
-    operands = {**{f"own {name}": each for name, each in parts.items()}, **more, "x": Operand(x)}
-    operands |= {} if bias is None else {"bias": Operand(bias)}
-    product = bounds.rounded(bounds.product(_once_more(bounds.exact(x), dtype), weight, bias, dtype), dtype)
-
-    def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        own = _record(format, shape, o, "own", (shape["outer"], shape["inner"]))
-        return {"out": kernels.linear_quantized_rope_write_cache(o["x"], own, o.get("bias"), rotary_of(o))}
-
-    return Problem(operands, call, turned_queries(product, operands, heads, kv_heads, real, dtype))
-
-
-def _norm_linear_quantized_rope(
-    format: str, shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | None = None
-) -> Problem:
-    heads, kv_heads = HEADS[shape["heads"]]
-    size = SIZES[shape["size"]]
-    shape = {**shape, "outer": (heads + 2 * kv_heads) * size}
-    made = _norm_linear_quantized(format, shape, dtype, dice)
-    more, real = rotary_operands(shape, dtype, dice, shape["tokens"], kv_heads, size, cache)
-    operands = {**made.operands, **more}
-    product = made.wanted["out"]
-    assert isinstance(product, bounds.Number)
-    product = bounds.rounded(product, dtype)
-    wanted = turned_queries(product, operands, heads, kv_heads, real, dtype)
-
-    def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return {"out": kernels.norm_linear_quantized_rope_write_cache(*_fused_arguments(format, shape, o), rotary_of(o))}
-
-    return Problem(operands, call, {**wanted, "residual": made.wanted["residual"]})
-
-
-def _attention_norm_linear_quantized(
-    format: str, shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | None = None, *, activated: bool = False
-) -> Problem:
-    """Return a problem with unquantised activations. A kernel may round the attention to the dtype, or not.
-
-    ``activated``: the second weight is gate and up, and the result is the input of the following product.
-    """
-    batch = random_batch(shape, dtype, dice, cache)
-    tokens, inner = batch.operands["q"].tensor.shape[0], batch.operands["q"].tensor[0].numel()
-    sizes = {"first": (shape["hidden"], inner), "second": (shape["outer"], shape["hidden"])}
-    if activated:
-        width = -(-shape["outer"] // 8) * 8  # operands are handed on as words of four bytes
-        sizes |= {"second": (2 * width, shape["hidden"]), "down": (shape["hidden"], width)}
-    operands = dict(batch.operands)
-    exact: dict[str, Tensor] = {}
-    given: dict[str, Tensor] = {}
-    for name, (rows, columns) in sizes.items():
-        parts, exact[name] = _weight({**shape, "outer": rows, "inner": columns}, format, dice)
-        operands |= {f"{name} {key}": each for key, each in parts.items()}
-        if shape["bias"]:
-            given[name] = dice.normal(rows, dtype=dtype)
-            operands[f"{name} bias"] = Operand(given[name])
-    residual = dice.normal(tokens, shape["hidden"], dtype=dtype)
-    # Near zero an activation is linear, and gate and up could be exchanged.
-    norm = dice.normal(shape["hidden"], dtype=dtype, scale=3.0 if activated else 1.0)
-    operands |= {"residual": Operand(residual), "norm": Operand(norm)}
-    grown, outs = [], []
-    counts = [len(sequence.q) for sequence in batch.sequences]
-    for sequence, rows in zip(batch.sequences, residual[: sum(counts)].split(counts), strict=True):
-        attended, off = attend_into(sequence, batch.window, batch.scale, exact["first"], dtype)
-        x = bounds.Number(attended.value.flatten(1), attended.error.flatten(1))
-        made = bounds.product(_once_more(x, dtype), exact["first"], given.get("first"), dtype)
-        made = bounds.Number(made.value, made.error + off * (1 + 4 * bounds.UNIT[dtype]))
-        grown.append(bounds.add(bounds.exact(rows), made, dtype))
-        outs.append(_normed_product(grown[-1], norm, exact["second"], given.get("second"), dtype))
-        if activated:
-            outs[-1] = bounds.silu_mul(*halves(outs[-1]), dtype)
-
-    def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        output, weight, *down = (_record(format, shape, o, name, size) for name, size in sizes.items())
-        attended = o["q"], o["k_cache"], o["v_cache"], batch.metadata(o), output, o.get("first bias")
-        following = o["residual"], o["norm"], EPS, weight, o.get("second bias")
-        how = batch.scale, batch.window
-        if not activated:
-            joined = kernels.attention_norm_linear_quantized
-            return {"out": joined(*attended, *following, scale=how[0], window=how[1])}
-        pending = down[0], o.get("down bias")
-        made = kernels.attention_norm_linear_silu_mul_quantized(*attended, *following, *pending, scale=how[0], window=how[1])
-        return {"out": _taken(made, *pending, real=sum(counts))}
-
-    wanted = {"out": with_padding(outs, batch.padding), "residual": with_padding(grown, batch.padding)}
-    return Problem(operands, call, wanted)
-
-
-def _taken(made: QuantizedProduct, down: QuantizedWeight, bias: Tensor | None, *, real: int) -> Tensor:
-    """Return the activated input of a pending product, after checks of its weight, bias and row maxima."""
-    assert made.weight is down, "the product that is left to be made is one with another weight"
-    assert made.bias is bias, "the product that is left to be made has another bias"
-    x = KernelSet().silu_mul(made.x) if made.gated else made.x
-    if made.maxima is not None:
-        assert made.maxima.dtype is torch.float32, f"maxima are {made.maxima.dtype}, expected torch.float32"
-        found, wanted = made.maxima.amax(0)[:real], x[:real].abs().amax(1).float()
-        assert torch.equal(found, wanted), "maxima aren't the largest magnitudes of the rows that are multiplied"
-    return x
 
 
 _INNER = 24
@@ -357,7 +166,7 @@ def _experts_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: Rand
     operands: dict[str, Operand] = {}
     exact: dict[str, Tensor] = {}
     for name, size in sizes.items():
-        parts, value = _weight({**form, "outer": size[0], "inner": size[1]}, format, dice)
+        parts, value = random_weight({**form, "outer": size[0], "inner": size[1]}, format, dice)
         operands |= {f"{name} {key}": each for key, each in parts.items()}
         exact[name] = value.view(count, -1, size[1])
     x = dice.factors(tokens, hidden, dtype=dtype)
@@ -373,13 +182,13 @@ def _experts_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: Rand
     wanted = weighted_sum(one, weights, chosen, hidden, dtype)
 
     def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        first, second = (_record(format, form, o, name, size) for name, size in sizes.items())
+        first, second = (weight_record(format, form, o, name, size) for name, size in sizes.items())
         return {"out": kernels.experts_quantized(o["x"], o["weights"], o["chosen"], first, second)}
 
     return Problem(operands, call, {"out": wanted})
 
 
-def _record(
+def weight_record(
     format: str, shape: Shape, o: Mapping[str, Tensor], name: str, size: tuple[int, int], **quantized: Any
 ) -> QuantizedWeight:
     """Return the weight record built from the operands called ``name``; ``quantized`` describes its layer's activations."""
@@ -400,62 +209,14 @@ def _once_more(number: bounds.Number, dtype: torch.dtype) -> bounds.Number:
     return bounds.Number(number.value, number.error + 4 * bounds.UNIT[dtype] * number.value.abs())
 
 
-_TURNS = {name: each for name, each in _DIMENSIONS.items() if name != "outer"} | ROTARY
-_TURNED = tuple({**corner, **TURNED, "tokens": corner["tokens"]} for corner in _CORNERS)
-_ATTENDED = {
-    **{name: each for name, each in BATCHES.items() if name not in ("new", "context")},
-    "new": between(1, 9, 33),
-    "context": between(0, 300, 1023),
-    "hidden": among(40, 128),
-    "outer": among(1, 24, 80, 129),
-    "blocks": between(0, 3),
-    "zeros": between(0, 1),
-    "bias": between(0, 1),
-}
-_FEW = {"ragged": 0, "tree": 0, "window": 0, "padding": 0, "heads": 0, "size": 2, "page": 1}
-_FEW |= {"hidden": 40, "outer": 24, "blocks": 3, "zeros": 0, "bias": 0}
-_ATTENDING = (
-    {**_FEW, "batch": 3, "new": 1, "context": 600},
-    {**_FEW, "batch": 2, "new": 4, "context": 300, "ragged": 1, "padding": 3, "heads": 2, "blocks": 0, "zeros": 1, "bias": 1},
-    {**_FEW, "batch": 3, "new": 6, "context": 150, "ragged": 1, "tree": 1, "heads": 3, "hidden": 128, "outer": 80},
-    {**_FEW, "batch": 2, "new": 3, "context": 200, "window": 9, "heads": 1, "size": 0, "blocks": 1, "page": 3, "bias": 1},
-    {**_FEW, "batch": 2, "new": 33, "context": 70, "ragged": 1, "padding": 5, "size": 1, "blocks": 2},
-)
-_OVER_CACHES = (
-    ("linear_quantized_rope_write_cache", _linear_quantized_rope, _TURNS, _TURNED),
-    ("norm_linear_quantized_rope_write_cache", _norm_linear_quantized_rope, _TURNS, _TURNED),
-    ("attention_norm_linear_quantized", _attention_norm_linear_quantized, _ATTENDED, _ATTENDING),
-    (
-        "attention_norm_linear_silu_mul_quantized",
-        partial(_attention_norm_linear_quantized, activated=True),
-        _ATTENDED,
-        _ATTENDING,
-    ),
-)
 QUANTIZED = (
     *(
         KernelProblems(f"{name}, {format}", partial(make, format), _DIMENSIONS, _CORNERS, format=format)
         for name, make in (
             ("linear_quantized", _linear_quantized),
-            ("embed_beside_linear_quantized", _embed_beside_linear_quantized),
-            ("linear_quantized_add", _linear_quantized_add),
-            ("linear_quantized_add_rms_norm", partial(_linear_quantized_add, normed=True)),
-            ("norm_linear_quantized", _norm_linear_quantized),
+            ("fuse_embedding", _fuse_embedding),
             ("experts_quantized", _experts_quantized),
         )
         for format in QUANTIZED_FORMATS
-    ),
-    *(
-        KernelProblems(
-            ", ".join((name, format, *(() if cache is None else (f"cache {cache}",)))),
-            partial(make, format, cache=cache),
-            dimensions,
-            corners,
-            format=format,
-            cache=cache,
-        )
-        for name, make, dimensions, corners in _OVER_CACHES
-        for format in QUANTIZED_FORMATS
-        for cache in (None, *CACHE_FORMATS)
     ),
 )

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from outrider.device.kernels.composition import composes
+
 if TYPE_CHECKING:
     from outrider.device.collectives import Group
     from outrider.device.stream import Stream
@@ -19,6 +21,7 @@ class CollectiveKernels:
     order.
     """
 
+    @composes("add_rms_norm")
     def all_reduce_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, group: Group, stream: Stream
     ) -> Tensor:

@@ -1,45 +1,38 @@
-"""KernelSet: the computations that a backend may implement faster than torch, in five parts."""
+"""KernelSet: the computations that a backend may implement faster than torch: primitives, and blocks that compose them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from inspect import isfunction
 from pathlib import Path
+from typing import Any
 
 from outrider.device.errors import CapabilityError
+from outrider.device.kernels.blocks import BlockKernels
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
 from outrider.device.kernels.collective_kernels import CollectiveKernels
+from outrider.device.kernels.composition import parts_of
 from outrider.device.kernels.formats import CACHE_FORMATS
 from outrider.device.kernels.model_kernels import ModelKernels
 from outrider.device.kernels.recurrent_kernels import RecurrentKernels
 from outrider.device.kernels.sampling_kernels import SamplingKernels
 from outrider.device.kernels.tuning import DecoderShape, TuningProgress, TuningResult
 
+BLOCKS = ("attention_block", "mlp_block", "experts_block", "recurrent_block", "verify_checked")
+"""The blocks of a model: its layers' halves, and the selection of tokens after the output head."""
 _CACHE_KERNELS = frozenset(
-    {
-        "rope_write_cache",
-        "head_norm_rope_write_cache",
-        "linear_rope_write_cache",
-        "norm_linear_rope_write_cache",
-        "linear_quantized_rope_write_cache",
-        "norm_linear_quantized_rope_write_cache",
-        "paged_attention",
-        "attention_norm_linear_quantized",
-        "attention_norm_linear_silu_mul_quantized",
-        "plan_attention",
-        "move_cache",
-    }
+    {"rope_write_cache", "head_norm_rope_write_cache", "paged_attention", "attention_block", "plan_attention", "move_cache"}
 )
 """Kernels that read or write the pages of a cache."""
 
 
-class KernelSet(ModelKernels, RecurrentKernels, SamplingKernels, BookkeepingKernels, CollectiveKernels):
+class KernelSet(BlockKernels, SamplingKernels):
     """Kernels as plain methods. The defaults are the torch references; a plugin overrides the kernels that it does better.
 
-    The set has five parts, each in its own file: kernels of the model, of its recurrent layers, of sampling, of the engine's
-    bookkeeping, and of collectives.
+    *Primitives* compute one operation each. *Blocks* (:class:`~outrider.device.kernels.blocks.BlockKernels`) are the halves
+    of a layer and the selection of tokens; their defaults compose primitives, and a plugin overrides a block to fuse them.
 
     *Placement.* Every method enqueues on the stream whose scope the caller opened, and returns tensors of that stream.
     *Capture.* Every method may be captured; none reads a device value on the host.
@@ -49,9 +42,8 @@ class KernelSet(ModelKernels, RecurrentKernels, SamplingKernels, BookkeepingKern
     finite.
     *Errors.* A shape or dtype that a kernel can't do raises before anything is enqueued.
 
-    *Subclasses.* A class that is defined with ``complete=True`` may fuse several kernels into one. If a subclass of the class
-    overrides one of the parts, the fused kernel runs part by part, so that the override is called. A subclass that also
-    overrides the fused kernel keeps its own fused kernel.
+    *Subclasses.* A subclass that overrides a primitive gets the composed default of every block that uses the primitive, so
+    that the primitive is called. A subclass that also overrides the block keeps its own block.
 
     *Delegation.* An override computes a call, or delegates the call by ``super()``, for example for an unsupported shape.
     ``outrider conform`` counts both kinds of calls.
@@ -73,28 +65,33 @@ class KernelSet(ModelKernels, RecurrentKernels, SamplingKernels, BookkeepingKern
     reads the attribute before it loads a model.
     """
 
-    _complete = False
-
-    def __init_subclass__(cls, *, complete: bool = False, **keywords: object) -> None:
+    def __init_subclass__(cls, **keywords: object) -> None:
         super().__init_subclass__(**keywords)
-        if "cache_formats" not in vars(cls) and not _CACHE_KERNELS.isdisjoint(vars(cls)):
+        own = vars(cls)
+        if "cache_formats" not in own and not _CACHE_KERNELS.isdisjoint(own):
             cls.cache_formats = frozenset()
-        cls._complete = complete
-        if not complete:
-            cls._unfuse_overridden_parts()
-
-    @classmethod
-    def _unfuse_overridden_parts(cls) -> None:
-        """Restore the default of each fused kernel of a ``complete`` base class of which this class overrides a part."""
-        base = next((kind for kind in cls.__mro__ if vars(kind).get("_complete")), None)
-        if base is None:
-            return
-        own = set(declared_below(cls, base))
-        names = [name for name in _all_kernels() if name not in own]
-        while found := [name for name in names if name not in own and parts_of(name) & own]:
-            for name in found:
+        for name, parts in composed_kernels().items():
+            if name not in own and not parts.isdisjoint(own):
                 setattr(cls, name, getattr(KernelSet, name))
-            own.update(found)
+
+    def is_native(self, name: str, block: object = None) -> bool:
+        """Return True if this set computes the kernel ``name`` itself.
+
+        ``block`` are the weights of a block. A model asks once per layer, when it is created, and calls the composed default
+        of a block that isn't native with its weights. The default returns True for every override that is used.
+        """
+        del block
+        return getattr(type(self), name) is not getattr(KernelSet, name) and name not in self.unused_overrides()
+
+    def implementation(self, name: str, block: object = None) -> str:
+        """Return ``native``, or what computes the kernel ``name`` instead: ``composed`` for a block, else ``reference``."""
+        if self.is_native(name, block):
+            return "native"
+        return "composed" if name in BLOCKS else "reference"
+
+    def resolve_block(self, name: str, block: object) -> Callable[..., Any]:
+        """Return the method that computes the block ``name`` with these weights: this set's own one, or the composed one."""
+        return getattr(self, name) if self.is_native(name, block) else partial(getattr(KernelSet, name), self)
 
     def batch_invariant(self) -> KernelSet:
         """Return slower kernels of this device that are ``row_invariant``.
@@ -185,12 +182,12 @@ class KernelSet(ModelKernels, RecurrentKernels, SamplingKernels, BookkeepingKern
 
 
 def kernel_names() -> tuple[str, ...]:
-    """Return the names of the kernels that one rank computes alone, in the order of their four classes.
+    """Return the names of the kernels that one rank computes alone: primitives and blocks, in the order of their classes.
 
     Kernels of :class:`CollectiveKernels` need a group and aren't included. The further methods of :class:`KernelSet` select,
     tune and report, and are no kernels.
     """
-    return methods_of(ModelKernels, RecurrentKernels, SamplingKernels, BookkeepingKernels)
+    return methods_of(ModelKernels, RecurrentKernels, BlockKernels, SamplingKernels, BookkeepingKernels)
 
 
 def methods_of(*parts: type) -> tuple[str, ...]:
@@ -198,19 +195,8 @@ def methods_of(*parts: type) -> tuple[str, ...]:
     return tuple(name for part in parts for name, method in vars(part).items() if isfunction(method) and name[0] != "_")
 
 
-def declared_below(kind: type, base: type) -> frozenset[str]:
-    """Return the names that ``kind`` and the classes between it and its base class ``base`` define themselves."""
-    return frozenset(name for each in kind.__mro__[: kind.__mro__.index(base)] for name in vars(each))
-
-
 @cache
-def parts_of(name: str) -> frozenset[str]:
-    """Return the kernels that the default of the kernel ``name`` calls."""
-    called = getattr(KernelSet, name).__code__.co_names
-    return frozenset(called) & frozenset(_all_kernels()) - {name}
-
-
-@cache
-def _all_kernels() -> tuple[str, ...]:
-    """Return the kernels of :func:`kernel_names`, and the kernels that need a group."""
-    return tuple(dict.fromkeys((*kernel_names(), *methods_of(CollectiveKernels))))  # one name is in both
+def composed_kernels() -> Mapping[str, frozenset[str]]:
+    """Return the kernels whose defaults compose others, each with those parts."""
+    names = dict.fromkeys((*kernel_names(), *methods_of(CollectiveKernels)))
+    return {name: parts for name in names if (parts := parts_of(getattr(KernelSet, name)))}

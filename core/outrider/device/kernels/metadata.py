@@ -1,4 +1,4 @@
-"""Arguments of kernels: the description of a batch, and the operands that fused kernels add to a product."""
+"""Arguments of kernels: the description of a batch, and the operands of the kernels that write the cache."""
 
 from __future__ import annotations
 
@@ -86,17 +86,6 @@ class AttentionMetadata:
     host_query_start: tuple[int, ...] | None = None
     shapes: tuple[AttentionShape, ...] = ()
     settled: bool = False
-
-
-class Product(NamedTuple):
-    """A matrix product that is not computed yet: ``x @ weight.T + bias``.
-
-    ``x`` [T, in], ``weight`` [out, in], ``bias`` [out] or None, all of one dtype.
-    """
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
 
 
 class RotaryArgs(NamedTuple):

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from outrider.device.errors import ConfigError
 from outrider.device.kernels import ops as _ops  # noqa: F401  (registers the operators)
-from outrider.device.kernels.metadata import AttentionMetadata, HeadNorms, Product, RotaryArgs
-from outrider.device.kernels.quantized import QuantizedProduct, QuantizedWeight
+from outrider.device.kernels.composition import composes
+from outrider.device.kernels.metadata import AttentionMetadata, HeadNorms, RotaryArgs
+from outrider.device.kernels.quantized import QuantizedWeight
+from outrider.device.kernels.weights import Weight, linear
 
 if TYPE_CHECKING:
     from outrider.device.stream import Stream
@@ -25,68 +27,12 @@ class ModelKernels:
     plans a batch (fence *lengths on host*), and plans each replay of a graph anew. Fused mode, in which no length leaves the
     device, is rejected."""
 
-    # -- matrix products, alone and fused with later kernels ---------------------------------------------------------
+    # -- matrix products -----------------------------------------------------------------------------------------------
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return ``x [..., in] @ weight[out, in].T + bias`` → [..., out]."""
         # Some libraries read a strided row of 16 bits past its end, where a NaN counts although it's multiplied by zero.
         return F.linear(x.contiguous(), weight, bias)
-
-    def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return :meth:`silu_mul` of the product ``x @ weight.T + bias`` → [..., I]. ``weight`` [2*I, in] holds the gate's
-        rows, then those of up.
-        """
-        return self.silu_mul(self.linear(x, weight, bias))
-
-    def linear_add_rms_norm(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        residual: Tensor,
-        norm: Tensor,
-        eps: float,
-    ) -> Tensor:
-        """Add the product ``x @ weight.T + bias`` to ``residual`` [T, H] in place; return the norm of ``residual`` with
-        ``norm`` [H]. The sum may be rounded once instead of twice.
-        """
-        return self.add_rms_norm(self.linear(x, weight, bias), residual, norm, eps)
-
-    def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """Add :meth:`linear` of ``x`` to ``residual`` [T, H] in place; returns it. The sum may be rounded once."""
-        return residual.add_(self.linear(x, weight, bias))
-
-    def linear_rope_write_cache(self, product: Product, rotary: RotaryArgs) -> Tensor:
-        """Compute queries, keys and values as one ``product`` with weights [(Hq + 2 Hkv) D, H], then
-        :meth:`rope_write_cache` of them → queries [T, Hq, D].
-        """
-        q, k, v = rotary.split(self.linear(*product))
-        self.rope_write_cache(q, k, v, *rotary)
-        return q
-
-    def norm_linear_silu_mul(
-        self, added: Product, residual: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        """Add the product ``added`` to ``residual`` in place, multiply the norm of ``residual`` by ``weight`` with ``bias``,
-        and return :meth:`silu_mul` of the result. The norm needn't be stored: its factor may be applied after the product.
-        """
-        return self.linear_silu_mul(self.linear_add_rms_norm(*added, residual, norm, eps), weight, bias)
-
-    def norm_linear_rope_write_cache(
-        self,
-        added: Product,
-        residual: Tensor,
-        norm: Tensor,
-        eps: float,
-        weight: Tensor,
-        bias: Tensor | None,
-        rotary: RotaryArgs,
-    ) -> Tensor:
-        """Add the product ``added`` to ``residual`` in place, multiply the norm of ``residual`` by ``weight`` with ``bias``,
-        and call :meth:`rope_write_cache` with the result → queries. The norm's factor may be applied after the product.
-        """
-        normed = self.linear_add_rms_norm(*added, residual, norm, eps)
-        return self.linear_rope_write_cache(Product(normed, weight, bias), rotary)
 
     def linear_quantized(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
         """Return ``x [..., in] @ W.T + bias`` → [..., out] in x's dtype, for the weight W that ``weight`` encodes.
@@ -120,133 +66,20 @@ class ModelKernels:
             weight.activation_group,
         )
 
-    def embed_beside_linear_quantized(
-        self, tokens: Tensor, embedding: Tensor, hidden: Tensor, weight: QuantizedWeight, bias: Tensor | None = None
-    ) -> Tensor:
-        """Concatenate embeddings and hidden states as :meth:`embed_beside` does, and return their product with ``weight`` and
-        ``bias`` → [T, out].
-        """
-        return self.linear_quantized(self.embed_beside(tokens, embedding, hidden), weight, bias)
-
-    def linear_quantized_add(self, added: QuantizedProduct, residual: Tensor) -> Tensor:
-        """Add the product ``added`` to ``residual`` [T, H] in place; returns it. The sum may be rounded once."""
-        x = self.silu_mul(added.x) if added.gated else added.x
-        return residual.add_(self.linear_quantized(x, added.weight, added.bias))
-
-    def linear_quantized_add_rms_norm(self, added: QuantizedProduct, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """Add the product ``added`` to ``residual`` [T, H] in place; return the norm of ``residual`` with ``norm`` [H]. The
-        sum may be rounded once instead of twice.
-        """
-        x = self.silu_mul(added.x) if added.gated else added.x
-        return self.add_rms_norm(self.linear_quantized(x, added.weight, added.bias), residual, norm, eps)
-
-    def linear_quantized_rope_write_cache(
-        self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, rotary: RotaryArgs
-    ) -> Tensor:
-        """Compute queries, keys and values as one :meth:`linear_quantized` of ``x`` [T, H], then :meth:`rope_write_cache`
-        of them → queries [T, Hq, D].
-        """
-        q, k, v = rotary.split(self.linear_quantized(x, weight, bias))
-        self.rope_write_cache(q, k, v, *rotary)
-        return q
-
-    def norm_linear_quantized(
-        self,
-        added: QuantizedProduct,
-        residual: Tensor,
-        norm: Tensor,
-        eps: float,
-        weight: QuantizedWeight,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        """Add the product ``added`` to ``residual`` [T, H] in place, and return the product of the norm of ``residual`` with
-        ``weight`` and ``bias`` → [T, out]. ``norm`` [H] is the weight of the norm.
-
-        The sum may be rounded once instead of twice, and activations may be quantised from values that were not rounded.
-        """
-        return self.linear_quantized(self.linear_quantized_add_rms_norm(added, residual, norm, eps), weight, bias)
-
-    def norm_linear_quantized_rope_write_cache(
-        self,
-        added: QuantizedProduct,
-        residual: Tensor,
-        norm: Tensor,
-        eps: float,
-        weight: QuantizedWeight,
-        bias: Tensor | None,
-        rotary: RotaryArgs,
-    ) -> Tensor:
-        """Compute queries, keys and values as one :meth:`norm_linear_quantized`, then :meth:`rope_write_cache` of them →
-        queries [T, Hq, D].
-        """
-        q, k, v = rotary.split(self.norm_linear_quantized(added, residual, norm, eps, weight, bias))
-        self.rope_write_cache(q, k, v, *rotary)
-        return q
-
-    def attention_norm_linear_quantized(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        metadata: AttentionMetadata,
-        output: QuantizedWeight,
-        output_bias: Tensor | None,
-        residual: Tensor,
-        norm: Tensor,
-        eps: float,
-        weight: QuantizedWeight,
-        bias: Tensor | None = None,
-        *,
-        scale: float,
-        window: int = 0,
-    ) -> Tensor:
-        """Compute attention, add its product with ``output`` [H, Hq D] to ``residual`` [T, H] in place, and return the
-        product of the norm of ``residual`` with ``weight`` → [T, out].
-
-        The attention output needn't be rounded to q's dtype, and may have any memory layout.
-        """
-        attended = self.paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
-        added = QuantizedProduct(attended.reshape(q.shape[0], -1), output, output_bias)
-        return self.norm_linear_quantized(added, residual, norm, eps, weight, bias)
-
-    def attention_norm_linear_silu_mul_quantized(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        metadata: AttentionMetadata,
-        output: QuantizedWeight,
-        output_bias: Tensor | None,
-        residual: Tensor,
-        norm: Tensor,
-        eps: float,
-        weight: QuantizedWeight,
-        bias: Tensor | None,
-        down: QuantizedWeight,
-        down_bias: Tensor | None,
-        *,
-        scale: float,
-        window: int = 0,
-    ) -> QuantizedProduct:
-        """Compute :meth:`attention_norm_linear_quantized` with the gate and up rows ``weight`` [2 I, H]; return the product
-        of its :meth:`silu_mul` with ``down`` [H, I], which is not computed yet.
-
-        The kernel chooses between two forms of the returned record. Either ``x`` is [T, 2 I] and ``gated``, or the kernel has
-        applied :meth:`silu_mul` and ``x`` is [T, I], perhaps with its ``maxima``.
-        """
-        operands = q, k_cache, v_cache, metadata, output, output_bias, residual, norm, eps, weight, bias
-        both = self.attention_norm_linear_quantized(*operands, scale=scale, window=window)
-        return QuantizedProduct(both, down, down_bias, gated=True)
-
     # -- embeddings, norms, activation -----------------------------------------------------------------------------
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """Return rows of ``weight`` [V, H] for int64 ``tokens`` [T] → [T, H]."""
         return F.embedding(tokens, weight)
 
-    def embed_beside(self, tokens: Tensor, weight: Tensor, hidden: Tensor) -> Tensor:
-        """Return :meth:`embedding` of ``tokens`` [T], concatenated with ``hidden`` [T, H'] → [T, H + H']."""
-        return torch.cat((self.embedding(tokens, weight), hidden), dim=-1)
+    @composes("embedding", "linear", "linear_quantized")
+    def fuse_embedding(
+        self, tokens: Tensor, table: Tensor, hidden: Tensor, weight: Weight, bias: Tensor | None = None
+    ) -> Tensor:
+        """Return the product of each token's embedding and ``hidden`` state, side by side, with ``weight`` [out, H + H'] and
+        ``bias`` → [T, out]: the input of an EAGLE head (Li et al. 2024).
+        """
+        return linear(self, torch.cat((self.embedding(tokens, table), hidden), dim=-1), weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return the root-mean-square norm of ``x`` [..., H] with ``weight`` [H], in x's dtype.
@@ -344,16 +177,17 @@ class ModelKernels:
         """
         torch.ops.outrider.rope_write_cache(q, k, v, cos, sin, k_cache, v_cache, slots)
 
-    def head_norm_rope_write_cache(self, made: Tensor, norms: HeadNorms, rotary: RotaryArgs) -> Tensor:
-        """Normalise each head of the queries and keys in ``made``, then call :meth:`rope_write_cache` → queries [T, Hq, D].
+    @composes("rms_norm", "rope_write_cache")
+    def head_norm_rope_write_cache(self, qkv: Tensor, norms: HeadNorms | None, rotary: RotaryArgs) -> Tensor:
+        """Normalise each head of the queries and keys in ``qkv``, then call :meth:`rope_write_cache` → queries [T, Hq, D].
 
-        The rows of ``made`` [T, (Hq + 2 Hkv) D] are contiguous; it has queries, keys and values side by side, and isn't
-        changed. Hq may be 0: then ``made`` has only keys and values.
+        The rows of ``qkv`` [T, (Hq + 2 Hkv) D] are contiguous; it has queries, keys and values side by side. Without
+        ``norms``, it may be changed. Hq may be 0: then ``qkv`` has only keys and values.
         """
-        q, k, v = rotary.split(made)
-        k = self.rms_norm(k, norms.keys, norms.eps)
-        if q.shape[1]:
-            q = self.rms_norm(q, norms.queries, norms.eps)
+        q, k, v = rotary.split(qkv)
+        if norms is not None:
+            k = self.rms_norm(k, norms.keys, norms.eps)
+            q = self.rms_norm(q, norms.queries, norms.eps) if q.shape[1] else q
         # Without queries, a copy of the keys takes their place and is dropped: rope_write_cache needs queries.
         self.rope_write_cache(q if q.shape[1] else k.clone(), k, v, *rotary)
         return q

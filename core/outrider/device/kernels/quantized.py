@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,22 +93,6 @@ class QuantizedWeight:
             return f"{self.format} {blocks}{zero}, static {self.activations} activations"
         grouped = f" in groups of {self.activation_group}" if self.activation_group else ""
         return f"{self.format} {blocks}{zero}, {self.activations} activations{grouped}"
-
-
-class QuantizedProduct(NamedTuple):
-    """A :class:`~outrider.device.Product` with a quantised weight [out, in].
-
-    If ``gated``, ``x`` is [T, 2 in], and :meth:`~outrider.device.KernelSet.silu_mul` is applied before the product.
-
-    ``maxima`` float32 [N, T], or None: the largest value of column t is the largest magnitude of row t of ``x``. The kernel
-    that computed ``x`` may provide them to kernels that quantise ``x``. A kernel may ignore them.
-    """
-
-    x: Tensor
-    weight: QuantizedWeight
-    bias: Tensor | None
-    gated: bool = False
-    maxima: Tensor | None = None
 
 
 def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:

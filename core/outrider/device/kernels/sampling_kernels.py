@@ -7,6 +7,7 @@ from torch import Tensor
 
 from outrider.device.kernels import ops as _ops  # noqa: F401  (registers the operators)
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
+from outrider.device.kernels.composition import composes
 from outrider.device.kernels.reference import LANE_DRAFT, LANE_SAMPLE
 
 
@@ -46,6 +47,7 @@ class SamplingKernels(BookkeepingKernels):
             target_logits, draft_tokens, draft_probs, temperature, seeds, positions
         )
 
+    @composes("find_nan", "verify_chain", "sample")
     def verify_checked(
         self,
         target_logits: Tensor,

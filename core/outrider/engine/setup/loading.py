@@ -9,7 +9,8 @@ from typing import cast
 
 import torch
 
-from outrider.device import Backend, ConfigError, KernelSet, WrappedKernels
+from outrider.device import Backend, ConfigError
+from outrider.device.kernels.weights import quantized_products
 from outrider.engine.config import DTYPES, Choice, DecidedConfig, DtypeName, EngineConfig
 from outrider.engine.ranks.ranks import Ranks, part_of_model
 from outrider.engine.setup.device_model_facts import situation_of
@@ -31,7 +32,6 @@ from outrider.model import (
     load_through_transformers,
     load_vision,
 )
-from outrider.model.layers.products import quantized_products
 from outrider.model.quantization import read_quantization
 from outrider.registry.proposers import plugin_builders
 from outrider.speculative.build import Builder, DraftOptions, build_proposer, check_output_head
@@ -186,10 +186,8 @@ def _recurrent_layers(model: LanguageModel) -> tuple[Choice, ...]:
     if recurrent is None:
         return ()
     kernels = model.kernels
-    while isinstance(kernels, WrappedKernels):
-        kernels = kernels.inner
     names = ("short_convolution", "gated_delta_rule", "chunk_gated_delta_rule", "gated_rms_norm")
-    own = [name for name in names if getattr(type(kernels), name) is not getattr(KernelSet, name)]
+    own = [name for name in names if kernels.is_native(name)]
     why = f"{', '.join(own)} by the kernels {kernels.name!r}" if own else "computed by the torch references"
     return (Choice("recurrent_layers", len(recurrent.layers), why),)
 
@@ -205,7 +203,7 @@ def _quantized_weights(model: LanguageModel, mode: QuantizedMode, directory: Pat
     products = quantized_products(model.weights)
     if not products:
         return ()
-    own = type(model.kernels).linear_quantized is not KernelSet.linear_quantized
+    own = model.kernels.is_native("linear_quantized")
     ways = ", ".join(f"{label} in {count} weights" for label, count in sorted(products.items()))
     by = f"the kernels {model.kernels.name!r}" if own else "the torch reference, each weight made plain in each product"
     return (Choice("quantized", ways, f"the checkpoint's; multiplied by {by}"),)

@@ -17,7 +17,7 @@ from outrider.model.checkpoint.hybrid_mapping import gated_queries, nest_recurre
 from outrider.model.checkpoint.pieces import Piece, Target, TensorSlice
 from outrider.model.config.model_config import ExpertsConfig, ModelConfig
 from outrider.model.layers.decoder import DecoderWeights
-from outrider.model.layers.layer import LayerWeights
+from outrider.model.layers.layer_weights import LayerWeights
 from outrider.model.layers.ranks import Shards
 
 MTP_PREFIXES: Mapping[str, str] = MappingProxyType({"model.mtp_layers.": "mimo", "mtp.": "chained"})

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.device import Backend, HeadNorms, RotaryArgs
+from outrider.device import Backend, HeadNorms, ResidualStream, RotaryArgs
+from outrider.device.kernels.weights import Weight, linear
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.mapping import SINGLE_RANK, layer_targets, layer_weights, table_target
 from outrider.model.checkpoint.opening import open_checkpoint
@@ -29,9 +30,8 @@ from outrider.model.heads.head_loading import check_hidden_size, head_config, re
 from outrider.model.layers.cache import KVCache
 from outrider.model.layers.inputs import ForwardInput
 from outrider.model.layers.language_model import LanguageModel, side_by_side
-from outrider.model.layers.layer import DecoderLayer, LayerWeights
-from outrider.model.layers.pending import Pending, add_rms_norm
-from outrider.model.layers.products import Weight, linear
+from outrider.model.layers.layer import DecoderLayer
+from outrider.model.layers.layer_weights import LayerWeights
 from outrider.model.layers.ranks import Shards
 from outrider.model.quantization import QuantizedMode, read_quantization
 
@@ -118,20 +118,18 @@ class DFlashHead(BaseDraftHead):
         ``inputs.slots`` follow the slots of the text, whose keys and values :meth:`write_text_cache` has written.
         ``inputs.attention`` holds a mask by which a block sees itself (:class:`~outrider.device.AttentionMetadata`).
         """
-        kernels = self.kernels
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
         table = self.weights.embedding
-        residual = self.target.embed(inputs.tokens) if table is None else self.target.embed_from_table(inputs.tokens, table)
+        embedded = self.target.embed(inputs.tokens) if table is None else self.target.embed_from_table(inputs.tokens, table)
         causal_inputs = replace(inputs, attention=replace(inputs.attention, tree_mask=None))
-        pending: Pending | None = None
+        x = ResidualStream(self.kernels, embedded)
         self.target.begin_pass(inputs)
         for index, (layer, pages) in enumerate(zip(self._layers, cache.layers, strict=True)):
             seen = causal_inputs if self._causal[index] else inputs
-            pending = layer.forward(pending, residual, seen, cos_sin, pages)
+            x = layer.forward(x, seen, cos_sin, pages)
             if index == 0:  # write_text_cache wrote the text's keys and values before the first layer
                 inputs, causal_inputs = inputs.after_first_layer(), causal_inputs.after_first_layer()
-        assert pending is not None  # there is at least one layer
-        return add_rms_norm(pending, residual, self.weights.norm, self.config.rms_eps, kernels)
+        return x.norm(self.weights.norm, self.config.rms_eps)
 
     def _keys_values(self, text: Tensor, weights: LayerWeights) -> Tensor:
         """Return keys and values side by side, [T, 2 Hkv D].

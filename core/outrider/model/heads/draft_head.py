@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from outrider.device.kernels.weights import Weight, linear
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.layers.decoder import Decoder
 from outrider.model.layers.language_model import LanguageModel
-from outrider.model.layers.products import Weight, linear
 from outrider.model.layers.rotary import make_rotary
 
 

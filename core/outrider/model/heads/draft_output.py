@@ -21,13 +21,13 @@ from torch import Tensor
 
 from outrider.device import Backend, CapabilityError, ConfigError, QuantizedWeight
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS, weight_format
+from outrider.device.kernels.weights import Weight, label
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.reading import JSON_LIMIT, present, read_bytes, wrap_read_errors
 from outrider.model.checkpoint.tensor_loading import loading_stream
 from outrider.model.config.config_fields import is_whole
 from outrider.model.layers.decoder import Decoder
 from outrider.model.layers.language_model import LanguageModel
-from outrider.model.layers.products import Weight, label
 from outrider.model.layers.ranks import Shard
 from outrider.model.media.tokenizer import Tokenizer, has_tokenizer
 from outrider.model.quantization.layouts import map_scales

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.device import KernelSet, QuantizedWeight
+from outrider.device import KernelSet, ResidualStream, SeparateInput
+from outrider.device.kernels.weights import Weight, linear
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.heads.draft_head import BaseDraftHead
 from outrider.model.layers.cache import KVCache
 from outrider.model.layers.inputs import ForwardInput
 from outrider.model.layers.language_model import LanguageModel, side_by_side
-from outrider.model.layers.layer import DecoderLayer, LayerWeights
-from outrider.model.layers.pending import Pending, add, add_rms_norm
-from outrider.model.layers.products import Weight, linear
+from outrider.model.layers.layer import DecoderLayer
+from outrider.model.layers.layer_weights import LayerWeights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,26 +63,19 @@ class EagleHead(BaseDraftHead):
         ``cache`` is the head's own KV cache.
         """
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
-        residual = self._fuse(inputs.tokens, hidden)
-        pending: Pending | None = None
+        x = ResidualStream(self.kernels, self._fuse(inputs.tokens, hidden))
         self.target.begin_pass(inputs)
         for layer, pages in zip(self._layers[:-1], cache.layers[:-1], strict=True):
-            pending = layer.forward(pending, residual, inputs, cos_sin, pages)
-        pending, residual = self._layers[-1].forward_last(pending, residual, inputs, cos_sin, cache.layers[-1])
-        return add(pending, residual, self.kernels)
+            x = layer.forward(x, inputs.whole, cos_sin, pages)
+        return self._layers[-1].forward(x, inputs, cos_sin, cache.layers[-1]).add()
 
     def _fuse(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Return the fusion [T, H] of the tokens' embeddings with ``hidden`` [T, H]."""
         fusion, bias = self.weights.fusion, self.weights.fusion_bias
-        if self.target.ranks is None and isinstance(fusion, QuantizedWeight):
-            return self.kernels.embed_beside_linear_quantized(tokens, self.weights.embedding, hidden, fusion, bias)
-        return linear(self.kernels, self._embed_and_join(tokens, hidden), fusion, bias)
-
-    def _embed_and_join(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """Return embeddings of ``tokens`` [T] and ``hidden`` [T, H] side by side, [T, 2 H]."""
         if self.target.ranks is None:
-            return self.kernels.embed_beside(tokens, self.weights.embedding, hidden)
-        return torch.cat((self.target.embed_from_table(tokens, self.weights.embedding), hidden), dim=-1)
+            return self.kernels.fuse_embedding(tokens, self.weights.embedding, hidden, fusion, bias)
+        embedded = self.target.embed_from_table(tokens, self.weights.embedding)
+        return linear(self.kernels, torch.cat((embedded, hidden), dim=-1), fusion, bias)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,17 +168,12 @@ class Eagle3Head(BaseDraftHead):
         embedded = self.target.embed_from_table(inputs.tokens, weights.embedding)
         embedded = kernels.rms_norm(embedded, weights.layer.attention_norm, eps)
         normed = kernels.rms_norm(hidden, weights.hidden_norm, eps)
-        first = inputs.whole if self._later else inputs
-        attended = self._layer.attend(torch.cat((embedded, normed), dim=-1), first, cos_sin, cache.layers[0])
-        residual = first.select_rows(normed if self._norm_before_residual else hidden.clone(), kernels)
-        pending = self._layer.mlp(attended, residual)
-        for layer, pages in zip(self._later[:-1], cache.layers[1:-1], strict=True):
-            pending = layer.forward(pending, residual, inputs, cos_sin, pages)
-        if self._later:
-            pending, residual = self._later[-1].forward_last(pending, residual, inputs, cos_sin, cache.layers[-1])
-        if self._norm_output:
-            return add_rms_norm(pending, residual, weights.norm, eps, kernels)
-        return add(pending, residual, kernels)
+        rows = normed if self._norm_before_residual else hidden.clone()
+        x = ResidualStream(kernels, rows, SeparateInput(torch.cat((embedded, normed), dim=-1)))
+        layers, whole = (self._layer, *self._later), inputs.whole
+        for layer, pages in zip(layers, cache.layers, strict=True):
+            x = layer.forward(x, inputs if layer is layers[-1] else whole, cos_sin, pages)
+        return x.norm(weights.norm, eps) if self._norm_output else x.add()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return draft logits [N, Vd] of ``hidden`` [N, H]."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import Backend, Stream
+from outrider.device.kernels.weights import Weight
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.files import CheckpointFiles
 from outrider.model.checkpoint.mapping import (
@@ -34,7 +35,6 @@ from outrider.model.heads.eagle import Eagle3Head, Eagle3Weights, EagleHead, Eag
 from outrider.model.heads.eagle3_config import ENVELOPE, Eagle3Options, read_eagle3_options
 from outrider.model.layers.decoder import Decoder
 from outrider.model.layers.language_model import LanguageModel
-from outrider.model.layers.products import Weight
 from outrider.model.layers.ranks import Shards
 from outrider.model.quantization import Quantization, QuantizedMode, read_quantization
 

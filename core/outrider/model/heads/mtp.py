@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.device import Backend
+from outrider.device import Backend, ResidualStream
+from outrider.device.kernels.weights import Weight, linear
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.expert_mapping import expert_targets
 from outrider.model.checkpoint.files import CheckpointFiles
@@ -37,10 +38,8 @@ from outrider.model.heads.head_loading import check_hidden_size, check_vocabular
 from outrider.model.layers.cache import KVCache
 from outrider.model.layers.inputs import ForwardInput
 from outrider.model.layers.language_model import LanguageModel
-from outrider.model.layers.layer import LayerWeights
-from outrider.model.layers.mixture import create_layer
-from outrider.model.layers.pending import add_rms_norm
-from outrider.model.layers.products import Weight, linear
+from outrider.model.layers.layer import create_layer
+from outrider.model.layers.layer_weights import LayerWeights
 from outrider.model.layers.ranks import Shards
 from outrider.model.quantization import QuantizedMode, read_quantization
 
@@ -90,9 +89,8 @@ class MtpHead(BaseDraftHead):
         embedded = kernels.rms_norm(self.target.embed(inputs.tokens), weights.token_norm, eps)
         states = kernels.rms_norm(hidden, weights.hidden_norm, eps)
         joined = (embedded, states) if self._embedding_first else (states, embedded)
-        residual = linear(kernels, torch.cat(joined, dim=-1), weights.projection)
-        pending, residual = self._layer.forward_last(None, residual, inputs, cos_sin, cache.layers[0])
-        return add_rms_norm(pending, residual, weights.final_norm, eps, kernels)
+        x = ResidualStream(kernels, linear(kernels, torch.cat(joined, dim=-1), weights.projection))
+        return self._layer.forward(x, inputs, cos_sin, cache.layers[0]).norm(weights.final_norm, eps)
 
 
 def mtp_targets(config: ModelConfig, heads: int, shards: Shards = SINGLE_RANK) -> list[Target]:

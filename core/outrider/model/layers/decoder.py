@@ -7,23 +7,24 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.device import ConfigError, KernelSet
+from outrider.device import ConfigError, KernelSet, ResidualStream, Weight
+from outrider.device.kernels import kernel_names
+from outrider.device.kernels.kernelset import BLOCKS
+from outrider.device.kernels.weights import linear
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.config.rope import query_scales
 from outrider.model.config.shapes import decoder_shape
 from outrider.model.layers.cache import KVCache
 from outrider.model.layers.inputs import ForwardInput
 from outrider.model.layers.language_model import LanguageModel, SideBySide
-from outrider.model.layers.layer import LayerWeights
-from outrider.model.layers.mixture import create_layer
-from outrider.model.layers.pending import Pending, add_rms_norm
-from outrider.model.layers.products import Weight, linear
+from outrider.model.layers.layer import RecurrentLayer, create_layer
+from outrider.model.layers.layer_weights import LayerWeights
 from outrider.model.layers.ranks import ModelRanks
-from outrider.model.layers.recurrent import commit_states
 from outrider.model.layers.rotary import make_rotary
 
 
@@ -73,6 +74,14 @@ class Decoder(LanguageModel):
         format = self.weights.layers[self.config.attention_layers[0]].cache
         return self.dtype if format is None else format.dtype
 
+    def implementations(self) -> dict[str, Any]:
+        """Return what computes each block of each layer, and each primitive: ``native``, ``composed`` or ``reference``."""
+        primitives = (name for name in kernel_names() if name not in BLOCKS)
+        return {
+            "blocks": [{block.name: block.implementation for block in layer.blocks} for layer in self._layers],
+            "primitives": {name: self.kernels.implementation(name) for name in primitives},
+        }
+
     def embed(self, tokens: Tensor) -> Tensor:
         """Return embeddings [T, H] of int64 ``tokens`` [T]."""
         return self.embed_from_table(tokens, self.weights.embedding)
@@ -85,7 +94,7 @@ class Decoder(LanguageModel):
         if missing:
             raise ConfigError(f"there are no layers {missing} to capture, the decoder has {len(self._layers)}")
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
-        residual = self._embed_inputs(inputs)
+        x = ResidualStream(self.kernels, self._embed_inputs(inputs))
         if self.config.rope.query_beta:
             inputs = replace(inputs, query_scales=query_scales(self.config.rope, inputs.positions).to(self.dtype))
         if inputs.states is not None and inputs.states.window is None:
@@ -93,33 +102,32 @@ class Decoder(LanguageModel):
             inputs = replace(inputs, states=replace(inputs.states, counts=counts))
         states: tuple[Tensor, ...] = ()
         if layers:
-            width = residual.shape[1]
-            states = SideBySide(residual.new_empty((residual.shape[0], len(layers) * width)), width)
-        pending: Pending | None = None
+            width = x.rows.shape[1]
+            states = SideBySide(x.rows.new_empty((x.rows.shape[0], len(layers) * width)), width)
         self.begin_pass(inputs)
         last, reads_output = len(self._layers) - 1, len(self._layers) in layers
         pages_of_layers, states_of_layers = iter(cache.layers), iter(cache.states)
+        whole = inputs.whole
         for index, layer in enumerate(self._layers):
-            pages = next(pages_of_layers if layer.recurrent is None else states_of_layers)
+            pages = next(states_of_layers if layer.is_recurrent else pages_of_layers)
             captured = tuple(state for state, wanted in zip(states, layers, strict=True) if wanted == index)
-            if index == last and not reads_output:
-                pending, residual = layer.forward_last(pending, residual, inputs, cos_sin, pages, captured)
-            else:
-                pending = layer.forward(pending, residual, inputs, cos_sin, pages, captured)
+            x = layer.forward(x, inputs if index == last and not reads_output else whole, cos_sin, pages, captured)
             if index == 0:
-                inputs = inputs.after_first_layer()
-        assert pending is not None  # there is at least one layer
-        final = add_rms_norm(pending, residual, self.weights.norm, self.config.rms_eps, self.kernels)
+                inputs, whole = inputs.after_first_layer(), whole.after_first_layer()
+        final = x.norm(self.weights.norm, self.config.rms_eps)
         if reads_output:
             for state in (state for state, wanted in zip(states, layers, strict=True) if wanted > last):
-                self.kernels.copy_rows(residual, state)
+                self.kernels.copy_rows(x.rows, state)
             final = inputs.select_rows(final, self.kernels)
         return final, states
 
     def commit(self, inputs: ForwardInput, cache: KVCache, accepted: Tensor) -> None:
         """Run the recurrent layers over the accepted tokens again and write their states."""
-        blocks = tuple(layer.recurrent for layer in self._layers if layer.recurrent is not None)
-        commit_states(blocks, cache.states, inputs, accepted)
+        assert inputs.states is not None  # the caller verified drafts
+        assert inputs.states.window is not None
+        layers, counts = (layer for layer in self._layers if isinstance(layer, RecurrentLayer)), accepted + 1
+        for layer, kept, state in zip(layers, inputs.states.window, cache.states, strict=True):
+            layer.commit(kept, inputs, state, counts)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [N, Vd] of ``hidden`` [N, H], gathered from all ranks."""

@@ -106,6 +106,11 @@ class ForwardInput:
         """The batch without a selection of rows, as all layers but the last process it."""
         return self if self.kept is None else replace(self, kept=None)
 
+    @property
+    def kept_index(self) -> Tensor | None:
+        """int64 [S]: indices of the kept rows; None if all rows are kept."""
+        return None if self.kept is None else self.kept.index
+
     def select_rows(self, state: Tensor, kernels: KernelSet) -> Tensor:
         """Return the kept rows [S, ...] of ``state`` [T, ...], or ``state`` itself if all rows are kept."""
         return state if self.kept is None else kernels.gather_rows(state, self.kept.index)

@@ -7,6 +7,7 @@ unless drafts are sampled from a draft vocabulary).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,6 +73,12 @@ class LanguageModel(ABC):
     def gather_logits(self, own: Tensor, vocabulary: int) -> Tensor:
         """Return logits [N, V] over ``vocabulary`` tokens, gathered from the logits ``own`` of this rank's slice."""
         return or_single_rank(self.ranks).logits(own, vocabulary)
+
+    def implementations(self) -> dict[str, Any]:
+        """Return what computes the ``blocks`` of each layer, and each of the ``primitives``. A model that isn't native has
+        none.
+        """
+        return {"blocks": [], "primitives": {}}
 
     @property
     def output_ids(self) -> Tensor | None:

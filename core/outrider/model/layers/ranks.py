@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from outrider.device import ConfigError, Group, KernelSet, Stream
+from outrider.device import BlockKernels, ConfigError, Group, KernelSet, RankBoundary, Stream
 from outrider.model.config.model_config import ModelConfig
 
 
@@ -100,7 +100,7 @@ def _unequal(model: str, found: str, ranks: int, expected: str) -> ConfigError:
     return ConfigError(f"{model} has {found}, which can't be shared out among {ranks} ranks; expected {expected}")
 
 
-class ModelRanks:
+class ModelRanks(RankBoundary):
     """One rank's slices of a model, and the collectives of its forward pass.
 
     ``tensor``: the tensor-parallel group, which splits attention heads and vocabulary and processes the same tokens. None:
@@ -110,6 +110,8 @@ class ModelRanks:
     Every method enqueues on the stream of :meth:`use_stream`, whose scope the caller has opened. All ranks of a group call
     the same methods in the same order.
     """
+
+    reduces = True
 
     def __init__(self, shards: Shards, *, tensor: Group | None = None, data: Group | None = None) -> None:
         self.shards = shards
@@ -138,15 +140,15 @@ class ModelRanks:
             self.tensor.all_reduce(partial, stream=self.stream)
         return partial
 
-    def add(self, partial: Tensor, residual: Tensor) -> Tensor:
-        """Add the sum of ``partial`` [T, H] to ``residual`` [T, H] in place. Return ``residual``."""
-        return residual.add_(self.reduce(partial))
+    def add(self, partial: Tensor, rows: Tensor) -> Tensor:
+        """Reduce ``partial`` over the tensor-parallel ranks, and add the sum to ``rows``."""
+        return rows.add_(self.reduce(partial))
 
-    def add_rms_norm(self, kernels: KernelSet, partial: Tensor, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """Add the sum of ``partial`` [T, H] to ``residual`` in place. Return the RMS norm [T, H] of ``residual``."""
+    def add_rms_norm(self, kernels: BlockKernels, partial: Tensor, rows: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """Call ``all_reduce_rms_norm`` on several tensor-parallel ranks, else ``add_rms_norm``."""
         if self.tensor is None:
-            return kernels.add_rms_norm(partial, residual, norm, eps)
-        return kernels.all_reduce_rms_norm(partial, residual, norm, eps, group=self.tensor, stream=self.stream)
+            return kernels.add_rms_norm(partial, rows, norm, eps)
+        return kernels.all_reduce_rms_norm(partial, rows, norm, eps, group=self.tensor, stream=self.stream)
 
     def expect_pass_widths(self, widths: Sequence[int]) -> None:
         """Set W for each of the next passes: the maximum number of tokens of a data-parallel group, the same on all groups.

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from outrider.device import Backend, CapabilityError, ConfigError, QuantizedWeight
 from outrider.device.kernels.quantized_reference import dequantize
+from outrider.device.kernels.weights import SplitWeight, Weight
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.files import CheckpointFiles
 from outrider.model.checkpoint.pieces import Piece, Target
 from outrider.model.checkpoint.reading import wrap_read_errors
-from outrider.model.layers.products import SplitWeight, Weight
 from outrider.model.quantization.cache import CacheScheme
 from outrider.model.quantization.layouts import pad_rows, slice_weight, stack_weights, to_device
 from outrider.model.quantization.storages import FLOATS, ActOrderError, Scheme

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider_conformance.lab import Lab
-from outrider_conformance.own_attention import SHAPES, check_called, check_in_graph, check_joined
+from outrider_conformance.own_attention import SHAPES, check_block, check_called, check_in_graph
 from outrider_conformance.promises import promise
 
 
@@ -30,6 +30,7 @@ def test_attention_in_a_graph_follows_the_lengths(lab: Lab, shape: str) -> None:
     "*Delegation.* An override computes a call, or delegates the call by ``super()``, for example for an unsupported shape.",
 )
 @pytest.mark.parametrize("shape", ["decoding", "a chain"])
-def test_layers_with_quantised_weights_get_it_too(lab: Lab, shape: str) -> None:
-    """Fused calls of layers with quantised weights use the backend's own attention."""
-    check_joined(lab, SHAPES[shape])
+@pytest.mark.parametrize("quantized", [False, True], ids=["unquantized", "quantised"])
+def test_layers_use_it(lab: Lab, shape: str, quantized: bool) -> None:
+    """The attention block of a layer uses the backend's own attention, whatever the format of the weights."""
+    check_block(lab, SHAPES[shape], quantized=quantized)

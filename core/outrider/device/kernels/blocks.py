@@ -1,0 +1,325 @@
+"""The blocks of a layer: attention, MLP, experts and the recurrent block, each composed of primitives by default.
+
+A block takes the residual stream of the block before it and returns the stream with its own contribution pending. A backend
+overrides a block to fuse its kernels.
+
+Letters: T new tokens, S kept rows, H hidden size, Hq query heads, Hkv key heads, D head size, I intermediate size. E experts,
+C channels and Hv value heads of size Ev of a recurrent layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
+from outrider.device.kernels.collective_kernels import CollectiveKernels
+from outrider.device.kernels.composition import composes
+from outrider.device.kernels.metadata import AttentionMetadata, HeadNorms, RotaryArgs
+from outrider.device.kernels.model_kernels import ModelKernels
+from outrider.device.kernels.quantized import QuantizedWeight
+from outrider.device.kernels.recurrent_kernels import DeltaRuleWeights, RecurrentBatch, RecurrentKernels
+from outrider.device.kernels.residual import SINGLE_RANK, Computed, RankBoundary, ResidualStream
+from outrider.device.kernels.weights import Weight, linear, plain
+
+Attend = Callable[..., Tensor]
+"""A replacement of ``KernelSet.paged_attention``, with the same operands."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionBlock:
+    """Weights and constants of an attention block."""
+
+    norm: Tensor | None
+    """[H]. None if the block reads the residual stream itself."""
+    eps: float
+    qkv: Weight
+    """[(Hq + 2 Hkv) D, H], and of a gated block then the rows of the gate [Hq D, H]."""
+    output: Weight
+    """[H, Hq D]."""
+    scale: float
+    """Factor of the dot products."""
+    qkv_bias: Tensor | None = None
+    output_bias: Tensor | None = None
+    window: int = 0
+    """Window in tokens; 0: none."""
+    head_norms: HeadNorms | None = None
+    gated: bool = False
+    """True: the attention output is multiplied by the sigmoid of the last Hq D columns of the product with ``qkv``."""
+    input_scales: Tensor | None = None
+    """[Hq + 2 Hkv, 1]: factors of q, k and v before the rotation, of a quantised cache."""
+    output_scales: Tensor | None = None
+    """[Hq, 1]: factors of the attention output, of a quantised cache."""
+    ranks: RankBoundary = SINGLE_RANK
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MlpBlock:
+    """Weights of an MLP block: a gated MLP with the norm before it."""
+
+    norm: Tensor
+    """[H]."""
+    eps: float
+    gate_up: Weight
+    """[2 I, H]."""
+    down: Weight
+    """[H, I]."""
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    ranks: RankBoundary = SINGLE_RANK
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsBlock:
+    """Weights of a block of routed experts, and of the expert that all tokens share, if there is one."""
+
+    norm: Tensor
+    """[H]."""
+    eps: float
+    router: Weight
+    """[E, H]."""
+    per_token: int
+    """Experts of a token."""
+    renormalize: bool
+    """As in ``KernelSet.route``."""
+    gate_up: Weight
+    """[E, 2 I, H], or quantised [E 2 I, H]."""
+    down: Weight
+    """[E, H, I], or quantised [E H, I]."""
+    shared: MlpBlock | None = None
+    """The shared expert. Its ``norm`` is the block's."""
+    shared_gate: Weight | None = None
+    """[1, H]."""
+    ranks: RankBoundary = SINGLE_RANK
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecurrentBlock:
+    """Weights of a recurrent block."""
+
+    norm: Tensor
+    """[H]."""
+    eps: float
+    projections: tuple[Weight, ...]
+    """[C + Hv Ev + 2 Hv, H]: q, k, v, the output gate, b and a. As two weights, the second has the rows of b and a alone."""
+    channels: int
+    """C."""
+    rule: DeltaRuleWeights
+    output: Weight
+    """[H, Hv Ev]."""
+    output_bias: Tensor | None = None
+    ranks: RankBoundary = SINGLE_RANK
+
+
+class LayerRows(NamedTuple):
+    """The rows of a layer's input that continue after attention, and the tensors that receive the input itself."""
+
+    kept: Tensor | None = None
+    """int64 [S]: rows that continue; None: all T."""
+    captured: tuple[Tensor, ...] = ()
+    """[T, H] each: they receive the residual stream at the input of the block, complete."""
+
+    def select(self, kernels: BookkeepingKernels, x: Tensor) -> Tensor:
+        """Return the rows of ``x`` [T, ...] that continue."""
+        return x if self.kept is None else kernels.gather_rows(x, self.kept)
+
+    def continued(self, kernels: BookkeepingKernels, rows: Tensor) -> Tensor:
+        """Copy the complete residual stream ``rows`` [T, H] to ``captured``; return the rows that continue."""
+        for out in self.captured:
+            kernels.copy_rows(rows, out)
+        return self.select(kernels, rows)
+
+
+class AttentionTokens(NamedTuple):
+    """The tokens of an attention block."""
+
+    attention: AttentionMetadata
+    """Of the rows that continue."""
+    rotary: RotaryArgs
+    """Of all T tokens: their keys and values are written."""
+    rows: LayerRows
+    query_scales: Tensor | None = None
+    """[T, 1, 1]: factors of the rotated queries."""
+
+
+class RecurrentTokens(NamedTuple):
+    """The tokens of a recurrent block and its states."""
+
+    batch: RecurrentBatch
+    convolution: Tensor
+    """[R, K - 1, C]: states of the short convolution."""
+    delta: Tensor
+    """[R, Hv, D, Ev]: states of the delta rule."""
+    rows: LayerRows = LayerRows()
+    decodes: bool = False
+    """True if each sequence has few tokens, which a recurrence computes token by token."""
+    counts: Tensor | None = None
+    """int64 [B]: number of new tokens of each sequence; None: the block computes it from ``batch``."""
+    window: list[tuple[Tensor, Tensor]] | None = None
+    """None: the block writes the states after all tokens. A list: states stay unchanged, and the block appends its inputs,
+    from which :meth:`BlockKernels.commit_recurrent` computes the states after the accepted tokens.
+    """
+
+
+PRODUCTS = ("linear", "linear_quantized")
+NORMS = ("rms_norm", "add_rms_norm")
+RECURRENCES = ("short_convolution", "gated_delta_rule", "chunk_gated_delta_rule")
+
+
+class BlockKernels(ModelKernels, RecurrentKernels, BookkeepingKernels, CollectiveKernels):
+    """Blocks of a layer. The defaults compose primitives. Rules and letters: :class:`~outrider.device.KernelSet`.
+
+    A block adds the pending contribution of its stream to ``rows`` [T, H] in place. It returns a stream with its own
+    contribution pending: [T, H], or [S, H] of the rows that continue.
+    """
+
+    @composes(*PRODUCTS, *NORMS, "rope_write_cache", "head_norm_rope_write_cache", "paged_attention", "sigmoid_mul")
+    def attention_block(
+        self, x: ResidualStream, block: AttentionBlock, tokens: AttentionTokens, *, attend: Attend | None = None
+    ) -> ResidualStream:
+        """Attend with the norm of the stream: project to queries, keys and values, rotate, write the cache, attend, project.
+
+        ``attend`` computes attention in place of :meth:`paged_attention`: a wrapper of kernels passes its own.
+        """
+        normed = x.norm(block.norm, block.eps)
+        qkv, gate = split_gate(linear(self, normed, block.qkv, block.qkv_bias), block)
+        q = write_heads(self, qkv, block, tokens)
+        attended = attended_rows(self, q, gate, block, tokens, attend or self.paged_attention)
+        rows = tokens.rows.continued(self, x.rows)
+        return contributed(self, rows, linear(self, attended, block.output, block.output_bias), block.ranks)
+
+    @composes(*PRODUCTS, *NORMS, "silu_mul")
+    def mlp_block(self, x: ResidualStream, block: MlpBlock) -> ResidualStream:
+        """Multiply the norm of the stream by gate and up, apply :meth:`silu_mul`, multiply by down."""
+        normed = block.ranks.gather_tokens(x.norm(block.norm, block.eps))
+        value = self._mlp(normed, block)
+        return contributed(self, x.rows, block.ranks.scatter_tokens(value, x.rows.shape[0]), block.ranks)
+
+    @composes(*PRODUCTS, *NORMS, "silu_mul", "route", "experts", "experts_quantized")
+    def experts_block(self, x: ResidualStream, block: ExpertsBlock) -> ResidualStream:
+        """Route the norm of the stream to experts, and add the shared expert, weighted by the sigmoid of its gate."""
+        return experts_stream(self, x, block, self._mlp)
+
+    @composes(*PRODUCTS, *NORMS, *RECURRENCES, "gated_rms_norm")
+    def recurrent_block(self, x: ResidualStream, block: RecurrentBlock, tokens: RecurrentTokens) -> ResidualStream:
+        """Mix the norm of the stream with the states by a short convolution and a gated delta rule (Yang et al. 2024)."""
+        heads = recurrent_heads(self, x.norm(block.norm, block.eps), block, tokens)
+        rows = tokens.rows.continued(self, x.rows)
+        return contributed(self, rows, linear(self, heads, block.output, block.output_bias), block.ranks)
+
+    @composes(*RECURRENCES)
+    def commit_recurrent(
+        self, inputs: tuple[Tensor, Tensor], block: RecurrentBlock, tokens: RecurrentTokens, counts: Tensor
+    ) -> None:
+        """Write the states after ``counts`` int64 [B] of the tokens whose ``inputs`` a recurrent block kept.
+
+        It computes the bits of the block itself.
+        """
+        _recur(self, *inputs, block, tokens, counts, decodes=True)
+
+    def _mlp(self, x: Tensor, block: MlpBlock) -> Tensor:
+        gated = self.silu_mul(linear(self, x, block.gate_up, block.gate_up_bias))
+        return linear(self, gated, block.down, block.down_bias)
+
+
+def split_gate(made: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor | None]:
+    """Split the product with ``block.qkv`` into queries, keys and values [T, (Hq + 2 Hkv) D] and the gate [T, Hq D]."""
+    if not block.gated:
+        return made, None
+    width = block.output.shape[1]
+    qkv, gate = made.split((made.shape[1] - width, width), dim=1)
+    return qkv, gate
+
+
+def write_heads(kernels: ModelKernels, qkv: Tensor, block: AttentionBlock, tokens: AttentionTokens) -> Tensor:
+    """Normalise and scale the heads of ``qkv`` [T, (Hq + 2 Hkv) D], rotate them, write the cache → queries [T, Hq, D]."""
+    scales, rotary = block.input_scales, tokens.rotary
+    if scales is None:
+        return kernels.head_norm_rope_write_cache(qkv, block.head_norms, rotary)
+    if block.head_norms is None:
+        qkv.unflatten(1, (-1, rotary.k_cache.shape[3])).mul_(scales)
+        return kernels.head_norm_rope_write_cache(qkv, None, rotary)
+    q, k, v = rotary.split(qkv)
+    q_norm, k_norm, eps = block.head_norms
+    q, k = kernels.rms_norm(q, q_norm, eps), kernels.rms_norm(k, k_norm, eps)
+    for heads, factors in zip((q, k, v), scales.split([each.shape[1] for each in (q, k, v)]), strict=True):
+        heads.mul_(factors)
+    kernels.rope_write_cache(q, k, v, *rotary)
+    return q
+
+
+def continued_queries(kernels: BlockKernels, q: Tensor, tokens: AttentionTokens) -> Tensor:
+    """Return the scaled queries of the rows that continue."""
+    return tokens.rows.select(kernels, q if tokens.query_scales is None else q * tokens.query_scales)
+
+
+def attended_rows(
+    kernels: BlockKernels, q: Tensor, gate: Tensor | None, block: AttentionBlock, tokens: AttentionTokens, attend: Attend
+) -> Tensor:
+    """Attend with the rows of ``q`` [T, Hq, D] that continue, scale and gate the result → [S, Hq D]."""
+    q, caches = continued_queries(kernels, q, tokens), tokens.rotary[2:4]
+    out = attend(q, *caches, tokens.attention, scale=block.scale, window=block.window)
+    if block.output_scales is not None:
+        out.mul_(block.output_scales)
+    attended = out.reshape(q.shape[0], -1)
+    if gate is None:
+        return attended
+    return kernels.sigmoid_mul(attended, gate if tokens.rows.kept is None else tokens.rows.select(kernels, gate.contiguous()))
+
+
+def experts_stream(
+    kernels: BlockKernels, x: ResidualStream, block: ExpertsBlock, mlp: Callable[[Tensor, MlpBlock], Tensor]
+) -> ResidualStream:
+    """Compute a block of experts, with ``mlp`` for the shared expert."""
+    normed = block.ranks.gather_tokens(x.norm(block.norm, block.eps))
+    logits = linear(kernels, normed, block.router)
+    shares, chosen = kernels.route(logits, block.per_token, renormalize=block.renormalize)
+    if isinstance(block.gate_up, QuantizedWeight) and isinstance(block.down, QuantizedWeight):
+        value = kernels.experts_quantized(normed, shares, chosen, block.gate_up, block.down)
+    else:
+        value = kernels.experts(normed, shares, chosen, plain(block.gate_up), plain(block.down))
+    if block.shared is not None and block.shared_gate is not None:
+        shared = mlp(normed, block.shared)
+        value.add_(torch.sigmoid(linear(kernels, normed, block.shared_gate)) * shared)
+    return contributed(kernels, x.rows, block.ranks.scatter_tokens(value, x.rows.shape[0]), block.ranks)
+
+
+def contributed(kernels: BlockKernels, rows: Tensor, value: Tensor, ranks: RankBoundary) -> ResidualStream:
+    """Return the stream ``rows`` to which ``value``, or this rank's part of it, is to be added."""
+    return ResidualStream(kernels, rows, Computed(kernels, value, ranks))
+
+
+def recurrent_heads(kernels: BlockKernels, normed: Tensor, block: RecurrentBlock, tokens: RecurrentTokens) -> Tensor:
+    """Return the gated results of the rows that continue [S, Hv Ev], before the output product."""
+    made = [linear(kernels, normed, each) for each in block.projections]
+    sizes = block.channels, block.output.shape[1], 2 * block.rule.a_log.shape[0]
+    mixed, gate, *rest = made[0].split(sizes[: 4 - len(made)], dim=1)
+    gates = rest[0] if rest else made[1]
+    if tokens.window is None:
+        commit = tokens.batch.token_counts if tokens.counts is None else tokens.counts
+        heads = _recur(kernels, mixed, gates, block, tokens, commit, decodes=tokens.decodes)
+    else:
+        tokens.window.append((mixed, gates))
+        heads = _recur(kernels, mixed, gates, block, tokens, None, decodes=True)
+    normed_heads = kernels.gated_rms_norm(heads, gate.unflatten(1, heads.shape[1:]), block.rule.norm, block.eps)
+    return tokens.rows.select(kernels, normed_heads.flatten(1))
+
+
+def _recur(
+    kernels: RecurrentKernels,
+    mixed: Tensor,
+    gates: Tensor,
+    block: RecurrentBlock,
+    tokens: RecurrentTokens,
+    commit: Tensor | None,
+    *,
+    decodes: bool,
+) -> Tensor:
+    rule = block.rule
+    convolved = kernels.short_convolution(mixed, rule.convolution, tokens.convolution, tokens.batch, commit)
+    operands = convolved, gates, rule.a_log, rule.dt_bias, tokens.delta, tokens.batch
+    return kernels.gated_delta_rule(*operands, commit) if decodes else kernels.chunk_gated_delta_rule(*operands)

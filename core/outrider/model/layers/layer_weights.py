@@ -1,0 +1,189 @@
+"""LayerWeights: the tensors of one decoder layer as a checkpoint loads them, and the blocks that they make up.
+
+Letters: H hidden size, Hq query heads, Hkv KV heads, D head size, I intermediate size, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.device import (
+    AttentionBlock,
+    ConfigError,
+    DeltaRuleWeights,
+    ExpertsBlock,
+    HeadNorms,
+    MlpBlock,
+    QuantizedWeight,
+    RankBoundary,
+    RecurrentBlock,
+    SplitWeight,
+    Weight,
+)
+from outrider.device.kernels.weights import label
+from outrider.model.config.model_config import ModelConfig, RecurrentConfig
+
+
+def attention_scale(config: ModelConfig) -> float:
+    """Return the factor of the dot products of queries and keys."""
+    return float(config.head_size**-0.5)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheFormat:
+    """Format of a layer's KV pages if it isn't the model's dtype. A cached number is multiplied by the scale of its KV head.
+
+    The scale tensors are float32 or wider. They are None if all scales are 1; kernels that write the cache at the end of a
+    product can then be used.
+    """
+
+    dtype: torch.dtype
+    """Dtype of the pages, one of ``CACHE_FORMATS``."""
+    input_scales: Tensor | None = None
+    """[Hq + 2 Hkv, 1]: factors of q, k and v before the rotary embedding. Queries are multiplied by the scale of their keys,
+    keys and values by the inverse of theirs.
+    """
+    output_scales: Tensor | None = None
+    """[Hq, 1]: factors of the attention output, the scales of the values."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerWeights:
+    """Device tensors of one layer. The matrices ``qkv``, ``output``, ``gate_up`` and ``down`` may be quantized.
+
+    A mixture of E experts has a router and stacked expert weights; quantized expert weights are [E 2 I, H] and [E H, I].
+    """
+
+    qkv: Weight
+    """[(Hq + 2 Hkv) D, H]: q, k and v concatenated, then the rows [Hq D, H] of the attention's gate if the config has one. Of
+    a recurrent layer: q, k, v, the output gate, then the rows of b and a of each value head.
+    """
+    output: Weight
+    """[H, Hq D]. Of a recurrent layer: [H, Hv E] for Hv value heads of size E."""
+    gate_up: Weight
+    """[2 I, H], or [E, 2 I, H] for experts."""
+    down: Weight
+    """[H, I], or [E, H, I] for experts."""
+    mlp_norm: Tensor
+    """[H]."""
+    attention_norm: Tensor | None = None
+    """[H]. None in an EAGLE head that doesn't norm its input."""
+    recurrent: DeltaRuleWeights | None = None
+    """Further weights of a recurrent layer. None for a layer with attention."""
+    qkv_bias: Tensor | None = None
+    output_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    """[D]."""
+    k_norm: Tensor | None = None
+    """[D]."""
+    router: Weight | None = None
+    """[E, H]."""
+    shared_gate_up: Weight | None = None
+    """[2 Is, H] of a shared expert with intermediate size Is."""
+    shared_down: Weight | None = None
+    """[H, Is]."""
+    shared_gate: Weight | None = None
+    """[1, H]."""
+    cache: CacheFormat | None = None
+    """Format of the layer's KV pages. None means the model's dtype."""
+
+
+def attention_block(config: ModelConfig, weights: LayerWeights, window: int, ranks: RankBoundary) -> AttentionBlock:
+    """Return the attention block of a layer; ``config`` has the number of heads of this rank."""
+    norms = None
+    if weights.q_norm is not None and weights.k_norm is not None:
+        norms = HeadNorms(weights.q_norm, weights.k_norm, config.rms_eps)
+    return AttentionBlock(
+        norm=weights.attention_norm,
+        eps=config.rms_eps,
+        qkv=weights.qkv,
+        qkv_bias=weights.qkv_bias,
+        output=weights.output,
+        output_bias=weights.output_bias,
+        scale=attention_scale(config),
+        window=window,
+        head_norms=norms,
+        gated=config.attention_gate,
+        input_scales=None if weights.cache is None else weights.cache.input_scales,
+        output_scales=None if weights.cache is None else weights.cache.output_scales,
+        ranks=ranks,
+    )
+
+
+def recurrent_block(
+    config: ModelConfig, shape: RecurrentConfig, weights: LayerWeights, own: DeltaRuleWeights, ranks: RankBoundary
+) -> RecurrentBlock:
+    """Return the recurrent block of a layer, with its ``own`` weights besides the large products."""
+    assert weights.attention_norm is not None  # every recurrent layer has one
+    return RecurrentBlock(
+        norm=weights.attention_norm,
+        eps=config.rms_eps,
+        projections=_without_gates(weights.qkv, 2 * shape.value_heads),
+        channels=shape.channels,
+        rule=own,
+        output=weights.output,
+        output_bias=weights.output_bias,
+        ranks=ranks,
+    )
+
+
+def _without_gates(projection: Weight, rows: int) -> tuple[Weight, ...]:
+    """Return the weight as one product, or as two if only the last ``rows`` rows, those of b and a, are stored in another
+    format.
+    """
+    if not isinstance(projection, SplitWeight) or projection.parts[-1].shape[0] != rows:
+        return (projection,)
+    *large, gates = projection.parts
+    return large[0] if len(large) == 1 else SplitWeight(tuple(large)), gates
+
+
+def mlp_block(config: ModelConfig, weights: LayerWeights, ranks: RankBoundary) -> MlpBlock:
+    """Return the MLP block of a layer."""
+    return MlpBlock(
+        norm=weights.mlp_norm,
+        eps=config.rms_eps,
+        gate_up=weights.gate_up,
+        gate_up_bias=weights.gate_up_bias,
+        down=weights.down,
+        down_bias=weights.down_bias,
+        ranks=ranks,
+    )
+
+
+def experts_block(
+    config: ModelConfig, weights: LayerWeights, router: Weight, ranks: RankBoundary, index: int
+) -> ExpertsBlock:
+    """Return the block of experts of layer ``index``. Each rank holds a slice of every expert's intermediate size.
+
+    Raises :class:`ConfigError` for a config without experts, and for experts that are stored in different formats.
+    """
+    experts, gate_up, down = config.experts, weights.gate_up, weights.down
+    if experts is None:
+        raise ConfigError(f"layer {index} has a router, and the config has no experts; expected both or none")
+    kinds = {isinstance(each, QuantizedWeight) for each in (gate_up, down)}
+    if len(kinds) > 1 or any(isinstance(each, SplitWeight) for each in (gate_up, down)):
+        raise ConfigError(
+            f"layer {index}: its experts are stored as {label(gate_up)} (gate and up) and {label(down)} "
+            "(down); expected all of them in one way, with one scale for all activations where these are static: load "
+            "them as plain weights (--quantized dequantize)"
+        )
+    shared = None
+    if weights.shared_gate_up is not None and weights.shared_down is not None:
+        shared = MlpBlock(norm=weights.mlp_norm, eps=config.rms_eps, gate_up=weights.shared_gate_up, down=weights.shared_down)
+    return ExpertsBlock(
+        norm=weights.mlp_norm,
+        eps=config.rms_eps,
+        router=router,
+        per_token=experts.per_token,
+        renormalize=experts.renormalize,
+        gate_up=gate_up,
+        down=down,
+        shared=shared,
+        shared_gate=weights.shared_gate,
+        ranks=ranks,
+    )

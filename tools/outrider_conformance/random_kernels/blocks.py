@@ -1,0 +1,350 @@
+"""Random chains of blocks: what a block defers, the next block and the last norm compute.
+
+The composed blocks of the references in float64 are right. A problem passes the residual stream through two blocks of a kind,
+so that a contribution that the first defers is fused with the second. Weights don't quantise activations, since the
+quantisation of a norm depends on its last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from outrider.device import (
+    CACHE_FORMATS,
+    QUANTIZED_FORMATS,
+    AttentionBlock,
+    AttentionMetadata,
+    AttentionTokens,
+    DeltaRuleWeights,
+    ExpertsBlock,
+    HeadNorms,
+    KernelSet,
+    LayerRows,
+    MlpBlock,
+    RecurrentBatch,
+    RecurrentBlock,
+    RecurrentTokens,
+    ResidualStream,
+    RotaryArgs,
+    Weight,
+)
+from outrider_conformance.random_kernels import bounds
+from outrider_conformance.random_kernels.dense import EPS
+from outrider_conformance.random_kernels.dimensions import Dimension, among, between
+from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape
+from outrider_conformance.random_kernels.quantized import random_weight, weight_record
+
+Mapped = Mapping[str, Tensor]
+_TOLERANCE = MappingProxyType({torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2})
+"""Error of a chain of blocks, relative to the value and to the root mean square of all values."""
+_CACHE_TOLERANCE = 0.13
+"""Relative error of a number in a quantised cache: its rounding may differ by a step."""
+_HEADS, _KV_HEADS = 4, 2
+_EXPERTS = 3
+
+
+class _ProblemOperands:
+    """Operands of a problem while it is made."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, dice: RandomValues, format: str | None = None) -> None:
+        self.shape, self.dtype, self.dice, self.format = shape, dtype, dice, format
+        self.made: dict[str, Operand] = {}
+
+    def matrix(self, name: str, rows: int, columns: int) -> Callable[[Mapped], Weight]:
+        """Add a weight [rows, columns]; return the function that finds it among the operands of a call."""
+        format = self.format
+        if format is None:
+            self.made[name] = Operand(self.dice.factors(rows, columns, dtype=self.dtype, scale=columns**-0.5))
+            return lambda o: o[name]
+        form = {**self.shape, "outer": rows, "inner": columns}
+        parts, _ = random_weight(form, format, self.dice)
+        self.made |= {f"{name} {key}": each for key, each in parts.items()}
+        return lambda o: weight_record(format, form, o, name, (rows, columns))
+
+    def vector(self, name: str, size: int, scale: float = 1.0) -> str:
+        """Add a vector, such as a norm or a bias."""
+        self.made[name] = Operand(self.dice.normal(size, dtype=self.dtype, scale=scale))
+        return name
+
+    def residual(self, tokens: int, hidden: int) -> None:
+        """Add the residual stream and the last norm."""
+        self.made["residual"] = Operand(self.dice.normal(tokens, hidden, dtype=self.dtype))
+        self.vector("last norm", hidden)
+
+    def problem(
+        self, call: Callable[[KernelSet, Mapped], Mapped], written: tuple[str, ...], cache: str | None = None
+    ) -> Problem:
+        """Return the problem whose right results are those of the references in float64."""
+        exact = {name: _wide(one.tensor) for name, one in self.made.items()}
+        results = dict(call(KernelSet(), exact)) | {name: exact[name] for name in written}
+        near = partial(_near, dtype=self.dtype, narrow=cache is not None)
+        return Problem(self.made, call, {name: near(made) for name, made in results.items()})
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.double() if x.is_floating_point() and x.dtype.itemsize > 1 else x.clone()
+
+
+def _near(made: Tensor, dtype: torch.dtype, *, narrow: bool) -> bounds.Number:
+    value, tolerance = made.double(), _TOLERANCE[dtype]
+    if narrow:
+        tolerance = max(tolerance, _CACHE_TOLERANCE)
+    size = value[value.isfinite()].square().mean().sqrt()
+    return bounds.Number(value, tolerance * (value.nan_to_num().abs() + size))
+
+
+def _mlp(operands: _ProblemOperands, name: str, hidden: int) -> Callable[[Mapped], MlpBlock]:
+    inner, bias = operands.shape["inner"], operands.shape["bias"]
+    gate_up, down = operands.matrix(f"{name} gate_up", 2 * inner, hidden), operands.matrix(f"{name} down", hidden, inner)
+    operands.vector(f"{name} norm", hidden)
+    if bias:
+        operands.vector(f"{name} gate_up bias", 2 * inner)
+        operands.vector(f"{name} down bias", hidden)
+    return lambda o: MlpBlock(
+        norm=o[f"{name} norm"],
+        eps=EPS,
+        gate_up=gate_up(o),
+        gate_up_bias=o.get(f"{name} gate_up bias"),
+        down=down(o),
+        down_bias=o.get(f"{name} down bias"),
+    )
+
+
+def _mlp_block(shape: Shape, dtype: torch.dtype, dice: RandomValues, format: str | None = None) -> Problem:
+    operands = _ProblemOperands(shape, dtype, dice, format)
+    operands.residual(shape["tokens"], shape["hidden"])
+    first, second = (_mlp(operands, name, shape["hidden"]) for name in ("first", "second"))
+
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        x = kernels.mlp_block(ResidualStream(kernels, o["residual"]), first(o))
+        return {"out": kernels.mlp_block(x, second(o)).norm(o["last norm"], EPS)}
+
+    return operands.problem(call, ("residual",))
+
+
+def _experts_block(shape: Shape, dtype: torch.dtype, dice: RandomValues, format: str | None = None) -> Problem:
+    """Return a problem that routes each token to all experts, so that no rounding decides the route."""
+    operands, hidden, inner = _ProblemOperands(shape, dtype, dice, format), shape["hidden"], shape["inner"]
+    operands.residual(shape["tokens"], hidden)
+    gate_up = operands.matrix("gate_up", _EXPERTS * 2 * inner, hidden)
+    down = operands.matrix("down", _EXPERTS * hidden, inner)
+    operands.vector("norm", hidden)
+    operands.made["router"] = Operand(dice.factors(_EXPERTS, hidden, dtype=dtype, scale=hidden**-0.5))
+    operands.made["shared_gate"] = Operand(dice.factors(1, hidden, dtype=dtype, scale=hidden**-0.5))
+    shared, following = _mlp(operands, "shared", hidden), _mlp(operands, "following", hidden)
+
+    def experts(o: Mapped) -> ExpertsBlock:
+        gates, outputs = gate_up(o), down(o)
+        if isinstance(gates, Tensor) and isinstance(outputs, Tensor):
+            gates, outputs = gates.view(_EXPERTS, -1, hidden), outputs.view(_EXPERTS, hidden, -1)
+        return ExpertsBlock(
+            norm=o["norm"],
+            eps=EPS,
+            router=o["router"],
+            per_token=_EXPERTS,
+            renormalize=bool(shape["bias"]),
+            gate_up=gates,
+            down=outputs,
+            shared=shared(o),
+            shared_gate=o["shared_gate"],
+        )
+
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        x = kernels.mlp_block(ResidualStream(kernels, o["residual"]), following(o))
+        return {"out": kernels.experts_block(x, experts(o)).norm(o["last norm"], EPS)}
+
+    return operands.problem(call, ("residual",))
+
+
+def _sequences(operands: _ProblemOperands, page: int, size: int, cache: str | None) -> None:
+    """Add cos, sin, slots, tables and lengths of a batch, and two caches with NaN in slots that no sequence uses."""
+    shape, dice = operands.shape, operands.dice
+    batch, new, context = shape["batch"], shape["new"], shape["context"]
+    pages = -(-(new + context) // page)
+    table = (dice.permutation(batch * pages) + 1).view(batch, pages)
+    positions = torch.arange(context, context + new)
+    slots = (table[:, positions // page] * page + positions % page).flatten()
+    used = torch.zeros(1 + batch * pages, page, dtype=torch.bool)
+    used[table] = (torch.arange(pages * page) < context + new).view(pages, page)
+    made = operands.made
+    angle = dice.uniform(batch * new, size // 2) * 6.28
+    for name, each in (("cos", angle.cos()), ("sin", angle.sin())):
+        made[name] = Operand(each.repeat(1, 2).to(operands.dtype))
+    for name in ("k_cache 0", "v_cache 0", "k_cache 1", "v_cache 1"):
+        pages_of = dice.normal(*used.shape, _KV_HEADS, size, dtype=operands.dtype)
+        pages_of[~used] = torch.nan
+        made[name] = Operand(pages_of if cache is None else pages_of.to(CACHE_FORMATS[cache]))
+    made |= {
+        "slots": Operand(slots),
+        "query_start": Operand(torch.arange(0, batch * new + 1, new, dtype=torch.int32)),
+        "seq_lens": Operand(torch.full((batch,), context + new, dtype=torch.int32)),
+        "block_table": Operand(table.to(torch.int32)),
+        "last": Operand(torch.arange(new - 1, batch * new, new)),
+        "starts": Operand(torch.arange(batch + 1, dtype=torch.int32)),
+    }
+    if shape["tree"]:
+        lane = torch.arange(new)
+        branches = ((lane[:, None] - lane) % 2 == 0) & (lane[:, None] >= lane) | (lane == 0)
+        made["tree_mask"] = Operand(branches.repeat(batch, 1))
+
+
+def _attention(operands: _ProblemOperands, name: str, hidden: int, size: int) -> Callable[[Mapped], AttentionBlock]:
+    shape, attention = operands.shape, _HEADS * size
+    rows = attention + 2 * _KV_HEADS * size
+    qkv, output = operands.matrix(f"{name} qkv", rows, hidden), operands.matrix(f"{name} output", hidden, attention)
+    operands.vector(f"{name} norm", hidden)
+    if shape["bias"]:
+        operands.vector(f"{name} qkv bias", rows)
+        operands.vector(f"{name} output bias", hidden)
+    if shape["head_norms"]:
+        operands.vector(f"{name} q_norm", size)
+        operands.vector(f"{name} k_norm", size)
+    return lambda o: AttentionBlock(
+        norm=o[f"{name} norm"],
+        eps=EPS,
+        qkv=qkv(o),
+        qkv_bias=o.get(f"{name} qkv bias"),
+        output=output(o),
+        output_bias=o.get(f"{name} output bias"),
+        scale=0.7 * size**-0.5,
+        window=shape["window"],
+        head_norms=HeadNorms(o[f"{name} q_norm"], o[f"{name} k_norm"], EPS) if shape["head_norms"] else None,
+    )
+
+
+def _attention_block(
+    shape: Shape, dtype: torch.dtype, dice: RandomValues, format: str | None = None, cache: str | None = None
+) -> Problem:
+    """Return a problem of attention, MLP, and attention of each sequence's last token."""
+    operands, hidden, size = _ProblemOperands(shape, dtype, dice, format), shape["hidden"], 64
+    batch, new, page = shape["batch"], shape["new"], 16
+    operands.residual(batch * new, hidden)
+    _sequences(operands, page, size, cache)
+    attentions = [_attention(operands, name, hidden, size) for name in ("first", "second")]
+    mlp = _mlp(operands, "mlp", hidden)
+
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        tree = o.get("tree_mask")
+        span = o["block_table"].shape[1] * page
+        metadata = AttentionMetadata(
+            o["query_start"], o["seq_lens"], o["block_table"], new, span, tree_mask=tree, uniform=True
+        )
+        last = AttentionMetadata(o["starts"], o["seq_lens"], o["block_table"], 1, span, uniform=True)
+        state = torch.zeros_like(o["residual"])
+        x = ResidualStream(kernels, o["residual"])
+        turns = [RotaryArgs(o["cos"], o["sin"], o[f"k_cache {i}"], o[f"v_cache {i}"], o["slots"]) for i in range(2)]
+        x = kernels.attention_block(x, attentions[0](o), AttentionTokens(metadata, turns[0], LayerRows()))
+        x = kernels.mlp_block(x, mlp(o))
+        rows = LayerRows(o["last"], (state,))
+        x = kernels.attention_block(x, attentions[1](o), AttentionTokens(last, turns[1], rows))
+        return {"out": x.norm(o["last norm"], EPS), "state": state}
+
+    written = "residual", *(f"{each}_cache {i}" for each in "kv" for i in range(2))
+    return operands.problem(call, written, cache)
+
+
+def _recurrent_block(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, committed: bool = False) -> Problem:
+    """Return a problem whose second part commits some tokens of a kept window if ``committed``."""
+    operands, hidden, heads, size = _ProblemOperands(shape, dtype, dice), shape["hidden"], 2, 8
+    batch, new, channels = shape["batch"], shape["new"], 4 * size + heads * size
+    wide = torch.promote_types(dtype, torch.float32)
+    operands.residual(batch * new, hidden)
+    projection = operands.matrix("projection", channels + heads * size + 2 * heads, hidden)
+    output = operands.matrix("output", hidden, heads * size)
+    operands.matrix("convolution", channels, 4)
+    for name, length in (("norm", hidden), ("head_norm", size)):
+        operands.vector(name, length)
+    operands.made |= {name: Operand(dice.normal(heads, dtype=wide)) for name in ("a_log", "dt_bias")}
+    operands.made |= {
+        "inputs": Operand(dice.normal(batch + 1, 3, channels, dtype=dtype)),
+        "states": Operand(dice.normal(batch + 1, heads, size, size, dtype=wide, scale=0.3)),
+        "rows": Operand(dice.permutation(batch) + 1),
+        "query_start": Operand(torch.arange(0, batch * new + 1, new, dtype=torch.int32)),
+        "seq_lens": Operand(torch.full((batch,), new + 5, dtype=torch.int32)),
+        "counts": Operand(dice.integers(1, new + 1, batch)),
+    }
+
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        block = RecurrentBlock(
+            norm=o["norm"],
+            eps=EPS,
+            projections=(projection(o),),
+            channels=channels,
+            rule=DeltaRuleWeights(convolution=o["convolution"], a_log=o["a_log"], dt_bias=o["dt_bias"], norm=o["head_norm"]),
+            output=output(o),
+        )
+        batch = RecurrentBatch(o["rows"], o["query_start"], o["seq_lens"], new)
+        window: list[tuple[Tensor, Tensor]] | None = [] if committed else None
+        tokens = RecurrentTokens(batch, o["inputs"], o["states"], LayerRows(), decodes=True, window=window)
+        out = kernels.recurrent_block(ResidualStream(kernels, o["residual"]), block, tokens).norm(o["last norm"], EPS)
+        if window is not None:
+            kernels.commit_recurrent(window[0], block, tokens, o["counts"])
+        return {"out": out}
+
+    return operands.problem(call, ("residual", "inputs", "states"))
+
+
+_TOKENS = between(1, 20, 65)
+_SIZES = among(40, 128, 256)
+_FLAG = between(0, 1)
+_MLP = {"tokens": _TOKENS, "hidden": _SIZES, "inner": _SIZES, "bias": _FLAG, "blocks": between(0, 3), "zeros": _FLAG}
+_MLPS = (
+    {"tokens": 3, "hidden": 40, "inner": 128, "bias": 1, "blocks": 1, "zeros": 1},
+    {"tokens": 65, "hidden": 128, "inner": 256, "bias": 0, "blocks": 3, "zeros": 0},
+    {"tokens": 1, "hidden": 256, "inner": 128, "bias": 0, "blocks": 3, "zeros": 0},
+)
+_EXPERT = {name: each for name, each in _MLP.items() if name != "blocks"} | {"blocks": between(0, 1)}
+_EXPERT_CORNERS = tuple({**corner, "blocks": corner["blocks"] % 2} for corner in _MLPS)
+_ATTENTION = {
+    **_MLP,
+    "batch": between(1, 4),
+    "new": between(1, 5, 33),
+    "context": between(0, 60, 511),
+    "window": among(0, 0, 9),
+    "tree": _FLAG,
+    "head_norms": _FLAG,
+}
+del _ATTENTION["tokens"]
+_BATCH = {"batch": 3, "new": 4, "context": 40, "window": 0, "tree": 0, "head_norms": 0}
+_ATTENTIONS = (
+    {**_MLPS[1], **_BATCH, "new": 1, "context": 600},
+    {**_MLPS[0], **_BATCH, "tree": 1},
+    {**_MLPS[2], **_BATCH, "batch": 1, "window": 9, "head_norms": 1, "bias": 1},
+)
+_RECURRENT = {"batch": between(1, 4), "new": between(1, 5), "hidden": among(24, 40)}
+_RECURRENTS = ({"batch": 3, "new": 4, "hidden": 40}, {"batch": 1, "new": 1, "hidden": 24})
+
+
+def _without(name: str, corners: tuple[Shape, ...]) -> tuple[Shape, ...]:
+    return tuple({key: each for key, each in corner.items() if key != name} for corner in corners)
+
+
+_Make = Callable[..., Problem]
+_KINDS: tuple[tuple[str, _Make, Mapping[str, Dimension], tuple[Shape, ...], tuple[str | None, ...]], ...] = (
+    ("attention_block", _attention_block, _ATTENTION, _without("tokens", _ATTENTIONS), (None, *CACHE_FORMATS)),
+    ("mlp_block", _mlp_block, _MLP, _MLPS, (None,)),
+    ("experts_block", _experts_block, _EXPERT, _EXPERT_CORNERS, (None,)),
+)
+BLOCKS = (
+    *(
+        KernelProblems(
+            ", ".join((name, *(() if format is None else (format,)), *(() if cache is None else (f"cache {cache}",)))),
+            partial(make, format=format) if cache is None else partial(make, format=format, cache=cache),
+            dimensions,
+            corners,
+            format=format,
+            cache=cache,
+        )
+        for name, make, dimensions, corners, caches in _KINDS
+        for format in (None, *QUANTIZED_FORMATS)
+        for cache in caches
+    ),
+    KernelProblems("recurrent_block", _recurrent_block, _RECURRENT, _RECURRENTS),
+    KernelProblems("commit_recurrent", partial(_recurrent_block, committed=True), _RECURRENT, _RECURRENTS),
+)
+"""The problems of blocks, for each format of weights and caches."""
