@@ -10,6 +10,7 @@ from torch import Tensor
 
 from outrider_triton.define import define
 from outrider_triton.expert_ops import blocks_of, sum_expert_rows
+from outrider_triton.formats import TRITON_FORMATS
 from outrider_triton.jit import expert_quantized as jit
 from outrider_triton.launch import launch
 from outrider_triton.quantized_ops import activation_dtype, quantized_rows
@@ -75,7 +76,7 @@ def _experts_quantized(
         launch(
             jit.expert_quantized,
             (triton.cdiv(n, tiling.block_n), blocks),
-            *(rows, x_scales, stack.view(torch.int8) if format == "fp8" and not native[place] else stack, scales, zeros),
+            *(rows, x_scales, TRITON_FORMATS[format].kernel_data(stack, native=native[place]), scales, zeros),
             *(weights, chosen, order, expert_of, out, chosen.shape[0], count, n, k, rows.stride(0), groups, scales.shape[1]),
             BY_PAIR=bool(place),
             FORMAT=format,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from outrider.device import QuantizedWeight
 from outrider_triton.define import define
+from outrider_triton.formats import TRITON_FORMATS
 from outrider_triton.jit import quantized
 from outrider_triton.launch import launch
 from outrider_triton.quantized_ops import empty_product, flat_rows, quantized_rows, weight_of_operands
@@ -26,7 +27,7 @@ def dequantized_weight(weight: QuantizedWeight, dtype: torch.dtype, *, fp8: bool
         quantized.dequantize,
         (triton.cdiv(n, 16), triton.cdiv(k, block)),
         *(
-            weight.data.view(torch.int8) if weight.format == "fp8" else weight.data,
+            TRITON_FORMATS[weight.format].kernel_data(weight.data, native=False),
             weight.scales,
             weight.zero_points,
             out,
@@ -93,7 +94,7 @@ def _library(
     flat, n = flat_rows(x, weight), shape[0]
     if scaled:
         flat, by_row = quantized_rows(flat, activations, 0, input_scale, data.dtype, pdl)
-        if format == "int8":
+        if TRITON_FORMATS[format].scales_library_sums:
             product = scaled_products(torch._int_mm(flat, data.t()), by_row, scales, bias, block[0], x.dtype, pdl)
         else:
             by_column = scales.float().reshape(1, -1)

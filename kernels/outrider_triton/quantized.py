@@ -17,6 +17,7 @@ from outrider_triton import quantized_ops as _quantized_ops  # noqa: F401
 from outrider_triton import variants
 from outrider_triton.derive import MAX_TOKENS_TUNED, choose_config, config_tokens, every_config
 from outrider_triton.derive_quantized import MAX_TOKENS_TRITON_GEMM
+from outrider_triton.formats import TRITON_FORMATS
 from outrider_triton.launch import compile_only, has_kernel
 from outrider_triton.nibble_plane_ops import INT8_COMPONENTS, allocate_rows, computes_swiglu, row_layout
 from outrider_triton.quantized_ops import MAX_ROW_ELEMENTS, ProductPlan, activation_dtype, plan, sum_parts
@@ -115,7 +116,7 @@ class TritonQuantized(variants.WarmedKernels):
 
     def _multiplies(self, x: Tensor, weight: QuantizedWeight) -> bool:
         is_half = x.dtype in (torch.bfloat16, torch.float16)
-        return is_half and bool(x.numel()) and has_kernel(x, weight.scales)
+        return is_half and weight.format in TRITON_FORMATS and bool(x.numel()) and has_kernel(x, weight.scales)
 
     def _skinny(
         self,
@@ -442,7 +443,8 @@ class TritonQuantized(variants.WarmedKernels):
         sample, product_plan = x.reshape(-1, x.shape[-1])[:4], plan(self.facts, weight)
         with compile_only():
             _TRITON.linear_quantized.library(sample, *_operands(weight, bias), False, self.facts.fp8, self.pdl)
-            if weight.format == "int8" and product_plan is not None and _library_takes_stored(x, weight, product_plan):
+            scales_sums = TRITON_FORMATS[weight.format].scales_library_sums
+            if scales_sums and product_plan is not None and _library_takes_stored(x, weight, product_plan):
                 sums = sample.new_empty((sample.shape[0], weight.shape[0]), dtype=torch.int32)
                 by_row = sample.new_empty((sample.shape[0], 1), dtype=torch.float32)
                 _TRITON.scale_products.triton(sums, by_row, weight.scales, bias, weight.block[0], x.dtype, self.pdl)
@@ -613,12 +615,9 @@ def _library_takes_stored(like: Tensor, weight: QuantizedWeight, product_plan: P
         return False
     if like.device.type != "cuda" or any(size % 16 for size in weight.shape):
         return False
-    return weight.format == "int8" or like.dtype is torch.bfloat16
+    return like.dtype in TRITON_FORMATS[weight.format].library_dtypes
 
 
 def _prefers_library(like: Tensor, weight: QuantizedWeight, product_plan: ProductPlan) -> bool:
-    """Return True if the library multiplies more than 64 tokens of this weight.
-
-    The library reads e4m3 weights as stored, which is faster within a layer (docs/evidence/2026-11-28-many-tokens.md).
-    """
-    return weight.format == "fp8" and _library_takes_stored(like, weight, product_plan)
+    """Return True if the library multiplies more than 64 tokens of this weight."""
+    return TRITON_FORMATS[weight.format].prefers_library and _library_takes_stored(like, weight, product_plan)

@@ -15,6 +15,7 @@ from outrider.device.kernels.checks import expect
 from outrider_triton.define import define
 from outrider_triton.derive_quantized import OperandStorage
 from outrider_triton.device_facts import DeviceFacts
+from outrider_triton.formats import TRITON_FORMATS
 from outrider_triton.jit import activations as jit_activations
 from outrider_triton.jit import quantized
 from outrider_triton.jit.nibble_planes import UNIT_COLUMNS
@@ -24,7 +25,6 @@ from outrider_triton.table import STREAMED, MatmulConfig
 
 _COLUMNS_PER_SCALE = 128
 """Columns per multiplication where group scales multiply the sums."""
-_CONVERT_INSTRUCTIONS = {"int4": 1.7, "fp8": 1.0, "int8": 2.0}
 MAX_ROW_ELEMENTS = 1 << 15
 """Maximum elements of a row that one program holds."""
 
@@ -52,24 +52,31 @@ class ProductPlan:
 
     def stored(self, format: str) -> OperandStorage:
         """Return the operand storage for the estimate of this plan."""
-        instructions = 0.0 if self.native else _CONVERT_INSTRUCTIONS[format] * (1.0 if self.mode != "fine" else 1.3)
+        registered = TRITON_FORMATS[format]
+        instructions = 0.0 if self.native else registered.convert_instructions * (1.0 if self.mode != "fine" else 1.3)
         instructions = 1.4 if self.planes else instructions
-        bits = 4 if format == "int4" else 8
         least = 8 if self.planes or self.native else 16
         return OperandStorage(
-            bits, 1 if self.native else 2, self.at_once, instructions, not self.planes, least, self.can_stream
+            registered.elements.bits,
+            1 if self.native else 2,
+            self.at_once,
+            instructions,
+            not self.planes,
+            least,
+            self.can_stream,
         )
 
 
 def plan(facts: DeviceFacts, weight: QuantizedWeight, *, planes: bool = True) -> ProductPlan | None:
     """Return the plan for a weight, or None if the kernel can't multiply it. ``planes``: nibble planes may be used.
 
-    The kernel can't multiply three kinds: groups of columns (of the weight or its activations) that are neither a power of
-    two nor a multiple of 64 times one; an odd number of four-bit columns; scales in float64.
+    The kernel can't multiply four kinds: a format that isn't registered; groups of columns (of the weight or its activations)
+    that are neither a power of two nor a multiple of 64 times one; an odd number of four-bit columns; scales in float64.
     """
     k, columns = weight.shape[1], weight.block[1]
     zeros, at_once = weight.zero_points is not None, 0
-    if weight.scales.dtype is torch.float64 or (weight.format == "int4" and k % 2):
+    registered = TRITON_FORMATS.get(weight.format)
+    if registered is None or weight.scales.dtype is torch.float64 or (registered.is_packed and k % 2):
         return None
     if columns >= k:
         mode, columns = ("block" if zeros else "row"), power_of_two(k)
@@ -84,18 +91,17 @@ def plan(facts: DeviceFacts, weight: QuantizedWeight, *, planes: bool = True) ->
         at_once = min(at_once or _COLUMNS_PER_SCALE, _power_of_two_factor(group))
         if at_once < 32 or (mode == "fine" and at_once < columns):
             return None
-    takes_format = {"fp8": facts.fp8, "int8": facts.capability >= 80}.get(weight.format, False)
-    native = takes_format and weight.activations == weight.format and not zeros and mode != "fine"
+    native = registered.is_native(facts) and weight.activations == weight.format and not zeros and mode != "fine"
     in_planes = (
         planes
-        and weight.format == "int4"
+        and registered.has_planes
         and mode != "fine"
         and k % UNIT_COLUMNS.value == 0
         and weight.data.data_ptr() % 4 == 0
     )
     in_planes = in_planes and weight.activations is None
     ring = in_planes and not zeros and mode == "block" and weight.block == (1, UNIT_COLUMNS.value)
-    ring = ring or (native and weight.format == "fp8" and mode == "row" and not group and k % UNIT_COLUMNS.value == 0)
+    ring = ring or (native and registered.streams_rows and mode == "row" and not group and k % UNIT_COLUMNS.value == 0)
     ring = ring and facts.streams_products and weight.data.data_ptr() % 16 == 0 and weight.scales.is_contiguous()
     ring = ring and weight.data.is_contiguous()
     return ProductPlan(mode, native, columns, at_once, in_planes, ring)
@@ -203,8 +209,8 @@ def _linear_quantized(
     ``parts``: return a split product in parts, float32 [split, T, N], without the bias.
     """
     weight = weight_of_operands(data, scales, zero_points, input_scale, format, block, shape, activations, activation_group)
-    tiling = MatmulConfig(*config)
-    is_streamed = tiling.descriptor == STREAMED and native and format == "fp8" and mode == "row"
+    tiling, registered = MatmulConfig(*config), TRITON_FORMATS[format]
+    is_streamed = tiling.descriptor == STREAMED and native and registered.streams_rows and mode == "row"
     expect(is_streamed or not tiling.descriptor, lambda: f"a product with a quantised weight can't be tiled as {config}")
     flat = flat_rows(x, weight)
     (m, k), n = flat.shape, shape[0]
@@ -219,7 +225,7 @@ def _linear_quantized(
     if is_streamed and x_scales is not None:
         multiply(flat, data, bias, product[0], tiling, pdl, quantized=(x_scales, scales, block[0]))
         return product.view(*x.shape[:-1], n)
-    packed = format == "int4"
+    packed = registered.is_packed
     if packed and (flat.data_ptr() % 4 or flat.stride(0) % 2):
         flat = flat.clone(memory_format=torch.contiguous_format)
     row_bytes = k // 2 if packed else k
@@ -227,7 +233,7 @@ def _linear_quantized(
     launch(
         quantized.linear_quantized,
         (triton.cdiv(n, rows_per_program), triton.cdiv(m, tiling.block_m), tiling.split),
-        *(flat, x_scales, data.view(torch.int8) if format == "fp8" and not native else data),
+        *(flat, x_scales, registered.kernel_data(data, native=native)),
         *(scales, zero_points, bias if tiling.split == 1 else None, product, m, n, k, flat.stride(0), groups),
         *(scales.shape[1], rows_per_program, tiling.prefetch_columns if row_bytes % 16 == 0 else 0),
         FORMAT=format,

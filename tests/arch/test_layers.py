@@ -44,10 +44,14 @@ def tree(tmp_path):
     [
         ("core/outrider/device/memory.py", "import outrider.registry", "Imports point downward only BROKEN"),
         ("core/outrider/registry/plugins.py", "import outrider.cli.report", "Imports point downward only BROKEN"),
-        ("core/outrider/model/cache.py", "import outrider.engine.engine", "Imports point downward only BROKEN"),
+        ("core/outrider/model/layers/cache.py", "import outrider.engine.engine", "Imports point downward only BROKEN"),
         ("core/outrider/speculative/slots.py", "import outrider.registry", "Imports point downward only BROKEN"),
         ("core/outrider/speculative/slots.py", "from outrider import get_backend", "Imports point downward only BROKEN"),
-        ("core/outrider/registry/plugins.py", "import outrider.model.cache", "knows the backend interface alone BROKEN"),
+        (
+            "core/outrider/registry/plugins.py",
+            "import outrider.model.layers.cache",
+            "knows the backend interface alone BROKEN",
+        ),
         (
             "tools/outrider_sanitizer/__init__.py",
             "import outrider.speculative.slots",

@@ -9,7 +9,8 @@ import torch
 from outrider import Engine
 from outrider.device import DecoderShape, KernelSet
 from outrider.device.kernels import kernel_names
-from outrider.model.shapes import SHAPES
+from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
+from outrider.model.config.shapes import SHAPES
 from outrider.registry import get_backend
 from outrider.speculative.block import BlockProposer
 from outrider_bench.limits import iteration_bytes
@@ -19,7 +20,7 @@ from outrider_bench.synthetic import with_synthetic_acceptance
 from outrider_proof import tiny
 from outrider_proof.tiny import plain_config
 from outrider_tune.measure import kernel_cases, product_cases
-from outrider_tune.quantized import RANDOM_FORMATS, quantized_cases
+from outrider_tune.quantized import quantized_cases
 
 SHAPE = DecoderShape(hidden=32, heads=4, kv_heads=2, head_size=8, inner=48, vocabulary=64, fused=64)
 HOST = torch.device("cpu")
@@ -47,7 +48,7 @@ def test_every_kernel_is_measured_and_every_case_runs():
     assert set(kernel_names()) - {case.kernel for case in cases} == untimed
 
 
-@pytest.mark.parametrize("name", RANDOM_FORMATS)
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
 def test_products_with_quantised_weights_are_measured(name):
     cases = list(quantized_cases(name, SHAPE, tokens=3, rotate_bytes=1, dtype=torch.float32, device=HOST))
     assert [case.name.split(",")[0].removeprefix(f"{name} ") for case in cases] == [

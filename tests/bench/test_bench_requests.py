@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from outrider import Engine
-from outrider.model.shapes import shape_config
+from outrider.model.config.shapes import shape_config
 from outrider_bench.random_checkpoint import checkpoint_config, write_checkpoint
 from outrider_cpu import backend as cpu_backend
 

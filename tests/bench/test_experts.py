@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from outrider import Engine
-from outrider.model import EagleHead, ModelConfig
-from outrider.model.mixture import MixtureLayer
-from outrider.model.shapes import SHAPES
+from outrider.model import EagleHead
+from outrider.model.config.checkpoint_config import read_model_config
+from outrider.model.config.shapes import SHAPES
+from outrider.model.layers.mixture import MixtureLayer
 from outrider_bench.limits import iteration_bytes
 from outrider_bench.random_checkpoint import checkpoint_config
 from outrider_bench.random_weights import random_decoder, random_eagle
@@ -20,7 +21,7 @@ from outrider_proof.tiny import plain_config
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b"])
 def test_a_config_says_what_the_shape_has(tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps(checkpoint_config(SHAPES[name], dtype="bfloat16")))
-    read = ModelConfig.from_checkpoint(tmp_path)
+    read = read_model_config(tmp_path)
     shape = SHAPES[name]
     assert replace(read, bos_token_id=None, eos_token_ids=(), rope=shape.rope) == shape
 

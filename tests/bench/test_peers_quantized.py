@@ -10,20 +10,20 @@ from compressed_tensors.quantization import QuantizationConfig
 
 from bench.test_bench_peers import WORKED
 from outrider.device import QuantizedWeight
+from outrider.device.kernels.weight_formats import WEIGHT_FORMATS, weight_format
 from outrider.model.quantization import read_quantization
 from outrider_bench.limits import iteration_bytes
 from outrider_bench.peers.outrider import open_peer
 from outrider_bench.peers.work import checkpoint_configs
 from outrider_bench.random_checkpoint import compressed_tensors
-from outrider_tune.quantized import RANDOM_FORMATS, random_format
 
 
-@pytest.mark.parametrize("name", RANDOM_FORMATS)
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
 def test_configs_are_valid_and_say_the_format(name, tmp_path):
-    given, way = compressed_tensors(name, head=True), random_format(name)
+    given, way = compressed_tensors(name, head=True), weight_format(name)
     (group,) = QuantizationConfig.model_validate(given).config_groups.values()
     weights, inputs = group.weights, group.input_activations
-    assert (weights.num_bits, weights.symmetric) == (4 if way.format == "int4" else 8, not way.zeros)
+    assert (weights.num_bits, weights.symmetric) == (way.elements.bits, not way.zeros)
     assert (weights.block_structure or [0, 0])[0] == (way.rows if way.rows > 1 else 0)
     assert (weights.group_size or 0) == (0 if way.rows > 1 else way.columns)
     assert (inputs is None) == (way.activations is None)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from outrider.bundled import bundled
-from outrider.model.chat_template import ChatTemplate
+from outrider.model.media.chat_template import ChatTemplate
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -84,13 +84,30 @@ def test_messages_that_are_none(outrider, checkpoint, tmp_path, code, said, told
     [
         (2, ("--chat", "--token-ids", "1"), "--token-ids"),
         (2, ("--messages", "x.json", "--prompt", "a"), "x.json"),
-        (1, ("--chat", "--prompt", "a"), "has no chat template: it continues texts"),
     ],
 )
 def test_options_that_contradict(outrider, code, given, told):
     result = outrider("generate", *given, *COMMON)
     assert result.code == code
     assert told in result.err
+
+
+def test_a_model_without_a_template_cannot_chat(outrider, checkpoint, tmp_path):
+    shutil.copytree(checkpoint, tmp_path / "plain")
+    (tmp_path / "plain" / "chat_template.jinja").unlink()
+    result = outrider("generate", "--model", str(tmp_path / "plain"), "--chat", "--prompt", "a", *COMMON)
+    assert result.code == 1
+    assert "has no chat template: it continues texts" in result.err
+
+
+def test_the_bundled_model_answers(outrider, typed):
+    """Messages are comments, so the code after them is the answer: chat needs no network and no options."""
+    typed(b"read a file\nand now close it\n")
+    result = outrider("chat", "--max-tokens", "6", "--json", *COMMON).json
+    common = ("generate", "--max-tokens", "6", "--json", *COMMON)
+    assert result["answers"][0]["token_ids"] == outrider(*common, "--prompt", "# read a file\n").json["token_ids"]
+    roles = ["user", "assistant"] * 2
+    assert [message["role"] for message in result["messages"]] == roles
 
 
 def test_a_template_of_ones_own(outrider, checkpoint, tmp_path, typed):

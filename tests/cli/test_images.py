@@ -5,7 +5,8 @@ import torch
 from PIL import Image
 
 from model.test_vision import IMAGE, picture, reference_inputs
-from outrider.model import MediaProcessor, ModelConfig, expand_placeholders
+from outrider.model import MediaProcessor, expand_placeholders
+from outrider.model.config.checkpoint_config import read_model_config
 from outrider_proof.checkpoints import VISION_TOKENS, write_vision_checkpoint
 from tiny_checkpoints import word_tokenizer
 
@@ -35,7 +36,7 @@ def checkpoint(tmp_path_factory):
 def expected(directory, model, tokens, seeds):
     processor = MediaProcessor.from_checkpoint(directory)
     media = [processor.image(Image.open(directory / f"{seed}.png").convert("RGB")) for seed in seeds]
-    tokens = expand_placeholders(tokens, media, ModelConfig.from_checkpoint(directory).vision)
+    tokens = expand_placeholders(tokens, media, read_model_config(directory).vision)
     inputs = reference_inputs(tokens, media, "qwen2_vl")
     with torch.no_grad():
         out = model.generate(**inputs, max_new_tokens=6, do_sample=False, pad_token_id=0)

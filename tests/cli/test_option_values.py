@@ -9,6 +9,7 @@ import pytest
 
 from outrider.cli import option_values
 from outrider.cli.option_values import UsageError, one_of
+from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
 
 PARSE_ALL = """
 import json, sys, typer
@@ -93,16 +94,14 @@ def test_types_are_shown_in_one_way(parsed):
 
 def test_the_names_and_sizes_are_those_of_the_engine():
     from outrider.engine.config import DTYPES, KV_DTYPES, SIZES
-    from outrider.model.draft_output import OUTPUT_FORMATS
+    from outrider.model.config.shapes import SHAPES
+    from outrider.model.heads.draft_output import OUTPUT_FORMATS
     from outrider.model.quantization import QuantizedMode
-    from outrider.model.shapes import SHAPES
     from outrider.serve.formats.model_formats import REASONING_FORMATS, TOOL_FORMATS
-    from outrider_tune.quantized import RANDOM_FORMATS
 
     assert set(option_values.DTYPES) == set(DTYPES)
     assert set(option_values.KV_DTYPES) == set(KV_DTYPES)
-    assert set(option_values.WEIGHT_FORMATS) == set(OUTPUT_FORMATS)
-    assert set(option_values.RANDOM_FORMATS) == set(RANDOM_FORMATS)
+    assert set(option_values.WEIGHT_FORMATS) == set(OUTPUT_FORMATS) == set(WEIGHT_FORMATS)
     assert set(option_values.SHAPES) == set(SHAPES)
     assert set(option_values.TOOL_FORMATS) == set(TOOL_FORMATS)
     assert set(option_values.REASONING_FORMATS) == set(REASONING_FORMATS)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from outrider.device import DecoderShape, KernelSet, QuantizedProduct, RotaryArgs, WrappedKernels
-from outrider_tune.quantized import RandomFormat, random_quantized
+from outrider.device.kernels.formats import INT8
+from outrider.device.kernels.weight_formats import WeightFormat
 
 METHODS = sorted(name for name, _ in getmembers(KernelSet, isfunction) if not name.startswith("_"))
 
@@ -125,13 +126,13 @@ def quantized_operands(name):
         return dict(
             zip(keys, (logits, drafts, torch.zeros(2), zeros, zeros, torch.zeros(2, 2, dtype=torch.int64)), strict=True)
         )
-    weight = random_quantized(RandomFormat(format="int8"), 8, 8, device=torch.device("cpu"))
+    weight = WeightFormat(elements=INT8).random_weight(8, 8, device=torch.device("cpu"))
     if name == "embed_beside_linear_quantized":
-        beside = random_quantized(RandomFormat(format="int8"), 8, 16, device=torch.device("cpu"))
+        beside = WeightFormat(elements=INT8).random_weight(8, 16, device=torch.device("cpu"))
         own = torch.tensor([1, 0]), torch.randn(3, 8), torch.randn(2, 8), beside
         return dict(zip(("tokens", "embedding", "hidden", "weight"), own, strict=True))
     if name == "linear_quantized_rope_write_cache":
-        wide = random_quantized(RandomFormat(format="int8"), 16, 8, device=torch.device("cpu"))
+        wide = WeightFormat(elements=INT8).random_weight(16, 8, device=torch.device("cpu"))
         angle, caches = torch.randn(2, 4), [torch.zeros(2, 4, 1, 4) for _ in range(2)]
         rotary = RotaryArgs(angle.cos(), angle.sin(), *caches, torch.tensor([4, 5]))
         return {"x": torch.randn(2, 8), "weight": wide, "bias": None, "rotary": rotary}

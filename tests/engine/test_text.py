@@ -77,7 +77,7 @@ WRONG = [
     ({"speculate": None}, "speculate is None .a NoneType.; expected str"),
     ({"config": {"max_requests": 1}}, "config is .* .a dict.; expected EngineConfig or None"),
     ({"quantized": 8}, "quantized is 8 .a int.; expected str"),
-    ({"draft_output_head": ["fp8"]}, "draft_output_head is .'fp8'.; expected one of fp8, int8, int4"),
+    ({"draft_output_head": ["fp8"]}, "draft_output_head is .'fp8'.; expected one of fp8, fp8-tensor"),
     ({"draft_vocabulary": 1.5}, "draft_vocabulary is 1.5"),
 ]
 

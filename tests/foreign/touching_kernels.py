@@ -9,7 +9,7 @@ import torch
 
 from outrider import get_backend
 from outrider_sanitizer import watch
-from outrider_sim.tensor import SimTensor
+from outrider_sim.torch_device.tensor import SimTensor
 from outrider_vllm.install import install_triton
 
 launches = install_triton()

@@ -25,7 +25,9 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from kernels.devices import DEVICES
 from kernels.test_derive import products, shards
-from outrider.model.shapes import SHAPES
+from outrider.device.kernels.formats import QUANTIZED_FORMATS
+from outrider.device.kernels.weight_formats import WeightFormat
+from outrider.model.config.shapes import SHAPES
 from outrider_triton.derive import choose_config, shared_bytes
 from outrider_triton.derive_attention import (
     AttentionHeads,
@@ -51,7 +53,6 @@ from outrider_triton.nibble_plane_ops import computes_swiglu
 from outrider_triton.quantized_ops import plan
 from outrider_triton.streamed import registers
 from outrider_triton.table import BUCKETS, LARGE_M, STREAMED
-from outrider_tune.quantized import RandomFormat, random_quantized
 
 OF = {"sm_80": "A100", "sm_86": "RTX 3090", "sm_89": "L4", "sm_90": "H100", "sm_100": "B200", "sm_120": "RTX 5090"}
 OF["gfx942"] = "MI300X"
@@ -155,9 +156,10 @@ def way_of(facts, name):
     """How a device multiplies weights of that name, from a weight of it."""
     format, mode, group = QUANTIZED_AS[name]
     columns = {"row": 4096, "block": 128, "fine": 32}[mode]
-    active = None if format == "int4" else format
-    way = RandomFormat(format=format, columns=columns, activations=active, activation_group=group)
-    return plan(facts, random_quantized(way, 16, 4096, device=torch.device("cpu")))
+    elements = QUANTIZED_FORMATS[format]
+    active = None if elements.activation_divisor is None else elements
+    way = WeightFormat(elements=elements, columns=columns, activations=active, activation_group=group)
+    return plan(facts, way.random_weight(16, 4096, device=torch.device("cpu")))
 
 
 def chosen_quantized(facts, shapes):

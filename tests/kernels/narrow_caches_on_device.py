@@ -19,9 +19,9 @@ if sys.argv[1:] == ["cpu"]:
 import torch
 
 from outrider.device import AttentionMetadata, KernelSet, Product, QuantizedProduct, RotaryArgs
+from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
 from outrider_triton.device_facts import DeviceFacts, facts_of
 from outrider_triton.kernelset import TritonKernels
-from outrider_tune.quantized import RANDOM_FORMATS, random_quantized
 
 E4M3 = torch.float8_e4m3fn
 PAGE = 16
@@ -95,7 +95,7 @@ class Cases:
         dice = torch.Generator(self.device).manual_seed(1)
         quantized = {
             name: [
-                random_quantized(RANDOM_FORMATS[name], rows, hidden, device=self.device, generator=dice)
+                WEIGHT_FORMATS[name].random_weight(rows, hidden, device=self.device, generator=dice)
                 for rows in (hidden, self.rows)
             ]
             for name in (() if self.small else ("int4", "fp8"))

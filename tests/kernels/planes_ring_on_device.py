@@ -23,6 +23,7 @@ import torch
 from on_device import going, in_a_graph, microseconds, waited, watched, wrong
 
 from outrider.device import KernelSet
+from outrider.device.kernels.weight_formats import weight_format
 from outrider_triton import nibble_plane_ops  # noqa: F401  (registers the operator)
 from outrider_triton.derive import _streamed_nibbles, rank_configs, shared_bytes
 from outrider_triton.device_facts import facts_of
@@ -30,7 +31,6 @@ from outrider_triton.launch import compile_only
 from outrider_triton.nibble_plane_ops import INT8_COMPONENTS, permute_rows, row_layout
 from outrider_triton.quantized_ops import ProductPlan
 from outrider_triton.table import STREAMED, MatmulConfig
-from outrider_tune.quantized import random_format, random_quantized
 
 SHAPES = ((4096, 4096), (1000, 1024), (6144, 4096), (4096, 14336), (28672, 4096))
 TOKENS = {4: (1, 4), 8: (5, 8), 16: (13,)}
@@ -116,7 +116,7 @@ def check(facts, compiled, device, end):
             break
         if (n, k) not in weights:
             weights.clear()
-            weight = random_quantized(random_format("int4"), n, k, device=device, generator=generator)
+            weight = weight_format("int4").random_weight(n, k, device=device, generator=generator)
             bias = torch.randn(n, device=device, generator=generator).to(torch.bfloat16)
             x = torch.randn(16, k, device=device, generator=generator).to(torch.bfloat16)
             right = reference.linear_quantized(x.double(), weight, bias.double())
@@ -169,8 +169,8 @@ def timed(facts, name, m):
 def times(facts, name, compiled, device, end):
     """Rows of microseconds and cut, fastest first."""
     n, k = PRODUCTS[name]
-    first = random_quantized(random_format("int4"), n, k, device=device)
-    weights = [first, *(random_quantized(random_format("int4"), n, k, device=device) for _ in range(ROTATE // first.nbytes))]
+    first = weight_format("int4").random_weight(n, k, device=device)
+    weights = [first, *(weight_format("int4").random_weight(n, k, device=device) for _ in range(ROTATE // first.nbytes))]
     rows = {}
     for m in (1, 8):
         tokens = torch.randn(m, k, device=device).to(torch.bfloat16)

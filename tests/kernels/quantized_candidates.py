@@ -16,6 +16,7 @@ import torch
 from on_device import microseconds
 
 from outrider.device import KernelSet
+from outrider.device.kernels.weight_formats import weight_format
 from outrider_triton.derive import rank_configs
 from outrider_triton.device_facts import facts_of
 from outrider_triton.kernelset import TritonKernels
@@ -24,7 +25,6 @@ from outrider_triton.nibble_plane_ops import permute_rows, row_layout
 from outrider_triton.quantized_ops import plan, quantized_rows
 from outrider_triton.table import MatmulConfig
 from outrider_triton.variants import VariantScope
-from outrider_tune.quantized import random_format, random_quantized
 
 SHAPES = {"gate and up": (28672, 4096), "down": (4096, 14336), "qkv": (6144, 4096), "output": (4096, 4096)}
 HEAD = {"head": (128256, 4096)}
@@ -95,7 +95,7 @@ def main() -> None:
     scope, small = VariantScope(), {}
     with scope.entered():
         for name, _, n, k in jobs:
-            weight = small.setdefault((name, k), random_quantized(random_format(name), 1024, k, device=device))
+            weight = small.setdefault((name, k), weight_format(name).random_weight(1024, k, device=device))
             way = plan(facts, weight)
             drawn = torch.randn(tokens[0], k, device=device).to(torch.bfloat16)
             for config in candidates(facts, way.stored(weight.format), tokens[0], n, k, name):
@@ -105,9 +105,9 @@ def main() -> None:
     print(json.dumps({"copy_GB/s": round(rate / 1e9), "compiled_s": round(time.monotonic() - begun, 1)}), flush=True)
     reference, best = KernelSet(), {}
     for name, label, n, k in jobs:
-        way_of = random_format(name)
-        first = random_quantized(way_of, n, k, device=device)
-        weights = [first, *(random_quantized(way_of, n, k, device=device) for _ in range(ROTATE // first.nbytes))]
+        way_of = weight_format(name)
+        first = way_of.random_weight(n, k, device=device)
+        weights = [first, *(way_of.random_weight(n, k, device=device) for _ in range(ROTATE // first.nbytes))]
         way = plan(facts, first)
         for m in tokens:
             plain = torch.randn(m, k, device=device).to(torch.bfloat16)

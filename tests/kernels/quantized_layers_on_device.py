@@ -18,14 +18,14 @@ import torch
 from on_device import in_a_graph, wrong
 
 from outrider.device import AttentionMetadata, KernelSet, QuantizedProduct, RotaryArgs
-from outrider.model.shapes import decoder_shape, shape_config
+from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
+from outrider.model.config.shapes import decoder_shape, shape_config
 from outrider_triton import variants
 from outrider_triton.derive import rank_configs
 from outrider_triton.device_facts import facts_of
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import compile_only
 from outrider_triton.table import load
-from outrider_tune.quantized import RANDOM_FORMATS, random_quantized
 from outrider_tune.timing import microseconds
 
 HIDDEN, INNER, HEADS, KV_HEADS, SIZE = 4096, 14336, 32, 8, 128
@@ -49,9 +49,9 @@ class Layers:
         self.kernels, self.device = kernels, device
         dice = torch.Generator(device).manual_seed(0)
         shapes = ((HEADS + 2 * KV_HEADS) * SIZE, HIDDEN), (HIDDEN, HEADS * SIZE), (2 * INNER, HIDDEN), (HIDDEN, INNER)
-        way = RANDOM_FORMATS[format]
+        way = WEIGHT_FORMATS[format]
         self.weights = [
-            [random_quantized(way, *shape, device=device, generator=dice, scales_dtype=BF16) for shape in shapes]
+            [way.random_weight(*shape, device=device, generator=dice, scales_dtype=BF16) for shape in shapes]
             for _ in range(layers)
         ]
         self.norm = torch.ones(HIDDEN, dtype=BF16, device=device)

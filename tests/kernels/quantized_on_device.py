@@ -16,9 +16,9 @@ import torch
 from on_device import in_a_graph, wrong
 
 from outrider.device import KernelSet, QuantizedProduct, RotaryArgs
+from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
 from outrider_triton.device_facts import facts_of
 from outrider_triton.kernelset import TritonKernels
-from outrider_tune.quantized import RANDOM_FORMATS, random_quantized
 
 TOKENS = (1, 4, 13, 64, 100, 300)
 SHAPES = ((4096, 4096), (6144, 4096), (1000, 1056), (1000, 1024), (2048, 14336))
@@ -31,9 +31,9 @@ REFERENCE = KernelSet()
 
 def products(kernels, device):
     generator = torch.Generator(device).manual_seed(0)
-    for name, way in RANDOM_FORMATS.items():
+    for name, way in WEIGHT_FORMATS.items():
         for n, k in SHAPES:
-            weight = random_quantized(way, n, k, device=device, generator=generator)
+            weight = way.random_weight(n, k, device=device, generator=generator)
             bias = torch.randn(n, device=device, generator=generator).to(torch.bfloat16)
             for m in TOKENS:
                 x = torch.randn(m, k, device=device, generator=generator).to(torch.bfloat16)
@@ -55,7 +55,7 @@ def layers(kernels, device):
     shapes = (hidden, hidden), (2 * inner, hidden), (hidden, inner), ((heads + 2 * kv_heads) * size, hidden)
     shapes += ((hidden, 2 * hidden),)
     for name, m in itertools.product(LAYERS, (1, 13, 32, 65, 128)):
-        weights = [random_quantized(RANDOM_FORMATS[name], n, k, device=device, generator=generator) for n, k in shapes]
+        weights = [WEIGHT_FORMATS[name].random_weight(n, k, device=device, generator=generator) for n, k in shapes]
         given = normal(m, hidden), normal(hidden), normal(m, hidden), normal(m, 2 * inner), normal(m, size)
         work = partial(layer, weights, given, kv_heads)
         right, own = work(REFERENCE, torch.float64), work(REFERENCE, torch.bfloat16)

@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 
 from kernels.devices import DEVICES
 from outrider.device import ConfigError
-from outrider.model.shapes import SHAPES, decoder_shape, shard_config
+from outrider.model.config.shapes import SHAPES, decoder_shape, shard_config
 from outrider_triton.derive import OPERATORS, choose_config, estimate_seconds, rank_configs, shared_bytes
 from outrider_triton.derive_attention import AttentionHeads, attention_bytes, derive_attention_launch, unsplit_programs
 from outrider_triton.device_facts import DeviceFacts, facts_of

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kernels.devices import DEVICES
+from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
 from outrider_triton.derive import (
     candidate_configs,
     choose_config,
@@ -19,7 +20,6 @@ from outrider_triton.derive import (
 from outrider_triton.launch import power_of_two
 from outrider_triton.quantized_ops import ProductPlan, plan
 from outrider_triton.table import STREAMED, MatmulConfig
-from outrider_tune.quantized import RANDOM_FORMATS, random_quantized
 
 H200 = DEVICES["H200"]
 STORED = {
@@ -59,7 +59,7 @@ of ours as above; 2026-11-28.
 
 
 def stored_as(form, facts):
-    weight = random_quantized(RANDOM_FORMATS[form], 16, 4096, device=torch.device("cpu"))
+    weight = WEIGHT_FORMATS[form].random_weight(16, 4096, device=torch.device("cpu"))
     return plan(facts, weight).stored(weight.format)
 
 
@@ -76,7 +76,7 @@ def test_of_many_tokens_a_fast_one_is_chosen(case, tokens):
 
 
 @pytest.mark.parametrize("device", ["A100", "L4", "H100", "H200", "B200", "RTX 5090", "MI300X"])
-@pytest.mark.parametrize("form", RANDOM_FORMATS)
+@pytest.mark.parametrize("form", WEIGHT_FORMATS)
 def test_every_device_has_a_choice_for_many_tokens_that_fits(device, form):
     facts, stored = DEVICES[device], stored_as(form, DEVICES[device])
     for n, k in WEIGHTS.values():

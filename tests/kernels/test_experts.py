@@ -10,13 +10,14 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 from drawing import some_and_many
 from kernels.devices import DEVICES
 from outrider.device import KernelSet
+from outrider.device.kernels.formats import FP8, INT4, INT8
+from outrider.device.kernels.weight_formats import WeightFormat
+from outrider.model.config.shapes import SHAPES
 from outrider.model.quantization.layouts import to_device
-from outrider.model.shapes import SHAPES
 from outrider_triton.derive import shared_bytes
 from outrider_triton.expert_ops import laid_out_pairs, sorted_pairs
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.table import MatmulConfig
-from outrider_tune.quantized import RandomFormat, random_quantized
 
 REFERENCE = KernelSet()
 # Tokens, experts, experts of a token, hidden and inner size: compared pairs, all experts, sorted blocks of several sizes.
@@ -142,11 +143,11 @@ def test_what_is_derived_fits(name, shape):
 
 
 QUANTIZED = {
-    "fp8": RandomFormat(format="fp8", activations="fp8"),
-    "fp8 blocks": RandomFormat(format="fp8", rows=32, columns=128, activations="fp8", activation_group=128),
-    "int8": RandomFormat(format="int8", activations="int8"),
-    "int4": RandomFormat(format="int4", columns=128),
-    "int4 groups of 32, zeros": RandomFormat(format="int4", columns=32, zeros=True),
+    "fp8": WeightFormat(elements=FP8, activations=FP8),
+    "fp8 blocks": WeightFormat(elements=FP8, rows=32, columns=128, activations=FP8, activation_group=128),
+    "int8": WeightFormat(elements=INT8, activations=INT8),
+    "int4": WeightFormat(elements=INT4, columns=128),
+    "int4 groups of 32, zeros": WeightFormat(elements=INT4, columns=32, zeros=True),
 }
 
 
@@ -163,8 +164,8 @@ def test_quantised_experts(name, tokens, kernels, device):
     count, chosen, hidden, inner = 8, 2, 128, 160
     cpu, dice = torch.device("cpu"), torch.Generator().manual_seed(4)
     way = QUANTIZED[name]
-    gate_up = random_quantized(way, count * 2 * inner, hidden, device=cpu, generator=dice)
-    down = random_quantized(way, count * hidden, inner, device=cpu, generator=dice)
+    gate_up = way.random_weight(count * 2 * inner, hidden, device=cpu, generator=dice)
+    down = way.random_weight(count * hidden, inner, device=cpu, generator=dice)
     weights, names = REFERENCE.route(normal(tokens, count, seed=1), chosen, renormalize=True)
     x = normal(tokens, hidden, seed=2).half()
     first, second = (to_device(each, device) for each in (gate_up, down))

@@ -9,13 +9,13 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 
 from kernels.test_numerics import close
 from outrider.device import KernelSet, RotaryArgs
+from outrider.device.kernels.weight_formats import weight_format
 from outrider_triton import streamed
 from outrider_triton.device_facts import facts_of
 from outrider_triton.jit import nibble_planes_streamed
 from outrider_triton.nibble_plane_ops import INT8_COMPONENTS, allocate_rows, component_views, computes_swiglu, permute_rows
 from outrider_triton.quantized_ops import plan
 from outrider_triton.table import STREAMED, MatmulConfig
-from outrider_tune.quantized import random_format, random_quantized
 
 CONFIGS = [
     [8, 16, 1024, 1, 4, 3, 256, STREAMED, 48],
@@ -27,7 +27,7 @@ CONFIGS = [
 
 
 def weight_of(n, k, device):
-    return random_quantized(random_format("int4"), n, k, device=device)
+    return weight_format("int4").random_weight(n, k, device=device)
 
 
 @pytest.fixture

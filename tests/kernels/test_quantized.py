@@ -10,33 +10,34 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 from kernels.devices import DEVICES, SMALL
 from kernels.test_numerics import close
 from outrider.device import KernelSet, QuantizedProduct, QuantizedWeight
+from outrider.device.kernels.formats import FP8, INT4, INT8
 from outrider.device.kernels.quantized_reference import dequantize, quantize_activations
-from outrider_triton import library_ops, quantized_ops
+from outrider.device.kernels.weight_formats import WeightFormat
+from outrider_triton import library_ops, quantized, quantized_ops
 from outrider_triton.derive import choose_config
 from outrider_triton.derive_quantized import OperandStorage
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.nibble_plane_ops import INT8_COMPONENTS, NIBBLE_PLANES, permute_rows
 from outrider_triton.quantized_ops import ProductPlan, plan
 from outrider_triton.table import MatmulConfig
-from outrider_tune.quantized import RandomFormat, random_quantized
 
 REFERENCE = KernelSet()
 ROW, BLOCK = ("row", 0), ("block", 128)
 WAYS = {
-    "fp8 per channel, fp8 tokens": (RandomFormat(format="fp8", activations="fp8"), 256, ROW),
-    "fp8 per tensor, fp8 tokens": (RandomFormat(format="fp8", rows=0, activations="fp8"), 256, ROW),
-    "fp8 blocks": (RandomFormat(format="fp8", rows=32, columns=128, activations="fp8", activation_group=128), 300, BLOCK),
-    "fp8, plain tokens": (RandomFormat(format="fp8"), 200, ROW),
-    "int8 per channel, int8 tokens": (RandomFormat(format="int8", activations="int8"), 256, ROW),
-    "int8 groups": (RandomFormat(format="int8", columns=64, activations="int8"), 256, ("block", 64)),
-    "int8 zeros, plain tokens": (RandomFormat(format="int8", zeros=True), 256, ("block", 0)),
-    "int4 groups of 128": (RandomFormat(format="int4", columns=128), 512, BLOCK),
-    "int4 groups of 128, zeros": (RandomFormat(format="int4", columns=128, zeros=True), 300, BLOCK),
-    "int4 groups of 32": (RandomFormat(format="int4", columns=32), 512, ("fine", 256)),
-    "int4 groups of 32, zeros": (RandomFormat(format="int4", columns=32, zeros=True), 264, ("fine", 256)),
-    "int4 per channel, int8 tokens": (RandomFormat(format="int4", zeros=True, activations="int8"), 200, ("block", 0)),
+    "fp8 per channel, fp8 tokens": (WeightFormat(elements=FP8, activations=FP8), 256, ROW),
+    "fp8 per tensor, fp8 tokens": (WeightFormat(elements=FP8, rows=0, activations=FP8), 256, ROW),
+    "fp8 blocks": (WeightFormat(elements=FP8, rows=32, columns=128, activations=FP8, activation_group=128), 300, BLOCK),
+    "fp8, plain tokens": (WeightFormat(elements=FP8), 200, ROW),
+    "int8 per channel, int8 tokens": (WeightFormat(elements=INT8, activations=INT8), 256, ROW),
+    "int8 groups": (WeightFormat(elements=INT8, columns=64, activations=INT8), 256, ("block", 64)),
+    "int8 zeros, plain tokens": (WeightFormat(elements=INT8, zeros=True), 256, ("block", 0)),
+    "int4 groups of 128": (WeightFormat(elements=INT4, columns=128), 512, BLOCK),
+    "int4 groups of 128, zeros": (WeightFormat(elements=INT4, columns=128, zeros=True), 300, BLOCK),
+    "int4 groups of 32": (WeightFormat(elements=INT4, columns=32), 512, ("fine", 256)),
+    "int4 groups of 32, zeros": (WeightFormat(elements=INT4, columns=32, zeros=True), 264, ("fine", 256)),
+    "int4 per channel, int8 tokens": (WeightFormat(elements=INT4, zeros=True, activations=INT8), 200, ("block", 0)),
     "int4 groups, grouped int8": (
-        RandomFormat(format="int4", columns=32, activations="int8", activation_group=128), 264, ("fine", 128),
+        WeightFormat(elements=INT4, columns=32, activations=INT8, activation_group=128), 264, ("fine", 128),
     ),
 }  # fmt: skip
 COLUMNS = 48
@@ -53,7 +54,7 @@ def either(request, device, pdl):
 
 
 def drawn(way, k, seed=3):
-    return random_quantized(way, COLUMNS, k, device=torch.device("cpu"), generator=torch.Generator().manual_seed(seed))
+    return way.random_weight(COLUMNS, k, device=torch.device("cpu"), generator=torch.Generator().manual_seed(seed))
 
 
 def normal(*shape, seed=5):
@@ -139,7 +140,7 @@ def test_the_largest_of_a_row_is_one_step_whatever_its_last_bits(group, either):
 
 def test_a_given_scale_clamps(either):
     """Static activations: beyond the range they're the largest number, and NaN stays NaN in its row alone."""
-    for way in (RandomFormat(format="fp8", activations="fp8"), RandomFormat(format="int8", activations="int8")):
+    for way in (WeightFormat(elements=FP8, activations=FP8), WeightFormat(elements=INT8, activations=INT8)):
         weight = replace(drawn(way, 256), input_scale=torch.tensor([0.0078125]))
         x = normal(4, 256) * 3
         x[2, 7] = float("nan")
@@ -173,8 +174,8 @@ def test_a_norm_between_two_products(name, gated, split, either):
     (one, _, _), (two, _, _) = (WAYS[each] for each in JOINED[name])
     k, hidden, tokens = 256, 256, 5
     cpu, dice = torch.device("cpu"), torch.Generator().manual_seed(11)
-    first = random_quantized(one, hidden, k, device=cpu, generator=dice)
-    second = random_quantized(two, COLUMNS, hidden, device=cpu, generator=dice)
+    first = one.random_weight(hidden, k, device=cpu, generator=dice)
+    second = two.random_weight(COLUMNS, hidden, device=cpu, generator=dice)
     for weight in (first, second):
         stored = plan(either.facts, weight).stored(weight.format)
         split_of = split if weight is first else 1
@@ -199,7 +200,7 @@ def test_a_norm_between_two_products(name, gated, split, either):
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")  # infinity by itself, in numpy
 def test_zeros_and_infinity(either):
-    weight = drawn(RandomFormat(format="fp8", activations="fp8"), 256)
+    weight = drawn(WeightFormat(elements=FP8, activations=FP8), 256)
     x = normal(3, 256)
     x[0], x[1, 3] = 0, float("inf")
     made = either.linear_quantized(x, weight)
@@ -224,15 +225,15 @@ def test_every_number_of_e4m3_is_read_right(either):
 
 
 PLAIN_WAYS = {
-    "groups": (RandomFormat(format="int4", columns=128), 512),
-    "small groups, zeros": (RandomFormat(format="int4", columns=32, zeros=True), 264),
-    "groups of no power of two": (RandomFormat(format="int4", columns=96), 300),
-    "groups of more than a block": (RandomFormat(format="int4", columns=512, zeros=True), 1030),
-    "whole rows": (RandomFormat(format="int4"), 200),
-    "an odd row": (RandomFormat(format="int4", columns=64), 201),
-    "fp8 blocks": (RandomFormat(format="fp8", rows=32, columns=128), 300),
-    "fp8 of a tensor": (RandomFormat(format="fp8", rows=0), 256),
-    "int8 zeros": (RandomFormat(format="int8", columns=24, zeros=True), 100),
+    "groups": (WeightFormat(elements=INT4, columns=128), 512),
+    "small groups, zeros": (WeightFormat(elements=INT4, columns=32, zeros=True), 264),
+    "groups of no power of two": (WeightFormat(elements=INT4, columns=96), 300),
+    "groups of more than a block": (WeightFormat(elements=INT4, columns=512, zeros=True), 1030),
+    "whole rows": (WeightFormat(elements=INT4), 200),
+    "an odd row": (WeightFormat(elements=INT4, columns=64), 201),
+    "fp8 blocks": (WeightFormat(elements=FP8, rows=32, columns=128), 300),
+    "fp8 of a tensor": (WeightFormat(elements=FP8, rows=0), 256),
+    "int8 zeros": (WeightFormat(elements=INT8, columns=24, zeros=True), 100),
 }
 
 
@@ -279,15 +280,28 @@ def test_rounding_to_e4m3_is_torchs(either):
         assert scales.tolist() == [[1.0]]
 
 
+def test_a_format_that_is_not_registered_runs_by_the_reference(device, monkeypatch):
+    """Its values are those of the interface's registry; nothing of Triton's is called for them."""
+    weight, x = drawn(WeightFormat(elements=INT8, activations=INT8), 64), normal(3, 64)
+    for module in (quantized_ops, quantized):
+        monkeypatch.setattr(module, "TRITON_FORMATS", {})
+    kernels = TritonKernels(SMALL)
+    kernels.pdl = False
+    with monkeypatch.context() as patched:
+        patched.setattr(quantized_ops, "launch", None)
+        assert torch.equal(kernels.linear_quantized(x, weight), REFERENCE.linear_quantized(x, weight))
+    assert plan(SMALL, weight) is None
+
+
 def test_what_the_kernel_does_not_take(device):
     """Then the whole weight is made plain: groups of a length that no tile has, float64 scales, half a byte."""
-    odd = RandomFormat(format="int4", columns=24)
+    odd = WeightFormat(elements=INT4, columns=24)
     assert plan(SMALL, drawn(odd, 240)) is None
-    assert plan(SMALL, drawn(RandomFormat(format="int4"), 201)) is None
-    wide = drawn(RandomFormat(format="int4", columns=128), 256)
+    assert plan(SMALL, drawn(WeightFormat(elements=INT4), 201)) is None
+    wide = drawn(WeightFormat(elements=INT4, columns=128), 256)
     assert plan(SMALL, replace(wide, scales=wide.scales.double())) is None
-    assert plan(SMALL, drawn(RandomFormat(format="fp8", activations="fp8", activation_group=16), 256)) is None
-    assert plan(DEVICES["MI300X"], drawn(RandomFormat(format="fp8", activations="fp8"), 256)) == ProductPlan(
+    assert plan(SMALL, drawn(WeightFormat(elements=FP8, activations=FP8, activation_group=16), 256)) is None
+    assert plan(DEVICES["MI300X"], drawn(WeightFormat(elements=FP8, activations=FP8), 256)) == ProductPlan(
         "row", False, 256, 0
     )
     kernels = TritonKernels(SMALL)
@@ -328,14 +342,14 @@ def test_fewer_bits_take_less_time(device_name):
 @pytest.mark.parametrize("columns", [64, 128, 0])
 def test_weights_of_four_bits_are_multiplied_in_planes(columns, either):
     """Each column by itself: which number of the weight meets which of the tokens."""
-    weight = drawn(RandomFormat(format="int4", columns=columns, zeros=columns == 64), 384)
+    weight = drawn(WeightFormat(elements=INT4, columns=columns, zeros=columns == 64), 384)
     found = plan(either.facts, weight)
     assert found.planes
     x = torch.eye(384)[torch.tensor([0, 1, 2, 3, 4, 63, 64, 127, 128, 255, 383])].half()
     made = either.linear_quantized(x, weight)
     close(made, REFERENCE.linear_quantized(x.double(), weight), torch.float16)
-    assert not plan(either.facts, drawn(RandomFormat(format="int4", columns=64), 192)).planes  # no whole units
-    assert not plan(either.facts, drawn(RandomFormat(format="int4", columns=32), 384)).planes
+    assert not plan(either.facts, drawn(WeightFormat(elements=INT4, columns=64), 192)).planes  # no whole units
+    assert not plan(either.facts, drawn(WeightFormat(elements=INT4, columns=32), 384)).planes
 
 
 def test_rows_are_laid_out_in_planes(device):

@@ -10,22 +10,23 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 
 from kernels.devices import SMALL
 from outrider.device import AttentionMetadata, KernelSet, QuantizedProduct, RotaryArgs
-from outrider.model.config import ModelConfig
-from outrider.model.inputs import ForwardInput
-from outrider.model.layer import DecoderLayer, LayerWeights
-from outrider.model.pending import add
-from outrider.model.products import OtherProduct
+from outrider.device.kernels.formats import FP8, INT4, INT8
+from outrider.device.kernels.weight_formats import WeightFormat
+from outrider.model.config.model_config import ModelConfig
+from outrider.model.layers.inputs import ForwardInput
+from outrider.model.layers.layer import DecoderLayer, LayerWeights
+from outrider.model.layers.pending import add
+from outrider.model.layers.products import OtherProduct
 from outrider_triton import attention_ops, nibble_plane_ops, ops, quantized_activation_ops, quantized_ops
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.quantized_ops import plan
 from outrider_triton.table import MatmulConfig
-from outrider_tune.quantized import RandomFormat, random_quantized
 
 HEADS, KV_HEADS, SIZE, HIDDEN, INNER = 4, 2, 128, 256, 384
 ROWS = (HEADS + 2 * KV_HEADS) * SIZE
 FORMATS = {
-    "int4": RandomFormat(format="int4", columns=128),
-    "fp8": RandomFormat(format="fp8", activations="fp8"),
+    "int4": WeightFormat(elements=INT4, columns=128),
+    "fp8": WeightFormat(elements=FP8, activations=FP8),
 }
 
 
@@ -37,7 +38,7 @@ def normal(*shape, seed=5):
 
 def weight(format, rows, columns, seed=3):
     dice, there = torch.Generator().manual_seed(seed), torch.get_default_device()
-    made = random_quantized(FORMATS[format], rows, columns, device=torch.device("cpu"), generator=dice)
+    made = FORMATS[format].random_weight(rows, columns, device=torch.device("cpu"), generator=dice)
     return replace(made, data=made.data.to(there), scales=made.scales.to(there))
 
 
@@ -150,11 +151,11 @@ def test_embeddings_beside_features(format, kernels, launched):
     """As reading and quantising them one after the other has it; rows of activations that have a scale take a kernel less."""
     way = {
         **FORMATS,
-        "fp8 in groups": RandomFormat(format="fp8", columns=128, rows=128, activations="fp8", activation_group=128),
-        "int8": RandomFormat(format="int8", activations="int8"),
+        "fp8 in groups": WeightFormat(elements=FP8, columns=128, rows=128, activations=FP8, activation_group=128),
+        "int8": WeightFormat(elements=INT8, activations=INT8),
     }[format]
     dice, there = torch.Generator().manual_seed(3), torch.get_default_device()
-    made = random_quantized(way, HIDDEN, HIDDEN + 128, device=torch.device("cpu"), generator=dice)
+    made = way.random_weight(HIDDEN, HIDDEN + 128, device=torch.device("cpu"), generator=dice)
     fusion = replace(made, data=made.data.to(there), scales=made.scales.to(there))
     embedding, hidden, bias = normal(9, HIDDEN), normal(5, 160, seed=6)[:, :128], normal(HIDDEN, seed=7)
     operands = torch.tensor([8, 0, 3, 3, 1]), embedding, hidden, fusion, bias

@@ -16,18 +16,19 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 
 from kernels.devices import DEVICES
 from outrider.device import AttentionMetadata, QuantizedProduct, RotaryArgs
+from outrider.device.kernels.formats import FP8, INT4
+from outrider.device.kernels.weight_formats import WEIGHT_FORMATS, WeightFormat
 from outrider_triton import streamed
 from outrider_triton.derive import choose_config
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import _ahead
 from outrider_triton.quantized_ops import plan
 from outrider_triton.table import STREAMED, MatmulConfig
-from outrider_tune.quantized import RANDOM_FORMATS, RandomFormat, random_quantized
 
 HIDDEN, INNER, HEADS, KV_HEADS, SIZE = 4096, 14336, 32, 8, 128
 TURNED = (HEADS + 2 * KV_HEADS) * SIZE
 BF16 = torch.bfloat16
-BY_ROW = RandomFormat(format="fp8", activations="fp8")
+BY_ROW = WeightFormat(elements=FP8, activations=FP8)
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def known_beforehand(launched, wanted):
 @pytest.fixture(scope="module")
 def weights():
     shapes = {"output": (HIDDEN, HIDDEN), "gates": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER), "turned": (TURNED, HIDDEN)}
-    return {name: random_quantized(BY_ROW, *shape, device=torch.device("cpu")) for name, shape in shapes.items()}
+    return {name: BY_ROW.random_weight(*shape, device=torch.device("cpu")) for name, shape in shapes.items()}
 
 
 @pytest.fixture
@@ -148,7 +149,7 @@ class FakeTensor(NamedTuple):
 )
 def test_of_more_than_64_tokens_e4m3_by_rows_alone_is_the_librarys(form, dtype, columns, librarys, kernels):
     """Where it takes both operands as they're stored."""
-    weight = random_quantized(RANDOM_FORMATS[form], 256, columns, device=torch.device("cpu"))
+    weight = WEIGHT_FORMATS[form].random_weight(256, columns, device=torch.device("cpu"))
     way, most = plan(kernels.facts, weight), []
     for m in (64, 65, 128, 129):
         x = FakeTensor(torch.device("cuda"), dtype, (m, columns))
@@ -172,8 +173,8 @@ def test_what_leaves_its_activation_to_others(launched, kernels, weights):
     """More tokens than a ring takes, and weights that aren't by row."""
     made = activated(kernels, weights, 65, 1)
     assert (made.x.shape, made.gated, made.maxima) == ((65, 2 * INNER), True, None)
-    way = RandomFormat(format="fp8", columns=128, rows=128, activations="fp8", activation_group=128)
-    blocks = random_quantized(way, 2 * INNER, HIDDEN, device=torch.device("cpu"))
+    way = WeightFormat(elements=FP8, columns=128, rows=128, activations=FP8, activation_group=128)
+    blocks = way.random_weight(2 * INNER, HIDDEN, device=torch.device("cpu"))
     assert activated(kernels, {**weights, "gates": blocks}, 4, 1).gated
     assert "streamed_silu_mul" not in {name for name, _, _ in launched}
 
@@ -252,8 +253,8 @@ def attended(kernels, output, gates, batch, width):
 def test_rows_of_attention_are_laid_out_by_what_was_compiled_beforehand(launched, kernels, monkeypatch):
     """In digits for few tokens, in planes for more; by kernels of their own where attention isn't split."""
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)  # nothing runs, and the interpreter has no such product
-    four, there = RandomFormat(format="int4", columns=128), torch.device("cpu")
-    output, gates = (random_quantized(four, n, HEADS * SIZE, device=there) for n in (HIDDEN, 2 * INNER))
+    four, there = WeightFormat(elements=INT4, columns=128), torch.device("cpu")
+    output, gates = (four.random_weight(n, HEADS * SIZE, device=there) for n in (HIDDEN, 2 * INNER))
     names = {"join_splits", "paged_attention_ring", "lay_in_planes", "streamed_planes", "linear_planes"}
     with kernels.every_variant():
         attended(kernels, output, gates, 1, 4)
@@ -269,8 +270,8 @@ def test_rows_of_attention_are_laid_out_by_what_was_compiled_beforehand(launched
 @pytest.fixture
 def four_bits(monkeypatch):
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)  # nothing runs, and the interpreter has no such product
-    way, shapes = RandomFormat(format="int4", columns=128), {"down": (HIDDEN, INNER), "turned": (TURNED, HIDDEN)}
-    return {name: random_quantized(way, *shape, device=torch.device("cpu")) for name, shape in shapes.items()}
+    way, shapes = WeightFormat(elements=INT4, columns=128), {"down": (HIDDEN, INNER), "turned": (TURNED, HIDDEN)}
+    return {name: way.random_weight(*shape, device=torch.device("cpu")) for name, shape in shapes.items()}
 
 
 @pytest.mark.sample(3)
@@ -314,8 +315,8 @@ def test_what_does_not_come_through_rings(other, launched):
     kernels = TritonKernels(DEVICES["L4" if other == "another device" else "H200"])
     columns, way = (1056 if other == "columns in no units" else 1024), BY_ROW
     if other == "groups":
-        way = RandomFormat(format="fp8", columns=128, rows=128, activations="fp8", activation_group=128)
-    weight = random_quantized(way, 1024, columns, device=torch.device("cpu"))
+        way = WeightFormat(elements=FP8, columns=128, rows=128, activations=FP8, activation_group=128)
+    weight = way.random_weight(1024, columns, device=torch.device("cpu"))
     kernels.linear_quantized(torch.zeros(4, columns, dtype=BF16), weight)
     assert [name for name, _, _ in launched][:2] == ["quantize_rows", "linear_quantized"]
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 from kernels.devices import DEVICES
 from kernels.test_numerics import close
 from outrider.device import KernelSet, Product, RotaryArgs
-from outrider.model.shapes import decoder_shape, shape_config
+from outrider.model.config.shapes import decoder_shape, shape_config
 from outrider_triton import streamed
 from outrider_triton.kernelset import TritonKernels, _boxes_fit_heads
 from outrider_triton.table import LARGE_M, STREAMED, MatmulConfig, load

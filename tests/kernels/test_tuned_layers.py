@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 from kernels.devices import SMALL
 from kernels.test_tuner import FACTS, FINE, Ruler, kernels, tuned  # noqa: F401  (a fixture)
 from outrider.device import DecoderShape
-from outrider.model.shapes import decoder_shape, shape_config
+from outrider.model.config.shapes import decoder_shape, shape_config
 from outrider_triton import shipping, tuner
 from outrider_triton.derive import OPERATORS
 from outrider_triton.kernelset import TritonKernels

@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 
 from kernels.devices import DEVICES
 from outrider.device import CapabilityError, ConfigError, KernelSet, WrappedKernels
-from outrider.model.shapes import decoder_shape, shape_config
+from outrider.model.config.shapes import decoder_shape, shape_config
 from outrider_triton import tuner
 from outrider_triton.derive import OPERATORS, rank_configs
 from outrider_triton.kernelset import TritonKernels

@@ -13,7 +13,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 
-from outrider.device.kernels.quantized_reference import INT8_LARGEST
+from outrider.device.kernels.formats import INT8_LARGEST
 
 LINEARS = ("_proj", "fc", "in_proj_qkv", "in_proj_z", "in_proj_qkvz")
 

@@ -9,7 +9,7 @@ from model.quantized_checkpoints import write_compressed, write_modelopt
 from outrider.device import CapabilityError, KernelSet
 from outrider.errors import CheckpointError
 from outrider.model import QuantizedMode, load_decoder
-from outrider.model.products import quantized_products
+from outrider.model.layers.products import quantized_products
 from outrider_cpu.backend import CpuBackend
 from tiny_checkpoints import write_checkpoint
 

@@ -11,7 +11,7 @@ from model.quantized_checkpoints import write_compressed
 from outrider.device import KernelSet
 from outrider.device.kernels import kernel_names
 from outrider.model import ModelRanks, Shards, SideBySide, load_decoder, side_by_side
-from outrider.model.eagle3 import fuse
+from outrider.model.heads.eagle import fuse
 from outrider.registry import get_backend
 from outrider_proof import tiny
 from tiny_checkpoints import write_checkpoint

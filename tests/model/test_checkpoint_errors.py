@@ -8,7 +8,8 @@ from safetensors.torch import load_file, save_file
 
 from outrider.device import CapabilityError
 from outrider.errors import CheckpointError
-from outrider.model import ModelConfig, load_decoder
+from outrider.model import load_decoder
+from outrider.model.config.checkpoint_config import read_model_config
 from tiny_checkpoints import FAMILIES, write_checkpoint
 
 
@@ -197,22 +198,22 @@ def test_config(tmp_path, changes, message):
     (tmp_path / "generation_config.json").unlink()
     edit_json(tmp_path / "config.json", **changes)
     with pytest.raises(CheckpointError, match=message) as caught:
-        ModelConfig.from_checkpoint(tmp_path)
+        read_model_config(tmp_path)
     assert str(tmp_path / "config.json") in str(caught.value)
 
 
 def test_no_config(tmp_path):
     with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
-        ModelConfig.from_checkpoint(tmp_path)
+        read_model_config(tmp_path)
     (tmp_path / "config.json").write_text("{nonsense")
     with pytest.raises(CheckpointError, match=r"config\.json: isn't valid JSON"):
-        ModelConfig.from_checkpoint(tmp_path)
+        read_model_config(tmp_path)
 
 
 def test_generation_config_decides_the_end(tmp_path):
     write_checkpoint(tmp_path, "llama")
     edit_json(tmp_path / "generation_config.json", eos_token_id=[7, 9])
-    config = ModelConfig.from_checkpoint(tmp_path)
+    config = read_model_config(tmp_path)
     assert config.eos_token_ids == (7, 9)
     assert config.bos_token_id == 1
 

@@ -9,7 +9,7 @@ import transformers
 from model.harness import Driver
 from outrider.device import ConfigError, KernelSet
 from outrider.model import EagleHead, RopeConfig, load_decoder
-from outrider.model.shapes import decoder_shape
+from outrider.model.config.shapes import decoder_shape
 from outrider.registry import get_backend
 from outrider_proof import tiny
 from tiny_checkpoints import FAMILIES, ROPES, write_checkpoint

@@ -14,9 +14,9 @@ from model.gguf_files import add_tokenizer, write_gguf
 from model.test_decoder import agree
 from outrider.errors import CheckpointError
 from outrider.model import find_checkpoint, load_decoder
-from outrider.model.files import open_checkpoint
-from outrider.model.rope import RopeConfig, inverse_frequencies
-from outrider.model.tokenizer import Tokenizer as OurTokenizer
+from outrider.model.checkpoint.files import open_checkpoint
+from outrider.model.config.rope import RopeConfig, inverse_frequencies
+from outrider.model.media.tokenizer import Tokenizer as OurTokenizer
 from tiny_checkpoints import write_checkpoint
 
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
@@ -289,6 +289,6 @@ def test_broken_files_give_an_error_that_names_the_file(tmp_path, backend):
 
 def test_the_package_gguf_is_asked_for(tmp_path, monkeypatch):
     write_gguf(tmp_path / "m.gguf", model_of(tmp_path, "llama"))
-    monkeypatch.setattr("outrider.model.gguf_checkpoint.find_spec", lambda name: None)
+    monkeypatch.setattr("outrider.model.checkpoint.gguf_checkpoint.find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match=r"pip install 'outrider\[gguf\]'"):
         find_checkpoint(tmp_path / "m.gguf")

@@ -14,7 +14,6 @@ from outrider.device import ConfigError
 from outrider.errors import CheckpointError, RequestError, shown
 from outrider.model import (
     MediaProcessor,
-    ModelConfig,
     RopeConfig,
     Tokenizer,
     load_decoder,
@@ -24,9 +23,10 @@ from outrider.model import (
     load_through_transformers,
     load_vision,
 )
-from outrider.model.config_fields import check_fields, number, record, whole_number
-from outrider.model.reading import read_json, wrap_read_errors
-from outrider.model.rotary import make_rotary
+from outrider.model.checkpoint.reading import read_json, wrap_read_errors
+from outrider.model.config.checkpoint_config import read_model_config
+from outrider.model.config.config_fields import check_fields, number, record, whole_number
+from outrider.model.layers.rotary import make_rotary
 from outrider_proof.checkpoints import picture, write_eagle, write_vision_checkpoint
 from tiny_checkpoints import byte_level_tokenizer, write_checkpoint, write_eagle3
 
@@ -77,7 +77,7 @@ def test_sizes(copy, key):
         edit(directory / "config.json", **{key: value})
         said = re.escape(f"config.json: {key} is {shown(value)}, expected a whole number from 1 to")
         with pytest.raises(CheckpointError, match=said):
-            ModelConfig.from_checkpoint(directory)
+            read_model_config(directory)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_scaling_beyond_any_context(copy):
     yarn = {"rope_type": "yarn", "factor": 1e6, "original_max_position_embeddings": 2**20, "rope_theta": 1e4}
     edit(directory / "config.json", rope_parameters=yarn)
     with pytest.raises(CheckpointError, match="rope scaling by 1000000.0 of 1048576 positions gives more than"):
-        ModelConfig.from_checkpoint(directory)
+        read_model_config(directory)
 
 
 @pytest.mark.parametrize("value", [10**30, -1, 1.5, "7", True, [7]])
@@ -127,7 +127,7 @@ def test_window(copy, value):
     directory = copy("mistral")
     edit(directory / "config.json", sliding_window=value)
     with pytest.raises(CheckpointError, match=r"config\.json: sliding_window is .*expected a whole number"):
-        ModelConfig.from_checkpoint(directory)
+        read_model_config(directory)
 
 
 @pytest.mark.parametrize("value", [-1, 10**30, "1", [True], {"a": 1}])
@@ -135,7 +135,7 @@ def test_ends_of_the_generation_config(copy, value):
     directory = copy("llama")
     edit(directory / "generation_config.json", eos_token_id=value)
     with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id: special token"):
-        ModelConfig.from_checkpoint(directory)
+        read_model_config(directory)
 
 
 def test_a_long_context_has_no_table(copy, backend):
@@ -200,7 +200,7 @@ def test_json(copy, content, message):
     path = copy("llama") / "config.json"
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"config\.json: {message}"):
-        ModelConfig.from_checkpoint(path.parent)
+        read_model_config(path.parent)
 
 
 def test_a_file_is_read_up_to_a_limit(tmp_path):

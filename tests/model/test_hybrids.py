@@ -15,7 +15,7 @@ from outrider.cli.models import Speculation
 from outrider.device import QuantizedWeight
 from outrider.errors import CheckpointError
 from outrider.model import KVCache, QuantizedMode, load_decoder
-from outrider.model.products import quantized_products
+from outrider.model.layers.products import quantized_products
 from outrider.model.quantization.writing import quantize_checkpoint
 from outrider_proof import tiny
 

@@ -10,8 +10,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError
-from outrider.model import ModelConfig, Tokenizer, find_checkpoint, has_tokenizer, load_decoder
-from outrider.model.files import open_checkpoint
+from outrider.model import Tokenizer, find_checkpoint, has_tokenizer, load_decoder
+from outrider.model.checkpoint.files import open_checkpoint
+from outrider.model.config.checkpoint_config import read_model_config
 from tiny_checkpoints import write_checkpoint
 
 COMMIT = "0" * 40
@@ -72,7 +73,7 @@ def test_a_directory_comes_before_a_name(hub, checkpoint, tmp_path, monkeypatch)
 )
 def test_what_is_no_name_is_a_path(hub, given):
     with pytest.raises(CheckpointError, match="no such file; expected a checkpoint directory"):
-        ModelConfig.from_checkpoint(find_checkpoint(given))
+        read_model_config(find_checkpoint(given))
 
 
 FORMATS = [
@@ -94,7 +95,7 @@ def test_other_formats_are_refused_by_name(checkpoint, tmp_path, file, says, con
     if config:
         shutil.copy(checkpoint / "config.json", tmp_path)
     with pytest.raises(CheckpointError, match=rf"{file}: is {says}"):
-        ModelConfig.from_checkpoint(tmp_path)
+        read_model_config(tmp_path)
     with pytest.raises(CheckpointError, match=rf"{file}: is {says}"):
         find_checkpoint(tmp_path)
     if not file.lower().endswith(".gguf"):  # which is a checkpoint by itself
@@ -220,7 +221,7 @@ def test_an_adapter_beside_the_weights_is_refused(checkpoint, tmp_path, backend)
 def test_silu_by_its_other_name(checkpoint, tmp_path):
     raw = json.loads((checkpoint / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | {"hidden_act": "swish"}))
-    assert ModelConfig.from_checkpoint(tmp_path) == ModelConfig.from_checkpoint(checkpoint)
+    assert read_model_config(tmp_path) == read_model_config(checkpoint)
 
 
 def test_a_sentencepiece_model_alone_is_a_tokenizer(tmp_path):

@@ -10,9 +10,10 @@ from safetensors.torch import load_file, save_file
 from model.test_decoder import PROMPT, TOLERANCE, agree
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError
-from outrider.model import ModelConfig, ModelRanks, Shard, Shards, load_decoder
-from outrider.model.expert_configs import REFUSED
-from outrider.model.shapes import SHAPES, shard_config
+from outrider.model import ModelRanks, Shard, Shards, load_decoder
+from outrider.model.config.checkpoint_config import read_model_config
+from outrider.model.config.layer_configs import REFUSED
+from outrider.model.config.shapes import SHAPES, shard_config
 from tiny_checkpoints import MIXTURES, write_checkpoint
 
 OLD = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -156,7 +157,7 @@ def test_a_config_that_cannot_be(tmp_path, backend, mixtral, config, told):
 def test_families_that_are_refused_say_why(tmp_path, family, told):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     with pytest.raises(CheckpointError, match=rf"model_type is '{family}', which isn't supported: .*{told}"):
-        ModelConfig.from_checkpoint(tmp_path)
+        read_model_config(tmp_path)
 
 
 def test_what_is_refused_is_known_to_transformers():
@@ -184,6 +185,6 @@ def test_shapes_with_experts():
 
 
 def test_experts_that_cannot_be_shared_out(mixtral):
-    config = ModelConfig.from_checkpoint(mixtral[0])
+    config = read_model_config(mixtral[0])
     with pytest.raises(ConfigError, match="can't be shared out among 5 ranks"):
         Shards(mlp=Shard(0, 5)).local(config, "it")

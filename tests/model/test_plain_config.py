@@ -9,10 +9,11 @@ import pytest
 from model.test_published_configs import COMMON, LLAMA_2, LLAMA_31, MISTRAL, QWEN_25_YARN, VICUNA_16K
 from outrider.bundled import bundled
 from outrider.device.errors import OutriderError
-from outrider.model import ModelConfig, checkpoint_config
-from outrider.model.config_fields import config_fields
-from outrider.model.parsed_config import parse_config
-from outrider.model.shapes import SHAPES, shape_config
+from outrider.model.config import checkpoint_config
+from outrider.model.config.checkpoint_config import read_model_config
+from outrider.model.config.config_fields import config_fields
+from outrider.model.config.parsed_config import parse_config
+from outrider.model.config.shapes import SHAPES, shape_config
 from outrider_bench.random_checkpoint import checkpoint_config as written
 
 LLAMA = LLAMA_2 | {"rope_theta": 10000.0}
@@ -57,7 +58,7 @@ CHANGES = [
 
 def read(directory):
     try:
-        return ModelConfig.from_checkpoint(directory)
+        return read_model_config(directory)
     except OutriderError as error:
         return str(error)
 

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from outrider.errors import CheckpointError
-from outrider.model import ModelConfig, RopeConfig
+from outrider.model import RopeConfig
+from outrider.model.config.checkpoint_config import read_model_config
 from tiny_checkpoints import tiny_config
 
 COMMON = {"hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2}
@@ -119,7 +120,7 @@ QWEN_2_VL = COMMON | {
 
 def read(tmp_path, published):
     (tmp_path / "config.json").write_text(json.dumps(published))
-    return ModelConfig.from_checkpoint(tmp_path)
+    return read_model_config(tmp_path)
 
 
 def test_llama_2(tmp_path):

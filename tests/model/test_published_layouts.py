@@ -19,7 +19,7 @@ from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError
 from outrider.model import load_decoder
-from outrider.model.inputs import KeptRows
+from outrider.model.layers.inputs import KeptRows
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.checkpoints import SHAPE, write_eagle
 from outrider_proof.tiny import plain_config

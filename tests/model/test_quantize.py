@@ -14,12 +14,13 @@ from model.harness import Driver
 from model.quantized_checkpoints import off_the_border
 from outrider.cli.main import main
 from outrider.device import QuantizedWeight
-from outrider.device.kernels.quantized_reference import dequantize
+from outrider.device.kernels.quantized_reference import dequantize, spread
+from outrider.device.kernels.weight_formats import WEIGHT_FORMATS, weight_format
 from outrider.model import load_decoder, load_eagle
-from outrider.model.pieces import TensorSlice
-from outrider.model.products import quantized_products
+from outrider.model.checkpoint.pieces import TensorSlice
+from outrider.model.layers.products import quantized_products
 from outrider.model.quantization.layouts import pad_rows, slice_weight, stack_weights, to_device
-from outrider.model.quantization.rounding import ROUND_BY_FORMAT, quantize_weight
+from outrider.model.quantization.storages import COMPRESSED_STORAGES, Scheme
 from outrider_proof.checkpoints import write_eagle
 from tiny_checkpoints import write_checkpoint
 
@@ -39,14 +40,17 @@ def quantize(capfd, *arguments):
     return code, json.loads(capfd.readouterr().out)
 
 
-@pytest.mark.parametrize("format", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize(
+    "format",
+    ["fp8", "int8", "int4-32", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fp8-block", "int4-zeros"))],
+)
 def test_transformers_reads_what_is_written(tmp_path, backend, plain, capfd, format, monkeypatch):
     """The same logits by its own quantised run, the head quantised in two of three."""
     import transformers
 
     off_the_border(monkeypatch)
     head = [] if format == "int8" else ["--lm-head"]
-    group = ["--group", 16] if format == "int4" else []
+    group = ["--group", 16] if format.startswith("int4") else []
     code, said = quantize(capfd, "--model", plain, "--format", format, "--out", tmp_path / "q", *group, *head)
     assert (code, said["quantized"], said["plain"]) == (0, 21 + len(head), 9 - len(head))
     assert said["bytes_after"] < said["bytes_before"]
@@ -107,8 +111,8 @@ def test_what_cannot_be_written(tmp_path, plain, capfd, monkeypatch):
 
     out = tmp_path / "q"
     assert "is there already" in error("--model", plain, "--format", "fp8", "--out", plain)
-    assert "--format is 'fp4'; expected one of fp8, int8, int4" in error("--model", plain, "--format", "fp4", "--out", out)
-    assert "--group is 32, and int8 has a scale for each row" in error(
+    assert "--format is 'fp4'; expected one of fp8, fp8-tensor" in error("--model", plain, "--format", "fp4", "--out", out)
+    assert "--group is 32, and int8 has no scales of groups" in error(
         "--model", plain, "--format", "int8", "--group", "32", "--out", out
     )
     assert "columns, no multiple of the group 128" in error("--model", plain, "--format", "int4", "--out", out)
@@ -199,9 +203,25 @@ def test_a_scale_of_a_row_is_wide_and_one_of_a_group_as_it_is_stored(dtype):
     weight = torch.randn(8, 192, generator=torch.Generator().manual_seed(3)).to(dtype)
     wide = torch.float32 if dtype is torch.bfloat16 else dtype
     for format, kept in (("fp8", wide), ("int8", wide), ("int4", dtype)):
-        made = quantize_weight(weight, format)
-        stored = ROUND_BY_FORMAT[format](weight, group=made.block[1])["weight_scale"]
+        made = weight_format(format).fitted(192).quantize(weight)
+        stored = made.scales.to(dtype)
         loaded = to_device(replace(made, scales=stored), torch.device("cpu"))
         for each in (made, loaded):
             assert each.scales.dtype is kept
             assert torch.equal(each.scales.double(), stored.double())
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_what_is_written_is_read_back(name):
+    """Bit for bit, and the nearest values: within half a step, where a step is one scale."""
+    format, weight = weight_format(name), torch.randn(136, 256, generator=torch.Generator().manual_seed(4))
+    made = format.quantize(weight)
+    scheme = Scheme(format, COMPRESSED_STORAGES[format.elements.compressed_name], "here")
+    tensors = scheme.storage.write(format, made, torch.float32)
+    for each in scheme.stored((136, 256)):
+        assert tensors[each.suffix].dtype in each.dtypes
+        assert tuple(tensors[each.suffix].shape) in each.shapes
+    assert torch.equal(value(scheme.storage.read(format, (136, 256), tensors, grouped=True)), value(made))
+    steps = spread(made.scales, made.block, made.shape)
+    steps = steps * value(made).div(steps).abs().clamp(min=1) / 8 if format.elements.is_float else steps
+    assert ((value(made) - weight).abs() <= 0.5001 * steps).all()

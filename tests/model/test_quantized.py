@@ -27,7 +27,7 @@ from model.quantized_checkpoints import (
 from outrider.device import Capabilities, CapabilityError, ConfigError, QuantizedWeight
 from outrider.errors import CheckpointError
 from outrider.model import QuantizedMode, load_decoder
-from outrider.model.products import SplitWeight, quantized_products
+from outrider.model.layers.products import SplitWeight, quantized_products
 from outrider_cpu.backend import CpuBackend
 from tiny_checkpoints import write_checkpoint
 

@@ -14,7 +14,7 @@ from model.test_quantized import DEQUANTIZE, KERNELS, PROMPT, TOLERANCE, ours
 from outrider.device import ConfigError, KernelSet, QuantizedWeight
 from outrider.errors import CheckpointError
 from outrider.model import Decoder, ModelRanks, Shard, Shards, load_decoder
-from outrider.model.products import quantized_products
+from outrider.model.layers.products import quantized_products
 from tiny_checkpoints import write_checkpoint
 
 SHAPE = {

@@ -15,7 +15,6 @@ from outrider.device import ConfigError
 from outrider.errors import CheckpointError
 from outrider.model import (
     MediaProcessor,
-    ModelConfig,
     Tokenizer,
     load_decoder,
     load_eagle,
@@ -23,6 +22,7 @@ from outrider.model import (
     load_through_transformers,
     load_vision,
 )
+from outrider.model.config.checkpoint_config import read_model_config
 from outrider_proof.checkpoints import write_eagle, write_vision_checkpoint
 from tiny_checkpoints import byte_level_tokenizer, write_checkpoint, write_eagle3
 
@@ -49,7 +49,7 @@ AUTO = {
     "AutoVideoProcessor": "evil.EvilTool",
 }
 WAYS = {
-    "config": lambda path, target, backend: ModelConfig.from_checkpoint(path),
+    "config": lambda path, target, backend: read_model_config(path),
     "decoder": lambda path, target, backend: load_decoder(path, backend=backend, dtype=torch.float32),
     "tokenizer": lambda path, target, backend: Tokenizer.from_checkpoint(path),
     "vision": lambda path, target, backend: load_vision(path, backend=backend, dtype=torch.float32),

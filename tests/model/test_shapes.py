@@ -10,7 +10,7 @@ import pytest
 
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError
-from outrider.model.shapes import SHAPES, shape_config, shard_config
+from outrider.model.config.shapes import SHAPES, shape_config, shard_config
 
 
 def parameters(name: str) -> int:

@@ -11,13 +11,13 @@ from outrider.errors import CheckpointError, RequestError
 from outrider.model import (
     MediaGrid,
     MediaProcessor,
-    ModelConfig,
     expand_placeholders,
     load_decoder,
     load_vision,
     prompt_positions,
     speculative_positions,
 )
+from outrider.model.config.checkpoint_config import read_model_config
 from outrider_proof.checkpoints import IMAGE, VIDEO, VISION_FAMILIES, VISION_TOKENS, picture, write_vision_checkpoint
 
 STEPS = 12
@@ -100,7 +100,7 @@ def ours(directory, backend, tokens, media, *, chunk=None):
 def test_as_transformers(tmp_path, backend, family, prompt, chunk):
     model = write_vision_checkpoint(tmp_path, family, shards=1 if chunk is None else 3)
     processor = MediaProcessor.from_checkpoint(tmp_path)
-    vision = ModelConfig.from_checkpoint(tmp_path).vision
+    vision = read_model_config(tmp_path).vision
     tokens, media = PROMPTS[prompt](processor)
     tokens = expand_placeholders(tokens, media, vision)
     inputs = reference_inputs(tokens, media, family)
@@ -177,7 +177,7 @@ def index_of(tmp_path_factory):
     def get(family):
         if family not in made:
             path = tmp_path_factory.mktemp(family)
-            made[family] = (write_vision_checkpoint(path, family).model, ModelConfig.from_checkpoint(path).vision)
+            made[family] = (write_vision_checkpoint(path, family).model, read_model_config(path).vision)
         return made[family]
 
     return get
@@ -196,7 +196,7 @@ def test_speculative_positions_are_from_source():
 def test_media_that_do_not_match(tmp_path):
     write_vision_checkpoint(tmp_path, "qwen2_vl")
     processor = MediaProcessor.from_checkpoint(tmp_path)
-    vision = ModelConfig.from_checkpoint(tmp_path).vision
+    vision = read_model_config(tmp_path).vision
     image = processor.image(picture(16, 16))
     with pytest.raises(RequestError, match=r"places for \['image'\], but no media were given"):
         expand_placeholders([1, *IMAGE], [], vision)

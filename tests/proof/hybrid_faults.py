@@ -16,7 +16,7 @@ from outrider.engine.state.state_copies import StateCopies
 from outrider.engine.state.transfer import StateTransfer
 from outrider.engine.step import Step
 from outrider.model import StateInput
-from outrider.model.recurrent import RecurrentBlock
+from outrider.model.layers.recurrent import RecurrentBlock
 from outrider_proof.engine_setups import HYBRID, host_models, random_host_program, reference_tokens, without_schedule
 from proof.setups import RecordedServing
 

@@ -8,7 +8,9 @@ from outrider import Engine, SamplingParams
 from outrider.device import ConfigError, OutOfDeviceMemory
 from outrider.engine.ranks.parallel import ParallelConfig
 from outrider.engine.ranks.records import RanksDiffer, RanksFailed
-from outrider.model import ModelConfig, bulk, load_decoder
+from outrider.model import load_decoder
+from outrider.model.checkpoint import bulk
+from outrider.model.config.checkpoint_config import read_model_config
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import proposers, tiny
 from outrider_proof.checkpoints import write_eagle
@@ -147,7 +149,7 @@ def test_each_rank_holds_its_rows_and_no_more(odd):
         model = load_decoder(odd, backend=ranks.backend, dtype=torch.float64, ranks=ranks.model)  # cast, not read in place
         return [tuple(each.shape) for each in (model.weights.embedding, model.weights.head, model.weights.layers[0].qkv)]
 
-    config = ModelConfig.from_checkpoint(odd)
+    config = read_model_config(odd)
     qkv = (2 + 1 + 1) * config.head_size
     assert run_bodies(ParallelConfig(tensor=3), sizes) == [[(683, 32), (683, 32), (qkv, 32)]] * 3
 
@@ -163,14 +165,14 @@ def test_each_rank_holds_its_rows_and_no_more(odd):
 def test_odd_sizes_are_refused(odd, layout, match):
     shards = ParallelConfig(**layout).shards(0)
     with pytest.raises(ConfigError, match=match):
-        shards.local(ModelConfig.from_checkpoint(odd), "the model")
+        shards.local(read_model_config(odd), "the model")
 
 
 def test_the_bundled_model_is_refused_at_three():
     from outrider.bundled import bundled
 
     with pytest.raises(ConfigError, match="8 heads, which can't be shared out among 3 ranks"):
-        ParallelConfig(tensor=3).shards(0).local(ModelConfig.from_checkpoint(bundled("target")), "the model")
+        ParallelConfig(tensor=3).shards(0).local(read_model_config(bundled("target")), "the model")
 
 
 @pytest.mark.parametrize("fields", [{"tensor": 0}, {"data": True}, {"tensor": 2.0}, {"timeout_s": 0}, {"timeout_s": "1"}])

@@ -15,10 +15,10 @@ from outrider.device.torch_backend import TorchStream
 from outrider_sanitizer.hostsync import host_edges
 from outrider_sanitizer.storages import KnownStorage
 from outrider_sanitizer.torch_calls import TorchSanitizer
-from outrider_sim import torch_graphs, torch_module
 from outrider_sim.backend import SimBackend
-from outrider_sim.pinned import PinnedTensor
-from outrider_sim.tensor import SimTensor
+from outrider_sim.machine.pinned import PinnedTensor
+from outrider_sim.torch_device import torch_graphs, torch_module
+from outrider_sim.torch_device.tensor import SimTensor
 
 
 def handle(stream: Any) -> int:

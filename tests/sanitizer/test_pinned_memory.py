@@ -14,7 +14,7 @@ from outrider_sanitizer import FindingKind
 from outrider_sanitizer.cuda_names import map_cuda_names
 from outrider_sanitizer.storages import Storages, extent
 from outrider_sim.backend import SimBackend
-from outrider_sim.device_state import SimDeviceState
+from outrider_sim.machine.device_state import SimDeviceState
 from sanitizer.over_sim import watched
 
 COPIES = {
@@ -33,7 +33,7 @@ def told(monkeypatch: Any) -> None:
 
 
 def kinds(line: str, monkeypatch: Any, inference: bool = False) -> set[FindingKind]:
-    lines = ("import torch", "from outrider_sim.launches import mapped", "x = torch.zeros(1024, device='cuda')")
+    lines = ("import torch", "from outrider_sim.torch_device.launches import mapped", "x = torch.zeros(1024, device='cuda')")
     text = "\n".join((*lines, "for _ in range(3):", f"    {line}"))
     backend = SimBackend()
     with map_cuda_names(backend), watched(backend, monkeypatch) as sanitizer, torch.inference_mode(inference):

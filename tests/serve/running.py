@@ -3,9 +3,7 @@
 import asyncio
 import contextlib
 import threading
-import time
 
-import httpx
 import uvicorn
 
 from outrider.serve.app import create_app
@@ -80,29 +78,3 @@ def running(make, model_dir, *, chat_template=None, response_template=None, **co
     assert not thread.is_alive()
     if failed:
         raise failed[0]
-
-
-class HealthWatch:
-    """Requests to ``/health`` every 10 ms during a block; ``longest`` is the longest time until an answer, in seconds."""
-
-    def __init__(self, url):
-        self.longest, self.failed = 0.0, []
-        self._url, self._ended = url, threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-
-    def __enter__(self):
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self._ended.set()
-        self._thread.join()
-
-    def _watch(self):
-        with httpx.Client(base_url=self._url, timeout=60) as client:
-            while not self._ended.wait(0.01):
-                began = time.monotonic()
-                status = client.get("/health").status_code
-                self.longest = max(self.longest, time.monotonic() - began)
-                if status != 200:
-                    self.failed.append(status)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 
 import httpx
 import pytest
@@ -114,11 +113,8 @@ def test_a_megabyte_of_prompt_is_refused_and_holds_nobody_up(server):
     async def run():
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
             large = asyncio.create_task(client.post("/v1/completions", json=completion(prompt="a" * 1_000_000)))
-            longest = 0.0
             while not large.done():
-                began = time.monotonic()
                 assert (await client.get("/health")).status_code == 200
-                longest = max(longest, time.monotonic() - began)
                 await asyncio.sleep(0.05)
             return await large
 

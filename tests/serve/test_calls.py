@@ -102,7 +102,7 @@ def test_what_is_asked_for_by_a_choice_of_tools():
         "n": {"type": "integer"}
     }
     for wrong in (
-        {"tool_choice": "auto"},
+        {"tool_choice": "required"},
         {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}},
     ):
         with pytest.raises(ApiError) as refused:

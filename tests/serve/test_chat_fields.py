@@ -192,6 +192,38 @@ def test_null_is_absent(http):
     assert http.post("/v1/chat/completions", json={**CHAT, "no-such": 1}).json()["error"]["param"] == "no-such"
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_a_choice_may_allow_some_of_the_tools(http, mode):
+    other = {"type": "function", "function": {**TOOL["function"], "name": "other"}}
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [NAMED]}}
+    body = {**CHAT, "max_tokens": 40, "tools": [TOOL, other], "tool_choice": choice}
+    assert [tool.function.name for tool in ChatRequest.model_validate(body).tools] == ["pick"]
+    calls = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"].get("tool_calls") or ()
+    assert {call["function"]["name"] for call in calls} == ({"pick"} if mode == "required" else set())
+    choice["allowed_tools"]["tools"] = []
+    assert http.post("/v1/chat/completions", json=body).status_code == (400 if mode == "required" else 200)
+
+
+def test_auto_without_tools_has_no_effect(http):
+    for tools in ({}, {"tools": []}):
+        assert http.post("/v1/chat/completions", json={**CHAT, **tools, "tool_choice": "auto"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "said"),
+    [
+        ({"content-type": "application/x-www-form-urlencoded"}, b'{"model": "m"}', "Content-Type: application/json"),
+        ({"content-type": "application/json"}, b"[1]", "no JSON object"),
+        ({"content-type": "application/json", "content-encoding": "gzip"}, b"\x1f\x8b\x08\xff", "without Content-Encoding"),
+    ],
+    ids=["form", "list", "gzip"],
+)
+def test_the_refusal_of_a_body_says_what_to_send(http, headers, body, said):
+    answer = http.post("/v1/chat/completions", content=body, headers=headers)
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_is_the_prompt_as_sent(http, reference, stream):
     def text(prompt):

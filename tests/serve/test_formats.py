@@ -16,9 +16,10 @@ from outrider.serve.formats.format_reader import FormatReader
 from outrider.serve.formats.model_formats import REASONING_FORMATS, TOOL_FORMATS, ModelFormat, choose_format
 
 ARGUMENTS = {"path": 'a "b"}\n<x>', "count": 3, "deep": {"k": [1, None]}}
+DEEP = {"k": {"type": "array", "items": {"type": ["integer", "null"]}}}
 SCHEMA = {
     "type": "object",
-    "properties": {"path": {"type": "string"}, "count": {"type": "integer"}, "deep": {"type": "object"}},
+    "properties": {"path": {"type": "string"}, "count": {"type": "integer"}, "deep": {"type": "object", "properties": DEEP}},
     "required": ["path"],
 }
 TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
@@ -44,6 +45,21 @@ QWEN = tagged("<parameter={key}>\n", "\n</parameter>\n")
 DSML = tagged('<｜DSML｜parameter name="{key}" string="{text}">', "</｜DSML｜parameter>\n")
 MINIMAX = tagged('<parameter name="{key}">', "</parameter>\n")
 GLM = tagged("<arg_key>{key}</arg_key><arg_value>", "</arg_value>")
+
+
+SEED = tagged("<parameter={key}>", "</parameter>\n")
+CALL = f"look(path={ARGUMENTS['path']!r}, count=3, deep={ARGUMENTS['deep']!r})"
+M3 = "]<]minimax[>["
+
+
+def minimax_m3(name, value):
+    """An element as MiniMax M3 writes it: objects and lists are elements in elements."""
+    if isinstance(value, dict | list):
+        children = value.items() if isinstance(value, dict) else (("item", each) for each in value)
+        inner = "".join(minimax_m3(*child) for child in children)
+    else:
+        inner = value if isinstance(value, str) else json.dumps(value)
+    return f"{M3}<{name}>{inner}{M3}</{name}>"
 
 
 QUOTE = '<|"|>'
@@ -117,6 +133,25 @@ FAMILIES = [
         f'<invoke name="look">\n{MINIMAX}</invoke>\n',
         "</minimax:tool_call>",
     ),
+    (
+        "minimax-m3",
+        "minimax-m3",
+        "minimax_m3",
+        f"hm, <b></mm:think>{M3}<tool_call>\n",
+        f'{M3}<invoke name="look">{"".join(minimax_m3(*each) for each in ARGUMENTS.items())}{M3}</invoke>\n',
+        f"{M3}</tool_call>",
+    ),
+    ("pythonic", "none", None, "[", CALL, "]"),
+    ("pythonic", "think", None, f"{THINK}<|tool_call_start|>[", CALL, "]<|tool_call_end|>"),
+    ("pythonic", "none", None, "<|python_start|>", f'{{"name": "look", "parameters": {JSON}}}', "<|python_end|>"),
+    (
+        "seed",
+        "seed",
+        None,
+        "<seed:think>hm, <b></seed:think>\n<seed:tool_call>",
+        f"<function=look>\n{SEED}</function>\n",
+        "</seed:tool_call>",
+    ),
     ("gemma", "gemma", None, "<|channel>thought\nhm, <b><channel|>", f"<|tool_call>{gemma(QUOTE)}<tool_call|>", ""),
     ("functiongemma", "none", None, "", f"<start_function_call>{gemma('<escape>')}<end_function_call>", ""),
     (
@@ -128,11 +163,11 @@ FAMILIES = [
         "",
     ),
 ]
-OPENERS = {"kimi_k3": "<|open|>think<|sep|>", "minimax": "<think>\n"}
+OPENERS = {"minimax_m3": "<mm:think>", "kimi_k3": "<|open|>think<|sep|>", "minimax": "<think>\n"}
 """What the prompt ends with, where the reasoning begins there."""
 PROMPTS_OPEN_THINK = ("qwen_3", "qwen_3_coder", "deepseek_r1", "deepseek_v3_1", "deepseek_v3_2", "glm_4_7")
 """Families whose description leaves ``<think>`` to the prompt."""
-BETWEEN = {"llama3": "; ", "kimi": "", "glm": "", "deepseek_r1": "\n", "harmony": "<|start|>assistant"}
+BETWEEN = {"llama3": "; ", "pythonic": "; ", "kimi": "", "glm": "", "deepseek_r1": "\n", "harmony": "<|start|>assistant"}
 """Text between two calls, by family; by format where it differs."""
 
 
@@ -172,7 +207,8 @@ def test_calls_and_reasoning_of_a_family(family):
     by_letter, deltas = read(model_format, text, [1] * len(text), prompt=prompt)
     assert by_letter == whole
     written = [delta["tool_calls"][0]["function"]["arguments"] for delta in deltas if "tool_calls" in delta]
-    assert sum(map(bool, written)) > 12, "arguments come while they are written"
+    pieces = 5 if call is CALL else 12  # the arguments of a Python call come as a whole each
+    assert sum(map(bool, written)) > pieces, "arguments come while they are written"
     between = ", " if before.endswith("[") else BETWEEN.get(described, BETWEEN.get(tool_format, "\n"))
     two, _ = read(model_format, before + call + between + call + after, [7] * 300, prompt=prompt)
     assert [each["name"] for each in two["calls"]] == ["look", "look"]
@@ -269,3 +305,51 @@ def test_values_have_the_types_of_the_schema():
     inner = "".join(f"<parameter={key}>{value}</parameter>" for key, value in values.items())
     made, _ = read(ModelFormat("qwen3-coder", "none"), f"<function=f>{inner}</function>", [5] * 99, tools=(tool,))
     assert json.loads(made["calls"][0]["arguments"]) == {"a": True, "b": "many", "c": [1], "d": "plain", "s": "5"}
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        (
+            "[look(path='it\\'s', n=-1.5, deep={'k': (1, True)})]",
+            {"path": "it's", "n": -1.5, "deep": {"k": [1, True]}},
+        ),
+        ('[look(path="[a, b)", deep={"k": [true, null]})]', {"path": "[a, b)", "deep": {"k": [True, None]}}),
+        ("[look(path=main, count='5',)]", {"path": "main", "count": "5"}),
+        ("[look()]", {}),
+    ],
+)
+def test_arguments_of_python_calls(text, arguments):
+    made, _ = read(ModelFormat("pythonic", "none"), text, [3] * 40)
+    assert made["content"] == ""
+    assert [json.loads(call["arguments"]) for call in made["calls"]] == [arguments]
+
+
+@pytest.mark.parametrize(
+    "text", ["[print(x)] and more", "[1, 2]", "[f(x) for x in y]", "see [look(a=1)]", "<|python_start|>x = f(a == 1)"]
+)
+def test_python_that_is_no_call_is_content(text):
+    made, _ = read(ModelFormat("pythonic", "none"), text, [3] * 40)
+    assert made == {"content": text, "reasoning_content": "", "calls": []}
+
+
+def test_elements_of_minimax_m3():
+    """Empty values, a marker inside of a text, an object in a list, and a value without a type in the schema."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "s": {"type": "string"},
+            "l": {"type": "array", "items": {"type": "object", "properties": {"n": {"type": "string"}}}},
+            "o": {"type": "object"},
+            "e": {"type": "array"},
+        },
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    values = {"s": f"a {M3} </s> {M3}</x>", "l": [{"n": "5"}, {"n": ""}], "o": {}, "e": [], "u": [1, "x"], "v": "5"}
+    text = f'{M3}<invoke name="f">\n' + "\n".join(minimax_m3(*each) for each in values.items())
+    whole, _ = read(ModelFormat("minimax-m3", "none"), f"{text}\n{M3}</invoke>\n{M3}</tool_call>", [4] * 200, tools=(tool,))
+    assert json.loads(whole["calls"][0]["arguments"]) == {**values, "v": 5}
+    assert whole["content"] == ""
+    cut, _ = read(ModelFormat("minimax-m3", "none"), text + "stray", [4] * 200, tools=(tool,))
+    assert json.loads(cut["calls"][0]["arguments"]) == {**values, "v": 5}
+    assert cut["content"] == "stray", "text that belongs to no argument isn't lost"

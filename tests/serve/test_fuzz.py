@@ -7,8 +7,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 
-from serve.running import HealthWatch
+from serve.conftest import TEMPLATE
+from serve.health_watch import HealthWatch
 from serve.test_api import everything_is_back
+from serve.test_load import gauges, process
 
 schemathesis = pytest.importorskip("schemathesis", reason="not run: schemathesis isn't installed")
 
@@ -95,13 +97,18 @@ def test_no_request_is_an_internal_error(server, mode):
 
 
 @pytest.mark.slow
-def test_many_requests_to_all_routes(server):
+def test_many_requests_to_all_routes(tmp_path):
     """The longest time until /health answers is printed: a busy machine may need longer."""
     statuses, num_posts = Counter(), 6
-    with HealthWatch(server.url) as watch:
-        while sum(statuses.values()) < MANY:
-            for mode in MODES:
-                statuses += try_routes(server, mode, MANY // (2 * num_posts))
-    print(f"{sum(statuses.values())} requests: {dict(statuses)}; /health took {watch.longest:.3f} s at most")
+    template = tmp_path / "chat.jinja"
+    template.write_text(TEMPLATE)
+    with process("--max-context", "256", "--chat-template", str(template)) as server:
+        with HealthWatch(server.url) as watch:
+            while sum(statuses.values()) < MANY:
+                for mode in MODES:
+                    statuses += try_routes(server, mode, MANY // (2 * num_posts))
+        found = gauges(server.url)
+    print(f"{sum(statuses.values())} requests: {dict(statuses)}; /health took {watch.longest():.3f} s at most")
     assert not watch.failed
-    assert everything_is_back(server)
+    names = ("outrider_requests_running", "outrider_requests_waiting", "outrider_kv_cache_usage")
+    assert [found[name] for name in names] == [0, 0, 0]

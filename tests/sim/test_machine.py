@@ -16,10 +16,10 @@ from outrider.device import (
     DeviceLost,
     StreamOrderError,
 )
-from outrider_sim.explore import explore, run_once
+from outrider_sim.explore.exploration import explore, run_once
+from outrider_sim.explore.strategies import Random
 from outrider_sim.plugin import backend_info, create_backend
-from outrider_sim.strategies import Random
-from outrider_sim.torch_registration import register
+from outrider_sim.torch_device.torch_registration import register
 
 
 def test_generations_are_taken_when_the_wait_is_enqueued(sim):

@@ -5,7 +5,7 @@ import torch
 
 from outrider import get_backend
 from outrider_sanitizer import watch
-from outrider_sim.launches import host_view, launch, mapped
+from outrider_sim.torch_device.launches import host_view, launch, mapped
 
 
 def test_writes_and_reads_of_an_array_are_seen():

@@ -8,10 +8,10 @@ import torch
 from outrider import Engine
 from outrider.cli.models import Speculation, vocabulary_of
 from outrider.device import ConfigError
+from outrider.device.kernels.weight_formats import weight_format
 from outrider.errors import CheckpointError
 from outrider.model import DraftVocabulary, load_decoder, load_through_transformers, with_output_head
-from outrider.model.quantization.rounding import quantize_weight
-from outrider.model.shards import Shard
+from outrider.model.layers.ranks import Shard
 from outrider.speculative.build import BUILDERS, build_proposer
 from outrider.speculative.names import DRAFTLESS, USES_TARGET_HEAD
 from outrider.speculative.proposer import NonSpeculativeProposer
@@ -77,7 +77,7 @@ def test_its_rows_are_those_of_the_targets_head(checkpoints, quantised):
     backend = CpuBackend()
     target = load_decoder(checkpoints / "target", backend=backend, dtype=torch.float32)
     if quantised is not None:  # a head that is quantised in its checkpoint
-        target = target.with_head(quantize_weight(target.weights.head, quantised))
+        target = target.with_head(weight_format(quantised).quantize(target.weights.head))
     kept = torch.tensor(sorted(SOME))
     other = with_output_head(target, backend=backend, vocabulary=DraftVocabulary(ids=kept, origin="some"))
     assert other.output_size == len(SOME)
@@ -173,7 +173,7 @@ def test_a_model_through_transformers_keeps_its_head(checkpoints):
 
 def test_a_head_quantised_in_blocks_of_rows_keeps_them(checkpoints):
     given = options(checkpoints, directory=checkpoints / "eagle", vocabulary=DraftVocabulary.load(40))
-    whole = quantize_weight(given.target.weights.head, "fp8")
+    whole = weight_format("fp8").quantize(given.target.weights.head)
     block = type(whole)(
         format="fp8", data=whole.data, scales=whole.scales[:1].contiguous(), block=(128, whole.shape[1]), shape=whole.shape
     )
@@ -184,7 +184,7 @@ def test_a_head_quantised_in_blocks_of_rows_keeps_them(checkpoints):
 @pytest.mark.parametrize(("vocabulary", "size"), [(96, 3), (97, 4), (9, 4), (5, 4), (7, 2), (10, 1)])
 def test_ranks_have_as_many_rows_each_and_all_tokens_in_order(vocabulary, size):
     """Whatever is wanted, of any vocabulary: what all ranks have side by side is ascending, with nothing behind it."""
-    from outrider.model.draft_output import _rows_of_rank
+    from outrider.model.heads.draft_output import _rows_of_rank
 
     for seed in range(20):
         drawn = torch.Generator().manual_seed(seed)

@@ -8,9 +8,9 @@ import torch
 from outrider import Engine
 from outrider.cli.models import Speculation
 from outrider.device import CapabilityError, ConfigError, QuantizedWeight
-from outrider.device.kernels.quantized_reference import dequantize
+from outrider.device.kernels.quantized_reference import dequantize, spread
+from outrider.device.kernels.weight_formats import weight_format
 from outrider.model import OUTPUT_FORMATS, load_decoder, load_through_transformers, with_output_head
-from outrider.model.quantization.rounding import quantize_weight
 from outrider.speculative.build import BUILDERS, build_proposer
 from outrider.speculative.names import DRAFTLESS, USES_TARGET_HEAD
 from outrider.speculative.proposer import NonSpeculativeProposer
@@ -38,7 +38,7 @@ def drawn_with(proposer):
 def test_tokens_are_those_of_plain_decoding(checkpoints, name, format):
     engine = made(checkpoints, name, draft_output_head=format)
     assert isinstance(drawn_with(engine.proposer), QuantizedWeight)
-    assert drawn_with(engine.proposer).format == format
+    assert drawn_with(engine.proposer).elements is weight_format(format).elements
     assert isinstance(engine.model.weights.head, torch.Tensor)  # what is verified takes it
     said = {choice.name: choice.value for choice in engine.chosen}
     assert said["draft_output_head"] == format
@@ -55,10 +55,9 @@ def test_drafts_come_from_the_copy_and_nothing_else_is_copied(checkpoints, forma
     assert (other.weights.layers, other.weights.embedding) == (target.weights.layers, target.weights.embedding)
     hidden = torch.randn(5, target.config.hidden_size)
     kept = other.weights.head
-    plain = dequantize(kept.data, kept.scales, None, kept.format, kept.block, kept.shape, torch.float32)
-    step = {"fp8": 32 / 448, "int8": 1 / 127.5, "int4": 1 / 7.5}[format]
-    largest = target.weights.head.abs().amax(1, keepdim=True)
-    assert ((plain - target.weights.head).abs() <= largest * step * 0.51).all()
+    plain = dequantize(kept.data, kept.scales, kept.zero_points, kept.format, kept.block, kept.shape, torch.float32)
+    step = (32 if kept.elements.is_float else 1) * spread(kept.scales, kept.block, kept.shape)
+    assert ((plain - target.weights.head).abs() <= step * 0.51).all()
     expected = target.kernels.linear_quantized(hidden, other.weights.head)
     torch.testing.assert_close(other.logits(hidden), expected, rtol=0, atol=0)
     assert not torch.equal(other.logits(hidden), target.logits(hidden))
@@ -83,7 +82,7 @@ def test_suffix_decoding_in_front_of_a_head_takes_it(checkpoints):
 
 
 def test_an_unknown_format_is_refused(checkpoints):
-    with pytest.raises(ConfigError, match="draft_output_head is 'fp4'; expected one of fp8, int8, int4, or None"):
+    with pytest.raises(ConfigError, match="draft_output_head is 'fp4'; expected one of fp8, fp8-tensor, .*, or None"):
         build_proposer("eagle", options(checkpoints, directory=checkpoints / "eagle", output_head="fp4"))
 
 
@@ -96,7 +95,7 @@ def test_what_cannot_be_is_said_before_the_target_is_read(checkpoints, name, for
 
 def test_a_head_that_is_quantised_already_is_refused(checkpoints):
     given = options(checkpoints, directory=checkpoints / "eagle", output_head="fp8")
-    target = given.target.with_head(quantize_weight(given.target.weights.head, "int8"))
+    target = given.target.with_head(weight_format("int8").quantize(given.target.weights.head))
     with pytest.raises(ConfigError, match="the target's output head is int8.* already; leave draft_output_head out"):
         build_proposer("eagle", replace(given, target=target))
 
@@ -118,18 +117,18 @@ def test_a_backend_without_kernels_for_it_says_so(checkpoints, monkeypatch):
 
 @pytest.mark.parametrize(("columns", "group"), [(256, 128), (192, 64), (96, 32), (48, 16), (40, 8)])
 def test_groups_of_four_bits_divide_the_columns(columns, group):
-    assert quantize_weight(torch.randn(3, columns), "int4").block == (1, group)
+    assert weight_format("int4").fitted(columns).quantize(torch.randn(3, columns)).block == (1, group)
 
 
 def test_columns_without_groups_are_refused():
-    with pytest.raises(ConfigError, match="a weight of 3 x 42 has no groups in int4: expected columns in multiples of 8"):
-        quantize_weight(torch.randn(3, 42), "int4")
+    with pytest.raises(ConfigError, match="a weight of 42 columns has no groups in int4: expected columns in multiples of 8"):
+        weight_format("int4").fitted(42)
 
 
 def test_many_rows_are_rounded_some_at_a_time():
     weight = torch.randn(20000, 8)
-    whole = quantize_weight(weight, "int8")
-    last = quantize_weight(weight[-5:], "int8")
+    whole = weight_format("int8").quantize(weight)
+    last = weight_format("int8").quantize(weight[-5:])
     assert torch.equal(whole.data[-5:], last.data)
     assert torch.equal(whole.scales[-5:], last.scales)
 

@@ -31,8 +31,8 @@ from outrider.cli.models import (
     load,
 )
 from outrider.cli.option_values import (
-    RANDOM_FORMATS,
     SHAPE,
+    WEIGHT_FORMATS,
     UsageError,
     Value,
     closest,
@@ -141,13 +141,13 @@ AcceptLengthOption = Annotated[
 ]
 QuantizeOption = Annotated[
     str | None,
-    option("--quantize", value=one_of(*RANDOM_FORMATS), help="Format of random weights of layers, also the draft's."),
+    option("--quantize", value=one_of(*WEIGHT_FORMATS), help="Format of random weights of layers, also the draft's."),
 ]
 LmHeadOption = Annotated[bool, option("--lm-head", help="With --quantize, quantise the output head too.")]
 DraftQuantizeOption = Annotated[
     str | None,
     option(
-        "--draft-quantize", value=one_of(*RANDOM_FORMATS), help="Format of the random weights of the draft's layers alone."
+        "--draft-quantize", value=one_of(*WEIGHT_FORMATS), help="Format of the random weights of the draft's layers alone."
     ),
 ]
 BatchOption = Annotated[str, option("--batch", value=SIZES, help="Batch sizes.")]
@@ -304,7 +304,7 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
     def _from_checkpoint(
         self, requests: int, context: int, own: list[Choice], joined: Joined | None
     ) -> tuple[Engine, Mapping[str, object]]:
-        from outrider.model import ModelConfig
+        from outrider.model.config.checkpoint_config import read_model_config
 
         speculation = Speculation.with_defaults(
             self.speculate,
@@ -319,7 +319,7 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
         sizes = self.sizes()
         if not sizes.max_context and not self.through_transformers:
             # A request that is longer than the model's own context is refused by `check_context`, which names options.
-            sizes = replace(sizes, max_context=min(context, ModelConfig.from_checkpoint(speculation.model).max_context))
+            sizes = replace(sizes, max_context=min(context, read_model_config(speculation.model).max_context))
         engine = load(
             self.backend,
             speculation,
@@ -348,7 +348,7 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
         own: list[Choice],
         joined: Joined | None,
     ) -> tuple[Engine, Mapping[str, object]]:
-        from outrider.model.shapes import shape_config
+        from outrider.model.config.shapes import shape_config
 
         random = RandomModel(
             shape=shape,

@@ -26,7 +26,6 @@ _STANDARD_DEVIATION = 0.02
 _MARK = "written.json"
 """File that names the shape of a checkpoint once the checkpoint is whole."""
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-_BITS = {"fp8": 8, "int8": 8, "int4": 4}
 _WORD_LETTERS = 5
 """Letters of a token of a made-up tokenizer."""
 
@@ -109,9 +108,9 @@ def write_checkpoint(shape: str, root: Path, *, dtype: str = "bfloat16", shard: 
     the page cache, as far as the memory holds them.
     """
     from outrider.bundled import bundled
-    from outrider.model.head_mapping import eagle_targets
-    from outrider.model.mapping import decoder_targets
-    from outrider.model.shapes import shape_config
+    from outrider.model.checkpoint.mapping import decoder_targets
+    from outrider.model.config.shapes import shape_config
+    from outrider.model.heads.head_loading import eagle_targets
 
     config = shape_config(shape)
     head = replace(_head_config(config), family=config.family, num_layers=1, windows=(0,))
@@ -254,29 +253,15 @@ def _experts(config: ModelConfig) -> dict[str, object]:
 
 
 def compressed_tensors(name: str, *, head: bool) -> dict[str, object]:
-    """Return the ``quantization_config`` for a format of :data:`outrider_tune.quantized.RANDOM_FORMATS`.
+    """Return the ``quantization_config`` for a format of :data:`~outrider.device.kernels.weight_formats.WEIGHT_FORMATS`.
 
     The config has the form that compressed-tensors writes. ``head``: quantise the output head too. Routers stay unquantized.
     vLLM quantises an output head only if a target of the config names ``lm_head``.
     """
+    from outrider.device.kernels.weight_formats import weight_format
     from outrider.model.quantization.writing import compressed_config
-    from outrider_tune.quantized import random_format
 
-    format = random_format(name)
-    number = {"num_bits": _BITS[format.format], "type": "float" if format.format == "fp8" else "int"}
-    weights: dict[str, object] = {**number, "symmetric": not format.zeros, "dynamic": False}
-    if format.rows > 1:
-        weights |= {"strategy": "block", "block_structure": [format.rows, format.columns]}
-    elif format.columns:
-        weights |= {"strategy": "group", "group_size": format.columns}
-    else:
-        weights |= {"strategy": "channel" if format.rows else "tensor"}
-    inputs: dict[str, object] | None = None
-    if format.activations is not None:
-        inputs = {**number, "symmetric": True, "dynamic": True, "strategy": "token"}
-        if format.activation_group:
-            inputs |= {"strategy": "group", "group_size": format.activation_group}
-    return compressed_config(format.format, weights, inputs, [r"re:.*\.mlp\.gate$", *([] if head else ["lm_head"])])
+    return compressed_config(weight_format(name), [r"re:.*\.mlp\.gate$", *([] if head else ["lm_head"])])
 
 
 def write_configs(
@@ -286,7 +271,7 @@ def write_configs(
 
     The draft is a Llama layer for any target, as in published EAGLE heads.
     """
-    from outrider.model.shapes import shape_config
+    from outrider.model.config.shapes import shape_config
 
     config = shape_config(shape)
     target, draft = root / "target", root / "draft"

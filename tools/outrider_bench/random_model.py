@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from outrider.engine.config import Choice, EngineConfig
     from outrider.engine.engine import Engine
     from outrider.model import LanguageModel, ModelRanks
-    from outrider.model.tuning import PreparedKernels
+    from outrider.model.layers.tuning import PreparedKernels
     from outrider.speculative.proposer import Proposer
 
 RANDOM_PROPOSERS = ("eagle", "dflash", "none")
@@ -40,7 +40,7 @@ class RandomModel:
     """A shape with random weights, its proposer, and its synthetic acceptance."""
 
     shape: str
-    """A name of :func:`outrider.model.shapes.shape_config`, or the path of a ``config.json``."""
+    """A name of :func:`outrider.model.config.shapes.shape_config`, or the path of a ``config.json``."""
     speculate: str
     """One of :data:`RANDOM_PROPOSERS`."""
     draft_tokens: int
@@ -158,7 +158,7 @@ class RandomModel:
         from outrider.engine.device_model_facts import situation_of
         from outrider.engine.engine import Engine
         from outrider.engine.resolve import resolve
-        from outrider.model.shapes import shape_config
+        from outrider.model.config.shapes import shape_config
         from outrider.speculative.proposer import NonSpeculativeProposer
 
         registry = Registry()
@@ -206,8 +206,8 @@ class RandomModel:
         import torch
 
         from outrider.engine.resolve import choose_dtype
-        from outrider.model.checkpoint_config import checkpoint_dtype
-        from outrider.model.shapes import shape_file
+        from outrider.model.config.checkpoint_config import checkpoint_dtype
+        from outrider.model.config.shapes import shape_file
 
         file = shape_file(self.shape)
         own = None if file is None else checkpoint_dtype(file.parent, file.name)

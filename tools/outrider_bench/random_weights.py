@@ -11,21 +11,19 @@ from dataclasses import dataclass, replace
 import torch
 
 from outrider.device import Backend, CapabilityError, ConfigError
-from outrider.model.config import ModelConfig
-from outrider.model.decoder import Decoder
-from outrider.model.dflash import DFlashHead
-from outrider.model.dflash_loading import dflash_targets, dflash_weights
-from outrider.model.eagle import EagleHead
-from outrider.model.head_mapping import eagle_targets, eagle_weights
-from outrider.model.mapping import decoder_targets, decoder_weights
-from outrider.model.pieces import Target
-from outrider.model.products import Weight
+from outrider.device.kernels.weight_formats import weight_format
+from outrider.model.checkpoint.mapping import decoder_targets, decoder_weights
+from outrider.model.checkpoint.pieces import Target
+from outrider.model.checkpoint.tensor_loading import loading_stream
+from outrider.model.config.model_config import ModelConfig
+from outrider.model.config.shapes import shape_config
+from outrider.model.heads.dflash import DFlashHead, dflash_targets, dflash_weights
+from outrider.model.heads.eagle import EagleHead
+from outrider.model.heads.head_loading import eagle_targets, eagle_weights
+from outrider.model.layers.decoder import Decoder
+from outrider.model.layers.products import Weight
+from outrider.model.layers.ranks import ModelRanks, Shards
 from outrider.model.quantization.cache import cache_format, resolve_cache_format
-from outrider.model.ranks import ModelRanks
-from outrider.model.shapes import shape_config
-from outrider.model.shards import Shards
-from outrider.model.tensor_loading import loading_stream
-from outrider_tune.quantized import random_format, random_quantized
 
 _SEEDS_PER_RANK = 1000
 """Distance between the seeds of two ranks."""
@@ -35,7 +33,7 @@ __all__ = ["random_decoder", "random_dflash", "random_eagle", "shape_config"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomQuantization:
-    """Layer weights in a format of :data:`outrider_tune.quantized.RANDOM_FORMATS`; with ``head`` the output head too.
+    """Layer weights in the format called ``name``; with ``head`` the output head too.
 
     Embeddings, norms and routers stay unquantized. Experts are quantised like other matrices.
     """
@@ -44,7 +42,7 @@ class RandomQuantization:
     head: bool
 
     def __post_init__(self) -> None:
-        random_format(self.name)
+        weight_format(self.name)
 
     def covers(self, target: Target) -> bool:
         """Return whether this weight is quantised."""
@@ -53,7 +51,7 @@ class RandomQuantization:
 
     def check(self, backend: Backend) -> None:
         """Raise :class:`CapabilityError` where the backend has no kernels for the format."""
-        format, has = random_format(self.name).format, sorted(backend.capabilities.quantized_formats)
+        format, has = weight_format(self.name).elements.name, sorted(backend.capabilities.quantized_formats)
         if format not in has:
             raise CapabilityError(
                 f"{backend.label} has no kernels for weights in {format} (it declares {', '.join(has) or 'none'}); measure "
@@ -178,9 +176,8 @@ def _random_weights(
         generator = own if any(piece.tensor_slice is not None for piece in target.pieces) else shared
         if quantization is not None and quantization.covers(target):
             rows, columns = target.shape
-            format = random_format(quantization.name)
-            weights[target.name] = random_quantized(
-                format, rows, columns, device=device, generator=generator, scales_dtype=dtype
+            weights[target.name] = weight_format(quantization.name).random_weight(
+                rows, columns, device=device, generator=generator, scales_dtype=dtype
             )
             continue
         weight = torch.empty(target.shape, dtype=dtype, device=device)

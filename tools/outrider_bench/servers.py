@@ -129,7 +129,7 @@ def start_server(engine: str, setup: ServerSetup, *, directory: Path, limit_s: f
 
     The server's output goes to a file in ``directory``. Raises :class:`ChildFailed` if the server doesn't start.
     """
-    from outrider.model.shapes import shape_config
+    from outrider.model.config.shapes import shape_config
 
     port = _free_port()
     log = directory / f"{engine}.log"

@@ -100,7 +100,8 @@ _KINDS: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str],
 )
 _LATE = "enqueued work waits for something that is never enqueued, a lock is taken twice, or a wait has no end"
 
-_VERBS = (Stream, Event, Flag, Graph, Backend, KernelSet, SpeculativeSync, Fence)
+VERBS: tuple[type, ...] = (Stream, Event, Flag, Graph, Backend, KernelSet, SpeculativeSync, Fence)
+"""The interface classes whose methods a plugin implements."""
 _HOOKS: Mapping[str, str] = MappingProxyType(
     {"create": "BackendHooks.create_backend", "info": "BackendHooks.backend_info", "select": "BackendHooks.backend_info"}
 )
@@ -168,7 +169,7 @@ def cause_of(member: str) -> str:
 def verb_of(member: str) -> str:
     """Return the method that a plugin implements for a member (``_wait`` for ``Stream.wait``), or an empty string."""
     owner, _, name = member.partition(".")
-    base = {base.__name__: base for base in _VERBS}.get(owner)
+    base = {base.__name__: base for base in VERBS}.get(owner)
     return f"_{name}" if base is not None and name and hasattr(base, f"_{name}") else ""
 
 
@@ -179,7 +180,7 @@ def _causes(promise: Promise | None, error: BaseException | None) -> tuple[str, 
         return (kind,) if kind else ()
     likely, verb = cause_of(promise[0]), verb_of(promise[0])
     if verb and verb not in likely:
-        likely += f" (look first at your {promise[0].partition('.')[0]}'s `{verb}`)"
+        likely += f" (checked through your {promise[0].partition('.')[0]}'s `{verb}`)"
     return tuple(filter(None, [kind, likely]))
 
 
@@ -209,7 +210,7 @@ def _raised_in(frames: list[FrameType]) -> str | None:
         if module == "outrider.device.scopes" and name == "__enter__":
             return "Backend.on"
         receiver = frame.f_locals.get("self")
-        for base in _VERBS:
+        for base in VERBS:
             if isinstance(receiver, base) and not name.startswith("_") and hasattr(base, name):
                 return f"{base.__name__}.{name}"
     return None

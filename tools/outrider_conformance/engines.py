@@ -54,6 +54,7 @@ def engine_on(
     page_size: int = 8,
     mode: str = "staged",
     buckets: tuple[int, ...] | None = None,
+    draft_tokens: int = 3,
 ) -> Engine:
     """Return an engine with the bundled model on ``backend``.
 
@@ -65,7 +66,7 @@ def engine_on(
         page_size=page_size,
         max_context=max(96, 2 * page_size),
         prefill_chunk=256,
-        draft_tokens=3,
+        draft_tokens=draft_tokens,
         draft_length="fixed",
         overlap=overlap,
         dtype=cast("DtypeName", dtype),

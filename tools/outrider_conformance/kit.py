@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from outrider.device import INTERFACE_VERSION, Backend, BackendInfo
+from outrider.device import INTERFACE_DATES, INTERFACE_VERSION, Backend, BackendInfo
 from outrider.registry import Registry
 from outrider.registry.probing import ProbeVerdict
 from outrider_conformance.lab import StreamDelay
@@ -81,6 +81,7 @@ def host_facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "interface_version": INTERFACE_VERSION,
+        "interface_date": INTERFACE_DATES[INTERFACE_VERSION],
         "threads": torch.get_num_threads(),
         **versions,
     }

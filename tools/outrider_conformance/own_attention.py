@@ -228,7 +228,7 @@ def _ones(format: str, size: int, device: torch.device, *, rows: int = 0) -> Qua
     ``rows`` is given.
     """
     rows = rows or size
-    data = torch.ones(rows, size // (2 if format == "int4" else 1), device=device).to(QUANTIZED_FORMATS[format])
+    data = QUANTIZED_FORMATS[format].encode(torch.ones(rows, size, device=device))
     scales = torch.full((rows, 1), 1 / size, device=device)
     return QuantizedWeight(format=format, data=data, scales=scales, block=(1, size), shape=(rows, size))
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
+from outrider_conformance.failure_groups import cause_line
 from outrider_trace.html_page import html_page, prose
 
 _COLOURS = {
@@ -115,10 +116,20 @@ def _card(entry: tuple[str, Mapping[str, str]]) -> str:
 
 
 def _problems(report: Mapping[str, Any]) -> str:
-    failed = [test for test in report["tests"] if test["outcome"] == "failed"]
+    failed = {test["id"]: test for test in report["tests"] if test["outcome"] == "failed"}
     if not failed:
         return ""
-    return f"<h2>Promises that were broken ({len(failed)})</h2>" + "".join(_test(test, opened=True) for test in failed)
+    causes = "".join(f"<li>{prose(cause_line(cause))}</li>" for cause in report["causes"])
+    groups = "".join(_group([failed[test] for test in group["tests"]]) for group in report["failures"])
+    look = f"<h3>Where to look first</h3><ol>{causes}</ol>" if causes else ""
+    return f"<h2>Promises that were broken ({len(failed)})</h2>{look}{groups}"
+
+
+def _group(tests: list[Mapping[str, Any]]) -> str:
+    """Return the first test of a group of equal errors, and the names of the others."""
+    others = "".join(f"<div><code>{escape(test['id'])}</code></div>" for test in tests[1:])
+    more = f"<details><summary>the same error in {len(tests) - 1} more</summary>{others}</details>" if others else ""
+    return _test(tests[0], opened=True) + more
 
 
 def _test(test: Mapping[str, Any], *, opened: bool = False) -> str:
@@ -137,13 +148,17 @@ def _test(test: Mapping[str, Any], *, opened: bool = False) -> str:
 
 def _facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     backend, host = report["backend"], report["host"]
+    contract = f"{host['interface_version']} of {host.get('interface_date', 'an unknown day')}"
     versions = {**(report["versions"] or {})}
     return [
         ("backend", f"{backend['spec']} of {backend.get('distribution', 'an unknown distribution')}"),
         ("device", str(report["device"])),
         ("kernels", str(report["kernels"])),
         *((key, str(value)) for key, value in versions.items() if key != "device"),
-        ("kit", f"{report['kit']['version']}, interface version {host['interface_version']}"),
+        (
+            "kit",
+            f"{report['kit']['version']}, interface version {contract}",
+        ),
         ("python", f"{host['python']} on {host['system']}"),
         ("threads of torch", str(host.get("threads", "not recorded"))),
         ("started", report["started"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -111,15 +112,74 @@ def check_in_graph(lab: Lab) -> None:
         outputs = {"out": torch.zeros_like(batch.made["q"])}
     stream.synchronize()
 
-    def fn(context: CaptureContext) -> None:
-        context.outputs["out"].copy_(batch.attend(backend.kernels_in_use, batch.made, planned))
+    rebinds = backend.speculative_sync.exact_host_lengths  # attention takes lengths as host integers
 
-    graph = backend.capture("planned attention", fn, stream=stream, inputs=batch.made, outputs=outputs)
+    def fn(context: CaptureContext) -> None:
+        own = replace(planned, seq_lens_host=context.params["lengths"]) if rebinds else planned
+        context.outputs["out"].copy_(batch.attend(backend.kernels_in_use, batch.made, own))
+
+    params = {"lengths": batch.lengths((0, 0, 0))} if rebinds else None
+    graph = backend.capture("planned attention", fn, stream=stream, inputs=batch.made, outputs=outputs, params=params)
     for context in _LENGTHS:
         batch.planned(context)
+        if rebinds:
+            graph.update_params({"lengths": batch.lengths(context)}, stream=stream)
         graph.replay(stream)
         stream.synchronize()
         batch.check(outputs["out"], context, "in a graph")
+
+
+def check_refreshed_in_graph(lab: Lab) -> None:
+    """Capture two attention calls with a longer sequence for the second, as in the passes of a draft. Replay them for two
+    batches.
+    """
+    backend = lab.backend
+    (stream,) = lab.streams("s")
+    batch = PlannedBatch(lab, stream, (1, 1, 1))
+    metadata = replace(batch.metadata(_LENGTHS[0], batch.made), seq_lens_host=None, host_query_start=None)
+    first = metadata.seq_lens.clone()
+    with backend.on(stream):
+        outputs = {name: torch.zeros_like(batch.made["q"]) for name in ("first", "second")}
+        inputs = {**batch.made, "lengths": first.to(backend.device)}
+    stream.synchronize()
+
+    def fn(context: CaptureContext) -> None:
+        seq_lens = context.inputs["seq_lens"]
+        for step, out in enumerate(context.outputs.values()):
+            torch.add(context.inputs["lengths"], step, out=seq_lens)
+            out.copy_(batch.attend(backend.kernels_in_use, batch.made, metadata))
+
+    graph = backend.capture("draft passes", fn, stream=stream, inputs=inputs, outputs=outputs)
+    for context in (*_LENGTHS, _LENGTHS[0]):
+        lengths = torch.tensor(batch.lengths(context), dtype=torch.int32)
+        with backend.on(stream):
+            inputs["lengths"].copy_(lengths)
+        graph.replay(stream)
+        stream.synchronize()
+        for step, (name, out) in enumerate(outputs.items()):
+            batch.check(out, [n + step for n in context], f"in a graph, in the {name} pass with lengths of its own")
+
+
+def held_bytes(lab: Lab, requests: int) -> int:
+    """Return how much allocated device memory grows with planned attention of ``requests`` requests, of which only the plan
+    is kept.
+    """
+    backend = lab.backend
+    (stream,) = lab.streams("s")
+    backend.synchronize()
+    before = backend.memory_info().allocated
+    batch = PlannedBatch(lab, stream, (1,) * requests)
+    planned = batch.planned((17,) * requests)
+    with backend.on(stream):
+        batch.attend(backend.kernels_in_use, batch.made, planned)
+    backend.synchronize()
+    plan = planned.plan
+    del batch, planned
+    gc.collect()
+    backend.synchronize()
+    held = backend.memory_info().allocated - before
+    del plan
+    return held
 
 
 def check_unplanned(lab: Lab) -> None:

@@ -16,13 +16,14 @@ import pytest
 
 from outrider.device import Backend, BackendInfo, OutriderError
 from outrider_conformance.clock import PhaseTimeLimit
+from outrider_conformance.failure_groups import tracing_verbs
 from outrider_conformance.kernel_calls import counting
 from outrider_conformance.kit import KIT, Kit
 from outrider_conformance.lab import Lab
 from outrider_conformance.levels import DEFAULT_LEVEL, LEVELS, level_of, parse_level
 from outrider_conformance.programs import DEFAULT_PROGRAMS
-from outrider_conformance.recorder import CALLS, ReportRecorder
-from outrider_conformance.verdict import judge, mark_of, test_id
+from outrider_conformance.recorder import CALLS, VERBS_CALLED, ReportRecorder
+from outrider_conformance.verdict import NOT_REACHED, judge, mark_of, test_id
 from outrider_conformance.waivers import Waiver, read_waivers
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = sorted((pair for pair in suite if pair[1] <= limit), key=lambda pair: pair[1])
     items[:] = [*others, *(item for item, _ in kept)]
     config.stash[RECORDER].requested(test_id(item) for item, _ in kept)
+    config.stash[RECORDER].stops = not config.getoption("--kit-test")
     chosen = set(config.getoption("--kit-test"))
     if chosen:
         absent = sorted(chosen - {test_id(item) for item, _ in kept})
@@ -147,9 +149,13 @@ def _alone(item: pytest.Item) -> str:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test whose abilities the backend doesn't declare, with a reason that names them."""
-    if level_of(item.path) is None:
+    """Skip a test above a broken level, and one whose abilities the backend doesn't declare, with a reason."""
+    level = level_of(item.path)
+    if level is None:
         return
+    broken = item.config.stash[RECORDER].broken_level
+    if broken is not None and level > broken:
+        pytest.skip(f"{NOT_REACHED}L{broken} is broken")
     abilities = mark_of(item, "needs")
     if not abilities:
         return
@@ -157,6 +163,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     absent = [ability for ability in abilities if not getattr(declared, str(ability))]
     if absent:
         undeclared(absent)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Record the verbs of the plugin that a test calls, so that the report can rank the causes of failures."""
+    if level_of(item.path) is None:
+        return (yield)
+    with tracing_verbs() as verbs:
+        try:
+            return (yield)
+        finally:
+            item.user_properties.append((VERBS_CALLED, sorted(verbs)))
 
 
 def undeclared(abilities: list[object]) -> None:

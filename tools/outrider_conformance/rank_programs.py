@@ -380,6 +380,30 @@ def closed_with_its_graphs(rank: RankHandle) -> None:
     raise AssertionError("a replay raised nothing, though the group whose calls it holds is closed")
 
 
+def released_before_its_group(rank: RankHandle) -> None:
+    """Release one graph with calls of a group and drop another, close the group, and make a new group of its name."""
+    lab, stream = rank.lab, rank.stream()
+    group = rank.group()
+    graphs = []
+    for _ in range(2):
+        x = lab.full(stream, rank.index + 1)
+
+        def work(context: Any) -> None:
+            group.all_reduce(context.inputs["x"], stream=stream)
+
+        graphs.append(rank.backend.capture("calls", work, stream=stream, inputs={"x": x}, outputs={}))
+        lab.fill(stream, x, rank.index + 1)
+        graphs[-1].replay(stream)
+        expect(lab.read_tensor(stream, x), 3.0, "the sum of a replay before the graph is released")
+    graphs.pop().release("of the test")
+    graphs.clear()
+    group.close()
+    with closing(rank.group()) as again:
+        x = lab.full(stream, rank.index + 1)
+        again.all_reduce(x, stream=stream)
+        expect(lab.read_tensor(stream, x), 3.0, "the sum in a new group with the name of the closed one")
+
+
 def not_captured(rank: RankHandle) -> None:
     """Check that a captured call raises without ``captures_collectives``, and that the group still works."""
     lab = rank.lab

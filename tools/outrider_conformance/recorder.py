@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from outrider_conformance.failure_groups import ranked_causes, summary_lines
 from outrider_conformance.kernel_calls import merged
 from outrider_conformance.kit import Kit, host_facts
 from outrider_conformance.levels import LEVELS, REPORTED, parse_level
@@ -20,6 +21,8 @@ from outrider_conformance.report import complete, levels_of
 from outrider_conformance.run import UNWRITTEN
 from outrider_conformance.verdict import VERDICT, Verdict, verdict_entry
 
+VERBS_CALLED = "verbs"
+"""The user property of a test that holds the verbs of the plugin that it called."""
 CALLS = "kernel calls"
 """The user property of a test that holds its counted kernel calls."""
 _WORST_LAST = ("passed", "not applicable", "not declared", "waived", "not run", "failed")
@@ -36,6 +39,11 @@ class ReportRecorder:
         self._clock = time.perf_counter()
         self._records: dict[str, dict[str, Any]] = {}
         self._calls: list[list[dict[str, Any]]] = []
+        self._verbs: dict[str, list[str]] = {}
+        self.stops = True
+        """Whether a failed level ends the run."""
+        self.broken_level: int | None = None
+        """The first level with a failed test, above which nothing runs."""
         self._requested: set[str] = set()
         self._facts: dict[str, Any] = {}
         directory = config.getoption("--report")
@@ -66,12 +74,16 @@ class ReportRecorder:
         verdict: dict[str, Any] = verdicts[-1]
         record = self._records.setdefault(verdict["id"], {**verdict, "seconds": 0.0, "figures": []})
         record["seconds"] = round(record["seconds"] + report.duration, 4)
+        if verdict["outcome"] == "failed" and self.stops:
+            self.broken_level = min(verdict["level"], verdict["level"] if self.broken_level is None else self.broken_level)
         if _WORST_LAST.index(verdict["outcome"]) > _WORST_LAST.index(record["outcome"]):
             record.update(verdict)
         if report.when == "call":
             record["figures"] = [value for key, value in properties if key == "figure"]
         if report.when == "teardown":
             self._calls += calls
+            verbs = {verb for key, value in properties if key == VERBS_CALLED for verb in value}
+            self._verbs[verdict["id"]] = sorted(verbs | {f"KernelSet.{row['kernel']}" for rows in calls for row in rows})
             self._write_journal({"finished": record})
 
     @pytest.hookimpl(trylast=True)
@@ -104,6 +116,11 @@ class ReportRecorder:
         terminalreporter.section(f"conformance of {self._kit.spec}")
         for level, result in levels_of(list(self._tests()), self._level()).items():
             terminalreporter.write_line(f"{level}  {result['result']:<24}{result['counts']:<59} {LEVELS[int(level[1:])]}")
+        if self.broken_level is not None:
+            terminalreporter.section("what failed")
+            for line in summary_lines(self.report()):
+                terminalreporter.write_line(line)
+            terminalreporter.write_line("")
         for test in self._records.values():
             for name, value, unit in test["figures"] if test["level"] != REPORTED else ():
                 terminalreporter.write_line(f"{name}: {value:g} {unit}")
@@ -121,7 +138,8 @@ class ReportRecorder:
             host=host_facts(),
             facts=self._facts or dict(self._kit.facts),
             level=self._level(),
-            tests=list(self._tests()),
+            tests=(tests := list(self._tests())),
+            causes=ranked_causes(tests, self._verbs),
             calls=merged(self._calls),
             command=self._config.getoption("--kit-command") or " ".join(["pytest", *sys.argv[1:]]),
             started=self._started,

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from outrider.device.errors import ConfigError
+from outrider_conformance.failure_groups import grouped
 from outrider_conformance.levels import LEVELS, REPORTED, SUITE, level_of
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def complete(
     facts: Mapping[str, Any],
     level: int,
     tests: Sequence[Mapping[str, Any]],
+    causes: Sequence[Mapping[str, Any]],
     calls: Sequence[Mapping[str, Any]],
     command: str,
     started: datetime.datetime,
@@ -55,6 +57,8 @@ def complete(
             "levels": levels_of(ordered, level),
             "kernel_calls": [dict(row) for row in calls],
             "figures": [figure for test in ordered for figure in test["figures"]],
+            "causes": [dict(cause) for cause in causes],
+            "failures": grouped(ordered),
             "tests": [dict(test) for test in ordered],
         }
     )

@@ -71,7 +71,7 @@ def conform(
         arguments = [
             *("-p", "outrider_conformance.plugin", "--pyargs", "outrider_conformance", "-p", "no:cacheprovider"),
             *("--backend", backend, "--level", level, "--report", str(directory), "--kit-command", named_command),
-            *("--tb=short", "-rN", "-W", "error::pytest.PytestUnhandledThreadExceptionWarning"),
+            *("--tb=no", "-rN", "-W", "error::pytest.PytestUnhandledThreadExceptionWarning"),
             *(["-p", "xdist", "-n", str(workers)] if workers else []),
             *(["--programs", str(programs)] if programs is not None else []),
             *(["--kit-seed", str(seed)] if seed else []),

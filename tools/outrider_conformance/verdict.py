@@ -15,6 +15,8 @@ from outrider_conformance.levels import level_of
 from outrider_conformance.waivers import Waiver
 
 VERDICT = "verdict"
+NOT_REACHED = "not run: "
+"""Beginning of the reason of a skip that leaves a test out."""
 _NOT_APPLICABLE = "not applicable: "
 _NO_DIAGNOSIS = Diagnosis(None)
 
@@ -67,6 +69,8 @@ def judge(
         reason = str(call.excinfo.value) if call.excinfo is not None else ""
         if reason.startswith("not declared: "):
             verdict = Verdict.NOT_DECLARED
+        elif reason.startswith(NOT_REACHED):
+            verdict, reason = Verdict.NOT_RUN, reason.removeprefix(NOT_REACHED)
         elif reason.startswith(_NOT_APPLICABLE):
             verdict, reason = Verdict.NOT_APPLICABLE, reason.removeprefix(_NOT_APPLICABLE)
         else:

@@ -20,7 +20,7 @@ from outrider.model import (
     PEagleHead,
     Shards,
 )
-from outrider.model.products import plain
+from outrider.model.layers.products import plain
 from outrider.speculative.block import BlockProposer
 from outrider.speculative.combined import CombinedProposer
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer

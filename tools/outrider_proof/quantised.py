@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from outrider.device import QuantizedWeight
+from outrider.device.kernels.formats import FP8
+from outrider.device.kernels.weight_formats import weight_format
 from outrider.model import Decoder, EagleHead, LayerWeights
-from outrider.model.layer import CacheFormat
-from outrider.model.products import SplitWeight, plain
+from outrider.model.layers.layer import CacheFormat
+from outrider.model.layers.products import SplitWeight, plain
 from outrider.model.quantization.cache import cache_format
-from outrider.model.quantization.rounding import quantize_weight
 from outrider.speculative.eagle import EagleProposer
 from outrider_proof import tiny
 from outrider_proof.proposers import copy_to_device
@@ -29,17 +30,17 @@ QUANTISED = "eagle, quantised"
 
 def fp8(weight: torch.Tensor) -> QuantizedWeight:
     """Quantise a weight to FP8 with one scale per row; activations are quantised per token."""
-    return quantize_weight(weight, "fp8")
+    return weight_format("fp8").quantize(weight)
 
 
 def int8(weight: torch.Tensor) -> QuantizedWeight:
     """Quantise a weight to INT8 with one scale per row; activations are quantised with one stored scale."""
-    return replace(quantize_weight(weight, "int8"), input_scale=torch.tensor([0.05]))
+    return replace(weight_format("int8").quantize(weight), input_scale=torch.tensor([0.05]))
 
 
 def int4(weight: torch.Tensor) -> QuantizedWeight:
     """Quantise a weight to INT4 with a scale and a zero point per group of columns; activations stay unquantised."""
-    made = quantize_weight(weight, "int4")
+    made = weight_format("int4").fitted(weight.shape[1]).quantize(weight)
     return replace(made, zero_points=torch.zeros(made.scales.shape, dtype=torch.int8))
 
 
@@ -66,9 +67,9 @@ def target(backend: Backend) -> Decoder:
     """Return the tiny target with quantised layers and output head, and a quantised cache if the kernels support it."""
     model = tiny.target()
     caches: list[CacheFormat | None] = [None] * len(model.weights.layers)
-    if "fp8" in backend.kernels_in_use.cache_formats:
+    if FP8.name in backend.kernels_in_use.cache_formats:
         caches = [
-            cache_format("fp8", scales, model.config, dtype=model.dtype, device=model.device) for scales in _scales(model)
+            cache_format(FP8.name, scales, model.config, dtype=model.dtype, device=model.device) for scales in _scales(model)
         ]
     layers = zip(model.weights.layers, caches, strict=True)
     weights = replace(

@@ -316,8 +316,8 @@ def _once(
 ) -> BaseException | None:
     """Run a program once and return its error. The schedule is random, or program order if a divergence is injected."""
     from outrider_sanitizer.races.rank_program import control_of
-    from outrider_sim.explore import run_once
-    from outrider_sim.strategies import make_strategy
+    from outrider_sim.explore.exploration import run_once
+    from outrider_sim.explore.strategies import make_strategy
 
     def run(_: object) -> None:
         outcome.counts.update(explorer.run_program(outcome.setup, program, inject=wanted.inject))

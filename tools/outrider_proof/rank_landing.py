@@ -202,8 +202,8 @@ def main() -> int:
     parser.add_argument("--strategy", default="mixed", help="how schedules are drawn; program: the order of the program")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no program after so long")
     options = parser.parse_args()
-    from outrider_sim.explore import run_once
-    from outrider_sim.strategies import make_strategy
+    from outrider_sim.explore.exploration import run_once
+    from outrider_sim.explore.strategies import make_strategy
 
     devices, began = SimulatedDevices(), time.monotonic()
     total: dict[str, int] = {"programs": 0}

@@ -20,7 +20,7 @@ from outrider.model import (
     RecurrentWeights,
     Shards,
 )
-from outrider.model.products import plain
+from outrider.model.layers.products import plain
 
 _Eagle3 = TypeVar("_Eagle3", bound=Eagle3Weights)
 

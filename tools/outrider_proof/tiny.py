@@ -34,7 +34,7 @@ from outrider.model import (
     RecurrentWeights,
     RopeConfig,
 )
-from outrider.model.products import plain as plain_weight
+from outrider.model.layers.products import plain as plain_weight
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_cpu.backend import CpuBackend
 

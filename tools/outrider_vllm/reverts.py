@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from outrider_sim.tensor import SimTensor
-from outrider_sim.torch_module import SimTorchEvent, SimTorchStream
+from outrider_sim.torch_device.tensor import SimTensor
+from outrider_sim.torch_device.torch_module import SimTorchEvent, SimTorchStream
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from outrider_sim.tensor import SimTensor, wrap
-from outrider_sim.tensor_meta import Metas
-from outrider_sim.torch_module import SimTorchStream
+from outrider_sim.machine.tensor_meta import Metas
+from outrider_sim.torch_device.tensor import SimTensor, wrap
+from outrider_sim.torch_device.torch_module import SimTorchStream
 
 REDIRECTED_NAMES = (
     "Event", "Stream", "current_stream", "default_stream", "set_stream", "stream", "synchronize", "current_device",

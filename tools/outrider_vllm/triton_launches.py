@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from outrider.device import Access, ConfigError
-from outrider_sim.launches import host_view, launch
-from outrider_sim.tensor import SimTensor
+from outrider_sim.torch_device.launches import host_view, launch
+from outrider_sim.torch_device.tensor import SimTensor
 from outrider_vllm.triton_recorder import AccessRecorder, RecordedAccesses, StorageRange
 
 

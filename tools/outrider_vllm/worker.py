@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import vllm.utils.torch_utils as torch_utils
 
-from outrider_sim.launches import mapped
+from outrider_sim.torch_device.launches import mapped
 
 # vLLM's compiled code creates the device view of pinned memory on other devices. buffer_utils imports this function by name,
 # so it is replaced before the import of buffer_utils.

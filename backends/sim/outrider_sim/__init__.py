@@ -1,14 +1,12 @@
 """A simulated accelerator: a torch device on which a strategy decides the order of all streams' operations.
 
-The package is an ordinary Outrider backend (`outrider_sim.plugin`). Its parts, from the bottom up:
+The package is an ordinary Outrider backend (`outrider_sim.plugin`), with four subpackages:
 
-- `queue`, `schedule`, `strategies`, `exhaustive`, `explore`: operations, the orders in which they may go, and search;
-- `machine`, `hosts`, `failures`: streams, events, flags, host threads, virtual time, faults;
-- `memory`, `pinned`, `sim`: a caching allocator of device blocks, and pinned host memory that queued copies access;
-- `opinfo`, `meta`, `operands`, `dispatch` with `views`, `copies`, `creation`, `rows`: torch calls become queued operations;
-- `tensor`, `device`, `torch_module`: the torch device type, its registration, the module `torch.sim`;
-- `graphs`: capture and replay;
-- `tap`, `backend`, `plugin`, `options`: the backend interface.
+- `machine`: queued operations, streams, events and flags, memory, graphs, host threads, virtual time and faults;
+- `explore`: scheduling strategies, recorded schedules, and the search for a failing schedule;
+- `torch_device`: the torch device type; torch calls become queued operations, and the module `torch.sim`;
+- `ranks`: collectives, and `torch.distributed` between ranks that are host threads.
 
-Creating the backend or calling `outrider_sim.torch_registration.register` registers the device with torch; an import doesn't.
+Creating the backend, or calling `register` of `torch_device.torch_registration`, registers the device with torch; an import
+does not.
 """

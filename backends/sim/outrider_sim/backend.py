@@ -34,21 +34,21 @@ from outrider.device import (
     StreamOrderError,
     Waiter,
 )
-from outrider_sim.collectives import create_group
-from outrider_sim.control import SimControl
-from outrider_sim.device_state import SimDeviceState, host_extent
-from outrider_sim.fault_messages import fail_on_request
-from outrider_sim.graphs import GraphProgram, OpenCapture
+from outrider_sim.explore.control import SimControl
+from outrider_sim.explore.strategies import Strategy
 from outrider_sim.kernels import HostLengthKernels
-from outrider_sim.memory import Pool
-from outrider_sim.operands import extent
+from outrider_sim.machine.device_state import SimDeviceState, host_extent
+from outrider_sim.machine.faults import fail_on_request
+from outrider_sim.machine.graphs import GraphProgram, OpenCapture
+from outrider_sim.machine.memory import Pool
+from outrider_sim.machine.pinned import PinnedTensor
+from outrider_sim.machine.queue import EventState, FlagState, Op, OperationKind, StreamQueue
 from outrider_sim.options import Personality, SimOptions
-from outrider_sim.pinned import PinnedTensor
-from outrider_sim.queue import EventState, FlagState, Op, OperationKind, StreamQueue
-from outrider_sim.strategies import Strategy
+from outrider_sim.ranks.collectives import create_group
 from outrider_sim.tap import ObserverTap
-from outrider_sim.tensor import SimTensor
-from outrider_sim.torch_registration import CurrentDeviceState, host_of, register
+from outrider_sim.torch_device.operands import extent
+from outrider_sim.torch_device.tensor import SimTensor
+from outrider_sim.torch_device.torch_registration import CurrentDeviceState, host_of, register
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from outrider.device import Access, Observer, Operation
-from outrider_sim.pinned import HostAllocation
-from outrider_sim.queue import Op, OperationKind, StreamQueue
+from outrider_sim.machine.pinned import HostAllocation
+from outrider_sim.machine.queue import Op, OperationKind, StreamQueue
 
 if TYPE_CHECKING:
     from outrider_sim.backend import SimBackend

@@ -27,7 +27,7 @@ from outrider.errors import RequestError
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
-    from outrider.model.chat_template import ChatTemplate
+    from outrider.model.media.chat_template import ChatTemplate
 
 _PROMPT, _CONTINUATION_PROMPT, _QUOTES = "> ", ". ", '"""'
 _HELP = (

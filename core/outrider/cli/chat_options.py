@@ -13,7 +13,7 @@ from outrider.cli.option_values import INPUT_FILE, option
 from outrider.errors import RequestError, shown
 
 if TYPE_CHECKING:
-    from outrider.model.chat_template import ChatTemplate
+    from outrider.model.media.chat_template import ChatTemplate
 
 _MAX_TEMPLATE_BYTES = 1 << 20
 _MAX_MESSAGES = 10_000
@@ -66,8 +66,8 @@ def find_template(model: Path, source: str | None) -> ChatTemplate:
 
     Raises :class:`RequestError` for a checkpoint without a template or without a tokenizer.
     """
-    from outrider.model.chat_template import ChatTemplate
-    from outrider.model.tokenizer import has_tokenizer
+    from outrider.model.media.chat_template import ChatTemplate
+    from outrider.model.media.tokenizer import has_tokenizer
 
     if not has_tokenizer(model):
         raise RequestError(f"{model} has no tokenizer, so it can't chat; outrider generate --token-ids takes token ids")

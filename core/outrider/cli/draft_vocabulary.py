@@ -46,11 +46,12 @@ def draft_vocabulary(
     with checking_options():
         sizes = [_bytes_of(path) for path in texts]
     require_torch()
-    from outrider.model import ModelConfig, Tokenizer
-    from outrider.model.location import find_checkpoint
+    from outrider.model import Tokenizer
+    from outrider.model.checkpoint.location import find_checkpoint
+    from outrider.model.config.checkpoint_config import read_model_config
 
     directory = bundled("target") if model is None else find_checkpoint(model)
-    config, tokenizer = ModelConfig.from_checkpoint(directory), Tokenizer.from_checkpoint(directory)
+    config, tokenizer = read_model_config(directory), Tokenizer.from_checkpoint(directory)
     counts: Counter[int] = Counter()
     done = 0
     with show_progress() as tell:

@@ -38,6 +38,8 @@ def fences(backend: BackendOption = None, json_output: JsonOption = False) -> Co
         "results_on_forward": sync.results_on_forward,
         "recompute_after_join": sorted(what.value for what in sync.recompute_after_join),
         "refresh_before_replay": sorted(sync.refresh_before_replay),
+        "draft_lengths": "all" if sync.draft_lengths is None else sorted(sync.draft_lengths),
+        "bytes_per_request": sync.bytes_per_request,
         "step_modes": sorted(mode.value for mode in sync.step_modes),
     }
 
@@ -49,6 +51,6 @@ def fences(backend: BackendOption = None, json_output: JsonOption = False) -> Co
         console.print(table)
         console.print()
         for name, value in policy.items():
-            console.print(f"{name}: {', '.join(value) or 'none' if isinstance(value, list) else value}")
+            console.print(f"{name}: {', '.join(map(str, value)) or 'none' if isinstance(value, list) else value}")
 
     return CommandReport(data={"backend": device.name, "fences": rows, "policy": policy}, render=render)

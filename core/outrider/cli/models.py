@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from outrider.engine.config import Choice
     from outrider.engine.engine import Engine
     from outrider.model import ModelConfig
-    from outrider.model.tuning import PreparedKernels
+    from outrider.model.layers.tuning import PreparedKernels
 
 ModelOption = Annotated[
     Path | None,
@@ -233,7 +233,7 @@ class Speculation:
         check_draft(kind, draft)
         if draft is None and model is None and head in BUNDLED_HEADS:
             draft = bundled(head)
-        from outrider.model.location import find_checkpoint
+        from outrider.model.checkpoint.location import find_checkpoint
 
         target = bundled("target") if model is None else find_checkpoint(model, code=trust_remote_code)
         if kind is None and draft is None:
@@ -256,8 +256,8 @@ class Speculation:
 def has_mtp_heads(model: Path) -> bool:
     """Return True if the checkpoint ``model`` has heads of multi-token prediction. Its loader reports unreadable files."""
     from outrider.errors import CheckpointError
-    from outrider.model.files import GGUF_LIST, open_checkpoint
-    from outrider.model.mapping import mtp_format
+    from outrider.model.checkpoint.files import GGUF_LIST, open_checkpoint
+    from outrider.model.checkpoint.mapping import mtp_format
 
     if (model / GGUF_LIST).exists():
         return False  # a GGUF file of a supported model has no such heads, and reading its vocabulary takes seconds
@@ -285,7 +285,7 @@ def prepare_device(device: Backend, config: Callable[[], ModelConfig], tune_seco
 
     ``config`` is read only if kernels are tuned. ``tell`` shows the progress.
     """
-    from outrider.model.tuning import PreparedKernels, prepare_kernels
+    from outrider.model.layers.tuning import PreparedKernels, prepare_kernels
 
     directory = tuned_directory()
     if tune_seconds:
@@ -325,7 +325,7 @@ def load(
     require_torch()  # a server's engine process hasn't imported it
     from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine
-    from outrider.model import ModelConfig
+    from outrider.model.config.checkpoint_config import read_model_config
 
     # The engine checks names that the user gave as strings.
     names: dict[str, Any] = {"quantized": speculation.quantized, "draft_output_head": speculation.draft_output_head}
@@ -344,7 +344,7 @@ def load(
         ranks, leads = joined.join(device), joined.leads
     with show_progress(leads) as tell:
         if not speculation.through_transformers:
-            prepare_device(device, lambda: ModelConfig.from_checkpoint(speculation.model), 0.0, tell)
+            prepare_device(device, lambda: read_model_config(speculation.model), 0.0, tell)
         engine = Engine.from_checkpoint(
             speculation.model,
             device,

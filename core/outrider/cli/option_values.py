@@ -45,13 +45,12 @@ _HEADINGS: Mapping[str, str] = MappingProxyType(
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 KV_DTYPES = ("auto", "plain", "fp8")
-WEIGHT_FORMATS = ("fp8", "int8", "int4")
-RANDOM_FORMATS = ("fp8", "fp8-tensor", "fp8-block", "int8", "int4", "int4-zeros", "int4-32")
+WEIGHT_FORMATS = ("fp8", "fp8-tensor", "fp8-block", "int8", "int4", "int4-zeros", "int4-32")
 TOOL_FORMATS = (
-    *("deepseek", "functiongemma", "gemma", "glm", "harmony", "hermes", "json", "kimi", "kimi-k3", "llama3", "minimax"),
-    *("mistral", "none", "qwen3", "qwen3-coder", "qwen3-xml"),
+    *("deepseek", "functiongemma", "gemma", "glm", "harmony", "hermes", "json", "kimi", "kimi-k3", "lfm2", "llama3"),
+    *("minimax", "minimax-m3", "mistral", "none", "pythonic", "qwen3", "qwen3-coder", "qwen3-xml", "seed"),
 )
-REASONING_FORMATS = ("gemma", "harmony", "kimi-k3", "mistral", "none", "think")
+REASONING_FORMATS = ("gemma", "harmony", "kimi-k3", "minimax-m3", "mistral", "none", "seed", "think")
 SHAPES = (
     *("llama-2-7b", "llama-2-13b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b", "llama-3.2-3b", "mistral-7b"),
     *("mixtral-8x7b", "phi-3-mini", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b"),

@@ -24,8 +24,8 @@ def quantize(
         option(
             "--format",
             value=one_of(*WEIGHT_FORMATS),
-            help="fp8, int8: one scale per weight row and per token of activations. int4: one scale per weight group, "
-            "unquantised activations.",
+            help="fp8, int8: one scale per weight row and per token of activations. -tensor, -block: one scale per weight, "
+            "per block of 128 by 128. int4: one scale per group of columns, unquantised activations.",
         ),
     ],
     out: Annotated[Path, option("--out", value=DIRECTORY, help="Directory to create; it appears once it is complete.")],
@@ -39,7 +39,7 @@ def quantize(
     ] = None,
     group: Annotated[
         int | None,
-        option("--group", value=whole(1), help="For int4: columns that share a scale, 128 or 32. Default: 128."),
+        option("--group", value=whole(1), help="For int4: columns that share a scale. Default: the format's."),
     ] = None,
     lm_head: Annotated[bool, option("--lm-head", help="Quantise the output head too.")] = False,
     json_output: JsonOption = False,
@@ -51,17 +51,17 @@ def quantize(
     from outrider.cli.torch_probe import require_torch
 
     del json_output
-    if group is not None and format != "int4":
-        raise UsageError(f"--group is {group}, and {format} has a scale for each row; leave --group out, or take int4")
     require_torch()
-    from outrider.model.checkpoint_config import supported_families
-    from outrider.model.eagle3_config import ENVELOPE
-    from outrider.model.location import find_checkpoint
-    from outrider.model.quantization.rounding import DEFAULT_GROUP_COLUMNS
+    from outrider.device.kernels.weight_formats import weight_format
+    from outrider.model.checkpoint.location import find_checkpoint
+    from outrider.model.checkpoint.reading import read_json
+    from outrider.model.config.checkpoint_config import supported_families
+    from outrider.model.heads.eagle3_config import ENVELOPE
     from outrider.model.quantization.writing import quantize_checkpoint
-    from outrider.model.reading import read_json
 
-    group = DEFAULT_GROUP_COLUMNS if group is None else group
+    rounding = weight_format(format)
+    if group is not None and not rounding.is_grouped:
+        raise UsageError(f"--group is {group}, and {format} has no scales of groups; leave --group out, or take int4")
     source = bundled("target") if model is None else find_checkpoint(model)
     began = time.monotonic()
     with show_progress() as tell:
@@ -81,7 +81,7 @@ def quantize(
         "model": str(source),
         "out": str(out),
         "format": format,
-        "group": group if format == "int4" else None,
+        "group": (group or rounding.columns) if rounding.is_grouped else None,
         "quantized": written.quantized,
         "plain": written.plain,
         "bytes_before": written.bytes_before,

@@ -17,7 +17,7 @@ def models(json_output: JsonOption = False) -> CommandReport:
     del json_output
     from outrider.engine.config import DTYPES
     from outrider.model import supported_families
-    from outrider.model.rope import ROPE_KINDS
+    from outrider.model.config.rope import ROPE_KINDS
 
     plugins = Plugins(PROPOSERS, probe=plugin_probe())
     families = supported_families()

@@ -57,7 +57,7 @@ def tune(
     directory = cache or tuned_directory()
     if directory is None:
         raise ConfigError("there is no home directory to keep tuned choices in; name one with --cache")
-    from outrider.model.location import find_checkpoint
+    from outrider.model.checkpoint.location import find_checkpoint
 
     names = shape or [str(bundled("target") if model is None else find_checkpoint(model))]
     shapes = [_shape(name) for name in names]
@@ -98,7 +98,7 @@ def tune(
 def _shape(name: str) -> DecoderShape:
     import torch
 
-    from outrider.model.shapes import decoder_shape, shape_config
+    from outrider.model.config.shapes import decoder_shape, shape_config
 
     return decoder_shape(shape_config(name), torch.bfloat16)
 

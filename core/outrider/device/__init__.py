@@ -35,6 +35,7 @@ from outrider.device.errors import (
 )
 from outrider.device.plugin import (
     ENTRY_POINT_GROUP,
+    INTERFACE_DATES,
     INTERFACE_VERSION,
     KERNELS_GROUP,
     BackendHooks,
@@ -115,6 +116,7 @@ _LAZY_MODULES = (
 __all__ = [
     "CACHE_FORMATS",
     "ENTRY_POINT_GROUP",
+    "INTERFACE_DATES",
     "INTERFACE_VERSION",
     "KERNELS_GROUP",
     "LANE_ACCEPT",

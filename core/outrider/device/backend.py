@@ -53,7 +53,7 @@ class Backend(BackendDeclarations, GroupFactory, ABC):
     :class:`BackendDeclarations`.
 
     *Threads.* Every method may be called from any thread. ``on`` scopes and captures belong to the thread that opened
-    them.
+    them. *Names* are for reports: two objects with one name share nothing.
     """
 
     def __init__(
@@ -121,13 +121,14 @@ class Backend(BackendDeclarations, GroupFactory, ABC):
         """
         if priority != 0 and not self.capabilities.stream_priorities:
             raise CapabilityError(f"{self.label} doesn't declare stream_priorities; create {name!r} with priority=0")
-        taken = {stream.name for stream in self._streams}
-        unique, number = name, 1
-        while unique in taken:
-            number += 1
-            unique = f"{name}.{number}"
-        stream = self._create_stream(unique, priority)
-        self._streams.append(stream)
+        with self._creation_lock:
+            taken = {stream.name for stream in self._streams}
+            unique, number = name, 1
+            while unique in taken:
+                number += 1
+                unique = f"{name}.{number}"
+            stream = self._create_stream(unique, priority)
+            self._streams.append(stream)
         if self.observer is not None:
             self.observer.stream_created(stream)
         return stream
@@ -184,7 +185,10 @@ class Backend(BackendDeclarations, GroupFactory, ABC):
     # -- memory ----------------------------------------------------------------------------------------------------
 
     def empty_pinned(self, owner: str, shape: Sequence[int], dtype: torch.dtype) -> PinnedBuffer:
-        """Allocate page-locked host memory with undefined contents. ``owner`` names the memory in reports."""
+        """Allocate page-locked host memory with undefined contents. ``owner`` names the memory in reports.
+
+        No two live buffers share memory; a tensor that is a view of a buffer keeps the memory.
+        """
         return PinnedBuffer(self, owner, self._empty_pinned(tuple(shape), dtype))
 
     def copy_async(self, destination: Tensor, source: Tensor, *, stream: Stream) -> None:
@@ -265,12 +269,12 @@ class Backend(BackendDeclarations, GroupFactory, ABC):
         """Capture the device work of ``fn(context)`` on ``stream`` as a graph.
 
         ``inputs`` and ``outputs`` are static device tensors, allocated by the caller before the capture and written in
-        place; ``scalars`` are frozen; ``params`` name host integers that ``Graph.update_params`` can rebind. A device
-        may run ``fn`` before the capture, to warm up, so ``fn`` must be harmless with the present contents of the inputs. A
+        place; ``scalars`` are frozen; ``params`` name host integers that ``Graph.update_params`` can rebind. A device may
+        run ``fn`` before the capture, to warm up, so ``fn`` must be harmless with the present contents of the inputs. A
         device may also capture ``fn`` again, on ``stream``, when ``params`` are rebound. ``fn`` must not synchronise,
-        allocate pinned memory or replay another graph. If the backend doesn't declare ``captures_graphs``, the result runs
-        ``fn`` eagerly at each replay, in a scope of the replay's stream: work that ``fn`` places on a stream by name goes to
-        that stream.
+        allocate pinned memory or replay another graph; a library that synchronises (``Tensor.item``) fails the capture.
+        If the backend doesn't declare ``captures_graphs``, the result runs ``fn`` eagerly at each replay, in a scope of
+        the replay's stream: work that ``fn`` places on a stream by name goes to that stream.
 
         *Ordering.* The caller has ordered ``stream`` after the allocation of inputs and outputs. Other streams of the
         device may be busy: capture is thread-local, and a query by another thread doesn't break it. Garbage

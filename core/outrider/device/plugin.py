@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import pluggy
@@ -21,6 +22,8 @@ ENTRY_POINT_GROUP = "outrider.backends"
 KERNELS_GROUP = "outrider.kernels"
 INTERFACE_VERSION = 1
 """Version of this interface. It rises when a correct plugin could become incorrect."""
+INTERFACE_DATES: Mapping[int, str] = MappingProxyType({1: "2026-11-28"})
+"""The day on which each version of this interface was fixed. A report names version and day."""
 
 hookspec = pluggy.HookspecMarker("outrider")
 hookimpl = pluggy.HookimplMarker("outrider")
@@ -67,7 +70,7 @@ class PluginInfo:
     interface_min: int = INTERFACE_VERSION
     """Oldest interface version that the plugin supports."""
     interface_max: int = INTERFACE_VERSION
-    """Newest interface version that the plugin supports."""
+    """Newest interface version that the plugin supports. Not a version without a day in :data:`INTERFACE_DATES`."""
     usable: bool = True
     """False if the plugin knows that it can't run on this machine. The check must be cheap, start no device and import no
     vendor package."""

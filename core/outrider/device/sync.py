@@ -162,6 +162,14 @@ class SpeculativeSync:
     refresh_before_replay: frozenset[str] = frozenset()
     """Static graph inputs that are copied again before the replay, by name."""
 
+    draft_lengths: frozenset[int] | None = None
+    """Draft lengths, in tokens, that verification works with on this device; None: all. A configuration with another length
+    is refused when the engine is created, and the error names these lengths."""
+
+    bytes_per_request: int = 0
+    """Device memory in bytes that the plugin's kernels and runtime hold for each concurrent request, such as workspaces and
+    plans. The engine leaves this memory free when it sizes the KV cache."""
+
     rebind_params: bool = False
     """Captured graphs hold host parameters that are rebound for each replay."""
 

@@ -16,7 +16,7 @@ from outrider.engine.requests.request import StepOutput
 from outrider.engine.requests.request_state import RequestState
 from outrider.errors import RequestError
 from outrider.model import Media
-from outrider.model.media import digest_of
+from outrider.model.media.preprocessing import digest_of
 
 
 def encode_state(state: RequestState) -> tuple[dict[str, Any], list[bytes]]:

@@ -63,7 +63,9 @@ def situation_of(backend: Backend, model: LanguageModel, proposer: Proposer) -> 
         * (_HIDDEN_AT_ONCE * config.hidden_size + _INNER_AT_ONCE * config.inner_width),
         drafted_token_bytes=_LOGITS_AT_ONCE * torch.float32.itemsize * config.vocab_size,
         # counts for penalties
-        request_bytes=torch.int32.itemsize * config.vocab_size + (_GRAPHS_REQUEST_BYTES if captures else 0),
+        request_bytes=torch.int32.itemsize * config.vocab_size
+        + (_GRAPHS_REQUEST_BYTES if captures else 0)
+        + sync.bytes_per_request,
         fixed_bytes=_GRAPHS_BYTES if captures else 0,
         memory=memory_of(backend),
         no_fused=no_fused,

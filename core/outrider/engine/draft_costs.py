@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import torch
 
-from outrider.device import Backend, ConfigError
+from outrider.device import Backend, CapabilityError, ConfigError
 from outrider.engine.assembly import EngineParts
 from outrider.engine.config import DecidedConfig
 from outrider.engine.graphs import MIN_REQUESTS_SHORTER_DRAFT, powers_up_to, sizes_of_shorter
@@ -36,8 +36,26 @@ def lengths_for(
     config: DecidedConfig, backend: Backend, proposer: Proposer, given: DraftLengthPolicy | None
 ) -> tuple[int, ...]:
     """Return the draft lengths that an iteration may use. Raises :class:`ConfigError` for lengths that the proposer cannot
-    draft.
+    draft, and :class:`CapabilityError` for lengths that the device cannot verify.
+
+    A policy of Outrider chooses among the lengths that the device verifies. The longest one must be among them.
     """
+    lengths = _lengths_of(config, backend, proposer, given)
+    works = backend.speculative_sync.draft_lengths
+    if works is None:
+        return lengths
+    refused = [length for length in lengths if length and length not in works]
+    if refused and (given is not None or refused[-1] == lengths[-1]):
+        raise CapabilityError(
+            f"{backend.label} doesn't verify drafts of {', '.join(map(str, refused))} tokens; the draft lengths that work "
+            f"are {', '.join(map(str, sorted(works)))}: set draft_tokens to one of them"
+        )
+    return tuple(length for length in lengths if length not in refused)
+
+
+def _lengths_of(
+    config: DecidedConfig, backend: Backend, proposer: Proposer, given: DraftLengthPolicy | None
+) -> tuple[int, ...]:
     if given is not None:
         if proposer.is_tree and given.lengths != (proposer.nodes,):
             raise ConfigError(f"the proposer {proposer.name!r} drafts trees, which have one shape; leave the policy out")

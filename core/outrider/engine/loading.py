@@ -31,7 +31,7 @@ from outrider.model import (
     load_through_transformers,
     load_vision,
 )
-from outrider.model.products import quantized_products
+from outrider.model.layers.products import quantized_products
 from outrider.model.quantization import read_quantization
 from outrider.registry.proposers import plugin_builders
 from outrider.speculative.build import Builder, DraftOptions, build_proposer, check_output_head

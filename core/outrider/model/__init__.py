@@ -9,39 +9,39 @@ from outrider.model.extra import require_models
 
 require_models()
 
-from outrider.model.cache import KVCache, LayerState
-from outrider.model.chained_mtp import load_chained_mtp
-from outrider.model.checkpoint_config import checkpoint_dtype, supported_families
-from outrider.model.config import ExpertsConfig, ModelConfig, RecurrentConfig, VisionConfig
-from outrider.model.decoder import Decoder, DecoderWeights
-from outrider.model.dflash import DFlashHead, DFlashWeights
-from outrider.model.dflash_loading import load_dflash
-from outrider.model.draft_head import BaseDraftHead
-from outrider.model.draft_output import OUTPUT_FORMATS, DraftVocabulary, OutputFormat, with_output_head
-from outrider.model.eagle import EagleHead, EagleWeights
-from outrider.model.eagle3 import Eagle3Head, Eagle3Weights
-from outrider.model.head_loading import check_draft_kind, find_mtp_format, load_eagle, load_eagle3
-from outrider.model.inputs import ForwardInput, KeptRows, StateInput
-from outrider.model.language_model import LanguageModel, SideBySide, side_by_side
-from outrider.model.layer import LayerWeights, attention_shapes
-from outrider.model.loading import load_decoder
-from outrider.model.location import find_checkpoint
-from outrider.model.media import Media, MediaProcessor, expand_placeholders
-from outrider.model.mrope import MediaGrid, prompt_positions, speculative_positions
-from outrider.model.mtp import MtpHead, MtpWeights, load_mtp
-from outrider.model.peagle import PEagleHead, PEagleWeights, load_peagle
+from outrider.model.checkpoint.loading import load_decoder
+from outrider.model.checkpoint.location import find_checkpoint
+from outrider.model.checkpoint.tensor_loading import Progress
+from outrider.model.checkpoint.transformers_loading import load_through_transformers
+from outrider.model.config.checkpoint_config import checkpoint_dtype, supported_families
+from outrider.model.config.model_config import ExpertsConfig, ModelConfig, RecurrentConfig, VisionConfig
+from outrider.model.config.rope import RopeConfig
+from outrider.model.heads.dflash import DFlashHead, DFlashWeights, load_dflash
+from outrider.model.heads.draft_head import BaseDraftHead
+from outrider.model.heads.draft_output import (
+    OUTPUT_FORMATS,
+    DraftVocabulary,
+    OutputFormat,
+    with_output_head,
+    with_vocabulary_size,
+)
+from outrider.model.heads.eagle import Eagle3Head, Eagle3Weights, EagleHead, EagleWeights
+from outrider.model.heads.head_loading import check_draft_kind, find_mtp_format, load_eagle, load_eagle3
+from outrider.model.heads.mtp import MtpHead, MtpWeights, load_chained_mtp, load_mtp
+from outrider.model.heads.peagle import PEagleHead, PEagleWeights, load_peagle
+from outrider.model.layers.cache import KVCache, LayerState
+from outrider.model.layers.decoder import Decoder, DecoderWeights
+from outrider.model.layers.inputs import ForwardInput, KeptRows, StateInput
+from outrider.model.layers.language_model import LanguageModel, SideBySide, side_by_side
+from outrider.model.layers.layer import LayerWeights, attention_shapes
+from outrider.model.layers.ranks import ModelRanks, Shard, Shards
+from outrider.model.layers.recurrent import RecurrentWeights
+from outrider.model.layers.transformers_decoder import TransformersDecoder
+from outrider.model.media.mrope import MediaGrid, prompt_positions, speculative_positions
+from outrider.model.media.preprocessing import Media, MediaProcessor, expand_placeholders
+from outrider.model.media.tokenizer import StreamDecoder, Tokenizer, check_same_tokens, has_tokenizer
+from outrider.model.media.vision import VisionTower, load_vision
 from outrider.model.quantization import QuantizedMode, QuantizedName
-from outrider.model.ranks import ModelRanks
-from outrider.model.recurrent import RecurrentWeights
-from outrider.model.rope import RopeConfig
-from outrider.model.shards import Shard, Shards
-from outrider.model.stream_decoder import StreamDecoder
-from outrider.model.tensor_loading import Progress
-from outrider.model.tokenizer import Tokenizer, check_same_tokens, has_tokenizer
-from outrider.model.transformers_decoder import TransformersDecoder
-from outrider.model.transformers_loading import load_through_transformers
-from outrider.model.vision import VisionTower, load_vision
-from outrider.model.vocabulary import with_vocabulary_size
 
 __all__ = [
     "OUTPUT_FORMATS",

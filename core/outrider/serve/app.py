@@ -213,9 +213,12 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         path = request.url.path
-        text = {404: f"there is nothing at {path}", 405: f"{path} has no {request.method}"}.get(
-            error.status_code, error.detail
-        )
+        texts = {
+            400: "the body can't be read as JSON; send it in UTF-8 and without Content-Encoding",
+            404: f"there is nothing at {path}",
+            405: f"{path} has no {request.method}",
+        }
+        text = texts.get(error.status_code, error.detail)
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
         return await api_error(request, ApiError(error.status_code, text, code=code, headers=error.headers))
 
@@ -232,6 +235,8 @@ def invalid_fields(error: RequestValidationError) -> ApiError:
     if kind == "extra_forbidden":
         param = param or location[-1]  # the name may be any text
         return bad_request(f"Unknown parameter: {param!r}.", param, "unknown_parameter")
+    if kind == "model_attributes_type" and not location:
+        return bad_request("the body is no JSON object; send one, with the header Content-Type: application/json")
     if kind == "missing":
         message = f"you must provide {param}" if param else "the body is missing; send a JSON object"
         return bad_request(f"{message}.", param, "missing_required_parameter")

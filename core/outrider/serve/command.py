@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import json
 import re
 import sys
@@ -317,6 +318,8 @@ def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: Server
         return PromptBuilder(speculation.model, info, wording)
 
     def report_started(host: str, port: int) -> None:
+        gc.collect()
+        gc.freeze()  # a collection that visits the modules and the tokenizer holds the event loop for 0.2 s
         shown = f"[{host}]" if ":" in host else host
         sys.stdout.write(f"outrider: serving {config.names[0]} at http://{shown}:{port}\n")
         sys.stdout.flush()

@@ -17,7 +17,7 @@ from typing import Any
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError, RequestError, one_line
 from outrider.model import Media, MediaProcessor, Tokenizer
-from outrider.model.chat_template import ChatTemplate
+from outrider.model.media.chat_template import ChatTemplate
 from outrider.serve.api_errors import ApiError, bad_request
 from outrider.serve.engine_messages import EngineInfo
 from outrider.serve.formats.model_formats import ModelFormat, choose_format

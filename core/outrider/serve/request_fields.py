@@ -230,6 +230,20 @@ class NamedTool(StrictFields):
     function: NamedFunction
 
 
+class AllowedTools(StrictFields):
+    """The tools of a request that the model may call this time."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[ListOf[NamedTool], Field(max_length=1024)]
+
+
+class AllowedToolsChoice(StrictFields):
+    """A ``tool_choice`` that selects some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class ChatRequest(SamplingFields):
     """The body of ``POST /v1/chat/completions``."""
 
@@ -239,7 +253,7 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=_MAX_INT32)] | None = None
     tools: Annotated[ListOf[Tool], Field(max_length=1024)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: _ShortText | None = Field(None, description="A variable for the chat template.")
     verbosity: _ShortText | None = None
@@ -249,3 +263,15 @@ class ChatRequest(SamplingFields):
     chat_template_kwargs: NestedObject | None = None
     functions: ListOf[NestedObject] | None = None
     function_call: str | NestedObject | None = None
+
+    @model_validator(mode="after")
+    def _select_tools(self) -> ChatRequest:
+        """Leave out the tools that ``tool_choice`` doesn't allow. Without tools, ``auto`` has no effect."""
+        if isinstance(self.tool_choice, AllowedToolsChoice):
+            allowed = self.tool_choice.allowed_tools
+            names = {each.function.name for each in allowed.tools}
+            self.tools = [tool for tool in self.tools or () if tool.function.name in names]
+            self.tool_choice = allowed.mode
+        if self.tool_choice == "auto" and not self.tools:
+            self.tool_choice = None
+        return self

@@ -30,8 +30,8 @@ from outrider.model import (
     with_output_head,
     with_vocabulary_size,
 )
-from outrider.model.checkpoint_config import read_model_config
-from outrider.model.files import open_checkpoint
+from outrider.model.checkpoint.files import open_checkpoint
+from outrider.model.config.checkpoint_config import read_model_config
 from outrider.speculative.block import BlockProposer
 from outrider.speculative.combined import CombinedProposer
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outrider.device.kernels.quantized_reference import INT8_LARGEST
+from outrider.device.kernels.formats import INT8_LARGEST
 from outrider_triton.jit.dependent import begin
 from outrider_triton.jit.matmul import swiglu
 from outrider_triton.jit.rows import add_row, nearest_e4m3, norm

@@ -46,7 +46,7 @@ def _torch_group():
 
 
 def _sim_group():
-    from outrider_sim.collectives import SimGroup
+    from outrider_sim.ranks.collectives import SimGroup
 
     return SimGroup
 

@@ -90,7 +90,7 @@ def _not_in_graph(name):
 
 
 def _rebind_at_once(base):
-    from outrider_sim.graphs import GraphProgram
+    from outrider_sim.machine.graphs import GraphProgram
 
     def make(original):
         def rebind(self, other, stream):

@@ -363,8 +363,8 @@ def _pool_name(base):
 
 
 def _one_pool(base):
-    from outrider_sim.graphs import OpenCapture
-    from outrider_sim.memory import Pool
+    from outrider_sim.machine.graphs import OpenCapture
+    from outrider_sim.machine.memory import Pool
 
     pools = {}
 

@@ -94,7 +94,7 @@ def copy_snapshot(base):
 
 
 def _snapshot(source):
-    from outrider_sim.pinned import alias, pin
+    from outrider_sim.machine.pinned import alias, pin
 
     return pin(alias(source).clone(), source._alloc)
 
@@ -109,7 +109,7 @@ def holds_nothing(base):
 
 
 def freed_early(base):
-    from outrider_sim.memory import CachingAllocator
+    from outrider_sim.machine.memory import CachingAllocator
 
     def make(original):
         def allocate(self, nbytes, stream):

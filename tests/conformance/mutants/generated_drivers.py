@@ -128,7 +128,7 @@ def _sync_foreign(base):
 
 
 def _thread_stream(base):
-    from outrider_sim.stream_machine import StreamMachine
+    from outrider_sim.machine.stream_machine import StreamMachine
 
     main, right = threading.get_ident(), StreamMachine.stream.fget
 
@@ -166,7 +166,7 @@ def _wait_lost_when_pending(base):
 
 
 def _wait_lost_behind_copy(base):
-    from outrider_sim.queue import OperationKind
+    from outrider_sim.machine.queue import OperationKind
 
     def make(original):
         def wait(self, event):
@@ -197,8 +197,8 @@ def _wait_deduplicated(base):
 
 
 def _wait_late(base):
-    from outrider_sim.queue import OperationKind
-    from outrider_sim.stream_machine import StreamMachine
+    from outrider_sim.machine.queue import OperationKind
+    from outrider_sim.machine.stream_machine import StreamMachine
 
     def make(original):
         def enqueue(self, op, stream):
@@ -342,7 +342,7 @@ _capturing = threading.local()
 
 
 def _one_pool(base):
-    from outrider_sim.memory import Pool
+    from outrider_sim.machine.memory import Pool
 
     shared = {}
 

@@ -13,9 +13,9 @@ from outrider_proof.decode_program import WrongTokens
 from outrider_sanitizer import RaceError
 from outrider_sanitizer.findings import FindingKind
 from outrider_sim.backend import SimGraph
-from outrider_sim.explore import run_once
+from outrider_sim.explore.exploration import run_once
+from outrider_sim.explore.strategies import make_strategy
 from outrider_sim.plugin import create_backend
-from outrider_sim.strategies import make_strategy
 
 
 @pytest.fixture(scope="module")

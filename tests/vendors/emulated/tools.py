@@ -7,13 +7,13 @@ import torch_npu
 from torch_npu.npu.streams import Idle, Stream
 
 from outrider.device import InterfaceError, TorchEvent, TorchStream
-from outrider_sim.control import SimControl
-from outrider_sim.device_state import host_extent
-from outrider_sim.exhaustive import Exhaustive
-from outrider_sim.operands import extent
-from outrider_sim.pinned import PinnedTensor
+from outrider_sim.explore.control import SimControl
+from outrider_sim.explore.strategies import Exhaustive
+from outrider_sim.machine.device_state import host_extent
+from outrider_sim.machine.pinned import PinnedTensor
 from outrider_sim.tap import ObserverTap
-from outrider_sim.tensor import SimTensor
+from outrider_sim.torch_device.operands import extent
+from outrider_sim.torch_device.tensor import SimTensor
 
 _ONLY_LISTED = 3  # the list of streams, the loop's variable, getrefcount's argument
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.environment import backend_from_environment
-from outrider.cli.option_values import DTYPES, RANDOM_FORMATS, one_of, option, text
+from outrider.cli.option_values import DTYPES, WEIGHT_FORMATS, one_of, option, text
 from outrider.cli.report import BackendOption, CommandReport, JsonOption
 from outrider.device.errors import CapabilityError
 from outrider.registry import Registry
@@ -38,7 +38,7 @@ def kernels(
     dtype: Annotated[str, option("--dtype", value=one_of(*DTYPES), help="Dtype.")] = "bfloat16",
     quantized: Annotated[
         str | None,
-        option("--quantized", value=some_of(*RANDOM_FORMATS), help="Measure only products with quantised weights."),
+        option("--quantized", value=some_of(*WEIGHT_FORMATS), help="Measure only products with quantised weights."),
     ] = None,
     json_output: JsonOption = False,
 ) -> CommandReport:
@@ -57,11 +57,11 @@ def kernels(
 
     from outrider.device import KernelSet
     from outrider.engine.config import DTYPES as TORCH_DTYPES
-    from outrider.model.shapes import decoder_shape, shape_config
+    from outrider.model.config.shapes import decoder_shape, shape_config
     from outrider_bench.limits import measure_bandwidth
 
     sizes = parse_sizes(tokens)
-    formats = [] if quantized is None else parse_names(quantized, RANDOM_FORMATS)
+    formats = [] if quantized is None else parse_names(quantized, WEIGHT_FORMATS)
     registry = Registry()
     device = registry.create(registry.select(backend, backend_from_environment()))
     if not (device.capabilities.captures_graphs and device.capabilities.event_timing):

@@ -127,7 +127,7 @@ class PeerWorkOptions(RandomWeightOptions):
             )
 
     def _check_quantized(self, engines: Sequence[str]) -> None:
-        from outrider.model.shapes import shape_config
+        from outrider.model.config.shapes import shape_config
 
         others = sorted(set(engines) - {OURS, "vllm"})
         if others:

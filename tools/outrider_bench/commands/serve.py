@@ -57,7 +57,7 @@ class ServerModelOptions(RandomDraftOptions):
 
     def make_setup(self, speculate: str, max_requests: int, *, prompt_tokens: int, new_tokens: int) -> ServerSetup:
         """Return the setup of each server. Raises :class:`ConfigError` for requests that exceed the context."""
-        from outrider.model.shapes import shape_config
+        from outrider.model.config.shapes import shape_config
         from outrider_bench.servers import ServerSetup
 
         config = shape_config(self.shape)

@@ -99,7 +99,7 @@ class PeerWork:
     @property
     def shape_context(self) -> int:
         """Maximum context of a model of this shape."""
-        from outrider.model.shapes import shape_config
+        from outrider.model.config.shapes import shape_config
 
         return shape_config(self.shape).max_context
 
@@ -124,7 +124,7 @@ class PeerWork:
     @property
     def vocabulary(self) -> int:
         """Number of different token ids in prompts. Any number serves, because the weights are random."""
-        from outrider.model.shapes import shape_config
+        from outrider.model.config.shapes import shape_config
 
         return min(_VOCABULARY, shape_config(self.shape).vocab_size)
 
@@ -150,7 +150,7 @@ def checkpoint_configs(work: PeerWork, directory: Path) -> tuple[Path, Path]:
 def cache_bytes(work: PeerWork, *, drafts: bool) -> int:
     """Return the bytes of keys and values of :attr:`PeerWork.cached_tokens`, with a draft layer if ``drafts``."""
     from outrider.engine.config import DTYPES
-    from outrider.model.shapes import shape_config
+    from outrider.model.config.shapes import shape_config
 
     shape = shape_config(work.shape)
     layers = shape.num_layers + (1 if drafts else 0)

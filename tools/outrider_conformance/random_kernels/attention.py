@@ -7,16 +7,17 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.device import CACHE_FORMATS, AttentionMetadata, HeadNorms, KernelSet, Product, RotaryArgs
 from outrider_conformance.attention_operands import attention_metadata
 from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.dense import EPS, TOKENS, normed, taken
+from outrider_conformance.random_kernels.dimensions import MANY, among, between
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
 
-HEADS = ((1, 1), (4, 4), (8, 2), (7, 1), (12, 4), (16, 1))
+HEADS = ((1, 1), (4, 4), (8, 2), (7, 1), (12, 4), (16, 1), (4, 2), (5, 1), (10, 2), (12, 2), (8, 1), (12, 1))
+"""Query heads and key heads, with 1 to 8, 12 and 16 query heads for each key head."""
 SIZES = (64, 96, 128, 256)
 _PAGES = (4, 16, 32, 128)
 Mapped = Mapping[str, Tensor]
@@ -75,14 +76,15 @@ class AttentionOperands(NamedTuple):
 
 def random_batch(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | None) -> AttentionOperands:
     """Return random queries over a cache in the format ``cache``. Slots of the cache that no sequence uses hold NaN."""
-    heads, kv_heads = HEADS[shape["heads"]]
-    size, page = SIZES[shape["size"]], _PAGES[shape["page"]]
+    heads, kv_heads, size, page = _cache_sizes(shape)
     new, before = _lengths(shape, dice)
     batch, tokens, padding = len(new), sum(new), shape["padding"]
     width = max(n + c for n, c in zip(new, before, strict=True)) // page + 2
     used = [-(-(n + c) // page) for n, c in zip(new, before, strict=True)]
     pages = 1 + sum(used) + 2
-    table, free = torch.zeros(batch, width, dtype=torch.int32), (dice.permutation(pages - 1) + 1).tolist()
+    if shape.get("far"):
+        pages += MANY if dtype.itemsize < 4 else MANY // 2
+    table, free = torch.zeros(batch, width, dtype=torch.int32), _page_order(dice, pages)
     caches = [torch.full((pages, page, kv_heads, size), torch.nan, dtype=dtype) for _ in range(2)]
     kept = []
     for row, (count, context) in enumerate(zip(new, before, strict=True)):
@@ -123,6 +125,19 @@ def random_batch(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: st
         sequences.append(SequenceOperands(q[first : first + count].double(), keys.double(), values.double(), own))
         first += count
     return AttentionOperands(operands, sequences, padding, window, size**-0.5 * (1.0 + shape["ragged"]), metadata)
+
+
+def _cache_sizes(shape: Shape) -> tuple[int, int, int, int]:
+    """Return query heads, key heads, head size and page size. A cache of many pages (``far``) has the smallest ones."""
+    heads, size, page = (0, 0, 0) if shape.get("far") else (shape.get("heads", 0), shape["size"], shape["page"])
+    return *HEADS[heads], SIZES[size], _PAGES[page]
+
+
+def _page_order(dice: RandomValues, pages: int) -> list[int]:
+    """Return the pages from 1 in a random order, the last page at the end."""
+    order = (dice.permutation(pages - 1) + 1).tolist()
+    order.remove(pages - 1)
+    return [*order, pages - 1]
 
 
 def _attention(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | None = None) -> Problem:
@@ -214,8 +229,8 @@ def rotary_operands(
     shape: Shape, dtype: torch.dtype, dice: RandomValues, tokens: int, kv_heads: int, size: int, cache: str | None = None
 ) -> tuple[dict[str, Operand], Tensor]:
     """Return cos, sin, caches in the format ``cache`` and slots, and which tokens are real. Padding writes to page 0."""
-    page = _PAGES[shape["page"]]
-    pages = tokens // page + 3
+    page = _cache_sizes(shape)[-1]
+    pages = tokens // page + 3 + (MANY // page if shape.get("far") else 0)
     slots = dice.permutation((pages - 1) * page)[:tokens] + page
     real = torch.arange(tokens) < max(tokens - shape["padding"], 1)
     slots = torch.where(real, slots, torch.arange(tokens) % page)
@@ -250,8 +265,8 @@ def _of_real(x: bounds.Number, real: Tensor) -> bounds.Number:
 
 
 def _rope(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | None = None) -> Problem:
-    heads, kv_heads = HEADS[shape["heads"]]
-    tokens, size = shape["tokens"], SIZES[shape["size"]]
+    heads, kv_heads, size, _ = _cache_sizes(shape)
+    tokens = shape["tokens"]
     q, k, v = (dice.normal(tokens, n, size, dtype=dtype, scale=_SPREAD[cache]) for n in (heads, kv_heads, kv_heads))
     operands, real = rotary_operands(shape, dtype, dice, tokens, kv_heads, size, cache)
     if shape["nan"]:
@@ -358,9 +373,11 @@ def _move(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | Non
     """Return the problem of overlapping moves in a cache; some have equal source and destination, and padding moves in page
     0.
     """
-    page, size, moves = _PAGES[shape["page"]], SIZES[shape["size"]], shape["moves"]
-    pages = moves // page + 3
-    caches = [_kept(dice.normal(pages, page, 2, size, dtype=dtype), cache) for _ in range(2)]
+    _, _, size, page = _cache_sizes(shape)
+    moves = shape["moves"]
+    pages = moves // page + 3 + (MANY // page if shape.get("far") else 0)
+    kv_heads = 1 if shape.get("far") else 2
+    caches = [_kept(dice.normal(pages, page, kv_heads, size, dtype=dtype), cache) for _ in range(2)]
     sources = dice.integers(page, pages * page, moves)
     destinations = dice.permutation((pages - 1) * page)[:moves] + page
     half = moves // 2
@@ -373,7 +390,7 @@ def _move(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | Non
         sources[-1] = destinations[-1] = alone
     wanted = {}
     for name, pages_of in zip(("k_cache", "v_cache"), caches, strict=True):
-        after = pages_of.to(torch.float64, copy=True).view(-1, 2, size)
+        after = pages_of.to(torch.float64, copy=True).view(-1, kv_heads, size)
         after[destinations] = after[sources].clone()
         wanted[name] = bounds.exact(after.view(pages_of.shape))
     operands = {"k_cache": Operand(caches[0]), "v_cache": Operand(caches[1])}
@@ -382,30 +399,37 @@ def _move(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | Non
     return Problem(operands, kernel_call("move_cache", *operands), wanted)
 
 
-_HEAD, _SIZE, _PAGE = st.integers(0, len(HEADS) - 1), st.integers(0, len(SIZES) - 1), st.integers(0, len(_PAGES) - 1)
-_FLAG = st.integers(0, 1)
+_HEAD, _SIZE, _PAGE = (among(*range(len(each))) for each in (HEADS, SIZES, _PAGES))
+_FLAG = between(0, 1)
 BATCHES = {
-    "batch": st.integers(1, 6),
-    "new": st.one_of(st.integers(1, 9), st.sampled_from((33, 65))),
-    "context": st.one_of(st.integers(0, 300), st.sampled_from((511, 512, 1023, 1025))),
+    "batch": between(1, 6),
+    "new": between(1, 9, 33, 65),
+    "context": between(0, 300, 511, 512, 1023, 1025),
     "ragged": _FLAG,
     "tree": _FLAG,
-    "window": st.sampled_from((0, 0, 1, 9)),
-    "padding": st.sampled_from((0, 0, 1, 5)),
+    "window": among(0, 0, 1, 9),
+    "padding": among(0, 0, 1, 5),
     "heads": _HEAD,
     "size": _SIZE,
     "page": _PAGE,
 }
 _PLAIN = {"ragged": 0, "tree": 0, "window": 0, "padding": 0, "heads": 2, "size": 0, "page": 1}
-ROTARY = {"tokens": TOKENS, "heads": _HEAD, "size": _SIZE, "page": _PAGE, "padding": st.sampled_from((0, 3))}
+ROTARY = {"tokens": TOKENS, "heads": _HEAD, "size": _SIZE, "page": _PAGE, "padding": among(0, 3)}
 TURNED = {"tokens": 17, "heads": 2, "size": 0, "page": 1, "padding": 3}
-_INNER = st.sampled_from((40, 96, 264, 520))
+_FAR = {"far": among(0, rare=(1,))}
+_ENDS = (
+    *({**_PLAIN, "batch": 2, "new": 1, "context": context} for context in (15, 16, 31)),  # of pages of 16 tokens
+    *({**_PLAIN, "batch": 2, "new": 1, "context": context, "window": 9} for context in (62, 63, 64)),  # of a window of 64
+)
+"""Batches whose last token ends a page or a window, or is next to its end."""
+_INNER = among(40, 96, 264, 520)
 _CASES = (
     (
         "paged_attention",
         _attention,
-        BATCHES,
+        BATCHES | _FAR,
         (
+            *_ENDS,
             {**_PLAIN, "batch": 2, "new": 1, "context": 4500},
             {**_PLAIN, "batch": 3, "new": 9, "context": 2100, "tree": 1, "ragged": 1, "size": 2, "heads": 3},
             {**_PLAIN, "batch": 3, "new": 70, "context": 131, "ragged": 1, "padding": 5, "size": 1},
@@ -416,7 +440,7 @@ _CASES = (
     (
         "rope_write_cache",
         _rope,
-        {**ROTARY, "nan": _FLAG},
+        {**ROTARY, "nan": _FLAG} | _FAR,
         ({**TURNED, "nan": 1}, {**TURNED, "tokens": 257, "size": 2, "heads": 3, "page": 0, "nan": 0}),
     ),
     (
@@ -445,7 +469,7 @@ _CASES = (
     (
         "move_cache",
         _move,
-        {"moves": st.one_of(st.integers(1, 40), st.sampled_from((255, 257))), "size": _SIZE, "page": _PAGE},
+        {"moves": between(1, 40, 255, 257), "size": _SIZE, "page": _PAGE} | _FAR,
         ({"moves": 33, "size": 0, "page": 1}, {"moves": 300, "size": 1, "page": 0}),
     ),
 )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.device import KernelSet, RequestInputs, RequestRows
 from outrider_conformance.random_kernels import bounds
+from outrider_conformance.random_kernels.dimensions import MANY, among, between
 from outrider_conformance.random_kernels.problem import (
     KernelProblems,
     Operand,
@@ -24,8 +24,8 @@ Mapped = Mapping[str, Tensor]
 
 
 def _rows(dice: RandomValues, batch: int, requests: int) -> Tensor:
-    """Return distinct indices of request rows, with padding (row 0) in larger batches."""
-    rows = dice.permutation(requests - 1)[:batch] + 1
+    """Return distinct indices of request rows, among them the last one, with padding (row 0) in larger batches."""
+    rows = torch.cat((torch.tensor([requests - 1]), dice.permutation(requests - 2)[: batch - 1] + 1))
     if batch > 2:
         rows[1] = 0
     if batch > 4:
@@ -33,8 +33,12 @@ def _rows(dice: RandomValues, batch: int, requests: int) -> Tensor:
     return rows
 
 
+def _requests_of(shape: Shape) -> int:
+    return MANY if shape.get("far") else shape["batch"] + 4
+
+
 def _state(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Tensor:
-    many = (shape["batch"] + 4, *((3,) if shape["deep"] else ()), shape["width"])
+    many = (_requests_of(shape), *((3,) if shape["deep"] else ()), shape["width"])
     return dice.normal(*many, dtype=dtype)
 
 
@@ -69,11 +73,11 @@ _OF_REQUESTS = ("rows", "lens", "last_tokens", "seeds", "temperature", "tables")
 
 
 def _requests(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
-    batch, requests, by_row = shape["batch"], shape["batch"] + 4, bool(shape["flag"])
+    batch, requests, by_row = shape["batch"], _requests_of(shape), bool(shape["flag"])
     rows = _rows(dice, batch, requests)
     state = {
         "rows": rows,
-        "lens": dice.integers(0, 5000, requests if by_row else batch),
+        "lens": dice.indices(2 * MANY, requests if by_row else batch),
         "last_tokens": dice.integers(0, 1 << 20, requests),
         "seeds": dice.integers(-(1 << 62), 1 << 62, requests),
         "temperature": dice.uniform(requests),
@@ -172,14 +176,15 @@ def _looked(source: Tensor, limits: tuple[int, int] | None, shape: Shape, dice: 
 
 
 def _place(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
-    batch, count, pages, page = shape["batch"], shape["count"], shape["width"] % 40 + 1, (4, 16, 128)[shape["page"]]
+    batch, count, page = shape["batch"], shape["count"], (4, 16, 128)[shape["page"]]
+    pages = MANY // page if shape["far"] else shape["width"] % 40 + 1
     ends = int(dice.integers(1, count + 1, 1))
     capacity = pages * page
-    lens = dice.integers(0, capacity, batch)
+    lens = dice.indices(capacity, batch)
     lens[-1] = capacity - 1  # the table ends among the new tokens
     if batch > 1:
         lens[0] = 0
-    tables = dice.integers(1, 10_000, batch, pages, dtype=torch.int32)
+    tables = dice.indices(1 << 20, batch, pages, dtype=torch.int32) + 1
     last = int(dice.integers(capacity // 2, capacity + count, 1))
     positions, slots = (torch.zeros(batch, count, dtype=torch.int64) for _ in range(2))
     seq_lens = torch.zeros(batch, ends, dtype=torch.int32)
@@ -212,10 +217,10 @@ def _decided(dice: RandomValues, batch: int, count: int) -> tuple[Tensor, Tensor
 
 
 def _publish(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
-    batch, requests = shape["batch"], shape["batch"] + 4
+    batch, requests = shape["batch"], _requests_of(shape)
     rows = _rows(dice, batch, requests)
     tokens, accepted = _decided(dice, batch, shape["count"])
-    lens = dice.integers(0, 5000, batch)
+    lens = dice.indices(2 * MANY, batch)
     lengths, last = dice.integers(0, 5000, requests), dice.integers(0, 1 << 20, requests)
     lengths[0] = last[0] = 0
     wanted_lengths, wanted_last = lengths.clone(), last.clone()
@@ -246,7 +251,7 @@ def _publish(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
 def _extend(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     batch, count = shape["batch"], shape["count"]
     tokens, accepted = _decided(dice, batch, count)
-    lens = dice.integers(0, 5000, batch)
+    lens = dice.indices(2 * MANY, batch)
     wanted: dict[str, Wanted] = {
         "following": tokens.clamp(min=0),
         "last": torch.arange(batch) * count + accepted,
@@ -259,10 +264,11 @@ def _extend(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     return Problem(operands, kernel_call("place_accepted", *names), wanted)
 
 
-_BATCH = st.one_of(st.integers(1, 9), st.sampled_from((64, 65, 257)))
-_WIDTH = st.one_of(st.integers(1, 70), st.sampled_from((1024, 1025, 4099)))
-_FLAG = st.integers(0, 1)
-_COUNT = st.integers(1, 9)
+_BATCH = between(1, 9, 64, 65, 257)
+_WIDTH = between(1, 70, 1024, 1025, 4099)
+_FLAG = between(0, 1)
+_FAR = {"far": among(0, rare=(1,))}
+_COUNT = between(1, 9)
 _FEW, _WIDE, _TALL = {"batch": 6, "width": 24}, {"batch": 3, "width": 4099}, {"batch": 300, "width": 35}
 
 
@@ -272,11 +278,12 @@ def _corners(**more: int) -> list[dict[str, int]]:
 
 _ROWS = {"batch": _BATCH, "width": _WIDTH, "deep": _FLAG}
 _LOOKED = {"batch": _BATCH, "width": _WIDTH, "flag": _FLAG}
+_DECIDED = {"batch": _BATCH, "count": _COUNT}
 BOOKKEEPING = (
-    KernelProblems("gather_rows", _gather, _ROWS, _corners(deep=1)),
+    KernelProblems("gather_rows", _gather, _ROWS | _FAR, _corners(deep=1)),
     KernelProblems("copy_rows", _copy, _LOOKED, [*_corners(flag=0), *_corners(flag=1)]),
-    KernelProblems("scatter_rows", _scatter, _ROWS, _corners(deep=1)),
-    KernelProblems("gather_requests", _requests, _LOOKED, [*_corners(flag=0), *_corners(flag=1)], choices=True),
+    KernelProblems("scatter_rows", _scatter, _ROWS | _FAR, _corners(deep=1)),
+    KernelProblems("gather_requests", _requests, _LOOKED | _FAR, [*_corners(flag=0), *_corners(flag=1)], choices=True),
     KernelProblems("find_nan", _find, _LOOKED, [*_corners(flag=0), *_corners(flag=1)]),
     KernelProblems("gather_checked", _checked, _LOOKED, [*_corners(flag=0), *_corners(flag=1)]),
     KernelProblems(
@@ -285,10 +292,12 @@ BOOKKEEPING = (
     KernelProblems(
         "place_tokens",
         _place,
-        {"batch": _BATCH, "width": _WIDTH, "count": _COUNT, "page": st.integers(0, 2)},
-        [*_corners(count=5, page=0), *_corners(count=9, page=1), *_corners(count=1, page=2)],
+        {"batch": _BATCH, "width": _WIDTH, "count": _COUNT, "page": between(0, 2)} | _FAR,
+        [*_corners(count=5, page=0, far=0), *_corners(count=9, page=1, far=0), *_corners(count=1, page=2, far=0)],
         choices=True,
     ),
-    KernelProblems("publish_accepted", _publish, {"batch": _BATCH, "count": _COUNT}, _corners(count=5)[::2], choices=True),
-    KernelProblems("place_accepted", _extend, {"batch": _BATCH, "count": _COUNT}, _corners(count=5)[::2], choices=True),
+    KernelProblems(
+        "publish_accepted", _publish, {"batch": _BATCH, "count": _COUNT} | _FAR, _corners(count=5)[::2], choices=True
+    ),
+    KernelProblems("place_accepted", _extend, _DECIDED, _corners(count=5)[::2], choices=True),
 )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-_TINY = {torch.float64: 2.0**-1074, torch.float32: 2.0**-149, torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133}
+TINY = {torch.float64: 2.0**-1074, torch.float32: 2.0**-149, torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133}
 _LAMBDA = 8.0
 _EXPONENT = 100.0
 """Largest argument whose float32 exponential is neither 0 nor infinite, rounded up."""
@@ -49,7 +49,7 @@ def growth(count: int, unit: float) -> float:
 
 def rounded(x: Number, dtype: torch.dtype, times: float = 1.0) -> Number:
     """Return ``x`` with its error increased by ``times`` roundings to ``dtype``."""
-    return Number(x.value, x.error + times * UNIT[dtype] * (x.value.abs() + x.error) + times * _TINY[dtype])
+    return Number(x.value, x.error + times * UNIT[dtype] * (x.value.abs() + x.error) + times * TINY[dtype])
 
 
 def add(x: Number, y: Number, dtype: torch.dtype) -> Number:
@@ -113,7 +113,7 @@ def rotate(x: Number, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Number:
     value = x.value * c + turned(x.value, -1.0) * s
     magnitude = x.value.abs() * c.abs() + turned(x.value.abs(), 1.0) * s.abs()
     error = x.error * c.abs() + turned(x.error, 1.0) * s.abs()
-    return Number(value, error + 3 * UNIT[dtype] * (magnitude + error) + 3 * _TINY[dtype])
+    return Number(value, error + 3 * UNIT[dtype] * (magnitude + error) + 3 * TINY[dtype])
 
 
 def stored(x: Number, dtype: torch.dtype) -> Number:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.device import KernelSet, Product
 from outrider_conformance.random_kernels import bounds
+from outrider_conformance.random_kernels.dimensions import MANY, among, between
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
 
-TOKENS = st.one_of(st.integers(1, 40), st.sampled_from((63, 64, 65, 127, 128, 129, 255, 257, 300)))
-_INNER = st.sampled_from((8, 40, 96, 256, 520, 1032))
-_OUTER = st.one_of(st.integers(1, 80), st.sampled_from((127, 129, 513, 1025)))
-_HIDDEN = st.sampled_from((8, 24, 64, 136, 576, 1032, 4104))
-_LAYOUT = st.integers(0, 2)
+TOKENS = between(1, 40, 63, 64, 65, 127, 128, 129, 255, 257, 300)
+_INNER = among(8, 40, 96, 256, 520, 1032)
+_OUTER = between(1, 80, 127, 129, 513, 1025)
+_HIDDEN = among(8, 24, 64, 136, 576, 1032, 4104)
+_LAYOUT = between(0, 2)
 _LAYOUTS = ("rows", "wide", "columns")
 EPS = 1e-5
 Mapped = Mapping[str, Tensor]
@@ -169,7 +169,7 @@ def _silu_mul(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
 
 
 _FEW, _MANY = {"tokens": 3, "inner": 40, "outer": 24}, {"tokens": 257, "inner": 520, "outer": 129}
-_BIAS, _LEVELS = st.integers(0, 1), st.integers(0, 1)
+_BIAS, _LEVELS = between(0, 1), between(0, 1)
 
 
 _DECODE = {"tokens": 16, "inner": 2048, "outer": 2048, "layout": 0, "bias": 0, "levels": 0}
@@ -191,9 +191,9 @@ def _drawn(
         "layout": _LAYOUT,
         "bias": _BIAS,
         "levels": _LEVELS,
-        "gates": st.sampled_from((20, 96, 264)),
-        "heads": st.sampled_from((0, 0, 1, 5)),
-        "vocabulary": st.sampled_from((2, 37, 1025, 2051)),
+        "gates": among(20, 96, 264),
+        "heads": among(0, 0, 1, 5),
+        "vocabulary": among(2, 37, 1025, 2051, rare=(2**15 + 1, MANY)),
     }
     small = {"tokens": 3, "inner": 40, "outer": 24, "hidden": 64, "layout": 0, "bias": 1, "levels": 0, "gates": 20}
     small |= {"heads": 3, "vocabulary": 37}

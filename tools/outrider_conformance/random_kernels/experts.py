@@ -5,25 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.dense import halves
+from outrider_conformance.random_kernels.dimensions import among, between
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
 
 _MIN_LOGIT_GAP = 0.25
 """Smallest gap between router logits of a token, so that only one choice of experts is right."""
-_EXPERTS = st.sampled_from((1, 2, 5, 8, 60, 128))
-_CHOSEN = st.integers(1, 8)
-_TOKENS = st.one_of(st.integers(1, 12), st.sampled_from((33, 64, 129)))
-_SIZES = st.sampled_from((8, 24, 40, 136))
+_EXPERTS = among(1, 2, 5, 8, 60, 128)
+_CHOSEN = between(1, 8)
+_TOKENS = between(1, 12, 33, 64, 129)
+_SIZES = among(8, 24, 40, 136)
 
 
 def _distinct(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Tensor:
-    """Return logits [T, E] in a random order per row, with gaps that survive the rounding to ``dtype``."""
+    """Return logits [T, E] in a random order per row, with gaps that survive the rounding to ``dtype``. In every second row,
+    experts are equal in pairs.
+    """
     tokens, count = shape["tokens"], shape["experts"]
     order = torch.stack([dice.permutation(count) for _ in range(tokens)])
+    order[::2] //= 2
     apart = max(_MIN_LOGIT_GAP, 8.0 * count * bounds.UNIT[dtype])
     shift = dice.integers(-3, 4, tokens, 1).double()
     return ((order.double() - count) * apart + shift).to(dtype)
@@ -33,7 +36,7 @@ def _route(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     logits = _distinct(shape, dtype, dice)
     count = min(shape["chosen"], shape["experts"])
     exact = logits.double()
-    chosen = exact.argsort(-1, descending=True)[:, :count]
+    chosen = exact.argsort(dim=-1, descending=True, stable=True)[:, :count]
     weights = exact.softmax(-1).gather(1, chosen)
     if shape["flag"]:
         weights = weights / weights.sum(-1, keepdim=True)
@@ -91,7 +94,7 @@ def _experts(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     return Problem(operands, kernel_call("experts", *operands), {"out": wanted})
 
 
-_FLAG = st.integers(0, 1)
+_FLAG = between(0, 1)
 EXPERTS = (
     KernelProblems(
         "route",
@@ -107,7 +110,7 @@ EXPERTS = (
     KernelProblems(
         "experts",
         _experts,
-        {"tokens": _TOKENS, "experts": st.sampled_from((1, 2, 5, 8)), "chosen": st.integers(1, 4)}
+        {"tokens": _TOKENS, "experts": among(1, 2, 5, 8), "chosen": between(1, 4)}
         | {"inner": _SIZES, "outer": _SIZES, "flag": _FLAG},
         [
             {"tokens": 3, "experts": 5, "chosen": 2, "inner": 40, "outer": 24, "flag": 0},

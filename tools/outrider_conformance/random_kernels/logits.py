@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider_conformance.random_kernels import bounds
+from outrider_conformance.random_kernels.dimensions import MANY, among, between
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
 
 _LAYOUTS = ("rows", "wide")
+_FEW_TOKENS = 100
+"""Vocabulary up to which the order of equal tokens is checked."""
 Mapped = Mapping[str, Tensor]
 
 
@@ -25,7 +27,7 @@ def _given(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Tensor:
 def _bias(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     logits, entries = _given(shape, dtype, dice), shape["entries"]
     batch, nodes, vocabulary = logits.shape
-    positions = dice.integers(0, 5000, batch, 1) + torch.arange(nodes)
+    positions = dice.indices(MANY + 5000, batch, 1) + torch.arange(nodes)
     count = dice.integers(0, entries + 1, batch)
     count[0] = entries
     tokens = torch.stack([dice.permutation(max(vocabulary, entries))[:entries] % vocabulary for _ in range(batch)])
@@ -42,7 +44,8 @@ def _bias(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
             token, value = int(tokens[row, entry]), values[row, entry].double()
             on = positions[row] < until[row, entry]
             here = wanted.value[row, on, token]
-            wanted.error[row, on, token] += (2 * unit * (here.abs() + value.abs() + (here + value).abs())).nan_to_num(0, 0, 0)
+            error = 2 * unit * (here.abs() + value.abs() + (here + value).abs()) + 2 * bounds.TINY[dtype]
+            wanted.error[row, on, token] += error.nan_to_num(0, 0, 0)
             wanted.value[row, on, token] = here + value
     operands = {
         "logits": Operand(logits, _LAYOUTS[shape["layout"]]),
@@ -105,7 +108,7 @@ def _penalties(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     error = (4 * unit * (value.abs() + 2 * lowered.abs())).nan_to_num(0, 0, 0)
     value = value - lowered
     moved = value != logits.double()
-    error = torch.where(moved, error + bounds.UNIT[dtype] * value.abs().nan_to_num(0, 0, 0), 0.0)
+    error = torch.where(moved, error + bounds.UNIT[dtype] * value.abs().nan_to_num(0, 0, 0) + bounds.TINY[dtype], 0.0)
     operands = {
         "logits": Operand(logits, _LAYOUTS[shape["layout"]]),
         "tokens": Operand(tokens),
@@ -215,7 +218,10 @@ def judge_truncated(
 def _logprobs(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     logits = _given(shape, dtype, dice)
     batch, nodes, vocabulary = logits.shape
+    logits[-1, 0, 2:] = -torch.inf  # two tokens that aren't excluded, or one
+    logits[:, :, 5:8] = logits[:, :, 5:6]  # equals
     tokens = dice.integers(1, vocabulary, batch, nodes)
+    tokens[:, 0] = 0  # an excluded token
     tokens[0, 0] = vocabulary - 1
     tokens[-1, -1] = -1
     count = min(shape["entries"], vocabulary - 1)
@@ -234,6 +240,13 @@ def _logprobs(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
         assert dtypes == (torch.float32, torch.int64), f"dtypes {dtypes}"
         assert ((ids >= 0) & (ids < vocabulary)).all(), "an id outside of the vocabulary"
         assert all(len(set(line)) == count for line in ids.flatten(0, 1).tolist()), "an id twice among the likeliest"
+        chosen = torch.zeros(batch, nodes, vocabulary, dtype=torch.int64).scatter(
+            2, ids, torch.arange(count, 0, -1).expand_as(ids)
+        )
+        for token in range(vocabulary - 1) if vocabulary < _FEW_TOKENS else ():
+            later = (logits[..., token + 1 :] == logits[..., token : token + 1]) & (chosen[..., token + 1 :] > 0)
+            before = chosen[..., token + 1 :] < chosen[..., token : token + 1]
+            assert (before | ~later).all(), f"an equal of token {token} with a higher id comes first"
         every = torch.cat((tokens.clamp(min=0).unsqueeze(-1), ids), dim=-1)
         error_of = error.gather(2, every)
         error_of[..., 0] = torch.where(tokens < 0, torch.inf, error_of[..., 0])
@@ -248,18 +261,18 @@ def _logprobs(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     return Problem(operands, call, {}, judge)
 
 
-_FLAG = st.integers(0, 1)
+_FLAG = between(0, 1)
 _SHAPE = {
-    "batch": st.integers(1, 6),
-    "nodes": st.integers(1, 9),
-    "vocabulary": st.one_of(st.integers(9, 70), st.sampled_from((1023, 1025, 2049))),
+    "batch": between(1, 6),
+    "nodes": between(1, 9),
+    "vocabulary": between(9, 70, 1023, 1025, 2049, 2**15 + 1),
     "layout": _FLAG,
 }
 _SMALL = {"batch": 6, "nodes": 4, "vocabulary": 37, "layout": 1}
 _WIDE = {"batch": 4, "nodes": 2, "vocabulary": 4099, "layout": 0}
 _TALL = {"batch": 260, "nodes": 1, "vocabulary": 33, "layout": 0}
 _ALL = (_SMALL, _WIDE, _TALL)
-_ENTRIES = st.sampled_from((1, 4, 7))
+_ENTRIES = among(1, 4, 7)
 
 
 def _with(**more: int) -> list[dict[str, int]]:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
 from outrider.device import KernelSet
 from outrider_conformance.random_kernels.bounds import Number
+from outrider_conformance.random_kernels.dimensions import MANY, Dimension
 
 Shape = Mapping[str, int]
 Wanted = Number | Tensor
@@ -75,7 +75,7 @@ class KernelProblems:
     kernel: str
     make: Make
     """Return a problem of a shape."""
-    dimensions: Mapping[str, SearchStrategy[int]]
+    dimensions: Mapping[str, Dimension]
     """The random dimensions of a shape."""
     corners: Sequence[Shape] = ()
     """Shapes that every run includes."""
@@ -109,6 +109,15 @@ class RandomValues:
         """Return a tensor of random integers from ``low`` to below ``high``."""
         return torch.randint(low, high, shape, generator=self.generator).to(dtype)
 
+    def indices(self, limit: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        """Return a tensor of indices below ``limit``. Half are next to 0, 2**15, 2**16 or the limit, where integers of few
+        bits overflow.
+        """
+        edges = torch.tensor([0, 1, 2**15 - 1, 2**15, 2**16 - 1, 2**16, MANY, limit - 1])
+        edges = edges[edges < limit]
+        near = edges[self.integers(0, len(edges), *shape)]
+        return torch.where(self.uniform(*shape) < 0.5, near, self.integers(0, limit, *shape)).to(dtype)
+
     def uniform(self, *shape: int) -> Tensor:
         """Return a float32 tensor of random numbers between 0 and 1."""
         return torch.rand(shape, generator=self.generator)
@@ -122,11 +131,16 @@ class RandomValues:
         return bool(self.integers(0, 2, 1))
 
     def factors(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-        """Return random operands of a sum, normal or all positive, with one large number at the end of each row."""
+        """Return random operands of a sum, normal or all positive, with one large number at the end of each row. Of three or
+        more rows, the second one is zero.
+        """
         made = (
             self.normal(*shape, dtype=dtype, scale=scale) if self.coin() else self.positive(*shape, dtype=dtype, scale=scale)
         )
         made[..., -1] *= 4
+        rows = made.view(-1, shape[-1])
+        if len(rows) > 2:
+            rows[1] = 0
         return made
 
 

@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.device import CACHE_FORMATS, QUANTIZED_FORMATS, KernelSet, QuantizedProduct, QuantizedWeight
+from outrider.device.kernels.formats import INT8, ElementFormat
 from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.attention import (
     BATCHES,
@@ -26,11 +26,11 @@ from outrider_conformance.random_kernels.attention import (
     with_padding,
 )
 from outrider_conformance.random_kernels.dense import EPS, halves
+from outrider_conformance.random_kernels.dimensions import among, between
 from outrider_conformance.random_kernels.experts import weighted_sum
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape
 
 _BLOCKS = ("channel", "group", "block", "wide group")
-_MAGNITUDES = {"fp8": 448.0, "int8": 127.5 + 2.0**-13}
 
 
 def _block(shape: Shape) -> tuple[int, int]:
@@ -46,18 +46,16 @@ def _weight(shape: Shape, format: str, dice: RandomValues) -> tuple[dict[str, Op
     """Return a random quantised weight as kernel operands, with its data as 32-bit words, and its values in float64."""
     size, block = (shape["outer"], shape["inner"]), _block(shape)
     grid = (-(-size[0] // block[0]), -(-size[1] // block[1]))
-    if format == "fp8":
-        data = dice.normal(*size, dtype=torch.float32, scale=60.0).clamp(-448, 448).to(torch.float8_e4m3fn)
-        values = data.double()
-    elif format == "int8":
-        data = dice.integers(-128, 128, *size, dtype=torch.int8)
-        values = data.double()
+    elements = QUANTIZED_FORMATS[format]
+    if elements.is_float:
+        random = dice.normal(*size, dtype=torch.float32, scale=elements.random_deviation)
+        values = random.clamp(elements.lowest, elements.highest).to(elements.dtype).double()
     else:
-        halves = dice.integers(0, 16, *size, dtype=torch.uint8)
-        data, values = halves[:, 0::2] | halves[:, 1::2] << 4, halves.double() - 8
+        values = dice.integers(int(elements.lowest), int(elements.highest) + 1, *size).double()
+    data = elements.encode(values)
     scales = (dice.uniform(*grid) + 0.5) / (values.abs().max() * shape["inner"] ** 0.5)
     operands = {"data": Operand(data.view(torch.int32)), "scales": Operand(scales.float())}
-    if shape["zeros"] and format != "fp8":
+    if shape["zeros"] and not elements.is_float:
         zeros = dice.integers(-8, 9, *grid)
         operands["zeros"] = Operand(zeros)
         values = values - _spread(zeros.double(), block, size)
@@ -65,16 +63,18 @@ def _weight(shape: Shape, format: str, dice: RandomValues) -> tuple[dict[str, Op
 
 
 def _activations(
-    shape: Shape, format: str, dtype: torch.dtype, dice: RandomValues
+    shape: Shape, elements: ElementFormat, dtype: torch.dtype, dice: RandomValues
 ) -> tuple[dict[str, Operand], bounds.Number]:
     """Return random activations x, their values after quantisation, and the operand of a given scale."""
     rows, width = shape["tokens"], shape["inner"]
-    if format == "fp8":
+    if elements.is_float:
         steps = (2.0 ** dice.integers(-4, 8, rows, width).double()) * (1 + dice.integers(0, 8, rows, width).double() / 8)
         near = steps * (1 + (dice.uniform(rows, width).double() - 0.5) * 0.02)
     else:
         steps = dice.integers(1, 60, rows, width).double()
         near = steps + (dice.uniform(rows, width).double() - 0.5) * 0.4
+    if rows > 2:
+        steps[1] = near[1] = 0
     signs = dice.integers(0, 2, rows, width).double() * 2 - 1
     steps, near = steps * signs, near * signs
     group = {2: 16}.get(shape["active"], width)
@@ -82,11 +82,15 @@ def _activations(
     if shape["active"] == 3:
         scale = torch.full_like(scale, 0.03125)
     else:  # the largest of each group decides its scale
-        steps[:, ::group], near[:, ::group] = (448.0, 448.0) if format == "fp8" else (127.0, 127.5)
+        steps[:, ::group] = elements.highest
+        near[:, ::group] = elements.highest if elements.is_float else elements.highest + 0.5
+        if rows > 2:
+            steps[1] = near[1] = 0  # a group of zeros stays zeros
     wide = scale.repeat_interleave(group, 1)[:, :width]
     x = (near * wide).to(dtype)
     if shape["active"] != 3:
-        wide = (x[:, ::group].double() / _MAGNITUDES[format]).repeat_interleave(group, 1)[:, :width]
+        assert elements.activation_divisor is not None  # a format of activations
+        wide = (x[:, ::group].double() / elements.activation_divisor).repeat_interleave(group, 1)[:, :width]
     value = steps * wide
     operands = {"x": Operand(x)}
     if shape["active"] == 3:
@@ -95,7 +99,8 @@ def _activations(
 
 
 def _linear_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
-    active = {"fp8": "fp8", "int8": "int8", "int4": "int8"}[format] if shape["active"] else None
+    elements = QUANTIZED_FORMATS[format]
+    active = (INT8 if elements.activation_divisor is None else elements) if shape["active"] else None
     parts, weight = _weight(shape, format, dice)
     operands = {f"own {name}": each for name, each in parts.items()}
     if active is None:
@@ -112,7 +117,7 @@ def _linear_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: Rando
 
     def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         quantized = {
-            "activations": active,
+            "activations": None if active is None else active.name,
             "activation_group": 16 if shape["active"] == 2 else 0,
             "input_scale": o.get("input_scale"),
         }
@@ -123,13 +128,13 @@ def _linear_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: Rando
 
 
 _DIMENSIONS = {
-    "tokens": st.one_of(st.integers(1, 20), st.sampled_from((63, 65, 129))),
-    "inner": st.sampled_from((8, 40, 96, 264)),
-    "outer": st.one_of(st.integers(1, 80), st.just(129)),
-    "blocks": st.integers(0, 2),
-    "zeros": st.integers(0, 1),
-    "active": st.integers(0, 3),
-    "bias": st.integers(0, 1),
+    "tokens": between(1, 20, 63, 65, 129),
+    "inner": among(8, 40, 96, 264),
+    "outer": between(1, 80, 129),
+    "blocks": between(0, 2),
+    "zeros": between(0, 1),
+    "active": between(0, 3),
+    "bias": between(0, 1),
 }
 _CORNERS = (
     {"tokens": 3, "inner": 40, "outer": 24, "blocks": 1, "zeros": 1, "active": 0, "bias": 1},
@@ -381,7 +386,7 @@ def _record(
     zeros = o.get(f"{name} zeros")
     return QuantizedWeight(
         format=format,
-        data=o[f"{name} data"].view(QUANTIZED_FORMATS[format]),
+        data=o[f"{name} data"].view(QUANTIZED_FORMATS[format].dtype),
         scales=o[f"{name} scales"],
         block=_block({**shape, "inner": size[1]}),
         shape=size,
@@ -399,13 +404,13 @@ _TURNS = {name: each for name, each in _DIMENSIONS.items() if name != "outer"} |
 _TURNED = tuple({**corner, **TURNED, "tokens": corner["tokens"]} for corner in _CORNERS)
 _ATTENDED = {
     **{name: each for name, each in BATCHES.items() if name not in ("new", "context")},
-    "new": st.one_of(st.integers(1, 9), st.just(33)),
-    "context": st.one_of(st.integers(0, 300), st.just(1023)),
-    "hidden": st.sampled_from((40, 128)),
-    "outer": st.sampled_from((1, 24, 80, 129)),
-    "blocks": st.integers(0, 3),
-    "zeros": st.integers(0, 1),
-    "bias": st.integers(0, 1),
+    "new": between(1, 9, 33),
+    "context": between(0, 300, 1023),
+    "hidden": among(40, 128),
+    "outer": among(1, 24, 80, 129),
+    "blocks": between(0, 3),
+    "zeros": between(0, 1),
+    "bias": between(0, 1),
 }
 _FEW = {"ragged": 0, "tree": 0, "window": 0, "padding": 0, "heads": 0, "size": 2, "page": 1}
 _FEW |= {"hidden": 40, "outer": 24, "blocks": 3, "zeros": 0, "bias": 0}

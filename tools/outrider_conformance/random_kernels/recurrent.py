@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.device import KernelSet, RecurrentBatch
 from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.dense import EPS, Mapped
+from outrider_conformance.random_kernels.dimensions import among, between
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
 
 _ROUNDINGS = 64.0
@@ -139,11 +139,9 @@ def _gated_rms_norm(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Pro
     return Problem(operands, kernel_call("gated_rms_norm", *operands, EPS), {"out": wanted})
 
 
-_FLAG = st.integers(0, 1)
-_BATCH = {"batch": st.integers(1, 5), "ragged": _FLAG, "padding": _FLAG}
-_HEADS = {"heads": st.integers(1, 3), "repeats": st.integers(1, 3), "key_size": st.sampled_from((4, 8, 20))} | {
-    "value_size": st.sampled_from((4, 8, 24))
-}
+_FLAG = between(0, 1)
+_BATCH = {"batch": between(1, 5), "ragged": _FLAG, "padding": _FLAG}
+_HEADS = {"heads": between(1, 3), "repeats": between(1, 3), "key_size": among(4, 8, 20)} | {"value_size": among(4, 8, 24)}
 _SMALL = {"batch": 3, "ragged": 0, "padding": 0}
 _PARTLY = {"partial_commit": 1, "uncommitted": 0}
 _WHOLLY = {"partial_commit": 0, "uncommitted": 0}
@@ -152,7 +150,7 @@ RECURRENT = (
     KernelProblems(
         "short_convolution",
         _short_convolution,
-        {**_BATCH, "new": st.integers(1, 9), "channels": st.sampled_from((8, 24, 136)), "kernel_size": st.integers(2, 5)}
+        {**_BATCH, "new": between(1, 9), "channels": among(8, 24, 136), "kernel_size": between(2, 5)}
         | {"partial_commit": _FLAG, "uncommitted": _FLAG},
         [
             {**_SMALL, "new": 4, "channels": 24, "kernel_size": 4, **_PARTLY},
@@ -163,7 +161,7 @@ RECURRENT = (
     KernelProblems(
         "gated_delta_rule",
         partial(_rule, chunks=False),
-        {**_BATCH, **_HEADS, "new": st.integers(1, 6), "partial_commit": _FLAG, "uncommitted": _FLAG},
+        {**_BATCH, **_HEADS, "new": between(1, 6), "partial_commit": _FLAG, "uncommitted": _FLAG},
         [
             {**_SMALL, "heads": 2, "repeats": 3, "key_size": 8, "value_size": 24, "new": 4, **_PARTLY},
             {**_SMALL, "heads": 2, "repeats": 1, "key_size": 8, "value_size": 8, "new": 4, **_UNCOMMITTED},
@@ -173,7 +171,7 @@ RECURRENT = (
     KernelProblems(
         "chunk_gated_delta_rule",
         partial(_rule, chunks=True),
-        {**_BATCH, **_HEADS, "new": st.sampled_from((1, 3, 20, 63, 64, 65, 130))},
+        {**_BATCH, **_HEADS, "new": among(1, 3, 20, 63, 64, 65, 130)},
         [
             {"batch": 2, "ragged": 1, "padding": 1, "heads": 1, "repeats": 2, "key_size": 8, "value_size": 8, "new": 130},
             {**_SMALL, "heads": 2, "repeats": 1, "key_size": 4, "value_size": 8, "new": 64},
@@ -182,7 +180,7 @@ RECURRENT = (
     KernelProblems(
         "gated_rms_norm",
         _gated_rms_norm,
-        {"tokens": st.integers(1, 9), "heads": st.integers(1, 4), "outer": st.sampled_from((4, 8, 20, 128))},
+        {"tokens": between(1, 9), "heads": between(1, 4), "outer": among(4, 8, 20, 128)},
         [{"tokens": 5, "heads": 3, "outer": 20}],
     ),
 )

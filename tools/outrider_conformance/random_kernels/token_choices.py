@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider_conformance.random_kernels import noise
+from outrider_conformance.random_kernels.dimensions import MANY, between
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
 
 _UNIT = 2.0**-24
@@ -38,13 +38,17 @@ def _row_operands(temperature: Tensor, seeds: Tensor, positions: Tensor) -> dict
 
 
 def _logits(dice: RandomValues, *shape: int) -> Tensor:
-    """Return random logits: some rows have several equal maxima, some excluded tokens, some a likely last token."""
+    """Return random logits: some rows have several equal maxima, some excluded tokens, some a likely last token. In some, the
+    best logit is -0.0, and 0.0 follows.
+    """
     logits = dice.normal(*shape, dtype=torch.float32, scale=3.0)
     flat = logits.view(-1, shape[-1])
     flat[::3, -1] += 6
     if shape[-1] > 4:
         flat[1::4, 1 :: 1 + shape[-1] // 7] = flat[1::4].amax(-1, keepdim=True)  # equals: the first one wins when greedy
         flat[2::5, : shape[-1] // 2] = -torch.inf
+        flat[3::5] = -1 - flat[3::5].abs()
+        flat[3::5, 1], flat[3::5, 3:5] = -0.0, 0.0  # equals too
     return logits
 
 
@@ -278,9 +282,10 @@ def _walk(
         assert found[name] == value, f"{what}: {name} is {found[name]}, expected {value}"
 
 
-_VOCABULARY = st.one_of(st.integers(2, 70), st.sampled_from((1023, 1024, 1025, 2049, 4099)))
-_BATCH = st.one_of(st.integers(1, 9), st.sampled_from((65, 130)))
-_FLAG = st.integers(0, 1)
+_VOCABULARY = between(2, 70, 1023, 1024, 1025, 2049, 4099)
+_ANY_VOCABULARY = between(2, 70, 1023, 1024, 1025, 2049, 4099, MANY)
+_BATCH = between(1, 9, 65, 130)
+_FLAG = between(0, 1)
 _SMALL = {"batch": 7, "vocabulary": 37, "layout": 0}
 _WIDE = {"batch": 3, "vocabulary": 33001, "layout": 1}
 _TALL = {"batch": 300, "vocabulary": 67, "layout": 0}
@@ -288,7 +293,7 @@ CHOICES = (
     KernelProblems(
         "sample",
         _sample,
-        {"batch": _BATCH, "vocabulary": _VOCABULARY, "draft": _FLAG, "layout": _FLAG},
+        {"batch": _BATCH, "vocabulary": _ANY_VOCABULARY, "draft": _FLAG, "layout": _FLAG},
         [{**corner, "draft": draft} for corner in (_SMALL, _WIDE, _TALL) for draft in (0, 1)],
         choices=True,
     ),
@@ -296,9 +301,9 @@ CHOICES = (
         "verify_chain",
         _chain,
         {
-            "batch": st.one_of(st.integers(1, 9), st.sampled_from((65,))),
+            "batch": between(1, 9, 65),
             "vocabulary": _VOCABULARY,
-            "drafts": st.integers(1, 8),
+            "drafts": between(1, 8),
             "sampling": _FLAG,
             "layout": _FLAG,
         },
@@ -313,9 +318,9 @@ CHOICES = (
         "verify_checked",
         _checked,
         {
-            "batch": st.one_of(st.integers(1, 9), st.sampled_from((65,))),
+            "batch": between(1, 9, 65),
             "vocabulary": _VOCABULARY,
-            "drafts": st.integers(0, 8),
+            "drafts": between(0, 8),
             "layout": _FLAG,
         },
         [{**corner, "drafts": drafts} for corner, drafts in ((_SMALL, 4), (_WIDE, 2), (_TALL, 5), (_WIDE, 0), (_TALL, 0))],
@@ -325,10 +330,10 @@ CHOICES = (
         "verify_tree",
         _tree,
         {
-            "batch": st.integers(1, 9),
+            "batch": between(1, 9),
             "vocabulary": _VOCABULARY,
-            "nodes": st.integers(1, 24),
-            "depth": st.integers(1, 6),
+            "nodes": between(1, 24),
+            "depth": between(1, 6),
             "sampling": _FLAG,
             "layout": _FLAG,
         },

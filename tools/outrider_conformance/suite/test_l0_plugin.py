@@ -7,7 +7,15 @@ import time
 import pytest
 import torch
 
-from outrider.device import INTERFACE_VERSION, Backend, BackendInfo, BackendLoadError, ConfigError, OutriderError
+from outrider.device import (
+    INTERFACE_DATES,
+    INTERFACE_VERSION,
+    Backend,
+    BackendInfo,
+    BackendLoadError,
+    ConfigError,
+    OutriderError,
+)
 from outrider_conformance.ci_declaration import declaration_fault
 from outrider_conformance.kit import Kit
 from outrider_conformance.lab import expect
@@ -49,6 +57,14 @@ def test_it_supports_this_interface_version(info: BackendInfo) -> None:
         f"{info.interface_min}..{info.interface_max} lacks {INTERFACE_VERSION}"
     )
     assert info.interface_min >= 1, f"interface versions are counted from 1, interface_min is {info.interface_min}"
+
+
+@promise("PluginInfo.interface_max", "Not a version without a day in :data:`INTERFACE_DATES`.")
+def test_it_supports_versions_that_exist(info: BackendInfo) -> None:
+    """No version is claimed that isn't fixed yet: the plugin can't know its rules."""
+    known = ", ".join(f"{version} of {day}" for version, day in INTERFACE_DATES.items())
+    assert info.interface_max in INTERFACE_DATES, f"interface_max is {info.interface_max}; versions are {known}"
+    assert info.interface_min in INTERFACE_DATES, f"interface_min is {info.interface_min}; versions are {known}"
 
 
 @promise("CiDeclaration", "``outrider ci-matrix`` turns it into a matrix row.")

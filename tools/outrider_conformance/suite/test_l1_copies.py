@@ -13,7 +13,8 @@ from outrider_conformance.promises import needs, promise
 from outrider_conformance.verdict import not_applicable
 
 _DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
-_LONG = 1 << 18  # numbers of a copy that is a MiB long
+_LENGTHS = (WIDTH, 1 << 14, 1 << 18, (1 << 18) + 1, (1 << 22) + 1)
+"""Numbers of copies of 256 bytes, 64 KiB, 1 MiB, and a little more than 1 and 16 MiB: drivers change their ways there."""
 
 
 @promise(
@@ -133,7 +134,7 @@ def test_a_copy_does_not_block_the_host(lab: Lab, direction: str) -> None:
         lab.backend.copy_async(*pair[direction], stream=a)
         return not busy.query()
 
-    for width in (WIDTH, _LONG, *([0] if direction == "on the device" else [])):
+    for width in (*_LENGTHS, *([0] if direction == "on the device" else [])):
         words = f"earlier work was always done after a copy of {width} numbers {direction}: the copy is synchronous"
         lab.check_in_some_order(observing(partial(is_pending, width)), words)
 

@@ -8,19 +8,23 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from outrider.device import (
     Backend,
     CapabilityError,
     CaptureContext,
     CaptureError,
+    DeviceError,
     DeviceFault,
     StreamOrderError,
 )
 from outrider_conformance.lab import Lab, call_on_new_thread, expect, in_every_order
 from outrider_conformance.promises import needs, promise
 from outrider_conformance.suite.test_l2_graphs import triple
+from outrider_conformance.verdict import not_applicable
 
+_COPIES = ("cpu", "tolist")
 _UNCHANGED = "A :class:`DeviceError` passes through unchanged."
 
 
@@ -158,6 +162,38 @@ def test_what_needs_results_is_refused_while_capturing(lab: Lab, use: Callable[.
     with pytest.raises(CaptureError):
         backend.capture("asks", fn, stream=stream, inputs={}, outputs={"y": y})
     assert refused, "it wasn't refused inside the capture"
+    _still_works(lab, backend)
+
+
+@needs("captures_graphs")
+@promise("Backend.capture", "a library that synchronises (``Tensor.item``) fails the capture.")
+@pytest.mark.parametrize(
+    "read",
+    [lambda x: x.sum().item(), lambda x: bool((x > 0).any()), lambda x: x.cpu(), lambda x: x.tolist()],
+    ids=["item", "bool", *_COPIES],
+)
+def test_a_library_that_synchronises_fails_the_capture(
+    lab: Lab, read: Callable[[Tensor], object], request: pytest.FixtureRequest
+) -> None:
+    """A value that torch reads on the host inside a capture raises an error, and the device works afterwards."""
+    backend = lab.backend
+    if not backend.is_host(torch.ones(1)) and request.node.callspec.id in _COPIES:
+        not_applicable("the device computes in host memory: nothing is copied")
+    (stream,) = lab.streams("s")
+    x, y = lab.full(stream, 1), lab.full(stream, 0)
+    found: list[object] = []
+
+    def fn(context: CaptureContext) -> None:
+        context.outputs["y"].add_(1)
+        if backend.active_capture is not None and not backend.active_capture.rehearsal:
+            found.append(read(context.outputs["y"]))
+
+    try:
+        backend.capture("reads", fn, stream=stream, inputs={"x": x}, outputs={"y": y})
+    except (CaptureError, DeviceError):
+        pass
+    else:
+        raise AssertionError(f"a value was read in a capture, in which nothing runs, and nothing was raised: {found}")
     _still_works(lab, backend)
 
 

@@ -82,6 +82,22 @@ def test_a_rebind_leaves_earlier_replays_alone(lab: Lab) -> None:
     lab.check_in_every_order(program)
 
 
+@promise("Backend", "*Names* are for reports: two objects with one name share nothing.")
+def test_a_rebind_leaves_other_graphs_alone(lab: Lab) -> None:
+    """A rebind of one of three graphs, all with one name, changes no other graph."""
+    _rebindable(lab.backend)
+    (stream,) = lab.streams("s")
+    graphs = [scaled(lab, stream) for _ in range(3)]
+    for turn, rebound in enumerate(graphs, 2):
+        rebound.update_params({"n": [turn]}, stream=stream)
+        for graph in graphs:
+            graph.replay(stream)
+        stream.synchronize()
+        wanted = [10.0 * (index + 2 if index + 2 <= turn else 1) for index in range(len(graphs))]
+        found = [lab.current_values(graph.outputs["y"]) for graph in graphs]
+        expect(found, wanted, f"outputs of three graphs after graph {turn - 1} was rebound")
+
+
 @promise("Graph.update_params", "The values are copied before the call returns.")
 def test_values_are_copied(lab: Lab) -> None:
     """The caller's list may change after the call returns."""

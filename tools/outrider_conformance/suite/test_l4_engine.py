@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.device import Backend, Fence, Recompute, SpeculativeSync
+from outrider.device import Backend, CapabilityError, Fence, Recompute, SpeculativeSync
 from outrider_conformance import engines
 from outrider_conformance.lab import BrokenPromiseError, Lab, expect
+from outrider_conformance.observed_kernels import modes_of
 from outrider_conformance.promises import promise
 from outrider_conformance.verdict import not_applicable
 
@@ -29,6 +30,39 @@ def test_tokens_equal_plain_decoding_on_the_reference(lab: Lab, speculate: str, 
         expect(round(found.acceptance, 6), round(same.acceptance, 6), "the acceptance length")
     else:
         expect(abs(found.acceptance - same.acceptance) < 0.35, True, f"acceptance {found.acceptance}, {same.acceptance}")
+
+
+@promise("SpeculativeSync.step_modes", "The modes that are right on this device.")
+@pytest.mark.parametrize("mode", ["graphs", "fused"])
+def test_graphs_accept_as_many_tokens_as_eager_stages(lab: Lab, mode: str) -> None:
+    """The acceptance length with captured stages equals that of eager stages.
+
+    A graph that leaves out a write of a draft pass to the KV cache gives right tokens, of which fewer were drafted.
+    """
+    if mode not in modes_of(lab.backend):
+        not_applicable(f"{mode} isn't declared")
+    eager = engines.reference(speculate="eagle")
+    found = engines.run(engines.engine_on(lab.backend, speculate="eagle", mode=mode))
+    expect(found.tokens, engines.reference(speculate="none").tokens, "greedy tokens")
+    expect(round(found.acceptance, 6), round(eager.acceptance, 6), f"the acceptance length in mode {mode}")
+
+
+@promise("SpeculativeSync.draft_lengths", "Draft lengths, in tokens, that verification works with on this device; None: all.")
+@pytest.mark.parametrize("length", [1, 2, 5, 8])
+def test_drafts_of_each_length_are_verified_or_refused(lab: Lab, length: int) -> None:
+    """A declared draft length gives the tokens of non-speculative decoding. Another is refused, and the error names those
+    that work.
+    """
+    works = lab.backend.speculative_sync.draft_lengths
+    if works is not None and length not in works:
+        with pytest.raises(CapabilityError) as caught:
+            engines.engine_on(lab.backend, speculate="eagle", draft_tokens=length)
+        assert all(str(each) in str(caught.value) for each in works), f"it doesn't say which lengths work: {caught.value}"
+        return
+    prompts, tokens = engines.PROMPTS[:2], 10
+    found = engines.run(engines.engine_on(lab.backend, speculate="eagle", draft_tokens=length), prompts, tokens)
+    wanted = tuple(line[:tokens] for line in engines.reference(speculate="none").tokens[:2])
+    expect(found.tokens, wanted, f"greedy tokens with drafts of {length}")
 
 
 @promise("Backend.attach", "Report to ``observer`` from now on, on every thread.")

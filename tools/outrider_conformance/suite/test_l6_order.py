@@ -66,6 +66,13 @@ def test_a_group_is_closed_before_the_graphs_that_hold_its_calls(ranks: RankRunn
     ranks.run_program(programs.closed_with_its_graphs)
 
 
+@needs("collectives", "captures_collectives")
+@promise("Graph.release", "Release a graph before the resources that it uses")
+def test_graphs_are_released_before_their_group(ranks: RankRunner) -> None:
+    """A group closes after its graphs were released or dropped, and a new group takes its name."""
+    ranks.run_program(programs.released_before_its_group)
+
+
 @needs("collectives")
 @promise("Group", "Elsewhere it raises :class:`CapabilityError`.")
 def test_calls_in_a_capture_that_is_not_declared(kit: Kit, ranks: RankRunner) -> None:

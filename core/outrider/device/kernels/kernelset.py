@@ -11,8 +11,8 @@ from pathlib import Path
 from outrider.device.errors import CapabilityError
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
 from outrider.device.kernels.collective_kernels import CollectiveKernels
+from outrider.device.kernels.formats import CACHE_FORMATS
 from outrider.device.kernels.model_kernels import ModelKernels
-from outrider.device.kernels.quantized import CACHE_FORMATS
 from outrider.device.kernels.recurrent_kernels import RecurrentKernels
 from outrider.device.kernels.sampling_kernels import SamplingKernels
 from outrider.device.kernels.tuning import DecoderShape, TuningProgress, TuningResult

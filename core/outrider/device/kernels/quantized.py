@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from outrider.device.errors import ConfigError
+from outrider.device.kernels.formats import ACTIVATION_FORMATS, QUANTIZED_FORMATS, ElementFormat
 
-QUANTIZED_FORMATS: Mapping[str, torch.dtype] = MappingProxyType(
-    {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
-)
-"""Formats of quantised weights, and the dtype of ``QuantizedWeight.data`` in each."""
-CACHE_FORMATS: Mapping[str, torch.dtype] = MappingProxyType({"fp8": torch.float8_e4m3fn})
-"""Quantised formats of KV pages, and the dtype of the pages in each; see ``KernelSet.cache_formats``."""
-ACTIVATION_FORMATS = ("fp8", "int8")
-"""Formats of quantised activations."""
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -58,13 +49,12 @@ class QuantizedWeight:
             raise _wrong("shape and block", (self.shape, self.block), "two pairs of positive numbers")
         rows, columns = self.shape
         grid = (-(-rows // self.block[0]), -(-columns // self.block[1]))
-        data_shape = (rows, -(-columns // 2)) if self.format == "int4" else (rows, columns)
-        _check("data", self.data, data_shape, (QUANTIZED_FORMATS[self.format],))
+        _check("data", self.data, self.elements.data_shape(self.shape), (self.elements.dtype,))
         _check("scales", self.scales, grid, _SCALE_DTYPES)
         if self.zero_points is not None:
             _check("zero_points", self.zero_points, grid, (torch.int8,))
-            if self.format == "fp8":
-                raise _wrong("zero_points", "given", "none for fp8")
+            if self.elements.is_float:
+                raise _wrong("zero_points", "given", f"none for {self.format}")
         if self.activations not in (None, *ACTIVATION_FORMATS):
             raise _wrong("activations", self.activations, f"None or one of {', '.join(ACTIVATION_FORMATS)}")
         if self.activation_group < 0:
@@ -73,6 +63,11 @@ class QuantizedWeight:
             _check("input_scale", self.input_scale, (1,), (torch.float32,))
             if self.activations is None or self.activation_group:
                 raise _wrong("input_scale", "given", "none without activations, or with an activation_group")
+
+    @property
+    def elements(self) -> ElementFormat:
+        """Return the format of the values."""
+        return QUANTIZED_FORMATS[self.format]
 
     @property
     def nbytes(self) -> int:

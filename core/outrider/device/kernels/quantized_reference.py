@@ -8,12 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_E4M3_MAX = 448.0
-INT8_LARGEST = 127.5 + 2.0**-13
-"""Divisor of a row's largest magnitude that gives the row's scale: half of the int8 range from -128 to 127, plus 2**-13.
-
-With the divisor 127.5, the largest number would lie between two steps, and its last bit would decide the result.
-"""
+from outrider.device.kernels.formats import QUANTIZED_FORMATS, ElementFormat
 
 
 def dequantize(
@@ -27,11 +22,7 @@ def dequantize(
 ) -> Tensor:
     """Return the dequantized weight [out, in] in ``dtype``, computed in float32 or wider and rounded once."""
     wide = torch.promote_types(dtype, torch.promote_types(scales.dtype, torch.float32))
-    if format == "int4":
-        halves = torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)
-        values = halves[:, : shape[1]].to(wide) - 8
-    else:
-        values = data.to(wide)
+    values = QUANTIZED_FORMATS[format].decode(data, shape[1], wide)
     if zero_points is not None:
         values = values - spread(zero_points, block, shape).to(wide)
     return (values * spread(scales, block, shape).to(wide)).to(dtype)
@@ -49,29 +40,23 @@ def spread(grid: Tensor, block: Sequence[int], shape: Sequence[int]) -> Tensor:
 
 def quantize_activations(x: Tensor, format: str, group: int, input_scale: Tensor | None) -> Tensor:
     """Return ``x`` [..., in], quantised and then multiplied by its scales; see ``linear_quantized``."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide, elements = x.to(torch.promote_types(x.dtype, torch.float32)), QUANTIZED_FORMATS[format]
     if input_scale is not None:
-        return _rounded(wide, input_scale.to(wide.dtype), format).to(x.dtype)
+        scale = input_scale.to(wide.dtype)
+        return (elements.round(wide / scale) * scale).to(x.dtype)
     if not group or group >= x.shape[-1]:
-        return _scaled(wide, format).to(x.dtype)
+        return _scaled(wide, elements).to(x.dtype)
     width = x.shape[-1]
     grouped = F.pad(wide, (0, -width % group)).unflatten(-1, (-1, group))
-    return _scaled(grouped, format).flatten(-2)[..., :width].to(x.dtype)
+    return _scaled(grouped, elements).flatten(-2)[..., :width].to(x.dtype)
 
 
-def _scaled(x: Tensor, format: str) -> Tensor:
+def _scaled(x: Tensor, elements: ElementFormat) -> Tensor:
     """Quantise ``x`` by the largest magnitude of the last dimension. Zeros stay zeros."""
-    largest = _E4M3_MAX if format == "fp8" else INT8_LARGEST
-    scale = x.abs().amax(dim=-1, keepdim=True) / largest
-    return _rounded(x, torch.where(scale > 0, scale, 1.0), format)
-
-
-def _rounded(x: Tensor, scale: Tensor, format: str) -> Tensor:
-    if format == "fp8":  # the conversion itself gives NaN beyond the range
-        values = (x / scale).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn).to(x.dtype)
-    else:
-        values = (x / scale).round().clamp(-128, 127)
-    return values * scale
+    assert elements.activation_divisor is not None  # a QuantizedWeight has no other activations
+    scale = x.abs().amax(dim=-1, keepdim=True) / elements.activation_divisor
+    scale = torch.where(scale > 0, scale, 1.0)
+    return elements.round(x / scale) * scale
 
 
 def linear_quantized(

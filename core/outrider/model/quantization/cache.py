@@ -10,10 +10,10 @@ from torch import Tensor
 
 from outrider.device import CACHE_FORMATS, Backend, CapabilityError, ConfigError, KernelSet
 from outrider.errors import CheckpointError, shown
-from outrider.model.config import ModelConfig
-from outrider.model.files import CheckpointFiles
-from outrider.model.layer import CacheFormat
-from outrider.model.quantization.scheme import FLOATS
+from outrider.model.checkpoint.files import CheckpointFiles
+from outrider.model.config.model_config import ModelConfig
+from outrider.model.layers.layer import CacheFormat
+from outrider.model.quantization.storages import FLOATS
 
 KEY, MODELOPT_KEY = "kv_cache_scheme", "kv_cache_quant_algo"
 _SUPPORTED_VALUES: Mapping[str, tuple[object, ...]] = {

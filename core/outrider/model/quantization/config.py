@@ -13,16 +13,75 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
 from outrider.device import ConfigError
+from outrider.device.kernels.formats import FP8, INT4, INT8
+from outrider.device.kernels.weight_formats import WeightFormat
 from outrider.errors import CheckpointError, shown
-from outrider.model.config_fields import is_whole
+from outrider.model.checkpoint.reading import present, read_json, wrap_read_errors
+from outrider.model.config.config_fields import is_whole
 from outrider.model.quantization.cache import KEY, MODELOPT_KEY
 from outrider.model.quantization.loading import Quantization, QuantizedMode
-from outrider.model.quantization.patterns import checked_pattern
-from outrider.model.quantization.scheme import Activations, Scheme
-from outrider.model.reading import present, read_json, wrap_read_errors
+from outrider.model.quantization.storages import (
+    COMPRESSED_STORAGES,
+    AwqStorage,
+    GptqStorage,
+    PackedStorage,
+    Scheme,
+    ValuesStorage,
+)
+
+_EXPRESSION_PREFIX = "re:"
+_MAX_CHARACTERS = 512
+_MAX_OPEN_REPEATS = 4
+"""Maximum number of open repeats in an expression. The matching time can grow with the name's length to this power."""
+
+
+def checked_pattern(target: str) -> str:
+    """Return ``target`` unchanged: a name, or ``re:`` and an expression.
+
+    Raises :class:`ConfigError` for an expression whose matching time may explode: one with nested repeats, with a group
+    reference, or with more than four open repeats.
+    """
+    if not target.startswith(_EXPRESSION_PREFIX):
+        return target
+    text = target.removeprefix(_EXPRESSION_PREFIX)
+    try:
+        if len(text) > _MAX_CHARACTERS:
+            raise ValueError(f"more than {_MAX_CHARACTERS} characters")
+        parsed: Any = re.compile(text) and _parser().parse(text)
+        if _repeats(parsed, inside=False) > _MAX_OPEN_REPEATS:
+            raise ValueError(f"more than {_MAX_OPEN_REPEATS} open repeats")
+    except (re.error, ValueError, RecursionError, OverflowError) as error:
+        raise ConfigError(f"the expression {shown(text)} of a config can't be used: {error}") from error
+    return target
+
+
+def _parser() -> Any:
+    from re import _parser  # type: ignore[attr-defined]
+
+    return _parser
+
+
+def _repeats(parsed: Any, *, inside: bool) -> int:
+    """Return the number of open repeats in a parsed expression."""
+    found = 0
+    for operator, argument in parsed:
+        name = str(operator)
+        if name.startswith("GROUPREF"):
+            raise ValueError("it refers to a group")
+        if name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
+            open_ended = argument[1] > 1
+            if open_ended and inside:
+                raise ValueError("a repeat in a repeat")
+            found += open_ended
+            found += _repeats(argument[2], inside=inside or open_ended)
+        elif name == "BRANCH":
+            found += sum(_repeats(branch, inside=inside) for branch in argument[1])
+        elif name in ("SUBPATTERN", "ASSERT", "ASSERT_NOT", "ATOMIC_GROUP"):
+            inner = argument if name == "ATOMIC_GROUP" else argument[-1]
+            found += _repeats(inner, inside=inside)
+    return found
+
 
 FindScheme = Callable[[str], Scheme | None]
 _KEY, _LEGACY_KEY = "quantization_config", "compression_config"
@@ -153,11 +212,6 @@ def _validate(kind: Any, given: Mapping[str, Any]) -> Any:
         raise ConfigError(f"{key} is {value}, which compressed-tensors doesn't take: {reason}; {_INSTEAD}") from error
 
 
-_STORAGES: Mapping[str, str] = MappingProxyType(
-    {"float-quantized": "values", "int-quantized": "values", "naive-quantized": "values", "pack-quantized": "packed"}
-)
-
-
 def _group_scheme(name: str, group: Any, default_format: str) -> Scheme | None:
     source, weights = f"config group {name!r}", group.weights
     format = str(getattr(group.format, "value", group.format) or default_format)
@@ -166,12 +220,13 @@ def _group_scheme(name: str, group: Any, default_format: str) -> Scheme | None:
     if weights is None or group.output_activations is not None:
         raise ConfigError(f"{source} quantises {'outputs' if weights is not None else 'no weights'}, which isn't supported")
     what = f"{source}: {weights.num_bits} bits, {weights.type}, strategy {weights.strategy}, format {format}"
-    if format not in _STORAGES:
-        raise ConfigError(f"{what}: the format isn't supported; supported are {', '.join(_STORAGES)}; {_INSTEAD}")
-    storage = _STORAGES[format]
-    is_integer = weights.type == "int"
-    fits = weights.num_bits == 8 if not is_integer else weights.num_bits in ((4, 8) if storage == "packed" else range(2, 9))
-    if not fits or (storage == "packed" and not is_integer):
+    if format not in COMPRESSED_STORAGES:
+        known = ", ".join(COMPRESSED_STORAGES)
+        raise ConfigError(f"{what}: the format isn't supported; supported are {known}; {_INSTEAD}")
+    storage = COMPRESSED_STORAGES[format]
+    is_packed, is_integer = isinstance(storage, PackedStorage), weights.type == "int"
+    fits = weights.num_bits == 8 if not is_integer else weights.num_bits in ((4, 8) if is_packed else range(2, 9))
+    if not fits or (is_packed and not is_integer):
         raise ConfigError(f"{what}: expected 4 or 8 bits of type int, or 8 of type float; {_INSTEAD}")
     if weights.dynamic:
         raise ConfigError(f"{what}: weights are dynamic, expected stored scales")
@@ -185,30 +240,32 @@ def _group_scheme(name: str, group: Any, default_format: str) -> Scheme | None:
     }
     if weights.strategy not in blocks:
         raise ConfigError(f"{what}: the strategy isn't supported; supported are {', '.join(blocks)}; {_INSTEAD}")
-    return Scheme(
-        storage=storage,
-        block=blocks[weights.strategy](),
-        source=source,
-        bits=weights.num_bits if storage == "packed" else 8,
-        dtype=torch.int8 if is_integer else torch.float8_e4m3fn,
-        symmetric=bool(weights.symmetric),
-        packed_zeros=weights.strategy in ("channel", "group"),
-        activations=_input_activations(source, group.input_activations),
+    rows, columns = blocks[weights.strategy]()
+    if is_packed:
+        storage = PackedStorage(packed_zeros=weights.strategy in ("channel", "group"))
+    parsed = WeightFormat(
+        elements=FP8 if not is_integer else INT4 if is_packed and weights.num_bits == 4 else INT8,
+        rows=rows,
+        columns=columns,
+        zeros=not weights.symmetric,
+        **_input_activations(source, group.input_activations),
     )
+    return Scheme(parsed, storage, source)
 
 
-def _input_activations(source: str, args: Any) -> Activations | None:
+def _input_activations(source: str, args: Any) -> dict[str, Any]:
+    """Return the fields of a format for quantised activations; empty for unquantised ones."""
     if args is None:
-        return None
+        return {}
     what = f"{source}: input activations of {args.num_bits} bits, {args.type}, strategy {args.strategy}"
     if args.num_bits != 8 or not args.symmetric:
         zero = "" if args.symmetric else ", with zero points"
         raise ConfigError(f"{what}{zero}: expected 8 symmetric bits; {_INSTEAD}")
-    format = "int8" if args.type == "int" else "fp8"
+    elements = INT8 if args.type == "int" else FP8
     if args.dynamic is True and args.strategy in ("token", "group"):
-        return Activations(format, group=args.group_size or 0)
+        return {"activations": elements, "activation_group": args.group_size or 0}
     if args.dynamic is False and args.strategy == "tensor":
-        return Activations(format, static=True)
+        return {"activations": elements, "static": True}
     timing = "dynamic" if args.dynamic else "static"
     raise ConfigError(
         f"{what}, {timing}: supported are dynamic scales of a token or of a group, and a static one of a tensor"
@@ -231,14 +288,10 @@ def _fp8(config: Mapping[str, Any]) -> FindScheme:
         raise ConfigError(f"weight_block_size is {shown(block)}, expected two positive whole numbers")
     if block is not None and activation == "static":
         raise ConfigError("activation_scheme is static with a weight_block_size, expected dynamic")
-    scheme = Scheme(
-        storage="values",
-        block=(0, 0) if block is None else (block[0], block[1]),
-        source=_KEY,
-        dtype=torch.float8_e4m3fn,
-        scale="weight_scale" if block is None else "weight_scale_inv",
-        activations=Activations("fp8", static=activation == "static", group=0 if block is None else block[1]),
-    )
+    rows, columns = (0, 0) if block is None else block
+    static = activation == "static"
+    format = WeightFormat(elements=FP8, rows=rows, columns=columns, activations=FP8, activation_group=columns, static=static)
+    scheme = Scheme(format, ValuesStorage("weight_scale" if block is None else "weight_scale_inv"), _KEY)
     return _all_except(scheme, _modules(config, "modules_to_not_convert") or _modules(config, "ignored_layers"))
 
 
@@ -250,14 +303,9 @@ def _awq(config: Mapping[str, Any]) -> FindScheme:
     if bits != 4:
         raise ConfigError(f"bits is {shown(bits)}, expected 4 for AWQ")
     zero_point = _flag(config, "zero_point", True)
-    scheme = Scheme(
-        storage="awq",
-        block=(1, _group_size(config.get("group_size", config.get("q_group_size", 128)))),
-        source=_KEY,
-        bits=4,
-        symmetric=not zero_point,
-    )
-    return _all_except(scheme, _modules(config, "modules_to_not_convert"))
+    group = _group_size(config.get("group_size", config.get("q_group_size", 128)))
+    format = WeightFormat(elements=INT4, columns=group, zeros=zero_point)
+    return _all_except(Scheme(format, AwqStorage(), _KEY), _modules(config, "modules_to_not_convert"))
 
 
 def _gptq(config: Mapping[str, Any]) -> FindScheme:
@@ -293,14 +341,9 @@ def _gptq_scheme(config: Mapping[str, Any]) -> Scheme:
         raise ConfigError(f"bits is {shown(bits)}, expected 4 or 8 for GPTQ; {_INSTEAD}")
     if layout not in ("gptq", "gptq_v2"):
         raise ConfigError(f"{key} is {shown(config[key])}, expected gptq or gptq_v2; {_INSTEAD}")
-    return Scheme(
-        storage="gptq",
-        block=(1, _group_size(config.get("group_size", 128))),
-        source=_KEY,
-        bits=int(bits),
-        symmetric=_flag(config, "sym", True),
-        zero_offset=1 if layout == "gptq" else 0,
-    )
+    group, is_symmetric = _group_size(config.get("group_size", 128)), _flag(config, "sym", True)
+    format = WeightFormat(elements=INT4 if bits == 4 else INT8, columns=group, zeros=not is_symmetric)
+    return Scheme(format, GptqStorage(zero_offset=1 if layout == "gptq" else 0), _KEY)
 
 
 def _auto_round(config: Mapping[str, Any]) -> FindScheme:
@@ -339,15 +382,17 @@ def _modelopt(config: Mapping[str, Any]) -> FindScheme:
     """Parse ``hf_quant_config.json``, or the flatter form in config.json, which names unquantized modules ``ignore``."""
     fields = _modelopt_fields(config)
     algorithm = fields.get("quant_algo")
-    known = {"FP8": ((0, 0), Activations("fp8", static=True)), "FP8_PER_CHANNEL_PER_TOKEN": ((1, 0), Activations("fp8"))}
+    known = {
+        "FP8": WeightFormat(elements=FP8, rows=0, activations=FP8, static=True),
+        "FP8_PER_CHANNEL_PER_TOKEN": WeightFormat(elements=FP8, activations=FP8),
+    }
     found = known.get(algorithm.upper()) if isinstance(algorithm, str) else None
     if found is None:
         raise ConfigError(
             f"quant_algo is {shown(algorithm)}, which isn't supported; of ModelOpt's supported are {', '.join(known)}; "
             f"{_INSTEAD}"
         )
-    block, activations = found
-    scheme = Scheme(storage="values", block=block, source="quant_algo", dtype=torch.float8_e4m3fn, activations=activations)
+    scheme = Scheme(found, ValuesStorage(), "quant_algo")
     names = _modules(fields, "exclude_modules") + _modules(fields, "ignore")
     scheme_by_name = _all_except(scheme, [name for name in names if "*" not in name])
     patterns = [name for name in names if "*" in name]

@@ -14,13 +14,13 @@ from torch import Tensor
 from outrider.device import Backend, CapabilityError, ConfigError, QuantizedWeight
 from outrider.device.kernels.quantized_reference import dequantize
 from outrider.errors import CheckpointError, shown
-from outrider.model.files import CheckpointFiles
-from outrider.model.pieces import Piece, Target
-from outrider.model.products import SplitWeight, Weight
+from outrider.model.checkpoint.files import CheckpointFiles
+from outrider.model.checkpoint.pieces import Piece, Target
+from outrider.model.checkpoint.reading import wrap_read_errors
+from outrider.model.layers.products import SplitWeight, Weight
 from outrider.model.quantization.cache import CacheScheme
-from outrider.model.quantization.layouts import ActOrderError, pad_rows, slice_weight, stack_weights, to_device, weight_of
-from outrider.model.quantization.scheme import FLOATS, Scheme
-from outrider.model.reading import wrap_read_errors
+from outrider.model.quantization.layouts import pad_rows, slice_weight, stack_weights, to_device
+from outrider.model.quantization.storages import FLOATS, ActOrderError, Scheme
 
 _WEIGHT = ".weight"
 _EMBEDDING = "embed_tokens.weight"
@@ -114,7 +114,7 @@ class Quantization:
                     names = " or ".join(str(dtype).removeprefix("torch.") for dtype in each.dtypes)
                     raise CheckpointError(
                         f"{files.tensors[key].path}: tensor {shown(key)} is {files.dtype_name(key)}, expected {names}, since "
-                        f"{scheme.source} says {scheme.format}"
+                        f"{scheme.source} says {scheme.format.elements.name}"
                     )
                 found_shape = files.shape(key) if is_present else each.shapes[0]
                 found.append(Piece(key, found_shape if found_shape in each.shapes else each.shapes[0]))
@@ -136,7 +136,7 @@ class Quantization:
         Raises :class:`CheckpointError` if the config declares quantized weights and no weight is quantized.
         """
         schemes = [self.scheme_of(files, piece) for target in targets for piece in target.pieces]
-        formats = {scheme.format for scheme in schemes if scheme is not None}
+        formats = {scheme.format.elements.name for scheme in schemes if scheme is not None}
         if not formats and self.weights and not self._names_any(targets):
             raise CheckpointError(
                 f"{self.path}: says how weights are quantised ({self.method}), but its targets and what it leaves out name "
@@ -199,7 +199,8 @@ class Quantization:
         keys = {each.suffix: each.key(module, files.tensors) for each in scheme.stored(shape)}
         tensors = {suffix: files.read_stored(key) for suffix, key in keys.items() if key in files.tensors}
         try:
-            return weight_of(scheme, shape, tensors, grouped=self.mode is not QuantizedMode.DEQUANTIZE)
+            grouped = self.mode is not QuantizedMode.DEQUANTIZE
+            return scheme.storage.read(scheme.format, shape, tensors, grouped=grouped)
         except ActOrderError as error:
             raise CheckpointError(
                 f"{files.origin}: tensor {module}.{error}; products with such a weight aren't supported; load it as a plain "

@@ -9,8 +9,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.device import ConfigError
+from outrider.device.kernels.formats import ElementFormat
+from outrider.device.kernels.weight_formats import WeightFormat, weight_format
 from outrider.errors import CheckpointError, shown
-from outrider.model.chat_template import MORE_TEMPLATES
-from outrider.model.files import CheckpointFiles, open_checkpoint
-from outrider.model.location import refuse_other_formats
-from outrider.model.mapping import decoder_stem, vision_name
+from outrider.model.checkpoint.files import CheckpointFiles, open_checkpoint
+from outrider.model.checkpoint.location import refuse_other_formats
+from outrider.model.checkpoint.mapping import decoder_stem, vision_name
+from outrider.model.checkpoint.reading import read_json
+from outrider.model.checkpoint.tensor_loading import Progress
+from outrider.model.media.chat_template import MORE_TEMPLATES
 from outrider.model.quantization.config import read_quantization
-from outrider.model.quantization.rounding import DEFAULT_GROUP_COLUMNS, ROUND_BY_FORMAT
-from outrider.model.reading import read_json
-from outrider.model.tensor_loading import Progress
+from outrider.model.quantization.storages import COMPRESSED_STORAGES
 
 _PRODUCT_MODULES = frozenset(
     {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj"}
@@ -35,7 +37,6 @@ _PRODUCT_MODULES = frozenset(
     | {"in_proj_qkv", "in_proj_z", "in_proj_qkvz", "out_proj"}  # of recurrent layers, whose gates have few rows
 )
 """Last name components of modules with a product: in layers, in experts, and in the fusion of a draft head."""
-_Rounding = Callable[[Tensor], dict[str, Tensor]]
 _HEAD = "lm_head"
 _WEIGHT = ".weight"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -61,22 +62,21 @@ def quantize_checkpoint(
     out: Path,
     *,
     format: str,
-    group: int = DEFAULT_GROUP_COLUMNS,
+    group: int | None = None,
     head: bool = False,
     progress: Progress | None = None,
 ) -> WrittenCheckpoint:
     """Write the new directory ``out`` with the product weights of ``source`` quantized to ``format``, and all else copied.
 
-    ``fp8`` and ``int8``: one scale per row, activations quantized per token. ``int4``: one scale per ``group`` columns,
-    activations not quantized. ``head`` also quantizes the output head. The source may be a draft head.
+    ``format`` is a name in :data:`~outrider.device.kernels.weight_formats.WEIGHT_FORMATS`. ``group`` replaces the columns
+    that share a scale in a format with groups. ``head`` also quantizes the output head. The source may be a draft head.
 
     ``out`` appears only when it is complete. Raises :class:`ConfigError` for impossible options, :class:`CheckpointError` for
     a checkpoint that is already quantized or cannot be, and OSError if the disk cannot hold the result.
     """
-    if format not in ROUND_BY_FORMAT:
-        raise ConfigError(f"the format is {format!r}, expected one of {', '.join(ROUND_BY_FORMAT)}")
-    if group < 8 or group % 8:
-        raise ConfigError(f"the group is {group}, expected a positive multiple of 8")
+    rounding = weight_format(format)
+    if group is not None:
+        rounding = _with_group(rounding, group)
     if out.exists() or out.is_symlink():
         raise ConfigError(f"{out} is there already; name a folder that isn't")
     refuse_other_formats(source)
@@ -87,18 +87,18 @@ def quantize_checkpoint(
     if head and _has_tied_head(config, files):
         raise _no_head_error(files)
     keys = _keys_to_quantize(files, head=head)
-    for key in keys if format == "int4" else ():
-        if files.shape(key)[1] % group:
+    for key in keys if rounding.is_grouped else ():
+        if files.shape(key)[1] % rounding.columns:
             raise CheckpointError(
                 f"{files.tensors[key].path}: tensor {key!r} has {files.shape(key)[1]} columns, no multiple of the group "
-                f"{group}; name another with --group"
+                f"{rounding.columns}; name another with --group"
             )
-    _check_disk_space(files, keys, out, format)
+    _check_disk_space(files, keys, out, rounding)
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
         partial.mkdir(parents=True)
-        written = _write_tensors(files, keys, partial, lambda weight: ROUND_BY_FORMAT[format](weight, group=group), progress)
-        described = {**config, "quantization_config": _quantization_config(format, group, _unquantized_modules(files, keys))}
+        written = _write_tensors(files, keys, partial, rounding, progress)
+        described = {**config, "quantization_config": compressed_config(rounding, _unquantized_modules(files, keys))}
         (partial / "config.json").write_text(json.dumps(described, indent=2) + "\n")
         for other in sorted(source.iterdir()):
             if other.is_file() and other.name != "config.json" and not any(other.match(each) for each in _TENSOR_FILES):
@@ -156,25 +156,21 @@ def _unquantized_modules(files: CheckpointFiles, keys: list[str]) -> list[str]:
     return sorted(modules - {key.removesuffix(_WEIGHT) for key in keys})
 
 
-def _quantization_config(format: str, group: int, ignore: list[str]) -> dict[str, Any]:
-    eight = {"num_bits": 8, "type": "float" if format == "fp8" else "int", "symmetric": True}
-    weights: dict[str, Any] = eight | {"strategy": "channel"}
-    inputs: dict[str, Any] | None = eight | {"strategy": "token", "dynamic": True}
-    if format == "int4":
-        weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
-        inputs = None
-    return compressed_config(format, weights, inputs, ignore)
-
-
-def compressed_config(
-    format: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, ignore: Sequence[str]
-) -> dict[str, Any]:
-    """Return a ``quantization_config`` in the form of compressed-tensors.
-
-    It covers the modules that are not in ``ignore``, with arguments for weights and inputs (None: not quantized). ``format``
-    is one of this package's formats.
-    """
-    storage = {"fp8": "float-quantized", "int8": "int-quantized", "int4": "pack-quantized"}[format]
+def compressed_config(format: WeightFormat, ignore: Sequence[str]) -> dict[str, Any]:
+    """Return a ``quantization_config`` in the form of compressed-tensors for the modules that are not in ``ignore``."""
+    weights = {**_number(format.elements), "symmetric": not format.zeros, "dynamic": False}
+    if format.rows > 1:
+        weights |= {"strategy": "block", "block_structure": [format.rows, format.columns]}
+    elif format.columns:
+        weights |= {"strategy": "group", "group_size": format.columns}
+    else:
+        weights |= {"strategy": "channel" if format.rows else "tensor"}
+    inputs: dict[str, Any] | None = None
+    if format.activations is not None:
+        inputs = {**_number(format.activations), "symmetric": True, "dynamic": True, "strategy": "token"}
+        if format.activation_group:
+            inputs |= {"strategy": "group", "group_size": format.activation_group}
+    storage = format.elements.compressed_name
     # Serving engines give the head its own class, which the target "Linear" doesn't match.
     targets = ["Linear"] if _HEAD in ignore else ["Linear", _HEAD]
     return {
@@ -189,8 +185,23 @@ def compressed_config(
     }
 
 
+def _number(elements: ElementFormat) -> dict[str, Any]:
+    return {"num_bits": elements.bits, "type": "float" if elements.is_float else "int"}
+
+
+def _with_group(format: WeightFormat, group: int) -> WeightFormat:
+    if not format.is_grouped:
+        raise ConfigError(
+            f"the group is {group}, and {format.name} has no scales of column groups; leave the group out, or name a format "
+            "that has them"
+        )
+    if group < 8 or group % 8:
+        raise ConfigError(f"the group is {group}, expected a positive multiple of 8")
+    return replace(format, columns=group)
+
+
 def _write_tensors(
-    files: CheckpointFiles, keys: list[str], out: Path, rounding: _Rounding, progress: Progress | None
+    files: CheckpointFiles, keys: list[str], out: Path, rounding: WeightFormat, progress: Progress | None
 ) -> WrittenCheckpoint:
     """Write the quantized tensors, one file for each source file, and an index if there are several files."""
     wanted, total, num_done = set(keys), len(files.tensors), 0
@@ -220,11 +231,12 @@ def _write_tensors(
     return WrittenCheckpoint(quantized=len(keys), plain=total - len(keys), bytes_before=before, bytes_after=after)
 
 
-def _round(files: CheckpointFiles, key: str, rounding: _Rounding) -> dict[str, Tensor]:
+def _round(files: CheckpointFiles, key: str, rounding: WeightFormat) -> dict[str, Tensor]:
     weight = files.read_tensor(key)
     if not bool(weight.isfinite().all()):
         raise CheckpointError(f"{files.tensors[key].path}: tensor {shown(key)} has values that aren't finite")
-    return {end: part.contiguous() for end, part in rounding(weight).items()}
+    stored = COMPRESSED_STORAGES[rounding.elements.compressed_name].write(rounding, rounding.quantize(weight), weight.dtype)
+    return {end: part.contiguous() for end, part in stored.items()}
 
 
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -235,16 +247,14 @@ def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
         raise OSError(number, str(error), str(path)) from error
 
 
-def _check_disk_space(files: CheckpointFiles, keys: list[str], out: Path, format: str) -> None:
+def _check_disk_space(files: CheckpointFiles, keys: list[str], out: Path, rounding: WeightFormat) -> None:
     """Raise OSError if the disk cannot hold the result."""
     wanted, needed = set(keys), 0
     for key in files.tensors:
         dtype = files.dtype(key)
         size = math.prod(files.shape(key))
         needed += (
-            size * (dtype.itemsize if dtype is not None else 8)
-            if key not in wanted
-            else size // (2 if format == "int4" else 1)
+            size * (dtype.itemsize if dtype is not None else 8) if key not in wanted else size * rounding.elements.bits // 8
         )
     parent = next(each for each in (out.parent.absolute(), *out.parent.absolute().parents) if each.exists())
     usage = shutil.disk_usage(parent)

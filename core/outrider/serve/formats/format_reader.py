@@ -10,7 +10,8 @@ from typing import Any
 import regex
 
 from outrider.engine.requests.stop_text import partial_match_length
-from outrider.serve.formats.json_text import JsonScanner, escape_text, schema_types, value_to_json
+from outrider.serve.formats.argument_element import ArgumentElement
+from outrider.serve.formats.json_text import JsonScanner, escape_text, python_to_json, schema_types, value_to_json
 from outrider.serve.formats.model_formats import NAMED_ARGUMENTS, FormatRegion, ModelFormat
 
 _PAIR_TOKEN = r"(?P<key>[^\s{}\[\],:<\"]+):|(?P<word>[^\s{}\[\],:<\"]+)(?=[\s{}\[\],<\"])|(?P<other>[\s{}\[\],:<\"])"
@@ -51,6 +52,7 @@ class FormatReader:
         self._name = ""
         self._is_first = self._value_is_text = self._at_value_start = False
         self._types: frozenset[str] = frozenset()
+        self._elements: list[ArgumentElement] = []
 
     @property
     def has_calls(self) -> bool:
@@ -101,14 +103,23 @@ class FormatReader:
         if region.kind == "content":
             return
         self._region = region
-        groups = match.groupdict()
         if region.body == "object":
             self._start_object(match.group())
-            return
+        else:
+            self._start_call(match.groupdict())
+
+    def _start_call(self, groups: dict[str, str]) -> None:
         self._open_call(groups["name"], groups.get("id"))
         self._is_first, self._scanner = True, JsonScanner()
-        states = {"json": self._read_json, "parameters": self._read_parameters, "pairs": self._read_pairs}
-        self._state = states[region.body]
+        self._elements = [ArgumentElement("invoke", {"type": "object", "properties": self._properties.get(self._name)})]
+        states = {
+            "json": self._read_json,
+            "parameters": self._read_parameters,
+            "elements": self._read_elements,
+            "python": self._read_parameters,
+            "pairs": self._read_pairs,
+        }
+        self._state = states[self._region.body]
 
     # -- JSON ----------------------------------------------------------------------------------------------------------
 
@@ -168,11 +179,14 @@ class FormatReader:
             groups = parameter.groupdict()
             key = groups["key"].strip()
             self._types = schema_types(self._properties.get(self._name, {}).get(key))
-            self._value_is_text = bool(groups.get("text")) or self._types == {"string"}
+            is_python = region.body == "python"
+            self._value_is_text = not is_python and (bool(groups.get("text")) or self._types == {"string"})
             self._add_arguments(
                 f"{'{' if self._is_first else ', '}{json.dumps(key)}: " + ('"' if self._value_is_text else "")
             )
-            self._is_first, self._at_value_start, self._state = False, True, self._read_value
+            self._scanner, self._scanned = JsonScanner(1, python=True), 0
+            self._is_first, self._at_value_start = False, True
+            self._state = self._read_python_value if is_python else self._read_value
             return True
         if (parameter or end) is not None and (end is None or end.partial):
             return False
@@ -200,6 +214,50 @@ class FormatReader:
         if literal:
             self._take(len(literal))
             self._state = self._read_parameters
+        return bool(literal)
+
+    def _read_python_value(self) -> bool:
+        """Read an argument of a Python call, up to the comma or the bracket that ends it."""
+        end = self._scanner.advance(self._buffer, 0, self._scanned)
+        self._scanned = len(self._buffer)
+        if end is None and not self._last:
+            return False
+        text = self._take(len(self._buffer) if end is None else end - 1)
+        self._add_arguments(text if end is None else python_to_json(text))
+        if end is not None and self._buffer.startswith(","):
+            self._take(1)
+        self._state = self._read_parameters
+        return end is not None
+
+    def _read_elements(self) -> bool:
+        """Read up to the next tag of an argument, an inner value or the call, and report what the tag completes."""
+        top, is_call = self._elements[-1], len(self._elements) == 1
+        position, literal = self._find(self._region.value_ends)
+        tag = regex.match(self._region.parameter, self._buffer, pos=position, partial=not self._last) if literal else None
+        if tag is not None and tag.partial:
+            return False
+        is_end = tag is not None and tag["close"] is not None and tag["name"] == top.name
+        is_child = tag is not None and tag["close"] is None and not top.is_text
+        if is_call and (self._buffer[:position].strip() or (literal and not (is_end or is_child))):
+            self._add_arguments(top.close())  # this text belongs to no argument
+            return self._close_call()
+        text = self._take(position)
+        if not is_call:
+            self._add_arguments(top.add_text(text))
+        if tag is not None and is_child:
+            self._take(tag.end() - position)
+            text, child = top.open_child(tag["name"])
+            self._add_arguments(text)
+            self._elements.append(child)
+        elif tag is not None and is_end:
+            self._take(tag.end() - position)
+            self._add_arguments(top.close())
+            self._elements.pop()
+            return bool(self._elements) or self._close_call()
+        elif literal:
+            self._add_arguments(top.add_text(self._take(len(literal))))  # the marker is a part of the value
+        elif self._last:
+            self._add_arguments(top.pending)
         return bool(literal)
 
     # -- pairs without quotes --------------------------------------------------------------------------------------------
@@ -244,7 +302,8 @@ class FormatReader:
         if again is not None and again.partial:
             return False
         if again is not None:
-            self._start_object(self._take(again.end()))
+            text = self._take(again.end())
+            self._start_call(again.groupdict()) if self._region.body == "python" else self._start_object(text)
             return True
         while self._tails:
             tail = regex.match(self._tails[0], self._buffer, partial=not self._last)

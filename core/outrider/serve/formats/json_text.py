@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _MARKS = re.compile(r'["\\{}\[\]]')
+_PYTHON_MARKS = re.compile(r"""["'\\{}\[\](),]""")
 _TYPES: Mapping[type, tuple[str, ...]] = {
     bool: ("boolean",),
     int: ("integer", "number"),
@@ -18,17 +20,19 @@ _TYPES: Mapping[type, tuple[str, ...]] = {
     type(None): ("null",),
 }
 """Types of JSON schema that a value may have, by its Python type."""
-_PYTHON_LITERALS = {"True": True, "False": False, "None": None}
-"""Values that some models write as Python does."""
 
 
 class JsonScanner:
-    """A scanner that finds the end of a JSON value. It remembers its place between two pieces of text."""
+    """A scanner that finds the end of a JSON value. It remembers its place between two pieces of text.
 
-    def __init__(self, depth: int = 0) -> None:
+    With ``python`` it scans an argument of a Python call instead, which a comma or the closing bracket ends.
+    """
+
+    def __init__(self, depth: int = 0, *, python: bool = False) -> None:
         self.depth = depth
         """Number of open objects and lists."""
-        self._in_text = False
+        self._marks = _PYTHON_MARKS if python else _MARKS
+        self._quote = ""
         self._escaped = False
 
     def advance(self, text: str, end_depth: int, start: int = 0) -> int | None:
@@ -37,20 +41,24 @@ class JsonScanner:
             if self._escaped:
                 self._escaped, start = False, start + 1
                 continue
-            mark = _MARKS.search(text, start)
+            mark = self._marks.search(text, start)
             if mark is None:
                 return None
             start, character = mark.end(), mark.group()
-            if self._in_text:
-                self._escaped, self._in_text = character == "\\", character != '"'
-            elif character == '"':
-                self._in_text = True
-            elif character in "{[":
+            if self._quote:
+                self._escaped = character == "\\"
+                if character == self._quote:
+                    self._quote = ""
+            elif character in ("'", '"'):
+                self._quote = character
+            elif character in "{[(":
                 self.depth += 1
-            elif character in "}]":
+            elif character in "}])":
                 self.depth -= 1
                 if self.depth <= end_depth:
                     return start
+            elif character == "," and self.depth <= end_depth + 1:
+                return start
         return None
 
 
@@ -72,11 +80,30 @@ def schema_types(schema: Any) -> frozenset[str]:
 
 
 def value_to_json(text: str, types: frozenset[str]) -> str:
-    """Return a tagged value as JSON: a value of ``types`` if the text is one, else the text."""
+    """Return a tagged value as JSON: a value of ``types`` if the text is one, else the text.
+
+    Some models write lists, objects, booleans and null as Python does.
+    """
     stripped = text.strip()
+    for read, accepted in ((json.loads, _TYPES), (ast.literal_eval, (bool, list, dict, type(None)))):
+        value, encoded = _encoded(stripped, read)
+        if encoded and type(value) in accepted and (not types or not types.isdisjoint(_TYPES[type(value)])):
+            return encoded
+    return json.dumps(text)
+
+
+def python_to_json(text: str) -> str:
+    """Return an argument of a Python call as JSON. Text that is no literal in Python or JSON stays text."""
+    stripped = text.strip()
+    return next(
+        (encoded for read in (ast.literal_eval, json.loads) if (encoded := _encoded(stripped, read)[1])), json.dumps(text)
+    )
+
+
+def _encoded(text: str, read: Callable[[str], Any]) -> tuple[Any, str]:
+    """Return the value that ``read`` finds in ``text``, and its JSON. The JSON is empty if there is none."""
     try:
-        value = _PYTHON_LITERALS[stripped] if stripped in _PYTHON_LITERALS else json.loads(stripped)
-        encoded = json.dumps(value, allow_nan=False)
-    except (ValueError, RecursionError):
-        return json.dumps(text)
-    return encoded if not types or not types.isdisjoint(_TYPES[type(value)]) else json.dumps(text)
+        value = read(text)
+        return value, json.dumps(value, allow_nan=False)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return None, ""

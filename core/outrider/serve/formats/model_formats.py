@@ -32,13 +32,16 @@ class FormatRegion:
     """Literals with which ``head`` may begin."""
     head: str
     """Regular expression of the text from the start to the body. The groups ``name`` and ``id`` are those of a call."""
-    body: Literal["text", "json", "object", "parameters", "pairs"] = "text"
+    body: Literal["text", "json", "object", "parameters", "elements", "python", "pairs"] = "text"
     """What follows the head.
 
     - ``text``: reasoning up to one of ``ends``; content up to the next region.
     - ``json``: the arguments, a JSON object.
     - ``object``: a JSON object with the name and the arguments.
     - ``parameters``: one tagged value for each argument, up to one of ``ends``.
+    - ``elements``: one element for each argument, named by its tag. Objects and lists are elements in elements. ``parameter``
+      is the tag that begins or, with the group ``close``, ends an element or the call; ``value_ends`` begins each tag.
+    - ``python``: the keyword arguments of a Python call, each after ``parameter``, up to one of ``ends``.
     - ``pairs``: an object whose keys have no quotes and whose texts stand between ``ends[0]``.
     """
     ends: tuple[str, ...] = ()
@@ -48,7 +51,7 @@ class FormatRegion:
     value_ends: tuple[str, ...] = ()
     """Literals after a tagged value. If one begins with a line break, the value's first line break isn't part of it."""
     again: str = ""
-    """Regular expression between this call and the next ``object``."""
+    """Regular expression between this call and the next ``object``, or up to the arguments of the next ``python`` call."""
     tails: tuple[str, ...] = ()
     """Regular expressions of text after a call that belongs to it. Each may be absent."""
     only_first: bool = False

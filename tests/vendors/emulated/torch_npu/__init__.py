@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from outrider_sim.options import parse_options
-from outrider_sim.torch_registration import register
+from outrider_sim.torch_device.torch_registration import register
 
 __version__ = "2.13.0"
 

@@ -6,7 +6,7 @@ import torch
 
 import torch_npu
 from outrider.device.errors import OutOfDeviceMemory
-from outrider_sim.queue import Op, OperationKind
+from outrider_sim.machine.queue import Op, OperationKind
 from torch_npu.npu import utils
 from torch_npu.npu.graphs import (
     NPUGraph,

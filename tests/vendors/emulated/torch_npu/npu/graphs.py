@@ -1,8 +1,8 @@
 """Graphs of the emulated device, task groups and their updates."""
 
-from outrider_sim.graphs import OpenCapture
-from outrider_sim.memory import Pool
-from outrider_sim.queue import Op, OperationKind
+from outrider_sim.machine.graphs import OpenCapture
+from outrider_sim.machine.memory import Pool
+from outrider_sim.machine.queue import Op, OperationKind
 from torch_npu.npu.streams import machine, sim
 
 _MODES = ("global", "thread_local", "relaxed")

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import torch_npu
 from outrider.device.errors import DeviceLost
-from outrider_sim.queue import OperationKind
+from outrider_sim.machine.queue import OperationKind
 
 
 def sim():

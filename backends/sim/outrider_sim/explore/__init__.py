@@ -1,0 +1,1 @@
+"""Exploration: scheduling strategies, delay schedules, and the search for a failing schedule."""

@@ -1,0 +1,407 @@
+"""Scheduling strategies: each picks the actor that takes the next step.
+
+The machine asks a strategy whenever more than one actor could take a step. Candidates are in program order: streams by
+the age of their next operation, then host threads. A host thread is a candidate if its next action uses the device
+(enqueue, query, access to pinned memory) and nothing blocks it. A strategy therefore decides how streams interleave and
+how far the host runs ahead.
+
+A strategy object serves one run; `strategies` of `explore` creates one for each run of an exploration.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from outrider.device import ConfigError
+from outrider_sim.explore.delay_schedule import Schedule, ScheduleStep
+from outrider_sim.machine.queue import EventGeneration, HostThread, OperationKind, StreamQueue
+
+if TYPE_CHECKING:
+    from outrider_sim.machine.host_scheduler import HostScheduler
+    from outrider_sim.machine.queue import HostThread, StreamQueue
+
+
+class Strategy:
+    """The program-order strategy: each operation runs at once, before the host continues. Base class of
+    the other strategies.
+    """
+
+    name = "program"
+    host_first = False
+    """The host runs on whenever it can, so the machine needn't ask while the only thread enqueues."""
+    needs_accesses = False
+    """Decisions look at what operations read and write."""
+    sees_all = False
+    """Asked also where there is one candidate alone."""
+
+    def choose(self, candidates: Sequence[StreamQueue | HostThread]) -> int:
+        """Return the index of the candidate that takes the next step; there are at least two candidates."""
+        del candidates
+        return 0
+
+    def begin(self) -> None:
+        """Reset the strategy's state before a run."""
+
+    def end(self) -> None:
+        """Update the strategy's state after a run, also after a failed run."""
+
+
+class HostFirst(Strategy):
+    """Host-first strategy: streams run in program order, only while all host threads wait."""
+
+    name = "lazy"
+    host_first = True
+
+    def choose(self, candidates: Sequence[StreamQueue | HostThread]) -> int:
+        """Pick the first host thread, or the oldest operation if none is ready."""
+        for i, actor in enumerate(candidates):
+            if actor.label.startswith("host"):
+                return i
+        return 0
+
+
+class Slowest(Strategy):
+    """Slow-stream strategy: one stream runs only when no other stream or host thread can."""
+
+    name = "slowest"
+
+    def __init__(self, stream: str) -> None:
+        self.stream = stream
+
+    def choose(self, candidates: Sequence[StreamQueue | HostThread]) -> int:
+        """Pick the first stream or host thread other than the slow stream."""
+        return 1 if candidates[0].label == self.stream else 0
+
+
+class Fastest(Strategy):
+    """Fast-stream strategy: one stream runs whenever possible, the others only while all host threads wait."""
+
+    name = "fastest"
+
+    def __init__(self, stream: str) -> None:
+        self.stream = stream
+
+    def choose(self, candidates: Sequence[StreamQueue | HostThread]) -> int:
+        """Pick the fast stream, else a host thread, else the oldest operation."""
+        host = 0
+        for i, actor in enumerate(candidates):
+            if actor.label == self.stream:
+                return i
+            if not host and actor.label.startswith("host"):
+                host = i
+        return host
+
+
+class Random(Strategy):
+    """Random strategy. The host's weight is sampled once per run, so that some runs have short queues and some deep ones."""
+
+    name = "random"
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._host_weight = self._random.choice((1, 1, 4, 16))
+
+    def choose(self, candidates: Sequence[StreamQueue | HostThread]) -> int:
+        """Pick a stream or host thread at random; host threads have the run's weight."""
+        weights = [self._host_weight if a.label.startswith("host") else 1 for a in candidates]
+        point = self._random.randrange(sum(weights))
+        for i, weight in enumerate(weights):
+            point -= weight
+            if point < 0:
+                return i
+        return 0
+
+
+class PriorityStrategy(Strategy):
+    """Probabilistic concurrency testing: random priorities, lowered at `depth` - 1 random steps.
+
+    A bug that needs `depth` orderings among `n` actors and `steps` decisions is found in one run with probability at
+    least 1 / (n * steps ** (depth - 1)). `steps` should be about the number of decisions of a run.
+    """
+
+    name = "pct"
+
+    def __init__(self, seed: int, depth: int = 3, steps: int = 200) -> None:
+        self._random = random.Random(seed)
+        self._priority: dict[str, float] = {}
+        self._changes = sorted(self._random.randrange(max(1, steps)) for _ in range(depth - 1))
+        self._low = 0.0
+        self._count = 0
+
+    def choose(self, candidates: Sequence[StreamQueue | HostThread]) -> int:
+        """Pick the stream or host thread of the highest priority."""
+        priority = self._priority
+        best = 0
+        highest = float("-inf")
+        for i, actor in enumerate(candidates):
+            value = priority.get(actor.label)
+            if value is None:
+                value = priority[actor.label] = 1.0 + self._random.random()
+            if value > highest:
+                best, highest = i, value
+        self._count += 1
+        while self._changes and self._changes[0] < self._count:
+            self._changes.pop(0)
+            self._low -= 1.0
+            priority[candidates[best].label] = self._low
+        return best
+
+
+class ReplaySchedule(Strategy):
+    """The replay strategy: program order, except where a delay of the schedule blocks a step."""
+
+    name = "replay"
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self._after = schedule.after
+        self._done: dict[str, int] = {}
+
+    def choose(self, candidates: Sequence[StreamQueue | HostThread]) -> int:
+        """Pick the first candidate that no delay blocks, or the first one if all are blocked (another program's schedule)."""
+        for i, actor in enumerate(candidates):
+            if not self.held(ScheduleStep(actor.label, actor.step)):
+                return i
+        return 0
+
+    def held(self, step: ScheduleStep) -> bool:
+        """Return whether a delay of the schedule still blocks the step."""
+        after = self._after.get(step)
+        return after is not None and self._done.get(after.actor, 0) <= after.number
+
+    def note(self, label: str, done: int) -> None:
+        """Record that `actor` has taken `done` steps, so that delays for its steps end."""
+        self._done[label] = done
+
+
+Options = Mapping[str, str]
+
+
+def _stream(options: Options) -> str:
+    if "stream" not in options:
+        raise ConfigError("strategy: 'slowest' and 'fastest' need stream=NAME")
+    return options["stream"]
+
+
+def integer(options: Options, key: str, default: int, minimum: int = 0) -> int:
+    """Parse an integer option of a strategy. Raises `ConfigError` if the value is less than `minimum`."""
+    text = options.get(key, str(default))
+    try:
+        value = int(text)
+    except ValueError:
+        value = minimum - 1
+    if value < minimum:
+        raise ConfigError(f"option {key}={text!r}: expected an integer of at least {minimum}")
+    return value
+
+
+def _exhaustive(_: Options, __: int) -> Strategy:
+
+    return Exhaustive()
+
+
+def _mixed(options: Options, seed: int) -> Strategy:
+    # Extremes first, since they find most shallow bugs at once; then PCT and random in turn.
+    if seed == 0:
+        return Strategy()
+    if seed == 1:
+        return HostFirst()
+    return Random(seed) if seed % 2 else PriorityStrategy(seed, integer(options, "d", 2, 1), integer(options, "k", 200, 1))
+
+
+MAKERS: Mapping[str, Callable[[Options, int], Strategy]] = {
+    "program": lambda _, __: Strategy(),
+    "lazy": lambda _, __: HostFirst(),
+    "slowest": lambda o, _: Slowest(_stream(o)),
+    "fastest": lambda o, _: Fastest(_stream(o)),
+    "random": lambda _, seed: Random(seed),
+    "pct": lambda o, seed: PriorityStrategy(seed, integer(o, "d", 3, 1), integer(o, "k", 200, 1)),
+    "exhaustive": _exhaustive,
+    "replay": lambda o, _: ReplaySchedule(Schedule.parse(o.get("schedule", ""))),
+    "mixed": _mixed,
+}
+"""Strategy name → maker from options and seed."""
+
+OPTIONS: Mapping[str, str] = {
+    "stream": "stream of the strategies slowest and fastest",
+    "d": "bug depth of pct",
+    "k": "decisions that pct expects in a run",
+    "schedule": "delays of the strategy replay",
+}
+"""Options that strategies take."""
+
+
+def make_strategy(name: str, seed: int = 0, options: Options | None = None) -> Strategy:
+    """Create the strategy `name` for the run numbered `seed`. Raises `ConfigError` for an unknown name or option."""
+    if name not in MAKERS:
+        raise ConfigError(f"strategy {name!r} doesn't exist; known: {', '.join(sorted(MAKERS))}")
+    chosen = options or {}
+    for key in chosen:
+        if key not in OPTIONS:
+            raise ConfigError(f"strategy {name!r} has no option {key!r}; known: {', '.join(sorted(OPTIONS))}")
+    return MAKERS[name](chosen, seed)
+
+
+def parse_strategy(spec: str) -> tuple[str, dict[str, str]]:
+    """Parse strategy text such as `pct:d=3,k=60` into name and options. The text after `replay:` is one schedule."""
+    name, _, rest = spec.partition(":")
+    if name == "replay" and not rest.startswith("schedule="):
+        return name, {"schedule": rest}
+    options: dict[str, str] = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise ConfigError(f"strategy {spec!r}: {part!r} is not key=value")
+        options[key] = value
+    return name, options
+
+
+class Pruned(BaseException):
+    """Raised to abort a run that can only repeat the result of an earlier run. Not an `Exception`, so programs don't catch
+    it.
+    """
+
+
+class StepAccesses(NamedTuple):
+    """Memory and objects that one step may access. A span is (first address, end, writes); `all` conflicts with all."""
+
+    actor: str
+    host: bool
+    spans: tuple[tuple[int, int, bool], ...] = ()
+    flag: Any = None
+    completes: Any = None  # the generation that a record completes
+    asks: Any = None  # what a host query looks at: a generation, or a stream
+    all: bool = False
+
+
+class _Frame:
+    __slots__ = ("current", "labels", "sleep", "todo", "touches")
+
+    def __init__(self, touches: dict[str, StepAccesses], todo: list[str], sleep: dict[str, StepAccesses]) -> None:
+        self.touches = touches
+        self.todo = todo
+        self.sleep = sleep
+        self.current = todo[0]
+
+
+class Exhaustive(Strategy):
+    """The exhaustive strategy: each run takes the next path of one search tree. `exhausted` is set after the last path."""
+
+    name = "exhaustive"
+    needs_accesses = True
+    sees_all = True  # also where there is no choice: a sleeping step may have to wake up
+
+    def __init__(self) -> None:
+        self.exhausted = False
+        self.floors: dict[int, int] = {}  # rank → where addresses start in every run, so that runs can be compared
+        self._stack: list[_Frame] = []
+        self._depth = 0
+        self._sleep: dict[str, StepAccesses] = {}
+        self._no_queries = True
+        self._scheduler: HostScheduler | None = None
+
+    def bind(self, scheduler: HostScheduler) -> None:
+        """Store the scheduler whose steps this strategy picks."""
+        self._scheduler = scheduler
+
+    def begin(self) -> None:
+        """Return to the root of the search tree before a run."""
+        self._depth = 0
+        self._sleep = {}
+
+    def end(self) -> None:
+        """Advance to the next unexplored path of the search tree."""
+        assert self._scheduler is not None
+        if self._scheduler.queries and self._no_queries:
+            # The search treated records as unobserved, but the program queried an event: restart without that assumption.
+            self._no_queries = False
+            self._stack.clear()
+            return
+        while self._stack:
+            frame = self._stack[-1]
+            frame.sleep[frame.current] = frame.touches[frame.current]
+            frame.todo.pop(0)
+            if frame.todo:
+                frame.current = frame.todo[0]
+                return
+            self._stack.pop()
+        self.exhausted = True
+
+    def choose(self, candidates: Sequence[StreamQueue | HostThread]) -> int:
+        """Pick the next step of this run's path. Raises `Pruned` if only repetitions remain."""
+        if self._depth < len(self._stack):
+            frame = self._stack[self._depth]
+        else:
+            frame = self._open(candidates)
+            self._stack.append(frame)
+        self._depth += 1
+        taken = frame.touches[frame.current]
+        self._sleep = {label: touch for label, touch in frame.sleep.items() if are_independent(touch, taken)}
+        for index, actor in enumerate(candidates):
+            if actor.label == frame.current:
+                return index
+        raise Pruned("the program took another path on the same decisions: it isn't deterministic")
+
+    def _open(self, candidates: Sequence[StreamQueue | HostThread]) -> _Frame:
+        assert self._scheduler is not None
+        touches = {actor.label: self._touch(actor) for actor in candidates}
+        hosts = sum(touch.host for touch in touches.values())
+        free = next((t.actor for t in touches.values() if self._touches_nothing(t, hosts)), None)
+        todo = [free] if free is not None else list(touches)
+        todo = [label for label in todo if label not in self._sleep]
+        if not todo:
+            raise Pruned("every step from here was explored from an equivalent point")
+        return _Frame(touches, todo, dict(self._sleep))
+
+    def _touches_nothing(self, touch: StepAccesses, hosts: int) -> bool:
+        assert self._scheduler is not None
+        if touch.host and (hosts > 1 or len(self._scheduler.threads) > 1):
+            return False
+        if touch.completes is not None and not self._no_queries:
+            return False
+        return not touch.spans and touch.flag is None and touch.asks is None and not touch.all
+
+    def _touch(self, actor: StreamQueue | HostThread) -> StepAccesses:
+        assert self._scheduler is not None
+        bases = self._scheduler.bases
+        if isinstance(actor, HostThread):
+            action = actor.action
+            spans = tuple((bases[a.storage] + a.start, bases[a.storage] + a.end, a.write) for a in action.accesses)
+            return StepAccesses(actor.label, True, spans, asks=action.target if action.what == "query" else None)
+        op = actor.queue[0]
+        if op.kind < OperationKind.RECORD:
+            spans = tuple((bases[a.storage] + a.start, bases[a.storage] + a.end, a.write) for a in op.accesses)
+            # An operation that says nothing about its memory may touch any.
+            return StepAccesses(actor.label, False, spans, all=not spans)
+        if op.kind in (OperationKind.FLAG_SET, OperationKind.FLAG_WAIT, OperationKind.FLAG_RESET):
+            return StepAccesses(actor.label, False, flag=op.target)
+        if op.kind == OperationKind.RECORD:
+            return StepAccesses(actor.label, False, completes=op.target)
+        if op.kind == OperationKind.COLLECTIVE_START:
+            return StepAccesses(actor.label, False, flag=op.target.member.machine)  # places on the device are few
+        return StepAccesses(actor.label, False, all=op.fn is not None or op.kind == OperationKind.COLLECTIVE)
+
+
+def are_independent(one: StepAccesses, other: StepAccesses) -> bool:
+    """Return whether exchanging two adjacent steps of different actors leaves the program's result unchanged."""
+    if one.host and other.host:
+        return False
+    if one.all or other.all:
+        return one.host or other.host
+    if one.flag is not None and one.flag is other.flag:
+        return False
+    if _asked(one, other) or _asked(other, one):
+        return False
+    return not any(a[0] < b[1] and b[0] < a[1] and (a[2] or b[2]) for a in one.spans for b in other.spans)
+
+
+def _asked(query: StepAccesses, step: StepAccesses) -> bool:
+    if query.asks is None:
+        return False
+    if isinstance(query.asks, EventGeneration):
+        # Generations are made anew in each run: compare what they are.
+        done = step.completes
+        return done is not None and (done.event.id, done.number) == (query.asks.event.id, query.asks.number)
+    return isinstance(query.asks, StreamQueue) and query.asks.label == step.actor

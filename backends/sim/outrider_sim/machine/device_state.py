@@ -1,0 +1,127 @@
+"""The state of one simulated device: machine, memory allocator and random number generator."""
+
+from __future__ import annotations
+
+import random
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from outrider.device import Access, CaptureError
+from outrider_sim.machine.memory import CachingAllocator
+from outrider_sim.machine.pinned import HostAllocation, PinnedTensor, pin
+from outrider_sim.machine.queue import Action, StreamQueue
+from outrider_sim.machine.source_lines import python_line
+from outrider_sim.machine.stream_machine import StreamMachine
+from outrider_sim.options import SimOptions
+
+
+def exclude_ambient_dispatch() -> AbstractContextManager[Any]:
+    """Disable the calling thread's torch modes, autocast and autograd while host kernels run in the block."""
+    guard: AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(_AMBIENT)
+    return guard
+
+
+_AMBIENT = (
+    torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchDynamicLayerBackMode)
+)
+
+
+class SimDeviceState:
+    """The machine, memory and random numbers of one backend object. Device tensors keep the memory alive."""
+
+    def __init__(self, options: SimOptions, first: SimDeviceState | None = None, rank: int = 0) -> None:
+        """Create the state of device `rank` of the host whose device 0 is `first`; None creates a new host."""
+        self.options = options
+        self.backend: Any = lambda: None  # a weak reference to the backend object
+        self.device = torch.device(options.name, rank)
+        self.machine: StreamMachine = StreamMachine(options, None if first is None else first.machine.scheduler, rank)
+        self.machine.scheduler.operation_scope = exclude_ambient_dispatch
+        self.machine.sim = self
+        self.memory = CachingAllocator(self.machine)
+        self.memory.sim = self
+        self.seeds = random.Random(options.seed)
+        self._retired: list[torch.UntypedStorage] = []  # guarded pinned memory that was freed while an observer was attached
+        self.divergences: frozenset[str] = frozenset()  # operators whose results differ from other devices', see `diverging`
+
+    def next_seed(self) -> int:
+        """Return the seed of one random operation. It is generated at enqueue, so values don't depend on the schedule."""
+        return self.seeds.getrandbits(62)
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the device's random number generator."""
+        self.seeds.seed(seed)
+
+    def synchronize(self, stream: StreamQueue, why: str) -> None:
+        """Block the host in a torch call until `stream` is empty. Raises `CaptureError` in a capture, where no operation
+        runs.
+        """
+        if stream.capture is not None:
+            raise CaptureError(f"{why} would wait for stream {stream.label!r}, which is capturing: nothing runs in a capture")
+        self.machine.synchronize_stream(stream)
+        if self.machine.tap is not None:
+            self.machine.tap.synchronized(stream)
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype, *, guarded: bool = False) -> PinnedTensor:
+        """Return new pinned host memory.
+
+        `guarded` memory imitates torch's caching host allocator, which reuses memory only after the copies that use it
+        have completed. While an observer is attached, guarded addresses are therefore not reused.
+        """
+        with torch._C._DisableTorchDispatch(), torch._C._InferenceMode(False):
+            plain = torch.empty(shape, dtype=dtype)
+            if self.options.poison:
+                plain.fill_(float("nan") if dtype.is_floating_point else 0x7F if dtype.itemsize == 1 else 0x7FFF)
+        allocation = HostAllocation(plain, self._release_host, self.host_access, self.host_range)
+        if self.machine.strategy.needs_accesses:
+            self.machine.bases[allocation.id] = self.memory.take_address(allocation.nbytes)
+        tap = self.machine.tap
+        if guarded:
+            allocation.kept = plain.untyped_storage()
+        if tap is not None:
+            allocation.line = python_line()
+            tap.allocated(allocation, None)
+        return pin(plain, allocation)
+
+    def _release_host(self, allocation: HostAllocation) -> None:
+        if self.machine.tap is None:
+            self._retired.clear()
+            return
+        if allocation.kept is None:
+            self.machine.tap.freed(allocation)
+        else:
+            self._retired.append(allocation.kept)  # the allocator keeps it, so it isn't free yet
+
+    def host_access(self, tensor: PinnedTensor, write: bool) -> None:
+        """Let the strategy run other steps, then report the host's read or write of a pinned tensor."""
+        self._host_access(tensor, host_extent(tensor, write) if self.machine.tracks else None)
+
+    def host_range(self, allocation: HostAllocation, low: int, high: int, write: bool) -> None:
+        """Report the host's read or write of some bytes of pinned memory through a numpy array."""
+        self._host_access(
+            allocation, Access(allocation.id, low, high, write, None, None, "") if self.machine.tracks else None
+        )
+
+    def _host_access(self, what: PinnedTensor | HostAllocation, access: Access | None) -> None:
+        machine = self.machine
+        machine.point(Action("host", what, () if access is None else (access,)))
+        if machine.tap is not None and access is not None:
+            machine.tap.host_accessed(access, python_line())
+
+
+def host_extent(tensor: PinnedTensor, write: bool, argument: str = "") -> Access:
+    """Return the allocation and the byte range that a pinned tensor occupies."""
+    size = tensor.element_size()
+    low = int(tensor.storage_offset()) * size
+    if tensor.is_contiguous():
+        return Access(tensor._alloc.id, low, low + tensor.numel() * size, write, None, None, argument)
+    shape, stride = tuple(tensor.shape), tuple(s * size for s in tensor.stride())
+    span = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + size if tensor.numel() else 0
+    return Access(tensor._alloc.id, low, low + span, write, shape, stride, argument)

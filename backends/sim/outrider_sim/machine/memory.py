@@ -1,0 +1,266 @@
+"""Device memory: a caching allocator of blocks.
+
+A block has a fixed address. An allocation is one use of a block, from its creation to its last reference. Tensors, views
+and autograd reference the allocation; queued operations reference only the bytes. Freed memory returns at once to its
+pool and is reused in the order of the allocating stream. The reuse is safe for that stream alone: the race that
+`keep_alive` prevents on a device exists here too.
+
+Freed memory is poisoned in the order of its stream: floats become NaN, integers become huge indices, so that a read of
+freed memory has visible effects. New memory is poisoned too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from outrider.device import OutOfDeviceMemory
+
+if TYPE_CHECKING:
+    from outrider_sim.machine.queue import StreamQueue
+    from outrider_sim.machine.stream_machine import StreamMachine
+    from outrider_sim.machine.tensor_meta import Meta
+
+# As float16, bfloat16, float32 and float64 this is NaN; as int32 and int64 it is out of range for any index.
+_PATTERN = 0x7FFF
+_SMALL = 1 << 20
+_ALIGN = 512
+_BASE = 0x5_0000_0000
+_SPACE = 1 << 44
+
+
+class Block:
+    """Memory at one simulated address. `nbytes` is a multiple of 512 and at least 512."""
+
+    __slots__ = ("address", "fill", "last", "nbytes", "pool", "stream", "typed", "views")
+
+    def __init__(self, pool: Pool, stream: StreamQueue, nbytes: int, address: int, poison: bool) -> None:
+        self.pool = pool
+        self.stream = stream
+        self.nbytes = nbytes
+        self.address = address
+        with torch._C._InferenceMode(False):  # an inference tensor couldn't be written outside that mode
+            bytes_ = torch.empty(nbytes, dtype=torch.uint8)
+            # Not by torch: memory is freed wherever Python drops it, under any mode or transform.
+            self.fill = bytes_.view(torch.int16).numpy()
+        self.typed: dict[torch.dtype, Tensor] = {torch.uint8: bytes_}
+        # One tensor for each way in which the block was ever used: loops find theirs here.
+        self.views: dict[Meta, Tensor] = {}
+        self.last: int | None = None
+        if poison:
+            self.fill.fill(_PATTERN)
+
+    def fill_poison(self, pattern: int = _PATTERN) -> None:
+        """Overwrite the block with the poison pattern. The pattern is a default argument, because memory is also freed at
+        exit.
+        """
+        self.fill.fill(pattern)
+
+    def inner(self, meta: Meta) -> Tensor:
+        """Return the host tensor over the block's bytes with the given shape, strides and dtype, from offset 0."""
+        found = self.views.get(meta)
+        if found is None:
+            typed = self.typed.get(meta.dtype)
+            if typed is None:
+                size = meta.itemsize
+                typed = self.typed[meta.dtype] = self.typed[torch.uint8][: self.nbytes // size * size].view(meta.dtype)
+            found = torch.as_strided(typed, meta.shape, meta.stride, 0)
+            if len(self.views) > 64:
+                self.views.clear()
+            self.views[meta] = found
+        return found
+
+
+class Pool:
+    """Free blocks by stream and size. `graph` names the graph whose private pool this is."""
+
+    __slots__ = ("dead", "free", "graph", "reserved")
+
+    def __init__(self, graph: str = "") -> None:
+        self.graph = graph
+        self.dead = False  # blocks that come back are dropped
+        self.free: dict[tuple[int, int], list[Block]] = {}
+        self.reserved = 0
+
+
+class Allocation:
+    """One use of a block. Dropping the last reference frees it. `id` is never used twice."""
+
+    __slots__ = ("block", "id", "line", "machine_memory", "nbytes", "saved", "stream", "users")
+
+    def __init__(self, memory: CachingAllocator, block: Block, ident: int, nbytes: int, stream: StreamQueue) -> None:
+        self.machine_memory = memory
+        self.block = block
+        self.id = ident
+        self.nbytes = nbytes
+        self.stream = stream
+        self.line = ""
+        self.users: list[StreamQueue] | None = None
+        self.saved: Any = None  # weakly, the bytes on the host while they're being pickled
+
+    def used_by(self, stream: StreamQueue) -> None:
+        """Prevent reuse of the memory until `stream` has run its work queued at the release."""
+        if self.users is None:
+            self.users = []
+        if stream not in self.users:
+            self.users.append(stream)
+            tap = self.machine_memory.machine.tap
+            if tap is not None:
+                tap.shared(self, stream)
+
+    def __del__(self) -> None:
+        self.machine_memory.release(self)
+
+    @property
+    def address(self) -> int:
+        """Return the simulated device address of the first byte."""
+        return self.block.address
+
+
+class CachingAllocator:
+    """The caching allocator of one machine."""
+
+    def __init__(self, machine: StreamMachine) -> None:
+        options = machine.options
+        self.machine = machine
+        self.sim: Any = None  # whose memory it is
+        self.limit = options.memory
+        self.poison = options.poison
+        self.pool = Pool()
+        self.count = 0  # allocations so far; the number of the next one
+        self.allocated = 0
+        self.peak = 0
+        self.reserved = 0
+        self.peak_reserved = 0
+        self._next = _BASE + machine.rank * _SPACE
+        # Blocks that were freed while a stream of `record_stream` still had work.
+        self._held: list[tuple[Block, list[tuple[StreamQueue, int]]]] = []
+        self._ids = machine.rank * _SPACE  # unlike those of other devices
+        self.faults = options.allocation_faults()
+
+    def allocate(self, nbytes: int, stream: StreamQueue) -> Allocation:
+        """Allocate `nbytes` in the order of `stream`; in a capture, from the graph's private pool.
+
+        Raises `OutOfDeviceMemory` if the memory doesn't suffice; the device stays usable.
+        """
+        self.count += 1
+        if self.count in self.faults:
+            raise OutOfDeviceMemory(f"allocation {self.count} of {nbytes} bytes failed on request (fault=oom@{self.count})")
+        if self._held:
+            self._return_held()
+        size = _rounded(nbytes)
+        capture = stream.capture
+        pool = self.pool if capture is None else capture.pool
+        free = pool.free.get((stream.id, size))
+        block = free.pop() if free else self._fresh(pool, stream, size)
+        if capture is not None and self.poison:
+            capture.poison(block, stream)
+        self.allocated += size
+        if self.allocated > self.peak:
+            self.peak = self.allocated
+        self._ids += 1
+        made = Allocation(self, block, self._ids, nbytes, stream)
+        tap = self.machine.tap
+        if tap is not None:
+            made.line = self.machine.line
+            tap.allocated(made, block.last)
+        if self.machine.strategy.needs_accesses:  # not for a tool that only listens: it would grow with the run
+            self.machine.bases[self._ids] = block.address
+        block.last = self._ids
+        return made
+
+    def take_address(self, nbytes: int) -> int:
+        """Reserve simulated addresses for memory outside blocks (pinned host memory)."""
+        start = self._next
+        self._next += _rounded(nbytes) + _ALIGN
+        return start
+
+    def release(self, allocation: Allocation) -> None:
+        """Return an allocation's block to its pool and enqueue an operation that poisons its bytes."""
+        block = allocation.block
+        self.allocated -= block.nbytes
+        tap = self.machine.tap
+        if tap is not None:
+            tap.freed(allocation)
+        users = [(stream, stream.issued) for stream in allocation.users or () if stream.done < stream.issued]
+        if users:
+            self._held.append((block, users))
+        else:
+            self._give_back(block)
+
+    def _return_held(self) -> None:
+        held, self._held = self._held, []
+        for block, users in held:
+            if any(stream.done < issued for stream, issued in users):
+                self._held.append((block, users))
+            else:
+                self._give_back(block)
+
+    def _give_back(self, block: Block) -> None:
+        stream = block.stream
+        if self.poison:
+            if block.pool.graph:
+                pass  # private memory is poisoned where a capture takes it, and again by each replay
+            elif stream.queue:
+                stream.poison.append((stream.issued, block))
+            else:
+                block.fill_poison()
+        pool = block.pool
+        if pool.dead:
+            self.reserved -= block.nbytes
+            pool.reserved -= block.nbytes
+        else:
+            pool.free.setdefault((stream.id, block.nbytes), []).append(block)
+
+    def empty_cache(self) -> None:
+        """Release free blocks. No operation in flight may access them, as on a real device."""
+        self._drop(self.pool)
+
+    def reset_peaks(self) -> None:
+        """Set the recorded peaks of device memory to the bytes that are in use now."""
+        self.peak, self.peak_reserved = self.allocated, self.reserved
+
+    def start_over(self, floor: int | None) -> int:
+        """Drop every free block, so that the next run finds the memory as the first run did.
+
+        New addresses start at `floor` if it is given. Returns the first address.
+        """
+        self._drop(self.pool)
+        self.pool.dead = True
+        self.pool = Pool()
+        self.count = 0
+        self.reset_peaks()
+        if floor is not None:
+            self._next = floor
+        return self._next
+
+    def _drop(self, pool: Pool) -> None:
+        for blocks in pool.free.values():
+            for block in blocks:
+                pool.reserved -= block.nbytes
+                self.reserved -= block.nbytes
+        pool.free.clear()
+
+    def _fresh(self, pool: Pool, stream: StreamQueue, size: int) -> Block:
+        if self.reserved + size > self.limit:
+            self.empty_cache()
+        if self.reserved + size > self.limit:
+            raise OutOfDeviceMemory(
+                f"{size} bytes don't fit: {self.reserved} of {self.limit} bytes are taken ({self.allocated} by tensors); "
+                "free tensors, or raise the option memory"
+            )
+        block = Block(pool, stream, size, self.take_address(size), self.poison)
+        self.reserved += size
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        pool.reserved += size
+        return block
+
+
+def _rounded(nbytes: int) -> int:
+    """Round a size up to its size class: multiples of 512 bytes up to 1 MiB, then of an eighth of the next power of two."""
+    if nbytes <= _SMALL:
+        return (nbytes + _ALIGN - 1) // _ALIGN * _ALIGN or _ALIGN
+    step = 1 << max(0, (nbytes - 1).bit_length() - 3)
+    return (nbytes + step - 1) // step * step

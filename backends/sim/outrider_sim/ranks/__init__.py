@@ -1,0 +1,1 @@
+"""Simulated ranks: collectives, a store, and `torch.distributed` between host threads."""

@@ -1,0 +1,218 @@
+"""Groups of simulated ranks. A collective is computed once all ranks' parts have started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.device import Collective, CollectiveError, DeadlockError, Group, Reduction
+from outrider_sim.machine.queue import Op, OperationKind
+from outrider_sim.machine.source_lines import python_line
+from outrider_sim.ranks.exchange import STUCK, CollectivePart, CollectiveRendezvous, Exchange, IssuedCollective
+from outrider_sim.torch_device.tensor import SimTensor
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
+
+    from outrider_sim.backend import SimBackend
+    from outrider_sim.ranks.exchange import Member
+
+
+class RanksDeadlock(CollectiveError, DeadlockError):
+    """Error for ranks that wait for each other or for an absent rank. The text is the wait-for graph."""
+
+
+class Operands(NamedTuple):
+    """Host tensors over simulated memory: the input and the output of a rank's part of a collective."""
+
+    read: Tensor | None
+    write: Tensor | None
+
+
+class CapturedCollective:
+    """A collective call in a captured graph; each replay issues the call anew.
+
+    The start operation issues this rank's part, and the end operation of the same replay refers to that part.
+    """
+
+    def __init__(self, member: Member, call: IssuedCollective) -> None:
+        self._member = member
+        self.call = call
+        self._half: CollectivePart | None = None
+
+    def again(self, op: Op) -> Op:
+        """Return a copy of `op` for one more replay; the start operation issues a new part of the collective."""
+        if op.kind == OperationKind.COLLECTIVE_START:
+            self._half = self._member.issue(self.call)
+            self._half.captured = self
+        fresh = op.again()
+        fresh.target = self._half
+        return fresh
+
+
+class SimGroup(Group):
+    """One rank's membership in a group of simulated devices.
+
+    `timeout_s` never expires, because there is no clock. An absent rank is detected once no operation can run.
+    """
+
+    backend: SimBackend
+
+    def __init__(
+        self, backend: SimBackend, name: str, ranks: Sequence[int], rank: int, member: Member, timeout_s: float
+    ) -> None:
+        super().__init__(backend, name, ranks, rank, timeout_s=timeout_s)
+        self.member = member
+        member.error = self._failure
+
+    def _failure(self, reason: str, half: CollectivePart) -> CollectiveError:
+        if reason.startswith(STUCK):
+            text = f"{half.call.collective} never ends on rank {self.rank} of group {self.name!r}: {reason}"
+            return RanksDeadlock(text, self.name, self.rank, half.number, half.call.name)
+        told = self.failed(reason, half.call.collective)
+        return CollectiveError(str(told), self.name, self.rank, half.number, half.call.name)
+
+    def _all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
+        self._issue(lambda meeting: _reduce(meeting, reduction), tensor, tensor)
+
+    def _all_gather(self, output: Tensor, tensor: Tensor) -> None:
+        self._issue(_gather, tensor, output)
+
+    def _reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> None:
+        self._issue(lambda meeting: _reduce_scatter(meeting, reduction), tensor, output)
+
+    def _broadcast(self, tensor: Tensor, root: int) -> None:
+        mine = self.rank == root
+        self._issue(lambda meeting: _copy(meeting, root), tensor if mine else None, None if mine else tensor)
+
+    def _all_to_all(self, output: Tensor, tensor: Tensor) -> None:
+        self._issue(_exchange, tensor, output)
+
+    def _send(self, tensor: Tensor, to: int) -> None:
+        self._issue(lambda meeting: _copy(meeting, meeting.members[0]), tensor, None, (self.rank, to))
+
+    def _receive(self, tensor: Tensor, source: int) -> None:
+        self._issue(lambda meeting: _copy(meeting, meeting.members[0]), None, tensor, (source, self.rank))
+
+    def _issue(
+        self,
+        compute: Callable[[CollectiveRendezvous], None],
+        read: Tensor | None,
+        write: Tensor | None,
+        channel: tuple[int, int] | None = None,
+    ) -> None:
+        machine = self.backend.sim.machine
+        stream = machine.stream
+        collective = self.last_call
+        assert collective is not None
+        machine.line = python_line()
+        call = IssuedCollective(
+            name=collective.kind,
+            channel=channel,
+            facts=matching_facts(collective, in_graph=stream.capture is not None),
+            line=machine.line,
+            compute=compute,
+            operands=Operands(_inner(read), _inner(write)),
+            collective=collective,
+        )
+        cost = machine.like.kernel_us
+        target = CapturedCollective(self.member, call) if stream.capture is not None else self.member.issue(call)
+        for kind, what in ((OperationKind.COLLECTIVE_START, "start of "), (OperationKind.COLLECTIVE, "")):
+            op = Op(
+                kind, f"{what}{collective.kind} of {self.name}", target=target, cost=cost * (kind == OperationKind.COLLECTIVE)
+            )
+            op.line = call.line
+            if isinstance(target, CollectivePart):
+                target.stream = stream
+            machine.enqueue(op, stream)
+
+    def _close(self) -> None:
+        self.member.closed = True
+
+
+def matching_facts(call: Collective, *, in_graph: bool) -> tuple[tuple[str, object], ...]:
+    """Return (name, value) pairs of a collective that must be equal on all ranks."""
+    return (
+        ("kind", "message" if call.kind in ("send", "receive") else call.kind),
+        ("reduction", str(call.reduction) if call.reduction is not None else "none"),
+        ("dtype", str(call.dtype).removeprefix("torch.")),
+        ("count", call.count),
+        ("root", "none" if call.root is None else call.root),
+        ("issued", "in a graph" if in_graph else "eagerly"),
+    )
+
+
+def create_group(
+    backend: SimBackend, name: str, ranks: tuple[int, ...], rank: int, store: Store, timeout_s: float
+) -> SimGroup:
+    """Create one rank's membership in a new group. The scheduler knows all ranks, so `store` isn't used."""
+    del store
+    scheduler = backend.sim.machine.scheduler
+    if scheduler.exchange is None:
+        scheduler.exchange = Exchange(scheduler)
+    index = ranks.index(rank)
+    joined = scheduler.exchange.join(name, ranks, index, backend.sim.machine)
+    if isinstance(joined, str):
+        raise CollectiveError(f"group {name!r} (ranks {list(ranks)}): {joined}", name, index, 0, "create_group")
+    return SimGroup(backend, name, ranks, rank, joined, timeout_s)
+
+
+def _inner(tensor: Tensor | None) -> Tensor | None:
+    return tensor._inner if isinstance(tensor, SimTensor) else tensor
+
+
+# -- values: every operand is read before any is written --------------------------------------------------------------
+
+
+def _reads(meeting: CollectiveRendezvous) -> list[Tensor]:
+    return [meeting.halves[index].call.operands.read for index in meeting.members]
+
+
+def _writes(meeting: CollectiveRendezvous, results: Sequence[Tensor]) -> None:
+    for index, result in zip(meeting.members, results, strict=True):
+        meeting.halves[index].call.operands.write.copy_(result)
+
+
+def _reduced(values: Sequence[Tensor], reduction: Reduction) -> Tensor:
+    """Reduce the ranks' tensors in rank order, so that every rank gets the same bits; 16-bit floats are summed in float32."""
+    first = values[0]
+    wide = torch.float32 if first.dtype in (torch.bfloat16, torch.float16) else first.dtype
+    total = first.to(wide, copy=True)
+    for value in values[1:]:
+        if reduction is Reduction.SUM:
+            total += value.to(wide)
+        else:
+            total = (
+                torch.maximum(total, value.to(wide)) if reduction is Reduction.MAX else torch.minimum(total, value.to(wide))
+            )
+    return total.to(first.dtype)
+
+
+def _reduce(meeting: CollectiveRendezvous, reduction: Reduction) -> None:
+    total = _reduced(_reads(meeting), reduction)
+    _writes(meeting, [total] * len(meeting.members))
+
+
+def _gather(meeting: CollectiveRendezvous) -> None:
+    stacked = torch.stack(_reads(meeting))
+    _writes(meeting, [stacked] * len(meeting.members))
+
+
+def _reduce_scatter(meeting: CollectiveRendezvous, reduction: Reduction) -> None:
+    total = _reduced(_reads(meeting), reduction)
+    _writes(meeting, [total[i].clone() for i in range(len(meeting.members))])
+
+
+def _exchange(meeting: CollectiveRendezvous) -> None:
+    parts = _reads(meeting)
+    _writes(meeting, [torch.stack([part[i] for part in parts]) for i in range(len(parts))])
+
+
+def _copy(meeting: CollectiveRendezvous, source: int) -> None:
+    value = meeting.halves[source].call.operands.read.clone()
+    for half in meeting.halves.values():
+        if half.call.operands.write is not None:
+            half.call.operands.write.copy_(value)

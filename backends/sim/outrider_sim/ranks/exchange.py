@@ -1,0 +1,334 @@
+"""Collectives between simulated devices: a rendezvous with one part on each rank.
+
+A part is identified by its group, its channel (all ranks of the group, or the two of a send) and its number in the channel.
+Parts of equal number form a rendezvous. Their calls are compared when they are issued. A part is two operations of its
+stream. The first occupies one of the device's resident places, which the option `resident` limits. The second runs when every
+rank's first operation has run. The module does not depend on torch: the group's function computes the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from outrider_sim.machine.queue import Action, HostThread, OperationKind, StreamQueue, reason
+
+if TYPE_CHECKING:
+    from outrider_sim.machine.host_scheduler import HostScheduler
+    from outrider_sim.machine.stream_machine import StreamMachine
+
+STUCK = "nothing that is queued can run"
+
+Channel = tuple[int, int] | None
+"""(source, destination) of messages between two ranks; None: all ranks of the group."""
+
+
+class IssuedCollective(NamedTuple):
+    """One rank's collective call. `facts` are (name, value) pairs, most important first, that must be equal on all ranks."""
+
+    name: str
+    channel: Channel
+    facts: tuple[tuple[str, object], ...]
+    line: str
+    compute: Callable[[CollectiveRendezvous], None]
+    operands: Any  # what `compute` reads and writes of this half
+    collective: Any = None  # the `Collective` that was reported to tools
+
+    def differs(self, other: IssuedCollective) -> str:
+        """Describe the first fact that differs in the call `other`, or return an empty string."""
+        for (name, mine), (_, theirs) in zip(self.facts, other.facts, strict=True):
+            if mine != theirs:
+                return f"{name} {mine} and {theirs}"
+        return ""
+
+
+class CollectivePart:
+    """One rank's part of a collective."""
+
+    __slots__ = ("captured", "failed", "issued", "meeting", "member", "number", "resident", "results", "started", "stream")
+
+    def __init__(self, member: Member, call: IssuedCollective, number: int, meeting: CollectiveRendezvous) -> None:
+        self.member = member
+        self.issued = call
+        self.captured: Any = None  # the call in a graph that this is one replay of; a rebinding changes what it works on
+        self.number = number
+        self.meeting = meeting
+        self.started = self.resident = False
+        self.failed: str | None = None
+        self.results: Any = None
+        self.stream: StreamQueue | None = None
+
+    @property
+    def call(self) -> IssuedCollective:
+        """The issued call, or the current version of a call captured in a graph."""
+        if self.captured is None:
+            return self.issued
+        now: IssuedCollective = self.captured.call
+        return now
+
+    def __str__(self) -> str:
+        where = f" at {self.call.line}" if self.call.line else ""
+        return f"{self.call.name} #{self.number} of group {self.member.group.name!r}{where}"
+
+    @property
+    def can_start(self) -> bool:
+        """Return whether the device can hold another resident collective."""
+        most = self.member.machine.options.resident
+        return most == 0 or self.member.machine.resident < most or self.failed is not None
+
+    @property
+    def can_end(self) -> bool:
+        """Return whether every rank's part has started or this part has failed."""
+        return self.failed is not None or self.meeting.begun
+
+    def start(self, now: float) -> None:
+        """Occupy a resident place on the device and mark this rank's part as started."""
+        self.started = True
+        if self.failed is None:
+            self.resident = True
+            self.member.machine.resident += 1
+        self.meeting.time = max(self.meeting.time, now)
+
+    def release(self) -> None:
+        """Free the resident place. The first part that ends computes the results of all ranks; a failed part raises."""
+        if self.resident:
+            self.resident = False
+            self.member.machine.resident -= 1
+        meeting = self.meeting
+        if self.failed is not None:
+            raise self.member.error(self.failed, self)
+        if not meeting.done:
+            meeting.done = True
+            self.call.compute(meeting)
+        self.member.group.meetings.pop(meeting.key, None)
+
+
+class CollectiveRendezvous:
+    """The parts of one collective, by rank index."""
+
+    __slots__ = ("done", "halves", "key", "members", "time")
+
+    def __init__(self, key: tuple[Channel, int], members: tuple[int, ...]) -> None:
+        self.key = key
+        self.members = members
+        self.halves: dict[int, CollectivePart] = {}
+        self.done = False
+        self.time = 0.0
+
+    @property
+    def begun(self) -> bool:
+        """True once every rank's part has started."""
+        return self.done or (len(self.halves) == len(self.members) and all(half.started for half in self.halves.values()))
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The indices of the ranks that haven't issued their part of the collective."""
+        return tuple(index for index in self.members if index not in self.halves)
+
+
+class Member:
+    """One rank's membership in a group. `error` creates the exception that an abandoned part raises."""
+
+    def __init__(self, group: RankGroup, index: int, machine: StreamMachine, thread: HostThread) -> None:
+        self.group = group
+        self.index = index
+        self.machine = machine
+        self.thread = thread  # that made it, or that used it last
+        self.closed = False
+        self.counts: dict[Channel, int] = {}
+        self.last: CollectivePart | None = None
+        self.error: Callable[[str, CollectivePart], Exception] = lambda reason, half: RuntimeError(f"{half}: {reason}")
+
+    def issue(self, call: IssuedCollective) -> CollectivePart:
+        """Create this rank's next part in the channel of `call`, and compare it with the parts of the other ranks.
+
+        Raises the exception that `error` creates if another rank issued a different collective.
+        """
+        group = self.group
+        number = self.counts.get(call.channel, 0) + 1
+        self.counts[call.channel] = number
+        self.thread = self.machine.scheduler.thread
+        key = (call.channel, number)
+        meeting = group.meetings.get(key)
+        if meeting is None:
+            meeting = group.meetings[key] = CollectiveRendezvous(key, call.channel or tuple(range(group.size)))
+        half = meeting.halves[self.index] = self.last = CollectivePart(self, call, number, meeting)
+        if group.broken:
+            half.failed = group.broken
+        for other in meeting.halves.values():
+            difference = other.call.differs(call)
+            if difference:
+                group.give_up(f"rank {other.member.index} asks for {other}, rank {self.index} for {half}: {difference}")
+                raise self.error(str(half.failed), half)
+        return half
+
+    @property
+    def gone(self) -> str:
+        """The reason why this rank will issue no further collective, or an empty string if it may."""
+        if self.closed:
+            return "has closed the group"
+        if self.machine.lost is not None:
+            return "has lost its device"
+        return f"has ended ({self.thread})" if self.thread.finished else ""
+
+
+class RankGroup:
+    """The ranks of one group. `broken` is the reason why the group is unusable, or empty."""
+
+    def __init__(self, name: str, ranks: tuple[int, ...]) -> None:
+        self.name = name
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.members: dict[int, Member] = {}
+        self.meetings: dict[tuple[Channel, int], CollectiveRendezvous] = {}
+        self.broken = ""
+
+    def give_up(self, reason: str) -> None:
+        """Fail all parts that wait for another rank, and all parts issued later, with `reason`."""
+        self.broken = self.broken or reason
+        for meeting in self.meetings.values():
+            if not meeting.begun:
+                for half in meeting.halves.values():
+                    half.failed = half.failed or self.broken
+
+
+class Exchange:
+    """All collective groups between the devices of one scheduler."""
+
+    def __init__(self, scheduler: HostScheduler) -> None:
+        self._scheduler = scheduler
+        self._groups: dict[tuple[str, tuple[int, ...]], list[RankGroup]] = {}
+
+    def start_over(self) -> None:
+        """Mark all groups as broken and remove them, because a new run begins."""
+        for group in self._all():
+            group.broken = group.broken or "the device was reset"
+        self._groups.clear()
+
+    def _all(self) -> Iterable[RankGroup]:
+        return (group for groups in self._groups.values() for group in groups)
+
+    def join(self, name: str, ranks: tuple[int, ...], index: int, machine: StreamMachine) -> Member | str:
+        """Join rank `index` to a new group and block until every rank has joined.
+
+        Returns the rank's membership, or the reason why the group is unusable.
+        """
+        groups = self._groups.setdefault((name, ranks), [])
+        group = next((each for each in groups if index not in each.members and not each.broken), None)
+        if group is None:
+            group = RankGroup(name, ranks)
+            groups.append(group)
+        scheduler = self._scheduler
+        me = scheduler.thread
+        member = group.members[index] = Member(group, index, machine, me)
+        found = group
+        scheduler.turns(
+            me, Action("join"), lambda: len(found.members) == found.size or bool(found.broken), f"the ranks of group {name!r}"
+        )
+        return member if not group.broken else group.broken
+
+    # -- when nothing can run ----------------------------------------------------------------------------------------
+
+    def give_up_waiting(self) -> bool:
+        """Fail all collectives that wait for another rank, because no operation can run. Returns whether any waited."""
+        graph: str | None = None
+        found = False
+        for group in self._all():
+            if group.broken:
+                continue
+            waiting = [m for m in group.meetings.values() if m.halves and not m.begun]
+            if len(group.members) < group.size:
+                missing = [group.ranks[i] for i in range(group.size) if i not in group.members]
+                group.give_up(f"rank {', '.join(map(str, missing))} of the world didn't join")
+                found = True
+            elif any(self._held(half) for meeting in waiting for half in meeting.halves.values()):
+                graph = graph or self.graph()
+                group.give_up(graph)
+                found = True
+        return found
+
+    @staticmethod
+    def _held(half: CollectivePart) -> bool:
+        queue = half.stream.queue if half.stream is not None else None
+        return bool(queue) and queue[0].target is half  # type: ignore[index,unused-ignore]  # some mypy forgets the check
+
+    def graph(self) -> str:
+        """Return the wait-for graph of the ranks as text, with its cycle if it has one."""
+        lines: list[str] = []
+        edges: dict[int, set[int]] = {}
+        for machine in self._scheduler.machines:
+            for stream in machine.streams:
+                if not stream.queue:
+                    continue
+                op = stream.queue[0]
+                why = reason(op)
+                if op.kind in (OperationKind.COLLECTIVE_START, OperationKind.COLLECTIVE):
+                    why = f"{op.target}, {self._why(op.target, edges)}"
+                lines.append(f"rank {machine.rank}: stream {stream.label!r} is held at operation {stream.done}: {why}")
+        lines += [
+            f"{thread} waits for {thread.waits_for}"
+            for thread in self._scheduler.threads
+            if not thread.finished and thread.ready
+        ]
+        circle = _circle(edges)
+        if circle:
+            lines.append("who waits for whom: " + " → ".join(f"rank {rank}" for rank in circle))
+        return f"{STUCK}:\n  " + "\n  ".join(lines)
+
+    def _why(self, half: CollectivePart, edges: dict[int, set[int]]) -> str:
+        machine = half.member.machine
+        mine = edges.setdefault(machine.rank, set())
+        group = half.member.group
+        if not half.started:
+            taken = [
+                other
+                for groups in self._groups.values()
+                for each in groups
+                for meeting in each.meetings.values()
+                for other in meeting.halves.values()
+                if other.resident and other.member.machine is machine
+            ]
+            for other in taken:
+                mine.update(self._late(other))
+            most = machine.options.resident
+            return f"which needs a place on the device (resident={most}); {', '.join(map(str, taken))} has it"
+        parts = []
+        for index in self._late_indexes(half):
+            member = group.members[index]
+            mine.add(member.machine.rank)
+            other_half = half.meeting.halves.get(index)
+            if other_half is not None:
+                text = "issued it, and it hasn't started"
+            elif member.gone:
+                text = member.gone
+            else:
+                text = "hasn't issued it"
+            last = f"; its last there: {member.last}" if member.last is not None and other_half is None else ""
+            parts.append(f"rank {member.machine.rank}, which {text}{last}")
+        return "and waits for " + " and ".join(parts)
+
+    def _late(self, half: CollectivePart) -> Sequence[int]:
+        return [half.member.group.members[index].machine.rank for index in self._late_indexes(half)]
+
+    @staticmethod
+    def _late_indexes(half: CollectivePart) -> list[int]:
+        return [i for i in half.meeting.members if i not in half.meeting.halves or not half.meeting.halves[i].started]
+
+
+def _circle(edges: dict[int, set[int]]) -> list[int]:
+    """Return ranks that wait for each other in a cycle, with the first rank repeated at the end, or an empty list."""
+
+    def walk(path: list[int]) -> list[int]:
+        for following in sorted(edges.get(path[-1], ())):
+            if following in path:
+                return [*path[path.index(following) :], following]
+            found = walk([*path, following])
+            if found:
+                return found
+        return []
+
+    for rank in sorted(edges):
+        found = walk([rank])
+        if found:
+            return found
+    return []

@@ -1,0 +1,139 @@
+"""Ranks as host threads, each with its own torch.distributed state and current device, and with state that a tool adds.
+
+A script that was written for one process per rank runs as a host thread here. Its process-wide state is saved while another
+rank runs, and restored afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from outrider.device import CapabilityError, ConfigError, ProcessView
+from outrider_sim.ranks.distributed import NAME, Functional, SimProcessGroup
+from outrider_sim.ranks.store import SimStore
+
+if TYPE_CHECKING:
+    from outrider_sim.backend import SimBackend
+    from outrider_sim.machine.host_scheduler import HostScheduler
+
+_EVERYWHERE = f"cpu:{NAME},sim:{NAME}"
+
+
+class _World:
+    """The process-wide state in which torch.distributed records its groups."""
+
+    def save(self) -> Any:
+        """Return the torch.distributed state of the running rank."""
+        return c10d._world
+
+    def restore(self, saved: Any) -> None:
+        """Restore the torch.distributed state of a rank that runs again."""
+        c10d._world = saved
+
+
+def _fresh_world() -> Any:
+    """Return torch.distributed's state before it creates the first group."""
+    return SimpleNamespace(
+        default_pg=None,
+        pg_map={},
+        pg_names={},
+        pg_group_ranks={},
+        pg_backend_config={},
+        group_count=0,
+        tags_to_pg={},
+        pg_to_tag={},
+        pg_coalesce_state={},
+        comms=[],
+        pg_config_info=[],
+    )
+
+
+def run_ranks(scheduler: HostScheduler, bodies: Sequence[Callable[[], None]], views: Sequence[ProcessView]) -> None:
+    """Run body r as rank r. Raises the error of the rank that failed first, and `ConfigError` unless each
+    rank has a device.
+    """
+    machines = {machine.rank: machine for machine in scheduler.machines}
+    missing = [rank for rank in range(len(bodies)) if rank not in machines]
+    if missing:
+        raise ConfigError(f"{len(bodies)} ranks need as many devices; make sim:{missing[0]} first")
+    store = SimStore(scheduler)
+    with _torch_distributed(scheduler, store, len(bodies)):
+        scheduler.ambient.extend((_World(), *views))
+        try:
+            scheduler.hosts.run_threads(
+                *(partial(_rank, machines[rank].sim.backend(), body) for rank, body in enumerate(bodies))
+            )
+        finally:
+            del scheduler.ambient[-1 - len(views) :]
+
+
+def _rank(backend: SimBackend, body: Callable[[], None]) -> None:
+    c10d._world = _fresh_world()
+    backend.become_current()
+    body()
+
+
+@contextmanager
+def _torch_distributed(scheduler: HostScheduler, store: SimStore, size: int) -> Generator[None]:
+    """Make torch.distributed create simulated groups inside the block, whichever backend a script names."""
+    isolate: Any = getattr(torch_c10d(), "_set_thread_isolation_mode", None)
+    if isolate is None:
+        raise CapabilityError("this torch can't keep the groups of threads apart, so ranks of a script can't be watched")
+    if NAME.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "sim"])
+    backend = scheduler.machines[0].sim.backend()
+    special = Functional().handlers()
+    backend.handle_specially(special)
+    before = {name: getattr(c10d, name) for name in ("init_process_group", "new_group")}
+    outside = {name: getattr(dist, name) for name in before}
+
+    def init(*args: Any, **kwargs: Any) -> None:
+        del args
+        rank = backend.current_rank()
+        for name, mine in (("rank", rank), ("world_size", size)):
+            if kwargs.get(name, -1) not in (-1, mine):
+                raise ConfigError(f"init_process_group({name}={kwargs[name]}): this is rank {rank} of {size}")
+        before["init_process_group"](backend=_EVERYWHERE, store=store, rank=rank, world_size=size)
+
+    def new(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        del args
+        kept = {key: kwargs[key] for key in ("use_local_synchronization", "group_desc", "sort_ranks") if key in kwargs}
+        return before["new_group"](ranks, backend=_EVERYWHERE, **kept)
+
+    owners: tuple[Any, ...] = (c10d, dist)
+    for owner in owners:
+        owner.init_process_group, owner.new_group = init, new
+    isolate(True)
+    try:
+        yield
+    finally:
+        isolate(False)
+        for name in before:
+            setattr(c10d, name, before[name])
+            setattr(dist, name, outside[name])
+
+
+def torch_c10d() -> Any:
+    """Return the C++ module of torch.distributed."""
+    import torch
+
+    return torch._C._distributed_c10d
+
+
+def _create(options: Any, _: Any) -> SimProcessGroup:
+    """Create a process group of the backend `simccl`; torch calls this function."""
+    from outrider_sim.torch_device.torch_registration import registered
+
+    found = registered()
+    if found is None or found.dispatcher.current.backend() is None:
+        raise CapabilityError(f"{NAME} joins simulated devices; make one per rank and run the ranks as its host threads")
+    backend = found.dispatcher.rank_device().backend()
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    return SimProcessGroup(backend, options.group_id, ranks, options.store)

@@ -1,0 +1,393 @@
+"""Dispatch of torch calls to queued operations.
+
+`opinfo.OperatorKind` lists the ways in which an operator runs. The common one, COMPUTE: the dispatcher looks up the shapes
+and dtypes of the results, allocates them in the order of the current stream, queues the host kernel and returns the tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.device import ROW_ACCESS, Access
+from outrider_sim.machine.device_state import SimDeviceState
+from outrider_sim.machine.pinned import PinnedTensor
+from outrider_sim.machine.queue import Op, OperationKind, StreamQueue
+from outrider_sim.machine.source_lines import SourceLines
+from outrider_sim.machine.tensor_meta import Meta, Metas
+from outrider_sim.ranks.divergent_operators import divergent_implementation
+from outrider_sim.torch_device import composites, row_accesses
+from outrider_sim.torch_device.copies import CopyOperators
+from outrider_sim.torch_device.creation import FactoryOperators
+from outrider_sim.torch_device.host_operators import HostLengthOperators, HostReads
+from outrider_sim.torch_device.operands import (
+    CPU,
+    Seeded,
+    copy_result,
+    copy_results,
+    creates_on_device,
+    extent,
+    has_boolean_index,
+    is_strided,
+    note_access,
+    probability,
+    repin,
+    results_of,
+)
+from outrider_sim.torch_device.opinfo import OperatorKind, OpInfo, ResultPlan
+from outrider_sim.torch_device.planning import Planner
+from outrider_sim.torch_device.tensor import SimTensor, wrap
+from outrider_sim.torch_device.views import ViewOperators
+
+_IGNORE: Mapping[str, Any] = {}
+_LIKE = frozenset({"aten::empty_like", "aten::new_empty", "aten::new_empty_strided"})
+
+
+class Dispatcher:
+    """Runs torch operators on the current simulated device. The process has one dispatcher, like the device type."""
+
+    def __init__(self, device: torch.device, current: SimDeviceState) -> None:
+        self.device = device
+        self.current = current
+        self.thread_device = threading.local()  # `device`: the device of the calling thread's rank
+        self.has_several_devices = False  # several devices exist, so the operands determine a call's device
+        self.metas = Metas()
+        self._planner = Planner(self, self.metas)
+        self.infos: dict[Any, OpInfo] = {}
+        self._lines = SourceLines()
+        self.copies = copies = CopyOperators(self)
+        self.creation = FactoryOperators(self)
+        self.views = views = ViewOperators(self)
+        self._reads = reads = HostReads(self)
+        self._special: dict[str, Callable[..., Any]] = {
+            "aten::copy_": copies.copy_,
+            "aten::_copy_from": copies.copy_from,
+            "aten::_to_copy": copies.to_copy,
+            "aten::empty.memory_format": self.creation.empty,
+            "aten::empty_strided": self.creation.empty_strided,
+            "aten::detach": views.detach,
+            "aten::record_stream": self._record_stream,
+            # Wrappers carry no lazy conjugate or negative bit, so these are computed: values agree, memory isn't shared.
+            "aten::_conj": lambda tensor: self(torch.ops.aten.conj_physical.default, (tensor,), None),
+            "aten::_neg_view": lambda tensor: self(torch.ops.aten.neg.default, (tensor,), None),
+            "aten::is_pinned": lambda *_: False,
+        }
+        self._special.update(reads.kernels())
+        self._special.update(HostLengthOperators(self).kernels())
+        self._special.update((f"aten::{name}", kernel) for name, kernel in composites.kernels())
+        self._ways: dict[OperatorKind, Callable[..., Any]] = {
+            OperatorKind.COMPUTE: self.compute,
+            OperatorKind.VIEW: views.view,
+            OperatorKind.METADATA: views.metadata,
+            OperatorKind.READ: reads.read_result,
+            OperatorKind.DECOMPOSE: self._decompose,
+        }
+        self._handlers: dict[Any, Callable[..., Any]] = {}
+
+    # -- entry ------------------------------------------------------------------------------------------------------
+
+    def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+        """Run one operator call on the current device."""
+        machine = self.current.machine
+        if machine.tells:
+            machine.line = self._lines.now()
+        handler = self._handlers.get(func)
+        if handler is None:
+            handler = self._learn(func)
+        if self.has_several_devices:
+            home = self._home(args, kwargs or _IGNORE)
+            if home is not None and home is not self.current:
+                with self.using(home):
+                    return handler(args, kwargs or _IGNORE)
+        return handler(args, kwargs or _IGNORE)
+
+    @contextmanager
+    def using(self, sim: SimDeviceState) -> Generator[None]:
+        """Make `sim` the current device inside the block."""
+        other, self.current = self.current, sim
+        try:
+            yield
+        finally:
+            self.current = other
+
+    def _home(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SimDeviceState | None:
+        """Return the device of this host that owns the first device operand, else the device that the argument `device`
+        names.
+
+        Returns None if neither exists or if the number is 0: torch also passes 0 for a device name without a number.
+        """
+        scheduler = self.current.machine.scheduler
+        for value in args:
+            first = value[0] if type(value) in (list, tuple) and value else value
+            if isinstance(first, SimTensor):
+                found: SimDeviceState = first._alloc.machine_memory.sim
+                return found if found.machine.scheduler is scheduler else None
+        device = kwargs.get("device")
+        if device is not None and device.index and device.type == self.device.type:
+            for machine in scheduler.machines:
+                if machine.rank == device.index:
+                    named: SimDeviceState = machine.sim
+                    return named
+            raise RuntimeError(f"there is no device {device}: this host has {len(scheduler.machines)}")
+        return None
+
+    def line_now(self) -> str:
+        """Return the calling program's source line, as reports show it."""
+        return self._lines.now()
+
+    def rank_device(self) -> SimDeviceState:
+        """The device of the calling thread's rank, or the current device if the thread is no rank."""
+        found: SimDeviceState = getattr(self.thread_device, "sim", self.current)
+        return found
+
+    def handle_specially(self, handlers: Mapping[str, Callable[..., Any]]) -> None:
+        """Register functions that run instead of the operators of the given names."""
+        self._special.update(handlers)
+        self._handlers.clear()
+
+    def info(self, func: Any) -> OpInfo:
+        """Return the cached description of an operator overload."""
+        found = self.infos.get(func)
+        if found is None:
+            found = self.infos[func] = OpInfo(func)
+            found.resolvers = ROW_ACCESS.get(found.name.partition(".")[0]) or row_accesses.ATEN.get(found.name, {})
+        return found
+
+    def _learn(self, func: Any) -> Callable[..., Any]:
+        info = self.info(func)
+        special = self._special.get(info.name)
+        if special is not None:
+            handler: Callable[..., Any] = lambda args, kwargs: special(*args, **kwargs)  # noqa: E731
+        elif info.name in _LIKE:
+            handler = partial(self.creation.empty_like, info)
+        elif info.way is OperatorKind.COMPUTE and any(argument.name == "device" for argument in func._schema.arguments):
+            handler = partial(self.creation.filled_like, info)
+        else:
+            handler = partial(self._ways[info.way], info)
+        self._handlers[func] = handler
+        return handler
+
+    # -- operands ---------------------------------------------------------------------------------------------------
+
+    def convert(self, value: Any, key: list[Any], info: OpInfo) -> Any:
+        """Return `value` as a host kernel takes it, and append to `key` the facts that determine the results' shapes and
+        dtypes.
+        """
+        kind = type(value)
+        if kind is SimTensor:
+            key.append(value._meta)
+            return value._inner
+        if kind is float:
+            key.append(float)  # no shape depends on a float
+            return value
+        if value is None or kind in _SCALARS:
+            key.append(kind)
+            key.append(value)
+            return value
+        if kind is list or kind is tuple:
+            key.append(len(value))
+            return [self.convert(item, key, info) for item in value]
+        if isinstance(value, SimTensor):
+            key.append(value._meta)
+            return value._inner
+        if isinstance(value, Tensor):
+            return self._convert_host(value, key, info)
+        if kind is torch.device:
+            key.append(value)
+            return CPU
+        if isinstance(value, torch.Generator):
+            return value
+        key.append(kind)
+        key.append(value)
+        return value
+
+    def _convert_host(self, value: Tensor, key: list[Any], info: OpInfo) -> Tensor:
+        if not is_strided(value):
+            raise NotImplementedError(
+                f"{info.name}: an operand isn't strided, and the simulated device has strided tensors only"
+            )
+        if value.dim() == 0 and value.device.type == "cpu":
+            # A scalar travels with the launch: its value is taken now.
+            key.append(("host scalar", value.dtype))
+            return (value.plain(write=False) if isinstance(value, PinnedTensor) else value).detach().clone()
+        raise RuntimeError(
+            f"{info.name}: expected all tensors to be on the same device, but found at least two devices, {self.device} and "
+            f"{value.device}!"
+        )
+
+    def _index(self, index: Tensor | None) -> Tensor | None:
+        """Copy host index tensors to the device, as torch does."""
+        if index is None or isinstance(index, SimTensor):
+            return index
+        return self.copies.to_device(index, index.dtype, non_blocking=False)
+
+    # -- the common way ---------------------------------------------------------------------------------------------
+
+    def compute(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator of kind COMPUTE: allocate the results, queue the kernel, return the result tensors."""
+        if info.takes_host_indices:
+            args = (args[0], [self._index(i) for i in args[1]], *args[2:])
+        key: list[Any] = []
+        inner: list[Any] = []
+        memory = self.current.memory
+        for value in args:
+            if type(value) is SimTensor:
+                if value._alloc.machine_memory is not memory:
+                    raise RuntimeError(_elsewhere(info))
+                key.append(value._meta)
+                inner.append(value._inner)
+            else:
+                inner.append(self.convert(value, key, info))
+        named: dict[str, Any] = {}
+        if kwargs:
+            for name, value in kwargs.items():
+                key.append(name)
+                named[name] = self.convert(value, key, info)
+        if info.indexing and has_boolean_index(args):
+            return self._reads.read_result(info, args, kwargs)
+        looked_up = tuple(key)
+        plan = info.plans.get(looked_up)
+        if plan is None:
+            plan = self.plan(info, looked_up, args, kwargs)
+        if plan.resized:
+            for name, meta in plan.resized:
+                self.views.renew(kwargs[name] if name in kwargs else args[info.names.index(name)], meta)
+            return self.compute(info, args, kwargs)
+        sim = self.current
+        machine = sim.machine
+        stream = machine.stream
+        run, post = info.run, None
+        if info.random and (not info.random_if or probability(info, args, kwargs)):
+            run = Seeded(info, sim.next_seed(), named.pop("generator", None))
+        outs = [None if meta is None else self.allocate(sim, meta, stream) for meta in plan.outs]
+        if outs:
+            if plan.out:
+                run = info.out
+                for name, made in zip(info.out_names, outs, strict=True):
+                    named[name] = made._inner  # type: ignore[union-attr]  # such a plan has no result that is None
+            elif len(outs) == 1 and info.fresh:
+                post = partial(copy_result, outs[0]._inner)  # type: ignore[union-attr]  # nor has one of a single result
+            else:
+                post = partial(copy_results, [None if made is None else made._inner for made in outs], info.returns)
+        if sim.divergences:
+            other = divergent_implementation(sim.divergences, info.name, info.run)
+            if other is not None and outs:
+                run, post = (
+                    other,
+                    partial(copy_results, [None if made is None else made._inner for made in outs], info.returns),
+                )
+                for name in info.out_names:
+                    named.pop(name, None)
+        op = Op(OperationKind.KERNEL, info.name, run, tuple(inner), named, post, None, plan.cost)
+        if type(run) is Seeded:
+            op.seed = sim.next_seed
+        if machine.tracks:
+            self.describe(op, info, args, kwargs, outs)
+        machine.enqueue(op, stream)
+        if info.fresh:
+            return outs[0]
+        return results_of(info, plan, args, kwargs, outs)
+
+    def allocate(self, sim: SimDeviceState, meta: Meta, stream: StreamQueue) -> SimTensor:
+        """Return an uninitialized tensor on device `sim`, allocated in the order of `stream`."""
+        allocation = sim.memory.allocate(meta.extent, stream)
+        return wrap(allocation.block.inner(meta), meta, allocation, sim.device)
+
+    def plan(self, info: OpInfo, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> ResultPlan:
+        """Return the plan of a call's results: metas, structure and implementation."""
+        return self._planner.plan(info, key, args, kwargs)
+
+    # -- what tools see ---------------------------------------------------------------------------------------------
+
+    def describe(
+        self, op: Op, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any], outs: Sequence[SimTensor | None]
+    ) -> None:
+        """Attach to `op` its tensor accesses, the resolver of data-dependent rows and the source line, for observers."""
+        accesses: list[Access] = []
+        for name, value in zip(info.names, args, strict=False):
+            kind = type(value)
+            if kind is SimTensor:
+                accesses.append(extent(value, name in info.writes, name))
+            elif kind is list or kind is tuple:
+                note_access(accesses, name, value, info)
+        for name, value in kwargs.items():
+            note_access(accesses, name, value, info)
+        for made in outs:
+            if made is not None:
+                accesses.append(extent(made, True, "out"))  # noqa: PERF401  (once for most operations)
+        op.accesses = tuple(accesses)
+        machine = self.current.machine
+        op.line = machine.line
+        if info.resolvers and machine.tap is not None:
+            bound = dict(zip(info.names, args, strict=False)) | dict(kwargs)
+            op.rows = row_accesses.RowResolver(info.resolvers, bound, op.accesses, info.native)
+            # The whole operand is a promise that the rows are told later.
+            op.accesses = tuple(replace(a, by_rows=True) if a.argument in info.resolvers else a for a in accesses)
+
+    def note(self, op: Op, *accesses: Access) -> None:
+        """Attach accesses and the source line to an operation that no operator call describes, such as a copy."""
+        machine = self.current.machine
+        if machine.tracks:
+            op.accesses = accesses
+            op.line = machine.line
+
+    def _decompose(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        result = info.func.decompose(*args, **kwargs)
+        if result is NotImplemented:
+            raise NotImplementedError(f"{info.name} can't be taken apart for the simulated device")
+        return result
+
+    def _record_stream(self, tensor: SimTensor, stream: Any) -> None:
+        tensor.record_stream(stream)
+
+    # -- pinned host tensors ----------------------------------------------------------------------------------------
+
+    def pinned(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run an operator on pinned tensors: note the host's accesses, compute on the plain host tensors, pin views again."""
+        if any(issubclass(kind, SimTensor) for kind in types):
+            return self(func, args, kwargs)
+        info = self.info(func)
+        if creates_on_device(kwargs, self.device):
+            return self(func, args, kwargs)
+        if info.name == "aten::is_pinned":
+            return True
+        owner: PinnedTensor | None = None
+
+        def plain(name: str, value: Any) -> Any:
+            nonlocal owner
+            if isinstance(value, PinnedTensor):
+                owner = value if owner is None else owner
+                return value.plain(
+                    write=None if info.way in (OperatorKind.VIEW, OperatorKind.DECOMPOSE) else name in info.writes
+                )
+            if isinstance(value, list | tuple):
+                return type(value)(plain(name, item) for item in value)
+            return value
+
+        if info.way is OperatorKind.DECOMPOSE:
+            return self._decompose(info, args, kwargs)
+        positional = [plain(name, value) for name, value in zip(info.names, args, strict=False)]
+        named = {name: plain(name, value) for name, value in kwargs.items()}
+        result = func(*positional, **named)
+        if info.way is OperatorKind.VIEW and owner is not None:
+            return repin(result, owner)
+        given = {id(p): a for p, a in zip(positional, args, strict=False)} | {id(named[k]): kwargs[k] for k in named}
+        return given.get(id(result), result) if isinstance(result, Tensor) else result
+
+
+def _elsewhere(info: OpInfo) -> str:
+    # Nothing would order its use: the queues of two backends know nothing of each other.
+    return (
+        f"{info.name}: an operand lives on another simulated device than the current one: each backend object is a device of "
+        "its own, and what is made outside every scope belongs to the one made last; make it inside `backend.on(stream)`"
+    )
+
+
+_SCALARS = frozenset({int, bool, str, complex, torch.dtype, torch.layout, torch.memory_format, type(None)})

@@ -1,0 +1,102 @@
+"""Launches of kernels outside torch's dispatcher, and device views of pinned host memory.
+
+Both are for adapters of programs that launch kernels themselves, such as Triton's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from outrider.device import Access, ConfigError
+from outrider_sim.machine.pinned import HostAllocation, PinnedTensor, alias
+from outrider_sim.machine.queue import Op, OperationKind
+from outrider_sim.torch_device.operands import extent
+from outrider_sim.torch_device.tensor import SimTensor, wrap
+
+
+def launch(
+    name: str,
+    run: Callable[[], object],
+    *,
+    reads: Sequence[tuple[str, Tensor]] = (),
+    writes: Sequence[tuple[str, Tensor]] = (),
+    touched: Callable[[], tuple[Access, ...]] | None = None,
+) -> None:
+    """Queue one kernel `run` on the calling thread's current stream, and return before it runs.
+
+    `run` works on host tensors from `host_view`. `reads` and `writes` name each device tensor that it accesses; an operand
+    that it reads and writes is in both. `touched` is called after `run` and returns the bytes that were read and written;
+    `reads` and `writes` are then upper bounds. Raises `ConfigError` for a tensor of another device.
+    """
+    from outrider_sim.torch_device.torch_registration import registered
+
+    found = registered()
+    assert found is not None, "a tensor of the device exists before a launch"
+    core = found.dispatcher
+    machine = core.current.machine
+    if machine.tells:
+        machine.line = core.line_now()
+    op = Op(OperationKind.KERNEL, name, run, cost=machine.like.kernel_us)
+    if machine.tracks:
+        accesses: list[Access] = []
+        for write, operands in ((False, reads), (True, writes)):
+            for argument, tensor in operands:
+                accesses.append(extent(_device_tensor(name, argument, tensor), write, argument))
+        if touched is not None:
+            accesses = [replace(access, by_rows=True) for access in accesses]
+            op.rows, op.after = touched, True
+        op.accesses = tuple(accesses)
+        op.line = machine.line
+    machine.enqueue(op, machine.stream)
+
+
+def host_view(tensor: Tensor) -> Tensor:
+    """Return the host tensor over the same simulated memory as a device tensor. Only a running operation may access it."""
+    return _device_tensor("host_view", "tensor", tensor)._inner
+
+
+def _device_tensor(name: str, argument: str, tensor: Tensor) -> SimTensor:
+    if not isinstance(tensor, SimTensor):
+        raise ConfigError(
+            f"{name}: operand {argument!r} is a tensor on {tensor.device}; expected one of the simulated device"
+        )
+    return tensor
+
+
+class MappedAllocation:
+    """Pinned host memory mapped to the device. Observers see one allocation, and views of either side keep it alive."""
+
+    __slots__ = ("address", "host", "id", "line", "machine_memory", "nbytes")
+
+    def __init__(self, host: HostAllocation, memory: Any) -> None:
+        self.host = host
+        self.id = host.id
+        self.address = host.address
+        self.nbytes = host.nbytes
+        self.line = host.line
+        self.machine_memory = memory
+
+    def used_by(self, stream: object) -> None:
+        """Do nothing: mapped pinned memory is never reused, so no release has to wait for a stream."""
+
+
+def mapped(pinned: Tensor) -> Tensor:
+    """Return a device tensor over pinned host memory (unified addressing). Kernels access the memory when they run.
+
+    Raises `ConfigError` if `pinned` isn't pinned memory of the simulated device.
+    """
+    from outrider_sim.torch_device.torch_registration import registered
+
+    if not isinstance(pinned, PinnedTensor):
+        raise ConfigError("only pinned host memory of the simulated device can be mapped; make it with pin_memory=True")
+    found = registered()
+    assert found is not None, "pinned memory exists, so the device does"
+    core = found.dispatcher
+    sim = core.current
+    inner = alias(pinned)
+    allocation: Any = MappedAllocation(pinned._alloc, sim.memory)
+    return wrap(inner, core.metas.meta_of(inner), allocation, sim.device)

@@ -1,0 +1,194 @@
+"""Cached facts about operators: how the dispatcher runs each overload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import torch
+
+from outrider_sim.torch_device.composites import EMULATED
+
+# Composite operators that never return an alias of an operand: run whole, as one operation, when they arrive whole
+# (under inference_mode). Any other composite is decomposed, for one that may alias would tear a view off its base.
+WHOLE = frozenset(
+    {
+        "aten::linear",
+        "aten::matmul",
+        "aten::scaled_dot_product_attention",
+        "aten::rms_norm",
+        "aten::layer_norm",
+        "aten::group_norm",
+        "aten::softmax.int",
+        "aten::log_softmax.int",
+        "aten::conv1d",
+        "aten::conv2d",
+        "aten::conv3d",
+    }
+)
+# Views that their schema calls something else.
+HIDDEN_VIEWS = frozenset({"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh", "aten::alias", "aten::lift"})
+# Tagged as data dependent, but only for boolean indices.
+INDEXING = frozenset({"aten::index.Tensor", "aten::_unsafe_index.Tensor"})
+# They read device values on the host, or make shapes of them, whatever their tags say.
+READERS = frozenset(
+    {
+        "aten::_local_scalar_dense",
+        "aten::equal",
+        "aten::allclose",
+        "aten::nonzero",
+        "aten::masked_select",
+        "aten::bincount",
+        "aten::_unique2",
+        "aten::unique_dim",
+        "aten::unique_consecutive",
+        "aten::unique_dim_consecutive",
+        "aten::is_nonzero",
+        "aten::histc",
+    }
+)
+# CPU index tensors are moved to the device by these, as torch does.
+HOST_INDICES = frozenset(
+    {"aten::index.Tensor", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_", "aten::_unsafe_index.Tensor"}
+)
+MATRIX = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::linear", "aten::matmul", "aten::baddbmm"})
+
+
+PLAN_LIMIT = 4096
+"""Plans kept for an overload; beyond, they are found again."""
+
+
+class OperatorKind(Enum):
+    """The way in which the dispatcher runs an operator."""
+
+    COMPUTE = "queued"
+    VIEW = "done at once, on the same memory"
+    METADATA = "done at once, changes what a tensor looks like"
+    READ = "queued, and the host waits"
+    DECOMPOSE = "taken apart"
+
+
+class OpInfo:
+    """One operator overload.
+
+    `fresh` says that its single result is new memory. `returns` has, for each result, the name of the operand that it is, or
+    None for a new tensor. `plans` maps the operands' shapes and dtypes to those of the results.
+    """
+
+    __slots__ = (
+        "by_host",
+        "emulated",
+        "fresh",
+        "func",
+        "indexing",
+        "matrix",
+        "name",
+        "names",
+        "native",
+        "out",
+        "out_names",
+        "outs",
+        "plans",
+        "probed",
+        "random",
+        "random_if",
+        "resolvers",
+        "returns",
+        "run",
+        "takes_generator",
+        "takes_host_indices",
+        "uses_device",
+        "way",
+        "writes",
+    )
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        self.func = func
+        self.emulated = EMULATED.get(schema.name)
+        self.run: Callable[..., Any] = self.emulated or func._op
+        self.name: str = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
+        self.native = schema.name.startswith("aten::")
+        self.plans: dict[Any, Any] = {}
+        self.probed: dict[Any, bool] = {}  # kinds of operands that were tried → whether `out` writes in place
+        self.resolvers: Any = {}  # operands that are indexed by data: how to find their rows
+        self.names = tuple(argument.name for argument in schema.arguments)
+        self.by_host = False  # torch's meta kernel gives other shapes than the host's
+        self.outs = frozenset(a.name for a in schema.arguments if a.is_out)
+        self.writes = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+        self.returns = tuple(_operand_of(schema, r) for r in schema.returns)
+        self.fresh = self.returns == (None,) and str(schema.returns[0].type) == "Tensor"
+        self.uses_device = "device" in self.names
+        self.takes_generator = "generator" in self.names
+        tags = func.tags
+        self.random = torch.Tag.nondeterministic_seeded in tags
+        self.random_if = "dropout_p" if "dropout_p" in self.names else ""
+        self.indexing = self.name in INDEXING
+        self.takes_host_indices = self.name in HOST_INDICES
+        self.matrix = self.name in MATRIX
+        self.way = self._classify(schema, tags)
+        simple = self.way is OperatorKind.COMPUTE and not self.writes
+        self.out: Any = None
+        self.out_names: tuple[str, ...] = ()
+        # Losses reduce in the tensor that they are given: they resize it, with a warning, and back.
+        if simple and self.emulated is None and "reduction" not in self.names:
+            self.out, self.out_names = self._find_out(schema)
+
+    def _classify(self, schema: Any, tags: Any) -> OperatorKind:
+        if torch.Tag.inplace_view in tags or self.name.startswith(("aten::resize_", "aten::set_")):
+            return OperatorKind.METADATA
+        if self.name in HIDDEN_VIEWS:
+            return OperatorKind.VIEW
+        key = torch._C.DispatchKey.CompositeImplicitAutograd
+        if self.native and self.name not in WHOLE and torch._C._dispatch_has_kernel_for_dispatch_key(self.func.name(), key):
+            return OperatorKind.DECOMPOSE
+        if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
+            return OperatorKind.VIEW
+        dynamic = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+        if self.name in READERS or (dynamic and not self.indexing):
+            return OperatorKind.READ
+        return OperatorKind.COMPUTE
+
+    def _find_out(self, schema: Any) -> tuple[Any, tuple[str, ...]]:
+        """Return the `out=` overload with its argument names, or (None, ()): it writes to allocated results
+        without a copy.
+        """
+        if not self.native or self.random or any(str(r.type) != "Tensor" for r in schema.returns):
+            return None, ()
+        packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"))
+        mine = [(a.name, str(a.type)) for a in schema.arguments if a.name not in ("dtype", "layout", "device", "pin_memory")]
+        if len(mine) != len(schema.arguments):
+            return None, ()
+        for overload in packet.overloads():
+            other = getattr(packet, overload)
+            arguments = other._schema.arguments
+            outs = [a for a in arguments if a.is_out]
+            if len(outs) == len(schema.returns) and [(a.name, str(a.type)) for a in arguments if not a.is_out] == mine:
+                return other._op, tuple(a.name for a in outs)
+        return None, ()
+
+
+def _operand_of(schema: Any, result: Any) -> str | None:
+    """Return the name of the operand that the operator returns as this result, or None for a new tensor."""
+    if result.alias_info is None or not result.alias_info.is_write:
+        return None
+    for argument in schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.before_set == result.alias_info.before_set:
+            return str(argument.name)
+    return None
+
+
+class ResultPlan:
+    """The planned results of one operator call. `outs` are the metas of new tensors in order, with None for a None result."""
+
+    __slots__ = ("cost", "out", "outs", "resized", "structure")
+
+    def __init__(
+        self, outs: tuple[Any, ...], structure: Any, cost: float, out: bool = False, resized: tuple[Any, ...] = ()
+    ) -> None:
+        self.resized = resized  # operands that must get memory first: name and meta
+        self.out = out  # the overload that writes into given tensors does
+        self.outs = outs
+        self.structure = structure
+        self.cost = cost

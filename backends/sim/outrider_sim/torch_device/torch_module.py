@@ -1,0 +1,329 @@
+"""The module `torch.sim`: the functions and classes that torch requires of a device module.
+
+Calls go to the newest backend, and create one if none exists. An observer of that backend therefore sees programs that
+use torch alone.
+"""
+
+from __future__ import annotations
+
+import struct
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from outrider.device import ConfigError
+
+if TYPE_CHECKING:
+    from outrider_sim.backend import SimBackend, SimEvent, SimStream
+
+
+def _backend() -> SimBackend:
+    from outrider_sim.backend import SimBackend
+    from outrider_sim.options import SimOptions
+    from outrider_sim.torch_device.torch_registration import registered
+
+    found = registered()
+    assert found is not None
+    if found.backend is None:
+        found.backend = SimBackend(SimOptions(name=found.name))
+    if found.dispatcher.has_several_devices:
+        current: SimBackend | None = found.dispatcher.current.backend()
+        if current is not None:
+            return current
+    backend: SimBackend = found.backend
+    return backend
+
+
+class SimTorchStream:
+    """A simulated stream with the interface of `torch.cuda.Stream`; `torch.sim` exports it as `Stream`."""
+
+    def __init__(self, device: Any = None, priority: int = 0, *, wrapped: SimStream | None = None) -> None:
+        del device
+        backend = _backend()
+        made: Any = wrapped or backend.create_stream(f"s{len(backend.streams)}", priority=priority)
+        self.wrapped: SimStream = made
+        self._scopes: list[Any] = []
+
+    @property
+    def queue_state(self) -> Any:
+        """The stream's queue in the simulated machine."""
+        return self.wrapped.queue_state
+
+    def record_event(self, event: SimTorchEvent | None = None) -> SimTorchEvent:
+        """Record `event`, or a new event, and return it."""
+        event = event or SimTorchEvent()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: SimTorchEvent) -> None:
+        """Make later work on this stream wait for the event's latest record."""
+        self.wrapped.wait(event.wrapped)
+
+    def wait_stream(self, other: SimTorchStream) -> None:
+        """Make later work on this stream wait for the work now queued on `other`."""
+        self.wait_event(other.record_event())
+
+    def synchronize(self) -> None:
+        """Block the host until all work enqueued on this stream so far has run."""
+        self.wrapped.synchronize()
+
+    def query(self) -> bool:
+        """Return True if all work enqueued on this stream so far has run."""
+        return self.wrapped.query()
+
+    @property
+    def device(self) -> torch.device:
+        """The simulated device on which this stream runs."""
+        return self.wrapped.backend.device
+
+    @property
+    def device_index(self) -> int:
+        """The index of the stream's device."""
+        return self.device.index or 0
+
+    @property
+    def stream_id(self) -> int:
+        """The stream's number on its device."""
+        found: int = self.queue_state.id
+        return found
+
+    def __enter__(self) -> SimTorchStream:
+        """Enqueue torch work on this stream inside the block."""
+        self._scopes.append(self.wrapped.backend.on(self.wrapped))
+        self._scopes[-1].__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Make the stream that was current before the block current again."""
+        self._scopes.pop().__exit__(None, None, None)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SimTorchStream) and other.wrapped is self.wrapped
+
+    def __hash__(self) -> int:
+        return hash(self.wrapped)
+
+
+class SimTorchEvent:
+    """A simulated event with the interface of `torch.cuda.Event`; `torch.sim` exports it as `Event`."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        del blocking, interprocess
+        made: Any = _backend().create_event("", timing=enable_timing)
+        self.wrapped: SimEvent = made
+
+    def record(self, stream: SimTorchStream | None = None) -> None:
+        """Record the event on `stream`, or on the current stream."""
+        (stream or current_stream()).wrapped.record(self.wrapped)
+
+    def wait(self, stream: SimTorchStream | None = None) -> None:
+        """Make `stream`, or the current stream, wait for the event's latest record."""
+        (stream or current_stream()).wait_event(self)
+
+    def query(self) -> bool:
+        """Return whether the event's latest record is complete; True without a record, like torch."""
+        return self.wrapped.generation == 0 or self.wrapped.query()
+
+    def synchronize(self) -> None:
+        """Block the host until the event's latest record is complete."""
+        if self.wrapped.generation:
+            self.wrapped.synchronize()
+
+    def elapsed_time(self, end: SimTorchEvent) -> float:
+        """Return the virtual milliseconds from this event's record to that of `end`."""
+        return self.wrapped.elapsed_ms(end.wrapped)
+
+
+def current_stream(device: Any = None) -> SimTorchStream:
+    """Return the calling thread's current stream."""
+    del device
+    backend = _backend()
+    queue = backend.sim.machine.stream
+    for stream in backend.streams:
+        if stream.native is queue:
+            return SimTorchStream(wrapped=stream)  # type: ignore[arg-type]
+    return default_stream()
+
+
+def default_stream(device: Any = None) -> SimTorchStream:
+    """Return the stream on which torch work outside any stream scope is enqueued."""
+    del device
+    return SimTorchStream(wrapped=_backend().default_stream)
+
+
+class StreamContext:
+    """A reusable context manager that enqueues torch work on a stream inside the block."""
+
+    def __init__(self, chosen: SimTorchStream | None) -> None:
+        self.stream = chosen
+        self._scopes: list[Any] = []
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            scope = self.stream.wrapped.backend.on(self.stream.wrapped)
+            scope.__enter__()
+            self._scopes.append(scope)
+
+    def __exit__(self, *exception: Any) -> None:
+        if self.stream is not None:
+            self._scopes.pop().__exit__(*exception)
+
+
+def stream(chosen: SimTorchStream | None) -> StreamContext:
+    """Return a context in which torch work is enqueued on the stream `chosen`."""
+    return StreamContext(chosen)
+
+
+def set_stream(chosen: SimTorchStream) -> None:
+    """Make the stream `chosen` the calling thread's current stream."""
+    chosen.wrapped.backend.sim.machine.set_stream(chosen.queue_state)
+
+
+def synchronize(device: Any = None) -> None:
+    """Block the host until every stream of the device is empty."""
+    del device
+    _backend().synchronize()
+
+
+def empty_pinned(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Return uninitialized pinned host memory (torch's own `pin_memory=True` needs an accelerator build)."""
+    return _backend().sim.pinned(tuple(shape), dtype or torch.get_default_dtype())
+
+
+class _DeviceScope:
+    def __init__(self, device: Any) -> None:
+        self.device = device
+
+    def __enter__(self) -> None:
+        """Change no state: the scope has no effect."""
+
+    def __exit__(self, *_: object) -> None:
+        """Change no state: the scope has no effect."""
+
+
+def _device_count() -> int:
+    from outrider_sim.torch_device.torch_registration import registered
+
+    found = registered()
+    return 1 if found is None else len(found.dispatcher.current.machine.scheduler.machines)
+
+
+def _set_device(device: Any) -> None:
+    """Make another device of the host current for the calling thread."""
+    from outrider_sim.torch_device.torch_registration import registered
+
+    found = registered()
+    index = device if isinstance(device, int) else torch.device(device).index
+    if found is None or index is None or not found.dispatcher.has_several_devices:
+        return
+    for machine in found.dispatcher.current.machine.scheduler.machines:
+        if machine.rank == index:
+            found.dispatcher.current = machine.sim
+            return
+    raise RuntimeError(f"there is no device {index}: this host has {_device_count()}")
+
+
+def _manual_seed(seed: int) -> None:
+    from outrider_sim.torch_device.torch_registration import registered
+
+    found = registered()
+    if found is not None:  # torch also seeds this device while it is being registered
+        found.dispatcher.current.manual_seed(seed)
+
+
+def _get_rng_state(device: Any = None) -> Tensor:
+    """Return the generator's state as bytes: version, Mersenne twister words, then the unused normal variate, if any."""
+    del device
+    version, words, left = _backend().sim.seeds.getstate()
+    rest = () if left is None else struct.unpack("<2I", struct.pack("<d", left))
+    return torch.frombuffer(
+        bytearray(struct.pack(f"<{1 + len(words) + len(rest)}I", version, *words, *rest)), dtype=torch.uint8
+    )
+
+
+def _set_rng_state(state: Tensor, device: Any = None) -> None:
+    del device
+    seeds = _backend().sim.seeds
+    count = len(seeds.getstate()[1])
+    content = bytes(state.tolist())
+    if len(content) not in (4 * (1 + count), 4 * (3 + count)):
+        raise ConfigError(f"a random state of {len(content)} bytes can't be set; expected what get_rng_state gave")
+    version, *words = struct.unpack(f"<{len(content) // 4}I", content)
+    left = struct.unpack("<d", struct.pack("<2I", *words[count:]))[0] if words[count:] else None
+    try:
+        seeds.setstate((version, tuple(words[:count]), left))
+    except ValueError as error:
+        raise ConfigError(f"the random state can't be set ({error}); expected what get_rng_state gave") from error
+
+
+def _empty_cache() -> None:
+    _backend().sim.memory.empty_cache()
+
+
+def _memory_info() -> tuple[int, int]:
+    memory = _backend().sim.memory
+    return memory.limit - memory.allocated, memory.limit
+
+
+def _memory_stats() -> dict[str, Any]:
+    memory = _backend().sim.memory
+
+    def bytes_of(current: int, peak: int) -> dict[str, Any]:
+        return {"all": {"current": current, "peak": peak}}
+
+    return {
+        "allocated_bytes": bytes_of(memory.allocated, memory.peak),
+        "reserved_bytes": bytes_of(memory.reserved, memory.peak_reserved),
+    }
+
+
+def _reset_peaks() -> None:
+    _backend().sim.memory.reset_peaks()
+
+
+def make_module(name: str) -> ModuleType:
+    """Create the module `torch.<name>` of the simulated device."""
+    from outrider_sim.torch_device import torch_graphs as graphs
+
+    module = ModuleType(f"torch.{name}", "A simulated accelerator.")
+    members: dict[str, Any] = {
+        "CUDAGraph": graphs.CUDAGraph,
+        "Event": SimTorchEvent,
+        "Stream": SimTorchStream,
+        "StreamContext": StreamContext,
+        "_initialized": True,  # without it, checkpointing doesn't restore random states
+        "_is_in_bad_fork": lambda: False,
+        "current_device": lambda: _backend().sim.machine.rank,
+        "current_stream": current_stream,
+        "default_stream": default_stream,
+        "device": _DeviceScope,
+        "device_count": _device_count,
+        "empty_cache": _empty_cache,
+        "empty_pinned": empty_pinned,
+        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+        "get_device_name": lambda device=None: f"simulated, like {_backend().sim.options.like.name}",
+        "get_rng_state": _get_rng_state,
+        "graph": graphs.graph,
+        "graph_pool_handle": graphs.graph_pool_handle,
+        "is_available": lambda: True,
+        "is_current_stream_capturing": graphs.is_current_stream_capturing,
+        "is_initialized": lambda: True,
+        "manual_seed": _manual_seed,
+        "manual_seed_all": _manual_seed,
+        "max_memory_allocated": lambda device=None: _backend().sim.memory.peak,
+        "mem_get_info": lambda device=None: _memory_info(),
+        "memory_allocated": lambda device=None: _backend().sim.memory.allocated,
+        "max_memory_reserved": lambda device=None: _backend().sim.memory.peak_reserved,
+        "memory_reserved": lambda device=None: _backend().sim.memory.reserved,
+        "reset_peak_memory_stats": lambda device=None: _reset_peaks(),
+        "set_device": _set_device,
+        "set_rng_state": _set_rng_state,
+        "set_stream": set_stream,
+        "stream": stream,
+        "synchronize": synchronize,
+    }
+    for key, value in members.items():
+        setattr(module, key, value)
+    return module

@@ -1,0 +1,1 @@
+"""Configs: the shape of a decoder, the parsing of config.json, and published shapes by name."""

@@ -1,0 +1,345 @@
+"""Conversion of a checkpoint's config.json to a ModelConfig. This module holds the differences between model families."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from outrider.device import ConfigError
+from outrider.errors import CheckpointError, shown
+from outrider.model.checkpoint.location import refuse_other_formats
+from outrider.model.checkpoint.reading import describe, present, read_json, wrap_read_errors
+from outrider.model.config.config_fields import MAX_CONTEXT, config_fields, is_whole
+from outrider.model.config.layer_configs import (
+    HYBRID_FAMILIES,
+    REFUSED,
+    layer_windows,
+    mixtral,
+    one_window,
+    qwen2_moe,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_moe,
+    qwen3_next,
+)
+from outrider.model.config.model_config import ModelConfig, VisionConfig
+from outrider.model.config.parsed_config import parse_config
+from outrider.model.config.rope import ROPE_KINDS, RopeConfig, inverse_frequencies, long_frequencies
+
+_DTYPES = MappingProxyType(
+    {str(each).removeprefix("torch."): each for each in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
+)
+
+# transformers validates the config and fills in each family's defaults; this module only reads its attributes.
+HfConfig = Any
+
+
+class _NotNativeError(ConfigError):
+    """A config that the native decoder cannot run, but transformers' own code may."""
+
+
+def read_model_config(
+    directory: Path, name: str = "config.json", *, part: str | None = None, drafts: bool = False
+) -> ModelConfig:
+    """Read ``name`` in ``directory`` and ``generation_config.json`` as a ModelConfig.
+
+    Raises :class:`CheckpointError` if there is no readable config, if its architecture is unknown (the error lists the known
+    ones), or if it asks for an unsupported feature. The error names the file and the field.
+
+    ``part`` is the key of the object that holds the shape; None means the top level. ``drafts`` is true for the config of a
+    draft model or head, which cannot fall back to transformers' own code.
+    """
+    path = directory / name
+    refuse_other_formats(directory)
+    raw = read_json(path)
+    if part is not None:
+        inner = raw.get(part)
+        if not isinstance(inner, dict):
+            raise CheckpointError(f"{path}: {part} is {shown(inner)}, expected a config of its own")
+        raw = inner
+    with wrap_read_errors(path, f"a {shown(raw.get('model_type'))} config"):
+        if not drafts:  # the loader of a block drafter reads whether its block attends to later positions
+            _check_causal(raw)
+        try:
+            return _model_config(directory, raw)
+        except _NotNativeError as error:
+            fallback = _TRY_TRANSFORMERS if raw.get("quantization_config") is None else _TRY_UNQUANTIZED
+            raise ConfigError(f"{error}; {_DRAFTS_NATIVE_ONLY if drafts else fallback}") from error
+
+
+def _model_config(directory: Path, raw: dict[str, Any]) -> ModelConfig:
+    family = _family(raw)
+    full_config = _parse_config(family, raw)
+    hf = full_config.get_text_config()
+    fields = _common_fields(hf) | _FAMILIES[family](hf)
+    fields["tie_embeddings"] = bool(full_config.tie_word_embeddings)  # the top-level value, not the text config's
+    if family in _VISION_FAMILIES:
+        fields["vision"] = _vision(full_config)
+    fields["eos_token_ids"], fields["bos_token_id"] = special_tokens(directory, hf)
+    rope = _rope(hf, mrope=family in _VISION_FAMILIES, partial=family in HYBRID_FAMILIES)
+    config = ModelConfig(family=family, rope=rope, **fields)
+    _check_rope(config)
+    return config
+
+
+def _check_causal(raw: Mapping[str, Any]) -> None:
+    """Raise :class:`ConfigError` if the config asks for attention to later tokens, which transformers' masks allow."""
+    text = raw.get("text_config")
+    is_causal = (text if isinstance(text, dict) else raw).get("is_causal", True)
+    if is_causal is not True:
+        raise ConfigError(f"is_causal is {shown(is_causal)}, expected true: a token here sees none that come after it")
+
+
+def _family(raw: Mapping[str, Any]) -> str:
+    """Return the model type, or that of the family with the same decoder. Raise if it is not supported."""
+    family = raw.get("model_type")
+    if isinstance(family, str) and (known := _SAME_DECODER.get(family, family)) in _FAMILIES:
+        return known
+    reason = REFUSED.get(family) if isinstance(family, str) else None
+    if reason is not None:
+        kind = _NotNativeError if reason.elsewhere else ConfigError
+        raise kind(f"model_type is {shown(family)}, which isn't supported: {reason.why}")
+    raise _NotNativeError(
+        f"model_type is {shown(family)} (architectures {shown(raw.get('architectures'))}), which isn't supported; supported "
+        f"are {', '.join(supported_families())}"
+    )
+
+
+def checkpoint_dtype(directory: Path, name: str = "config.json") -> torch.dtype | None:
+    """Return the dtype that the config declares for the tensors, or None if it declares none or an unknown one."""
+    raw = read_json(directory / name)
+    text = raw.get("text_config")
+    for part in (raw, text if isinstance(text, dict) else {}):
+        for key in ("dtype", "torch_dtype"):
+            found = part.get(key)
+            if isinstance(found, str):
+                return _DTYPES.get(found.removeprefix("torch."))
+    return None
+
+
+def hf_config(family: str, raw: dict[str, Any]) -> HfConfig:
+    """Parse the known keys of ``raw`` with transformers. Raises :class:`ConfigError` if transformers rejects them."""
+    return _through_transformers(family, config_fields(family, raw))
+
+
+def _parse_config(family: str, raw: dict[str, Any]) -> HfConfig:
+    """Parse the known keys of ``raw``, without transformers if they determine every attribute."""
+    known = config_fields(family, raw)
+    return parse_config(family, known) or _through_transformers(family, known)
+
+
+def _through_transformers(family: str, known: dict[str, Any]) -> HfConfig:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    try:
+        return CONFIG_MAPPING[family].from_dict(known)
+    except Exception as error:  # its validators raise many kinds
+        raise ConfigError(f"transformers can't read it as a {family} config: {describe(error)}") from error
+
+
+def _common_fields(hf: HfConfig) -> dict[str, Any]:
+    if hf.hidden_act not in _SILU:
+        raise _NotNativeError(f"hidden_act is {shown(hf.hidden_act)}, only 'silu' (also called 'swish') is supported")
+    return {
+        "vocab_size": hf.vocab_size,
+        "hidden_size": hf.hidden_size,
+        # A mixture in every layer has no other intermediate size than that of its experts.
+        "intermediate_size": getattr(hf, "intermediate_size", None) or hf.moe_intermediate_size,
+        "num_layers": hf.num_hidden_layers,
+        "num_heads": hf.num_attention_heads,
+        "num_kv_heads": hf.num_key_value_heads,
+        "head_size": getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        "rms_eps": hf.rms_norm_eps,
+        "max_context": _max_context(hf),
+    }
+
+
+def _llama(hf: HfConfig) -> dict[str, Any]:
+    return {
+        "attention_bias": hf.attention_bias,
+        "output_bias": hf.attention_bias,
+        "mlp_bias": hf.mlp_bias,
+        "windows": one_window(hf, 0),
+    }
+
+
+def _mistral(hf: HfConfig) -> dict[str, Any]:
+    # Ministral is published as a mistral model with layer_types, and transformers' Auto classes recognize it by them.
+    if getattr(hf, "layer_types", None):
+        return {"windows": layer_windows(hf)}
+    return {"windows": one_window(hf, hf.sliding_window)}
+
+
+def _qwen2(hf: HfConfig) -> dict[str, Any]:
+    return {"attention_bias": True, "windows": layer_windows(hf)}
+
+
+def _qwen3(hf: HfConfig) -> dict[str, Any]:
+    return {
+        "attention_bias": hf.attention_bias,
+        "output_bias": hf.attention_bias,
+        "qk_norm": True,
+        "windows": layer_windows(hf),
+    }
+
+
+_FAMILIES: Mapping[str, Callable[[HfConfig], dict[str, Any]]] = MappingProxyType(
+    {
+        "llama": _llama,
+        "ministral3": _mistral,
+        "mistral": _mistral,
+        "mixtral": mixtral,
+        "qwen2": _qwen2,
+        "qwen2_5_vl": _qwen2,
+        "qwen2_moe": qwen2_moe,
+        "qwen2_vl": _qwen2,
+        "qwen3": _qwen3,
+        "qwen3_5": qwen3_5,
+        "qwen3_5_moe": qwen3_5_moe,
+        "qwen3_5_moe_text": qwen3_5_moe,
+        "qwen3_5_text": qwen3_5,
+        "qwen3_moe": qwen3_moe,
+        "qwen3_next": qwen3_next,
+    }
+)
+_SAME_DECODER: Mapping[str, str] = MappingProxyType({"mimo": "qwen2"})
+"""Model types whose decoder and config are those of another family, and which transformers does not know."""
+_VISION_FAMILIES = frozenset({"qwen2_vl", "qwen2_5_vl"})
+_MROPE_SECTIONS = (16, 24, 24)  # of every published Qwen2-VL, and the default of configs without the field
+
+
+_MAX_SPECIAL_TOKENS = 1024
+_TRY_TRANSFORMERS = "it may run through transformers' own code, slower: --through-transformers"
+_TRY_UNQUANTIZED = (
+    "transformers' own code runs plain checkpoints alone here (--through-transformers), and this one is quantised"
+)
+_DRAFTS_NATIVE_ONLY = (
+    "what drafts runs natively alone (--through-transformers is for the model that it drafts for); take another draft"
+)
+_SILU = ("silu", "swish")
+
+
+def supported_families() -> tuple[str, ...]:
+    """Return the model types that the decoder runs natively, sorted."""
+    return tuple(sorted({*_FAMILIES, *_SAME_DECODER}))
+
+
+def _vision(hf: HfConfig) -> VisionConfig:
+    return VisionConfig(
+        image_token=hf.image_token_id,
+        video_token=hf.video_token_id,
+        merge=hf.vision_config.spatial_merge_size,
+        tokens_per_second=getattr(hf.vision_config, "tokens_per_second", 0),
+    )
+
+
+def _rope(hf: HfConfig, *, mrope: bool, partial: bool) -> RopeConfig:
+    parameters = dict(hf.rope_parameters)
+    kind = parameters.get("rope_type", "default")
+    if kind is None:  # transformers would ignore the other parameters
+        raise ConfigError(f"rope_type of the rope is None, expected one of {', '.join(ROPE_KINDS)}")
+    if parameters.get("partial_rotary_factor") not in (None, 1.0) and not partial:
+        raise _NotNativeError(f"partial_rotary_factor is {parameters['partial_rotary_factor']}, only 1 is supported")
+    optional = {
+        name: parameters[name]
+        for name in (
+            "low_freq_factor",
+            "high_freq_factor",
+            "beta_fast",
+            "beta_slow",
+            "attention_factor",
+            "mscale",
+            "mscale_all_dim",
+        )
+        if parameters.get(name) is not None
+    }
+    if "truncate" in parameters:  # null means false, as in transformers
+        optional["truncate"] = bool(parameters["truncate"])
+    if kind == "longrope":
+        optional |= {f"{name}_factors": tuple(parameters.get(f"{name}_factor") or ()) for name in ("short", "long")}
+    if parameters.get("llama_4_scaling_beta") is not None:
+        optional["query_beta"] = float(parameters["llama_4_scaling_beta"])
+    return RopeConfig(
+        kind=kind,
+        theta=float(parameters["rope_theta"]),
+        factor=_rope_factor(hf),
+        original_context=_original_context(hf),
+        sections=tuple(parameters.get("mrope_section") or _MROPE_SECTIONS) if mrope else (),
+        rotated_share=float(parameters.get("partial_rotary_factor") or 1.0),
+        **optional,
+    )
+
+
+def _rope_factor(hf: HfConfig) -> float:
+    """Return the factor by which the rope stretches positions.
+
+    For a yarn rope whose factor is null, and for longrope without one, it is the ratio of the two context lengths, as in
+    transformers.
+    """
+    kind = hf.rope_parameters.get("rope_type") or "default"
+    factor = hf.rope_parameters.get("factor", None if kind == "longrope" else 1.0)
+    if factor is not None or kind == "default":
+        return 1.0 if factor is None else float(factor)
+    if kind in ("yarn", "longrope"):
+        return int(hf.max_position_embeddings) / _original_context(hf)
+    raise ConfigError(f"rope_parameters.factor is None, expected a number, by which a rope of kind {kind!r} stretches")
+
+
+def _original_context(hf: HfConfig) -> int:
+    if hf.rope_parameters.get("rope_type") == "dynamic":  # the one kind for which transformers ignores the field
+        return int(hf.max_position_embeddings)
+    # The top-level value takes precedence over the one in the rope parameters, as when transformers builds the model.
+    top_level = getattr(hf, "original_max_position_embeddings", None)
+    return int(top_level or hf.rope_parameters.get("original_max_position_embeddings") or hf.max_position_embeddings)
+
+
+def _max_context(hf: HfConfig) -> int:
+    """Return the longest sequence that the config supports, in tokens.
+
+    Published yarn and dynamic configs often keep the original context in max_position_embeddings, so the context is computed
+    from the original context and the factor. For the other rope kinds max_position_embeddings is the context.
+    """
+    declared = int(hf.max_position_embeddings)
+    if hf.rope_parameters.get("rope_type") not in ("yarn", "dynamic"):
+        return declared
+    original, factor = _original_context(hf), _rope_factor(hf)
+    if original * factor > MAX_CONTEXT:
+        raise ConfigError(f"rope scaling by {factor} of {original} positions gives more than {MAX_CONTEXT}")
+    return max(declared, int(original * factor))
+
+
+def _check_rope(config: ModelConfig) -> None:
+    """Raise :class:`ConfigError` if rope parameters that are valid one by one give frequencies that are not finite."""
+    frequencies = [inverse_frequencies(config.rope, config.head_size)]
+    if config.rope.kind == "longrope":
+        frequencies.append(long_frequencies(config.rope, config.head_size))
+    if not all(each.isfinite().all() for each in frequencies) or not math.isfinite(config.rope.amplitude):
+        raise ConfigError(f"its rope parameters give frequencies that aren't finite: {config.rope}")
+
+
+def special_tokens(directory: Path, hf: HfConfig) -> tuple[tuple[int, ...], int | None]:
+    """Return the end-of-sequence tokens and the start token (or None).
+
+    generation_config.json takes precedence over config.json, as in transformers' ``generate``.
+    """
+    path = directory / "generation_config.json"
+    generation = read_json(path) if present(path) else {}
+    eos = generation.get("eos_token_id", getattr(hf, "eos_token_id", None))
+    bos = generation.get("bos_token_id", getattr(hf, "bos_token_id", None))
+    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    for key, tokens in (("eos_token_id", ids), ("bos_token_id", [] if bos is None else [bos])):
+        source = path if key in generation else directory / "config.json"
+        for token in tokens[:_MAX_SPECIAL_TOKENS]:
+            if not is_whole(token, 0, hf.vocab_size - 1):
+                raise CheckpointError(
+                    f"{source}: {key}: special token {shown(token)} isn't a token id below the vocabulary size "
+                    f"{hf.vocab_size}"
+                )
+        if len(tokens) > _MAX_SPECIAL_TOKENS:
+            raise CheckpointError(f"{source}: {key} has {len(tokens)} tokens, expected at most {_MAX_SPECIAL_TOKENS}")
+    return tuple(ids), bos

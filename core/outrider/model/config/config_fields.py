@@ -1,0 +1,298 @@
+"""Schema of config.json: the keys that are read, and the types and limits of their values.
+
+Only these keys reach transformers, and only with values inside the limits. A config can therefore not make transformers
+allocate, loop or execute code without bound. Limits are a multiple of the largest published values.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeGuard
+
+from outrider.device import ConfigError
+from outrider.errors import shown
+from outrider.model.config.rope import ROPE_KINDS
+
+MAX_LAYERS = 4096
+MAX_VOCABULARY = 1 << 24
+MAX_CONTEXT = 1 << 24
+_MAX_WIDTH = 1 << 20
+_MAX_ITEMS = 4096
+_MAX_EXPERTS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """The constraint of one config value."""
+
+    expected: str
+    """The constraint in words, for error messages."""
+    fits: Callable[[Any], bool]
+    """The predicate that a value must satisfy."""
+    empty: bool = True
+    """True if the value may be null."""
+    inside: Mapping[str, Field] | None = None
+    """Fields of a JSON object that are read; None for other kinds of values."""
+
+
+def is_whole(value: object, low: int, high: int) -> TypeGuard[int]:
+    """Return True if ``value`` is an integer (not a bool) from ``low`` to ``high``."""
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def whole_number(low: int, high: int, *, empty: bool = True) -> Field:
+    """Return a field that accepts whole numbers from ``low`` to ``high``."""
+    return Field(f"a whole number from {low} to {high}", lambda value: is_whole(value, low, high), empty)
+
+
+def number(low: float, high: float, *, empty: bool = True) -> Field:
+    """Return a field that accepts finite numbers from ``low`` to ``high``."""
+
+    def fits(value: object) -> bool:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        return low <= value <= high and math.isfinite(value)
+
+    return Field(f"a number from {low:g} to {high:g}", fits, empty)
+
+
+def list_of(item: Field, max_items: int = _MAX_ITEMS) -> Field:
+    """Return a field that accepts lists of at most ``max_items`` values, each accepted by ``item``."""
+    return Field(
+        f"a list of at most {max_items}, each {item.expected}",
+        lambda value: isinstance(value, list) and len(value) <= max_items and all(item.fits(each) for each in value),
+    )
+
+
+def either(first: Field, second: Field) -> Field:
+    """Return a field that accepts every value that one of two fields accepts."""
+    return Field(f"{first.expected}, or {second.expected}", lambda value: first.fits(value) or second.fits(value))
+
+
+def record(inside: Mapping[str, Field]) -> Field:
+    """Return a field that accepts JSON objects, of which the keys in ``inside`` are read."""
+    return Field("a JSON object", lambda value: isinstance(value, dict), True, inside)
+
+
+def choice_of(*values: float | bool) -> Field:
+    """Return a field that accepts one of these numbers or booleans."""
+    return Field(f"{' or '.join(map(str, values))}", lambda value: any(value is each or value == each for each in values))
+
+
+def choice(*names: str) -> Field:
+    """Return a field that accepts one of these strings."""
+    return Field(f"one of {', '.join(names)}", lambda value: isinstance(value, str) and value in names)
+
+
+FLAG = Field("true or false", lambda value: isinstance(value, bool))
+TEXT = Field("a string", lambda value: isinstance(value, str) and len(value) <= 200)
+_WIDTH, _CONTEXT, _HEADS = (
+    whole_number(1, _MAX_WIDTH, empty=False),
+    whole_number(1, MAX_CONTEXT, empty=False),
+    whole_number(1, 1 << 16),
+)
+_LAYERS = whole_number(1, MAX_LAYERS, empty=False)
+_TOKEN = whole_number(0, MAX_VOCABULARY)
+_EXPERTS = whole_number(0, _MAX_EXPERTS, empty=False)
+_SCALE = number(1e-6, 1e6)
+_KIND = choice(*ROPE_KINDS, "mrope")
+
+
+def _rope_record(inside: Mapping[str, Field]) -> Field:
+    """Return a field for rope parameters. An object per layer type is rejected: no supported family has separate angles."""
+    return Field(
+        "a JSON object of numbers and names (angles of its own for each kind of layer aren't supported)",
+        lambda value: isinstance(value, dict) and not any(isinstance(value[key], dict) for key in value.keys() - inside),
+        True,
+        inside,
+    )
+
+
+ROPE: Mapping[str, Field] = MappingProxyType(
+    {
+        "rope_type": _KIND,
+        "type": _KIND,
+        "rope_theta": number(1.0001, 1e15, empty=False),
+        "partial_rotary_factor": number(0, 1),
+        "factor": _SCALE,
+        "low_freq_factor": _SCALE,
+        "high_freq_factor": _SCALE,
+        "original_max_position_embeddings": whole_number(1, MAX_CONTEXT),
+        "attention_factor": _SCALE,
+        "beta_fast": _SCALE,
+        "beta_slow": _SCALE,
+        "mscale": number(0, 1e6),
+        "mscale_all_dim": number(0, 1e6),
+        "truncate": FLAG,
+        "short_factor": list_of(_SCALE),
+        "long_factor": list_of(_SCALE),
+        "llama_4_scaling_beta": number(0, 1e6),
+        "mrope_section": list_of(whole_number(0, 1 << 16), 3),
+        "mrope_interleaved": FLAG,
+    }
+)
+VISION_ROPE: Mapping[str, Field] = MappingProxyType(
+    {"rope_type": choice("axial", "default"), "rope_theta": ROPE["rope_theta"]}
+)
+TEXT_MODEL: Mapping[str, Field] = MappingProxyType(
+    {
+        "vocab_size": whole_number(1, MAX_VOCABULARY, empty=False),
+        "hidden_size": _WIDTH,
+        "intermediate_size": whole_number(1, 4 * _MAX_WIDTH, empty=False),
+        "num_hidden_layers": _LAYERS,
+        "num_attention_heads": whole_number(1, 1 << 16, empty=False),
+        "num_key_value_heads": _HEADS,
+        "head_dim": whole_number(1, 1 << 14),
+        "hidden_act": TEXT,
+        "max_position_embeddings": _CONTEXT,
+        "rms_norm_eps": number(0, 1, empty=False),
+        "rope_parameters": _rope_record(ROPE),
+        "rope_scaling": _rope_record(ROPE),
+        "rope_theta": ROPE["rope_theta"],
+        "original_max_position_embeddings": ROPE["original_max_position_embeddings"],
+        "partial_rotary_factor": ROPE["partial_rotary_factor"],
+        "attention_bias": FLAG,
+        "mlp_bias": FLAG,
+        "sliding_window": whole_number(0, 1 << 31),
+        "use_sliding_window": FLAG,
+        "max_window_layers": whole_number(0, 1 << 31),
+        "layer_types": list_of(TEXT),
+        "tie_word_embeddings": FLAG,
+        "bos_token_id": _TOKEN,
+        "eos_token_id": either(_TOKEN, list_of(_TOKEN)),
+    }
+)
+EXPERTS: Mapping[str, Field] = MappingProxyType(
+    {
+        **TEXT_MODEL,
+        "num_local_experts": _EXPERTS,
+        "num_experts": _EXPERTS,
+        "num_experts_per_tok": whole_number(1, _MAX_EXPERTS, empty=False),
+        "moe_intermediate_size": _WIDTH,
+        "shared_expert_intermediate_size": _WIDTH,
+        "norm_topk_prob": FLAG,
+        "decoder_sparse_step": whole_number(0, MAX_LAYERS, empty=False),
+        "mlp_only_layers": list_of(whole_number(0, MAX_LAYERS)),
+        "qkv_bias": FLAG,
+        # Features of other families. Only the values that switch them off are accepted.
+        "n_group": choice_of(1),
+        "topk_group": choice_of(1),
+        "routed_scaling_factor": choice_of(1, 1.0),
+        "scoring_func": choice("softmax"),
+        "topk_method": choice("greedy"),
+        "mlp_bias": choice_of(False),
+    }
+)
+HYBRID: Mapping[str, Field] = MappingProxyType(
+    {
+        **EXPERTS,
+        "linear_conv_kernel_dim": whole_number(2, 64, empty=False),
+        "linear_key_head_dim": whole_number(1, 1 << 14, empty=False),
+        "linear_value_head_dim": whole_number(1, 1 << 14, empty=False),
+        "linear_num_key_heads": whole_number(1, 1 << 16, empty=False),
+        "linear_num_value_heads": whole_number(1, 1 << 16, empty=False),
+        "full_attention_interval": whole_number(1, MAX_LAYERS, empty=False),
+        "mamba_ssm_dtype": choice("float32", "bfloat16", "float16"),
+        "attn_output_gate": choice_of(True),
+        "output_gate_type": choice("silu", "swish"),
+    }
+)
+_PATCH = whole_number(1, 1024, empty=False)
+VISION: Mapping[str, Field] = MappingProxyType(
+    {
+        "depth": _LAYERS,
+        "embed_dim": _WIDTH,
+        "hidden_size": _WIDTH,
+        "out_hidden_size": _WIDTH,
+        "intermediate_size": whole_number(1, 4 * _MAX_WIDTH, empty=False),
+        "hidden_act": TEXT,
+        "mlp_ratio": number(0.01, 1024, empty=False),
+        "num_heads": whole_number(1, 1 << 16, empty=False),
+        "in_channels": whole_number(1, 64, empty=False),
+        "patch_size": _PATCH,
+        "spatial_merge_size": whole_number(1, 64, empty=False),
+        "temporal_patch_size": whole_number(1, 64, empty=False),
+        "tokens_per_second": whole_number(0, 1 << 16, empty=False),
+        "window_size": whole_number(1, 1 << 16, empty=False),
+        "fullatt_block_indexes": list_of(whole_number(0, MAX_LAYERS)),
+        "rope_parameters": record(VISION_ROPE),
+    }
+)
+_WITH_VISION: Mapping[str, Field] = MappingProxyType(
+    {
+        **TEXT_MODEL,
+        "text_config": record(TEXT_MODEL),
+        "vision_config": record(VISION),
+        "image_token_id": whole_number(0, MAX_VOCABULARY, empty=False),
+        "video_token_id": whole_number(0, MAX_VOCABULARY, empty=False),
+    }
+)
+_HYBRID_WITH_VISION: Mapping[str, Field] = MappingProxyType({**HYBRID, "text_config": record(HYBRID)})
+FAMILY_FIELDS: Mapping[str, Mapping[str, Field]] = MappingProxyType(
+    {
+        **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), EXPERTS),
+        **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _WITH_VISION),
+        **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), HYBRID),
+        **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _HYBRID_WITH_VISION),
+    }
+)
+"""Fields of the families that aren't dense text models."""
+
+
+def check_fields(raw: Mapping[str, Any], fields: Mapping[str, Field], within: str = "") -> dict[str, Any]:
+    """Return the values of ``raw`` that ``fields`` describe; other keys are dropped.
+
+    Raises :class:`ConfigError` with the key, the value and the expected values.
+    """
+    accepted: dict[str, Any] = {}
+    for key, field in fields.items():
+        if key not in raw:
+            continue
+        value = raw[key]
+        if value is None and field.empty:
+            accepted[key] = None  # a null differs from a missing key: a family may have another default than null
+            continue
+        if not field.fits(value):
+            raise ConfigError(f"{within}{key} is {shown(value)}, expected {field.expected}")
+        accepted[key] = value if field.inside is None else check_fields(value, field.inside, f"{within}{key}.")
+    return accepted
+
+
+_LAYER_COUNT_KEYS = re.compile(r"layers?$|blocks?$|depth$")  # a model has at least one tensor for each of these
+_COUNT_KEYS = re.compile(r"heads?$|experts?$|labels?$|groups?$")
+_EXTERNAL_CODE_KEYS = frozenset(
+    {"quantization_config", "transformers_weights", "distributed_config", "fusion_config", "kernel_config", "use_kernels"}
+)
+_IMPLEMENTATION_KEY = re.compile(r"_implementation(_internal)?$")  # a value with a slash names a repository of kernels
+_MAX_NUMBER = (1 << 53) - 1
+
+
+def check_any_config(raw: Mapping[str, Any], tensors: int) -> None:
+    """Raise :class:`ConfigError` if a config of any family has counts that a model constructor would loop over without bound.
+
+    ``tensors`` is the number of tensors in the files, which bounds the number of layers. Keys that load other files, or code
+    from outside transformers, are refused too.
+    """
+    entries: list[tuple[str, Any]] = list(raw.items())
+    for key, value in entries:  # grows during the loop, bounded by the size limit of read_json
+        foreign_kernels = _IMPLEMENTATION_KEY.search(key) and isinstance(value, str) and "/" in value
+        if foreign_kernels or (key in _EXTERNAL_CODE_KEYS and value is not None):
+            raise ConfigError(f"{key} is {shown(value)}, which isn't supported")
+        if isinstance(value, dict):
+            entries += value.items()
+        elif isinstance(value, list):
+            entries += [(key, each) for each in value if isinstance(each, dict | list | int | float)]
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            limit = tensors if _LAYER_COUNT_KEYS.search(key) else MAX_LAYERS if _COUNT_KEYS.search(key) else _MAX_NUMBER
+            limit = MAX_CONTEXT if key.endswith("positions") or key == "max_position_embeddings" else limit
+            if not -_MAX_NUMBER <= value <= (_MAX_NUMBER if isinstance(value, float) else limit):
+                raise ConfigError(f"{key} is {shown(value)}, expected at most {limit} of a checkpoint of {tensors} tensors")
+
+
+def config_fields(family: str, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the known fields of a config.json of ``family``. Raises the :class:`ConfigError` of :func:`check_fields`."""
+    return check_fields(raw, FAMILY_FIELDS.get(family, TEXT_MODEL))

@@ -1,0 +1,197 @@
+"""Config fields of mixtures of experts and of recurrent layers, and the reasons why some families are not supported.
+
+Hybrid models alternate recurrent layers with a gated delta rule and layers with attention. Their checkpoints may have a
+vision tower. Here they run on text, whose positions are equal on all axes, so that the interleaved axes of the rope have no
+effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from outrider.device import ConfigError
+from outrider.errors import shown
+from outrider.model.config.model_config import ExpertsConfig, RecurrentConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The reason why a model family is not supported."""
+
+    why: str
+    elsewhere: bool = False
+    """True if transformers' own code may run the family on the paged cache."""
+
+
+_LATENT_ATTENTION = Refusal(
+    "its attention (MLA) caches one latent vector a token, and the paged cache holds keys and values of one size; it doesn't "
+    "run through transformers here either"
+)
+_GROUPING = Refusal(
+    "its experts are chosen by a sigmoid with a bias, in groups of them, which isn't done here", elsewhere=True
+)
+_SINKS = Refusal("its attention has sinks and its experts have biases and a clamped activation, which aren't done here")
+_LATENT_FAMILIES = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "kimi_k2",
+    "kimi_k25",
+    "longcat_flash",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+)
+_GROUPED_FAMILIES = ("glm4_moe", "dots1", "exaone_moe", "ernie4_5_moe", "minimax_m2")
+REFUSED: Mapping[str, Refusal] = MappingProxyType(
+    {
+        **dict.fromkeys(_LATENT_FAMILIES, _LATENT_ATTENTION),
+        **dict.fromkeys(_GROUPED_FAMILIES, _GROUPING),
+        "gpt_oss": _SINKS,
+        "qwen4_exp": Refusal("its layers aren't those of Qwen3.5, and they aren't done here"),
+    }
+)
+"""Unsupported mixture-of-experts families with the reasons."""
+
+HfConfig = Any
+
+
+def mixtral(hf: HfConfig) -> dict[str, Any]:
+    """Return the fields of a Mixtral config: every layer is a mixture, and ``intermediate_size`` is that of an expert."""
+    experts = ExpertsConfig(
+        count=hf.num_local_experts,
+        per_token=hf.num_experts_per_tok,
+        intermediate_size=hf.intermediate_size,
+        renormalize=True,
+    )
+    return {"experts": experts, "windows": one_window(hf, hf.sliding_window)}
+
+
+def qwen2_moe(hf: HfConfig) -> dict[str, Any]:
+    """Return the fields of a Qwen2-MoE config, which has a shared expert that processes every token."""
+    experts = experts_of(hf, shared=hf.shared_expert_intermediate_size)
+    return {"attention_bias": hf.qkv_bias, "experts": experts, "windows": layer_windows(hf)}
+
+
+def qwen3_moe(hf: HfConfig) -> dict[str, Any]:
+    """Return the fields of a Qwen3-MoE config, which norms queries and keys like the dense family."""
+    return {
+        "attention_bias": hf.attention_bias,
+        "output_bias": hf.attention_bias,
+        "qk_norm": True,
+        "experts": experts_of(hf, shared=0),
+        "windows": one_window(hf, hf.sliding_window),
+    }
+
+
+def experts_of(hf: HfConfig, *, shared: int) -> ExpertsConfig | None:
+    """Return the mixture config, or None if every layer is dense.
+
+    Dense layers are those in ``mlp_only_layers`` and all but every ``decoder_sparse_step``-th layer.
+    """
+    layers, step = hf.num_hidden_layers, hf.decoder_sparse_step
+    if step < 1:
+        raise ConfigError(f"decoder_sparse_step is {step}, expected a whole number from 1 on")
+    dense = {index for index in range(layers) if (index + 1) % step} | {each for each in hf.mlp_only_layers if each < layers}
+    if not hf.num_experts or len(dense) == layers:
+        return None
+    return ExpertsConfig(
+        count=hf.num_experts,
+        per_token=hf.num_experts_per_tok,
+        intermediate_size=hf.moe_intermediate_size,
+        renormalize=hf.norm_topk_prob,
+        shared_size=shared,
+        dense_layers=tuple(sorted(dense)),
+    )
+
+
+def layer_windows(hf: HfConfig) -> tuple[int, ...]:
+    """Return the attention window of each layer in positions from ``layer_types``. 0 means full attention.
+
+    Raises :class:`ConfigError` for sliding layers without a window: libraries disagree on their meaning.
+    """
+    kinds = {"full_attention": 0, "sliding_attention": hf.sliding_window or 0}
+    unknown = sorted(set(hf.layer_types) - set(kinds))
+    if unknown:
+        raise ConfigError(f"layer_types has {shown(unknown)}, expected {' or '.join(kinds)}")
+    if not hf.sliding_window and "sliding_attention" in hf.layer_types:
+        raise ConfigError(
+            "layer_types has 'sliding_attention', but there's no window: sliding_window is 0 or missing, or "
+            "use_sliding_window isn't true; expected both, or 'full_attention' for every layer"
+        )
+    return tuple(kinds[kind] for kind in hf.layer_types)
+
+
+def one_window(hf: HfConfig, window: int | None) -> tuple[int, ...]:
+    """Return the attention window of each layer for a family whose layers all have the same ``window``, or none.
+
+    Raises :class:`ConfigError` if ``layer_types`` lists sliding layers without a window: transformers then masks nothing, but
+    drops keys from its cache.
+    """
+    sliding = sorted(set(getattr(hf, "layer_types", None) or ()) - {"full_attention"})
+    if sliding and not window:
+        raise ConfigError(
+            f"layer_types has {shown(sliding)}, and the layers of this family have no window here; expected 'full_attention' "
+            "for every layer, or no layer_types"
+        )
+    return (window or 0,) * int(hf.num_hidden_layers)
+
+
+HYBRID_FAMILIES = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"})
+
+_KINDS = ("linear_attention", "full_attention")
+
+
+def qwen3_next(hf: HfConfig) -> dict[str, Any]:
+    """Return the fields of a Qwen3-Next config: a mixture with a shared expert, with dense layers where listed."""
+    return _hybrid(hf) | {"experts": experts_of(hf, shared=hf.shared_expert_intermediate_size)}
+
+
+def qwen3_5(hf: HfConfig) -> dict[str, Any]:
+    """Return the fields of a dense Qwen3.5 config."""
+    return _hybrid(hf)
+
+
+def qwen3_5_moe(hf: HfConfig) -> dict[str, Any]:
+    """Return the fields of a Qwen3.5 config whose layers all are mixtures with a shared expert."""
+    experts = ExpertsConfig(
+        count=hf.num_experts,
+        per_token=hf.num_experts_per_tok,
+        intermediate_size=hf.moe_intermediate_size,
+        renormalize=True,
+        shared_size=hf.shared_expert_intermediate_size,
+    )
+    return _hybrid(hf) | {"experts": experts}
+
+
+def _hybrid(hf: HfConfig) -> dict[str, Any]:
+    """Return the fields that all families have. Raises :class:`ConfigError` for unknown kinds of layers and for biases."""
+    kinds = list(hf.layer_types)
+    if set(kinds) - set(_KINDS) or len(kinds) != hf.num_hidden_layers:
+        raise ConfigError(
+            f"layer_types is {shown(kinds)}, expected {hf.num_hidden_layers} times {' or '.join(map(repr, _KINDS))}"
+        )
+    if hf.attention_bias:
+        raise ConfigError("attention_bias is true, expected false: gated attention has no biases here")
+    recurrent = tuple(index for index, kind in enumerate(kinds) if kind == _KINDS[0])
+    dtype: torch.dtype = getattr(torch, getattr(hf, "mamba_ssm_dtype", None) or "float32")
+    return {
+        "qk_norm": True,
+        "attention_gate": True,
+        "norm_offset": 1.0,
+        "recurrent": RecurrentConfig(
+            layers=recurrent,
+            key_heads=hf.linear_num_key_heads,
+            value_heads=hf.linear_num_value_heads,
+            key_size=hf.linear_key_head_dim,
+            value_size=hf.linear_value_head_dim,
+            kernel_size=hf.linear_conv_kernel_dim,
+            state_dtype=dtype,
+        )
+        if recurrent
+        else None,
+    }

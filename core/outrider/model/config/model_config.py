@@ -1,0 +1,242 @@
+"""ModelConfig: the shape and constants of a decoder that its tensors don't determine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from outrider.device import ConfigError
+from outrider.model.config.rope import RopeConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisionConfig:
+    """Placeholder tokens and position parameters of images and videos in a vision-language model."""
+
+    image_token: int
+    """Placeholder token of one image feature."""
+    video_token: int
+    """Placeholder token of one video feature."""
+    merge: int
+    """``merge`` x ``merge`` patches are merged into one feature."""
+    tokens_per_second: int = 0
+    """Spacing of video frames on the time axis. 0 if each frame advances the time by one position."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsConfig:
+    """A mixture of experts that replaces a layer's MLP. Raises :class:`ConfigError` for impossible values."""
+
+    count: int
+    """Number of routed experts."""
+    per_token: int
+    """Number of experts that each token is routed to."""
+    intermediate_size: int
+    """Intermediate size of each routed expert."""
+    renormalize: bool
+    """True if the routing weights of a token's experts are normalized to sum to 1."""
+    shared_size: int = 0
+    """Intermediate size of the shared expert, which processes every token. 0 if there is none."""
+    dense_layers: tuple[int, ...] = ()
+    """Indices of the layers that have a dense MLP of the model's intermediate size."""
+
+    def __post_init__(self) -> None:
+        if min(self.count, self.per_token, self.intermediate_size) < 1 or self.shared_size < 0:
+            raise ConfigError(f"model config: experts are {self}, expected positive numbers")
+        if self.per_token > self.count:
+            raise ConfigError(
+                f"model config: a token goes to {self.per_token} experts, expected at most the {self.count} there are"
+            )
+
+    def shard(self, ranks: int) -> ExpertsConfig:
+        """Return the config of one of ``ranks`` tensor-parallel ranks, which holds a slice of every expert's intermediate
+        size.
+
+        Raises :class:`ConfigError` if ``ranks`` does not divide an intermediate size.
+        """
+        for size in (self.intermediate_size, self.shared_size):
+            if size % ranks:
+                raise ConfigError(
+                    f"experts of an inner size of {size} can't be shared out among {ranks} ranks; expected a number that "
+                    "divides it"
+                )
+        return replace(self, intermediate_size=self.intermediate_size // ranks, shared_size=self.shared_size // ranks)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecurrentConfig:
+    """The sizes of layers with a gated delta rule in place of attention. Raises :class:`ConfigError` for
+    impossible values.
+    """
+
+    layers: tuple[int, ...]
+    """Indices of the layers, ascending."""
+    key_heads: int
+    value_heads: int
+    """A multiple of ``key_heads``."""
+    key_size: int
+    value_size: int
+    kernel_size: int
+    """Tokens that the short convolution reads, the token's own included."""
+    state_dtype: torch.dtype = torch.float32
+    """Dtype of the delta rule's state. A model in a wider dtype keeps its states in that dtype."""
+
+    def __post_init__(self) -> None:
+        sizes = (self.key_heads, self.value_heads, self.key_size, self.value_size)
+        if min(sizes) < 1 or self.kernel_size < 2 or not self.layers:
+            raise ConfigError(
+                f"model config: recurrent layers are {self}, expected positive numbers and a kernel of 2 or more"
+            )
+        if self.value_heads % self.key_heads:
+            raise ConfigError(
+                f"model config: linear_num_value_heads {self.value_heads} isn't a multiple of linear_num_key_heads "
+                f"{self.key_heads}"
+            )
+
+    @property
+    def key_width(self) -> int:
+        """Number of elements of a token's keys in all heads; the queries have as many."""
+        return self.key_heads * self.key_size
+
+    @property
+    def value_width(self) -> int:
+        """Number of elements of a token's values in all heads; the output gate has as many."""
+        return self.value_heads * self.value_size
+
+    @property
+    def channels(self) -> int:
+        """Channels of the short convolution: queries, keys and values."""
+        return 2 * self.key_width + self.value_width
+
+    def state_shapes(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
+        """Return the shapes of one layer's states: last inputs of the convolution, and the delta rule's state."""
+        return (self.kernel_size - 1, self.channels), (self.value_heads, self.key_size, self.value_size)
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of one request's states in all layers of a model in ``dtype``."""
+        inputs, state = self.state_shapes()
+        wide = torch.promote_types(dtype, self.state_dtype)
+        return len(self.layers) * (math.prod(inputs) * dtype.itemsize + math.prod(state) * wide.itemsize)
+
+    def shard(self, ranks: int) -> RecurrentConfig:
+        """Return the config of one of ``ranks`` tensor-parallel ranks, which holds key heads with their value heads.
+
+        Raises :class:`ConfigError` if ``ranks`` does not divide the key heads.
+        """
+        if self.key_heads % ranks:
+            raise ConfigError(
+                f"recurrent layers with {self.key_heads} key heads can't be shared out among {ranks} ranks; expected a "
+                "number that divides them"
+            )
+        return replace(self, key_heads=self.key_heads // ranks, value_heads=self.value_heads // ranks)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Shape and constants of a Llama-style decoder. Raises :class:`ConfigError` for impossible values."""
+
+    family: str
+    """The checkpoint's model type."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    rms_eps: float
+    max_context: int
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    tie_embeddings: bool = False
+    attention_bias: bool = False
+    """True if the q, k and v projections have biases."""
+    output_bias: bool = False
+    """True if the attention output projection has a bias."""
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """True if each head of q and k is normalized before the rotary embedding."""
+    attention_gate: bool = False
+    """True if the attention output is multiplied by the sigmoid of a gate, whose rows follow each head's in ``q_proj``."""
+    norm_offset: float = 0.0
+    """Number that is added to the stored weights of all norms but those of recurrent layers."""
+    windows: tuple[int, ...] = ()
+    """Attention window of each layer in positions, the token's own included. 0 means full attention."""
+    experts: ExpertsConfig | None = None
+    """The mixture of experts that replaces MLPs, or None."""
+    recurrent: RecurrentConfig | None = None
+    """The layers with a recurrent state instead of attention, or None."""
+    vision: VisionConfig | None = None
+    """None for a text-only model, and for the text side of a model whose images aren't supported."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end a generation."""
+    bos_token_id: int | None = None
+    """The token that a prompt starts with, or None if it needs none."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_size",
+            "max_context",
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"model config: {name} is {value!r}, expected a positive integer")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"model config: num_heads {self.num_heads} isn't a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        if self.head_size % 2:
+            raise ConfigError(f"model config: head_size is {self.head_size}, expected an even number")
+        if not (math.isfinite(self.rms_eps) and self.rms_eps >= 0):
+            raise ConfigError(f"model config: rms_eps is {self.rms_eps}, expected a number of at least 0")
+        if self.rope.kind == "dynamic" and self.head_size < 4:
+            raise ConfigError(f"model config: head_size is {self.head_size}, expected at least 4 for dynamic rope scaling")
+        for factors in (self.rope.short_factors, self.rope.long_factors):
+            if self.rope.kind == "longrope" and len(factors) != self.head_size // 2:
+                raise ConfigError(
+                    f"model config: longrope has {len(factors)} factors in a list, expected half the head size, "
+                    f"{self.head_size // 2}, in each of short_factor and long_factor"
+                )
+        if self.rope.sections and sum(self.rope.sections) != self.head_size // 2:
+            raise ConfigError(
+                f"model config: rope sections {self.rope.sections} sum to {sum(self.rope.sections)}, expected half the "
+                f"head size, {self.head_size // 2}"
+            )
+        rotated = self.rope.rotated_size(self.head_size)
+        if rotated % 2 or not rotated:
+            raise ConfigError(
+                f"model config: partial_rotary_factor {self.rope.rotated_share:g} rotates {rotated} of {self.head_size} "
+                "dimensions of a head, expected an even number of at least 2"
+            )
+        if self.recurrent is not None and not self.attention_layers:
+            raise ConfigError("model config: all layers are recurrent; expected at least one with attention")
+        if not self.windows:
+            object.__setattr__(self, "windows", (0,) * self.num_layers)
+        if len(self.windows) != self.num_layers or min(self.windows) < 0:
+            raise ConfigError(f"model config: windows are {self.windows}, expected {self.num_layers} numbers of at least 0")
+
+    @property
+    def inner_width(self) -> int:
+        """The largest number of intermediate values that an MLP, or all experts of a token together, compute per token."""
+        experts = self.experts
+        if experts is None:
+            return self.intermediate_size
+        mixed = experts.per_token * experts.intermediate_size + experts.shared_size
+        return max(mixed, self.intermediate_size if experts.dense_layers else 0)
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with attention, which have keys and values in the KV cache."""
+        recurrent = () if self.recurrent is None else self.recurrent.layers
+        return tuple(index for index in range(self.num_layers) if index not in recurrent)
+
+    def has_experts(self, layer: int) -> bool:
+        """Return True if ``layer`` has a mixture of experts instead of an MLP."""
+        return self.experts is not None and layer not in self.experts.dense_layers

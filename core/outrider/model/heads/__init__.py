@@ -1,0 +1,1 @@
+"""Draft heads: their weights, their published formats, and the output head that drafts are sampled with."""

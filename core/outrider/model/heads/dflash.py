@@ -1,0 +1,286 @@
+"""DFlash: a head that drafts a whole block in one pass. Every position of the block attends to the block and the text before
+it.
+
+Letters: T tokens of text, N new tokens, H hidden size, A number of captured target layers, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.device import Backend, HeadNorms, RotaryArgs
+from outrider.errors import CheckpointError, shown
+from outrider.model.checkpoint.files import open_checkpoint
+from outrider.model.checkpoint.mapping import SINGLE_RANK, layer_targets, layer_weights, table_target
+from outrider.model.checkpoint.pieces import Piece, Target
+from outrider.model.checkpoint.reading import read_json
+from outrider.model.checkpoint.tensor_loading import Progress, check_tensors, load_tensors, loading_stream
+from outrider.model.config.config_fields import is_whole
+from outrider.model.config.model_config import ModelConfig
+from outrider.model.heads.draft_head import BaseDraftHead
+from outrider.model.heads.eagle3_config import ENVELOPE
+from outrider.model.heads.head_loading import check_hidden_size, head_config, read_draft_vocab_size, read_target_ids
+from outrider.model.layers.cache import KVCache
+from outrider.model.layers.inputs import ForwardInput
+from outrider.model.layers.language_model import LanguageModel, side_by_side
+from outrider.model.layers.layer import DecoderLayer, LayerWeights
+from outrider.model.layers.pending import Pending, add_rms_norm
+from outrider.model.layers.products import Weight, linear
+from outrider.model.layers.ranks import Shards
+from outrider.model.quantization import QuantizedMode, read_quantization
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DFlashWeights:
+    """Device tensors of a DFlash head."""
+
+    fusion: Weight
+    """[H, A H]."""
+    hidden_norm: Tensor
+    """[H]."""
+    norm: Tensor
+    """Weight [H] of the final norm."""
+    layers: tuple[LayerWeights, ...]
+    """Layers with q and k norms."""
+    embedding: Tensor | None = None
+    """[V, H]. None means the target's."""
+
+
+class DFlashHead(BaseDraftHead):
+    """Draft head that predicts a block of tokens from the target's intermediate hidden states.
+
+    Placement and capture follow the rules of :class:`LanguageModel`. :meth:`write_text_cache` computes the keys and values of
+    the text from the target's states alone, without running the layers. Keys and values of a block are valid for that block
+    only.
+
+    ``block_size`` counts the positions of a block, the last known token's included. The other positions hold ``mask_token``.
+    In ``causal`` layers, one value for all or one for each, a position attends only to earlier positions of the block.
+    ``aux_hidden_state_layers`` are the target's layers whose inputs the head reads. ``head`` and ``ids`` are those of
+    :class:`BaseDraftHead`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DFlashWeights,
+        target: LanguageModel,
+        *,
+        block_size: int,
+        mask_token: int,
+        aux_hidden_state_layers: tuple[int, ...],
+        causal: bool | tuple[bool, ...] = False,
+        head: Weight | None = None,
+        ids: Tensor | None = None,
+    ) -> None:
+        super().__init__(config, target, head=head, ids=ids)
+        self.weights = weights
+        self.block_size = block_size
+        self.mask_token = mask_token
+        self._causal = (causal,) * config.num_layers if isinstance(causal, bool) else causal
+        self.aux_hidden_state_layers = aux_hidden_state_layers
+
+        self._layers = tuple(
+            DecoderLayer(config, layer, self.kernels, window=window, ranks=target.ranks)
+            for layer, window in zip(weights.layers, config.windows, strict=True)
+        )
+
+    def write_text_cache(
+        self,
+        aux_hidden_states: tuple[Tensor, ...],
+        positions: Tensor,
+        slots: Tensor,
+        cache: KVCache,
+        prompt_lens: Tensor | None = None,
+    ) -> None:
+        """Write keys and values of T tokens of text to ``slots`` int64 [T] of each layer's cache.
+
+        ``aux_hidden_states`` are the target's states [T, H]. ``positions`` are int64 [T] or [3, T].
+        """
+        config, kernels = self.config, self.kernels
+        fused = linear(kernels, side_by_side(aux_hidden_states), self.weights.fusion)
+        text = kernels.rms_norm(fused, self.weights.hidden_norm, config.rms_eps)
+        cos_sin = self._rotary.gather(positions, prompt_lens)
+        for weights, pages in zip(self.weights.layers, cache.layers, strict=True):
+            assert weights.k_norm is not None  # every DFlash layer has one
+            norms = HeadNorms(weights.k_norm, weights.k_norm, config.rms_eps)
+            keys_values = self._keys_values(text, weights)
+            kernels.head_norm_rope_write_cache(keys_values, norms, RotaryArgs(*cos_sin, *pages, slots))
+
+    def forward(self, inputs: ForwardInput, cache: KVCache) -> Tensor:
+        """Return the block's hidden states [N, H] after the final norm.
+
+        ``inputs.slots`` follow the slots of the text, whose keys and values :meth:`write_text_cache` has written.
+        ``inputs.attention`` holds a mask by which a block sees itself (:class:`~outrider.device.AttentionMetadata`).
+        """
+        kernels = self.kernels
+        cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
+        table = self.weights.embedding
+        residual = self.target.embed(inputs.tokens) if table is None else self.target.embed_from_table(inputs.tokens, table)
+        causal_inputs = replace(inputs, attention=replace(inputs.attention, tree_mask=None))
+        pending: Pending | None = None
+        self.target.begin_pass(inputs)
+        for index, (layer, pages) in enumerate(zip(self._layers, cache.layers, strict=True)):
+            seen = causal_inputs if self._causal[index] else inputs
+            pending = layer.forward(pending, residual, seen, cos_sin, pages)
+            if index == 0:  # write_text_cache wrote the text's keys and values before the first layer
+                inputs, causal_inputs = inputs.after_first_layer(), causal_inputs.after_first_layer()
+        assert pending is not None  # there is at least one layer
+        return add_rms_norm(pending, residual, self.weights.norm, self.config.rms_eps, kernels)
+
+    def _keys_values(self, text: Tensor, weights: LayerWeights) -> Tensor:
+        """Return keys and values side by side, [T, 2 Hkv D].
+
+        An unquantized weight is sliced. A quantized weight multiplies the query rows too, and their result is dropped.
+        """
+        queries = self.config.num_heads * self.config.head_size
+        bias = weights.qkv_bias
+        if isinstance(weights.qkv, Tensor):
+            key_value_bias = None if bias is None else bias[queries:]
+            return linear(self.kernels, text, weights.qkv[queries:], key_value_bias)
+        return linear(self.kernels, text, weights.qkv, bias)[:, queries:].contiguous()
+
+
+_MAX_BLOCK_SIZE = 64
+_AUX_LAYERS, _TARGET_LAYERS = ("aux_hidden_state_layer_ids", 0), ("target_layer_ids", 1)
+"""Keys of the target's layers, and the offset from each number to the layer whose input is meant."""
+
+
+def load_dflash(
+    directory: str | Path,
+    *,
+    target: LanguageModel,
+    backend: Backend,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    quantized: QuantizedMode = QuantizedMode.KERNELS,
+) -> DFlashHead:
+    """Load a DFlash head for ``target``.
+
+    The config is a Qwen3 config with ``block_size`` and ``dflash_config``, or the envelope of the library speculators. The
+    tensors are ``fc``, ``hidden_norm``, ``layers.i`` and ``norm``; embedding and output head are the target's unless the head
+    has ``embed_tokens`` or ``lm_head``, the latter over a draft vocabulary with ``d2t``. Arguments and errors follow
+    :func:`load_eagle`. A :class:`CheckpointError` names each unsupported feature: positions that predict the next token
+    (``sample_from_anchor``), target layers that don't exist, and tensors of other drafters.
+    """
+    directory = Path(directory)
+    file = directory / "config.json"
+    files = open_checkpoint(directory)
+    raw = read_json(file)
+    is_envelope = ENVELOPE in raw
+    config = head_config(directory, target, dtype, files.tensors, "layers.0", part=ENVELOPE if is_envelope else None)
+    options = raw if is_envelope else raw.get("dflash_config")
+    if not isinstance(options, dict):
+        raise CheckpointError(
+            f"{file}: dflash_config is {shown(options)}, expected mask_token_id and target_layer_ids; a head of another kind "
+            "has another name for speculate"
+        )
+    check_hidden_size(directory, config, target)
+    if not config.qk_norm:
+        raise CheckpointError(f"{file}: model_type is {config.family!r}, expected 'qwen3', whose layers norm q and k")
+    anchored = raw.get("sample_from_anchor", options.get("sample_from_anchor"))
+    if is_envelope and anchored is None:
+        raise CheckpointError(
+            f"{file}: sample_from_anchor is missing, and readers of {ENVELOPE} take its absence both ways; add what the head "
+            "was trained with, true or false"
+        )
+    if anchored:
+        raise CheckpointError(
+            f"{file}: sample_from_anchor is true: each position predicts the token after its own, which isn't supported; "
+            "expected positions that predict their own token"
+        )
+    block_size = raw.get("block_size", options.get("block_size"))
+    if not is_whole(block_size, 2, _MAX_BLOCK_SIZE):
+        raise CheckpointError(
+            f"{file}: block_size is {shown(block_size)}, expected a whole number from 2 to {_MAX_BLOCK_SIZE}"
+        )
+    mask = options.get("mask_token_id")
+    if not is_whole(mask, 0, config.vocab_size - 1):
+        raise CheckpointError(f"{file}: mask_token_id is {shown(mask)}, expected a token from 0 to {config.vocab_size - 1}")
+    layers = _layers(file, options, _AUX_LAYERS if is_envelope else _TARGET_LAYERS, target.config.num_layers)
+    draft_vocab = read_draft_vocab_size(file, raw, config)
+    quantization = read_quantization(directory, mode=quantized)
+    unsharded_targets = dflash_targets(config, len(layers), draft_vocab=draft_vocab, present=files.tensors)
+    check_tensors(files, unsharded_targets, optional={"d2t", "t2d"}, quantization=quantization, backend=backend)
+    ids = read_target_ids(files, draft_vocab, config.vocab_size)
+    targets = dflash_targets(config, len(layers), target.shards, draft_vocab=draft_vocab, present=files.tensors)
+    config = target.shards.local(config, str(directory))
+    with loading_stream(backend, dtype) as stream:
+        weights = load_tensors(
+            files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress, quantization=quantization
+        )
+        return DFlashHead(
+            config,
+            dflash_weights(config, weights),
+            target,
+            block_size=block_size,
+            mask_token=mask,
+            aux_hidden_state_layers=layers,
+            causal=_causal(raw, options, config),
+            head=weights.get("head"),
+            ids=None if ids is None else ids.to(backend.device),
+        )
+
+
+def _causal(raw: Mapping[str, Any], options: Mapping[str, Any], config: ModelConfig) -> tuple[bool, ...]:
+    """Return for each layer whether a position sees only earlier ones of its block: by default in sliding layers."""
+    said = raw.get("is_causal", options.get("causal"))
+    if said is None and raw.get("sliding_window_non_causal"):
+        said = False
+    return tuple(window > 0 if said is None else bool(said) for window in config.windows)
+
+
+def _layers(file: Path, options: Mapping[str, Any], named: tuple[str, int], depth: int) -> tuple[int, ...]:
+    """Return the target's layers whose inputs the head reads."""
+    key, offset = named
+    found = options.get(key)
+    if not isinstance(found, list) or not found or not all(is_whole(each, -offset, depth - 1 - offset) for each in found):
+        raise CheckpointError(
+            f"{file}: {key} is {shown(found)}, expected layers of the target with another one after it: from "
+            f"{-offset} to {depth - 1 - offset}"
+        )
+    return tuple(each + offset for each in found)
+
+
+def dflash_targets(
+    config: ModelConfig,
+    num_captured: int,
+    shards: Shards = SINGLE_RANK,
+    *,
+    draft_vocab: int | None = None,
+    present: Container[str] = (),
+) -> list[Target]:
+    """Return the weights of a head that reads the outputs of ``num_captured`` target layers.
+
+    ``draft_vocab`` is the number of tokens that it drafts, by default the vocabulary. ``present`` holds the checkpoint's
+    tensor names, for optional tensors.
+    """
+    hidden = config.hidden_size
+    targets = [
+        Target("fusion", (Piece("fc.weight", (hidden, num_captured * hidden)),)),
+        Target("hidden_norm", (Piece("hidden_norm.weight", (hidden,)),)),
+        Target("norm", (Piece("norm.weight", (hidden,)),)),
+    ]
+    if "embed_tokens.weight" in present:
+        targets.append(table_target("embedding", "embed_tokens.weight", config.vocab_size, hidden, shards))
+    if "lm_head.weight" in present or draft_vocab not in (None, config.vocab_size):
+        targets.append(table_target("head", "lm_head.weight", draft_vocab or config.vocab_size, hidden, shards))
+    for index in range(config.num_layers):
+        targets += layer_targets(config, f"layers.{index}", f"layers.{index}", shards=shards)
+    return targets
+
+
+def dflash_weights(config: ModelConfig, weights: Mapping[str, Any]) -> DFlashWeights:
+    """Return the head's weights from the loaded tensors."""
+    return DFlashWeights(
+        fusion=weights["fusion"],
+        hidden_norm=weights["hidden_norm"],
+        norm=weights["norm"],
+        embedding=weights.get("embedding"),
+        layers=tuple(layer_weights(weights, f"layers.{index}") for index in range(config.num_layers)),
+    )

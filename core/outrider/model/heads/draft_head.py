@@ -1,0 +1,69 @@
+"""BaseDraftHead: the part that all heads share that draft for a target model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outrider.model.config.model_config import ModelConfig
+from outrider.model.layers.decoder import Decoder
+from outrider.model.layers.language_model import LanguageModel
+from outrider.model.layers.products import Weight, linear
+from outrider.model.layers.rotary import make_rotary
+
+
+class BaseDraftHead:
+    """A head that drafts for ``target``, with its kernels, dtype and device, and with rotary angles for its context.
+
+    ``head`` is the head's own output head, over tokens ``ids`` int64 [Vd] of the target or over the vocabulary; None means
+    the target's output head. ``aux_hidden_state_layers`` are the target's layers whose inputs the head reads.
+    ``reads_hidden`` is true if the head reads the target's final hidden states.
+    """
+
+    aux_hidden_state_layers: tuple[int, ...] = ()
+    reads_hidden = False
+
+    def __init__(
+        self, config: ModelConfig, target: LanguageModel, *, head: Weight | None = None, ids: Tensor | None = None
+    ) -> None:
+        self.config = config
+        self.target = target
+        self.kernels = target.kernels
+        self._head, self._ids = head, ids
+        context = max(config.max_context, target.config.max_context)
+        self._rotary = make_rotary(
+            config.rope, config.head_size, context, kernels=target.kernels, dtype=target.dtype, device=target.device
+        )
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Vd, the number of tokens that the output head covers."""
+        if self._head is None:
+            return self.target.output_size
+        return self.config.vocab_size if self._ids is None else self._ids.shape[0]
+
+    @property
+    def target_ids(self) -> Tensor | None:
+        """int64 [Vd] target token of each draft token, or None if both vocabularies are the same."""
+        return self.target.output_ids if self._head is None else self._ids
+
+    def condition(self, final: Tensor | None, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
+        """Return the states that the head reads: by default the target's final hidden states [T, H]."""
+        del aux_hidden_states
+        assert final is not None  # required by reads_hidden
+        return final
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return draft logits [N, Vd] of ``hidden`` [N, H]."""
+        if self._head is None:
+            return self.target.logits(hidden)
+        return self.target.gather_logits(linear(self.kernels, hidden, self._head), self.draft_vocab_size)
+
+    def share_output_head(self, target: LanguageModel) -> bool:
+        """Use the target's output head if the head's own one is a copy of ``target``'s. Return False if it differs."""
+        if self._head is None:
+            return True
+        own, other = self._head, target.weights.head if isinstance(target, Decoder) else None
+        if self._ids is None and isinstance(own, Tensor) and isinstance(other, Tensor) and torch.equal(own, other):
+            self._head = None
+        return self._head is None

@@ -1,0 +1,195 @@
+"""The EAGLE head: one decoder layer that predicts the target's next hidden state (Li et al. 2024, EAGLE-1 and -2).
+
+The EAGLE-3 head reads three of the target's hidden states and has its own, smaller output head (Li et al. 2025).
+
+Letters: T new tokens, N rows of logits, H hidden size of the head, Ht of the target, V vocabulary, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.device import KernelSet, QuantizedWeight
+from outrider.model.config.model_config import ModelConfig
+from outrider.model.heads.draft_head import BaseDraftHead
+from outrider.model.layers.cache import KVCache
+from outrider.model.layers.inputs import ForwardInput
+from outrider.model.layers.language_model import LanguageModel, side_by_side
+from outrider.model.layers.layer import DecoderLayer, LayerWeights
+from outrider.model.layers.pending import Pending, add, add_rms_norm
+from outrider.model.layers.products import Weight, linear
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EagleWeights:
+    """Device tensors of an EAGLE head."""
+
+    fusion: Weight
+    """[H, 2 H]."""
+    fusion_bias: Tensor | None
+    """[H], or None."""
+    embedding: Tensor
+    """[V, H]. The head's own copy, or the target's tensor if the checkpoint has none."""
+    layers: tuple[LayerWeights, ...]
+
+
+class EagleHead(BaseDraftHead):
+    """Drafts one token at a time from the target's hidden states. Placement and capture follow :class:`LanguageModel`.
+
+    At position i the head reads the hidden state of position i and the token of position i + 1. Its result predicts the
+    hidden state of position i + 1, so its keys and values at position i depend on the following token. ``config`` is the
+    head's own, with the target's vocabulary and context.
+    """
+
+    reads_hidden = True
+
+    def __init__(
+        self, config: ModelConfig, weights: EagleWeights, target: LanguageModel, *, head: Weight | None = None
+    ) -> None:
+        super().__init__(config, target, head=head)
+        self.weights = weights
+        self._layers = tuple(
+            DecoderLayer(config, layer, self.kernels, window=window, ranks=target.ranks)
+            for layer, window in zip(weights.layers, config.windows, strict=True)
+        )
+
+    def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:
+        """Return predicted hidden states [T, H], or [S, H] of the kept rows, without a final norm.
+
+        ``inputs.tokens`` are one position ahead of ``hidden`` [T, H]; ``inputs.positions`` are the positions of ``hidden``.
+        ``cache`` is the head's own KV cache.
+        """
+        cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
+        residual = self._fuse(inputs.tokens, hidden)
+        pending: Pending | None = None
+        self.target.begin_pass(inputs)
+        for layer, pages in zip(self._layers[:-1], cache.layers[:-1], strict=True):
+            pending = layer.forward(pending, residual, inputs, cos_sin, pages)
+        pending, residual = self._layers[-1].forward_last(pending, residual, inputs, cos_sin, cache.layers[-1])
+        return add(pending, residual, self.kernels)
+
+    def _fuse(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """Return the fusion [T, H] of the tokens' embeddings with ``hidden`` [T, H]."""
+        fusion, bias = self.weights.fusion, self.weights.fusion_bias
+        if self.target.ranks is None and isinstance(fusion, QuantizedWeight):
+            return self.kernels.embed_beside_linear_quantized(tokens, self.weights.embedding, hidden, fusion, bias)
+        return linear(self.kernels, self._embed_and_join(tokens, hidden), fusion, bias)
+
+    def _embed_and_join(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """Return embeddings of ``tokens`` [T] and ``hidden`` [T, H] side by side, [T, 2 H]."""
+        if self.target.ranks is None:
+            return self.kernels.embed_beside(tokens, self.weights.embedding, hidden)
+        return torch.cat((self.target.embed_from_table(tokens, self.weights.embedding), hidden), dim=-1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Eagle3Weights:
+    """Device tensors of an EAGLE-3 head."""
+
+    fusion: Weight | None
+    """[H, 3 Ht], or None if the head reads the target's final state."""
+    embedding: Tensor
+    """[V, H]."""
+    head: Weight | None
+    """The output head [Vd, H], or None for the target's."""
+    norm: Tensor
+    """Weight [H] of the final norm."""
+    hidden_norm: Tensor
+    """Weight [H] of the norm of the hidden state."""
+    layer: LayerWeights
+    """The first layer. Its attention reads the normed embedding and hidden state side by side: ``qkv`` is [(Hq + 2 Hkv) D, 2
+    H]. ``attention_norm`` normalizes the embedding.
+    """
+    target_ids: Tensor | None
+    """int64 [Vd] target token of each draft token, or None if both vocabularies are the same."""
+    input_norm: Tensor | None = None
+    """Weight [3 Ht] of a norm over the three joined states, or None."""
+    state_norms: tuple[Tensor, ...] = ()
+    """Three weights [Ht], one norm for each state, or empty."""
+    later: tuple[LayerWeights, ...] = ()
+    """Ordinary layers after the first one."""
+
+
+def fuse(weights: Eagle3Weights, states: tuple[Tensor, ...], eps: float, kernels: KernelSet) -> Tensor:
+    """Fuse three of the target's states, each [T, Ht], into the state [T, H] that the head reads."""
+    if weights.state_norms:
+        states = tuple(kernels.rms_norm(x, w, eps) for x, w in zip(states, weights.state_norms, strict=True))
+    assert weights.fusion is not None  # a head that reads intermediate states fuses them
+    joined = side_by_side(states)
+    if weights.input_norm is not None:
+        joined = kernels.rms_norm(joined, weights.input_norm, eps)
+    return linear(kernels, joined, weights.fusion)
+
+
+class Eagle3Head(BaseDraftHead):
+    """Drafts from three intermediate states of the target. Placement and capture follow :class:`LanguageModel`.
+
+    The interface is that of :class:`EagleHead`, but :meth:`condition` fuses the target's states first, and draft logits cover
+    the head's own vocabulary. ``aux_hidden_state_layers`` are the target's layers whose inputs the head reads; a head without
+    any reads the target's final state. With
+    ``norm_before_residual`` the layer's residual is the normed state. With ``norm_output`` the states include the final norm,
+    also as input of the next draft step.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Eagle3Weights,
+        target: LanguageModel,
+        *,
+        aux_hidden_state_layers: tuple[int, ...],
+        norm_before_residual: bool = False,
+        norm_output: bool = False,
+    ) -> None:
+        super().__init__(config, target, head=weights.head, ids=weights.target_ids)
+        self.weights = weights
+        self.aux_hidden_state_layers = aux_hidden_state_layers
+        self.reads_hidden = not aux_hidden_state_layers
+        self._norm_before_residual, self._norm_output = norm_before_residual, norm_output
+
+        self._layer = DecoderLayer(config, weights.layer, self.kernels, window=config.windows[0], ranks=target.ranks)
+        self._later = tuple(
+            DecoderLayer(config, layer, self.kernels, window=window, ranks=target.ranks)
+            for layer, window in zip(weights.later, config.windows[1:], strict=True)
+        )
+
+    def condition(self, final: Tensor | None, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
+        """Fuse ``aux_hidden_states`` of the target into the state [T, H] that the head reads, or return ``final``."""
+        if self.reads_hidden:
+            return super().condition(final, aux_hidden_states)
+        return fuse(self.weights, aux_hidden_states, self.config.rms_eps, self.kernels)
+
+    def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:
+        """Return the head's states [T, H], or [S, H] of the kept rows.
+
+        ``hidden`` [T, H] is the result of :meth:`condition`, or of an earlier forward. Tokens, positions and cache follow
+        :meth:`EagleHead.forward`.
+        """
+        weights, kernels, eps = self.weights, self.kernels, self.config.rms_eps
+        assert weights.layer.attention_norm is not None  # every EAGLE-3 head has one
+        cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
+        self.target.begin_pass(inputs)
+        embedded = self.target.embed_from_table(inputs.tokens, weights.embedding)
+        embedded = kernels.rms_norm(embedded, weights.layer.attention_norm, eps)
+        normed = kernels.rms_norm(hidden, weights.hidden_norm, eps)
+        first = inputs.whole if self._later else inputs
+        attended = self._layer.attend(torch.cat((embedded, normed), dim=-1), first, cos_sin, cache.layers[0])
+        residual = first.select_rows(normed if self._norm_before_residual else hidden.clone(), kernels)
+        pending = self._layer.mlp(attended, residual)
+        for layer, pages in zip(self._later[:-1], cache.layers[1:-1], strict=True):
+            pending = layer.forward(pending, residual, inputs, cos_sin, pages)
+        if self._later:
+            pending, residual = self._later[-1].forward_last(pending, residual, inputs, cos_sin, cache.layers[-1])
+        if self._norm_output:
+            return add_rms_norm(pending, residual, weights.norm, eps, kernels)
+        return add(pending, residual, kernels)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return draft logits [N, Vd] of ``hidden`` [N, H]."""
+        normed = hidden
+        if not self._norm_output:
+            normed = self.kernels.rms_norm(hidden, self.weights.norm, self.config.rms_eps)
+        return super().logits(normed)

@@ -1,0 +1,274 @@
+"""Multi-token prediction heads: one head for each position ahead (Gloeckle et al. 2024; DeepSeek-V3, section 2.2).
+
+:func:`load_mtp` reads the format of MiMo (Xiaomi 2025). ``model.mtp_layers.<k>`` holds a norm of the embedding, a norm of the
+hidden state, a projection of both side by side, one decoder layer and a final norm.
+
+Letters: T new tokens, N rows of logits, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.device import Backend
+from outrider.errors import CheckpointError, shown
+from outrider.model.checkpoint.expert_mapping import expert_targets
+from outrider.model.checkpoint.files import CheckpointFiles, open_checkpoint
+from outrider.model.checkpoint.hybrid_mapping import offset_norms
+from outrider.model.checkpoint.mapping import SINGLE_RANK, is_model, is_mtp_tensor, layer_targets, layer_weights
+from outrider.model.checkpoint.pieces import Piece, Target
+from outrider.model.checkpoint.reading import read_json
+from outrider.model.checkpoint.tensor_loading import Progress, check_tensors, load_tensors, loading_stream
+from outrider.model.config.checkpoint_config import read_model_config
+from outrider.model.config.config_fields import MAX_LAYERS, is_whole
+from outrider.model.config.layer_configs import HYBRID_FAMILIES
+from outrider.model.config.model_config import ExpertsConfig, ModelConfig
+from outrider.model.heads.draft_head import BaseDraftHead
+from outrider.model.heads.head_loading import check_hidden_size, check_vocabulary_and_dtype, head_config
+from outrider.model.layers.cache import KVCache
+from outrider.model.layers.inputs import ForwardInput
+from outrider.model.layers.language_model import LanguageModel
+from outrider.model.layers.layer import LayerWeights
+from outrider.model.layers.mixture import create_layer
+from outrider.model.layers.pending import add_rms_norm
+from outrider.model.layers.products import Weight, linear
+from outrider.model.layers.ranks import Shards
+from outrider.model.quantization import QuantizedMode, read_quantization
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MtpWeights:
+    """Device tensors of one multi-token prediction head. The norms are [H]."""
+
+    token_norm: Tensor
+    hidden_norm: Tensor
+    projection: Weight
+    """[H, 2 H] over the hidden state and the embedding, in this order unless the head says otherwise."""
+    layer: LayerWeights
+    final_norm: Tensor
+
+
+class MtpHead(BaseDraftHead):
+    """Head number ``ahead``, from 1. Placement and capture follow :class:`LanguageModel`.
+
+    At position i it reads the token at i + ``ahead`` and a hidden state of position i: the target's for the first head, else
+    the preceding head's result. Its own result at i predicts the token at i + ``ahead`` + 1. ``embedding_first``: the
+    projection reads the embedding before the hidden state.
+    """
+
+    reads_hidden = True
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: MtpWeights,
+        target: LanguageModel,
+        *,
+        ahead: int,
+        embedding_first: bool = False,
+    ) -> None:
+        super().__init__(config, target)
+        self.weights = weights
+        self.ahead = ahead
+        self._embedding_first = embedding_first
+        self._layer = create_layer(config, weights.layer, self.kernels, window=config.windows[0], ranks=target.ranks)
+
+    def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:
+        """Return hidden states [T, H] after the head's final norm, or [S, H] of the kept rows. ``cache`` has one layer."""
+        weights, kernels, eps = self.weights, self.kernels, self.config.rms_eps
+        cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
+        self.target.begin_pass(inputs)
+        embedded = kernels.rms_norm(self.target.embed(inputs.tokens), weights.token_norm, eps)
+        states = kernels.rms_norm(hidden, weights.hidden_norm, eps)
+        joined = (embedded, states) if self._embedding_first else (states, embedded)
+        residual = linear(kernels, torch.cat(joined, dim=-1), weights.projection)
+        pending, residual = self._layer.forward_last(None, residual, inputs, cos_sin, cache.layers[0])
+        return add_rms_norm(pending, residual, weights.final_norm, eps, kernels)
+
+
+def mtp_targets(config: ModelConfig, heads: int, shards: Shards = SINGLE_RANK) -> list[Target]:
+    """Return the weights of all heads."""
+    hidden = config.hidden_size
+    targets: list[Target] = []
+    for index in range(heads):
+        prefix, name = f"model.mtp_layers.{index}", f"heads.{index}"
+        targets += [
+            Target(f"{name}.token_norm", (Piece(f"{prefix}.token_layernorm.weight", (hidden,)),)),
+            Target(f"{name}.hidden_norm", (Piece(f"{prefix}.hidden_layernorm.weight", (hidden,)),)),
+            Target(f"{name}.projection", (Piece(f"{prefix}.input_proj.weight", (hidden, 2 * hidden)),)),
+            Target(f"{name}.final_norm", (Piece(f"{prefix}.final_layernorm.weight", (hidden,)),)),
+        ]
+        targets += layer_targets(config, prefix, f"{name}.layer", shards=shards)
+    return targets
+
+
+@contextmanager
+def load_mtp_tensors(
+    files: CheckpointFiles,
+    directory: Path,
+    targets_of: Callable[[Shards], list[Target]],
+    *,
+    shards: Shards,
+    backend: Backend,
+    dtype: torch.dtype,
+    progress: Progress | None,
+    quantized: QuantizedMode,
+) -> Generator[dict[str, Any]]:
+    """Check the heads in ``files`` and load this rank's weights. Yields them by name, in the scope of the loading stream.
+
+    The checkpoint in ``directory`` holds the heads alone, or the model and the heads; the model's tensors are then ignored.
+    ``targets_of`` returns the weights of the heads, with the slices that a rank reads.
+    """
+    quantization = read_quantization(directory, mode=quantized)
+    model_tensors: set[str] = set()
+    if is_model(files.tensors):
+        model_tensors = {key for key in files.tensors if not is_mtp_tensor(key)}
+        quantization = quantization and replace(quantization, weights=False)  # heads of a quantized model may be unquantized
+    check_tensors(files, targets_of(SINGLE_RANK), optional=model_tensors, quantization=quantization, backend=backend)
+    with loading_stream(backend, dtype) as stream:
+        yield load_tensors(
+            files,
+            targets_of(shards),
+            dtype=dtype,
+            backend=backend,
+            stream=stream,
+            progress=progress,
+            quantization=quantization,
+        )
+
+
+def mtp_weights(weights: Mapping[str, Any], name: str, experts: ExpertsConfig | None = None) -> MtpWeights:
+    """Return the weights of the head ``name`` from the loaded tensors. ``experts`` is the config of a mixture."""
+    return MtpWeights(
+        token_norm=weights[f"{name}.token_norm"],
+        hidden_norm=weights[f"{name}.hidden_norm"],
+        projection=weights[f"{name}.projection"],
+        layer=layer_weights(weights, f"{name}.layer", experts),
+        final_norm=weights[f"{name}.final_norm"],
+    )
+
+
+def load_mtp(
+    directory: str | Path,
+    *,
+    target: LanguageModel,
+    backend: Backend,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    quantized: QuantizedMode = QuantizedMode.KERNELS,
+) -> tuple[MtpHead, ...]:
+    """Load the ``num_nextn_predict_layers`` multi-token prediction heads of a checkpoint for ``target``.
+
+    :func:`load_mtp_tensors` says what the checkpoint holds. Arguments and errors follow :func:`load_eagle`.
+    """
+    directory = Path(directory)
+    files = open_checkpoint(directory)
+    heads = read_json(directory / "config.json").get("num_nextn_predict_layers")
+    if not is_whole(heads, 1, MAX_LAYERS):
+        raise CheckpointError(
+            f"{directory / 'config.json'}: num_nextn_predict_layers is {shown(heads)}, expected the number of heads, "
+            f"at least 1 and at most {MAX_LAYERS}"
+        )
+    config = head_config(directory, target, dtype, files.tensors, "model.mtp_layers.0")
+    check_hidden_size(directory, config, target)
+    config = replace(config, num_layers=1, windows=config.windows[:1])
+    local = target.shards.local(config, str(directory))
+    with load_mtp_tensors(
+        files,
+        directory,
+        partial(mtp_targets, config, heads),
+        shards=target.shards,
+        backend=backend,
+        dtype=dtype,
+        progress=progress,
+        quantized=quantized,
+    ) as weights:
+        return tuple(
+            MtpHead(local, mtp_weights(weights, f"heads.{index}"), target, ahead=index + 1) for index in range(heads)
+        )
+
+
+_LAYER, _NAME = "mtp.layers.0", "heads.0"
+"""Prefixes of the layer's tensors in the checkpoint, and of the head's weights."""
+_DEPTH_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+
+
+def load_chained_mtp(
+    directory: str | Path,
+    *,
+    target: LanguageModel,
+    backend: Backend,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    quantized: QuantizedMode = QuantizedMode.KERNELS,
+) -> MtpHead:
+    """Load the head of a checkpoint for ``target``. Arguments and errors follow :func:`load_eagle`.
+
+    :func:`load_mtp_tensors` says what the checkpoint holds. Embedding and output head are the target's.
+    """
+    directory = Path(directory)
+    files = open_checkpoint(directory)
+    config = _head_config(directory, target, dtype, files.tensors)
+    local = target.shards.local(config, str(directory))
+    with load_mtp_tensors(
+        files,
+        directory,
+        partial(_targets, config, files.tensors),
+        shards=target.shards,
+        backend=backend,
+        dtype=dtype,
+        progress=progress,
+        quantized=quantized,
+    ) as weights:
+        record = mtp_weights(weights, _NAME, config.experts)
+        return MtpHead(local, record, target, ahead=1, embedding_first=True)
+
+
+def _head_config(directory: Path, target: LanguageModel, dtype: torch.dtype, present: Container[str]) -> ModelConfig:
+    """Return the config of the head's one layer, which is a mixture of experts if the checkpoint has a router.
+
+    Raises :class:`CheckpointError` for a head that isn't supported.
+    """
+    raw = read_json(directory / "config.json")
+    config = read_model_config(directory, drafts=True)
+    text = raw.get("text_config")
+    fields: dict[str, Any] = raw | (text if isinstance(text, dict) else {})
+    depth = next((fields[key] for key in _DEPTH_KEYS if fields.get(key) is not None), 1)
+    problem = None
+    if config.family not in HYBRID_FAMILIES:
+        problem = f"model_type is {shown(config.family)}, and a head with tensors mtp.* belongs to a hybrid model"
+    elif depth != 1:
+        problem = f"the head has {shown(depth)} layers, expected 1, which drafts every token of a chain"
+    elif fields.get("mtp_use_dedicated_embeddings", False) is not False:
+        problem = "mtp_use_dedicated_embeddings is true, expected false: the head reads the model's embedding"
+    if problem is not None:
+        raise CheckpointError(f"{directory / 'config.json'}: {problem}")
+    check_vocabulary_and_dtype(directory, config, target, dtype)
+    check_hidden_size(directory, config, target)
+    experts = config.experts if f"{_LAYER}.mlp.gate.weight" in present else None
+    if experts is not None:
+        experts = replace(experts, dense_layers=())
+    return replace(config, num_layers=1, windows=(0,), recurrent=None, experts=experts)
+
+
+def _targets(config: ModelConfig, present: Container[str], shards: Shards) -> list[Target]:
+    """Return the weights of the head."""
+    hidden, mixture = config.hidden_size, config.experts is not None
+    targets = [
+        Target(f"{_NAME}.token_norm", (Piece("mtp.pre_fc_norm_embedding.weight", (hidden,)),)),
+        Target(f"{_NAME}.hidden_norm", (Piece("mtp.pre_fc_norm_hidden.weight", (hidden,)),)),
+        Target(f"{_NAME}.projection", (Piece("mtp.fc.weight", (hidden, 2 * hidden)),)),
+        Target(f"{_NAME}.final_norm", (Piece("mtp.norm.weight", (hidden,)),)),
+        *layer_targets(config, _LAYER, f"{_NAME}.layer", mlp=not mixture, shards=shards),
+    ]
+    if mixture:
+        targets += expert_targets(config, _LAYER, f"{_NAME}.layer", present, shards)
+    return list(offset_norms(config, targets))

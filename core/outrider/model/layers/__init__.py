@@ -1,0 +1,1 @@
+"""Decoders: layers, their weights and products, inputs, the KV cache, and the ranks that share them."""

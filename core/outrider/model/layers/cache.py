@@ -1,0 +1,117 @@
+"""KVCache: the pages that hold keys and values, and the states of recurrent layers.
+
+Letters: P pages, S page size, Hkv KV heads, D head size, R state rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.device import ConfigError
+from outrider.model.config.model_config import ModelConfig, RecurrentConfig
+
+
+class LayerState(NamedTuple):
+    """States of one recurrent layer. Row 0 is reserved for the writes of padding sequences."""
+
+    convolution: Tensor
+    """[R, K - 1, C] in the model's dtype: last inputs of the short convolution, the oldest first."""
+    delta: Tensor
+    """[R, Hv, D, E]: state of the gated delta rule, in float32 or wider unless the config says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """Key and value tensors of each layer, each [P, S, Hkv, D]. Page 0 is reserved for the writes of padding tokens.
+
+    A sequence's block table lists its pages. The engine decides which request owns which page, and which row of states.
+    """
+
+    layers: tuple[tuple[Tensor, Tensor], ...]
+    """Of the layers with attention, in order."""
+    states: tuple[LayerState, ...] = ()
+    """Of the recurrent layers, in order."""
+
+    @classmethod
+    def for_model(
+        cls,
+        config: ModelConfig,
+        *,
+        pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        rows: int,
+        device: torch.device,
+    ) -> KVCache:
+        """Allocate the pages in ``cache_dtype`` and the state ``rows`` of a model in ``dtype``; see :meth:`allocate`."""
+        cache = cls.allocate(
+            len(config.attention_layers),
+            config.num_kv_heads,
+            config.head_size,
+            pages=pages,
+            page_size=page_size,
+            dtype=cache_dtype,
+            device=device,
+        )
+        if config.recurrent is None:
+            return cache
+        return replace(cache, states=_allocate_states(config.recurrent, rows, dtype, device))
+
+    @classmethod
+    def allocate(
+        cls,
+        num_layers: int,
+        num_kv_heads: int,
+        head_size: int,
+        *,
+        pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> KVCache:
+        """Allocate zeroed pages, the reserved page included, on ``device`` in the caller's stream scope.
+
+        Attention multiplies masked values by zero, so uninitialized pages with NaN would corrupt its result. Raises
+        :class:`ConfigError` for fewer than two pages.
+        """
+        if pages < 2:
+            raise ConfigError(f"a KV cache of {pages} pages holds nothing: page 0 is reserved, expected at least 2")
+        if page_size < 1:
+            raise ConfigError(f"a KV cache of page size {page_size} can't be: expected at least 1")
+        shape = (pages, page_size, num_kv_heads, head_size)
+
+        def page_tensor() -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(tuple((page_tensor(), page_tensor()) for _ in range(num_layers)))
+
+    @property
+    def pages(self) -> int:
+        """Number of pages of this cache, the reserved page included."""
+        return self.layers[0][0].shape[0]
+
+    @property
+    def page_size(self) -> int:
+        """Number of tokens that one page holds."""
+        return self.layers[0][0].shape[1]
+
+    @staticmethod
+    def page_bytes(num_layers: int, num_kv_heads: int, head_size: int, *, page_size: int, dtype: torch.dtype) -> int:
+        """Return the bytes of one page over all layers, keys and values together."""
+        return 2 * num_layers * page_size * num_kv_heads * head_size * dtype.itemsize
+
+
+def _allocate_states(config: RecurrentConfig, rows: int, dtype: torch.dtype, device: torch.device) -> tuple[LayerState, ...]:
+    inputs, state = config.state_shapes()
+    wide = torch.promote_types(dtype, config.state_dtype)
+    return tuple(
+        LayerState(
+            torch.zeros((rows, *inputs), dtype=dtype, device=device), torch.zeros((rows, *state), dtype=wide, device=device)
+        )
+        for _ in config.layers
+    )

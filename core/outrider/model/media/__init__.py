@@ -1,0 +1,1 @@
+"""Text and media: tokenizer, chat templates, images and videos, and vision towers."""

@@ -1,0 +1,184 @@
+"""ChatTemplate: renders the messages of a conversation to prompt tokens with the checkpoint's own template."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from outrider.device import ConfigError
+from outrider.errors import CheckpointError, RequestError, one_line, shown
+from outrider.model.checkpoint.reading import present, read_json, wrap_read_errors
+
+_TEMPLATE_FILE, _LEGACY_FILE = "chat_template.jinja", "chat_template.json"
+MORE_TEMPLATES = "additional_chat_templates"
+"""Folder of a checkpoint that holds further named templates."""
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_TEMPLATE_KEY = "chat_template"
+_DEFAULT_TEMPLATE, _TOOL_TEMPLATE = "default", "tool_use"
+"""Names that transformers gives to the template without tools and to the template with tools."""
+
+
+class ChatTemplate:
+    """A checkpoint's chat template, rendered by transformers. Immutable after construction, so threads may share it.
+
+    ``source`` is the Jinja template. ``with_tools`` is the template of conversations with tools; None means ``source``.
+    ``response_template`` is the checkpoint's format of tool calls as transformers parses it, or None. Raises
+    :class:`ConfigError` for an invalid template.
+    """
+
+    def __init__(self, tokenizer: Any, source: str, with_tools: str | None = None) -> None:
+        if "sanitize_control_tokens" not in inspect.signature(tokenizer.apply_chat_template).parameters:
+            raise ConfigError(
+                "this release of transformers takes control tokens within messages for real ones; expected 5.20 or newer: "
+                "pip install 'transformers>=5.20'"
+            )
+        for text in (source,) if with_tools is None else (source, with_tools):
+            _check_is_jinja(text)
+        self._tokenizer = tokenizer
+        self.source = source
+        self.tool_source = source if with_tools is None else with_tools
+        """The template of conversations with tools."""
+        self.response_template: Mapping[str, Any] | None = getattr(tokenizer, "response_template", None)
+
+    @classmethod
+    def from_checkpoint(cls, directory: Path, *, source: str | None = None) -> ChatTemplate | None:
+        """Return the checkpoint's template, or one made from ``source`` if given. Return None if there is neither.
+
+        If the checkpoint has several templates, the one named ``default`` is used, and ``tool_use`` for conversations with
+        tools. Code of the checkpoint is never executed. Raises :class:`CheckpointError` if the tokenizer or its template is
+        unreadable, and :class:`ConfigError` if ``source`` is not a Jinja template.
+        """
+        if source is not None:
+            return cls(_tokenizer(directory), source)
+        if not _has_template(directory):
+            return None
+        tokenizer = _tokenizer(directory)
+        found = getattr(tokenizer, _TEMPLATE_KEY, None)
+        origin = _TOKENIZER_CONFIG if not present(directory / _TEMPLATE_FILE) else _TEMPLATE_FILE
+        if not found and origin == _TOKENIZER_CONFIG:
+            found = None  # an empty entry in the config means no template; an empty template file is an error
+        if found is None and present(directory / _LEGACY_FILE):
+            found, origin = read_json(directory / _LEGACY_FILE).get(_TEMPLATE_KEY), _LEGACY_FILE
+        if found is None:
+            return None
+        with wrap_read_errors(directory / origin, "a chat template", "--chat-template FILE gives another one"):
+            return cls(tokenizer, *_default_and_tool_template(found))
+
+    def tokens(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the token ids of a conversation. ``variables`` are additional variables of the template.
+
+        Each message is an object with ``role`` and ``content``. Text in a message that spells a control token is tokenized as
+        text. Raises :class:`RequestError` if the template rejects the messages or renders no tokens.
+        """
+        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        tokens = self._apply(
+            messages, tools, {"tokenize": True, "return_dict": False, "sanitize_control_tokens": True} | options, variables
+        )
+        if not tokens:
+            raise RequestError("the chat template made nothing of the messages")
+        return [int(token) for token in tokens]
+
+    def text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the rendered conversation as text. Raises the same errors as :meth:`tokens`."""
+        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        return str(self._apply(messages, tools, {"tokenize": False} | options, variables))
+
+    def _apply(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+        variables: Mapping[str, Any] | None,
+    ) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=tools or None,
+                chat_template=self.tool_source if tools else self.source,
+                **options,
+                **(variables or {}),
+            )
+        except Exception as error:  # a template may raise anything
+            if _has_half_characters(messages):
+                raise RequestError("the messages have half a character (a lone surrogate); expected Unicode text") from error
+            raise RequestError(f"the chat template refused the messages: {one_line(str(error))}") from error
+
+
+def _has_template(directory: Path) -> bool:
+    if any(present(directory / name) for name in (_TEMPLATE_FILE, _LEGACY_FILE)) or (directory / MORE_TEMPLATES).is_dir():
+        return True
+    config = directory / _TOKENIZER_CONFIG
+    return present(config) and _TEMPLATE_KEY in read_json(config)
+
+
+def _default_and_tool_template(found: object) -> tuple[str, str | None]:
+    """Return the default template and the template for tools from ``found``: one template, or several by name."""
+    by_name = found if isinstance(found, dict) else {_DEFAULT_TEMPLATE: found}
+    if _DEFAULT_TEMPLATE not in by_name:
+        raise ConfigError(
+            f"has the chat templates {', '.join(sorted(map(str, by_name)))}, and none that is called {_DEFAULT_TEMPLATE}; "
+            "give the one that you mean with --chat-template FILE"
+        )
+    template, tools = by_name[_DEFAULT_TEMPLATE], by_name.get(_TOOL_TEMPLATE)
+    if not isinstance(template, str) or not isinstance(tools, str | None):
+        wrong = tools if isinstance(template, str) else template
+        raise ConfigError(f"its chat template is {shown(wrong)}, expected a text in Jinja")
+    return template, tools
+
+
+def _check_is_jinja(source: str) -> None:
+    """Raise :class:`ConfigError` if ``source`` is empty or not a Jinja template."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    if not source.strip():
+        raise ConfigError("the chat template is empty; expected a text in Jinja that writes out the messages")
+    try:
+        render_jinja_template(conversations=[], chat_template=source)
+    except ImportError as error:
+        raise ConfigError(f"chat templates need a newer jinja2: {one_line(str(error))}") from error
+    except Exception as error:
+        line = getattr(error, "lineno", None)
+        where = "" if line is None else f"line {line}: "
+        raise ConfigError(f"the chat template can't be read as Jinja: {where}{one_line(str(error))}") from error
+
+
+def _has_half_characters(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Return True if a message contains a lone surrogate, which JSON can express but UTF-8 cannot encode."""
+    try:
+        json.dumps(messages, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        return True
+    except (TypeError, ValueError):
+        pass
+    return False
+
+
+def _tokenizer(directory: Path) -> Any:
+    """Return transformers' tokenizer, which renders chat templates. Code of the checkpoint is never executed."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{directory}: its tokenizer can't be read for chats: {type(error).__name__}: {one_line(str(error))}"
+        ) from error

@@ -1,0 +1,206 @@
+"""Preprocessing of images and videos for a vision tower, and their placeholder tokens in a prompt.
+
+Transformers' image processor resizes, normalizes and splits pixels into patches. The Pillow variant is used, whose results
+don't depend on other installed packages. Frames of a video are processed as images, and ``temporal_patch_size`` of them are
+combined into one temporal patch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.device import ConfigError
+from outrider.errors import CheckpointError, RequestError, shown
+from outrider.model.checkpoint.reading import present, read_json, wrap_read_errors
+from outrider.model.config.checkpoint_config import hf_config
+from outrider.model.config.config_fields import FLAG, Field, check_fields, list_of, number, record, whole_number
+from outrider.model.config.model_config import VisionConfig
+from outrider.model.media.mrope import MediaGrid
+
+_MIN_PIXELS, _MAX_PIXELS = whole_number(1, 1 << 22), whole_number(1, 1 << 26)
+_UP_TO_64 = whole_number(1, 64)
+_COLOURS = list_of(number(-100, 100), 3)
+_SIZE: Mapping[str, Field] = MappingProxyType(
+    # The first two keys are transformers', the others those of published files. A smaller image is enlarged.
+    {"shortest_edge": _MIN_PIXELS, "longest_edge": _MAX_PIXELS, "min_pixels": _MIN_PIXELS, "max_pixels": _MAX_PIXELS}
+)
+_VIDEO: Mapping[str, Field] = MappingProxyType({"size": record(_SIZE)})
+_IMAGE: Mapping[str, Field] = MappingProxyType(
+    {
+        "do_resize": FLAG,
+        "resample": whole_number(0, 5),
+        "size": record(_SIZE),
+        "min_pixels": _MIN_PIXELS,
+        "max_pixels": _MAX_PIXELS,
+        "do_rescale": FLAG,
+        "rescale_factor": number(0, 1e6),
+        "do_normalize": FLAG,
+        "image_mean": _COLOURS,
+        "image_std": list_of(number(1e-6, 1e6), 3),
+        "do_convert_rgb": FLAG,
+        "patch_size": whole_number(1, 1024),
+        "temporal_patch_size": _UP_TO_64,
+        "merge_size": _UP_TO_64,
+    }
+)
+"""Keys of preprocessor_config.json that are read."""
+
+Picture = Any
+"""A ``PIL.Image.Image``, or an array or tensor of rows, columns and colours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """A preprocessed image or video."""
+
+    grid: MediaGrid
+    pixels: Tensor
+    """float32 [patches, values of a patch], on the host."""
+    digest: bytes
+    """Hash of grid and pixels. Prompts can share a cached prefix only if their media have equal digests."""
+
+
+class MediaProcessor:
+    """The checkpoint's image processing. Threads may share it."""
+
+    def __init__(self, processor: Any, video_size: dict[str, int]) -> None:
+        self._processor = processor
+        self._video_size = video_size
+
+    @classmethod
+    def from_checkpoint(cls, directory: str | Path) -> MediaProcessor:
+        """Read the processor's config. Raises :class:`CheckpointError` if it is missing or unreadable."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        directory = Path(directory)
+        path = directory / "preprocessor_config.json"
+        if not present(path):
+            raise CheckpointError(f"{directory}: no image processor can be read from it: there's no {path.name}")
+        with wrap_read_errors(path, "an image processor"):
+            processor = Qwen2VLImageProcessorPil(**_checked(read_json(path), _IMAGE))
+            size = _edges(dict(processor.size))
+        _check_tower(directory, path, processor)
+        video = directory / "video_preprocessor_config.json"
+        if present(video):
+            with wrap_read_errors(video, "a video processor"):
+                video_size = _checked(read_json(video), _VIDEO).get("size")
+                size = size if video_size is None else _edges(video_size)
+        return cls(processor, size)
+
+    def image(self, picture: Picture) -> Media:
+        """Preprocess one image. Raises :class:`RequestError` if that fails, for example for an extremely narrow image."""
+        pixels, rows, columns = self._patches(picture, {})
+        return _media(MediaGrid(kind="image", frames=1, rows=rows, columns=columns), pixels)
+
+    def video(self, frames: Sequence[Picture], *, frames_per_second: float) -> Media:
+        """Preprocess the sampled frames of a video, all of one size. The last frame is repeated to fill a temporal patch.
+
+        Raises :class:`RequestError` for no frames, frames of several sizes, or a rate that is not positive.
+        """
+        if not frames or not frames_per_second > 0:
+            raise RequestError(f"a video of {len(frames)} frames at {frames_per_second} frames a second can't be read")
+        depth = self._processor.temporal_patch_size
+        padded = [*frames, *[frames[-1]] * (-len(frames) % depth)]
+        patched = [self._patches(frame, {"size": self._video_size}) for frame in padded]
+        sizes = {(rows, columns) for _, rows, columns in patched}
+        if len(sizes) > 1:
+            raise RequestError(f"the frames of a video have several sizes, in patches {sorted(sizes)}")
+        rows, columns = sizes.pop()
+        side = self._processor.patch_size**2
+        # A patch has the dimensions colours, time and side². The processor repeats a single frame over the time.
+        frames_patches = torch.stack([pixels.view(rows * columns, -1, depth, side)[:, :, 0] for pixels, _, _ in patched])
+        temporal_patches = frames_patches.view(len(padded) // depth, depth, rows * columns, -1, side).permute(0, 2, 3, 1, 4)
+        grid = MediaGrid(
+            kind="video",
+            frames=len(padded) // depth,
+            rows=rows,
+            columns=columns,
+            seconds_per_frame=depth / frames_per_second,
+        )
+        return _media(grid, temporal_patches.reshape(grid.patches, -1))
+
+    def _patches(self, picture: Picture, options: dict[str, Any]) -> tuple[Tensor, int, int]:
+        """Return the patches of one image [rows * columns, values], and rows and columns."""
+        try:
+            processed = self._processor.preprocess(picture, return_tensors="pt", **options)
+        except Exception as error:  # the processor's libraries may raise anything
+            raise RequestError(f"an image can't be processed: {error}") from error
+        _, rows, columns = (int(value) for value in processed["image_grid_thw"][0])
+        return processed["pixel_values"], rows, columns
+
+
+def _checked(raw: dict[str, Any], fields: Mapping[str, Field]) -> dict[str, Any]:
+    found = {key: value for key, value in check_fields(raw, fields).items() if value is not None}
+    size = found.get("size")
+    if size:
+        min_pixels, max_pixels = (
+            size.get("shortest_edge", size.get("min_pixels")),
+            size.get("longest_edge", size.get("max_pixels")),
+        )
+        found["size"] = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
+    return found
+
+
+def _edges(size: dict[str, int]) -> dict[str, int]:
+    """Return ``size`` after a check. Raises :class:`ConfigError` unless it has minimum and maximum pixels."""
+    min_pixels, max_pixels = size.get("shortest_edge"), size.get("longest_edge")
+    if not isinstance(min_pixels, int) or not isinstance(max_pixels, int) or min_pixels > max_pixels:
+        raise ConfigError(f"size is {shown(size)}, expected shortest_edge and longest_edge, in pixels, and the first smaller")
+    return size
+
+
+def _check_tower(directory: Path, path: Path, processor: Any) -> None:
+    """Raise unless the processor's patch sizes match the checkpoint's vision tower."""
+    config = directory / "config.json"
+    if not present(config):
+        return
+    raw = read_json(config)
+    with wrap_read_errors(config, "a config"):
+        vision = hf_config(raw["model_type"], raw).vision_config
+    for processor_key, tower_key in (
+        ("patch_size", "patch_size"),
+        ("temporal_patch_size", "temporal_patch_size"),
+        ("merge_size", "spatial_merge_size"),
+    ):
+        found, expected = getattr(processor, processor_key), getattr(vision, tower_key)
+        if found != expected:
+            raise CheckpointError(f"{path}: {processor_key} is {found}, expected {expected} as {tower_key} in config.json")
+
+
+def _media(grid: MediaGrid, pixels: Tensor) -> Media:
+    pixels = pixels.to(torch.float32).contiguous()
+    return Media(grid, pixels, digest_of(grid, pixels))
+
+
+def digest_of(grid: MediaGrid, pixels: Tensor) -> bytes:
+    """Return the hash of a grid and its pixels, which are float32, contiguous and on the host."""
+    content = hashlib.sha256(repr(grid).encode())
+    content.update(pixels.numpy().tobytes())
+    return content.digest()
+
+
+def expand_placeholders(tokens: Sequence[int], media: Sequence[Media], vision: VisionConfig) -> list[int]:
+    """Return ``tokens`` with each image or video token repeated once per feature of its medium.
+
+    Raises :class:`RequestError` if placeholders and media don't match in number or kind.
+    """
+    kinds = {vision.image_token: "image", vision.video_token: "video"}
+    prompt_kinds = [kinds[token] for token in tokens if token in kinds]
+    media_kinds = [each.grid.kind for each in media]
+    if prompt_kinds != media_kinds:
+        raise RequestError(
+            f"the prompt has places for {prompt_kinds or 'no media'}, but {media_kinds or 'no media'} were given"
+        )
+    remaining = iter(media)
+    out: list[int] = []
+    for token in tokens:
+        out.extend([token] * (next(remaining).grid.features(vision) if token in kinds else 1))
+    return out

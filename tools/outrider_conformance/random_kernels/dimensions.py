@@ -1,0 +1,54 @@
+"""The dimensions of random shapes: random values, and boundary values that every run includes.
+
+Faults of kernels cluster at boundaries: one row, the last row of a tile, a page or a group, and numbers that 15 or 16 bits
+can't hold. Random shapes rarely meet them, so each dimension names its boundaries, and :func:`boundary_shapes` varies one
+dimension at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+MANY = 2**16 + 3
+"""A number of rows, pages or tokens that needs more than 16 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dimension:
+    """The values of one dimension of a random shape."""
+
+    values: st.SearchStrategy[int]
+    """The random values."""
+    boundaries: tuple[int, ...]
+    """The values that every run includes."""
+
+
+def between(low: int, high: int, *more: int) -> Dimension:
+    """Return the dimension of the values from ``low`` to ``high``, and ``more`` values above.
+
+    Boundaries are both ends, the neighbours of the largest power of two in the range, and ``more``.
+    """
+    power = 1 << (high.bit_length() - 1)
+    near = [value for value in (power - 1, power, power + 1) if low < value < high]
+    random = st.integers(low, high)
+    return Dimension(
+        st.one_of(random, st.sampled_from(more)) if more else random, tuple(dict.fromkeys((low, *near, high, *more)))
+    )
+
+
+def among(*values: int, rare: Sequence[int] = ()) -> Dimension:
+    """Return the dimension of these values. All are boundaries; ``rare`` values are boundaries that are never random."""
+    return Dimension(st.sampled_from(values), tuple(dict.fromkeys((*values, *rare))))
+
+
+def boundary_shapes(corners: Sequence[Mapping[str, int]], dimensions: Mapping[str, Dimension]) -> Iterator[Mapping[str, int]]:
+    """Yield the smallest of ``corners`` with one dimension at a time set to each of its boundaries."""
+    smallest = min(corners, key=lambda shape: math.prod(1 + value for value in shape.values()))
+    for name, dimension in dimensions.items():
+        for value in dimension.boundaries:
+            if smallest.get(name) != value:
+                yield {**smallest, name: value}
