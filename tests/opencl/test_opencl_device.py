@@ -58,6 +58,17 @@ def test_the_sanitizer_sees_an_opencl_kernel(backend, waits):
     assert int(total) == 66 or not waits
 
 
+def test_a_scope_reads_values_after_the_work_before_them(backend):
+    stream = backend.create_stream("s")
+    with backend.on(stream):
+        x = torch.zeros(3)
+        for value, read in ((1.0, torch.Tensor.tolist), (2.0, lambda tensor: tensor.numpy().tolist())):
+            backend.delay(stream, LATE // 10)
+            x.fill_(value)
+            assert read(x) == [value] * 3
+        assert torch.empty(4, device="meta").fill_(1).is_meta  # computes shapes alone
+
+
 def test_a_record_on_an_empty_stream_waits_for_no_other_stream(backend):
     busy, empty, event = backend.create_stream("busy"), backend.create_stream("empty"), backend.create_event("empty")
     backend.delay(busy, LATE)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
@@ -86,6 +84,6 @@ backend.synchronize()
         script = tmp_path / f"{name}.py"
         script.write_text(program.format(wait=wait))
         result = outrider("sanitize", "--backend", "opencl", "--json", "--", str(script))
-        assert result.exit_code == code, result.output
-        findings = json.loads(result.output)["reports"][0]["findings"]
-        assert [finding["kind"] for finding in findings] == (["read after write"] if code else [])
+        assert result.code == code, result.err
+        findings = result.json["reports"][0]["findings"]
+        assert [finding["kind"] for finding in findings] == (["read_after_write"] if code else [])

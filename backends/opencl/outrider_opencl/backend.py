@@ -35,7 +35,7 @@ from outrider_opencl.command_buffers import CommandBuffer, CommandBufferFunction
 from outrider_opencl.driver import Failures, FlagState, Mark, OneShot, OpenCLDevice, Program, Queue
 from outrider_opencl.kernels import LAUNCHES, OpenCLKernels
 from outrider_opencl.memory import SharedMemory
-from outrider_opencl.queueing import Launcher, Queueing
+from outrider_opencl.queueing import HostReads, Launcher, Queueing
 
 CAPABILITIES = Capabilities(
     asynchronous=True,
@@ -226,7 +226,7 @@ class OpenCLBackend(Backend):
             if before is not None:  # the outer scope's dispatch mode is active and asks for the current stream
                 yield
             else:
-                with Queueing(self._current_launcher):
+                with HostReads(self._current_launcher), Queueing(self._current_launcher):
                     yield
         finally:
             self._thread.stream = before
