@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -25,15 +24,6 @@ def test_imports_the_backend_interface_alone(path):
             modules.update(alias.name for alias in node.names)
     ours = {module for module in modules if module.startswith("outrider") and not module.startswith("outrider_opencl")}
     assert ours <= {"outrider.device", "outrider.device.backend", "outrider.device.errors", "outrider.device.plugin"}
-
-
-def test_outrider_itself_needs_no_opencl():
-    project = tomllib.loads((PACKAGE.parents[1] / "pyproject.toml").read_text())["project"]
-    assert "opencl" not in project["entry-points"]["outrider.backends"]
-    assert project["optional-dependencies"]["opencl"] == ["outrider-opencl"]
-    own = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["project"]
-    assert own["name"] == "outrider-opencl"
-    assert own["entry-points"]["outrider.backends"] == {"opencl": "outrider_opencl.plugin"}
 
 
 def test_without_pyopencl_the_plugin_says_what_to_install(monkeypatch):

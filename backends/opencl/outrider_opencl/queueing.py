@@ -42,7 +42,7 @@ class Launcher(Protocol):
         """Wait for the current stream, because the host reads a value."""
 
 
-class OperatorKind(NamedTuple):
+class OperatorHandling(NamedTuple):
     """The handling of an operator, derived from its schema."""
 
     at_once: bool
@@ -124,7 +124,7 @@ class Queueing(TorchDispatchMode):
 _READS_ON_HOST = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 
 
-class HostReads(TorchFunctionMode):
+class ReadsOutsideOperators(TorchFunctionMode):
     """Wait for the current stream before a call that reads memory of the host without an operator."""
 
     def __init__(self, current: Callable[[], Launcher]) -> None:
@@ -148,8 +148,8 @@ def _name_of(func: Any) -> str:
     return str(func._schema.name).split("::")[1]
 
 
-def _kind_of(func: Any) -> OperatorKind:
-    found: OperatorKind | None = getattr(func, "_opencl_kind", None)
+def _kind_of(func: Any) -> OperatorHandling:
+    found: OperatorHandling | None = getattr(func, "_opencl_kind", None)
     if found is None:
         schema = func._schema
         written = tuple(
@@ -158,7 +158,7 @@ def _kind_of(func: Any) -> OperatorKind:
             if argument.alias_info is not None and argument.alias_info.is_write
         )
         is_alias = any(result.alias_info is not None for result in schema.returns)
-        found = func._opencl_kind = OperatorKind(
+        found = func._opencl_kind = OperatorHandling(
             at_once=torch.Tag.inplace_view in func.tags or (is_alias and not written),
             allocates=_name_of(func).startswith(("empty", "new_empty")),
             returns_values=bool(schema.returns) and not any("Tensor" in str(r.type) for r in schema.returns),

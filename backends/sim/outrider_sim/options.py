@@ -80,6 +80,7 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
         "resident": "collectives that a device runs at a time; 0 (default): any number",
         "late": "copies: copies run only when nothing else can",
         "events": "generations (default), or recycled: a wait sees whatever record comes first, as a naive driver would",
+        "native": "operators joined by '+', such as mm+bmm, that captures refuse: no graph can hold them (default none)",
         "name": "torch device name, one for the process (default sim)",
     }
 )
@@ -106,6 +107,7 @@ class SimOptions:
     late_copies: bool = False
     resident: int = 0
     recycled_events: bool = False
+    native: frozenset[str] = frozenset()
     name: str = "sim"
 
     def for_further_device(self, first: SimOptions) -> SimOptions:
@@ -115,7 +117,8 @@ class SimOptions:
         kind.
         """
         plain = SimOptions(name=self.name)
-        for name in ("like", "seed", "strategy", "strategy_options", "record", "late_copies", "recycled_events", "resident"):
+        scheduling = ("seed", "strategy", "strategy_options", "record", "late_copies")
+        for name in ("like", *scheduling, "recycled_events", "native", "resident"):
             mine = getattr(self, name)
             if mine not in (getattr(plain, name), getattr(first, name)):
                 raise ConfigError(f"option {name}: the devices of a host have it from device 0; give it there")
@@ -151,6 +154,7 @@ def parse_options(options: Mapping[str, str]) -> SimOptions:
         resident=integer(options, "resident", 0),
         late_copies=_choice(options, "late", ("nothing", "copies")) == "copies",
         recycled_events=_choice(options, "events", ("generations", "recycled")) == "recycled",
+        native=frozenset(filter(None, options.get("native", "").split("+"))),
         name=options.get("name", "sim"),
     )
 
