@@ -58,6 +58,7 @@ class Generator:
             with torch.cuda.graph(self.graph):
                 self.advance()
         self.tokens[:, :size] = prefix
+        self.position.fill_(size - 1)
         with self.autocast():
             self.tokens[:, size] = self.sample(self.target(prefix, self.cache))
         self.position.fill_(size)

@@ -205,6 +205,11 @@ class EagleHead(nn.Module):
         assert isinstance(layer, Layer)
         return layer
 
+    def join(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the input of attention and the residual stream, here the same."""
+        x = self.fc(torch.cat((embedded, features), dim=-1)).float()
+        return x, x
+
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         x = x + attended
         return x + self.layer.mlp(self.layer.post_attention_layernorm(x))
@@ -212,9 +217,9 @@ class EagleHead(nn.Module):
     def forward(self, embedded: Tensor, features: Tensor) -> Tensor:
         """Return the predicted hidden states of all pairs, with causal attention over the pairs."""
         s = features.shape[1]
-        x = self.fc(torch.cat((embedded, features), dim=-1)).float()
-        q, k, v = self.layer.self_attn.qkv(x, self.rotary.cos[:s], self.rotary.sin[:s])
-        return self.finish(x, self.layer.self_attn.causal(q, k, v))
+        joined, residual = self.join(embedded, features)
+        q, k, v = self.layer.self_attn.qkv(joined, self.rotary.cos[:s], self.rotary.sin[:s])
+        return self.finish(residual, self.layer.self_attn.causal(q, k, v))
 
     def unroll(self, embedded: Tensor, features: Tensor, steps: int) -> list[Tensor]:
         """Draft `steps` tokens from every position at once along the given tokens, equivalent to decoding.
@@ -229,8 +234,8 @@ class EagleHead(nn.Module):
         values: list[Tensor] = []
         outputs: list[Tensor] = []
         for depth in range(steps):
-            x = self.fc(torch.cat((embedded, features), dim=-1)).float()
-            q, k, v = attention.qkv(x, cos, sin)
+            joined, residual = self.join(embedded, features)
+            q, k, v = attention.qkv(joined, cos, sin)
             k, v = attention.widen(k), attention.widen(v)
             keys.append(k)
             values.append(v)
@@ -246,7 +251,7 @@ class EagleHead(nn.Module):
                 for m in range(1, depth + 1):
                     mixed = mixed + weights[..., s + m - 1, None] * shift(values[m], depth - m)
                 attended = attention.out(mixed)
-            outputs.append(self.finish(x, attended))
+            outputs.append(self.finish(residual, attended))
             features = shift(outputs[-1], 1)
         return outputs
 

@@ -22,6 +22,15 @@ def test_the_reference_passes_and_its_report_holds(cpu_run):
     assert json.loads((directory / "report.json").read_text()) == report
 
 
+def test_the_command_checks_a_file_and_its_directory(cpu_run, outrider):
+    directory, _ = cpu_run
+    for named in (directory, directory / "report.json"):
+        assert outrider("conform", "--verify", str(named)).code == 0
+    missing = outrider("conform", "--verify", str(directory / "other"))
+    assert missing.code == 2
+    assert "there is no such report" in missing.err
+
+
 def test_a_report_says_what_ran(cpu_run):
     _, report = cpu_run
     assert report["command"] == "outrider conform --backend cpu --level L3"

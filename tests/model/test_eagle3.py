@@ -71,6 +71,18 @@ def test_head_is_the_published_one(tmp_path, backend, fmt):
     assert torch.equal(head.target_ids.sort().values, state["t2d"].nonzero().flatten())
 
 
+def test_a_head_without_an_output_head_drafts_with_rows_of_the_targets(tmp_path, backend):
+    state, target, own = load(tmp_path, backend)
+    del state["lm_head.weight"]
+    save_file(state, tmp_path / "head" / "model.safetensors")
+    head = load_eagle3(tmp_path / "head", target=target, backend=backend, dtype=torch.float32)
+    assert torch.equal(head.target_ids, own.target_ids.sort().values)
+    hidden = torch.randn(3, target.config.hidden_size)
+    with torch.no_grad():
+        expected = norm(hidden, state["norm.weight"]) @ target.weights.head[head.target_ids].T
+        assert torch.allclose(head.logits(hidden), expected, atol=1e-4)
+
+
 def test_published_choice_of_layers(tmp_path, backend):
     write_checkpoint(tmp_path / "target", "llama", num_hidden_layers=8)
     write_eagle3(tmp_path / "head", layers=None)

@@ -12,9 +12,21 @@ from rich.console import Console
 
 from outrider.cli.environment import backend_from_environment
 from outrider.cli.inputs import read_utf8
-from outrider.cli.option_values import DIRECTORY, INPUT_FILE, UsageError, option, parsed, text, whole
+from outrider.cli.option_values import DIRECTORY, INPUT_FILE, UsageError, Value, option, parsed, text, whole
 from outrider.cli.report import BackendOption, CommandReport, JsonOption
 from outrider_conformance.levels import parse_level
+
+
+def _report_file(given: Path) -> Path:
+    return given / "report.json" if given.is_dir() else given
+
+
+def _problem_of_report(given: Path) -> str | None:
+    file = _report_file(given)
+    return None if file.exists() else "there is no such report; check the name"
+
+
+_REPORT = Value("FILE|DIR", _problem_of_report)
 
 
 def conform(
@@ -44,7 +56,8 @@ def conform(
         bool, option("--watch", help="Then run the failed tests again whenever a file of the plugin changes.")
     ] = False,
     verify: Annotated[
-        Path | None, option("--verify", value=INPUT_FILE, help="Check a report.json instead of running anything.")
+        Path | None,
+        option("--verify", value=_REPORT, help="Check a report.json, or that of a directory, instead of running anything."),
     ] = None,
     json_output: JsonOption = False,
 ) -> CommandReport:
@@ -114,7 +127,7 @@ def _verify(path: Path) -> CommandReport:
     from outrider_conformance.report import MOST_BYTES, load_report
     from outrider_conformance.report import verify as problems_of
 
-    path = path / "report.json" if path.is_dir() else path
+    path = _report_file(path)
     data: Mapping[str, Any] = load_report(read_utf8(path, "a report of the suite", MOST_BYTES), str(path))
     problems = problems_of(data)
 

@@ -28,9 +28,12 @@ from outrider.model.config.checkpoint_config import read_model_config
 from outrider.model.config.config_fields import is_whole
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.config.rope import RopeConfig
+from outrider.model.heads.draft_output import DraftVocabulary, with_output_head
 from outrider.model.heads.eagle import Eagle3Head, Eagle3Weights, EagleHead, EagleWeights
 from outrider.model.heads.eagle3_config import ENVELOPE, Eagle3Options, read_eagle3_options
+from outrider.model.layers.decoder import Decoder
 from outrider.model.layers.language_model import LanguageModel
+from outrider.model.layers.products import Weight
 from outrider.model.layers.ranks import Shards
 from outrider.model.quantization import Quantization, QuantizedMode, read_quantization
 
@@ -75,14 +78,13 @@ def eagle3_targets(
 ) -> list[Target]:
     """Return the weights of an EAGLE-3 head, whose first attention reads embedding and hidden state side by side."""
     hidden, states = config.hidden_size, len(options.layers)
-    has_target_shape = (hidden, draft_vocab) == (target.hidden_size, config.vocab_size)
     targets = [
         Target("norm", (Piece("norm.weight", (hidden,)),)),
         Target("hidden_norm", (Piece(f"{options.prefix}.hidden_norm.weight", (hidden,)),)),
     ]
     if states:
         targets.append(Target("fusion", (Piece("fc.weight", (hidden, states * target.hidden_size)),)))
-    if "lm_head.weight" in present or not has_target_shape:
+    if "lm_head.weight" in present or hidden != target.hidden_size:
         targets.append(table_target("head", "lm_head.weight", draft_vocab, hidden, shards))
     if "embed_tokens.weight" in present or hidden != target.hidden_size:
         targets.append(table_target("embedding", "embed_tokens.weight", config.vocab_size, hidden, shards))
@@ -216,8 +218,22 @@ class CheckedEagle3Checkpoint:
             quantization=self.quantization,
         )
         ids = None if self.target_ids is None else self.target_ids.to(backend.device)
+        if ids is not None and "head" not in weights:
+            weights["head"], ids = self._rows_of_target(target, backend)
         record = eagle3_weights(weights, num_layers=config.num_layers, embedding=target.embedding, target_ids=ids)
         return config, record, {each.name: weights[each.name] for each in self.more}
+
+    def _rows_of_target(self, target: LanguageModel, backend: Backend) -> tuple[Weight, Tensor | None]:
+        """Return the rows of the target's output head that a head without its own drafts from, and their tokens."""
+        assert self.target_ids is not None  # the caller has checked
+        if not isinstance(target, Decoder):
+            raise CheckpointError(
+                f"{self.files.origin}: has 'd2t' and no 'lm_head.weight', so it drafts with rows of the target's output "
+                "head, which a target that runs by transformers' own code doesn't give; run the target natively"
+            )
+        vocabulary = DraftVocabulary(ids=self.target_ids.sort().values, origin=f"'d2t' of {self.files.origin}")
+        drafting = with_output_head(target, backend=backend, vocabulary=vocabulary)
+        return drafting.weights.head, drafting.output_ids
 
 
 class Eagle3HeadOptions(TypedDict):
