@@ -128,7 +128,7 @@ class ReadsOutsideOperators(TorchFunctionMode):
     """Wait for the current stream before a call that reads memory of the host without an operator."""
 
     def __init__(self, current: Callable[[], Launcher]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._current = current
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
 import torch
+from torch import Tensor
 
 from outrider.device import CapabilityError, Stream
 from outrider_conformance.host_waits import WAITS
@@ -27,14 +29,14 @@ def test_a_shape_may_depend_on_values(lab: Lab, name: str) -> None:
     (stream,) = lab.streams("s")
     x, y = lab.full(stream, 0, dtype=torch.int64), lab.full(stream, 0, dtype=torch.int64)
     with lab.backend.on(stream):
-        found = {
+        operators: dict[str, Callable[[], Tensor]] = {
             "nonzero": lambda: y[x.nonzero().flatten()],
             "masked_select": lambda: torch.masked_select(x, x > 0),
             "repeat_interleave": lambda: torch.repeat_interleave(y, x),
-        }[name]
+        }
         lab.slow(stream)
         x.fill_(2)
-        shape = tuple(found().shape)
+        shape = tuple(operators[name]().shape)
     stream.synchronize()
     expect(shape, (2 * WIDTH if name == "repeat_interleave" else WIDTH,), f"the shape of what {name} returned")
 
