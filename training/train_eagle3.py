@@ -35,14 +35,14 @@ def load_pretrained(path: Path) -> tuple[Target, Any]:
     """Load a Llama with tied embeddings and its tokenizer through transformers, from a GGUF file or a folder."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    where = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
-    folder = path.parent if where else path
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **where)
+    gguf = path.name if path.suffix == ".gguf" else None
+    folder = path if gguf is None else path.parent
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, gguf_file=gguf, trust_remote_code=False)
     config = model.config.to_dict()
     theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
     target = Target(Shape(**{k: config[k] for k in asdict(Shape()) if k != "rope_theta"}, rope_theta=theta))
     target.load_state_dict(model.model.state_dict())
-    return target, AutoTokenizer.from_pretrained(folder, **where)
+    return target, AutoTokenizer.from_pretrained(folder, gguf_file=gguf, trust_remote_code=False)
 
 
 class Eagle3Training:

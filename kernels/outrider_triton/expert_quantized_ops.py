@@ -60,6 +60,7 @@ def _experts_quantized(
     gate_and_up = x.new_empty((pairs, 2 * inner))
     parts = x.new_empty((pairs, hidden))
 
+    registered = TRITON_FORMATS[format]
     gate_stack = gate_up, gate_up_scales, gate_up_zeros, gate_up_input, gate_up_block
     stacks = gate_stack, (down, down_scales, down_zeros, down_input, down_block)
 
@@ -76,10 +77,10 @@ def _experts_quantized(
         launch(
             jit.expert_quantized,
             (triton.cdiv(n, tiling.block_n), blocks),
-            *(rows, x_scales, TRITON_FORMATS[format].kernel_data(stack, native=native[place]), scales, zeros),
+            *(rows, x_scales, registered.kernel_data(stack, native=native[place]), scales, zeros),
             *(weights, chosen, order, expert_of, out, chosen.shape[0], count, n, k, rows.stride(0), groups, scales.shape[1]),
             BY_PAIR=bool(place),
-            FORMAT=format,
+            **registered.launch_constants,
             NATIVE=native[place],
             MODE=(gate_up_mode, down_mode)[place],
             ROWS=block[0],

@@ -18,7 +18,7 @@ from outrider_triton.device_facts import DeviceFacts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TritonFormat:
-    """The products that exist for weights in one format of values. Its kernels' constant FORMAT is the format's name."""
+    """The products that exist for weights in one format of values."""
 
     elements: ElementFormat
     convert_instructions: float
@@ -42,6 +42,11 @@ class TritonFormat:
     def is_packed(self) -> bool:
         """True if a byte holds two columns, so that ``x`` is read in pairs of columns."""
         return self.elements.bits < 8
+
+    @property
+    def launch_constants(self) -> dict[str, bool]:
+        """Constants that tell kernels how values are stored."""
+        return {"PACKED": self.is_packed, "E4M3": self.elements.is_float}
 
     def kernel_data(self, data: Tensor, *, native: bool) -> Tensor:
         """Return the data of a weight as kernels load it: values that the matrix unit doesn't take are loaded as bytes."""

@@ -38,7 +38,7 @@ def dequantized_weight(weight: QuantizedWeight, dtype: torch.dtype, *, fp8: bool
         ROWS=rows,
         COLUMNS=columns,
         WIDTH=width,
-        FORMAT=weight.format,
+        **TRITON_FORMATS[weight.format].launch_constants,
         FP8=fp8,
         BLOCK_N=16,
         BLOCK_K=block,

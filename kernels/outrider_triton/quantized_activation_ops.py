@@ -12,6 +12,7 @@ from torch import Tensor
 
 from outrider_triton.bookkeeping_ops import expect_beside
 from outrider_triton.define import define
+from outrider_triton.formats import TRITON_FORMATS
 from outrider_triton.jit import activations
 from outrider_triton.launch import launch, power_of_two
 from outrider_triton.quantized_ops import allocate_quantized
@@ -63,7 +64,7 @@ def _quantize_by_maxima(x: Tensor, maxima: Tensor, format: str, dtype: torch.dty
         activations.quantize_by_maxima,
         (m, triton.cdiv(k, block)),
         *(x.contiguous(), maxima.contiguous(), out, scales, k, programs),
-        FORMAT=format,
+        E4M3=TRITON_FORMATS[format].elements.is_float,
         SHARES=power_of_two(programs),
         BLOCK=block,
         pdl=pdl,
@@ -91,7 +92,7 @@ def _embed_beside_quantize(
         activations.embed_beside_quantize,
         (out.shape[0],),
         *(tokens.contiguous(), weight, hidden, out, scales, size, hidden_size, hidden.stride(0)),
-        FORMAT=format,
+        E4M3=TRITON_FORMATS[format].elements.is_float,
         GROUP=min(group, block),
         BLOCK=block,
         pdl=pdl,

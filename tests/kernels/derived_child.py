@@ -36,6 +36,7 @@ from outrider_triton.derive_attention import (
     derive_attention_launch,
     streamed_attention_bytes,
 )
+from outrider_triton.formats import TRITON_FORMATS
 from outrider_triton.jit import (
     attention,
     attention_streamed,
@@ -186,7 +187,14 @@ def quantized_product(facts, config, even, name, operator, way, half, target):
     capability = facts.capability
     active, block = format != "int4", config.block_k
     held = {"fp8": "*fp8e4nv" if way.native else "*i8", "int8": "*i8", "int4": "*u8"}[format]
-    given = {"FORMAT": format, "NATIVE": way.native, "MODE": way.mode, "ROWS": 1, "COLUMNS": way.columns, "GROUP": group}
+    given = {
+        **TRITON_FORMATS[format].launch_constants,
+        "NATIVE": way.native,
+        "MODE": way.mode,
+        "ROWS": 1,
+        "COLUMNS": way.columns,
+        "GROUP": group,
+    }
     given |= {"FP8": facts.fp8, "ASM": capability >= 80, "zeros": None}
     given |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": block, "SPLIT": config.split, "EVEN": even}
     given |= {"SUB": min(way.at_once, block) if way.at_once else block, "PDL": facts.pdl, "bias": None}

@@ -14,7 +14,7 @@ from model.gguf_files import add_tokenizer, write_gguf
 from model.test_decoder import agree
 from outrider.errors import CheckpointError
 from outrider.model import find_checkpoint, load_decoder
-from outrider.model.checkpoint.files import open_checkpoint
+from outrider.model.checkpoint.opening import open_checkpoint
 from outrider.model.config.rope import RopeConfig, inverse_frequencies
 from outrider.model.media.tokenizer import Tokenizer as OurTokenizer
 from tiny_checkpoints import write_checkpoint

@@ -11,7 +11,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError
 from outrider.model import Tokenizer, find_checkpoint, has_tokenizer, load_decoder
-from outrider.model.checkpoint.files import open_checkpoint
+from outrider.model.checkpoint.opening import open_checkpoint
 from outrider.model.config.checkpoint_config import read_model_config
 from tiny_checkpoints import write_checkpoint
 

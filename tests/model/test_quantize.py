@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -21,6 +23,7 @@ from outrider.model.checkpoint.pieces import TensorSlice
 from outrider.model.layers.products import quantized_products
 from outrider.model.quantization.layouts import pad_rows, slice_weight, stack_weights, to_device
 from outrider.model.quantization.storages import COMPRESSED_STORAGES, Scheme
+from outrider.model.quantization.writing import compressed_config
 from outrider_proof.checkpoints import write_eagle
 from tiny_checkpoints import write_checkpoint
 
@@ -40,10 +43,7 @@ def quantize(capfd, *arguments):
     return code, json.loads(capfd.readouterr().out)
 
 
-@pytest.mark.parametrize(
-    "format",
-    ["fp8", "int8", "int4-32", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fp8-block", "int4-zeros"))],
-)
+@pytest.mark.parametrize("format", ["fp8", "int8", "int4"])
 def test_transformers_reads_what_is_written(tmp_path, backend, plain, capfd, format, monkeypatch):
     """The same logits by its own quantised run, the head quantised in two of three."""
     import transformers
@@ -213,7 +213,10 @@ def test_a_scale_of_a_row_is_wide_and_one_of_a_group_as_it_is_stored(dtype):
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 def test_what_is_written_is_read_back(name):
-    """Bit for bit, and the nearest values: within half a step, where a step is one scale."""
+    """Bit for bit, here and by the library, and the nearest values: within half a step, where a step is one scale.
+
+    Transformers 5.23 loads no packed zero points, not even the library's own.
+    """
     format, weight = weight_format(name), torch.randn(136, 256, generator=torch.Generator().manual_seed(4))
     made = format.quantize(weight)
     scheme = Scheme(format, COMPRESSED_STORAGES[format.elements.compressed_name], "here")
@@ -222,6 +225,9 @@ def test_what_is_written_is_read_back(name):
         assert tensors[each.suffix].dtype in each.dtypes
         assert tuple(tensors[each.suffix].shape) in each.shapes
     assert torch.equal(value(scheme.storage.read(format, (136, 256), tensors, grouped=True)), value(made))
+    (group,) = QuantizationConfig.model_validate(compressed_config(format, ["lm_head"])).config_groups.values()
+    library = BaseCompressor.get_value_from_registry(group.format).decompress(dict(tensors), group)["weight"]
+    assert torch.equal(library, value(made).float())
     steps = spread(made.scales, made.block, made.shape)
     steps = steps * value(made).div(steps).abs().clamp(min=1) / 8 if format.elements.is_float else steps
     assert ((value(made) - weight).abs() <= 0.5001 * steps).all()

@@ -17,7 +17,7 @@ from outrider_sanitizer.storages import KnownStorage
 from outrider_sanitizer.torch_calls import TorchSanitizer
 from outrider_sim.backend import SimBackend
 from outrider_sim.machine.pinned import PinnedTensor
-from outrider_sim.torch_device import torch_graphs, torch_module
+from outrider_sim.torch_device import torch_module
 from outrider_sim.torch_device.tensor import SimTensor
 
 
@@ -112,7 +112,7 @@ class OverSim(TorchSanitizer):
         super().__init__(backend, trace)
         self._storages = Storages(sim)  # type: ignore[assignment]
         self._module = SimpleNamespace(
-            CUDAGraph=torch_graphs.CUDAGraph, Event=torch_module.SimTorchEvent, Stream=torch_module.SimTorchStream
+            CUDAGraph=torch_module.CUDAGraph, Event=torch_module.SimTorchEvent, Stream=torch_module.SimTorchStream
         )
         self.asked = False  # a query by torch's name is seen there
 
@@ -158,7 +158,7 @@ class OverNames(TorchDeviceBackend):
         super().__init__("over", "sim", 0, capabilities=capabilities, kernels=KernelSet(), speculative_sync=SpeculativeSync)
 
     def _new_graph(self) -> Any:
-        return torch_graphs.CUDAGraph()
+        return torch_module.CUDAGraph()
 
 
 @contextmanager

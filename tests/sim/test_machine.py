@@ -16,10 +16,10 @@ from outrider.device import (
     DeviceLost,
     StreamOrderError,
 )
+from outrider_sim.backend import register_device
 from outrider_sim.explore.exploration import explore, run_once
 from outrider_sim.explore.strategies import Random
 from outrider_sim.plugin import backend_info, create_backend
-from outrider_sim.torch_device.torch_registration import register
 
 
 def test_generations_are_taken_when_the_wait_is_enqueued(sim):
@@ -335,7 +335,7 @@ def test_the_plugin_describes_itself():
 def test_one_name_a_process(sim):
     sim()
     with pytest.raises(BackendLoadError, match="'sim' in this process"):
-        register("other")
+        register_device("other")
 
 
 def test_a_taken_slot_is_a_clear_error():

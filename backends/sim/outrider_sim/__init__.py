@@ -7,6 +7,5 @@ The package is an ordinary Outrider backend (`outrider_sim.plugin`), with four s
 - `torch_device`: the torch device type; torch calls become queued operations, and the module `torch.sim`;
 - `ranks`: collectives, and `torch.distributed` between ranks that are host threads.
 
-Creating the backend, or calling `register` of `torch_device.torch_registration`, registers the device with torch; an import
-does not.
+Creating the backend, or calling `outrider_sim.backend.register_device`, registers the device with torch; an import does not.
 """

@@ -256,8 +256,9 @@ class Speculation:
 def has_mtp_heads(model: Path) -> bool:
     """Return True if the checkpoint ``model`` has heads of multi-token prediction. Its loader reports unreadable files."""
     from outrider.errors import CheckpointError
-    from outrider.model.checkpoint.files import GGUF_LIST, open_checkpoint
+    from outrider.model.checkpoint.files import GGUF_LIST
     from outrider.model.checkpoint.mapping import mtp_format
+    from outrider.model.checkpoint.opening import open_checkpoint
 
     if (model / GGUF_LIST).exists():
         return False  # a GGUF file of a supported model has no such heads, and reading its vocabulary takes seconds

@@ -30,7 +30,7 @@ from outrider.model import (
     with_output_head,
     with_vocabulary_size,
 )
-from outrider.model.checkpoint.files import open_checkpoint
+from outrider.model.checkpoint.opening import open_checkpoint
 from outrider.model.config.checkpoint_config import read_model_config
 from outrider.speculative.block import BlockProposer
 from outrider.speculative.combined import CombinedProposer

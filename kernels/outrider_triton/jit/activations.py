@@ -22,26 +22,26 @@ def _round_to_integer(value):
 
 
 @triton.jit
-def _round_to_format(quotient, FORMAT: tl.constexpr):
+def _round_to_format(quotient, E4M3: tl.constexpr):
     """Round to the nearest value of the format. NaN becomes 0, since integers can't represent it: the scale is NaN
     instead.
     """
     quotient = tl.where(quotient == quotient, quotient, 0.0)
-    if FORMAT == "fp8":
+    if E4M3:
         return nearest_e4m3(tl.minimum(tl.maximum(quotient, -448.0), 448.0))
     else:
         return tl.minimum(tl.maximum(_round_to_integer(quotient), -128.0), 127.0)
 
 
 @triton.jit
-def _scale_of(maximum, FORMAT: tl.constexpr):
+def _scale_of(maximum, E4M3: tl.constexpr):
     """Return the scale for values whose largest magnitude is ``maximum``; 1 if all are zero."""
-    largest: tl.constexpr = 448.0 if FORMAT == "fp8" else _INT8_LARGEST
+    largest: tl.constexpr = 448.0 if E4M3 else _INT8_LARGEST
     return tl.where(maximum / largest > 0, maximum / largest, 1.0)
 
 
 @triton.jit
-def _quantize_row(value, row, out, scales, size, FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+def _quantize_row(value, row, out, scales, size, E4M3: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
     """Quantise a row and store it like :func:`quantize_rows`, with a scale per GROUP elements (0: one scale).
 
     ``value`` must be 0 from ``size`` on.
@@ -50,9 +50,9 @@ def _quantize_row(value, row, out, scales, size, FORMAT: tl.constexpr, GROUP: tl
     COUNT: tl.constexpr = BLOCK // WIDTH
     value = tl.reshape(value, [COUNT, WIDTH])
     magnitude = tl.abs(value)
-    scale = _scale_of(tl.max(magnitude, axis=1), FORMAT)
+    scale = _scale_of(tl.max(magnitude, axis=1), E4M3)
     is_invalid = tl.max((magnitude < float("inf")).to(tl.int32) ^ 1, axis=1)
-    quotient = _round_to_format(value / scale[:, None], FORMAT)
+    quotient = _round_to_format(value / scale[:, None], E4M3)
     lane = tl.arange(0, COUNT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     tl.store(out + row * size + lane, quotient.to(out.dtype.element_ty), mask=lane < size)
     groups = tl.cdiv(size, WIDTH)
@@ -70,7 +70,7 @@ def quantize_rows(
     x_stride,
     group,
     groups,
-    FORMAT: tl.constexpr,
+    E4M3: tl.constexpr,
     PLAIN: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -91,9 +91,9 @@ def quantize_rows(
         is_invalid = tl.max((value != value).to(tl.int32), axis=0)
     else:
         magnitude = tl.abs(value)
-        scale = _scale_of(tl.max(magnitude, axis=0), FORMAT)
+        scale = _scale_of(tl.max(magnitude, axis=0), E4M3)
         is_invalid = tl.max((magnitude < float("inf")).to(tl.int32) ^ 1, axis=0)
-    quotient = _round_to_format(value / scale, FORMAT)
+    quotient = _round_to_format(value / scale, E4M3)
     scale = tl.where(is_invalid > 0, float("nan"), scale)
     if PLAIN:
         quotient *= scale
@@ -109,7 +109,7 @@ def quantize_by_maxima(
     scales,
     size,
     shares,
-    FORMAT: tl.constexpr,
+    E4M3: tl.constexpr,
     SHARES: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -127,8 +127,8 @@ def quantize_by_maxima(
     value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     share = tl.arange(0, SHARES)
     maximum = tl.max(tl.load(maxima + share * tl.num_programs(0) + row, mask=share < shares, other=0.0), axis=0)
-    scale = _scale_of(maximum, FORMAT)
-    tl.store(out + place, _round_to_format(value / scale, FORMAT).to(out.dtype.element_ty), mask=inside)
+    scale = _scale_of(maximum, E4M3)
+    tl.store(out + place, _round_to_format(value / scale, E4M3).to(out.dtype.element_ty), mask=inside)
     if part == 0:
         tl.store(scales + row, tl.where(maximum < float("inf"), scale, float("nan")))
 
@@ -144,7 +144,7 @@ def add_rms_norm_quantize(
     eps,
     size,
     part_stride,
-    FORMAT: tl.constexpr,
+    E4M3: tl.constexpr,
     GROUP: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -157,7 +157,7 @@ def add_rms_norm_quantize(
     row = tl.program_id(0).to(tl.int64)
     kept = add_row(x, bias, residual, row, size, part_stride, PARTS, BLOCK, PDL)
     normed = norm(kept.to(tl.float32), factor, residual.dtype.element_ty, size, eps)
-    _quantize_row(normed.to(tl.float32), row, out, scales, size, FORMAT, GROUP, BLOCK)
+    _quantize_row(normed.to(tl.float32), row, out, scales, size, E4M3, GROUP, BLOCK)
 
 
 @triton.jit
@@ -166,7 +166,7 @@ def silu_mul_quantize(
     out,
     scales,
     size,
-    FORMAT: tl.constexpr,
+    E4M3: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -179,7 +179,7 @@ def silu_mul_quantize(
     gate = tl.load(gate_up + row * 2 * size + lane, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * size + size + lane, mask=mask, other=0.0).to(tl.float32)
     activation = swiglu(gate, up, gate_up.dtype.element_ty)
-    _quantize_row(activation.to(tl.float32), row, out, scales, size, FORMAT, GROUP, BLOCK)
+    _quantize_row(activation.to(tl.float32), row, out, scales, size, E4M3, GROUP, BLOCK)
 
 
 @triton.jit
@@ -192,7 +192,7 @@ def embed_beside_quantize(
     size,
     hidden_size,
     hidden_stride,
-    FORMAT: tl.constexpr,
+    E4M3: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -207,4 +207,4 @@ def embed_beside_quantize(
     )
     embedded = tl.load(weight + token * size + lane, mask=lane < size, other=0.0)
     value = tl.where(lane < size, embedded, features)
-    _quantize_row(value.to(tl.float32), row, out, scales, size + hidden_size, FORMAT, GROUP, BLOCK)
+    _quantize_row(value.to(tl.float32), row, out, scales, size + hidden_size, E4M3, GROUP, BLOCK)

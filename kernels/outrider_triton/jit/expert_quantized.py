@@ -30,7 +30,8 @@ def expert_quantized(
     x_groups,
     scale_columns,
     BY_PAIR: tl.constexpr,
-    FORMAT: tl.constexpr,
+    PACKED: tl.constexpr,
+    E4M3: tl.constexpr,
     NATIVE: tl.constexpr,
     MODE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -56,7 +57,7 @@ def expert_quantized(
     begin(PDL)
     expert, pairs = own_pairs(chosen, order, expert_of, m, count, SORTED, PAIRS, COUNT, BLOCK_M)
     if expert >= 0:
-        WIDE: tl.constexpr = 2 if FORMAT == "int4" else 1
+        WIDE: tl.constexpr = 2 if PACKED else 1
         pair_mask = pairs >= 0
         column_mask = pair_mask[None, :]
         source = tl.where(pair_mask, pairs if BY_PAIR else pairs // count, 0)
@@ -82,7 +83,7 @@ def expert_quantized(
         weights = tile, row_mask, scales, first_scale, zeros, scale_columns, row_bytes
         activations = column, pair_mask, source, x_scales, x_groups
         total = sum_of_products(
-            weights, activations, 0, k, x.dtype.element_ty, FORMAT, NATIVE, MODE, COLUMNS, GROUP, FP8, ASM,
+            weights, activations, 0, k, x.dtype.element_ty, PACKED, E4M3, NATIVE, MODE, COLUMNS, GROUP, FP8, ASM,
             BLOCK_M, BLOCK_N, BLOCK_K, SUB, EVEN,
         )  # fmt: skip
         if MODE == "row":

@@ -97,10 +97,10 @@ def _convert_e4m3(bits, TYPE: tl.constexpr, FP8: tl.constexpr):
 
 
 @triton.jit
-def _load_bytes(weight, offset, mask, FORMAT: tl.constexpr, TYPE: tl.constexpr, FP8: tl.constexpr):
+def _load_bytes(weight, offset, mask, E4M3: tl.constexpr, TYPE: tl.constexpr, FP8: tl.constexpr):
     """Load eight-bit weights and convert them to TYPE."""
     bits = tl.load(weight + offset, mask=mask, other=0, eviction_policy="evict_first")
-    return _convert_e4m3(bits, TYPE, FP8) if FORMAT == "fp8" else bits.to(tl.float32).to(TYPE)
+    return _convert_e4m3(bits, TYPE, FP8) if E4M3 else bits.to(tl.float32).to(TYPE)
 
 
 @triton.jit
@@ -123,7 +123,8 @@ def dequantize(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
-    FORMAT: tl.constexpr,
+    PACKED: tl.constexpr,
+    E4M3: tl.constexpr,
     FP8: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -138,7 +139,7 @@ def dequantize(
     column = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     row_mask = (row < n)[:, None]
     mask = row_mask & (column < k)[None, :]
-    if FORMAT == "int4":
+    if PACKED:
         HALF: tl.constexpr = BLOCK_K // 2
         pair = tl.program_id(1) * HALF + tl.arange(0, HALF)
         row_bytes = tl.cdiv(k, 2)
@@ -147,7 +148,7 @@ def dequantize(
         both = tl.join(packed & 15, packed >> 4)
         value = (tl.reshape(both, [BLOCK_N, BLOCK_K]) - 8).to(tl.float32)
     else:
-        value = _load_bytes(weight, row.to(tl.int64)[:, None] * k + column[None, :], mask, FORMAT, tl.float32, FP8)
+        value = _load_bytes(weight, row.to(tl.int64)[:, None] * k + column[None, :], mask, E4M3, tl.float32, FP8)
     if WIDTH:
         groups = (tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K // WIDTH) * WIDTH) // COLUMNS
         place = (tl.minimum(row, n - 1) // ROWS)[:, None] * scale_columns + tl.minimum(groups, scale_columns - 1)[None, :]
@@ -169,7 +170,8 @@ def sum_of_products(
     begins,
     ends,
     TYPE: tl.constexpr,
-    FORMAT: tl.constexpr,
+    PACKED: tl.constexpr,
+    E4M3: tl.constexpr,
     NATIVE: tl.constexpr,
     MODE: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -191,11 +193,10 @@ def sum_of_products(
     """
     tile, row_mask, scales, first_scale, zeros, scale_columns, row_bytes = weights
     column, token_mask, tokens, x_scales, x_groups = activations
-    PACKED: tl.constexpr = FORMAT == "int4"
     WIDE: tl.constexpr = 2 if PACKED else 1
     SUB_BYTES: tl.constexpr = SUB // WIDE
-    WEIGHT_FILL: tl.constexpr = 0.0 if NATIVE and FORMAT == "fp8" else 0
-    TOKEN_FILL: tl.constexpr = 0 if PACKED or (NATIVE and FORMAT == "int8") else 0.0
+    WEIGHT_FILL: tl.constexpr = 0.0 if NATIVE and E4M3 else 0
+    TOKEN_FILL: tl.constexpr = 0 if PACKED or (NATIVE and not E4M3) else 0.0
     PARTS: tl.constexpr = MODE == "block" or GROUP > 0
     lane = tl.arange(0, SUB_BYTES)
     column_mask = token_mask[None, :]
@@ -239,7 +240,7 @@ def sum_of_products(
                     high = ((high.to(tl.float32) - zero_points) * factor).to(TYPE)
                 part = tl.dot(low, even, tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32) if PARTS else total)
                 part = tl.dot(high, odd, part)
-            elif NATIVE and FORMAT == "fp8":
+            elif NATIVE and E4M3:
                 # Hopper's unit accumulates e4m3 with few bits: limit the columns, then add in float32.
                 initial = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32) if PARTS else total
                 part = tl.dot(w, t, initial, max_num_imprecise_acc=min(SUB, 128))
@@ -248,7 +249,7 @@ def sum_of_products(
                 if not PARTS:
                     part += total
             else:
-                number = _convert_e4m3(w, TYPE, FP8) if FORMAT == "fp8" else w.to(tl.float32).to(TYPE)
+                number = _convert_e4m3(w, TYPE, FP8) if E4M3 else w.to(tl.float32).to(TYPE)
                 if MODE == "fine":
                     number = ((number.to(tl.float32) - zero_points) * factor).to(TYPE)
                 part = tl.dot(number, t, tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32) if PARTS else total)
@@ -286,7 +287,8 @@ def linear_quantized(
     scale_columns,
     rows_per_program,
     prefetch_columns,
-    FORMAT: tl.constexpr,
+    PACKED: tl.constexpr,
+    E4M3: tl.constexpr,
     NATIVE: tl.constexpr,
     MODE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -310,10 +312,9 @@ def linear_quantized(
     - With x_scales, x was divided by ``x_scales [m, x_groups]``, one per GROUP columns (0: per row).
     - SPLIT: part p is ``out [p, m, n]`` in float32, over its own share of k, without bias. EVEN: k is a multiple of SPLIT *
     BLOCK_K.
-    - int4: a byte holds two columns, and ``x`` is read in pairs of columns.
+    - PACKED: a byte holds two columns of four bits, and ``x`` is read in pairs of columns. E4M3: values are floats.
     """
     rows, row_mask, tokens = rows_and_tokens(rows_per_program, n, 1, BLOCK_N, BLOCK_M)
-    PACKED: tl.constexpr = FORMAT == "int4"
     WIDE: tl.constexpr = 2 if PACKED else 1
     SUB_BYTES: tl.constexpr = SUB // WIDE
     row_bytes = k // WIDE
@@ -341,7 +342,7 @@ def linear_quantized(
     weights = tile, row_mask, scales, first_scale, zeros, scale_columns, row_bytes
     activations = column, tokens < m, tokens, x_scales, x_groups
     total = sum_of_products(
-        weights, activations, begins, ends, x.dtype.element_ty, FORMAT, NATIVE, MODE, COLUMNS, GROUP, FP8, ASM,
+        weights, activations, begins, ends, x.dtype.element_ty, PACKED, E4M3, NATIVE, MODE, COLUMNS, GROUP, FP8, ASM,
         BLOCK_M, BLOCK_N, BLOCK_K, SUB, EVEN,
     )  # fmt: skip
     if MODE == "row":

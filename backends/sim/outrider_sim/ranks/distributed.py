@@ -18,8 +18,9 @@ from outrider.device import CapabilityError, Reduction
 from outrider_sim.torch_device.tensor import SimTensor
 
 if TYPE_CHECKING:
-    from outrider_sim.backend import SimBackend, SimStream
+    from outrider_sim.backend import SimBackend
     from outrider_sim.ranks.collectives import SimGroup
+    from outrider_sim.streams import SimStream
 
 NAME = "simccl"
 

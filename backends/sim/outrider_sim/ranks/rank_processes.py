@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from outrider.device import CapabilityError, ConfigError, ProcessView
 from outrider_sim.ranks.distributed import NAME, Functional, SimProcessGroup
 from outrider_sim.ranks.store import SimStore
+from outrider_sim.torch_device.torch_slot import registered
 
 if TYPE_CHECKING:
     from outrider_sim.backend import SimBackend
@@ -129,8 +130,6 @@ def torch_c10d() -> Any:
 
 def _create(options: Any, _: Any) -> SimProcessGroup:
     """Create a process group of the backend `simccl`; torch calls this function."""
-    from outrider_sim.torch_device.torch_registration import registered
-
     found = registered()
     if found is None or found.dispatcher.current.backend() is None:
         raise CapabilityError(f"{NAME} joins simulated devices; make one per rank and run the ranks as its host threads")

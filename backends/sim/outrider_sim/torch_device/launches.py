@@ -16,6 +16,7 @@ from outrider_sim.machine.pinned import HostAllocation, PinnedTensor, alias
 from outrider_sim.machine.queue import Op, OperationKind
 from outrider_sim.torch_device.operands import extent
 from outrider_sim.torch_device.tensor import SimTensor, wrap
+from outrider_sim.torch_device.torch_slot import registered
 
 
 def launch(
@@ -32,8 +33,6 @@ def launch(
     that it reads and writes is in both. `touched` is called after `run` and returns the bytes that were read and written;
     `reads` and `writes` are then upper bounds. Raises `ConfigError` for a tensor of another device.
     """
-    from outrider_sim.torch_device.torch_registration import registered
-
     found = registered()
     assert found is not None, "a tensor of the device exists before a launch"
     core = found.dispatcher
@@ -89,8 +88,6 @@ def mapped(pinned: Tensor) -> Tensor:
 
     Raises `ConfigError` if `pinned` isn't pinned memory of the simulated device.
     """
-    from outrider_sim.torch_device.torch_registration import registered
-
     if not isinstance(pinned, PinnedTensor):
         raise ConfigError("only pinned host memory of the simulated device can be mapped; make it with pin_memory=True")
     found = registered()

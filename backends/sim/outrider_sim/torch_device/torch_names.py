@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outrider_sim.machine.pinned import PinnedTensor
+from outrider_sim.torch_device import torch_module as module
 from outrider_sim.torch_device.tensor import SimTensor
+from outrider_sim.torch_device.torch_module import SimTorchEvent, SimTorchStream
 
 if TYPE_CHECKING:
     from outrider_sim.torch_device.dispatch import Dispatcher
@@ -109,8 +111,6 @@ def _generators(kind: str) -> None:
 
 
 def _streams(kind: str) -> None:
-    from outrider_sim.torch_device.torch_module import SimTorchEvent, SimTorchStream
-
     class TimedEvent(SimTorchEvent):
         """An event with `torch.Event`'s constructor, which takes a device first."""
 
@@ -123,8 +123,6 @@ def _streams(kind: str) -> None:
 
 
 def _accelerator() -> None:
-    from outrider_sim.torch_device import torch_module as module
-
     # torch.accelerator asks these; the device is the only accelerator of a process that has it.
     for name, answer in {
         "_accelerator_synchronizeDevice": module.synchronize,

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from outrider.device import Backend, KernelSet
 from outrider.model.checkpoint.expert_mapping import check_count
-from outrider.model.checkpoint.files import CheckpointFiles, open_checkpoint
+from outrider.model.checkpoint.files import CheckpointFiles
 from outrider.model.checkpoint.mapping import decoder_stem, decoder_targets, decoder_weights, is_mtp_tensor, vision_name
+from outrider.model.checkpoint.opening import open_checkpoint
 from outrider.model.checkpoint.reading import wrap_read_errors
 from outrider.model.checkpoint.tensor_loading import Progress, check_tensors, load_tensors, loading_stream
 from outrider.model.config.checkpoint_config import read_model_config

@@ -1,6 +1,6 @@
 """Mapping from a checkpoint's tensors to the weights of a decoder, with the shape that each tensor must have.
 
-Only this module and ``head_mapping`` know the tensor names in checkpoints. A :class:`Target` is a weight of the model. Its
+Only this package and ``heads`` know the tensor names in checkpoints. A :class:`Target` is a weight of the model. Its
 pieces are the checkpoint's tensors, concatenated along the first dimension.
 
 Letters: H hidden size, Hq query heads, Hkv KV heads, D head size, I intermediate size, V vocabulary.

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from outrider.device import Backend, HeadNorms, RotaryArgs
 from outrider.errors import CheckpointError, shown
-from outrider.model.checkpoint.files import open_checkpoint
 from outrider.model.checkpoint.mapping import SINGLE_RANK, layer_targets, layer_weights, table_target
+from outrider.model.checkpoint.opening import open_checkpoint
 from outrider.model.checkpoint.pieces import Piece, Target
 from outrider.model.checkpoint.reading import read_json
 from outrider.model.checkpoint.tensor_loading import Progress, check_tensors, load_tensors, loading_stream

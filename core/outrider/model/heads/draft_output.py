@@ -30,6 +30,7 @@ from outrider.model.layers.language_model import LanguageModel
 from outrider.model.layers.products import Weight, label
 from outrider.model.layers.ranks import Shard
 from outrider.model.media.tokenizer import Tokenizer, has_tokenizer
+from outrider.model.quantization.layouts import map_scales
 
 OutputFormat = Literal["fp8", "fp8-tensor", "fp8-block", "int8", "int4", "int4-zeros", "int4-32"]
 OUTPUT_FORMATS = tuple(WEIGHT_FORMATS)
@@ -170,9 +171,7 @@ def _select_rows(head: Weight, rows: Tensor, width: int) -> Weight:
         )
     # index_select does not support every quantized dtype, so it works on bytes.
     data = head.data.view(torch.uint8).index_select(0, rows).view(head.data.dtype)
-    zero_points = None if head.zero_points is None else head.zero_points.index_select(0, rows)
-    scales = head.scales.index_select(0, rows)
-    return replace(head, data=data, scales=scales, zero_points=zero_points, shape=(width, head.shape[1]))
+    return map_scales(head, lambda grid: grid.index_select(0, rows), data=data, shape=(width, head.shape[1]))
 
 
 def with_vocabulary_size(model: Decoder, size: int, *, directory: Path, backend: Backend) -> Decoder:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.device import Backend, Stream
 from outrider.errors import CheckpointError, shown
-from outrider.model.checkpoint.files import CheckpointFiles, open_checkpoint
+from outrider.model.checkpoint.files import CheckpointFiles
 from outrider.model.checkpoint.mapping import (
     MTP_PREFIXES,
     SINGLE_RANK,
@@ -21,6 +21,7 @@ from outrider.model.checkpoint.mapping import (
     mtp_format,
     table_target,
 )
+from outrider.model.checkpoint.opening import open_checkpoint
 from outrider.model.checkpoint.pieces import Piece, Target
 from outrider.model.checkpoint.reading import read_json, wrap_read_errors
 from outrider.model.checkpoint.tensor_loading import Progress, check_tensors, load_tensors, loading_stream

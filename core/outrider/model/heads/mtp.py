@@ -21,9 +21,10 @@ from torch import Tensor
 from outrider.device import Backend
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.expert_mapping import expert_targets
-from outrider.model.checkpoint.files import CheckpointFiles, open_checkpoint
+from outrider.model.checkpoint.files import CheckpointFiles
 from outrider.model.checkpoint.hybrid_mapping import offset_norms
 from outrider.model.checkpoint.mapping import SINGLE_RANK, is_model, is_mtp_tensor, layer_targets, layer_weights
+from outrider.model.checkpoint.opening import open_checkpoint
 from outrider.model.checkpoint.pieces import Piece, Target
 from outrider.model.checkpoint.reading import read_json
 from outrider.model.checkpoint.tensor_loading import Progress, check_tensors, load_tensors, loading_stream

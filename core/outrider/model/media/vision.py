@@ -15,8 +15,8 @@ from torch import Tensor
 
 from outrider.device import Backend, ConfigError
 from outrider.errors import CheckpointError
-from outrider.model.checkpoint.files import open_checkpoint
 from outrider.model.checkpoint.mapping import vision_name
+from outrider.model.checkpoint.opening import open_checkpoint
 from outrider.model.checkpoint.pieces import Piece, Target
 from outrider.model.checkpoint.reading import read_json, wrap_read_errors
 from outrider.model.checkpoint.tensor_loading import Progress, check_tensors, load_tensors, loading_stream

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,50 +16,42 @@ from outrider.model.checkpoint.pieces import TensorSlice
 from outrider.model.quantization.storages import repeat_rows
 
 
+def map_scales(weight: QuantizedWeight, change: Callable[[Tensor], Tensor], **fields: Any) -> QuantizedWeight:
+    """Return the weight with ``change`` applied to scales and zero points, and with other ``fields``."""
+    zeros = weight.zero_points
+    changed = None if zeros is None else change(zeros).contiguous()
+    return replace(weight, scales=change(weight.scales).contiguous(), zero_points=changed, **fields)
+
+
 def with_row_scales(weight: QuantizedWeight) -> QuantizedWeight:
     """Return an equal weight in which each row of the weight has its own row of scales."""
     rows, total_rows = weight.block[0], weight.shape[0]
     if rows == 1:
         return weight
-    scales, zeros = repeat_rows(weight.scales, rows, total_rows), weight.zero_points
-    zeros = None if zeros is None else repeat_rows(zeros, rows, total_rows)
-    return replace(weight, scales=scales, zero_points=zeros, block=(1, weight.block[1]))
+    return map_scales(weight, lambda grid: repeat_rows(grid, rows, total_rows), block=(1, weight.block[1]))
 
 
 def slice_weight(weight: QuantizedWeight, tensor_slice: TensorSlice | None) -> QuantizedWeight:
     """Return the rows or columns of the weight that ``tensor_slice`` selects."""
     if tensor_slice is None:
         return weight
-    length = tensor_slice.stop - tensor_slice.start
-    rows, columns = weight.block
+    start, stop = tensor_slice.start, tensor_slice.stop
     if tensor_slice.dim == 0:
-        if tensor_slice.start % rows:
-            weight, rows = with_row_scales(weight), 1
-        grid = slice(tensor_slice.start // rows, -(-tensor_slice.stop // rows))
-        return replace(
-            weight,
-            data=weight.data[tensor_slice.start : tensor_slice.stop].contiguous(),
-            scales=weight.scales[grid].contiguous(),
-            zero_points=None if weight.zero_points is None else weight.zero_points[grid].contiguous(),
-            shape=(length, weight.shape[1]),
-        )
-    scales, zeros = weight.scales, weight.zero_points
-    if scales.shape[1] == 1:
-        columns = length
-    else:
-        shared = math.gcd(columns, tensor_slice.start)
-        grid_columns = slice(tensor_slice.start // shared, -(-tensor_slice.stop // shared))
-        scales = scales.repeat_interleave(columns // shared, dim=1)[:, grid_columns].contiguous()
-        zeros = None if zeros is None else zeros.repeat_interleave(columns // shared, dim=1)[:, grid_columns].contiguous()
-        columns = shared
-    data = weight.elements.slice_columns(weight.data, weight.shape[1], tensor_slice.start, tensor_slice.stop)
-    return replace(
+        weight = with_row_scales(weight) if start % weight.block[0] else weight
+        rows = weight.block[0]
+        data, shape = weight.data[start:stop].contiguous(), (stop - start, weight.shape[1])
+        return map_scales(weight, lambda grid: grid[start // rows : -(-stop // rows)], data=data, shape=shape)
+    data = weight.elements.slice_columns(weight.data, weight.shape[1], start, stop).contiguous()
+    shape, columns = (weight.shape[0], stop - start), weight.block[1]
+    if weight.scales.shape[1] == 1:
+        return replace(weight, data=data, shape=shape, block=(weight.block[0], stop - start))
+    shared = math.gcd(columns, start)  # columns of the largest groups that begin where the slice does
+    return map_scales(
         weight,
-        data=data.contiguous(),
-        scales=scales,
-        zero_points=zeros,
-        block=(rows, columns),
-        shape=(weight.shape[0], length),
+        lambda grid: grid.repeat_interleave(columns // shared, dim=1)[:, start // shared : -(-stop // shared)],
+        data=data,
+        shape=shape,
+        block=(weight.block[0], shared),
     )
 
 

@@ -22,9 +22,10 @@ from outrider.device import ConfigError
 from outrider.device.kernels.formats import ElementFormat
 from outrider.device.kernels.weight_formats import WeightFormat, weight_format
 from outrider.errors import CheckpointError, shown
-from outrider.model.checkpoint.files import CheckpointFiles, open_checkpoint
+from outrider.model.checkpoint.files import CheckpointFiles
 from outrider.model.checkpoint.location import refuse_other_formats
 from outrider.model.checkpoint.mapping import decoder_stem, vision_name
+from outrider.model.checkpoint.opening import open_checkpoint
 from outrider.model.checkpoint.reading import read_json
 from outrider.model.checkpoint.tensor_loading import Progress
 from outrider.model.media.chat_template import MORE_TEMPLATES

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import torch
 
+from outrider_sim.backend import register_device
 from outrider_sim.options import parse_options
-from outrider_sim.torch_device.torch_registration import register
 
 __version__ = "2.13.0"
 
@@ -20,7 +20,7 @@ _given = dict(pair.split("=", 1) for pair in filter(None, os.environ.get("EMULAT
 _options = parse_options({"like": "npu", "name": "npu", **_given})
 # torch_npu saves tensors in a capture on a stream of its own, so captures fork.
 _options = replace(_options, like=replace(_options.like, forks_in_capture=True))
-registered = register(_options.name, _options)
+registered = register_device(_options.name, _options)
 
 from torch_npu import npu, operators  # noqa: E402
 

@@ -1,0 +1,86 @@
+"""torch's one slot for an external device type, and the registration that occupies it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from outrider.device import BackendLoadError
+from outrider_sim.machine.device_state import SimDeviceState
+from outrider_sim.options import MAX_DEVICES, SimOptions
+
+if TYPE_CHECKING:
+    from outrider_sim.torch_device.dispatch import Dispatcher
+
+
+class TorchRegistration:
+    """The process's one registration: the device, its dispatcher, and objects that must outlive all torch calls."""
+
+    def __init__(
+        self,
+        name: str,
+        dispatcher: Dispatcher,
+        module: ModuleType,
+        create_backend: Callable[[], Any],
+        kept: tuple[Any, ...],
+    ) -> None:
+        self.name = name
+        self.dispatcher = dispatcher
+        self.module = module
+        self.create_backend = create_backend
+        self.backend: Any = None  # the newest backend; it receives torch calls outside any scope
+        self._kept = kept
+
+
+class TorchSlot:
+    """State of torch's PrivateUse1 slot. The slot is global and permanent, so the state is global too."""
+
+    registered: TorchRegistration | None = None
+    lock = threading.Lock()
+
+
+def registered() -> TorchRegistration | None:
+    """Return the process's registration, or None before `register`."""
+    return TorchSlot.registered
+
+
+class CurrentDeviceState:
+    """The device of torch calls without device operands, saved and restored when host threads switch."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+
+    def save(self) -> SimDeviceState:
+        """Return the current device of the running thread."""
+        return self._dispatcher.current
+
+    def restore(self, saved: SimDeviceState) -> None:
+        """Restore the current device of a host thread that runs again."""
+        self._dispatcher.current = saved
+
+
+def host_of(registered: TorchRegistration, options: SimOptions, rank: int) -> SimDeviceState:
+    """Return device 0 of the newest host, to which the new device `rank` belongs.
+
+    Raises `BackendLoadError` if no device 0 exists, or if its device `rank` is in use.
+    """
+    first = registered.backend
+    if not 0 < rank < MAX_DEVICES:
+        raise BackendLoadError(f"backend {options.name!r}: device {rank} was asked for, a host has 0 to {MAX_DEVICES - 1}")
+    if first is None:
+        raise BackendLoadError(
+            f"backend {options.name!r}: device {rank} was asked for, and there is no device 0, whose scheduler it'd share; "
+            f"make '{options.name}:0' first"
+        )
+    scheduler = first.sim.machine.scheduler
+    for machine in list(scheduler.machines):
+        if machine.rank == rank:
+            if machine.lost is None and machine.sim.backend() is not None:
+                raise BackendLoadError(
+                    f"backend {options.name!r}: device {rank} of this host is in use; a host begins with '{options.name}:0'"
+                )
+            scheduler.machines.remove(machine)
+    found: SimDeviceState = first.sim
+    return found
