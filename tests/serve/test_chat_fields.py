@@ -5,7 +5,7 @@ import json
 import pytest
 
 from outrider import SamplingParams
-from outrider.engine.requests.grammars import Grammars
+from outrider.engine.guides.grammars import Grammars
 from outrider.serve.formats.model_formats import ModelFormat
 from outrider.serve.request_fields import ChatRequest
 from outrider.serve.tool_calls import RequestToolCalls
