@@ -140,12 +140,10 @@ def delta_rule(
     kernel that may still run writes the state or the lengths, so their loads precede the wait.
     """
     allow_next_kernel(PDL)
-    head = tl.program_id(0)
-    sequence = tl.program_id(2)
+    head, sequence = tl.program_id(0), tl.program_id(2)
     d = tl.arange(0, BLOCK_D)
     e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
-    in_d = d < D
-    in_e = e < E
+    in_d, in_e = d < D, e < E
     rate = tl.exp(tl.load(a_log + head).to(tl.float32))  # weights, so their loads may precede the wait
     bias = tl.load(dt_bias + head).to(tl.float32)
     if reads_early == 0:
