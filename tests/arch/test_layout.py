@@ -8,6 +8,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BACKENDS = sorted(path.name for path in (ROOT / "backends").iterdir() if path.is_dir())
+OWN_DISTRIBUTIONS = {path.parent.name for path in (ROOT / "backends").glob("*/pyproject.toml")}
+"""Backends that Outrider's wheel doesn't have: each is a distribution of its own."""
 SHARED = sorted(f"{path.parent.parent.name}/{path.parent.name}" for path in ROOT.glob("[kt]*s/outrider_*/py.typed"))
 """Packages of kernels and tools, by folder and name."""
 IGNORED = re.compile(r"__pycache__|\..*|.*\.egg-info")
@@ -32,7 +34,7 @@ def test_every_folder_of_modules_is_a_package():
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_backend_folder_holds_one_package(name):
     folder = ROOT / "backends" / name
-    assert strangers(folder) == []
+    assert strangers(folder) == (["README.md", "pyproject.toml"] if name in OWN_DISTRIBUTIONS else [])
     for needed in ("__init__.py", "py.typed", "plugin.py"):
         assert (folder / f"outrider_{name}" / needed).is_file()
 
@@ -41,8 +43,15 @@ def test_a_backend_folder_holds_one_package(name):
 def test_pyproject_knows_each_backend(name):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     tool = project["tool"]
-    assert project["project"]["entry-points"]["outrider.backends"][name] == f"outrider_{name}.plugin"
-    assert f"backends/{name}/outrider_{name}" in tool["hatch"]["build"]["targets"]["wheel"]["packages"]
+    packages = tool["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert (f"backends/{name}/outrider_{name}" in packages) is (name not in OWN_DISTRIBUTIONS)
+    where = ROOT / "backends" / name / "pyproject.toml" if name in OWN_DISTRIBUTIONS else ROOT / "pyproject.toml"
+    entries = tomllib.loads(where.read_text())["project"]["entry-points"]["outrider.backends"]
+    assert entries[name] == f"outrider_{name}.plugin"
+    if name in OWN_DISTRIBUTIONS:
+        assert name not in project["project"]["entry-points"]["outrider.backends"]
+        assert project["project"]["optional-dependencies"][name] == [f"outrider-{name}"]
+    assert f"backends/{name}" in tool["hatch"]["build"]["dev-mode-dirs"]
     assert f"backends/{name}" in tool["ruff"]["src"]
     assert f"backends/{name}" in tool["mypy"]["mypy_path"].split(":")
     linter = tool["importlinter"]

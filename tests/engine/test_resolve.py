@@ -12,7 +12,10 @@ from outrider import EngineConfig
 from outrider.device import Capabilities, ConfigError, OutOfDeviceMemory, StepMode
 from outrider.engine.config import DecidedConfig
 from outrider.engine.ranks.engine_agreement import common_config
+from outrider.engine.setup.device_model_facts import situation_of
 from outrider.engine.setup.resolve import GIB, CacheMemory, DeviceModelFacts, choose_dtype, resolve
+from outrider.speculative.proposer import NonSpeculativeProposer
+from outrider_sim.plugin import create_backend
 
 GPU = Capabilities(
     asynchronous=True,
@@ -292,3 +295,10 @@ def test_too_little_memory_for_states_says_what_to_lower():
         decided(replace(HYBRID_27B, memory=CacheMemory(24 * GIB, 4 * GIB)), max_requests=64)
     with pytest.raises(ConfigError, match="the model has no recurrent layers"):
         decided(state_checkpoints=3)
+
+
+def test_an_engine_uses_no_graphs_where_they_hold_only_a_part_of_a_model(tiny64):
+    backend = create_backend(0, {"native": "mm"})
+    made = resolve(EngineConfig(), situation_of(backend, tiny64.target, NonSpeculativeProposer()))
+    assert (made.mode, made.graphs) == ("staged", False)
+    assert why(made, "graphs") == "the device's graphs can't hold every operator of a model"

@@ -1,8 +1,6 @@
-"""Run a host program on `opencl` without one fence, and say how the fault was noticed."""
+"""Run a host program on `opencl` without one fence, watched by the sanitizer or with late producers."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from outrider.device import Fence
 from outrider.engine.fences import FENCES
@@ -12,15 +10,6 @@ from outrider_sanitizer import RaceError
 
 PRODUCER_DELAY = 4_000_000
 """Cycles (nanoseconds on a CPU) that the producer of the dropped fence is late."""
-
-
-@dataclass(frozen=True)
-class Noticed:
-    """How the missing fence was noticed: the fences that the sanitizer's findings imply, and the effect on the tokens."""
-
-    races: int
-    implied: tuple[str, ...]
-    effect: str
 
 
 class _SlowProducer(WrappedFence):
@@ -61,18 +50,18 @@ class UnwatchedExplorer(DecodeExplorer):
         self.backend.synchronize()
 
 
-def without(create, fence: str | None, *, effect: bool = True) -> Noticed:
-    """Leave out the waits of `fence`: once watched in attached mode and, with `effect`, once unwatched on late producers."""
+def race_without(create, fence: str | None) -> tuple[int, tuple[str, ...]]:
+    """Leave out the waits of `fence` in a watched run; return the number of findings and the fences that they imply."""
     explorer = DecodeExplorer(create(), speculate="eagle", drop=fence)
-    races, implied = 0, ()
     try:
         explorer.run_program(explorer.exercising_program, explorer.backend)
     except RaceError:
-        races, implied = len(explorer.findings.findings), explorer.implied()
-    return Noticed(races, implied, _effect(create, fence) if effect else "not tried")
+        return len(explorer.findings.findings), explorer.implied()
+    return 0, ()
 
 
-def _effect(create, fence: str | None) -> str:
+def tokens_without(create, fence: str | None) -> str:
+    """Leave out the waits of `fence` in an unwatched run with late producers; return the effect on the tokens."""
     explorer = UnwatchedExplorer(create(), speculate="eagle", drop=fence)
     producer = next((spec.producer for spec in FENCES if spec.name == fence), "forward")
     try:
@@ -80,5 +69,5 @@ def _effect(create, fence: str | None) -> str:
     except WrongTokens:
         return "wrong tokens"
     except Exception as error:
-        return f"{type(error).__name__}"
+        return type(error).__name__
     return "same tokens"

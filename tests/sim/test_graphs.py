@@ -232,3 +232,21 @@ def test_a_rebind_that_changes_the_operations_is_refused(sim):
     graph = backend.capture("g", body, stream=stream, inputs={}, outputs={"out": out}, params={"n": [1]})
     with pytest.raises(InterfaceError, match="another sequence"):
         graph.update_params({"n": [3]}, stream=stream)
+
+
+def test_native_work_can_be_enqueued_and_not_captured(sim):
+    """Other operators are captured, and the stream is free again after the refusal."""
+    backend = sim(native="mm+bmm")
+    stream = backend.create_stream("s")
+    with backend.on(stream):
+        x, y = torch.ones(2, 2, device=backend.device), torch.zeros(2, 2, device=backend.device)
+        y.copy_(x.mm(x))
+    assert backend.capabilities.captures_in_part
+    assert not sim().capabilities.captures_in_part
+    operands = {"stream": stream, "inputs": {"x": x}, "outputs": {"y": y}}
+    with pytest.raises(CaptureError, match="mm is native work on this device"):
+        backend.capture("native", lambda context: y.copy_(x.mm(x)), **operands)
+    graph = backend.capture("plain", lambda context: y.add_(x), **operands)
+    graph.replay(stream)
+    stream.synchronize()
+    assert y.tolist() == [[3.0, 3.0], [3.0, 3.0]]

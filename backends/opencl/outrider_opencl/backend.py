@@ -32,10 +32,10 @@ from outrider.device import (
     Stream,
 )
 from outrider_opencl.command_buffers import CommandBuffer, CommandBufferFunctions, CommandBufferGraph, Recorder
-from outrider_opencl.driver import Failures, FlagState, Mark, OneShot, OpenCLDevice, Program, Queue
+from outrider_opencl.driver import Failures, Mark, OneShot, OpenCLDevice, Program, Queue, UserEventFlag
 from outrider_opencl.kernels import LAUNCHES, OpenCLKernels
 from outrider_opencl.memory import SharedMemory
-from outrider_opencl.queueing import Launcher, Queueing
+from outrider_opencl.queueing import Launcher, Queueing, ReadsOutsideOperators
 
 CAPABILITIES = Capabilities(
     asynchronous=True,
@@ -149,7 +149,7 @@ class OpenCLFlag(Flag):
     def __init__(self, backend: OpenCLBackend, name: str) -> None:
         super().__init__(backend, name)
         self._opencl = backend.opencl
-        self._state = FlagState()
+        self._state = UserEventFlag()
 
     def _set(self, stream: Stream) -> None:
         cast(OpenCLStream, stream).queue.run_on_host(self._state.raise_up)
@@ -226,7 +226,7 @@ class OpenCLBackend(Backend):
             if before is not None:  # the outer scope's dispatch mode is active and asks for the current stream
                 yield
             else:
-                with Queueing(self._current_launcher):
+                with ReadsOutsideOperators(self._current_launcher), Queueing(self._current_launcher):
                     yield
         finally:
             self._thread.stream = before

@@ -33,8 +33,9 @@ class CommandBufferFunctions:
         if EXTENSION not in device.native.extensions.split():
             platform = device.native.platform.version.strip()
             raise BackendLoadError(
-                f"backend 'opencl': {device.native.name.strip()} of {platform} has no {EXTENSION}, which graphs=command-buffers "
-                "needs; PoCL has the extension since 3.1 (Debian: apt install pocl-opencl-icd); or leave the option out"
+                f"backend 'opencl': {device.native.name.strip()} of {platform} has no {EXTENSION}, which "
+                "graphs=command-buffers needs; install PoCL 3.1 or newer (Debian: apt install pocl-opencl-icd), or leave out "
+                "the option"
             )
         pointer, number = ctypes.c_void_p, ctypes.c_uint
 

@@ -335,7 +335,7 @@ class OneShot:
         self.event.set_status(_COMPLETE)
 
 
-class FlagState:
+class UserEventFlag:
     """A resettable flag made of user events, which are set once: each wait has an event of its own.
 
     A native kernel on the waiting queue completes the event at once if the flag is up. Otherwise the next set completes it.

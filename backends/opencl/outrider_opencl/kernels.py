@@ -107,7 +107,6 @@ def _define_overload(name: str) -> None:
     torch.library.register_fake(f"outrider::{overload}", lambda *operands: default(*operands), lib=_LIBRARY)
 
 
-KernelSet()  # importing the kernel set registers the default operators, whose schemas follow
 for _name in LAUNCHES:
     _define_overload(_name)
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -41,7 +42,7 @@ class Launcher(Protocol):
         """Wait for the current stream, because the host reads a value."""
 
 
-class OperatorKind(NamedTuple):
+class OperatorHandling(NamedTuple):
     """The handling of an operator, derived from its schema."""
 
     at_once: bool
@@ -67,18 +68,20 @@ class Queueing(TorchDispatchMode):
         """Enqueue or run one operator. The mode is inactive inside this method."""
         kwargs = kwargs or {}
         kind = _kind_of(func)
-        if kind.at_once:
+        if kind.at_once or _is_on_meta(args, kwargs):
             return func(*args, **kwargs)
         if kind.returns_values:
             self._current().synchronize_for_value()
             return func(*args, **kwargs)
         try:
             shapes = func(*tree_map(_on_meta, args), **tree_map(_on_meta, kwargs))
-        except NotImplementedError:  # the shape depends on values
+        except RuntimeError as error:
+            if not _depends_on_values(func, error):
+                raise
             self._current().synchronize_for_value()
             return func(*args, **kwargs)
         if kind.allocates:
-            return shapes if kwargs.get("device") == torch.device("meta") else tree_map(self._allocated, shapes)
+            return tree_map(self._allocated, shapes)
         held, named = tree_map(_alias_of, args), tree_map(_alias_of, kwargs)
         if kind.written:
             changed = [kwargs.get(which) if isinstance(which, str) else args[which] for which in kind.written]
@@ -118,13 +121,35 @@ class Queueing(TorchDispatchMode):
         return value
 
 
+_READS_ON_HOST = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
+
+
+class ReadsOutsideOperators(TorchFunctionMode):
+    """Wait for the current stream before a call that reads memory of the host without an operator."""
+
+    def __init__(self, current: Callable[[], Launcher]) -> None:
+        super().__init__()
+        self._current = current
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call ``func``. The mode is inactive inside this method."""
+        if func in _READS_ON_HOST:
+            self._current().synchronize_for_value()
+        return func(*args, **(kwargs or {}))
+
+
+def _depends_on_values(func: Any, error: RuntimeError) -> bool:
+    """Return True if ``error`` of ``func`` on ``meta`` means that the shape of the result depends on values."""
+    return isinstance(error, NotImplementedError) or torch.Tag.dynamic_output_shape in func.tags
+
+
 def _name_of(func: Any) -> str:
     """Return the name of an operator without namespace and overload, such as ``add_``."""
     return str(func._schema.name).split("::")[1]
 
 
-def _kind_of(func: Any) -> OperatorKind:
-    found: OperatorKind | None = getattr(func, "_opencl_kind", None)
+def _kind_of(func: Any) -> OperatorHandling:
+    found: OperatorHandling | None = getattr(func, "_opencl_kind", None)
     if found is None:
         schema = func._schema
         written = tuple(
@@ -133,7 +158,7 @@ def _kind_of(func: Any) -> OperatorKind:
             if argument.alias_info is not None and argument.alias_info.is_write
         )
         is_alias = any(result.alias_info is not None for result in schema.returns)
-        found = func._opencl_kind = OperatorKind(
+        found = func._opencl_kind = OperatorHandling(
             at_once=torch.Tag.inplace_view in func.tags or (is_alias and not written),
             allocates=_name_of(func).startswith(("empty", "new_empty")),
             returns_values=bool(schema.returns) and not any("Tensor" in str(r.type) for r in schema.returns),
@@ -141,6 +166,14 @@ def _kind_of(func: Any) -> OperatorKind:
             is_alias=is_alias,
         )
     return found
+
+
+def _is_on_meta(args: Any, kwargs: Any) -> bool:
+    """Return True if the caller works on torch's ``meta`` device, where only shapes are computed."""
+    device = kwargs.get("device")
+    if device is not None:
+        return torch.device(device).type == "meta"
+    return any(isinstance(value, Tensor) and value.is_meta for value in args)
 
 
 def _on_meta(value: Any) -> Any:

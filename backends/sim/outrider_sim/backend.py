@@ -42,7 +42,7 @@ from outrider_sim.machine.graphs import GraphProgram, OpenCapture
 from outrider_sim.machine.memory import Pool
 from outrider_sim.machine.pinned import PinnedTensor
 from outrider_sim.machine.queue import Op, OperationKind
-from outrider_sim.options import Personality, SimOptions
+from outrider_sim.options import SimOptions
 from outrider_sim.ranks.collectives import create_group
 from outrider_sim.streams import SimEvent, SimFlag, SimGraph, SimStream
 from outrider_sim.tap import ObserverTap
@@ -73,8 +73,9 @@ class SimSync(SpeculativeSync):
             self.refresh_before_replay = frozenset({"rope_positions"})
 
 
-def _capabilities(like: Personality) -> Capabilities:
-    """Return the capabilities of a simulated device of the personality `like`."""
+def _capabilities(options: SimOptions) -> Capabilities:
+    """Return the capabilities of a simulated device with these options."""
+    like = options.like
     return Capabilities(
         asynchronous=True,
         concurrent_streams=True,
@@ -84,6 +85,7 @@ def _capabilities(like: Personality) -> Capabilities:
         captures_graphs=True,
         collectives=True,
         captures_collectives=True,
+        captures_in_part=bool(options.native),
         updates_graph_params=like.updates_graph_params,
         forks_in_capture=like.forks_in_capture,
         perturbs_timing=True,
@@ -112,7 +114,7 @@ class SimBackend(Backend):
         super().__init__(
             "sim",
             torch.device(options.name, ordinal),
-            capabilities=_capabilities(like),
+            capabilities=_capabilities(options),
             kernels=HostLengthKernels if like.exact_host_lengths else KernelSet(),
             speculative_sync=SimSync,
         )

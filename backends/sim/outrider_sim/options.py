@@ -81,6 +81,7 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
         "eager_sends": "sends of a channel that end before their receive has begun, as buffers allow; 0 (default): none",
         "late": "copies: copies run only when nothing else can",
         "events": "generations (default), or recycled: a wait sees whatever record comes first, as a naive driver would",
+        "native": "operators joined by '+', such as mm+bmm, that captures refuse: no graph can hold them (default none)",
         "name": "torch device name, one for the process (default sim)",
     }
 )
@@ -108,6 +109,7 @@ class SimOptions:
     resident: int = 0
     eager_sends: int = 0
     recycled_events: bool = False
+    native: frozenset[str] = frozenset()
     name: str = "sim"
 
     def for_further_device(self, first: SimOptions) -> SimOptions:
@@ -117,17 +119,8 @@ class SimOptions:
         kind.
         """
         plain = SimOptions(name=self.name)
-        for name in (
-            "like",
-            "seed",
-            "strategy",
-            "strategy_options",
-            "record",
-            "late_copies",
-            "recycled_events",
-            "resident",
-            "eager_sends",
-        ):
+        scheduling = ("seed", "strategy", "strategy_options", "record", "late_copies")
+        for name in ("like", *scheduling, "recycled_events", "native", "resident", "eager_sends"):
             mine = getattr(self, name)
             if mine not in (getattr(plain, name), getattr(first, name)):
                 raise ConfigError(f"option {name}: the devices of a host have it from device 0; give it there")
@@ -164,6 +157,7 @@ def parse_options(options: Mapping[str, str]) -> SimOptions:
         eager_sends=integer(options, "eager_sends", 0),
         late_copies=_choice(options, "late", ("nothing", "copies")) == "copies",
         recycled_events=_choice(options, "events", ("generations", "recycled")) == "recycled",
+        native=frozenset(filter(None, options.get("native", "").split("+"))),
         name=options.get("name", "sim"),
     )
 

@@ -47,7 +47,9 @@ class Queueing(TorchDispatchMode):
             return func(*args, **kwargs)
         try:
             shapes = func(*tree_map(_on_meta, args), **tree_map(_on_meta, kwargs))
-        except NotImplementedError:  # the shape depends on values
+        except RuntimeError as error:
+            if not isinstance(error, NotImplementedError) and torch.Tag.dynamic_output_shape not in func.tags:
+                raise  # else the shape depends on values
             self._synchronize()
             return func(*args, **kwargs)
         task_args, task_kwargs = tree_map(_alias, args), tree_map(_alias, kwargs)

@@ -57,7 +57,9 @@ class _Launching(TorchDispatchMode):
             return func(*args, **kwargs)
         try:
             shapes = func(*tree_map(_meta, args), **tree_map(_meta, kwargs))
-        except NotImplementedError:  # the shape depends on values
+        except RuntimeError as error:
+            if not isinstance(error, NotImplementedError) and torch.Tag.dynamic_output_shape not in func.tags:
+                raise  # else the shape depends on values
             _synchronize()
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import datetime
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any, NoReturn
 
 import pytest
 
+from outrider.device import Capabilities, CaptureError
 from outrider_conformance.levels import level_of
 from outrider_conformance.reporting.causes import Diagnosis, Promise, diagnose
 from outrider_conformance.reporting.waivers import Waiver
@@ -39,6 +41,17 @@ class Verdict(StrEnum):
 def not_applicable(reason: str) -> NoReturn:
     """End the running test because this device cannot show the case that it tests. Only tests of the suite may call this."""
     pytest.skip(_NOT_APPLICABLE + reason)
+
+
+@contextmanager
+def refusals_left_out(declared: Capabilities) -> Generator[None]:
+    """End the running test as not applicable if its capture is refused and the backend declares ``captures_in_part``."""
+    try:
+        yield
+    except CaptureError as error:
+        if declared.captures_in_part:
+            not_applicable(str(error))
+        raise
 
 
 def mark_of(item: pytest.Item, name: str) -> tuple[object, ...]:

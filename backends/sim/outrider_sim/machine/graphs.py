@@ -47,7 +47,12 @@ class OpenCapture:
         self.lanes[stream] = len(self.lanes)
 
     def add(self, op: Op, stream: StreamQueue) -> None:
-        """Append an operation. Raises `CaptureError` if the operation waits for a record outside the capture."""
+        """Append an operation.
+
+        Raises `CaptureError` if the operation waits for a record outside the capture, or is one that no graph can hold.
+        """
+        if op.kind == OperationKind.KERNEL and op.name.rpartition("::")[2].partition(".")[0] in self.sim.options.native:
+            raise CaptureError(f"{op.name} is native work on this device (option native), which no graph can hold")
         if op.kind == OperationKind.WAIT and op.target.captured is not self:
             raise CaptureError(
                 f"a wait for {op.target} was captured, but that record isn't part of the capture; wait on the stream before "

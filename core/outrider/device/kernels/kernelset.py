@@ -35,7 +35,8 @@ class KernelSet(BlockKernels, SamplingKernels):
     of a layer and the selection of tokens; their defaults compose primitives, and a plugin overrides a block to fuse them.
 
     *Placement.* Every method enqueues on the stream whose scope the caller opened, and returns tensors of that stream.
-    *Capture.* Every method may be captured; none reads a device value on the host.
+    *Capture.* Every method may be captured; none reads a device value on the host. A backend that declares
+    ``captures_in_part`` may refuse some of them with :class:`CaptureError`.
     *Numerics.* A result may differ from the reference by rounding alone. Rows of a batch don't influence each other
     except through rounding.
     *Padding.* Token rows beyond a batch's real tokens hold valid indices (row and page 0) and may compute anything

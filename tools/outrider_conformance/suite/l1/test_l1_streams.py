@@ -4,20 +4,41 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
 import torch
+from torch import Tensor
 
 from outrider.device import CapabilityError, Stream
 from outrider_conformance.host_waits import WAITS
-from outrider_conformance.lab import Lab, call_on_new_thread, expect, in_every_order, in_some_order, observing
+from outrider_conformance.lab import WIDTH, Lab, call_on_new_thread, expect, in_every_order, in_some_order, observing
 from outrider_conformance.promises import needs, promise
 from outrider_conformance.reporting.verdict import not_applicable
 
 _BEGINNING = 0.002  # seconds in which an operation is taken from its queue
 _MANY = 34
 _LONG = 8  # so many round trips take a while, too
+
+
+@promise("Backend.on", "Place the calling thread's torch work on ``stream``")
+@pytest.mark.parametrize("name", ["nonzero", "masked_select", "repeat_interleave"])
+def test_a_shape_may_depend_on_values(lab: Lab, name: str) -> None:
+    """Operators whose result has a shape that depends on values see the late write before them."""
+    (stream,) = lab.streams("s")
+    x, y = lab.full(stream, 0, dtype=torch.int64), lab.full(stream, 0, dtype=torch.int64)
+    with lab.backend.on(stream):
+        operators: dict[str, Callable[[], Tensor]] = {
+            "nonzero": lambda: y[x.nonzero().flatten()],
+            "masked_select": lambda: torch.masked_select(x, x > 0),
+            "repeat_interleave": lambda: torch.repeat_interleave(y, x),
+        }
+        lab.slow(stream)
+        x.fill_(2)
+        shape = tuple(operators[name]().shape)
+    stream.synchronize()
+    expect(shape, (2 * WIDTH if name == "repeat_interleave" else WIDTH,), f"the shape of what {name} returned")
 
 
 @promise("Stream", "Work on one stream runs in order.")

@@ -46,6 +46,32 @@ def _still_works(lab: Lab, backend: Backend, *, pool_name: str = "after") -> Non
     assert backend.active_capture is None, "a capture is still open on this thread"
 
 
+@needs("captures_in_part")
+@promise("Capabilities.captures_in_part", "A capture raises :class:`CaptureError` for some operators and kernels")
+@pytest.mark.parametrize("name", ["matmul", "softmax", "cumsum", "add"])
+def test_an_operator_is_captured_or_refused(lab: Lab, name: str) -> None:
+    """A capture of an operator replays it, or raises CaptureError and leaves the stream usable."""
+    backend = lab.backend
+    (stream,) = lab.streams("s")
+    x, y = lab.full(stream, 0), lab.full(stream, 0)
+    operators: dict[str, Callable[[], Tensor]] = {
+        "matmul": lambda: (x.view(-1, 1) @ x.view(1, -1))[0],
+        "softmax": lambda: torch.softmax(x, 0) * x,
+        "cumsum": lambda: torch.cumsum(x, 0),
+        "add": lambda: x + 1,
+    }
+    lab.fill(stream, x, 2)
+    with backend.on(stream):
+        wanted = operators[name]()
+    try:
+        graph = backend.capture(name, lambda _: y.copy_(operators[name]()), stream=stream, inputs={"x": x}, outputs={"y": y})
+    except CaptureError:
+        _still_works(lab, backend)
+        return
+    graph.replay(stream)
+    expect(lab.read_tensor(stream, y), lab.current_values(wanted), f"what a graph computed with {name}")
+
+
 @needs("captures_graphs")
 @promise("Backend.capture", "Raises :class:`CaptureError`, with the cause, when ``fn`` or the device fails")
 @pytest.mark.parametrize("after", [0, 2], ids=["at once", "after some work"])
