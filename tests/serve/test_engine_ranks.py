@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("fastapi", reason="not run: the extra serve isn't installed")
 
 from outrider import SamplingParams
-from outrider.cli.models import Sizes, Speculation, load
+from outrider.cli.options.models import Sizes, Speculation, load
 from outrider.serve.engine_client import EngineGone, Inbox
 from outrider.serve.engine_process import EngineProcess
 from outrider.serve.engine_ranks import EngineRanks, create_engine_client

@@ -48,7 +48,7 @@ class ServerSetup:
 
 def make_engine(setup: Mapping[str, Any]) -> Engine:
     """Return the engine of a :class:`ServerSetup` that is given as a mapping."""
-    from outrider.cli.models import Running
+    from outrider.cli.options.models import Running
 
     given = ServerSetup(**setup)
     model = RandomModel(

@@ -30,7 +30,7 @@ from dynamo.common.utils.runtime import parse_endpoint
 from dynamo.common.utils.token_ids import normalize_request_token_ids
 from dynamo.llm.exceptions import EngineShutdown, InvalidArgument, Unknown
 
-from outrider.cli.models import Sizes, Speculation, load
+from outrider.cli.options.models import Sizes, Speculation, load
 from outrider.device import OutriderError
 from outrider.engine.async_engine import AsyncEngine
 from outrider.engine.engine import Engine

@@ -28,7 +28,7 @@ from ray.util.metrics import Gauge
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from outrider.cli.models import Sizes, Speculation, load
+from outrider.cli.options.models import Sizes, Speculation, load
 from outrider.device import ConfigError
 from outrider.serve.api_errors import SERVER, ApiError
 from outrider.serve.app import create_app

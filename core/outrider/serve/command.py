@@ -16,12 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.chat_options import ChatTemplateOption, read_template
-from outrider.cli.disaggregation import check_address, read_secret, serve_decode, serve_prefill
-from outrider.cli.engine_options import ServerOptions, with_options
-from outrider.cli.environment import api_keys_from_environment, spans_from_environment
-from outrider.cli.inputs import check_listening, read_utf8
-from outrider.cli.option_values import (
+from outrider.cli.options.chat_options import ChatTemplateOption, read_template
+from outrider.cli.options.engine_options import ServerOptions, with_options
+from outrider.cli.options.option_values import (
     INPUT_FILE,
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -36,12 +33,15 @@ from outrider.cli.option_values import (
     text,
     whole,
 )
-from outrider.cli.rank_processes import DataParallelOption, TensorParallelOption
-from outrider.cli.report import CommandReport
-from outrider.cli.starting import show_progress
+from outrider.cli.options.rank_processes import DataParallelOption, TensorParallelOption
+from outrider.cli.terminal.environment import api_keys_from_environment, spans_from_environment
+from outrider.cli.terminal.inputs import check_listening, read_utf8
+from outrider.cli.terminal.report import CommandReport
+from outrider.cli.terminal.starting import show_progress
 from outrider.device.errors import ConfigError
 from outrider.disaggregation.connections import PeerAddress
 from outrider.serve.optional_packages import require_kv_events, require_serve
+from outrider.serve.roles import check_address, read_secret, serve_decode, serve_prefill
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
@@ -236,7 +236,7 @@ def serve(context: typer.Context, *, options: ServerOptions, http: HttpOptions, 
 
     With --role, prefill and decode run in separate processes that exchange KV pages; these roles need no extra.
     """
-    from outrider.cli.torch_probe import require_torch
+    from outrider.cli.terminal.torch_probe import require_torch
 
     _refuse_options(context, _REFUSED_BY_ROLE[roles.role], f"--role {roles.role}")
     if roles.decode_server:
@@ -274,7 +274,7 @@ def serve(context: typer.Context, *, options: ServerOptions, http: HttpOptions, 
 
 def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: ServerOptions) -> None:
     """Serve OpenAI's API until SIGTERM or SIGINT. Errors that don't need the model are raised before it is loaded."""
-    from outrider.cli.torch_probe import require_torch
+    from outrider.cli.terminal.torch_probe import require_torch
     from outrider.serve.config import ServeConfig
 
     require_serve()

@@ -8,8 +8,8 @@ import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
-from outrider.cli.environment import become_rank
-from outrider.cli.rank_processes import Joined
+from outrider.cli.options.rank_processes import Joined
+from outrider.cli.terminal.environment import become_rank
 from outrider.engine.engine import Engine
 from outrider.registry.children import end_with_parent, ignore_interruptions, interruptions_blocked_in_children
 from outrider.serve.engine_client import EngineGone
@@ -25,7 +25,8 @@ class EngineRanks(EngineProcess):
     """A client that runs ``tensor`` x ``data`` ranks of one engine in child processes, which end when this process ends.
 
     ``make`` is pickled and called in each child. It gets the ranks as the keyword argument ``joined``
-    (:class:`~outrider.cli.rank_processes.Joined`) and returns the engine of its rank. If one rank ends, all ranks end.
+    (:class:`~outrider.cli.options.rank_processes.Joined`) and returns the engine of its rank. If one rank ends, all ranks
+    end.
     """
 
     def __init__(self, make: Callable[..., Engine], *, tensor: int = 1, data: int = 1) -> None:

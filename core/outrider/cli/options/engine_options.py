@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
-from outrider.cli.models import (
+from outrider.cli.options.models import (
     DraftOption,
     DraftOutputHeadOption,
     DraftTokensOption,
@@ -30,8 +30,8 @@ from outrider.cli.models import (
     check_draft,
     load,
 )
-from outrider.cli.option_values import UsageError
-from outrider.cli.report import BackendOption, VerboseOption
+from outrider.cli.options.option_values import UsageError
+from outrider.cli.terminal.report import BackendOption, VerboseOption
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
@@ -78,11 +78,11 @@ class ModelOptions:
         }
 
     def sizes(self) -> Sizes:
-        """Return the engine sizes for :func:`~outrider.cli.models.load`."""
+        """Return the engine sizes for :func:`~outrider.cli.options.models.load`."""
         return Sizes(max_context=self.max_context, kv_dtype=None if self.kv_dtype == "auto" else self.kv_dtype)
 
     def loader(self, speculation: Speculation, **overrides: Any) -> Callable[..., Engine]:
-        """Return :func:`~outrider.cli.models.load` bound to these options; ``overrides`` replace them."""
+        """Return :func:`~outrider.cli.options.models.load` bound to these options; ``overrides`` replace them."""
         given: dict[str, Any] = {"dtype": self.dtype, "sizes": self.sizes(), "verbose": self.verbose}
         return partial(load, self.backend, speculation, **given | overrides)
 
@@ -102,7 +102,7 @@ class ServerOptions(ModelOptions):
         return super()._checkpoint_options() | own
 
     def sizes(self) -> Sizes:
-        """Return the engine sizes for :func:`~outrider.cli.models.load`."""
+        """Return the engine sizes for :func:`~outrider.cli.options.models.load`."""
         return replace(super().sizes(), kv_memory=self.kv_memory, page_size=self.page_size, max_requests=self.max_requests)
 
 

@@ -12,11 +12,11 @@ import typer
 from rich.console import Console
 
 from outrider.bundled import bundled
-from outrider.cli.files import write_whole
-from outrider.cli.models import ModelOption
-from outrider.cli.option_values import checking_options, option, output_file, whole
-from outrider.cli.report import CommandReport, JsonOption
-from outrider.cli.starting import show_progress
+from outrider.cli.options.models import ModelOption
+from outrider.cli.options.option_values import checking_options, option, output_file, whole
+from outrider.cli.terminal.files import write_whole
+from outrider.cli.terminal.report import CommandReport, JsonOption
+from outrider.cli.terminal.starting import show_progress
 from outrider.device.errors import ConfigError
 
 _PIECE_CHARACTERS = 1 << 16  # encoded at once, and the remainder of their last line
@@ -40,7 +40,7 @@ def draft_vocabulary(
     The list always has the tokens that end a text. The report gives its share of the text's tokens; its share of other
     text is lower.
     """
-    from outrider.cli.torch_probe import require_torch
+    from outrider.cli.terminal.torch_probe import require_torch
 
     del json_output
     with checking_options():

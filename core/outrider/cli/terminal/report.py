@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from outrider.cli.option_values import BACKEND, option
+from outrider.cli.options.option_values import BACKEND, option
 from outrider.device.errors import OutriderError
 
 JsonOption = Annotated[bool, option("--json", help="Print one JSON object on standard output.")]

@@ -7,12 +7,12 @@ from typing import Annotated
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.environment import plugin_probe
-from outrider.cli.listing import survey
-from outrider.cli.option_values import option
-from outrider.cli.report import CommandReport, JsonOption
-from outrider.cli.starting import show_progress
-from outrider.cli.torch_probe import known_torch
+from outrider.cli.commands.listing import survey
+from outrider.cli.options.option_values import option
+from outrider.cli.terminal.environment import plugin_probe
+from outrider.cli.terminal.report import CommandReport, JsonOption
+from outrider.cli.terminal.starting import show_progress
+from outrider.cli.terminal.torch_probe import known_torch
 
 
 def backends(

@@ -24,12 +24,20 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from outrider.cli.commands import commands
-from outrider.cli.lazy import group
-from outrider.cli.option_values import UsageError
-from outrider.cli.report import CommandReport, Interrupted, Unfinished, Unsaid, exit_code, to_json
-from outrider.cli.stopping import SignalStop
-from outrider.cli.streams import note, prepare_streams, reserve_stdout_for_json, terminal_width, wrap_words, write, write_json
+from outrider.cli.commands.lazy import group
+from outrider.cli.commands.table import commands
+from outrider.cli.options.option_values import UsageError
+from outrider.cli.terminal.report import CommandReport, Interrupted, Unfinished, Unsaid, exit_code, to_json
+from outrider.cli.terminal.stopping import SignalStop
+from outrider.cli.terminal.streams import (
+    note,
+    prepare_streams,
+    reserve_stdout_for_json,
+    terminal_width,
+    wrap_words,
+    write,
+    write_json,
+)
 from outrider.device.errors import OutriderError
 
 _HELP = "Overlapped speculative decoding of LLMs behind a small hardware-backend interface."

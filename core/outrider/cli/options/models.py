@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from outrider.bundled import BUNDLED_HEADS, bundled
-from outrider.cli.environment import backend_from_environment, plugin_probe, tuned_directory
-from outrider.cli.files import check_directory
-from outrider.cli.option_values import (
+from outrider.cli.options.option_values import (
     CHECKPOINT,
     DRAFT_VOCABULARY,
     DTYPES,
@@ -23,8 +21,10 @@ from outrider.cli.option_values import (
     option,
     whole,
 )
-from outrider.cli.starting import chosen, print_engine, show_progress, sum_of_loads
-from outrider.cli.torch_probe import require_torch
+from outrider.cli.terminal.environment import backend_from_environment, plugin_probe, tuned_directory
+from outrider.cli.terminal.files import check_directory
+from outrider.cli.terminal.starting import chosen, print_engine, show_progress, sum_of_loads
+from outrider.cli.terminal.torch_probe import require_torch
 from outrider.device.scopes import uncollected
 from outrider.registry import Registry
 from outrider.speculative.names import BUILTIN_PROPOSERS, DRAFTLESS, SUFFIX_PREFIX
@@ -33,8 +33,8 @@ from outrider.speculative.plugin import PROPOSERS_GROUP
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from outrider.cli.rank_processes import Joined
-    from outrider.cli.starting import Tell
+    from outrider.cli.options.rank_processes import Joined
+    from outrider.cli.terminal.starting import Tell
     from outrider.device import Backend
     from outrider.engine.config import Choice
     from outrider.engine.engine import Engine

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, TypeAlias
 import typer
 from typer.core import TyperGroup
 
-from outrider.cli.command_parsing import DEBUG_ROW, CheckedCommand, write_options
-from outrider.cli.option_values import UsageError, closest
+from outrider.cli.commands.command_parsing import DEBUG_ROW, CheckedCommand, write_options
+from outrider.cli.options.option_values import UsageError, closest
 from outrider.device.errors import OutriderError
 
 

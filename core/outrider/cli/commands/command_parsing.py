@@ -10,8 +10,8 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from outrider.cli.inputs import check_utf8
-from outrider.cli.option_values import GENERAL, UsageError, checking_options
+from outrider.cli.options.option_values import GENERAL, UsageError, checking_options
+from outrider.cli.terminal.inputs import check_utf8
 from outrider.errors import shown
 
 DEBUG_ROW = ("--debug", "Show the traceback of an error. May stand anywhere.")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.cli.environment import disable_autoload, plugin_probe
-from outrider.cli.torch_probe import TorchState
+from outrider.cli.terminal.environment import disable_autoload, plugin_probe
+from outrider.cli.terminal.torch_probe import TorchState
 from outrider.device.errors import OutriderError
 from outrider.device.plugin import BackendInfo
 from outrider.registry import Candidate, Plugins, Registry

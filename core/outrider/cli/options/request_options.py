@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from outrider.cli.inputs import read_text
-from outrider.cli.option_values import closest, number, option, text, whole
+from outrider.cli.options.option_values import closest, number, option, text, whole
+from outrider.cli.terminal.inputs import read_text
 from outrider.errors import RequestError, shown
 
 if TYPE_CHECKING:

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
 
-from outrider.cli.chat_options import ChatTemplateOption, find_template, read_template
-from outrider.cli.engine_options import ModelOptions, with_options
-from outrider.cli.images import EncodedPrompt
-from outrider.cli.inputs import MAX_BYTES, check_utf8
-from outrider.cli.models import launched
-from outrider.cli.option_values import checking_options, option, text
-from outrider.cli.report import CommandReport, Interrupted, JsonOption, Unfinished
-from outrider.cli.request_options import MaxTokensOption, SamplingOptions
-from outrider.cli.stopping import SignalStop
-from outrider.cli.streamed_output import StreamedOutput
-from outrider.cli.streams import note
+from outrider.cli.commands.streamed_output import StreamedOutput
+from outrider.cli.options.chat_options import ChatTemplateOption, find_template, read_template
+from outrider.cli.options.engine_options import ModelOptions, with_options
+from outrider.cli.options.images import EncodedPrompt
+from outrider.cli.options.models import launched
+from outrider.cli.options.option_values import checking_options, option, text
+from outrider.cli.options.request_options import MaxTokensOption, SamplingOptions
+from outrider.cli.terminal.inputs import MAX_BYTES, check_utf8
+from outrider.cli.terminal.report import CommandReport, Interrupted, JsonOption, Unfinished
+from outrider.cli.terminal.stopping import SignalStop
+from outrider.cli.terminal.streams import note
 from outrider.device.errors import OutriderError
 from outrider.errors import RequestError
 
@@ -49,7 +49,7 @@ def chat(
     """Talk with a model. /reset forgets the conversation, /exit ends it; Ctrl-C ends an answer. From a pipe, each line is a
     message.
     """
-    from outrider.cli.torch_probe import require_torch
+    from outrider.cli.terminal.torch_probe import require_torch
 
     with checking_options():
         sampling.params(max_tokens=max_tokens)

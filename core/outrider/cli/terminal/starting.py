@@ -12,7 +12,7 @@ from rich import filesize
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeElapsedColumn
 
-from outrider.cli.streams import note
+from outrider.cli.terminal.streams import note
 
 if TYPE_CHECKING:
     from outrider.engine.config import Choice

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from outrider.cli.chat_options import ChatOption, ConversationPrompt, MessagesOption
-from outrider.cli.engine_options import ModelOptions, with_options
-from outrider.cli.images import EncodedPrompt, ImageOption
-from outrider.cli.inputs import read_text
-from outrider.cli.models import launched
-from outrider.cli.option_values import INPUT_FILE, checking_options, option, parsed, text
-from outrider.cli.rank_processes import DataParallelOption, Joined, TensorParallelOption, run_on_ranks
-from outrider.cli.report import CommandReport, Interrupted, JsonOption
-from outrider.cli.request_options import GuideOption, MaxTokensOption, SamplingOptions, build_guide
-from outrider.cli.streamed_output import StreamedOutput
+from outrider.cli.commands.streamed_output import StreamedOutput
+from outrider.cli.options.chat_options import ChatOption, ConversationPrompt, MessagesOption
+from outrider.cli.options.engine_options import ModelOptions, with_options
+from outrider.cli.options.images import EncodedPrompt, ImageOption
+from outrider.cli.options.models import launched
+from outrider.cli.options.option_values import INPUT_FILE, checking_options, option, parsed, text
+from outrider.cli.options.rank_processes import DataParallelOption, Joined, TensorParallelOption, run_on_ranks
+from outrider.cli.options.request_options import GuideOption, MaxTokensOption, SamplingOptions, build_guide
+from outrider.cli.terminal.inputs import read_text
+from outrider.cli.terminal.report import CommandReport, Interrupted, JsonOption
 from outrider.device.errors import ConfigError
 from outrider.errors import RequestError
 from outrider.speculative.names import DRAFTLESS
@@ -71,7 +71,7 @@ def generate(
     json_output: JsonOption = False,
 ) -> CommandReport:
     """Continue a prompt, and print the text during generation. Without --model the bundled model continues it."""
-    from outrider.cli.torch_probe import require_torch
+    from outrider.cli.terminal.torch_probe import require_torch
 
     with checking_options():
         conversation = ConversationPrompt.from_options(chat, messages)
@@ -164,7 +164,7 @@ def _find_difference(
 
     Includes the gap of the logits if nothing but the logits decides the tokens.
     """
-    from outrider.cli.differences import PrefillComparison, first_difference
+    from outrider.cli.commands.differences import PrefillComparison, first_difference
     from outrider.model import Decoder
 
     at = first_difference(speculative_tokens, reference_tokens)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.console import Console
 
 from outrider.bundled import bundled
-from outrider.cli.environment import backend_from_environment, plugin_probe, tuned_directory
-from outrider.cli.files import check_directory
-from outrider.cli.models import ModelOption
-from outrider.cli.option_values import DIRECTORY, SHAPE, UsageError, number, option
-from outrider.cli.report import BackendOption, CommandReport, Interrupted, JsonOption
-from outrider.cli.starting import show_progress
+from outrider.cli.options.models import ModelOption
+from outrider.cli.options.option_values import DIRECTORY, SHAPE, UsageError, number, option
+from outrider.cli.terminal.environment import backend_from_environment, plugin_probe, tuned_directory
+from outrider.cli.terminal.files import check_directory
+from outrider.cli.terminal.report import BackendOption, CommandReport, Interrupted, JsonOption
+from outrider.cli.terminal.starting import show_progress
 from outrider.device.errors import CapabilityError, ConfigError
 from outrider.registry import Registry
 
@@ -48,7 +48,7 @@ def tune(
     An engine loads the stored choices if it starts on such a device with the same torch, Triton and kernels. Choices that
     weren't measured are derived from the device's properties. Ctrl-C keeps the choices that were made until then.
     """
-    from outrider.cli.torch_probe import require_torch
+    from outrider.cli.terminal.torch_probe import require_torch
 
     del json_output
     if model is not None and shape:

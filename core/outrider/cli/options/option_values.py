@@ -17,7 +17,7 @@ from typing import Any
 
 import typer
 
-from outrider.cli.files import output_problem
+from outrider.cli.terminal.files import output_problem
 from outrider.device.errors import ConfigError, OutriderError
 from outrider.device.plugin import ENTRY_POINT_GROUP
 from outrider.errors import RequestError, shown

@@ -21,10 +21,10 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.environment import rank_environment, rank_variables
-from outrider.cli.option_values import option, whole
-from outrider.cli.report import CommandReport, Unsaid
-from outrider.cli.stopping import Stopped
+from outrider.cli.options.option_values import option, whole
+from outrider.cli.terminal.environment import rank_environment, rank_variables
+from outrider.cli.terminal.report import CommandReport, Unsaid
+from outrider.cli.terminal.stopping import Stopped
 from outrider.device.errors import BackendError, ConfigError, DeviceError, OutriderError
 
 if TYPE_CHECKING:

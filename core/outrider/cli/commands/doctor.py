@@ -10,12 +10,12 @@ from typing import Annotated, Any
 
 from rich.console import Console
 
-from outrider.cli.environment import AUTOLOAD_VARIABLE, BACKEND_VARIABLE, backend_from_environment
-from outrider.cli.listing import survey
-from outrider.cli.option_values import option
-from outrider.cli.report import CommandReport, JsonOption
-from outrider.cli.starting import show_progress
-from outrider.cli.torch_probe import TorchState, loaded_torch, probe_torch
+from outrider.cli.commands.listing import survey
+from outrider.cli.options.option_values import option
+from outrider.cli.terminal.environment import AUTOLOAD_VARIABLE, BACKEND_VARIABLE, backend_from_environment
+from outrider.cli.terminal.report import CommandReport, JsonOption
+from outrider.cli.terminal.starting import show_progress
+from outrider.cli.terminal.torch_probe import TorchState, loaded_torch, probe_torch
 from outrider.device.errors import OutriderError
 from outrider.device.plugin import INTERFACE_VERSION
 from outrider.registry import Registry

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from outrider.cli.engine_options import ServerOptions
-from outrider.cli.inputs import check_listening, read_bounded
-from outrider.cli.option_values import checking_options
-from outrider.cli.rank_processes import Joined, RankPlacement
-from outrider.cli.report import CommandReport
-from outrider.cli.stopping import SignalStop
-from outrider.cli.streams import note
+from outrider.cli.options.engine_options import ServerOptions
+from outrider.cli.options.option_values import checking_options
+from outrider.cli.options.rank_processes import Joined, RankPlacement
+from outrider.cli.terminal.inputs import check_listening, read_bounded
+from outrider.cli.terminal.report import CommandReport
+from outrider.cli.terminal.stopping import SignalStop
+from outrider.cli.terminal.streams import note
 from outrider.device.errors import ConfigError
 from outrider.registry.children import end_with_parent, ignore_interruptions, interruptions_blocked_in_children
 from outrider.registry.interruptions import accepted_interruptions

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from outrider.cli.environment import autoload_setting, without_autoload
-from outrider.cli.starting import show_progress
+from outrider.cli.terminal.environment import autoload_setting, without_autoload
+from outrider.cli.terminal.starting import show_progress
 from outrider.device.errors import BackendLoadError
 from outrider.registry.discovery import installed_entry_points
 from outrider.registry.probing import PluginProbe
@@ -130,7 +130,7 @@ def _extensions() -> tuple[str, ...]:
 
 def explain(text: str) -> tuple[str, tuple[str, ...]]:
     """Return an explanation of a failed import of torch, and advice."""
-    source = resources.files("outrider.cli").joinpath("known_failures.toml").read_text(encoding="utf-8")
+    source = resources.files("outrider.cli.terminal").joinpath("known_failures.toml").read_text(encoding="utf-8")
     for failure in tomllib.loads(source)["failure"]:
         if re.search(failure["match"], text):
             return failure["says"], tuple(failure["advice"])

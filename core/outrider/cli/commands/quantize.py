@@ -10,9 +10,9 @@ from typing import Annotated, Any
 from rich.console import Console
 
 from outrider.bundled import bundled
-from outrider.cli.option_values import CHECKPOINT, DIRECTORY, WEIGHT_FORMATS, UsageError, one_of, option, whole
-from outrider.cli.report import CommandReport, JsonOption
-from outrider.cli.starting import show_progress
+from outrider.cli.options.option_values import CHECKPOINT, DIRECTORY, WEIGHT_FORMATS, UsageError, one_of, option, whole
+from outrider.cli.terminal.report import CommandReport, JsonOption
+from outrider.cli.terminal.starting import show_progress
 from outrider.errors import shown
 
 _MIB = 1 << 20
@@ -48,7 +48,7 @@ def quantize(
 
     Each weight is rounded to the nearest value, without calibration. Embeddings, norms, biases and routers stay unquantised.
     """
-    from outrider.cli.torch_probe import require_torch
+    from outrider.cli.terminal.torch_probe import require_torch
 
     del json_output
     require_torch()

@@ -5,15 +5,15 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.environment import backend_from_environment, plugin_probe
-from outrider.cli.report import BackendOption, CommandReport, JsonOption
+from outrider.cli.terminal.environment import backend_from_environment, plugin_probe
+from outrider.cli.terminal.report import BackendOption, CommandReport, JsonOption
 from outrider.registry import Registry
 
 
 def fences(backend: BackendOption = None, json_output: JsonOption = False) -> CommandReport:
     """List the fences: producer, consumers, hazard, protected resources, and the backend's mechanism."""
     del json_output
-    from outrider.cli.torch_probe import require_torch
+    from outrider.cli.terminal.torch_probe import require_torch
     from outrider.engine.fences import FENCES
 
     require_torch()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterable, Mapping
 
-from outrider.cli.lazy import Broken, Target
+from outrider.cli.commands.lazy import Broken, Target
 from outrider.registry.discovery import installed_entry_points
 
 GROUP = "outrider.commands"
@@ -13,22 +13,23 @@ GROUP = "outrider.commands"
 value is ``module:function``. Nothing is loaded before the command is asked for."""
 
 OWN: Mapping[str, Target] = {
-    "generate": "outrider.cli.generate:generate",
-    "chat": "outrider.cli.chat:chat",
-    "models": "outrider.cli.supported_models:models",
-    "backends": "outrider.cli.backends:backends",
-    "doctor": "outrider.cli.doctor:doctor",
-    "fences": "outrider.cli.fences:fences",
-    "tune": "outrider.cli.tune:tune",
-    "quantize": "outrider.cli.quantize:quantize",
-    "draft-vocabulary": "outrider.cli.draft_vocabulary:draft_vocabulary",
+    "generate": "outrider.cli.commands.generate:generate",
+    "chat": "outrider.cli.commands.chat:chat",
+    "models": "outrider.cli.commands.supported_models:models",
+    "backends": "outrider.cli.commands.backends:backends",
+    "doctor": "outrider.cli.commands.doctor:doctor",
+    "fences": "outrider.cli.commands.fences:fences",
+    "tune": "outrider.cli.commands.tune:tune",
+    "quantize": "outrider.cli.commands.quantize:quantize",
+    "draft-vocabulary": "outrider.cli.commands.draft_vocabulary:draft_vocabulary",
 }
 
 
 def commands(entry_points: Iterable[importlib.metadata.EntryPoint] | None = None) -> dict[str, Target]:
-    """Return every command as a table for :func:`outrider.cli.lazy.group`. ``entry_points`` replaces the installed ones.
+    """Return every command as a table for :func:`outrider.cli.commands.lazy.group`.
 
-    No package replaces a command of Outrider. A name that two packages offer is broken, and its reason names both packages.
+    ``entry_points`` replaces the installed ones. No package replaces a command of Outrider. A name that two packages offer is
+    broken, and its reason names both packages.
     """
     found = installed_entry_points(GROUP).entry_points if entry_points is None else entry_points
     offers: dict[str, dict[str, str]] = {}

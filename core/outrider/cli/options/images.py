@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from outrider.cli.inputs import read_bounded
-from outrider.cli.option_values import INPUT_FILE, option
+from outrider.cli.options.option_values import INPUT_FILE, option
+from outrider.cli.terminal.inputs import read_bounded
 from outrider.errors import RequestError
 
 if TYPE_CHECKING:
