@@ -49,7 +49,7 @@ def unloaded(monkeypatch):
     def load(*arguments, **options):
         raise AssertionError("the model was loaded first")
 
-    monkeypatch.setattr("outrider.serve.engine_ranks.create_engine_client", load)
+    monkeypatch.setattr("outrider.serve.connection.engine_ranks.create_engine_client", load)
     monkeypatch.setattr("outrider.cli.options.engine_options.load", load)
 
 

@@ -1,6 +1,6 @@
 """Messages between a server and its engine: commands to the engine, events from it.
 
-:mod:`outrider.serve.wire` encodes the messages.
+:mod:`outrider.serve.connection.wire` encodes the messages.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ from outrider.device import ConfigError
 from outrider.engine import Guide, JsonObject, JsonSchema
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.errors import shown
-from outrider.serve.api_errors import bad_request
-from outrider.serve.engine_messages import EngineInfo
-from outrider.serve.request_fields import ChatRequest, CompletionRequest, SamplingFields
+from outrider.serve.api.api_errors import bad_request
+from outrider.serve.api.request_fields import ChatRequest, CompletionRequest, SamplingFields
+from outrider.serve.connection.engine_messages import EngineInfo
 
 _MIN_SAMPLING_TEMPERATURE = 1e-5
 """Below this temperature the engine decodes greedily: only the likeliest token has a probability above 0."""
@@ -30,7 +30,7 @@ def sampling_params(
     Absent fields have the defaults of OpenAI's API: temperature 1 and a random seed. ``guide`` constrains the output.
     ``spelled_tokens`` are special tokens that have text. At temperature 0 all samples are equal, so ``n`` is 1.
 
-    Raises :class:`~outrider.serve.api_errors.ApiError` for values that the engine doesn't support.
+    Raises :class:`~outrider.serve.api.api_errors.ApiError` for values that the engine doesn't support.
     """
     temperature = 1.0 if request.temperature is None else request.temperature
     is_greedy = temperature < _MIN_SAMPLING_TEMPERATURE
@@ -64,7 +64,7 @@ def sampling_params(
 def format_guide(request: SamplingFields) -> Guide | None:
     """Return the guide for the request's ``response_format``, or None if the output is free text.
 
-    Raises :class:`~outrider.serve.api_errors.ApiError` for an unknown format or a schema that can't be enforced.
+    Raises :class:`~outrider.serve.api.api_errors.ApiError` for an unknown format or a schema that can't be enforced.
     """
     response_format = request.response_format
     kind = None if response_format is None else response_format.get("type")
@@ -87,7 +87,7 @@ def format_guide(request: SamplingFields) -> Guide | None:
 
 
 def check_supported(request: SamplingFields) -> None:
-    """Raise :class:`~outrider.serve.api_errors.ApiError` if a field asks for a feature that this server doesn't have."""
+    """Raise :class:`~outrider.serve.api.api_errors.ApiError` if a field asks for a feature that this server doesn't have."""
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options is only allowed when stream is true", "stream_options")
     if isinstance(request, CompletionRequest):

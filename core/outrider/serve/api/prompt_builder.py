@@ -18,10 +18,10 @@ from outrider.device import ConfigError
 from outrider.errors import CheckpointError, RequestError, one_line
 from outrider.model import Media, MediaProcessor, Tokenizer
 from outrider.model.media.chat_template import ChatTemplate
-from outrider.serve.api_errors import ApiError, bad_request
-from outrider.serve.engine_messages import EngineInfo
+from outrider.serve.api.api_errors import ApiError, bad_request
+from outrider.serve.api.request_fields import ChatMessage, ChatRequest, MessagePart
+from outrider.serve.connection.engine_messages import EngineInfo
 from outrider.serve.formats.model_formats import ModelFormat, choose_format
-from outrider.serve.request_fields import ChatMessage, ChatRequest, MessagePart
 
 _MAX_IMAGES = 64
 """Maximum number of images in a request."""

@@ -12,12 +12,12 @@ from typing import Any
 
 from outrider.device import ConfigError, OutriderError
 from outrider.registry.interruptions import accepted_interruptions
+from outrider.serve.api.prompt_builder import PromptBuilder
 from outrider.serve.config import ServeConfig
-from outrider.serve.engine_client import EngineClient, EngineGone
-from outrider.serve.engine_messages import EngineInfo
-from outrider.serve.prompt_builder import PromptBuilder
-from outrider.serve.request_middleware import LOGGER_NAME
-from outrider.serve.tracing import RequestSpans
+from outrider.serve.connection.engine_client import EngineClient, EngineGone
+from outrider.serve.connection.engine_messages import EngineInfo
+from outrider.serve.http.request_middleware import LOGGER_NAME
+from outrider.serve.monitoring.tracing import RequestSpans
 
 _KEEP_ALIVE_S = 75
 """Time that an idle connection stays open. Clients and proxies close theirs earlier, so none sends into a closed one."""
@@ -56,8 +56,8 @@ async def serve_http(
     """
     import uvicorn
 
-    from outrider.serve.app import create_app
-    from outrider.serve.http_protocol import LimitedHttpProtocol
+    from outrider.serve.http.app import create_app
+    from outrider.serve.http.http_protocol import LimitedHttpProtocol
 
     log = logging.getLogger(LOGGER_NAME)
     loop = asyncio.get_running_loop()

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from outrider.serve.api_errors import ApiError
+from outrider.serve.api.api_errors import ApiError
 
 _JSON_CONTENT_TYPE = b"application/json"
 _EVENTS_CONTENT_TYPE = b"text/event-stream; charset=utf-8"

@@ -10,11 +10,11 @@ from typing import Any
 
 from outrider.engine.requests.logprobs import TokenLogprobs
 from outrider.model import Tokenizer
-from outrider.serve.asgi_responses import encode_event
-from outrider.serve.choice_text import ChoiceDelta, chat_logprobs, completion_logprobs
-from outrider.serve.request_fields import ChatRequest, SamplingFields
-from outrider.serve.service import Generation
-from outrider.serve.tool_calls import ToolCallReader
+from outrider.serve.api.asgi_responses import encode_event
+from outrider.serve.api.choice_text import ChoiceDelta, chat_logprobs, completion_logprobs
+from outrider.serve.api.request_fields import ChatRequest, SamplingFields
+from outrider.serve.api.service import Generation
+from outrider.serve.api.tool_calls import ToolCallReader
 
 
 class ResponseWriter:

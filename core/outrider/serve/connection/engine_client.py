@@ -11,7 +11,7 @@ from outrider.device import OutriderError
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.errors import RequestError
 from outrider.model import Media
-from outrider.serve.engine_messages import (
+from outrider.serve.connection.engine_messages import (
     AbortRequest,
     EngineCommand,
     EngineEvent,

@@ -13,10 +13,17 @@ from typing import Any
 
 from outrider.engine.engine import Engine
 from outrider.registry.children import end_with_parent, ignore_interruptions, interruptions_blocked_in_children
-from outrider.serve.engine_client import EngineClient, EngineGone
-from outrider.serve.engine_loop import EngineLoop
-from outrider.serve.engine_messages import EngineCommand, EngineEvent, EngineFailed, EngineInfo, EngineReady, StopEngine
-from outrider.serve.wire import FrameDecoder, command_of_wire, command_to_wire, event_of_wire, event_to_wire, frame
+from outrider.serve.connection.engine_client import EngineClient, EngineGone
+from outrider.serve.connection.engine_loop import EngineLoop
+from outrider.serve.connection.engine_messages import (
+    EngineCommand,
+    EngineEvent,
+    EngineFailed,
+    EngineInfo,
+    EngineReady,
+    StopEngine,
+)
+from outrider.serve.connection.wire import FrameDecoder, command_of_wire, command_to_wire, event_of_wire, event_to_wire, frame
 
 _RECEIVE_BYTES = 1 << 18
 _SOCKET_BUFFER_BYTES = 8 << 20

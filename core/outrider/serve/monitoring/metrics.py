@@ -12,8 +12,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from outrider.serve.config import ServeConfig
-from outrider.serve.engine_client import EngineClient
-from outrider.serve.metric_aliases import AliasedRegistry
+from outrider.serve.connection.engine_client import EngineClient
+from outrider.serve.monitoring.metric_aliases import AliasedRegistry
 
 PROMETHEUS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _REQUEST_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)

@@ -9,9 +9,16 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 from outrider.engine.engine import Engine
-from outrider.serve.engine_client import EngineClient, EngineGone
-from outrider.serve.engine_loop import EngineLoop
-from outrider.serve.engine_messages import EngineCommand, EngineEvent, EngineFailed, EngineInfo, EngineReady, StopEngine
+from outrider.serve.connection.engine_client import EngineClient, EngineGone
+from outrider.serve.connection.engine_loop import EngineLoop
+from outrider.serve.connection.engine_messages import (
+    EngineCommand,
+    EngineEvent,
+    EngineFailed,
+    EngineInfo,
+    EngineReady,
+    StopEngine,
+)
 
 
 class EngineThread(EngineClient):
@@ -21,7 +28,7 @@ class EngineThread(EngineClient):
     engine: the thread that created the engine must not use it afterwards.
 
     The thread shares Python's global interpreter lock with the event loop. Under load, use
-    :class:`~outrider.serve.engine_process.EngineProcess`.
+    :class:`~outrider.serve.connection.engine_process.EngineProcess`.
     """
 
     def __init__(self, make: Engine | Callable[[], Engine]) -> None:

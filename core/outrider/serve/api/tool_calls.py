@@ -12,11 +12,11 @@ from outrider.device import ConfigError
 from outrider.engine import Guide, JsonSchema
 from outrider.engine.requests.stop_text import partial_match_length
 from outrider.errors import one_line
-from outrider.serve.api_errors import bad_request
+from outrider.serve.api.api_errors import bad_request
+from outrider.serve.api.request_fields import ChatRequest, NamedTool
+from outrider.serve.api.request_params import format_guide
 from outrider.serve.formats.format_reader import FormatReader
 from outrider.serve.formats.model_formats import ModelFormat
-from outrider.serve.request_fields import ChatRequest, NamedTool
-from outrider.serve.request_params import format_guide
 
 _CONTENT = ModelFormat("none", "none")
 _CALL_LIST = ModelFormat("json", "none")
@@ -68,7 +68,7 @@ class ParsedResponseReader:
     def __init__(
         self, template: Mapping[str, Any], prompt: str, tools: list[dict[str, Any]], *, max_calls: int | None = None
     ) -> None:
-        from outrider.serve.recovering_parser import RecoveringParser
+        from outrider.serve.api.recovering_parser import RecoveringParser
 
         self._parser = RecoveringParser(template, prompt, tools)
         self._max_calls = max_calls
@@ -141,7 +141,7 @@ class RequestToolCalls:
         """Derive the guide and the readers of a chat request from its fields.
 
         ``answer_format`` is that of the model: a ``response_template`` of transformers, or a format of its family. Raises
-        :class:`~outrider.serve.api_errors.ApiError` for a ``tool_choice`` that contradicts the other fields.
+        :class:`~outrider.serve.api.api_errors.ApiError` for a ``tool_choice`` that contradicts the other fields.
         """
         self._answer_format = answer_format
         self._make_reader: Callable[[str], ToolCallReader] = lambda prompt: FormatReader(_CONTENT, prompt, [])
@@ -213,7 +213,7 @@ def _reasoning_end(answer_format: Mapping[str, Any] | ModelFormat, prompt: str) 
     if isinstance(answer_format, ModelFormat):
         region = answer_format.open_reasoning(prompt)
         return None if region is None else region.ends[0]
-    from outrider.serve.recovering_parser import RecoveringParser
+    from outrider.serve.api.recovering_parser import RecoveringParser
 
     events = RecoveringParser(answer_format, prompt, []).initial_events
     opened = [event for event in events if event["type"] != "region_chunk"][-1:]

@@ -12,8 +12,8 @@ from outrider.cli.options.rank_processes import Joined
 from outrider.cli.terminal.environment import become_rank
 from outrider.engine.engine import Engine
 from outrider.registry.children import end_with_parent, ignore_interruptions, interruptions_blocked_in_children
-from outrider.serve.engine_client import EngineGone
-from outrider.serve.engine_process import EngineProcess, join_or_kill
+from outrider.serve.connection.engine_client import EngineGone
+from outrider.serve.connection.engine_process import EngineProcess, join_or_kill
 
 
 def create_engine_client(make: Callable[..., Engine], *, tensor: int = 1, data: int = 1) -> EngineProcess:

@@ -19,23 +19,23 @@ from starlette.exceptions import HTTPException  # noqa: E402
 from starlette.middleware.cors import CORSMiddleware  # noqa: E402
 from starlette.responses import JSONResponse, Response  # noqa: E402
 
-from outrider.serve.api_errors import ApiError, bad_request  # noqa: E402
-from outrider.serve.asgi_responses import DeferredResponse, EventStreamResponse  # noqa: E402
+from outrider.serve.api.api_errors import ApiError, bad_request  # noqa: E402
+from outrider.serve.api.asgi_responses import DeferredResponse, EventStreamResponse  # noqa: E402
+from outrider.serve.api.prompt_builder import EnginePrompt, PromptBuilder, listed_prompts, prompt_size  # noqa: E402
+from outrider.serve.api.request_fields import ChatRequest, CompletionRequest, SamplingFields  # noqa: E402
+from outrider.serve.api.request_params import check_supported, format_guide, sampling_params  # noqa: E402
+from outrider.serve.api.response_writer import ResponseWriter  # noqa: E402
+from outrider.serve.api.service import ServerState, Service  # noqa: E402
+from outrider.serve.api.tool_calls import RequestToolCalls  # noqa: E402
 from outrider.serve.config import ServeConfig  # noqa: E402
-from outrider.serve.engine_client import EngineClient  # noqa: E402
-from outrider.serve.metrics import PROMETHEUS_CONTENT_TYPE  # noqa: E402
-from outrider.serve.prompt_builder import EnginePrompt, PromptBuilder, listed_prompts, prompt_size  # noqa: E402
-from outrider.serve.request_fields import ChatRequest, CompletionRequest, SamplingFields  # noqa: E402
-from outrider.serve.request_middleware import LOG_FIELDS_KEY, RequestMiddleware  # noqa: E402
-from outrider.serve.request_params import check_supported, format_guide, sampling_params  # noqa: E402
-from outrider.serve.response_writer import ResponseWriter  # noqa: E402
-from outrider.serve.service import ServerState, Service  # noqa: E402
-from outrider.serve.tool_calls import RequestToolCalls  # noqa: E402
-from outrider.serve.tracing import RequestSpans  # noqa: E402
+from outrider.serve.connection.engine_client import EngineClient  # noqa: E402
+from outrider.serve.http.request_middleware import LOG_FIELDS_KEY, RequestMiddleware  # noqa: E402
+from outrider.serve.http.web_page import add_page  # noqa: E402
+from outrider.serve.monitoring.metrics import PROMETHEUS_CONTENT_TYPE  # noqa: E402
+from outrider.serve.monitoring.tracing import RequestSpans  # noqa: E402
 from outrider.serve.translation.messages_route import add_messages_routes  # noqa: E402
 from outrider.serve.translation.responses_route import add_responses_routes  # noqa: E402
 from outrider.serve.translation.tokenize_route import add_tokenize_routes  # noqa: E402
-from outrider.serve.web_page import add_page  # noqa: E402
 
 _ERROR_SCHEMA = {
     "type": "object",
@@ -82,8 +82,8 @@ def create_app(
 ) -> FastAPI:
     """Create the application for an engine that has started. Its :class:`Service` is ``app.state.service``.
 
-    The caller starts and closes the engine, as :func:`outrider.serve.server.serve_http` does. ``spans`` exports a span for
-    each request; None exports none.
+    The caller starts and closes the engine, as :func:`outrider.serve.http.server.serve_http` does. ``spans`` exports a span
+    for each request; None exports none.
     """
     service = Service(engine, prompter, config)
     version = importlib.metadata.version("outrider")

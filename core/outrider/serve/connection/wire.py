@@ -1,7 +1,7 @@
 """Encoding of the messages between a server and its engine's process: a length of 4 bytes (big-endian), then JSON.
 
 Both ends are the same program, but messages contain data of clients. So nothing is unpickled: the decoder creates only the
-records of :mod:`outrider.serve.engine_messages`, by :mod:`outrider.engine.requests.message_codec`.
+records of :mod:`outrider.serve.connection.engine_messages`, by :mod:`outrider.engine.requests.message_codec`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from outrider.engine.requests.logprobs import TokenLogprobs
 from outrider.engine.requests.message_codec import from_plain, to_plain
-from outrider.serve.engine_messages import EngineCommand, EngineEvent, SampleOutput
+from outrider.serve.connection.engine_messages import EngineCommand, EngineEvent, SampleOutput
 
 _LENGTH = struct.Struct("!I")
 

@@ -9,7 +9,7 @@ from typing import Any
 from outrider.engine.requests.logprobs import TokenLogprobs
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.model import Tokenizer
-from outrider.serve.engine_messages import SampleOutput
+from outrider.serve.connection.engine_messages import SampleOutput
 
 
 @dataclass(slots=True)

@@ -12,8 +12,8 @@ from outrider.disaggregation.decode_client import DecodeClient
 from outrider.engine.requests.message_codec import from_plain
 from outrider.engine.requests.request import StepOutput
 from outrider.engine.stats import EngineLoad, EngineStats
-from outrider.serve.engine_client import EngineClient, EngineGone
-from outrider.serve.engine_messages import (
+from outrider.serve.connection.engine_client import EngineClient, EngineGone
+from outrider.serve.connection.engine_messages import (
     AbortRequest,
     EngineCommand,
     EngineEvent,

@@ -14,10 +14,10 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.serve.api_errors import SERVER, ApiError
-from outrider.serve.asgi_responses import ClientGone, send_error
-from outrider.serve.service import Service
-from outrider.serve.tracing import RequestSpans
+from outrider.serve.api.api_errors import SERVER, ApiError
+from outrider.serve.api.asgi_responses import ClientGone, send_error
+from outrider.serve.api.service import Service
+from outrider.serve.monitoring.tracing import RequestSpans
 
 LOGGER_NAME = "outrider.serve"
 """Name of the server's logger. The attribute ``fields`` of a record has the values to log in addition to the message."""

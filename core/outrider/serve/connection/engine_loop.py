@@ -10,7 +10,7 @@ from typing import Protocol
 from outrider.device import DeviceError, OutriderError
 from outrider.engine.engine import Engine
 from outrider.engine.requests.request import StepOutput
-from outrider.serve.engine_messages import (
+from outrider.serve.connection.engine_messages import (
     AbortRequest,
     EngineCommand,
     EngineEvent,

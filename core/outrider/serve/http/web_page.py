@@ -13,7 +13,7 @@ from starlette.responses import HTMLResponse
 
 def add_page(app: FastAPI) -> None:
     """Add the route of the page to ``app``. The page itself needs no API key; its requests to the API do."""
-    text = resources.files("outrider.serve").joinpath("page.html").read_text("utf-8")
+    text = resources.files("outrider.serve.http").joinpath("page.html").read_text("utf-8")
     headers = {
         "content-security-policy": content_security_policy(text),
         "x-content-type-options": "nosniff",

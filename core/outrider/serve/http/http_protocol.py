@@ -7,7 +7,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from outrider.serve.api_errors import ApiError
+from outrider.serve.api.api_errors import ApiError
 
 MAX_HEADERS = 256
 """Maximum number of a request's headers and trailers."""

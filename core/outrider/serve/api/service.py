@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.errors import RequestError
-from outrider.serve.api_errors import OVERLOADED, SERVER, ApiError, bad_request, unavailable
-from outrider.serve.choice_text import ChoiceDelta, ChoiceText
+from outrider.serve.api.api_errors import OVERLOADED, SERVER, ApiError, bad_request, unavailable
+from outrider.serve.api.choice_text import ChoiceDelta, ChoiceText
+from outrider.serve.api.prompt_builder import EnginePrompt, PromptBuilder
 from outrider.serve.config import ServeConfig
-from outrider.serve.engine_client import EngineClient, EngineGone, Inbox
-from outrider.serve.engine_messages import SampleOutput
-from outrider.serve.metrics import ServerMetrics
-from outrider.serve.prompt_builder import EnginePrompt, PromptBuilder
+from outrider.serve.connection.engine_client import EngineClient, EngineGone, Inbox
+from outrider.serve.connection.engine_messages import SampleOutput
+from outrider.serve.monitoring.metrics import ServerMetrics
 
 T = TypeVar("T")
 _RETRY_AFTER_S = 1
@@ -109,8 +109,8 @@ class Service:
     ) -> Generation:
         """Start a request and return its generation once the engine has accepted it. The caller must close the generation.
 
-        Prompt i gets ``params[i].n`` choices. ``pieces`` is passed to :class:`~outrider.serve.choice_text.ChoiceText`. Raises
-        :class:`ApiError` if the request is refused or the queue is full.
+        Prompt i gets ``params[i].n`` choices. ``pieces`` is passed to :class:`~outrider.serve.api.choice_text.ChoiceText`.
+        Raises :class:`ApiError` if the request is refused or the queue is full.
         """
         self.check_accepting()
         self.check_room(sum(each.n for each in params))
