@@ -39,7 +39,7 @@ def command(monkeypatch):
 
 
 def cli_json_option():
-    from outrider.cli.terminal.report import JsonOption
+    from outrider.cli.options.option_values import JsonOption
 
     return JsonOption
 
@@ -186,7 +186,8 @@ LOUD = """
 import atexit, json, os, subprocess, sys
 from outrider.cli.commands import dispatch
 from outrider.cli import main as cli
-from outrider.cli.terminal.report import CommandReport, JsonOption
+from outrider.cli.options.option_values import JsonOption
+from outrider.cli.terminal.report import CommandReport
 def x(json_output: JsonOption = False) -> CommandReport:
     os.write(1, b"written to the descriptor\\n")
     print("printed to Python's own stream", file=sys.__stdout__)
@@ -408,7 +409,7 @@ import hashlib, sys
 from outrider.cli import main
 from outrider.cli.commands import dispatch
 from outrider.cli.terminal import stopping
-from outrider.cli.terminal.report import JsonOption
+from outrider.cli.options.option_values import JsonOption
 stopping._PATIENCE_S = 0.3
 
 def stuck(json_output: JsonOption = False):

@@ -33,8 +33,10 @@ from outrider.cli.options.models import (
 from outrider.cli.options.option_values import (
     SHAPE,
     WEIGHT_FORMATS,
+    BackendOption,
     UsageError,
     Value,
+    VerboseOption,
     closest,
     number,
     one_of,
@@ -43,7 +45,6 @@ from outrider.cli.options.option_values import (
     parsed,
     whole,
 )
-from outrider.cli.terminal.report import BackendOption, VerboseOption
 from outrider.device.errors import ConfigError
 from outrider_bench.mixed_load import MixedLoad
 from outrider_bench.random_model import DRAFT_LAYERS, RandomModel

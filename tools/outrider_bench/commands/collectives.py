@@ -7,9 +7,9 @@ from typing import Annotated, Any
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.options.option_values import one_of, option, whole
+from outrider.cli.options.option_values import BackendOption, JsonOption, one_of, option, whole
 from outrider.cli.terminal.environment import backend_from_environment
-from outrider.cli.terminal.report import BackendOption, CommandReport, JsonOption
+from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import CapabilityError
 from outrider.registry import Registry
 from outrider_bench.options import SIZES, parse_names, parse_sizes, some_of

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.options.engine_options import with_options
-from outrider.cli.options.option_values import UsageError, option
+from outrider.cli.options.option_values import JsonOption, UsageError, option
 from outrider.cli.options.rank_processes import DataParallelOption, Joined, TensorParallelOption, run_on_ranks
-from outrider.cli.terminal.report import CommandReport, JsonOption
+from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import CapabilityError, ConfigError
 from outrider_bench.decoding import profile_batch, run_batch, too_few_tokens
 from outrider_bench.options import (

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.options.option_values import DTYPES, WEIGHT_FORMATS, one_of, option, text
+from outrider.cli.options.option_values import DTYPES, WEIGHT_FORMATS, BackendOption, JsonOption, one_of, option, text
 from outrider.cli.terminal.environment import backend_from_environment
-from outrider.cli.terminal.report import BackendOption, CommandReport, JsonOption
+from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import CapabilityError
 from outrider.registry import Registry
 from outrider_bench.options import SIZES, RequiredShapeOption, parse_names, parse_sizes, some_of

@@ -12,10 +12,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from outrider.cli.options.engine_options import with_options
 from outrider.cli.options.models import DraftTokensOption
-from outrider.cli.options.option_values import DIRECTORY, DTYPES, UsageError, number, one_of, option, output_file, whole
+from outrider.cli.options.option_values import (
+    DIRECTORY,
+    DTYPES,
+    JsonOption,
+    UsageError,
+    number,
+    one_of,
+    option,
+    output_file,
+    whole,
+)
 from outrider.cli.terminal.environment import backend_from_environment
 from outrider.cli.terminal.files import check_directory
-from outrider.cli.terminal.report import CommandReport, Interrupted, JsonOption
+from outrider.cli.terminal.report import CommandReport, Interrupted
 from outrider.cli.terminal.starting import show_progress
 from outrider.cli.terminal.streams import note
 from outrider.registry import Registry

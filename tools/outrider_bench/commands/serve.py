@@ -16,9 +16,9 @@ from rich.table import Table
 
 from outrider.cli.options.engine_options import with_options
 from outrider.cli.options.models import DraftTokensOption, DtypeOption
-from outrider.cli.options.option_values import DIRECTORY, UsageError, number, one_of, option, text, whole
+from outrider.cli.options.option_values import DIRECTORY, JsonOption, UsageError, number, one_of, option, text, whole
 from outrider.cli.terminal.files import check_directory
-from outrider.cli.terminal.report import CommandReport, JsonOption
+from outrider.cli.terminal.report import CommandReport
 from outrider.cli.terminal.streams import note
 from outrider.device.errors import ConfigError
 from outrider_bench.child import ChildFailed, run_child

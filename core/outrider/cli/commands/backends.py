@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.commands.listing import survey
-from outrider.cli.options.option_values import option
+from outrider.cli.options.option_values import JsonOption, option
 from outrider.cli.terminal.environment import plugin_probe
-from outrider.cli.terminal.report import CommandReport, JsonOption
+from outrider.cli.terminal.report import CommandReport
 from outrider.cli.terminal.starting import show_progress
 from outrider.cli.terminal.torch_probe import known_torch
 

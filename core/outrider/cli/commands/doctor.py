@@ -11,9 +11,9 @@ from typing import Annotated, Any
 from rich.console import Console
 
 from outrider.cli.commands.listing import survey
-from outrider.cli.options.option_values import option
+from outrider.cli.options.option_values import JsonOption, option
 from outrider.cli.terminal.environment import AUTOLOAD_VARIABLE, BACKEND_VARIABLE, backend_from_environment
-from outrider.cli.terminal.report import CommandReport, JsonOption
+from outrider.cli.terminal.report import CommandReport
 from outrider.cli.terminal.starting import show_progress
 from outrider.cli.terminal.torch_probe import TorchState, loaded_torch, probe_torch
 from outrider.device.errors import OutriderError

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from outrider.bundled import bundled
 from outrider.cli.options.models import ModelOption
-from outrider.cli.options.option_values import checking_options, option, output_file, whole
+from outrider.cli.options.option_values import JsonOption, checking_options, option, output_file, whole
 from outrider.cli.terminal.files import write_whole
-from outrider.cli.terminal.report import CommandReport, JsonOption
+from outrider.cli.terminal.report import CommandReport
 from outrider.cli.terminal.starting import show_progress
 from outrider.device.errors import ConfigError
 

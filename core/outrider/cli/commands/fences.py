@@ -5,8 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from outrider.cli.options.option_values import BackendOption, JsonOption
 from outrider.cli.terminal.environment import backend_from_environment, plugin_probe
-from outrider.cli.terminal.report import BackendOption, CommandReport, JsonOption
+from outrider.cli.terminal.report import CommandReport
 from outrider.registry import Registry
 
 

@@ -17,11 +17,11 @@ from outrider.cli.options.chat_options import ChatOption, ConversationPrompt, Me
 from outrider.cli.options.engine_options import ModelOptions, with_options
 from outrider.cli.options.images import EncodedPrompt, ImageOption
 from outrider.cli.options.models import launched
-from outrider.cli.options.option_values import INPUT_FILE, checking_options, option, parsed, text
+from outrider.cli.options.option_values import INPUT_FILE, JsonOption, checking_options, option, parsed, text
 from outrider.cli.options.rank_processes import DataParallelOption, Joined, TensorParallelOption, run_on_ranks
 from outrider.cli.options.request_options import GuideOption, MaxTokensOption, SamplingOptions, build_guide
 from outrider.cli.terminal.inputs import read_text
-from outrider.cli.terminal.report import CommandReport, Interrupted, JsonOption
+from outrider.cli.terminal.report import CommandReport, Interrupted
 from outrider.device.errors import ConfigError
 from outrider.errors import RequestError
 from outrider.speculative.names import DRAFTLESS

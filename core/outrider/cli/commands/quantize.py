@@ -10,8 +10,17 @@ from typing import Annotated, Any
 from rich.console import Console
 
 from outrider.bundled import bundled
-from outrider.cli.options.option_values import CHECKPOINT, DIRECTORY, WEIGHT_FORMATS, UsageError, one_of, option, whole
-from outrider.cli.terminal.report import CommandReport, JsonOption
+from outrider.cli.options.option_values import (
+    CHECKPOINT,
+    DIRECTORY,
+    WEIGHT_FORMATS,
+    JsonOption,
+    UsageError,
+    one_of,
+    option,
+    whole,
+)
+from outrider.cli.terminal.report import CommandReport
 from outrider.cli.terminal.starting import show_progress
 from outrider.errors import shown
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from outrider.cli.options.option_values import JsonOption
 from outrider.cli.terminal.environment import plugin_probe
-from outrider.cli.terminal.report import CommandReport, JsonOption
+from outrider.cli.terminal.report import CommandReport
 from outrider.registry import Plugins
 from outrider.registry.proposers import PROPOSERS, with_reserved_name_check
 from outrider.speculative.names import BUILTIN_PROPOSERS

@@ -10,10 +10,10 @@ from rich.console import Console
 
 from outrider.bundled import bundled
 from outrider.cli.options.models import ModelOption
-from outrider.cli.options.option_values import DIRECTORY, SHAPE, UsageError, number, option
+from outrider.cli.options.option_values import DIRECTORY, SHAPE, BackendOption, JsonOption, UsageError, number, option
 from outrider.cli.terminal.environment import backend_from_environment, plugin_probe, tuned_directory
 from outrider.cli.terminal.files import check_directory
-from outrider.cli.terminal.report import BackendOption, CommandReport, Interrupted, JsonOption
+from outrider.cli.terminal.report import CommandReport, Interrupted
 from outrider.cli.terminal.starting import show_progress
 from outrider.device.errors import CapabilityError, ConfigError
 from outrider.registry import Registry

@@ -30,8 +30,7 @@ from outrider.cli.options.models import (
     check_draft,
     load,
 )
-from outrider.cli.options.option_values import UsageError
-from outrider.cli.terminal.report import BackendOption, VerboseOption
+from outrider.cli.options.option_values import BackendOption, UsageError, VerboseOption
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine

@@ -1,4 +1,4 @@
-"""The values that the options of all commands accept: one kind of value has one check, one metavar and one message.
+"""Values that options accept, one check, metavar and message for each kind, and the options that most commands have.
 
 The checks run while the command line is parsed. None needs torch, so a wrong value ends a command before anything is loaded.
 """
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -220,6 +220,21 @@ INPUT_FILE = Value("FILE", _problem_of_input)
 DIRECTORY = Value("DIR", _problem_of_directory)
 DRAFT_VOCABULARY = Value("N|FILE", _problem_of_vocabulary)
 SHAPE = Value("NAME|FILE", _problem_of_shape)
+
+JsonOption = Annotated[bool, option("--json", help="Print one JSON object on standard output.")]
+VerboseOption = Annotated[
+    bool,
+    option("--verbose", help="Also say what the engine chose, compiled and captured, on standard error."),
+]
+BackendOption = Annotated[
+    str | None,
+    option(
+        "--backend",
+        value=BACKEND,
+        help="Backend: a name such as cpu, NAME:1 for a device, NAME:key=value for options, or auto. "
+        "Without it OUTRIDER_BACKEND decides, then probing.",
+    ),
+]
 
 
 def output_file(suffix: str | None = None) -> Value:

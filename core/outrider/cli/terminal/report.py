@@ -6,28 +6,12 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 
-from outrider.cli.options.option_values import BACKEND, option
 from outrider.device.errors import OutriderError
-
-JsonOption = Annotated[bool, option("--json", help="Print one JSON object on standard output.")]
-VerboseOption = Annotated[
-    bool,
-    option("--verbose", help="Also say what the engine chose, compiled and captured, on standard error."),
-]
-BackendOption = Annotated[
-    str | None,
-    option(
-        "--backend",
-        value=BACKEND,
-        help="Backend: a name such as cpu, NAME:1 for a device, NAME:key=value for options, or auto. "
-        "Without it OUTRIDER_BACKEND decides, then probing.",
-    ),
-]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
