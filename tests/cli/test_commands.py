@@ -9,8 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from outrider.cli.commands import table
-from outrider.cli.commands.lazy import Broken, CommandUnavailable, group
-from outrider.cli.commands.table import GROUP, OWN, commands
+from outrider.cli.commands.table import GROUP, OWN, Broken, CommandUnavailable, commands, group
 
 
 def offer(name, value, distribution=None):

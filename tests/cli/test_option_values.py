@@ -14,7 +14,7 @@ from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
 PARSE_ALL = """
 import json, sys, typer
 from outrider.cli.commands.table import commands
-from outrider.cli.commands.lazy import group
+from outrider.cli.commands.table import group
 
 def each_command(command, path):
     if not hasattr(command, "targets"):

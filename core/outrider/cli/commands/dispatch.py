@@ -24,8 +24,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from outrider.cli.commands.lazy import group
-from outrider.cli.commands.table import commands
+from outrider.cli.commands.table import commands, group
 from outrider.cli.options.option_values import UsageError
 from outrider.cli.terminal.report import CommandReport, Interrupted, Unfinished, Unsaid, exit_code, to_json
 from outrider.cli.terminal.stopping import SignalStop
