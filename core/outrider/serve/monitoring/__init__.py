@@ -1,1 +1,1 @@
-"""What operators watch: metrics, request spans, log formats and events of the prefix cache."""
+"""Metrics, request spans, log formats, and events of the prefix cache, for operators of a server."""
