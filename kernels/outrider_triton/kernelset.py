@@ -29,6 +29,7 @@ from outrider_triton.experts import TritonExperts
 from outrider_triton.launch import compile_only, has_kernel
 from outrider_triton.peers import FUSED_BYTES, PeerExchange
 from outrider_triton.prefill_attention import PromptAttention
+from outrider_triton.recurrent import TritonRecurrent
 from outrider_triton.rotary import rotates
 from outrider_triton.table import ANY_LAYER, STREAMED, MatmulConfig, Table, bucket, layer_of
 from outrider_triton.token_choice import TritonChoices
@@ -45,7 +46,9 @@ _TRITON = torch.ops.outrider
 _MAX_MOVES = 256
 
 
-class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExperts, KernelSet, complete=True):
+class TritonKernels(
+    TritonChoices, TritonBookkeeping, TritonAttention, TritonExperts, TritonRecurrent, KernelSet, complete=True
+):
     """Kernels in Triton for one device.
 
     ``facts`` describes the device. ``table`` has its measurements, or is None. Configurations that the table lacks are
@@ -236,7 +239,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
 
         Only bfloat16 is fused: a row before the division by its root mean square may overflow float16.
         """
-        if residual.dtype is not torch.bfloat16 or norm.dtype is not residual.dtype or not residual.is_contiguous():
+        if residual.dtype is not torch.bfloat16 or not residual.is_contiguous() or not has_kernel(norm):
             return None
         adding = self.matmul_config("linear_add_scaled", added.x, added.weight)
         taking = self.matmul_config(consumer, residual, weight, half=half)
@@ -244,7 +247,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
 
     def _scaled(self, added: Product, residual: Tensor, norm: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the scaled row and squares of each variant of a pair's first product; nothing outside the scope."""
-        if residual.dtype is torch.bfloat16 and norm.dtype is residual.dtype and residual.is_contiguous():
+        if residual.dtype is torch.bfloat16 and residual.is_contiguous() and has_kernel(norm):
             for config_list in self._products("linear_add_scaled", added.x, added.weight):
                 yield _TRITON.linear_add_scaled.triton(
                     _sample(added.x), added.weight, added.bias, _sample(residual).clone(), norm, config_list, self.pdl
@@ -368,6 +371,12 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
             return super().silu_mul(gate_up)
         return _TRITON.silu_mul.triton(gate_up, self.pdl)  # type: ignore[no-any-return]
 
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Multiply by the sigmoid of the gate, one program per row and block of columns."""
+        if not has_kernel(x, gate) or x.stride(-1) != 1 or gate.stride(-1) != 1:
+            return super().sigmoid_mul(x, gate)
+        return _TRITON.sigmoid_mul.triton(x, gate, self.pdl)  # type: ignore[no-any-return]
+
     def rope_write_cache(
         self,
         q: Tensor,
@@ -390,8 +399,8 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonAttention, TritonExp
         """Normalise the heads of queries and keys, rotate them and write the cache in one kernel, one program per token and
         head.
         """
-        supported = has_kernel(made) and rotates(rotary, made)
-        if not supported or not made.is_contiguous() or {norms.queries.dtype, norms.keys.dtype} != {made.dtype}:
+        supported = has_kernel(made, *norms[:2]) and rotates(rotary, made, partly=True) and made.stride(1) == 1
+        if not supported or norms.queries.dtype is not norms.keys.dtype:
             return super().head_norm_rope_write_cache(made, norms, rotary)
         queries: Tensor = _TRITON.rope_write_cache.triton_parts(made, None, *rotary, made.dtype, self.pdl, *norms)
         return queries

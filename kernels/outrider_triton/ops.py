@@ -176,15 +176,18 @@ def _add_parts_rope_write_cache(
 
     ``parts`` is [T, (Hq + 2 Hkv) D], or [parts, T, ...] of a split product.
     """
-    expect_laid_out(cos, sin, k_cache, v_cache)
-    expect(parts.is_contiguous(), lambda: "rope_write_cache: parts must be contiguous")
+    expect_laid_out(cos, sin, k_cache, v_cache, partly=True)
+    expect(
+        parts.is_contiguous() if parts.dim() == 3 else parts.stride(1) == 1,
+        lambda: "rope_write_cache: parts must be contiguous, or their rows if there is one part",
+    )
     q = _queries(parts, k_cache, dtype)
     (tokens, heads, size), kv_heads = q.shape, k_cache.shape[2]
     launch(
         jit_rows.add_parts_rope_write_cache,
         (tokens, heads + 2 * kv_heads),
         *(parts, bias, q_norm, k_norm, eps, cos, sin, q, k_cache, v_cache, slots, heads, kv_heads, size // 2),
-        tokens * parts.shape[-1],
+        *(cos.shape[1] // 2, parts.stride(-2), tokens * parts.shape[-1]),
         *(cos.stride(0), k_cache.stride(1), k_cache.stride(2)),
         PARTS=1 if parts.dim() == 2 else parts.shape[0],
         BLOCK_HALF=power_of_two(size // 2),

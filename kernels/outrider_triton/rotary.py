@@ -9,22 +9,25 @@ from outrider.device import RotaryArgs
 from outrider.device.kernels.checks import expect
 
 
-def rotates(rotary: RotaryArgs, x: Tensor) -> bool:
-    """Return True if a Triton kernel can rotate and write keys and values that a product computes in the dtype of ``x``."""
+def rotates(rotary: RotaryArgs, x: Tensor, *, partly: bool = False) -> bool:
+    """Return True if a Triton kernel can rotate and write keys and values that a product computes in the dtype of ``x``.
+
+    ``partly``: the kernel can rotate only the first dimensions of a head, too.
+    """
     cos, sin, k_cache, v_cache, slots = rotary
     contiguous = cos.stride(1) == 1 and slots.is_contiguous() and _laid_out(cos, sin, k_cache, v_cache)
     rotated, size = cos.shape[1], k_cache.shape[3]
-    return contiguous and k_cache.dtype in (x.dtype, torch.float8_e4m3fn) and size % 2 == 0 and rotated == size
+    return contiguous and k_cache.dtype in (x.dtype, torch.float8_e4m3fn) and size % 2 == 0 and (partly or rotated == size)
 
 
-def expect_laid_out(cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+def expect_laid_out(cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, *, partly: bool = False) -> None:
     """Raise for operands that a kernel would read or write wrongly."""
     expect(
         _laid_out(cos, sin, k_cache, v_cache),
         lambda: "rope_write_cache: caches must be contiguous, and cos and sin laid out alike",
     )
     expect(
-        cos.shape[1] == k_cache.shape[3],
+        cos.shape[1] == k_cache.shape[3] or partly,
         lambda: f"rope_write_cache: cos of {cos.shape[1]} for heads of {k_cache.shape[3]}; expected all of a head rotated",
     )
 

@@ -90,20 +90,18 @@ def test_catches(tree, file, line, contract):
 
 
 ROOMS = {
+    "engine": "async_engine",
     "warm_up": "engine",
     "loop": "assembly",
-    "step": "loop",
+    "ranked": "loop",
+    "step": "ranked",
     "graphs": "step",
-    "stages": "graphs",
-    "prefill": "stages",
-    "plan_stages": "stages",
-    "stage_io": "plan_stages",
-    "state.rows": "stage_io",
+    "prefill": "step",
+    "state.rows": "stages",
     "recovery.watchdog": "state.rows",
-    "ranks.records": "recovery.watchdog",
     "requests.pages": "ranks.records",
-    "fences": "requests.pages",
-    "config": "fences",
+    "fences": "setup.checks",
+    "config": "recovery.watchdog",
 }
 """Rooms of the engine, and one that each must not know: the next one above, or one beside it."""
 

@@ -16,7 +16,7 @@ START = """
     from outrider.cli.terminal.starting import chosen
     from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine
-    from outrider.engine.loading import load_checkpoint
+    from outrider.engine.setup.loading import load_checkpoint
     from outrider.engine.requests.sampling import SamplingParams
     from outrider.registry import Registry
 

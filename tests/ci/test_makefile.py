@@ -12,5 +12,5 @@ ROOT = Path(__file__).parents[2]
 def test_only_development_installs_linters_and_type_checkers(tmp_path, target, development):
     command = ["make", "--dry-run", f"VENV={tmp_path / 'venv'}", target]
     planned = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "--editable '.[models]'" in planned
+    assert "--editable '.[models,gguf]'" in planned
     assert ("groups['dev']" in planned) is development

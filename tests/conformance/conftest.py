@@ -3,15 +3,57 @@
 import os
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
 from outrider_conformance import conform
-from outrider_conformance.levels import SUITE
+from outrider_conformance.levels import MODULES, SUITE
+
+SICK = """
+    import os
+    import pytest
+    from outrider.device.plugin import BackendInfo, hookimpl
+
+    @hookimpl
+    def backend_info():
+        return BackendInfo(name="sick", description="made up", priority=-1)
+
+    @hookimpl
+    def create_backend(ordinal, options):
+        from outrider.device import BackendLoadError, ConfigError
+        if ordinal:
+            raise BackendLoadError(f"no device {{ordinal}}")
+        if options:
+            raise ConfigError("no options")
+        from outrider_cpu.backend import CpuBackend
+
+        class Sick(CpuBackend):
+            {body}
+
+        backend = Sick()
+        backend.name = "sick"
+        return backend
+"""
+
+
+@pytest.fixture
+def sick(install, monkeypatch):
+    """``sick("...")``: a distribution whose backend's class has that body; visible to child processes too.
+
+    Beside it lies a plugin of pytest that would end the run, were it loaded because it's installed.
+    """
+
+    def make(body):
+        body = textwrap.indent(textwrap.dedent(body).strip(), " " * 12).strip()
+        for site in (install("sick", SICK.format(body=body)), install("intruder", "raise SystemExit(9)", group="pytest11")):
+            monkeypatch.setenv("PYTHONPATH", str(site), prepend=":")
+
+    return make
 
 
 def suite_modules():
-    return sorted(SUITE.glob("test_l*.py"))
+    return sorted(SUITE.glob(MODULES))
 
 
 @pytest.fixture(scope="session")

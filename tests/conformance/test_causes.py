@@ -8,10 +8,10 @@ from conformance.conftest import suite_modules
 from outrider.device import DeviceFault
 from outrider.registry import get_backend
 from outrider_conformance import engines
-from outrider_conformance.causes import CAUSES, cause_of, diagnose
 from outrider_conformance.lab import BrokenPromiseError, expect
 from outrider_conformance.programs.explanation import PROMISES
 from outrider_conformance.programs.trial import ProgramFailed
+from outrider_conformance.reporting.causes import CAUSES, cause_of, diagnose
 
 CHECKED = ("SpeculativeSync.step_modes", "The modes that are right on this device.")
 

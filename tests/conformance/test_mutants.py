@@ -42,7 +42,7 @@ def test_the_table_names_every_mutant_and_every_legal_backend(kills):
 
 
 def test_the_table_names_tests_that_exist(kills):
-    from outrider_conformance.report import suite_functions
+    from outrider_conformance.reporting.report import suite_functions
 
     assert {test.partition("[")[0] for _, test in kills.values()} <= set(suite_functions())
 

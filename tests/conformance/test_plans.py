@@ -7,7 +7,7 @@ import pytest
 from outrider.device import HostParam
 from outrider.registry import get_backend
 from outrider_conformance.lab import Lab
-from outrider_conformance.planned_attention import check_in_graph, check_renewed, check_unplanned
+from outrider_conformance.random_kernels.planned_attention import check_in_graph, check_renewed, check_unplanned
 from outrider_sim.planned_attention import HostPlan
 
 

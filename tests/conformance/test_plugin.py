@@ -15,48 +15,6 @@ import pytest
 from outrider_conformance import run
 from outrider_conformance.run import ConformanceError, _post_mortem, check, conform, passed
 
-SICK = """
-    import os
-    import pytest
-    from outrider.device.plugin import BackendInfo, hookimpl
-
-    @hookimpl
-    def backend_info():
-        return BackendInfo(name="sick", description="made up", priority=-1)
-
-    @hookimpl
-    def create_backend(ordinal, options):
-        from outrider.device import BackendLoadError, ConfigError
-        if ordinal:
-            raise BackendLoadError(f"no device {{ordinal}}")
-        if options:
-            raise ConfigError("no options")
-        from outrider_cpu.backend import CpuBackend
-
-        class Sick(CpuBackend):
-            {body}
-
-        backend = Sick()
-        backend.name = "sick"
-        return backend
-"""
-
-
-@pytest.fixture
-def sick(install, monkeypatch):
-    """``sick("...")``: a distribution whose backend's class has that body; visible to child processes too.
-
-    Beside it lies a plugin of pytest that would end the run, were it loaded because it's installed.
-    """
-
-    def make(body):
-        body = textwrap.indent(textwrap.dedent(body).strip(), " " * 12).strip()
-        for site in (install("sick", SICK.format(body=body)), install("intruder", "raise SystemExit(9)", group="pytest11")):
-            monkeypatch.setenv("PYTHONPATH", str(site), prepend=":")
-
-    return make
-
-
 FEW = ("--programs", "3")
 """Where it's about how the suite is run. All programs run on the reference for the report of test_report.py."""
 MEMORY_ALONE = ("-k", "memory_figures")
@@ -99,7 +57,7 @@ def test_one_module_of_the_suite_can_be_named(run_suite, tmp_path):
         ".",
         "--report",
         "out",
-        module="outrider_conformance.suite.test_l0_plugin",
+        module="outrider_conformance.suite.l0.test_l0_plugin",
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = {test["id"].partition("::")[0] for test in json.loads((tmp_path / "out" / "report.json").read_text())["tests"]}

@@ -51,9 +51,9 @@ def test_names_abilities_that_exist(node):
 
 def test_every_ability_has_a_test():
     covered = {a.value for _, node, _ in suite_tests() for marker in decorators(node, "needs") for a in marker.args}
-    # dtypes are run through everywhere; rebinding is tested on devices without graphs too, so it has no marker. What a
-    # device prefers isn't an ability.
-    others = {"dtypes", "updates_graph_params", "preferred_dtypes", "page_size", "quantized_formats"}
+    # dtypes are run through everywhere; rebinding is tested on devices without graphs too, so it has no marker.
+    # captures_in_part takes an ability back, and what a device prefers isn't one.
+    others = {"dtypes", "updates_graph_params", "captures_in_part", "preferred_dtypes", "page_size", "quantized_formats"}
     assert covered | others == {f.name for f in fields(Capabilities)}
 
 

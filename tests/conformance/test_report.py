@@ -6,9 +6,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from outrider_conformance.page import badge, page
-from outrider_conformance.publish import FILES, junit
-from outrider_conformance.report import levels_of, seal, verify
+from outrider_conformance.reporting.page import badge, page
+from outrider_conformance.reporting.publish import FILES, junit
+from outrider_conformance.reporting.report import levels_of, seal, verify
 from outrider_conformance.run import passed
 from outrider_trace.html_page import prose
 

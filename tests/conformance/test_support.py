@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from outrider.device import Capabilities, ConfigError
+from outrider_conformance.reporting.waivers import read_waivers
 from outrider_conformance.support import EvidenceRecord, Tier, from_report, load_records, parse_record, render
-from outrider_conformance.waivers import read_waivers
 
 ROOT = Path(__file__).resolve().parents[2]
 EVIDENCE = ROOT / "docs" / "evidence" / "support"
@@ -95,7 +95,7 @@ BAD = [(b"\x8e\xff", "not UTF-8 text"), (b"[" * 100_000, "recursion"), (None, "e
 
 @pytest.mark.parametrize(("content", "said"), BAD, ids=["binary", "deep", "a directory", "without an end"])
 def test_files_that_hold_anything_else_are_told(outrider, content, said, tmp_path, monkeypatch):
-    monkeypatch.setattr("outrider_conformance.report.MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("outrider_conformance.reporting.report.MOST_BYTES", 1 << 20)
     file = tmp_path / "x.json"
     if content is None:
         file.mkdir()

@@ -112,7 +112,7 @@ def test_what_is_shared_out_can_not_be_lent():
             with pytest.raises(ConfigError, match="takes requests, and lends none"):
                 engine.resume(state((1, 2)), lend=True)
             with pytest.raises(RequestError, match="a token of output at least"):
-                engine.expect(state((1, 2)))
+                engine.lending.expect(state((1, 2)))
             assert engine.groups == 2
             assert engine.load.pages == engine.load.free_pages == 2 * (CONFIG["num_pages"] - 1)
         finally:
@@ -127,7 +127,7 @@ def test_what_is_shared_out_can_not_be_lent():
             return
         try:
             with pytest.raises(ConfigError, match="a part of every page"):
-                engine.expect(state((1, 2)))
+                engine.lending.expect(state((1, 2)))
         finally:
             engine.close()
 

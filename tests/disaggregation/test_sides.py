@@ -15,7 +15,7 @@ from outrider.disaggregation import codec
 from outrider.disaggregation.decode_worker import StandaloneMode
 from outrider.disaggregation.wire import WireError
 from outrider.engine import ChoiceGuide, Ebnf, JsonObject, JsonSchema, Regex
-from outrider.engine.requests.request_state import RequestState
+from outrider.engine.requests.hand_over import RequestState
 from outrider.errors import RequestError
 from outrider.registry.transports import get_transport
 from outrider.transports.local_transport import LocalTransport

@@ -195,9 +195,10 @@ def test_the_table_of_packages_is_that_of_the_tree():
     ]
 
 
-def test_the_table_of_fences_is_that_of_the_engine():
+def test_the_tables_of_fences_and_stages_are_those_of_the_engine():
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     assert tables().fence_table() in page, "run: python docs/_site/tables.py"
+    assert tables().stage_table() in page, "run: python docs/_site/tables.py"
 
 
 def test_pictures_are_small():

@@ -10,7 +10,7 @@ import pytest
 from outrider import AsyncEngine, SamplingParams
 from outrider.device import ConfigError, DeviceFault, DeviceLost
 from outrider.engine.async_engine import AsyncEngineClosed
-from outrider.engine.requests.owner import WrongThread
+from outrider.engine.session import WrongThread
 from outrider.errors import RequestError
 from outrider.speculative.eagle import EagleProposer
 from outrider_proof import tiny

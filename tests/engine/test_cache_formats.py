@@ -9,7 +9,7 @@ from model.cached_checkpoints import write_cached
 from outrider import SamplingParams
 from outrider.device import ConfigError
 from outrider.engine.engine import Engine
-from outrider.engine.loading import load_checkpoint
+from outrider.engine.setup.loading import load_checkpoint
 from outrider.registry import Registry
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.checkpoints import write_eagle

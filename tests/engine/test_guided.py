@@ -14,9 +14,9 @@ from engine.guided_schemas import SCHEMAS, check_fits
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.engine import ChoiceGuide, Ebnf, JsonObject, JsonSchema, Regex
-from outrider.engine.requests import grammars, guidance
-from outrider.engine.requests.grammars import Grammars
-from outrider.engine.requests.guidance import Guidance, mask_words
+from outrider.engine.guides import grammars, guidance
+from outrider.engine.guides.grammars import Grammars
+from outrider.engine.guides.guidance import Guidance, mask_words
 from outrider.engine.requests.request import FinishReason
 from outrider.errors import RequestError
 from outrider.model import Tokenizer, load_decoder, load_eagle

@@ -3,7 +3,7 @@
 import pytest
 
 from outrider import get_backend
-from outrider.engine import device_model_facts
+from outrider.engine.setup import device_model_facts
 
 GIB = 1 << 30
 

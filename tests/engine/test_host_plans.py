@@ -9,7 +9,7 @@ from tests.engine.conftest import Bundle
 
 from outrider import SamplingParams
 from outrider.device import CapabilityError, InterfaceError
-from outrider.engine.state.attention_plans import AttentionBatchKind, AttentionPlans
+from outrider.engine.state.plans import AttentionBatchKind, AttentionPlans
 from outrider.model import EagleHead
 from outrider.registry import get_backend
 from outrider_proof import tiny

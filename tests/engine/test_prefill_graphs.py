@@ -39,9 +39,10 @@ def noted_replays(monkeypatch):
     found = []
     launch = PrefillGraphs.launch
 
-    def noted(graphs, batch, bucket):
-        found.append((bucket.tokens, len(batch.prefill)))
-        launch(graphs, batch, bucket)
+    def noted(graphs, batch, packer, bucket):
+        if bucket is not None:
+            found.append((bucket.tokens, len(batch.prefill)))
+        return launch(graphs, batch, packer, bucket)
 
     monkeypatch.setattr(PrefillGraphs, "launch", noted)
     return found
@@ -109,7 +110,7 @@ def test_nobody_is_padded_by_much():
 def test_a_bucket_is_the_least_that_holds_the_chunks(tiny64):
     with replayed_prefill(40):
         engine = tiny64.engine(mode="fused", **SIZES)
-    graphs, requests = engine._step._prefill_graphs, []
+    graphs, requests = engine._step._prefill, []
     for length in (15, 16, 17):
         engine.add_request([1] * length, SamplingParams(max_tokens=1))
         requests.append(list(engine._requests.values())[-1])

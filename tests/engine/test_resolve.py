@@ -12,7 +12,7 @@ from outrider import EngineConfig
 from outrider.device import Capabilities, ConfigError, OutOfDeviceMemory, StepMode
 from outrider.engine.config import DecidedConfig
 from outrider.engine.ranks.engine_agreement import common_config
-from outrider.engine.resolve import GIB, CacheMemory, DeviceModelFacts, choose_dtype, resolve
+from outrider.engine.setup.resolve import GIB, CacheMemory, DeviceModelFacts, choose_dtype, resolve
 
 GPU = Capabilities(
     asynchronous=True,

@@ -9,7 +9,7 @@ from tests.engine.conftest import Tiny
 
 from outrider import Engine, SamplingParams
 from outrider.device import KernelSet
-from outrider.engine.assembly import build_runner
+from outrider.engine.assembly import Assembly
 from outrider.engine.loop import Loop
 from outrider.engine.state.staging import Packer
 from outrider.model import Decoder, EagleHead
@@ -172,17 +172,18 @@ def test_without_every_variant_something_is(bundle, tiny_tokens):
 @pytest.mark.parametrize("mode", ["graphs", "fused"])
 def test_capturing_goes_on_with_none_of_the_warm_ups_requests(bundle, monkeypatch, mode):
     """Their rows and lengths would still be there: each graph's own warm-up would make them longer, beyond their tables."""
-    found = {}
+    found, capture = {}, Assembly.capture
 
-    def watched(parts, *rest):
+    def watched(assembly, progress):
+        parts = assembly._parts
         before = parts.future.seq_lens.tolist()
-        runner = build_runner(parts, *rest)
+        launchers = capture(assembly, progress)
         parts.backend.synchronize()
         found.update(before=before, after=parts.future.seq_lens.tolist(), rows=parts.staging.decode_rows(3).tolist())
         found["captured"] = [parts.buffers.views(count).inputs.seq_lens.tolist() for count in (1, 2, 3)]
-        return runner
+        return launchers
 
-    monkeypatch.setattr("outrider.engine.engine.build_runner", watched)
+    monkeypatch.setattr(Assembly, "capture", watched)
     engine_with(bundle, Compiling(), **MODES[mode])
     assert max(found["before"]) > 0, "the warm-up's requests have left their lengths"
     assert found["after"] == found["before"]

@@ -12,7 +12,7 @@ import numpy as np
 
 from outrider import SamplingParams
 from outrider.device import ConfigError, DeviceFault
-from outrider.engine.requests.owner import WrongThread
+from outrider.engine.session import WrongThread
 from outrider.errors import RequestError
 from outrider_proof import tiny
 
@@ -118,7 +118,7 @@ class History:
 
     def generate(self):
         requests = [self.drawn() for _ in range(self.rng.randint(1, 2))]
-        first = self.engine._next_id
+        first = self.engine._session.next_id
         try:
             results = self.engine.generate([prompt for prompt, _ in requests], [params for _, params in requests])
         except BaseException:

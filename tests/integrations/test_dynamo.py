@@ -22,7 +22,7 @@ from dynamo.common.backend.publisher import ZmqSource
 from dynamo.llm.exceptions import EngineShutdown, InvalidArgument
 
 from outrider.device import DeviceLost
-from outrider.engine.requests.guides import ChoiceGuide
+from outrider.engine.guides.guides import ChoiceGuide
 from outrider.integrations import dynamo as adapter
 from outrider.integrations.dynamo import OutriderEngine, sampling_params
 from outrider.speculative.eagle import EagleProposer

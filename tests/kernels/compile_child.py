@@ -35,6 +35,8 @@ from outrider_triton.jit import (
     peers,
     prefill_attention,
     quantized,
+    recurrent,
+    recurrent_chunks,
     rows,
     streamed,
     token_choice,
@@ -82,6 +84,9 @@ TYPES = {
     **dict.fromkeys(INTS, INT),
     "eps": "fp32",
     "scale": "fp32",
+    **dict.fromkeys(("mixed", "gates", "gate", "inputs", "w", "u"), HALF),
+    **dict.fromkeys(("a_log", "dt_bias", "totals"), WIDE),
+    "commit": LONG,
     "tree_mask": "*u8",
 }
 PRODUCT = {"bias": None, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "EVEN": True}
@@ -185,6 +190,7 @@ def quantized_kernels(capability):
     ]  # fmt: skip
 
 
+OF_RULE = {"D": 128, "E": 128, "BLOCK_D": 128, "BLOCK_E": 128}
 NORM = {"bias": None, "PARTS": 2, "BLOCK": 4096}
 # What a name means depends on the kernel for a few of them.
 KERNELS = [
@@ -277,6 +283,13 @@ KERNELS = [
     (experts.expert_outputs, CHOSEN, {**FEW, "PAIRS": 0}),
     (experts.expert_outputs, CHOSEN, {**MANY}),
     (experts.add_experts, {"parts": HALF}, {"BLOCK": 1024}),
+    (recurrent.short_convolution, {}, {"KERNEL": 4, "BLOCK_T": 16, "BLOCK_C": 256}),
+    (recurrent.short_convolution, {}, {"KERNEL": 4, "BLOCK_T": 16, "BLOCK_C": 256, "commit": None}),
+    (recurrent.delta_rule, {"state": WIDE}, {**OF_RULE, "BLOCK_E": 16}),
+    (recurrent.gated_rms_norm, {}, {"E": 128, "ROWS": 16, "BLOCK_E": 128}),
+    (recurrent.sigmoid_mul, {}, {"BLOCK": 1024}),
+    (recurrent_chunks.corrections, {"tokens": "i32"}, OF_RULE),
+    (recurrent_chunks.chunk_states, {"state": WIDE, "tokens": "i32"}, {**OF_RULE, "BLOCK_E": 64}),
 ]
 NARROW = dict.fromkeys(("k_cache", "v_cache"), E4M3)
 IN_E4M3 = [

@@ -49,6 +49,15 @@ def kernels(streamed):
         "nearest_e4m3",
         "uniforms",
         "gumbel",
+        "silu",
+        "log_decay",
+        "load_input",
+        "write_window",
+        "load_token",
+        "gated_norm",
+        "load_normalized",
+        "between_tokens",
+        "inverse_of_triangle",
     }
     rings = {
         "streamed.py",

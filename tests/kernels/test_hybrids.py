@@ -3,10 +3,12 @@
 In float16: the interpreter multiplies bfloat16 wrongly.
 """
 
+import itertools
+
 import pytest
 import torch
 
-from outrider.device import HeadNorms, KernelSet, Product, RotaryArgs
+from outrider.device import HeadNorms, KernelSet, Product, RecurrentBatch, RotaryArgs
 
 PLAIN = KernelSet()
 
@@ -73,3 +75,61 @@ def test_states_are_copied_from_row_to_row(kernels, device, shape):
     kernels.scatter_rows(state, torch.tensor([5, 2], device=device), kernels.gather_rows(state, sources))
     assert torch.equal(state[[5, 2]], before[[3, 1]])
     assert torch.equal(state[[0, 1, 3, 4, 6]], before[[0, 1, 3, 4, 6]])
+
+
+def layer(device, *, tokens, heads=2, size=8):
+    """Weights of a recurrent layer with one key head, its states, and inputs of the convolution and of the gates."""
+    channels = 2 * size + heads * size
+    weights = (
+        random(channels, 4, seed=21, device=device),
+        random(heads, seed=22, device=device, dtype=torch.float32),
+        random(heads, seed=23, device=device, dtype=torch.float32),
+    )
+    states = (
+        random(3, 3, channels, seed=25, device=device),
+        random(3, heads, size, size, seed=26, device=device, dtype=torch.float32),
+    )
+    made = random(tokens, channels + 2 * heads, seed=27, device=device)
+    return weights, states, made.split((channels, 2 * heads), dim=1)
+
+
+def run(kernels, weights, states, inputs, batch, commit):
+    convolution, a_log, dt_bias = weights
+    convolved = kernels.short_convolution(inputs[0], convolution, states[0], batch, commit)
+    return kernels.gated_delta_rule(convolved, inputs[1], a_log, dt_bias, states[1], batch, commit)
+
+
+def batch_of(rows, count, length):
+    starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device) * count
+    return RecurrentBatch(rows, starts, torch.full_like(starts[1:], length), count)
+
+
+def test_decoding_verification_and_replay_have_the_same_bits(kernels, device):
+    """A window of three tokens leaves the states. A replay of its first tokens writes what decoding one by one writes."""
+    weights, states, inputs = layer(device, tokens=3)
+    rows = torch.tensor([2], device=device)
+    before = [state.clone() for state in states]
+    window = run(kernels, weights, states, inputs, batch_of(rows, 3, 8), None)
+    assert all(map(torch.equal, states, before))
+    one_by_one, ones = [state.clone() for state in states], torch.ones_like(rows)
+    for token in range(3):
+        own = slice(token, token + 1)
+        made = run(kernels, weights, one_by_one, [each[own] for each in inputs], batch_of(rows, 1, 6 + token), ones)
+        assert torch.equal(made, window[own])
+        replayed = [state.clone() for state in states]
+        run(kernels, weights, replayed, inputs, batch_of(rows, 3, 8), ones * (token + 1))
+        assert all(map(torch.equal, replayed, one_by_one))
+
+
+def test_a_prompt_cut_at_a_boundary_has_the_bits_of_the_whole(kernels, device):
+    (_, a_log, dt_bias), (_, state), (mixed, gates) = layer(device, tokens=70)
+    rows, results = torch.tensor([2], device=device), []
+    for cuts in ((0, 70), (0, 64, 70)):
+        own, made = state.clone(), []
+        for start, stop in itertools.pairwise(cuts):
+            operands = mixed[start:stop], gates[start:stop], a_log, dt_bias, own
+            made.append(kernels.chunk_gated_delta_rule(*operands, batch_of(rows, stop - start, stop)))
+        results.append((torch.cat(made), own))
+    assert all(map(torch.equal, *results))
+    token_by_token = PLAIN.gated_delta_rule(mixed, gates, a_log, dt_bias, state, batch_of(rows, 70, 70))
+    close(results[0][0], token_by_token)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from outrider.device import ConfigError
-from outrider_conformance.rank_processes import TaskProcesses
+from outrider_conformance.ranks.processes import TaskProcesses
 from outrider_cuda import plugin
 
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")

@@ -2,19 +2,19 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import torch
 
 from outrider.device.kernels import recurrent
 from outrider.device.kernels.recurrent_kernels import RecurrentKernels
-from outrider.engine import assembly, stages
+from outrider.engine import stages
 from outrider.engine.requests.scheduler import Scheduler
 from outrider.engine.requests.state_checkpoints import StateCheckpoints
+from outrider.engine.state import parts
 from outrider.engine.state.buffers import StaticBuffers
-from outrider.engine.state.state_copies import StateCopies
-from outrider.engine.state.transfer import StateTransfer
-from outrider.engine.step import Step
+from outrider.engine.state.transfer import StateCopies, StateTransfer
 from outrider.model import StateInput
 from outrider.model.layers.recurrent import RecurrentBlock
 from outrider_proof.engine_setups import HYBRID, host_models, random_host_program, reference_tokens, without_schedule
@@ -59,8 +59,8 @@ def _run(change):
     """Replace the run of a block: ``change`` gets the real one and its arguments."""
     real = RecurrentBlock._run
 
-    def run(self, mixed, gates, state, batch, commit, *, decodes):
-        return change(real, self, mixed, gates, state, batch, commit, decodes)
+    def run(self, mixed, gates, state, batch, commit, *, decodes, gate=None):
+        return change(partial(real, gate=gate), self, mixed, gates, state, batch, commit, decodes)
 
     return patch.object(RecurrentBlock, "_run", run)
 
@@ -185,22 +185,23 @@ def the_first_request_alone_keeps_its_state():
     real = StateCopies.copy
 
     def copy(self, packer, which):
-        start, end = packer.segments[which]
-        packer._segments[which] = (start, min(end, start + 2))
+        if which in packer.segments:
+            start, end = packer.segments[which]
+            packer._segments[which] = (start, min(end, start + 2))
         real(self, packer, which)
 
     return patch.object(StateCopies, "copy", copy)
 
 
 def states_are_kept_before_the_prefill():
-    real = Step._copy_states
+    real = StateCopies.copy
 
-    def copies(self, packer, which):
+    def copy(self, packer, which):
         if which == "restored_states":
             real(self, packer, "saved_states")
             real(self, packer, which)
 
-    return patch.object(Step, "_copy_states", copies)
+    return patch.object(StateCopies, "copy", copy)
 
 
 def two_prefixes_share_a_checkpoint():
@@ -215,13 +216,13 @@ def two_prefixes_share_a_checkpoint():
 
 def _padding(row):
     """Let the rows of a bucket without a request name ``row`` instead of the reserved one."""
-    real = assembly.step_buffers
+    real = parts.step_buffers
 
     def buffers(*arguments, **options):
         specs = real(*arguments, **options)
         return tuple(replace(spec, padding=row) if spec.name == "inputs.rows" else spec for spec in specs)
 
-    return patch.object(assembly, "step_buffers", buffers)
+    return patch.object(parts, "step_buffers", buffers)
 
 
 def padding_goes_to_the_first_request():

@@ -6,8 +6,8 @@ import pytest
 
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
-from outrider.engine.requests.request_state import RequestState
-from outrider.engine.step import Step
+from outrider.engine.requests.hand_over import RequestState
+from outrider.engine.state.transfer import StateCopies
 from outrider_proof import tiny
 from outrider_proof.engine_setups import HYBRID, host_models, random_host_program, reference_tokens, without_schedule
 from outrider_proof.proposers import MAKERS
@@ -96,18 +96,13 @@ def test_a_program_under_some_schedules(setup, number):
 
 def test_a_copy_of_states_on_another_stream_is_found(monkeypatch):
     """Without a fence the sanitizer sees the state that forward writes and the copy reads."""
-    real = Step._copy_states
+    real = StateCopies.__init__
 
-    def copies(self, packer, which):
-        streams = self._streams
-        self._streams = replace(streams, forward=streams.plan)
-        try:
-            real(self, packer, which)
-        finally:
-            self._streams = streams
+    def on_another_stream(self, backend, forward, *memory):
+        real(self, backend, backend.create_stream("elsewhere"), *memory)
 
     setup = EngineSetup("none" + HYBRID, "staged")
-    monkeypatch.setattr(Step, "_copy_states", copies)
+    monkeypatch.setattr(StateCopies, "__init__", on_another_stream)
     (failure,) = prove_program(setup, 0, 1)["failures"]
     assert failure["error"] == "RaceError"
-    assert "state_copies.py" in failure["text"]
+    assert "transfer.py" in failure["text"]

@@ -7,10 +7,10 @@ import torch
 from threads import failing, run, run_bodies
 
 from outrider import Engine, SamplingParams
+from outrider.engine.guides.guidance import Guidance
+from outrider.engine.guides.guides import Regex
 from outrider.engine.ranks.parallel import ParallelConfig
 from outrider.engine.ranks.records import RanksDiffer, RanksFailed
-from outrider.engine.requests.guidance import Guidance
-from outrider.engine.requests.guides import Regex
 from outrider.model import load_decoder, load_vision
 from outrider.speculative.ngram import NgramProposer
 from outrider_cpu.backend import CpuBackend
@@ -88,7 +88,7 @@ def test_a_rank_that_refuses_what_the_first_one_took_is_named():
     def body(ranks):
         engine = engine_of(ranks)
         if ranks.rank:
-            engine._admission = replace(engine._admission, max_context=4)
+            engine._admission.max_context = 4
             return engine.follow()
         return answers(engine)
 

@@ -15,15 +15,15 @@ from outrider import SamplingParams
 from outrider.device import DeviceError
 from outrider.engine.config import Choice as Chosen
 from outrider.engine.config import DecidedConfig, EngineConfig
+from outrider.engine.guides.guides import GUIDES, ChoiceGuide, Ebnf, JsonObject, JsonSchema, Regex
 from outrider.engine.ranks import commands
 from outrider.engine.ranks.commands import Command
 from outrider.engine.ranks.parallel import ParallelConfig
 from outrider.engine.ranks.processes import LoadingArguments, RankWork
 from outrider.engine.ranks.record_text import RecordError, decode, encode
 from outrider.engine.ranks.records import DecisionRecord
-from outrider.engine.requests.guides import GUIDES, ChoiceGuide, Ebnf, JsonObject, JsonSchema, Regex
-from outrider.engine.requests.logprobs import TokenLogprobs
-from outrider.engine.requests.request_state import RequestState
+from outrider.engine.requests.hand_over import RequestState
+from outrider.engine.requests.sampling import TokenLogprobs
 from outrider.model import Media, MediaGrid
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=8)

@@ -147,7 +147,7 @@ def run(program: Any) -> tuple[Recorder, Oracle]:
     detector, oracle = Recorder(), Oracle()
     named = [Named("a"), Named("b")]
     generations = [0, 0]
-    recorded: list[int | None] = [None, None]
+    recorded: list[list[tuple[int, int]]] = [[], []]  # per event: the node of each record, and that of the host's call
     index = 0
     graphs = []
     for number, body in enumerate(bodies):
@@ -170,14 +170,14 @@ def run(program: Any) -> tuple[Recorder, Oracle]:
             oracle.node(stream, [launch], rest[1], name)
             detector.launched(Operation(name, stream, index, tuple(r.access(w) for r, w in rest[1])))
         elif what == "record":
-            recorded[rest[1]] = oracle.node(stream, [launch])
+            recorded[rest[1]].append((oracle.node(stream, [launch]), launch))
             generations[rest[1]] += 1
             detector.recorded(stream, named[rest[1]], generations[rest[1]])  # type: ignore[arg-type]
-        elif what == "wait" and recorded[rest[1]] is not None:
-            oracle.node(stream, [launch, recorded[rest[1]]])
+        elif what == "wait" and recorded[rest[1]]:
+            oracle.node(stream, [launch, covered(oracle, recorded[rest[1]], launch)])
             detector.waited(stream, named[rest[1]], generations[rest[1]])  # type: ignore[arg-type]
-        elif what in ("sync_event", "query_event") and recorded[rest[0]] is not None:
-            oracle.node(host, [recorded[rest[0]]])
+        elif what in ("sync_event", "query_event") and recorded[rest[0]]:
+            oracle.node(host, [covered(oracle, recorded[rest[0]], oracle.node(host, []))])
             if what == "sync_event":
                 detector.event_synchronized(named[rest[0]], generations[rest[0]])  # type: ignore[arg-type]
             else:
@@ -200,6 +200,11 @@ def run(program: Any) -> tuple[Recorder, Oracle]:
             replay(oracle, bodies[rest[1]], stream, f"g{rest[1]}", at, launch)
             detector.replayed(graphs[rest[1]], stream, at + 1)
     return detector, oracle
+
+
+def covered(oracle: Oracle, records: list[tuple[int, int]], host: int) -> int | None:
+    """The newest record whose host call comes before the waiting host in every schedule."""
+    return next((node for node, call in reversed(records) if oracle.ordered(call, host)), None)
 
 
 def detector_name(detector: Recorder, name: str) -> None:

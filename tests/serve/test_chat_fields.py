@@ -5,7 +5,7 @@ import json
 import pytest
 
 from outrider import SamplingParams
-from outrider.engine.requests.grammars import Grammars
+from outrider.engine.guides.grammars import Grammars
 from outrider.serve.api.request_fields import ChatRequest
 from outrider.serve.api.tool_calls import RequestToolCalls
 from outrider.serve.formats.model_formats import ModelFormat

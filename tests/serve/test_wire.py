@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from outrider import SamplingParams
 from outrider.engine import ChoiceGuide, Ebnf, JsonObject, JsonSchema, Regex
-from outrider.engine.requests.logprobs import TokenLogprobs
-from outrider.engine.stats import EngineLoad, EngineStats
+from outrider.engine.loop import EngineLoad, EngineStats
+from outrider.engine.requests.sampling import TokenLogprobs
 from outrider.model import Media, MediaGrid
 from outrider.serve.connection.engine_messages import (
     AbortRequest,

@@ -137,7 +137,7 @@ class Harmful:
     ],
 )
 def test_files_that_hold_no_list_are_refused_before_the_target_is_read(checkpoints, tmp_path, name, write, told, monkeypatch):
-    monkeypatch.setattr("outrider.engine.loading._load_native", lambda *_: pytest.fail("the target was read"))
+    monkeypatch.setattr("outrider.engine.setup.loading._load_native", lambda *_: pytest.fail("the target was read"))
     write(tmp_path / name)
     with pytest.raises((ConfigError, CheckpointError), match=told):
         made(checkpoints, "eagle", draft_vocabulary=tmp_path / name)

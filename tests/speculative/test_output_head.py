@@ -88,7 +88,7 @@ def test_an_unknown_format_is_refused(checkpoints):
 
 @pytest.mark.parametrize(("name", "format"), [("eagle", "fp4"), ("eagle3", "fp8")])
 def test_what_cannot_be_is_said_before_the_target_is_read(checkpoints, name, format, monkeypatch):
-    monkeypatch.setattr("outrider.engine.loading._load_native", lambda *_: pytest.fail("the target was read"))
+    monkeypatch.setattr("outrider.engine.setup.loading._load_native", lambda *_: pytest.fail("the target was read"))
     with pytest.raises(ConfigError, match=f"draft_output_head is '?{format}"):
         made(checkpoints, name, draft_output_head=format)
 

@@ -14,7 +14,7 @@ from outrider import Engine, SamplingParams
 from outrider.device import AttentionShape, BackendLoadError, KernelSet
 from outrider.registry import get_backend
 from outrider_conformance.lab import Lab
-from outrider_conformance.planned_attention import PlannedBatch, check_in_graph, check_renewed, check_unplanned
+from outrider_conformance.random_kernels.planned_attention import PlannedBatch, check_in_graph, check_renewed, check_unplanned
 from outrider_flashinfer.buffers import fill_indices, fill_mask, mask_bytes
 from outrider_proof import tiny
 from outrider_proof.proposers import NEW_TOKENS, PROMPTS, program

@@ -16,7 +16,7 @@ from outrider_bench.limits import seconds_on_stream
 
 if TYPE_CHECKING:
     from outrider.device import Backend, Group, Stream
-    from outrider_conformance.rank_processes import RankContext
+    from outrider_conformance.ranks.processes import RankContext
 
 FUSED = "fused"
 _CALLS = 64

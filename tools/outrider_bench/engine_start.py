@@ -36,7 +36,7 @@ def time_start(work: Mapping[str, Any]) -> dict[str, object]:
     from outrider.cli.terminal.starting import chosen
     from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine
-    from outrider.engine.loading import load_checkpoint
+    from outrider.engine.setup.loading import load_checkpoint
     from outrider.registry import Registry
 
     running = Running(**work["running"])

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from outrider.device import Backend, Stream
     from outrider.engine.engine import Engine
-    from outrider.model import Decoder, DFlashHead, EagleHead, ModelConfig, ModelRanks
+    from outrider.model import Decoder, DFlashHead, EagleHead, ModelConfig, ModelRanks, MtpHead
 
 _HOST_BYTES = 256 << 20
 _DEVICE_BYTES = 2 << 30
@@ -75,9 +75,10 @@ def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float | No
     The bytes are each weight once a pass, and the keys and values of the context. Activations don't count. Experts of a
     mixture count as often as tokens reach them if all experts are equally likely. The embedding table counts only if it is
     the output head too, since otherwise a few rows are read. A chain of K draft tokens costs K passes of the head, each with
-    the output head. A block costs one pass, and the weights of keys and values once more for the text.
+    the output head. A block costs one pass, and the weights of keys and values once more for the text. A recurrent state is
+    read and written, and with drafts read once more, because verification leaves the states unchanged.
     """
-    from outrider.model import Decoder, EagleHead
+    from outrider.model import Decoder, EagleHead, MtpHead
     from outrider.speculative.block import BlockProposer
     from outrider.speculative.eagle import EagleProposer
     from outrider.speculative.proposer import NonSpeculativeProposer
@@ -90,10 +91,11 @@ def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float | No
     weights = _bytes(target.weights.layers) - _idle_expert_bytes(target, tokens) + target.weights.norm.nbytes + output
     cached = _cached_bytes(target.config, target.cache_dtype.itemsize)
     proposer = engine.proposer
-    if isinstance(proposer, EagleProposer) and isinstance(proposer.head, EagleHead):
+    if isinstance(proposer, EagleProposer) and isinstance(proposer.head, EagleHead | MtpHead):
         head = proposer.head
         passes = proposer.depth
-        weights += passes * (_bytes(head.weights) - head.weights.embedding.nbytes + _output_head_bytes(head))
+        embedding = head.weights.embedding.nbytes if isinstance(head, EagleHead) else 0
+        weights += passes * (_bytes(head.weights) - embedding + _output_head_bytes(head))
         cached += passes * _cached_bytes(head.config, target.dtype.itemsize)
     elif isinstance(proposer, BlockProposer):
         drafter = proposer.head
@@ -101,7 +103,9 @@ def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float | No
         cached += _cached_bytes(drafter.config, target.dtype.itemsize)
     elif not isinstance(proposer, NonSpeculativeProposer):
         return None
-    return float(weights + batch * context * cached)
+    recurrent = target.config.recurrent
+    states = 0 if recurrent is None else (3 if proposer.depth else 2) * recurrent.state_bytes(target.dtype)
+    return float(weights + batch * (context * cached + states))
 
 
 def _idle_expert_bytes(target: Decoder, tokens: int) -> float:
@@ -114,7 +118,7 @@ def _idle_expert_bytes(target: Decoder, tokens: int) -> float:
     return idle * sum(layer.gate_up.nbytes + layer.down.nbytes for layer in stacks)
 
 
-def _output_head_bytes(head: EagleHead | DFlashHead) -> int:
+def _output_head_bytes(head: EagleHead | MtpHead | DFlashHead) -> int:
     """Return the bytes of the output head that the draft samples with: that of the target, or a copy."""
     from outrider.model import Decoder
 
@@ -131,7 +135,7 @@ def _key_value_weight_bytes(drafter: DFlashHead) -> float:
 
 def _cached_bytes(config: ModelConfig, itemsize: int) -> int:
     """Return the bytes of keys and values of a token of context."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_size * itemsize
+    return 2 * len(config.attention_layers) * config.num_kv_heads * config.head_size * itemsize
 
 
 def _bytes(weights: Any) -> int:

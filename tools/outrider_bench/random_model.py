@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from outrider.model.layers.tuning import PreparedKernels
     from outrider.speculative.proposer import Proposer
 
-RANDOM_PROPOSERS = ("eagle", "dflash", "none")
+RANDOM_PROPOSERS = ("eagle", "mtp", "dflash", "none")
 DRAFT_LAYERS = 5
 """Layers of a block drafter, as many as published ones have."""
 _DRAFT_OPTIONS = {
@@ -102,6 +102,7 @@ class RandomModel:
             random_decoder,
             random_dflash,
             random_eagle,
+            random_mtp,
             shape_config,
         )
         from outrider_bench.synthetic import with_synthetic_acceptance
@@ -130,7 +131,8 @@ class RandomModel:
                 target, whole, layers=self.draft_layers, block_size=block, backend=device, quantization=weights
             )
             return model, BlockProposer(drafter)
-        head = random_eagle(target, whole, backend=device, quantization=weights)
+        make_head = random_mtp if self.speculate == "mtp" else random_eagle
+        head = make_head(target, whole, backend=device, quantization=weights)
         return model, EagleProposer(head, draft_tokens=self.draft_tokens)
 
     def load_engine(
@@ -155,9 +157,10 @@ class RandomModel:
         addition to a partly used page of each request; None: the engine chooses. ``verbose``: print the chosen settings and
         ``other_choices``. ``tune_seconds``: time limit for tuning kernels first; ``on_prepared`` gets the result of tuning.
         """
-        from outrider.engine.device_model_facts import situation_of
         from outrider.engine.engine import Engine
-        from outrider.engine.resolve import resolve
+        from outrider.engine.ranks.ranks import part_of_model
+        from outrider.engine.setup.device_model_facts import situation_of
+        from outrider.engine.setup.resolve import resolve
         from outrider.model.config.shapes import shape_config
         from outrider.speculative.proposer import NonSpeculativeProposer
 
@@ -172,7 +175,7 @@ class RandomModel:
         if cached_tokens is not None:
             pages = cached_tokens // (config.page_size or device.capabilities.page_size) + max_requests + 2
             config = replace(config, num_pages=pages)
-        part = None if ranks is None else ranks.model
+        part = part_of_model(ranks)
         model, proposer = self.make(device, config.torch_dtype, part, kv_dtype=config.kv_dtype)
         config = resolve(config, situation_of(device, model, proposer or NonSpeculativeProposer()), own)
         with show_progress(joined.leads) as tell:
@@ -205,7 +208,7 @@ class RandomModel:
         """Return the dtype of the ``config.json``, or the dtype in which models of this shape are published."""
         import torch
 
-        from outrider.engine.resolve import choose_dtype
+        from outrider.engine.setup.resolve import choose_dtype
         from outrider.model.config.checkpoint_config import checkpoint_dtype
         from outrider.model.config.shapes import shape_file
 

@@ -20,15 +20,19 @@ from outrider.model.config.shapes import shape_config
 from outrider.model.heads.dflash import DFlashHead, dflash_targets, dflash_weights
 from outrider.model.heads.eagle import EagleHead
 from outrider.model.heads.head_loading import eagle_targets, eagle_weights
+from outrider.model.heads.mtp import HEAD_NAME, MtpHead, chained_head_config, chained_mtp_targets, mtp_weights
 from outrider.model.layers.decoder import Decoder
-from outrider.model.layers.products import Weight
-from outrider.model.layers.ranks import ModelRanks, Shards
+from outrider.model.layers.products import SplitWeight, Weight
+from outrider.model.layers.ranks import ModelRanks, Shards, or_single_rank
 from outrider.model.quantization.cache import cache_format, resolve_cache_format
 
 _SEEDS_PER_RANK = 1000
 """Distance between the seeds of two ranks."""
 
-__all__ = ["random_decoder", "random_dflash", "random_eagle", "shape_config"]
+_UNQUANTIZED_PIECES = ("in_proj_b.weight", "in_proj_a.weight")
+"""Rows of a product that published checkpoints leave unquantized."""
+
+__all__ = ["random_decoder", "random_dflash", "random_eagle", "random_mtp", "shape_config"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +80,7 @@ def random_decoder(
     format = resolve_cache_format(kv_dtype, None, backend.kernels_in_use, backend, "the random model")
     if quantization is not None:
         quantization.check(backend)
-    shards = Shards() if ranks is None else ranks.shards
+    shards = or_single_rank(ranks).shards
     local = shards.local(config, config.family)
     with loading_stream(backend, dtype):
         targets = decoder_targets(config, (), shards)
@@ -107,6 +111,26 @@ def random_eagle(
         targets = eagle_targets(whole, (), shards)
         weights = _random_weights(targets, target.dtype, backend.device, seed=1, shards=shards, quantization=quantization)
         return EagleHead(config, eagle_weights(config, weights, embedding=target.embedding), target)
+
+
+def random_mtp(
+    target: Decoder,
+    whole: ModelConfig | None = None,
+    *,
+    backend: Backend,
+    quantization: RandomQuantization | None = None,
+) -> MtpHead:
+    """Return a head of multi-token prediction for ``target`` in the form of Qwen3.5: one layer with attention, which drafts a
+    chain. ``whole``: the config of a target that several ranks share.
+    """
+    whole, shards = chained_head_config(whole or target.config), target.shards
+    if whole.experts is not None:
+        whole = replace(whole, experts=replace(whole.experts, dense_layers=()))
+    config = shards.local(whole, whole.family)
+    with loading_stream(backend, target.dtype):
+        targets = chained_mtp_targets(whole, (), shards)
+        weights = _random_weights(targets, target.dtype, backend.device, seed=3, shards=shards, quantization=quantization)
+        return MtpHead(config, mtp_weights(weights, HEAD_NAME, whole.experts), target, ahead=1, embedding_first=True)
 
 
 def random_dflash(
@@ -174,14 +198,21 @@ def _random_weights(
     weights: dict[str, Weight] = {}
     for target in targets:
         generator = own if any(piece.tensor_slice is not None for piece in target.pieces) else shared
+        stored = torch.promote_types(dtype, torch.float32) if target.wide else dtype
+        rows, columns = target.shape[0], target.shape[-1]
+        unquantized, made = rows, None
         if quantization is not None and quantization.covers(target):
-            rows, columns = target.shape
-            weights[target.name] = weight_format(quantization.name).random_weight(
-                rows, columns, device=device, generator=generator, scales_dtype=dtype
+            unquantized = sum(piece.read_shape[0] for piece in target.pieces if piece.key.endswith(_UNQUANTIZED_PIECES))
+            made = weight_format(quantization.name).random_weight(
+                rows - unquantized, columns, device=device, generator=generator, scales_dtype=dtype
             )
+        if made is not None and not unquantized:
+            weights[target.name] = made
             continue
-        weight = torch.empty(target.shape, dtype=dtype, device=device)
-        weights[target.name] = (
-            weight.fill_(1.0) if weight.dim() == 1 else weight.normal_(generator=generator).mul_(target.shape[1] ** -0.5)
-        )
+        weight = torch.empty((unquantized, *target.shape[1:]), dtype=stored, device=device)
+        if weight.dim() == 1:
+            weight.fill_(1.0)
+        else:
+            weight.normal_(generator=generator).mul_(columns**-0.5)
+        weights[target.name] = weight if made is None else SplitWeight((made, weight))
     return weights

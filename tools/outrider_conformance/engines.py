@@ -23,6 +23,7 @@ PROMPTS = (
 )
 MAX_TOKENS = 24
 MAX_REQUESTS = 3
+DRAFT_TOKENS = 3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 MODES = ("staged", "graphs", "fused")
 REFERENCE = "cpu"
@@ -54,7 +55,7 @@ def engine_on(
     page_size: int = 8,
     mode: str = "staged",
     buckets: tuple[int, ...] | None = None,
-    draft_tokens: int = 3,
+    draft_tokens: int = DRAFT_TOKENS,
 ) -> Engine:
     """Return an engine with the bundled model on ``backend``.
 
@@ -98,10 +99,16 @@ def run(
 
 @lru_cache(maxsize=8)
 def reference(
-    *, speculate: str, dtype: str = "float32", prompts: tuple[str, ...] = PROMPTS, tokens: int = MAX_TOKENS
+    *,
+    speculate: str,
+    dtype: str = "float32",
+    prompts: tuple[str, ...] = PROMPTS,
+    tokens: int = MAX_TOKENS,
+    draft_tokens: int = DRAFT_TOKENS,
 ) -> EngineRun:
     """Return the results of :func:`run` on the reference backend."""
-    return run(engine_on(get_backend(REFERENCE), speculate=speculate, dtype=dtype), prompts, tokens, logprobs=_TOP_LOGPROBS)
+    engine = engine_on(get_backend(REFERENCE), speculate=speculate, dtype=dtype, draft_tokens=draft_tokens)
+    return run(engine, prompts, tokens, logprobs=_TOP_LOGPROBS)
 
 
 def first_wrong_token(found: EngineRun, wanted: EngineRun, dtype: str) -> str:

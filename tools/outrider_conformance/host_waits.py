@@ -10,7 +10,7 @@ import torch
 
 from outrider.device import Backend, Event, Stream
 from outrider_conformance.lab import Lab
-from outrider_conformance.verdict import not_applicable
+from outrider_conformance.reporting.verdict import not_applicable
 
 _WAIT_S = 10.0
 

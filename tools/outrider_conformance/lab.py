@@ -24,6 +24,8 @@ Program = Callable[[Backend], None]
 WIDTH = 64
 SCHEDULES = 24
 """Schedules of a program that must hold in every order."""
+CALLS = 8
+"""Calls of a verb, of which none may block: a driver may reuse a handle, or flush a queue, in every third call."""
 SIGHTINGS = 64
 """Schedules of a program that must observe something in one order."""
 _DELAY_FACTORS = (1, 4, 16, 64)

@@ -167,7 +167,7 @@ def _dtypes(backend: Backend) -> list[torch.dtype]:
 def _named(backend: Backend, calls: KernelCalls) -> Generator[None]:
     """Count the kernel calls of each engine stage under the stage's name: prefill, draft, verify, decode or extend."""
 
-    def naming(kind: type, method: str, use: Callable[[Any], str]) -> Any:
+    def naming(kind: type, method: str, use: Callable[..., str]) -> Any:
         own = getattr(kind, method)
 
         def run(stage: Any, *args: Any) -> Any:
@@ -180,7 +180,7 @@ def _named(backend: Backend, calls: KernelCalls) -> Generator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(naming(Prefill, "launch", lambda *_: "prefill"))
-        stack.enter_context(naming(DraftStage, "run", lambda _: "draft"))
-        stack.enter_context(naming(Verify, "run", lambda given: "verify" if given.batch.drafted else "decode"))
-        stack.enter_context(naming(Extend, "run", lambda _: "extend"))
+        stack.enter_context(naming(DraftStage, "run", lambda *_: "draft"))
+        stack.enter_context(naming(Verify, "run", lambda batch, _: "verify" if batch.drafted else "decode"))
+        stack.enter_context(naming(Extend, "run", lambda *_: "extend"))
         yield

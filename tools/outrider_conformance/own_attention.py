@@ -19,10 +19,10 @@ from outrider.device import (
     QuantizedWeight,
     Stream,
 )
-from outrider_conformance.attention_operands import attention_metadata, in_float64, largest_error
 from outrider_conformance.kernel_calls import KernelCalls, counts_of, layers_of
 from outrider_conformance.lab import Lab
-from outrider_conformance.verdict import not_applicable
+from outrider_conformance.random_kernels.attention_operands import attention_metadata, in_float64, largest_error
+from outrider_conformance.reporting.verdict import not_applicable
 
 _HEADS, _KV_HEADS, _SIZE = 4, 2, 64
 _SCALE = 0.125

@@ -16,19 +16,19 @@ import pytest
 
 from outrider.device import Backend, BackendInfo, OutriderError
 from outrider_conformance.clock import PhaseTimeLimit
-from outrider_conformance.failure_groups import tracing_verbs
 from outrider_conformance.kernel_calls import counting
 from outrider_conformance.kit import KIT, Kit
 from outrider_conformance.lab import Lab
 from outrider_conformance.levels import DEFAULT_LEVEL, LEVELS, level_of, parse_level
 from outrider_conformance.programs import DEFAULT_PROGRAMS
-from outrider_conformance.recorder import CALLS, VERBS_CALLED, ReportRecorder
-from outrider_conformance.verdict import NOT_REACHED, judge, mark_of, test_id
-from outrider_conformance.waivers import Waiver, read_waivers
+from outrider_conformance.reporting.failure_groups import tracing_verbs
+from outrider_conformance.reporting.recorder import CALLS, VERBS_CALLED, ReportRecorder
+from outrider_conformance.reporting.verdict import NOT_REACHED, judge, mark_of, test_id
+from outrider_conformance.reporting.waivers import Waiver, read_waivers
 
 if TYPE_CHECKING:
     from outrider_conformance.observed_kernels import ObservedKernels
-    from outrider_conformance.ranks import RankRunner
+    from outrider_conformance.ranks.runner import RankRunner
 
 TIMEOUT_S = 120.0
 FIRST_KERNEL_LEVEL = 4
@@ -235,7 +235,7 @@ def lab(kit: Kit, backend: Backend, pytestconfig: pytest.Config) -> Lab:
 @pytest.fixture(scope="session")
 def ranks(kit: Kit) -> Generator[RankRunner]:
     """Yield a runner of programs on several ranks, each with a device of its own."""
-    from outrider_conformance.ranks import RankRunner
+    from outrider_conformance.ranks.runner import RankRunner
 
     runner = RankRunner(kit)
     yield runner

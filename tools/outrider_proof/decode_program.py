@@ -454,7 +454,7 @@ class Serving:
     def _move_by_network(self, index: int, side: int, request: int) -> None:
         self._network = self._network or Network(*self._engines)
         try:
-            lent = self._engines[side].lend(request)
+            lent = self._engines[side].lending.lend(request)
         except RequestError:
             return
         if lent is None:

@@ -15,6 +15,7 @@ import torch
 
 from outrider import Engine, SamplingParams
 from outrider.device import KernelSet, WrappedKernels
+from outrider.engine.ranks.ranks import part_of_model
 from outrider.model import MediaProcessor, load_decoder, load_vision
 from outrider.speculative.build import DraftOptions, build_proposer
 from outrider.speculative.ngram import NgramProposer
@@ -88,7 +89,7 @@ class Models:
 
     def __init__(self, proposer: str, backend: Backend, ranks: Ranks | None = None) -> None:
         self.proposer, self.backend, self.ranks = proposer, backend, ranks
-        part = None if ranks is None else ranks.model
+        part = part_of_model(ranks)
         self.vision: VisionTower | None = None
         stream = backend.create_stream("load")
         with backend.on(stream):

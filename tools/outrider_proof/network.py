@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
-    from outrider.engine.requests.lent_pages import ExpectedPages, LentPages
+    from outrider.engine.requests.hand_over import ExpectedPages, LentPages
     from outrider.transports import PageTransfer
 
 APART = 3
@@ -64,7 +64,7 @@ class NetworkMove:
 
     def _go_back(self, giver: Engine) -> bool:
         """Return the request to its first engine after a timeout, because both engines may wait for each other's pages."""
-        giver.returned(self._lent)
+        giver.lending.returned(self._lent)
         self._arrive(self._side, giver.resume(self._lent.state))
         return True
 
@@ -73,7 +73,7 @@ class NetworkMove:
         giver, taker = self._network.engines[self._side], self._network.engines[1 - self._side]
         ours, theirs = self._network.links[self._side], self._network.links[1 - self._side]
         if self._transfer is None:
-            self._expected = self._expected or taker.expect(self._lent.state)
+            self._expected = self._expected or taker.lending.expect(self._lent.state)
             if self._expected is None:
                 self._turns += 1
                 return self._turns > PATIENCE and self._go_back(giver)
@@ -88,9 +88,9 @@ class NetworkMove:
         early, late = self._turns > 0, self._turns > APART
         tells, returns = (late, early) if self._number % 2 else (early, late)
         if tells and not self._there and self._network.has_arrived(1 - self._side, self._notice):
-            self._arrive(1 - self._side, taker.arrived(self._expected, self._lent.relay))
+            self._arrive(1 - self._side, taker.lending.arrived(self._expected, self._lent.relay))
             self._there = True
         if returns and not self._back and self._transfer.done():
-            giver.returned(self._lent)
+            giver.lending.returned(self._lent)
             self._back = True
         return self._there and self._back

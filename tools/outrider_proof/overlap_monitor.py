@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from outrider.device import Fence, Observer, OutriderError, Waiter
 from outrider_proof.fence_log import WrappedFence
+from outrider_proof.stage_monitor import StageMonitor
 
 if TYPE_CHECKING:
     from outrider.device import Backend
@@ -44,6 +45,7 @@ class OverlapMonitor:
     wait for results before a preemption or a hand-over; the results may complete all requests; a guided request runs alone.
     *Rows.* The engine frees a row and its pages when no iteration of their request is in flight.
     *Launch.* No launch blocks the host, except at fences where the backend's policy is a host wait, and in image prefill.
+    *Stages.* Each stage accesses the memory that it declares, see :class:`~outrider_proof.stage_monitor.StageMonitor`.
 
     Pass :meth:`wrap` as the engines' ``wrap_fence``, call :meth:`watch` per engine and :meth:`observe` with the backend.
     """
@@ -64,11 +66,12 @@ class OverlapMonitor:
     def watch(self, engine: Engine, *, overlap: bool) -> None:
         """Watch ``engine`` from now on; ``overlap`` expects it to launch ahead."""
         loop = engine._loop
-        sync, step = loop._backend.speculative_sync, loop.step
-        exact = sync.exact_host_lengths or step._plans_on_host
+        sync = loop._backend.speculative_sync
+        exact = sync.exact_host_lengths or engine._parts.attention.plans_on_host
         policy = {"lengths_on_host": exact, "published": sync.published_waiter is Waiter.HOST, "draft_on_host": True}
         self._may_block |= {name for name, may in policy.items() if may}
-        _WatchedLoop(self, loop, overlap)
+        _WatchedLoop(self, loop, overlap, engine.proposer.depth)
+        self.stages = StageMonitor(engine, self.note)
 
     def observe(self, backend: Backend) -> Callable[[], None]:
         """Receive reports of a blocked host from the attached or a new observer; return a function that stops this."""
@@ -110,8 +113,8 @@ class OverlapMonitor:
 class _WatchedLoop:
     """The monitor's record of one engine's batches, launches and freed rows."""
 
-    def __init__(self, pace: OverlapMonitor, loop: Loop, overlap: bool) -> None:
-        self._pace, self._loop, self._overlap = pace, loop, overlap
+    def __init__(self, pace: OverlapMonitor, loop: Loop, overlap: bool, depth: int) -> None:
+        self._pace, self._loop, self._overlap, self._depth = pace, loop, overlap, depth
         self._followed = False  # the iteration before this one is to be in flight still
         self._around(loop.scheduler, "next_batch", self._next_batch)
         self._around(loop.scheduler, "_release", self._release)
@@ -140,7 +143,7 @@ class _WatchedLoop:
         return not any(group._waiting for group in groups) and all(
             request.prefilled >= len(request.context)
             and request.params.max_tokens - len(request.output) - request.tokens_in_flight
-            <= request.decodes_in_flight * (self._loop.step._growth - 1)
+            <= request.decodes_in_flight * self._depth
             for request in scheduler.running
             if request.finish_reason is None
         )

@@ -18,7 +18,7 @@ from outrider.model import (
     ModelRanks,
     MtpHead,
     PEagleHead,
-    Shards,
+    or_single_rank,
 )
 from outrider.model.layers.products import plain
 from outrider.speculative.block import BlockProposer
@@ -58,7 +58,7 @@ def decoder(
     model: Decoder, backend: Backend, ranks: ModelRanks | None = None, *, kernels: KernelSet | None = None
 ) -> Decoder:
     """Return the model on another backend with its kernels, or with ``kernels``; with ranks, this rank's part."""
-    shards = Shards() if ranks is None else ranks.shards
+    shards = or_single_rank(ranks).shards
     weights = copy_to_device(decoder_part(model.weights, model.config, shards), backend.device)
     return Decoder(shards.local(model.config, "the model"), weights, kernels or backend.kernels_in_use, ranks)
 

@@ -101,7 +101,7 @@ class OneServing(Serving):
     """
 
     def _params(self, arrival: Arrival) -> SamplingParams:
-        from outrider.engine.requests.guides import Regex
+        from outrider.engine.guides.guides import Regex
 
         return replace(super()._params(arrival), guide=Regex("residues") if arrival.guided else None)
 
@@ -261,7 +261,8 @@ def _inject_divergence(engine: Engine, inject: str) -> None:
 
     decision_log.next = other
     if inject == "bucket":
-        runner: Any = engine._step._runner
+        step: Any = engine._step
+        runner = step._runner
         smallest = runner.bucket
 
         def larger(count: int, drafted: int | None = None, features: Any = None) -> int:

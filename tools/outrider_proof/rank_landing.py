@@ -26,7 +26,7 @@ from outrider.disaggregation.prefill_worker import PrefillWorker
 from outrider.disaggregation.wire import WireMessage
 from outrider.engine.ranks.parallel import ParallelConfig
 from outrider.engine.ranks.ranks import Ranks
-from outrider.engine.requests.request_state import RequestState
+from outrider.engine.requests.hand_over import RequestState
 from outrider.registry import Registry
 from outrider.transports.local_transport import LocalTransport
 from outrider_proof import engine_setups

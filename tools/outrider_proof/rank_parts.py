@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from outrider.device import DeltaRuleWeights
 from outrider.model import (
     DecoderWeights,
     DFlashWeights,
@@ -17,7 +18,6 @@ from outrider.model import (
     ModelConfig,
     MtpWeights,
     RecurrentConfig,
-    RecurrentWeights,
     Shards,
 )
 from outrider.model.layers.products import plain
@@ -43,15 +43,14 @@ def layer_part(weights: LayerWeights, config: ModelConfig, shards: Shards) -> La
     def qkv(stacked: Tensor | None) -> Tensor | None:
         if stacked is None:
             return None
-        q, k, v = stacked.split((heads * size, kv_heads * size, kv_heads * size))
-        return torch.cat((rows(q, own, size), rows(k, own_kv, size), rows(v, own_kv, size)))
+        widths = (heads * size, kv_heads * size, kv_heads * size)
+        q, k, v, gate = stacked.split((*widths, stacked.shape[0] - sum(widths)))
+        return torch.cat((rows(q, own, size), rows(k, own_kv, size), rows(v, own_kv, size), rows(gate, own, size)))
 
     def gate_up(stacked: Tensor | None) -> Tensor | None:
         return None if stacked is None else torch.cat([rows(half, inner, 1) for half in stacked.chunk(2)])
 
     output = plain(weights.output)[:, own[0] * size : own[1] * size].contiguous()
-    if weights.attention_gate is not None:
-        weights = replace(weights, attention_gate=rows(plain(weights.attention_gate), own, size))
     if weights.recurrent is not None and config.recurrent is not None:
         projections: Tensor | None
         projections, output, recurrent = _recurrent_part(weights, weights.recurrent, config.recurrent, shards)
@@ -88,9 +87,9 @@ def layer_part(weights: LayerWeights, config: ModelConfig, shards: Shards) -> La
 
 
 def _recurrent_part(
-    weights: LayerWeights, recurrent: RecurrentWeights, config: RecurrentConfig, shards: Shards
-) -> tuple[Tensor, Tensor, RecurrentWeights]:
-    """Return this rank's part of a recurrent layer: the product of q, k, v and gate, the output, and the other weights."""
+    weights: LayerWeights, recurrent: DeltaRuleWeights, config: RecurrentConfig, shards: Shards
+) -> tuple[Tensor, Tensor, DeltaRuleWeights]:
+    """Return this rank's part of a recurrent layer: the product of q, k, v and gates, the output, and the other weights."""
     first, last = shards.attention.even(config.key_heads)
     keys = slice(first * config.key_size, last * config.key_size)
     repeats = config.value_heads // config.key_heads
@@ -101,16 +100,14 @@ def _recurrent_part(
     def channels(stacked: Tensor) -> list[Tensor]:
         return [part[own] for part, own in zip(stacked.split(widths), (keys, keys, values), strict=True)]
 
-    mixed, gate = plain(weights.qkv).split((config.channels, config.value_width))
-    b, a = plain(recurrent.gates).chunk(2)
+    mixed, gate, b, a = plain(weights.qkv).split((config.channels, config.value_width, *[config.value_heads] * 2))
     own = replace(
         recurrent,
-        gates=torch.cat((b[heads], a[heads])),
         convolution=torch.cat(channels(recurrent.convolution)),
         a_log=recurrent.a_log[heads],
         dt_bias=recurrent.dt_bias[heads],
     )
-    return torch.cat((*channels(mixed), gate[values])), plain(weights.output)[:, values].contiguous(), own
+    return torch.cat((*channels(mixed), gate[values], b[heads], a[heads])), plain(weights.output)[:, values].contiguous(), own
 
 
 def _experts_part(gate_up: Tensor, down: Tensor, shards: Shards) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outrider import Engine, EngineConfig, SamplingParams
+from outrider.device import DeltaRuleWeights
 from outrider.model import (
     Decoder,
     DecoderWeights,
@@ -31,7 +32,6 @@ from outrider.model import (
     PEagleHead,
     PEagleWeights,
     RecurrentConfig,
-    RecurrentWeights,
     RopeConfig,
 )
 from outrider.model.layers.products import plain as plain_weight
@@ -151,12 +151,14 @@ RECURRENT = RecurrentConfig(layers=(0, 2), key_heads=2, value_heads=4, key_size=
 def _recurrent_layer(generator: torch.Generator, dense: LayerWeights, noise: float) -> LayerWeights:
     """Return the layer with a recurrent block instead of its attention."""
     heads, width = RECURRENT.value_heads, RECURRENT.channels + RECURRENT.value_width
+    projections = random(generator, width, HIDDEN, scale=1 / HIDDEN**0.5)
+    output = random(generator, HIDDEN, RECURRENT.value_width, scale=2 * noise / HIDDEN**0.5)
+    gates = random(generator, 2 * heads, HIDDEN, scale=1 / HIDDEN**0.5)
     return replace(
         dense,
-        qkv=random(generator, width, HIDDEN, scale=1 / HIDDEN**0.5),
-        output=random(generator, HIDDEN, RECURRENT.value_width, scale=2 * noise / HIDDEN**0.5),
-        recurrent=RecurrentWeights(
-            gates=random(generator, 2 * heads, HIDDEN, scale=1 / HIDDEN**0.5),
+        qkv=torch.cat((projections, gates)),
+        output=output,
+        recurrent=DeltaRuleWeights(
             convolution=random(generator, RECURRENT.channels, RECURRENT.kernel_size, scale=0.7),
             a_log=random(generator, heads),
             dt_bias=random(generator, heads),
@@ -169,7 +171,7 @@ def _gated_layer(generator: torch.Generator, dense: LayerWeights) -> LayerWeight
     """Return the layer with norms of heads and a gate of its attention."""
     norm = 1 + random(generator, HEAD_SIZE, scale=0.2)
     gate = random(generator, HEADS * HEAD_SIZE, HIDDEN, scale=1 / HIDDEN**0.5)
-    return replace(dense, q_norm=norm, k_norm=norm.flip(0), attention_gate=gate)
+    return replace(dense, q_norm=norm, k_norm=norm.flip(0), qkv=torch.cat((plain_weight(dense.qkv), gate)))
 
 
 @functools.cache

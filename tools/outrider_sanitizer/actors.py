@@ -77,10 +77,11 @@ class Lanes:
         """Return the actor of the calling host thread."""
         actor: Actor | None = getattr(self._local, "actor", None)
         if actor is None:
-            actor = self._local.actor = self._new_thread()
+            actor = self._local.actor = self._new_thread(NOTHING)
         return actor
 
-    def _new_thread(self) -> Actor:
+    def _new_thread(self, known: Clock) -> Actor:
+        """Return the actor of the calling thread, which starts after the steps in ``known``."""
         alive = []
         for thread, actor in self._threads:
             found = thread()
@@ -90,11 +91,11 @@ class Lanes:
                 alive.append((thread, actor))
         self._threads = alive
         current = _current()
-        # A new thread reuses the number of a finished thread, so that clocks do not grow with each thread.
-        number, epoch = self._free_numbers.pop() if self._free_numbers else (self._number(), 0)
+        # A new thread reuses the number of a finished thread that is ordered before it, so that clocks do not grow.
+        free = next((at for at, (number, epoch) in enumerate(self._free_numbers) if epoch <= known.get(number, 0)), None)
+        number = self._number() if free is None else self._free_numbers.pop(free)[0]
         new = Actor(number, f"host thread {current.name}", host=True)
-        if epoch:
-            new.clock = {number: epoch}
+        new.clock = known
         self._threads.append((ref(current), new))
         return new
 
@@ -126,6 +127,8 @@ class Lanes:
         """Join the clock that was released to ``token`` into the calling thread."""
         known = self._tokens.get(id(token))
         if known is not None:
+            if getattr(self._local, "actor", None) is None:
+                self._local.actor = self._new_thread(known[1])
             self.thread().join(known[1])
             if isinstance(token, SingleUseToken):
                 del self._tokens[id(token)]

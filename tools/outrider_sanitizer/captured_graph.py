@@ -36,8 +36,14 @@ class CapturedGraph:
 
     def outside(self) -> set[int]:
         """Return the storages that the graph uses and does not own."""
-        launched = (verb.subject.accesses for verb in self.verbs if verb.what == "launch")
+        launched = [verb.subject.accesses for verb in self.verbs if verb.what == "launch"]
+        launched += [verb.subject[2] for verb in self.verbs if verb.what == "collective"]
         return {access.storage for accesses in launched for access in accesses} - self.temporaries
+
+    def has_collective(self, storage: int) -> bool:
+        """Return True if a captured collective reads or writes the storage."""
+        calls = (verb.subject[2] for verb in self.verbs if verb.what == "collective")
+        return any(access.storage == storage for accesses in calls for access in accesses)
 
     def finish(self) -> None:
         """Build the summary of the graph's storages and flags at the end of the capture."""

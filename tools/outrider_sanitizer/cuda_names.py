@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
+from inspect import isfunction
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from outrider.device import CapabilityError
 
 if TYPE_CHECKING:
     from outrider.device import Backend
@@ -38,6 +41,12 @@ def map_cuda_names(backend: Backend) -> Generator[None]:
         for name in vars(module):
             if not name.startswith("__") and hasattr(theirs, name):
                 replace(theirs, name, getattr(module, name))
+        for name in theirs.__all__:
+            if isfunction(getattr(theirs, name)) and not hasattr(module, name):
+                replace(theirs, name, _refusal(f"torch.cuda.{name}"))
+        stack.callback(delattr, Tensor, "is_cuda")
+        Tensor.is_cuda = property(lambda tensor: tensor.device.type == backend.device.type)  # type: ignore[assignment]
+        replace(torch, "compile", _compile(torch.compile))
         replace(theirs, "init", lambda: None)
         replace(theirs, "_lazy_init", lambda: None)
         set_default, run = torch.set_default_device, threading.Thread.run
@@ -53,6 +62,26 @@ def map_cuda_names(backend: Backend) -> Generator[None]:
         replace(threading.Thread, "run", run_thread)
         stack.enter_context(_Placed(backend.device))
         yield
+
+
+def _refusal(name: str) -> Any:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        del args, kwargs
+        raise CapabilityError(f"the simulated device doesn't imitate {name}: run the program on a CUDA device for it")
+
+    return refuse
+
+
+def _compile(original: Any) -> Any:
+    def compile(*args: Any, mode: str | None = None, **kwargs: Any) -> Any:
+        if mode in ("reduce-overhead", "max-autotune"):
+            raise CapabilityError(
+                f"the simulated device doesn't imitate torch.compile(mode={mode!r}): the compiler would capture CUDA graphs "
+                "itself; capture with torch.cuda.graph, or compile without a mode"
+            )
+        return original(*args, mode=mode, **kwargs)
+
+    return compile
 
 
 def _here(device: Any, place: torch.device) -> Any:

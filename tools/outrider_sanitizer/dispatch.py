@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.device import ROW_ACCESS, Access, Operation
 from outrider.device.arrays import watched
+from outrider_sanitizer.host_arrays import converted_names
 from outrider_sanitizer.ranks import RankClocks
 from outrider_sanitizer.sanitizer import Sanitizer
 from outrider_sanitizer.source_locations import caller_location
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from outrider.device import Backend, Event, Graph, Stream
 
 _AMBIENT = "default"
+_FROM_NUMPY = torch.from_numpy
 _BORN = "_outrider_born"
 _INDEXED = frozenset(
     f"aten::{name}"
@@ -121,7 +123,7 @@ class _Pinned:
     def __init__(self, sanitizer: DerivedSanitizer, number: int, tensor: Tensor) -> None:
         self._sanitizer = sanitizer
         self._number = number
-        storage = tensor.untyped_storage()
+        storage = self._storage = tensor.untyped_storage()
         self.address = storage.data_ptr()
         self.nbytes = storage.nbytes()
 
@@ -129,6 +131,13 @@ class _Pinned:
         """Check the host's read or write of the bytes from ``low`` to ``high`` of the array."""
         if self._sanitizer.watches_arrays:
             self._sanitizer.host_accessed(Access(self._number, low, high, write, argument="array"), caller_location())
+
+    def tensor_over(self, array: Any) -> Tensor:
+        """Return a tensor over the bytes of ``array`` that has the storage of the watched tensor."""
+        plain = _FROM_NUMPY(array)
+        low = plain.data_ptr() - self.address
+        made = torch.empty(0, dtype=plain.dtype)
+        return made.set_(self._storage, low // plain.element_size(), plain.shape, plain.stride())
 
 
 class DerivedSanitizer(Sanitizer):
@@ -244,7 +253,8 @@ class DerivedSanitizer(Sanitizer):
         changed.tolist, changed.numpy = read, give
         self.watches_arrays = True
         try:
-            yield
+            with converted_names():
+                yield
         finally:
             changed.tolist, changed.numpy = tolist, numpy
             self.watches_arrays = False

@@ -18,6 +18,7 @@ class FindingKind(StrEnum):
     WRITE_AFTER_WRITE = "write after write"
     ALLOCATION = "used before its allocation is ordered"
     REUSE = "freed while in use"
+    TWO_WRITERS = "two writers in one operation"
     REBIND = "parameter rebound during a replay"
     FLAG_LOST = "flag set twice"
     FLAG_RESET = "flag reset too early"
@@ -32,6 +33,7 @@ class FindingKind(StrEnum):
     COLLECTIVE = "ranks call different collectives"
     COLLECTIVE_MISSING = "collective that a rank never makes"
     COLLECTIVE_UNORDERED = "collectives that nothing orders"
+    SENDS = "sends that wait for each other without buffers"
     COLLECTIVE_ORDER = "ranks call groups in different order"
 
 

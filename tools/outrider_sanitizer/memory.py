@@ -45,8 +45,8 @@ class Shadow(IntervalMap):
         return f"{what}{size}{origin}{f' at {self.location}' if self.location else ''}"
 
 
-Loose = tuple["Shadow", list[Record], str]
-"""A freed storage, its accesses that weren't ordered before the release, and where that was."""
+Loose = tuple["Shadow", list[Record], Point]
+"""A freed storage, its accesses that weren't ordered before the release, and the release."""
 
 Reused = Callable[[Shadow, Record, Point, str], None]
 """A freed storage, its unordered access, the new allocation, and where it was freed."""
@@ -55,9 +55,13 @@ Reused = Callable[[Shadow, Record, Point, str], None]
 class ShadowMemory:
     """Shadows by storage, and freed storages whose addresses may be reused."""
 
-    def __init__(self, reused: Reused) -> None:
+    def __init__(self, reused: Reused, strict: bool = False) -> None:
+        """Create the shadows. ``strict``: the device overwrites memory at its release, so an order that a later wait
+        makes before the next allocation comes too late.
+        """
         self.shadows: dict[int, Shadow] = {}
         self._reused = reused
+        self._strict = strict
         self._graves: OrderedDict[int, Shadow] = OrderedDict()
         self._loose: dict[str, list[Loose]] = {}
 
@@ -91,13 +95,24 @@ class ShadowMemory:
         for shadow, records, freed in waiting:
             for record in records:
                 if not record[0].happened_before(point):
-                    self._reused(shadow, record, point, freed)
+                    self._reused(shadow, record, point, freed.location)
+                elif self._strict:
+                    self._reused(shadow, record, freed, freed.location)
 
-    def free(self, storage: int, stream: str, releaser: Actor, location: Callable[[], str]) -> None:
+    def finish(self, last: int) -> None:
+        """Report the early releases before step ``last`` of the program that no later allocation has judged."""
+        for waiting in self._loose.values() if self._strict else ():
+            for shadow, records, freed in waiting:
+                for record in records if freed.sequence <= last else ():
+                    self._reused(shadow, record, freed, freed.location)
+        self._loose.clear()
+
+    def free(self, storage: int, stream: str, releaser: Actor, release: Callable[[Actor], Point]) -> None:
         """Return the memory of ``storage`` to the allocator's pool of ``stream``.
 
-        An access that is not ordered before the release is a fault only if the stream reuses the memory before that order
+        An access that is not ordered before the release is a fault if the stream reuses the memory before that order
         exists. The next allocation of the stream decides. The allocator may choose any block, so every allocation counts.
+        ``release`` makes the point of the release.
         """
         shadow = self.shadows.pop(storage, None)
         if shadow is None:
@@ -113,7 +128,7 @@ class ShadowMemory:
         ]
         if loose:
             waiting = self._loose.setdefault(stream, [])
-            waiting.append((shadow, loose, location()))
+            waiting.append((shadow, loose, release(releaser)))
             del waiting[:-_MAX_EARLY_RELEASES]
         self._graves[storage] = shadow
         if len(self._graves) > _MAX_FREED_STORAGES:

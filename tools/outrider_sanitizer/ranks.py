@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -19,10 +20,14 @@ from outrider_sanitizer.findings import AccessSite, Finding, FindingKind, Report
 
 if TYPE_CHECKING:
     from outrider.device import Collective, Decision, Group
+    from outrider_sanitizer.memory import Shadow
     from outrider_sanitizer.ordering import Ordering
 
 Key = tuple[str, tuple[int, ...], int]
 """A group: name, ranks, and which group of that name and those ranks it is."""
+
+_MAX_MESSAGES = 64
+"""Messages between two ranks among which a cycle of sends is looked for."""
 
 _ALIKE_HINT = "then every rank makes the same calls in the same order, with the same operands"
 
@@ -44,6 +49,7 @@ class WatchedCollectivePart:
     before: dict[Key, int]
     clock: Clock | None = None
     alone: bool = False
+    point: Point | None = None
 
     @property
     def kind(self) -> str:
@@ -87,6 +93,24 @@ class WatchedCollective:
     members: tuple[int, ...]
     halves: dict[int, WatchedCollectivePart] = field(default_factory=dict)
     over: int = 0
+
+    @property
+    def send(self) -> WatchedCollectivePart:
+        """The sender's half of a message between two ranks."""
+        return self.halves[self.members[0]]
+
+    @property
+    def receive(self) -> WatchedCollectivePart:
+        """The receiver's half of a message between two ranks."""
+        return self.halves[self.members[1]]
+
+
+def _blocks(other: WatchedCollective, message: WatchedCollective) -> bool:
+    """Return True if the send of ``other`` precedes the receive of ``message`` on the receiver's rank."""
+    before, after = other.send.point, message.receive.point
+    if other.send.rank != message.receive.rank or before is None or after is None:
+        return False
+    return before is not after and before.happened_before(after)
 
 
 @dataclass(eq=False, slots=True)
@@ -145,6 +169,8 @@ class RankClocks:
         self.orderings: list[Ordering] = []
         self.broken = False  # the device passed collectives that some rank never issued: later operations are not ordered
         self.differing: str = ""  # the first decision in which ranks differ
+        self.shadows: dict[int, Shadow] = {}
+        self._messages: deque[tuple[_GroupState, WatchedCollective]] = deque(maxlen=_MAX_MESSAGES)
         self._numbers = itertools.count(1)
         self._states: dict[Key, _GroupState] = {}
         self._keys: WeakKeyDictionary[Group, Key] = WeakKeyDictionary()
@@ -240,6 +266,11 @@ class RankClocks:
         """Check that a half, reached at ``point``, comes after every earlier call of overlapping groups."""
         self._progress += 1
         state = self._state(group)
+        half.point = point
+        arrived = sum(each.point is not None for each in half.meeting.halves.values())
+        if half.kind == "message" and arrived == len(half.meeting.members) > 1:
+            self._messages.append((state, half.meeting))
+            self._find_send_cycle(state, half.meeting)
         mine = set(state.key[1])
         for other in self._states.values():
             if other is not state and len(mine.intersection(other.key[1])) < 2:
@@ -250,6 +281,36 @@ class RankClocks:
                 if not before.happened_before(point) and not state.has_diverged:
                     self._unordered(state, other, (before, earlier), (point, half))
         state.points.setdefault(half.rank, {})[point.number] = (point, half)
+
+    def _find_send_cycle(self, state: _GroupState, meeting: WatchedCollective) -> None:
+        """Report a cycle of sends, each of which precedes the receive of the one before it on its rank.
+
+        Such sends end only as long as the library's buffers take them.
+        """
+        path: list[WatchedCollective] = [meeting]
+        seen = {id(meeting)}
+        while path:
+            for _, other in self._messages:
+                if not _blocks(other, path[-1]):
+                    continue
+                if other is meeting and len(path) > 1:
+                    first, second = path[1].send, meeting.send
+                    if not state.has_diverged:
+                        state.has_diverged = True
+                        self._found(
+                            FindingKind.SENDS,
+                            first.site(state.name),
+                            second.site(state.name),
+                            "each rank sends before it receives: the sends end only while the library's buffers take them",
+                            "let every second rank receive first, or issue the send and the receive of a rank as one group",
+                        )
+                    return
+                if id(other) not in seen:
+                    seen.add(id(other))
+                    path.append(other)
+                    break
+            else:
+                path.pop()
 
     def _unordered(
         self,

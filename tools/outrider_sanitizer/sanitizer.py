@@ -84,8 +84,10 @@ class Sanitizer(Observer):
         return nullcontext()
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Return the scope of a whole watched run."""
-        return nullcontext()
+        """Return the scope of a whole watched run: constructors report the pinned arrays that they read."""
+        from outrider_sanitizer.host_arrays import converted_names  # it imports torch, which a command's help does without
+
+        return converted_names()
 
     def locate(self, tensor: Tensor) -> Access | None:
         """Return the storage and byte range of a tensor, or None if the backend cannot tell."""
@@ -214,6 +216,10 @@ class Sanitizer(Observer):
             self.report.operations += 1
             self._uses(stream.name)
             self._ordering.collective(stream.name, group, call, tuple(accesses))
+
+    def memory_remapped(self, storage: int) -> None:
+        with self._lock:
+            self._ordering.memory_remapped(storage, caller_location())
 
     def decided(self, group: Group, name: str, value: Decision) -> None:
         with self._lock:

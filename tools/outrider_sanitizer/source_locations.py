@@ -11,10 +11,8 @@ _INSIDE = (
     "outrider_",
     "torch",
     "triton",
-    "contextlib",
-    "threading",
-    "weakref",
-    "concurrent.",
+    "numpy",
+    "typing_extensions",
 )
 
 _PROGRAMS = "outrider_sanitizer.races"
@@ -35,4 +33,6 @@ def caller_location() -> str:
 @lru_cache(1 << 12)
 def _inside(module: str) -> bool:
     """Return True if the module belongs to a library and not to the watched program."""
+    if module.partition(".")[0] in sys.stdlib_module_names and module != "__main__":
+        return True
     return module.startswith(_INSIDE) and not module.startswith(_PROGRAMS)

@@ -15,6 +15,7 @@ from outrider_sanitizer.clocks import Point
 from outrider_sanitizer.findings import Finding, FindingKind
 from outrider_sanitizer.intervals import Record
 from outrider_sanitizer.regions import dense_parts
+from outrider_sanitizer.streams import TWO_WRITERS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -271,13 +272,18 @@ class Staleness:
         """Report a read of bytes that are stale or were never written."""
         if shadow.promised:
             return  # a write may cover them that was launched before and hasn't run
+        two = reason == TWO_WRITERS
         self._add(
             Finding(
-                kind=FindingKind.STALE if reason else FindingKind.UNDEFINED,
+                kind=FindingKind.TWO_WRITERS if two else FindingKind.STALE if reason else FindingKind.UNDEFINED,
                 first=self._diagnosis.site(origin[0]) if origin is not None else None,
                 second=self._diagnosis.site(point, access),
                 missing=(
-                    "write all of it again before it's read" if reason else "write all of it, or read only what was written"
+                    "give each row one writer, or accumulate"
+                    if two
+                    else "write all of it again before it's read"
+                    if reason
+                    else "write all of it, or read only what was written"
                 ),
                 memory=shadow.described,
                 hint=reason,

@@ -13,7 +13,7 @@ from outrider_sanitizer.actors import Lane, Lanes, LastWait
 from outrider_sanitizer.captured_graph import CapturedGraph, Verb
 from outrider_sanitizer.clocks import NOTHING, Actor, Clock, GraphReplay, Point
 from outrider_sanitizer.flags import FlagProgress
-from outrider_sanitizer.intervals import Record
+from outrider_sanitizer.intervals import UNKNOWN_END, Record
 from outrider_sanitizer.memory import Shadow, ShadowMemory
 from outrider_sanitizer.ranks import RankClocks, WatchedCollectivePart
 from outrider_sanitizer.source_locations import caller_location
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from outrider.device import Collective, Event, Flag, Group
 
 HOST = "host"
+REMAPPED = "other pages were mapped under its addresses, and nothing has written them since"
+TWO_WRITERS = "one operation writes them more than once, and nothing orders its parts: any of the values may remain"
 _MAX_GENERATIONS = 16
 _MAX_AWAITED = 4096
 
@@ -46,6 +48,20 @@ class _EventState:
     name: str
     clocks: OrderedDict[int, Clock | None] = field(default_factory=OrderedDict)
     recorders: OrderedDict[int, int] = field(default_factory=OrderedDict)  # generation → number of the stream
+    hosts: OrderedDict[int, Point] = field(default_factory=OrderedDict)  # generation → the host's call
+
+    def covered(self, generation: int, thread: Actor) -> int:
+        """Return the newest generation, up to this one, whose record is ordered before the calling thread.
+
+        Another thread's record that nothing orders may come after the wait in another schedule, so no wait relies on it.
+        """
+        clock = thread.clock
+        while generation > 0:
+            host = self.hosts.get(generation)
+            if host is None or host.number == thread.number or host.epoch <= clock.get(host.number, 0):
+                break
+            generation -= 1
+        return generation
 
 
 class StreamOrdering(Lanes):
@@ -67,13 +83,17 @@ class StreamOrdering(Lanes):
         listener.settled = self.settled
         self.rows_follow = rows_follow
         self.steps = steps
-        self.memory = ShadowMemory(listener.reused)
+        self.memory = ShadowMemory(listener.reused, strict=rows_follow)
+        if ranks is not None and rows_follow:  # such devices number their memory in one sequence, and ranks may read it
+            self.memory.shadows = ranks.shadows
         self.blind: dict[str, int] = {}
         self._events: WeakKeyDictionary[Event, _EventState] = WeakKeyDictionary()
         self._flags: WeakKeyDictionary[Flag, FlagProgress] = WeakKeyDictionary()
         self._users: dict[int, WeakSet[CapturedGraph]] = {}
         self._awaited: OrderedDict[int, deque[Point]] = OrderedDict()
         self._lost: set[str] = set()
+        self._last = 0  # sequence number of the last operation or host access
+        self._pooled: set[int] = set()  # storages from the pools of graphs, whose addresses later captures alone reuse
         self._waiting_flag: dict[int, tuple[str, Point]] = {}
 
     # -- accesses ----------------------------------------------------------------------------------------------------
@@ -93,6 +113,7 @@ class StreamOrdering(Lanes):
 
     def _launch(self, lane: Lane, operation: Operation) -> bool:
         self._access(Point(lane, operation.name, operation.location, self.place(), operation), operation.accesses)
+        self._last = self.sequence
         return True
 
     def _access(self, point: Point, accesses: tuple[Access, ...] | list[Access]) -> None:
@@ -144,7 +165,11 @@ class StreamOrdering(Lanes):
         # Later operations of the same replay may already be checked: temporaries of a graph share memory.
         late = point.sequence != self.sequence or point.epoch != point.actor.clock[point.number]
         for access in accesses:
-            self.touch(point, access, self.memory.shadow(access.storage), late)
+            shadow = self.memory.shadow(access.storage)
+            if access.contested:
+                shadow.expire(access.start, access.end, (TWO_WRITERS, (point, access), point.sequence))
+            else:
+                self.touch(point, access, shadow, late)
 
     def host_accessed(self, access: Access, location: str) -> None:
         """Check an access of the calling thread to pinned memory."""
@@ -153,12 +178,27 @@ class StreamOrdering(Lanes):
         step = self.steps(HOST)
         point.step = (step[0], step[1] - 1) if step is not None else None
         self.touch(point, access, self.memory.shadow(access.storage))
+        self._last = self.sequence
+
+    def memory_remapped(self, storage: int, location: str) -> None:
+        """Check that every access is ordered before the host's remapping; the new pages were never written.
+
+        A collective that a graph captured uses the pages that it registered, so its next replay is a finding.
+        """
+        shadow = self.memory.shadow(storage)
+        point = self._point(self.thread(), "remapping of memory", location)
+        self.touch(point, Access(storage, 0, shadow.nbytes or UNKNOWN_END, True, argument="pages"), shadow)
+        shadow.expire(0, shadow.nbytes or UNKNOWN_END, (REMAPPED, (point, None), point.sequence))
+        for captured in self._users.get(storage, ()):
+            if captured.has_collective(storage):
+                captured.dead[storage] = (shadow, location)
 
     def allocated(self, storage: int, nbytes: int, stream: str, location: str) -> None:
         """Record an allocation in the order of a stream, or of the calling thread."""
         capture: CapturedGraph | None = getattr(self._local, "capture", None)
         if capture is not None and stream != HOST:
             capture.temporaries.add(storage)
+            self._pooled.add(storage)
             self.memory.allocate(storage, nbytes, stream, location, None, True)
             return
         if stream == HOST:
@@ -182,8 +222,9 @@ class StreamOrdering(Lanes):
     def freed(self, storage: int, stream: str) -> None:
         """Record a release in the order of a stream, or of the calling thread."""
         capture: CapturedGraph | None = getattr(self._local, "capture", None)
-        if capture is not None and stream != HOST:
-            return  # the addresses stay with the graph
+        if (capture is not None and stream != HOST) or storage in self._pooled:
+            self._pooled.discard(storage)
+            return  # the addresses stay with the graph's pool
         users = self._users.pop(storage, None) if self._users else None
         shadow = self.memory.shadows.get(storage) if users else None
         if users and shadow is not None:
@@ -191,25 +232,28 @@ class StreamOrdering(Lanes):
             for captured in users:
                 captured.dead[storage] = (shadow, location)
         if stream == HOST:
-            self.memory.free(storage, stream, self.thread(), caller_location)
+            self.memory.free(storage, stream, self.thread(), self._release)
             return
         lane = self.lanes.get(stream) or self.lane(stream)
         if lane.held is None:
             lane.launched_by(self.thread())
             if not self._held:
-                self.memory.free(storage, stream, lane, caller_location)
+                self.memory.free(storage, stream, lane, self._release)
                 return
             # Accesses that came before wait to be looked at, on other streams: the memory's history must stay that long.
             then, location = Actor(lane.number, lane.name, host=False), caller_location()
             then.clock = lane.release()
-            self.when_none_held(lambda: self.memory.free(storage, stream, then, lambda: location))
+            self.when_none_held(lambda: self.memory.free(storage, stream, then, lambda by: self._release(by, location)))
             return
 
         def step() -> bool:
-            self.memory.free(storage, stream, lane, caller_location)
+            self.memory.free(storage, stream, lane, self._release)
             return True
 
         self._enqueue(lane, step)
+
+    def _release(self, releaser: Actor, location: str = "") -> Point:
+        return Point(releaser, "release of memory", location or caller_location(), self.place())
 
     def address_reused(self, storage: int, previous: int) -> None:
         """Check a new storage at the address of an old one; called right after its allocation."""
@@ -285,9 +329,11 @@ class StreamOrdering(Lanes):
         state = self._event(event)
         state.clocks[generation] = None
         state.recorders[generation] = lane.number
+        state.hosts[generation] = self._point(self.thread(), "record")
         while len(state.clocks) > _MAX_GENERATIONS:
             state.clocks.popitem(last=False)
             state.recorders.popitem(last=False)
+            state.hosts.popitem(last=False)
 
         def step() -> bool:
             state.clocks[generation] = lane.release()
@@ -304,6 +350,7 @@ class StreamOrdering(Lanes):
         lane = self.lane(stream)
         state = self._event(event)
         location = caller_location()
+        generation = state.covered(generation, self.thread())
         self._enqueue(lane, lambda: self._wait(lane, state, generation, location))
 
     def _wait(self, lane: Lane, state: _EventState, generation: int, location: str) -> bool:
@@ -322,6 +369,7 @@ class StreamOrdering(Lanes):
     def event_synchronized(self, event: Event, generation: int) -> None:
         """Order the calling thread after that generation of the event."""
         state = self._event(event)
+        generation = state.covered(generation, self.thread())
         if state.clocks.get(generation, NOTHING) is None:
             self._force()
         clock = state.clocks.get(generation)
@@ -417,6 +465,7 @@ class StreamOrdering(Lanes):
             if name not in self._lost:  # else it's the consequence of what was told
                 self.listener.flag("never", name, None, point)
         self._waiting_flag.clear()
+        self.memory.finish(self._last)
 
     def resume_all(self) -> None:
         """Run the held steps that have become possible, on other ranks, too."""

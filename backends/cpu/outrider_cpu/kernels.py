@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outrider.device import CACHE_FORMATS, AttentionMetadata, KernelSet, Product, RotaryArgs
 from outrider_cpu import operators as _operators  # noqa: F401  (registers them)
+from outrider_cpu.packed_weights import PackedWeights
 
 _TARGET, _DRAFT = 0, 2
 """Random-number lanes of the target's and the draft's samples."""
@@ -30,12 +31,20 @@ class CpuKernels(KernelSet, complete=True):
     name = "cpu"
     cache_formats = frozenset(CACHE_FORMATS)
 
+    def __init__(self) -> None:
+        self._packed_weights = PackedWeights()
+
     def batch_invariant(self) -> KernelSet:
         """Return the torch references' batch-invariant kernels. The kernels here depend on the batch's longest sequence."""
         return KernelSet().batch_invariant()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply few tokens with a large weight as first operand, because the library copies the second one."""
+        """Multiply few tokens with a packed copy of the weight.
+
+        Without a copy, a large weight is the first operand, because the library copies the second one.
+        """
+        if (packed := self._packed_weights.linear(x, weight, bias)) is not None:
+            return packed
         tokens = x.numel() // weight.shape[1]
         large = weight.numel() >= _MIN_UNCACHED_WEIGHT_ELEMENTS and weight.is_contiguous() and weight.dtype is x.dtype
         if not large or tokens not in _WEIGHT_FIRST_TOKENS.get(x.dtype, ()):

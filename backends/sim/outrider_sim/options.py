@@ -78,6 +78,7 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
         "poison": "fill fresh and freed memory with a pattern: on (default) or off",
         "fault": f"KIND@N joined by '+', KIND one of {', '.join(FAULTS)}",
         "resident": "collectives that a device runs at a time; 0 (default): any number",
+        "eager_sends": "sends of a channel that end before their receive has begun, as buffers allow; 0 (default): none",
         "late": "copies: copies run only when nothing else can",
         "events": "generations (default), or recycled: a wait sees whatever record comes first, as a naive driver would",
         "name": "torch device name, one for the process (default sim)",
@@ -105,6 +106,7 @@ class SimOptions:
     faults: frozenset[tuple[str, int]] = frozenset()
     late_copies: bool = False
     resident: int = 0
+    eager_sends: int = 0
     recycled_events: bool = False
     name: str = "sim"
 
@@ -115,7 +117,17 @@ class SimOptions:
         kind.
         """
         plain = SimOptions(name=self.name)
-        for name in ("like", "seed", "strategy", "strategy_options", "record", "late_copies", "recycled_events", "resident"):
+        for name in (
+            "like",
+            "seed",
+            "strategy",
+            "strategy_options",
+            "record",
+            "late_copies",
+            "recycled_events",
+            "resident",
+            "eager_sends",
+        ):
             mine = getattr(self, name)
             if mine not in (getattr(plain, name), getattr(first, name)):
                 raise ConfigError(f"option {name}: the devices of a host have it from device 0; give it there")
@@ -149,6 +161,7 @@ def parse_options(options: Mapping[str, str]) -> SimOptions:
         poison=_choice(options, "poison", ("on", "off")) == "on",
         faults=_faults(options.get("fault", "")),
         resident=integer(options, "resident", 0),
+        eager_sends=integer(options, "eager_sends", 0),
         late_copies=_choice(options, "late", ("nothing", "copies")) == "copies",
         recycled_events=_choice(options, "events", ("generations", "recycled")) == "recycled",
         name=options.get("name", "sim"),

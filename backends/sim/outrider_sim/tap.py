@@ -36,6 +36,9 @@ class Tap(Protocol):
     def host_accessed(self, access: Access, line: Any) -> None:
         """Report a host thread's direct access to pinned memory."""
 
+    def remapped(self, allocation: Any) -> None:
+        """Report that other pages lie under an allocation's addresses."""
+
     def rows(self, op: Op, stream: StreamQueue, index: int) -> None:
         """Report the indices of `op` right before it runs, or right after it has run if `Op.after` is set."""
 
@@ -88,6 +91,10 @@ class ObserverTap:
     def host_accessed(self, access: Access, line: Any) -> None:
         """Report that a host thread reads or writes pinned memory."""
         self._observer.host_accessed(access, line)
+
+    def remapped(self, allocation: Any) -> None:
+        """Report that other pages lie under an allocation's addresses."""
+        self._observer.memory_remapped(allocation.id)
 
     def rows(self, op: Op, stream: StreamQueue, index: int) -> None:
         """Report the rows that an operation accesses."""

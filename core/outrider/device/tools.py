@@ -41,6 +41,8 @@ class Access:
     ``born``: how many graph replays the backend had enqueued when the operand's tensor object was made
     (``Backend.replays``), -1 where that isn't known. A view that is older than a replay, and whose memory the replay
     overwrote, doesn't show what its maker saw.
+
+    ``contested``: parts of this one operation write the bytes with different values, and nothing orders the parts.
     """
 
     storage: int
@@ -52,6 +54,7 @@ class Access:
     argument: str = ""
     by_rows: bool = False
     born: int = -1
+    contested: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +149,9 @@ class Observer:
 
         Reported before the call is enqueued. If the device isn't asynchronous, the rank hasn't waited for the others yet.
         """
+
+    def memory_remapped(self, storage: int) -> None:
+        """Handle new pages under the addresses of ``storage``, mapped by the calling host thread without waiting."""
 
     def decided(self, group: Group, name: str, value: Decision) -> None:
         """The host of a rank made a decision that every rank of ``group`` must make equally, in the same order."""

@@ -11,9 +11,9 @@ from torch import Tensor
 from outrider.device import ConfigError
 from outrider.disaggregation.wire import WireError
 from outrider.engine.engine import Engine
+from outrider.engine.requests.hand_over import RequestState
 from outrider.engine.requests.message_codec import MessageError, from_plain, to_plain
 from outrider.engine.requests.request import StepOutput
-from outrider.engine.requests.request_state import RequestState
 from outrider.errors import RequestError
 from outrider.model import Media
 from outrider.model.media.preprocessing import digest_of

@@ -12,8 +12,8 @@ from typing import Any
 from outrider.disaggregation import codec
 from outrider.disaggregation.connections import ConnectionEvent, ConnectionHub, PeerAddress, ProcessRole
 from outrider.disaggregation.wire import WireError, WireMessage
+from outrider.engine.requests.hand_over import RequestState
 from outrider.engine.requests.request import FinishReason, StepOutput
-from outrider.engine.requests.request_state import RequestState
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.model import Media
 

@@ -17,9 +17,8 @@ from outrider.disaggregation.page_landing import PageLanding
 from outrider.disaggregation.prefill_worker import SendMessage, written_notice
 from outrider.disaggregation.wire import WireError, WireMessage
 from outrider.engine.engine import Engine
-from outrider.engine.requests.lent_pages import ExpectedPages
+from outrider.engine.requests.hand_over import ExpectedPages, RequestState
 from outrider.engine.requests.request import FinishReason, StepOutput
-from outrider.engine.requests.request_state import RequestState
 from outrider.errors import RequestError
 from outrider.transports import LinkDown
 
@@ -302,7 +301,7 @@ class DecodeWorker:
         """Reserve the pages of a prefilled request, or tell the peer to write them. Return whether the request advanced."""
         if entry.stage is _Stage.WANTS_PAGES:
             try:
-                entry.expected = self.engine.expect(entry.state)
+                entry.expected = self.engine.lending.expect(entry.state)
             except (RequestError, ConfigError) as error:
                 self._cancel_failed(peer, entry, str(error))
                 return True
@@ -340,7 +339,7 @@ class DecodeWorker:
     def _start_decoding(self, peer: _PrefillPeer, entry: _Entry) -> None:
         assert entry.expected is not None
         try:
-            entry.request = self.engine.arrived(entry.expected, entry.relay)
+            entry.request = self.engine.lending.arrived(entry.expected, entry.relay)
         except ConfigError as error:
             self._detach_from_peer(peer, entry)
             self._fail(entry, str(error))
@@ -365,7 +364,7 @@ class DecodeWorker:
         if entry.expected is not None:
             if entry.peer is not None:
                 entry.peer.landing.cancel_landing(written_notice(entry.ticket), entry.expected)
-            self.engine.forsake(entry.expected)
+            self.engine.lending.forsake(entry.expected)
             entry.expected = None
 
     def _emit(self, entry: _Entry, output: StepOutput) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from outrider.device import CapabilityError, ConfigError, DeviceError, EngineStopped, OutriderError
 from outrider.engine.engine import Engine
-from outrider.engine.requests.lent_pages import ExpectedPages
+from outrider.engine.requests.hand_over import ExpectedPages
 from outrider.transports import Link, LinkDown, Transport
 
 
@@ -262,7 +262,7 @@ class FollowerLinks:
             self._links[number].connect(_decode(query["offers"][self._rank - 1]))
         elif query["do"] == "expect":
             if query["rank"] == self._rank:
-                expected = self._engine.expected[query["request"]]
+                expected = self._engine.lending.expected[query["request"]]
                 self._links[number].expect_notice(bytes.fromhex(query["notice"]), expected.written)
                 self._waits_for_free[number][expected.request] = expected
         else:
@@ -272,7 +272,7 @@ class FollowerLinks:
 
     def _link_events(self, number: int) -> dict[str, Any]:
         """Return the requests whose pages have become free and the notices that have arrived, or why the link is down."""
-        waiting, current = self._waits_for_free[number], self._engine.expected
+        waiting, current = self._waits_for_free[number], self._engine.lending.expected
         free = [request for request, expected in waiting.items() if request not in current or expected.free.done()]
         for request in free:
             del waiting[request]

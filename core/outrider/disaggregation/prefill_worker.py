@@ -12,9 +12,8 @@ from outrider.disaggregation import codec
 from outrider.disaggregation.guide_compilers import GuideCompilers
 from outrider.disaggregation.wire import WireError, WireMessage
 from outrider.engine.engine import Engine
-from outrider.engine.requests.lent_pages import LentPages
+from outrider.engine.requests.hand_over import LentPages, RequestState
 from outrider.engine.requests.request import FinishReason, StepOutput
-from outrider.engine.requests.request_state import RequestState
 from outrider.errors import RequestError
 from outrider.transports import Link, LinkDown, PageTransfer
 
@@ -210,7 +209,7 @@ class PrefillWorker:
         try:
             if job.lent is None:
                 assert job.request is not None
-                job.lent = self.engine.lend(job.request)
+                job.lent = self.engine.lending.lend(job.request)
                 if job.lent is None:
                     return False
                 self._by_request.pop(job.request)
@@ -281,7 +280,7 @@ class PrefillWorker:
             if job.request in self.engine.open_requests:
                 self.engine.abort(job.request)
         if job.lent is not None:
-            self.engine.returned(job.lent)
+            self.engine.lending.returned(job.lent)
             job.lent = None
         self._remove(job)
 

@@ -65,7 +65,7 @@ class EngineConfig:
     """Sizes and choices of an engine, validated at creation.
 
     The engine chooses each field that is None, from the declarations of its backend and from the model
-    (:mod:`outrider.engine.resolve`). ``Engine.chosen`` lists the choices and their reasons.
+    (:mod:`outrider.engine.setup.resolve`). ``Engine.chosen`` lists the choices and their reasons.
     """
 
     max_requests: int | None = None

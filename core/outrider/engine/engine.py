@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from outrider.device import Backend, ConfigError, DeviceError, Fence, StepMode
-from outrider.engine.admission import Admission
-from outrider.engine.assembly import (
-    assemble,
-    build_loop,
-    build_prefill,
-    build_prefill_graphs,
-    build_runner,
-    build_stages,
-    build_step,
-)
-from outrider.engine.checks import check_engine_types, check_invariance, check_loading_types, check_policy, check_tree
-from outrider.engine.config import EngineConfig
-from outrider.engine.device_model_facts import situation_of
+from torch import Tensor
+
+from outrider.device import Backend, ConfigError, DeviceError, Fence
+from outrider.engine.assembly import Assembly, assembly_of
+from outrider.engine.config import Choice, EngineConfig
 from outrider.engine.draft_costs import decide, lengths_for
-from outrider.engine.follower import Answer, answering, follow
-from outrider.engine.graphs import CaptureProgress, EagerRunner
-from outrider.engine.loading import load_checkpoint
-from outrider.engine.migration import RequestMigration
-from outrider.engine.prefill import Prefill
+from outrider.engine.fences import Streams
+from outrider.engine.graphs import CaptureProgress
+from outrider.engine.guides.grammars import Grammars
+from outrider.engine.guides.guides import Guide
+from outrider.engine.lending import PageLending
+from outrider.engine.loop import EngineLoad, EngineStats
+from outrider.engine.prefill_graphs import PrefillGraphs
 from outrider.engine.ranks.commands import (
     AbortCommand,
     AddCommand,
@@ -42,22 +33,25 @@ from outrider.engine.ranks.commands import (
     TakeOverCommand,
     VoteRequest,
 )
-from outrider.engine.ranks.decision_log import DecisionLog, ReplicatedLength
+from outrider.engine.ranks.decision_log import DecisionLog, RankedDecisionLog
 from outrider.engine.ranks.engine_agreement import join_engine
 from outrider.engine.ranks.parallel import ParallelConfig
 from outrider.engine.ranks.processes import LoadingArguments, RankProcesses, absolute, check_one_rank, start_ranks
 from outrider.engine.ranks.ranks import Ranks
 from outrider.engine.recovery.watchdog import Watchdog
+from outrider.engine.requests.admission import Admission
 from outrider.engine.requests.cache_events import CacheEvent, CacheEvents
 from outrider.engine.requests.draft_length import DraftLengthPolicy, LengthSchedule
-from outrider.engine.requests.grammars import Grammars
-from outrider.engine.requests.guides import Guide
-from outrider.engine.requests.owner import Owner
+from outrider.engine.requests.hand_over import HandOver, RequestState
+from outrider.engine.requests.output_queue import RequestStream
 from outrider.engine.requests.request import Completion, FinishReason, Request, StepOutput
-from outrider.engine.requests.request_stream import RequestStream
 from outrider.engine.requests.sampling import SamplingParams
-from outrider.engine.resolve import resolve
-from outrider.engine.stages import Iteration, Stages
+from outrider.engine.session import Answer, Session, answering, follow
+from outrider.engine.setup.checks import check_engine_types, check_invariance, check_loading_types, check_policy, check_tree
+from outrider.engine.setup.device_model_facts import situation_of
+from outrider.engine.setup.loading import load_checkpoint
+from outrider.engine.setup.resolve import resolve
+from outrider.engine.state.parts import EngineParts
 from outrider.engine.warm_up import WarmUp, warm_up
 from outrider.errors import RequestError
 from outrider.model import LanguageModel, Media, OutputFormat, QuantizedName, Tokenizer, VisionTower
@@ -68,11 +62,11 @@ from outrider.speculative.proposer import NonSpeculativeProposer, Proposer
 Progress = Callable[[str, int, int], None]
 
 
-class Engine(RequestMigration):
+class Engine:
     """The engine that runs requests in continuous batches on one backend.
 
     The engine belongs to the thread that created it, or that called :meth:`adopt` last. A call from another thread or a
-    forked process raises :class:`~outrider.engine.requests.owner.WrongThread`. The constructor allocates all device memory
+    forked process raises :class:`~outrider.engine.session.WrongThread`. The constructor allocates all device memory
     before the first step.
 
     Any call may raise a :class:`DeviceError`. If the device still works, the engine repeats the iterations in flight, and
@@ -100,20 +94,18 @@ class Engine(RequestMigration):
         """
         check_one_rank(parallel)
         check_engine_types(model, config)
-        self._owner, self._used = Owner(), False
-        self._abandoned: deque[Request] = deque()
         self.backend, self.model = backend, model
         self.proposer = proposer = proposer or NonSpeculativeProposer()
         decided = resolve(config or EngineConfig(), situation_of(backend, model, proposer))
         self.config = config = join_engine(ranks, backend, model, proposer, decided)
-        self._decision_log = decision_log = None if ranks is None else DecisionLog(ranks)
+        self._decision_log = decision_log = DecisionLog() if ranks is None else RankedDecisionLog(ranks)
         self._tokenizer, self._vision = tokenizer, vision
         check_policy(backend, config, proposer, model.kernels)
         check_invariance(config, model)
         check_tree(model, proposer)
         self.max_context = config.max_context
         watchdog = Watchdog(config.device_timeout_s)
-        self._parts = parts = assemble(
+        self._parts = parts = EngineParts(
             model,
             backend,
             proposer=proposer,
@@ -122,30 +114,23 @@ class Engine(RequestMigration):
             vision=vision,
             wrap_fence=watchdog.wrapping(wrap_fence),
         )
-        if ranks is not None:
-            ranks.model.use_stream(parts.streams.forward)
-        stages = build_stages(parts)
-        iteration = Iteration(parts.streams.forward, stages, parts.staging)
-        prefill = build_prefill(parts)
-        self.warm_up = self._warm_up_kernels(stages, iteration, prefill, watchdog)
+        assembly = assembly_of(parts)
+        self.warm_up = self._warm_up_kernels(assembly, watchdog)
         with backend.guard("capturing the engine's graphs"):
-            runner = build_runner(parts, stages, iteration, capture_progress)
-            prefill_graphs = build_prefill_graphs(parts, prefill)
-        self.captured, self.captured_prefill = runner.report, None if prefill_graphs is None else prefill_graphs.report
-        self._step = build_step(parts, stages, iteration, runner, config.step_mode, prefill, prefill_graphs)
+            runner, prefill = assembly.capture(capture_progress)
+        self.captured = runner.report
+        self.captured_prefill = prefill.report if isinstance(prefill, PrefillGraphs) else None
+        self._step = assembly.step(runner, prefill)
         sizes = None if runner.report is None else runner.report.buckets
-        self._draft_length, self.draft_length = decide(parts, self._step, draft_length, sizes=sizes)
-        if decision_log is not None and not decision_log.leads:
-            self._draft_length = ReplicatedLength(self._draft_length.lengths, decision_log)
-        self._loop = loop = build_loop(parts, self._step, watchdog, self._draft_length, decision_log)
-        if ranks is not None:  # everything is compiled: from here on a rank that doesn't come is lost
-            watchdog.limit_s = min(watchdog.limit_s or ranks.config.timeout_s, ranks.config.timeout_s)
+        policy, self.draft_length = decide(parts, self._step, draft_length, sizes=sizes)
+        self._loop = loop = assembly.loop(self._step, watchdog, decision_log.replicate(policy), decision_log)
+        watchdog.limit_s = decision_log.limited(watchdog.limit_s)
         self._failure_recovery, self._scheduler, self._requests = loop.failure_recovery, loop.scheduler, loop.requests
         self._grammars = Grammars(
             tokenizer,
             vocabulary=model.config.vocab_size,
             ends=model.config.eos_token_ids,
-            seconds=math.inf if decision_log is None else decision_log.compile_limit_s,
+            seconds=decision_log.compile_limit_s,
         )
         self._admission = Admission(
             config=config,
@@ -157,17 +142,17 @@ class Engine(RequestMigration):
             grammars=self._grammars,
             vision=vision,
         )
+        self._session = Session(loop, shares_prompts=config.prefix_cache)
+        self._lending: PageLending | None = None
         self._processes: RankProcesses | None = None
-        self._next_id = 0
 
-    def _warm_up_kernels(self, stages: Stages, iteration: Iteration, prefill: Prefill, watchdog: Watchdog) -> WarmUp | None:
+    def _warm_up_kernels(self, assembly: Assembly, watchdog: Watchdog) -> WarmUp | None:
         """Compile every kernel variant by serving internal requests; None if the kernels have no variants to compile."""
         parts, model, backend, config = self._parts, self.model, self.backend, self.config
         variants = model.kernels.every_variant()
         if variants is None:
             return None
-        step = build_step(parts, stages, iteration, EagerRunner(backend, parts.buffers), StepMode.STAGED, prefill)
-        loop = build_loop(parts, step, watchdog, LengthSchedule(parts.lengths))
+        loop = assembly.loop(assembly.warm_up_step(), watchdog, LengthSchedule(parts.lengths), DecisionLog())
         room = min(self.max_context, loop.scheduler.pages.available * config.page_size - parts.spare)
         # On the engine's device, which may differ from the thread's current one: leaving the scope loads compiled kernels.
         with backend.on(parts.streams.forward), variants:
@@ -297,20 +282,20 @@ class Engine(RequestMigration):
         Raises :class:`RequestError` for a request that the engine cannot serve.
         """
         tokens = self._encoded(prompt)
-        with self._use():
-            samples = self._admission.requests(self._next_id, tokens, params, priority=priority, media=media)
-            self._tell(AddCommand, tuple(tokens), params, priority, tuple(media))
-            return self._submit(samples)
+        with self._session.use():
+            samples = self._admission.requests(self._session.next_id, tokens, params, priority=priority, media=media)
+            self._session.tell(AddCommand, tuple(tokens), params, priority, tuple(media))
+            return self._session.submit(samples)
 
     def abort(self, request_id: int) -> None:
         """End a request now. Its output so far stays valid; the results of an iteration in flight are discarded. Raises
         :class:`RequestError` for an id that neither waits nor runs.
         """
-        with self._use():
+        with self._session.use():
             request = self._requests.get(request_id)
             if request is None:
                 raise RequestError(f"request {request_id} isn't waiting or running; it may have finished already")
-            self._tell(AbortCommand, request_id)
+            self._session.tell(AbortCommand, request_id)
             self._loop.end_request(request, FinishReason.ABORT)
             self._scheduler.retire()
 
@@ -319,7 +304,8 @@ class Engine(RequestMigration):
 
         With ``overlap``, it launches an iteration and returns the results of the previous one.
         """
-        self._iterate()
+        with self._session.use():
+            self._loop.iterate()
         return self._loop.output_queue.pop_outputs()
 
     def generate(
@@ -339,9 +325,11 @@ class Engine(RequestMigration):
         prompts = [prompts] if isinstance(prompts, str) else prompts
         if isinstance(prompts, Sequence):
             prompts = [self._encoded(prompt) for prompt in prompts]
-        with self._use():
-            batch = self._admission.batch(self._next_id, prompts, params, media)
-            self._tell(QueueCommand, tuple(map(tuple, prompts)), params, None if media is None else tuple(map(tuple, media)))
+        with self._session.use():
+            batch = self._admission.batch(self._session.next_id, prompts, params, media)
+            self._session.tell(
+                QueueCommand, tuple(map(tuple, prompts)), params, None if media is None else tuple(map(tuple, media))
+            )
             return self._generate(batch)
 
     def stream(
@@ -358,16 +346,16 @@ class Engine(RequestMigration):
         if isinstance(params, SamplingParams) and params.n > 1:
             raise RequestError(f"n is {params.n}; a stream is one sample: use add_request and step, or generate")
         tokens = self._encoded(prompt)
-        with self._use():
-            (request,) = self._admission.requests(self._next_id, tokens, params, media=media)
-            self._tell(AddCommand, tuple(tokens), params, 0, tuple(media))
+        with self._session.use():
+            (request,) = self._admission.requests(self._session.next_id, tokens, params, media=media)
+            self._session.tell(AddCommand, tuple(tokens), params, 0, tuple(media))
             outputs = self._loop.output_queue.open(request.id)
-            self._submit([request])
-        return RequestStream(request, outputs, advance=self._iterate, close=self._close_stream)
+            self._session.submit([request])
+        return RequestStream(request, outputs, advance=self._iterate, close=self._session.close_stream)
 
     def drain(self) -> None:
         """Wait for every iteration in flight without launching another; the next step returns their outputs."""
-        with self._use():
+        with self._session.use():
             self._loop.drain()
 
     def follow(self, answer: Answer | None = None) -> None:
@@ -379,10 +367,11 @@ class Engine(RequestMigration):
         Raises :class:`DeviceError` if a rank failed, and :class:`~outrider.engine.ranks.records.RanksDiffer` if this rank
         decides differently from the first.
         """
-        if self._decision_log is None or not self.follows:
+        decision_log = self._decision_log
+        if not isinstance(decision_log, RankedDecisionLog) or decision_log.leads:
             raise ConfigError("this engine leads its ranks, or is alone: it has nothing to follow")
-        self._owner.check()
-        handed_over = self._decision_log.ranks.handed_over
+        self._session.owner.check()
+        handed_over = decision_log.ranks.handed_over
         calls: dict[type, Callable[[Any], object]] = {
             AddCommand: lambda command: self.add_request(
                 command.tokens, command.params, priority=command.priority, media=command.media
@@ -393,21 +382,21 @@ class Engine(RequestMigration):
             HandOverCommand: lambda command: self.hand_over(command.request),
             ResumeCommand: lambda command: self.resume(command.state),
             TakeOverCommand: lambda command: self.take_over(handed_over[command.key]),
-            ExpectPagesCommand: self._follow_expect,
-            PagesArrivedCommand: self._follow_arrive,
-            ReleasePagesCommand: lambda command: self.forsake(self.expected[command.request]),
+            ExpectPagesCommand: lambda command: self.lending.follow_expect(command),
+            PagesArrivedCommand: lambda command: self.lending.follow_arrived(command),
+            ReleasePagesCommand: lambda command: self.lending.forsake(self.lending.expected[command.request]),
         }
-        calls[VoteRequest] = answering(self._decision_log, answer)
-        follow(self._decision_log, calls, self._loop)
+        calls[VoteRequest] = answering(decision_log, answer)
+        follow(decision_log, calls, self._loop)
 
     @property
     def follows(self) -> bool:
         """True if another rank leads, so that this engine only accepts :meth:`follow`."""
-        return self._decision_log is not None and not self._decision_log.leads
+        return not self._decision_log.leads
 
     def close(self) -> None:
         """End the engines of the other ranks. With one rank it does nothing. May be called twice."""
-        if self._decision_log is not None and self._decision_log.leads and self._failure_recovery.stopped is None:
+        if self._decision_log.leads and self._failure_recovery.stopped is None:
             self._decision_log.end_followers()
         if self._processes is not None:
             self._processes.close()
@@ -415,9 +404,9 @@ class Engine(RequestMigration):
     def adopt(self) -> None:
         """Make the calling thread the owner. The previous owner must no longer use the engine.
 
-        Raises :class:`~outrider.engine.requests.owner.WrongThread` in a forked process: devices don't survive a fork.
+        Raises :class:`~outrider.engine.session.WrongThread` in a forked process: devices don't survive a fork.
         """
-        self._owner.adopt()
+        self._session.owner.adopt()
 
     def watch_prefix_cache(self, handle: Callable[[CacheEvent], None] | None) -> None:
         """Call ``handle`` for each page that the prefix cache stores or drops, in order. Pages already cached are reported at
@@ -426,10 +415,171 @@ class Engine(RequestMigration):
         ``handle`` runs in the engine's thread, inside an iteration: it must be quick, and neither raise nor call the engine.
         Raises :class:`ConfigError` for an engine without a prefix cache.
         """
-        with self._use():
+        with self._session.use():
             if not self._scheduler.pages.shares_prefixes:
                 raise ConfigError("this engine has no prefix cache to watch; make it with prefix_cache=True")
             self._scheduler.pages.watch(None if handle is None else CacheEvents(handle))
+
+    # -- moving requests between engines -----------------------------------------------------------------------------------
+
+    def hand_over(self, request_id: int) -> HandOver:
+        """Take a decoding request out of this engine, with its caches and draft state, for another engine's
+        :meth:`take_over`.
+
+        The host waits for the iterations in flight of this request; other requests continue. The next :meth:`step` returns
+        the tokens of these iterations, and the hand-over's output includes them. Raises :class:`RequestError` for a request
+        that has finished or has no output yet.
+        """
+        with self._session.use():
+            self._session.tell(HandOverCommand, request_id)
+            self._decision_log.publish_or_check("go on")
+            request = self._loop.leaving(request_id)
+            with self._failure_recovery.guard_device_work("handing a request over"):
+                handed = self._decision_log.keep_handed_over(self._parts.transfer.copy_request_state(request))
+            del self._requests[request_id]
+            request.finish_reason = FinishReason.HAND_OVER
+            self._loop.output_queue.put(StepOutput(request_id, (), FinishReason.HAND_OVER))
+            self._scheduler.retire()
+            return handed
+
+    def take_over(self, handed: HandOver) -> int:
+        """Continue a request from another engine of the same model and kind of proposer, and return its id here.
+
+        The request decodes once it is scheduled, without a prefill. Its completion has the whole output; :meth:`step`
+        yields only new tokens. State from another backend is copied at once, and the host waits for the copy.
+
+        Raises :class:`ConfigError` if the engines do not match, and :class:`RequestError` for a request that the engine
+        cannot serve.
+        """
+        handed.check_fits(self.model, self.proposer)
+        self._decision_log.check_handed_over(handed)
+        with self._session.use():
+            request = self._admission.arrival(self._session.next_id, handed)
+            self._session.tell(TakeOverCommand, handed.key)
+            self._decision_log.drop_handed_over(handed)
+            request.group = handed.group
+            with self._failure_recovery.guard_device_work("taking a request over"):
+                request.arrival = self._parts.transfer.copy_to_this_backend(handed)
+            return self._session.add(request)
+
+    def resume(self, state: RequestState, *, lend: bool = False) -> int:
+        """Queue a request that another engine knows, with its output so far, and return its id here. Prompt and output are
+        prefilled.
+
+        With ``lend``, the request does not decode here: it rests after its next token until :meth:`PageLending.lend` takes it
+        out.
+
+        Raises :class:`RequestError` for a request that the engine cannot serve.
+        """
+        with self._session.use():
+            if lend:
+                self.lending.check_lends()
+            self._session.tell(ResumeCommand, state)
+            request = self._admission.resumed(self._session.next_id, state)
+            request.is_prefill_only = lend
+            self._session.choose_group([request])
+            return self._session.add(request)
+
+    @property
+    def lending(self) -> PageLending:
+        """The requests whose pages a network card reads or writes, created at the first use. Raises :class:`ConfigError` for
+        an engine that cannot lend requests.
+        """
+        if self._lending is None:
+            self._lending = PageLending(self._parts, self._loop, self._admission, self._session)
+        return self._lending
+
+    @property
+    def page_memory(self) -> tuple[Tensor, ...]:
+        """All tensors that have pages, [pages, ...] each, for the life of the engine. A link registers them."""
+        return self._parts.transfer.paged_caches
+
+    def ask_ranks(self, said: str) -> tuple[str, ...]:
+        """Request a vote from every other rank and return the answers in the order of ranks. Each rank answers with the
+        ``answer`` that its :meth:`Engine.follow` received, after all earlier calls of this engine. The call waits for the
+        answers.
+        """
+        with self._session.use(), self._failure_recovery.guard_device_work("asking the other ranks"):
+            return self._decision_log.request_votes(said)
+
+    # -- state -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer. Raises :class:`ConfigError` when the engine was built without one."""
+        if self._tokenizer is None:
+            raise ConfigError("this engine was built without a tokenizer; use Engine.from_checkpoint, or pass token ids")
+        return self._tokenizer
+
+    @property
+    def chosen(self) -> tuple[Choice, ...]:
+        """The settings of :attr:`config` that the engine chose when it was created, with the reasons."""
+        return self.config.chosen
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """True if the engine was built with a tokenizer."""
+        return self._tokenizer is not None
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counts of requests, iterations and tokens since the engine was created."""
+        loop, scheduler = self._loop, self._scheduler
+        return EngineStats(
+            **loop.counts,
+            blocked_s=self._failure_recovery.blocked_s,
+            preemptions=scheduler.preemptions,
+            prefix_looked_up=scheduler.prefix_looked_up,
+            prefix_hits=scheduler.prefix_hits,
+        )
+
+    @property
+    def load(self) -> EngineLoad:
+        """The number of requests and pages that the engine holds now."""
+        pages = self._scheduler.pages
+        running = sum(not request.finished for request in self._scheduler.running)
+        every = (pages.count - 1) * self.groups
+        waiting = len(self._requests) - running
+        return EngineLoad(running, waiting, every, pages.available, pages.cached, pages.state_checkpoints)
+
+    @property
+    def longest_request(self) -> int:
+        """Maximum number of tokens of prompt and output of one request, limited by the context and by the cache."""
+        return self._admission.longest
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True if :meth:`step` has work to do."""
+        return self._session.has_abandoned or self._loop.has_work
+
+    @property
+    def groups(self) -> int:
+        """Number of data-parallel groups of ranks, each with requests, rows and pages of its own; 1 without data
+        parallelism.
+        """
+        return self._decision_log.groups
+
+    @property
+    def free_pages(self) -> int:
+        """Number of KV pages that no request holds. Some of them may hold cached prefixes."""
+        return self._scheduler.pages.available
+
+    @property
+    def streams(self) -> Streams:
+        """The device streams of the engine, for tools."""
+        return self._parts.streams
+
+    @property
+    def free_rows(self) -> int:
+        """Number of rows that no request holds."""
+        return self._scheduler.rows.available
+
+    @property
+    def open_requests(self) -> dict[int, tuple[int, ...]]:
+        """The requests that wait or run, by id, with the output that the host knows. An engine that stopped still has
+        them.
+        """
+        return self._loop.open_requests
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
@@ -439,26 +589,15 @@ class Engine(RequestMigration):
 
     def _queue(self, prompts: Sequence[Sequence[int]], params: object, media: object) -> None:
         """Queue the requests of :meth:`generate`, which the first rank has admitted, on a follower rank."""
-        for samples in self._admission.batch(self._next_id, prompts, params, media):
-            self._submit(samples)
+        for samples in self._admission.batch(self._session.next_id, prompts, params, media):
+            self._session.submit(samples)
 
     def _forget_ids(self, ids: Sequence[int]) -> None:
         self._loop.drop_requests([self._requests[number] for number in ids if number in self._requests])
 
     def _iterate(self) -> None:
-        with self._use():
+        with self._session.use():
             self._loop.iterate()
-
-    def _submit(self, samples: Sequence[Request]) -> int:
-        """Queue the checked samples of one prompt and return the id of the first."""
-        first = samples[0]
-        self._choose_group(samples)
-        self._next_id = samples[-1].id + 1
-        self._requests.update({request.id: request for request in samples})
-        self._scheduler.add(first)
-        if not self.config.prefix_cache:
-            self._loop.start_followers(first)
-        return first.id
 
     def _generate(self, batch: Sequence[Sequence[Request]]) -> list[Completion]:
         loop, requests = self._loop, [request for samples in batch for request in samples]
@@ -466,7 +605,7 @@ class Engine(RequestMigration):
             loop.output_queue.open(request.id)
         try:
             for samples in batch:
-                self._submit(samples)
+                self._session.submit(samples)
             while not all(request.finished for request in requests):
                 loop.iterate()
             loop.drain()
@@ -475,21 +614,8 @@ class Engine(RequestMigration):
                 loop.output_queue.release(request.id)
             raise
         except BaseException:
-            self._forget(requests)
+            self._session.drop(requests)
             raise
         for request in requests:
             loop.output_queue.close(request.id)
         return [request.completion() for request in requests]
-
-    def _close_stream(self, request: Request) -> None:
-        """Note that a stream was closed or dropped, perhaps by the garbage collector, in another thread or inside an
-        iteration.
-        """
-        if self._used or not self._owner.is_here:
-            self._abandoned.append(request)
-        elif self._failure_recovery.stopped is not None:
-            self._loop.output_queue.close(request.id)
-        else:
-            with self._use():
-                self._forget([request])
-                self._loop.drain()

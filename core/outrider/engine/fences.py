@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from outrider.device import Fence, SpeculativeSync
+from outrider.device import Fence, SpeculativeSync, Stream
 
 
 class Hazard(StrEnum):
@@ -187,3 +187,22 @@ class FenceSet:
         self.pages_read = tuple(create(f"pages_read[{slot}]") for slot in range(transfers))
         self.pages_free = tuple(create(f"pages_free[{slot}]") for slot in range(transfers))
         self.pages_written = tuple(create(f"pages_written[{slot}]") for slot in range(transfers))
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """The streams of an engine. ``plan`` and ``copy`` may be ``forward`` itself. ``update`` rebinds host parameters of
+    graphs; None on devices without such parameters.
+    """
+
+    schedule: Stream
+    forward: Stream
+    plan: Stream
+    copy: Stream
+    update: Stream | None = None
+
+    @property
+    def all(self) -> tuple[Stream, ...]:
+        """Return each stream once, in the order of their creation."""
+        streams = (self.schedule, self.forward, self.plan, self.copy, self.update)
+        return tuple(dict.fromkeys(stream for stream in streams if stream is not None))

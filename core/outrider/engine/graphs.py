@@ -8,32 +8,19 @@ different stages do not alias.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from outrider.device import AttentionMetadata, Backend, CaptureContext, Graph, GraphPool, Stream
-from outrider.engine.requests.features import Features
-from outrider.engine.stage_io import (
-    AttentionInput,
-    Capturable,
-    DecodeBatch,
-    DraftStageInput,
-    ExtendAttentionInput,
-    ExtendStageInput,
-    In,
-    IterationInput,
-    Out,
-    Stage,
-    VerifyStageInput,
-)
-from outrider.engine.stages import DraftStage, Extend, Iteration, Stages, Verify
-from outrider.engine.state.buffers import EXTEND, INPUTS, VERIFY, StaticBuffers
+from outrider.device import CaptureContext, Graph, GraphPool, Stream
+from outrider.engine.config import MAX_LOGPROBS
+from outrider.engine.requests.batch import Features
+from outrider.engine.stages import Stages
+from outrider.engine.state.buffers import EXTEND, INPUTS, VERIFY
+from outrider.engine.state.frame import DecodeBatch, Frame, Stage, build_frame
+from outrider.engine.state.parts import EngineParts
 from outrider.speculative.host_seq_lens import HostSeqLens
 
 CaptureProgress = Callable[[int, int], None]
-AnyStage = Capturable[Any, Any]
 
 MIN_REQUESTS_SHORTER_DRAFT = 64
 """Minimum number of requests at which a shorter draft can be faster."""
@@ -68,48 +55,38 @@ def sizes_of_shorter(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(size for size in sizes if size % MIN_REQUESTS_SHORTER_DRAFT == 0 or size == max(sizes))
 
 
-class Runner(ABC):
-    """The interface of both runners, which run stages on their streams from graphs or by calls."""
+class Runner:
+    """The runner that calls each stage for the exact batch, without padding or graphs."""
 
     report: CaptureReport | None = None
     """The captured graphs; None for a runner without graphs."""
 
-    def __init__(self, backend: Backend, buffers: StaticBuffers) -> None:
-        self._backend = backend
-        self._buffers = buffers
+    def __init__(self, parts: EngineParts) -> None:
+        self._backend = parts.backend
+        self._buffers = parts.buffers
 
-    @abstractmethod
     def batch(
         self, count: int, drafted: int, features: Features, max_kv: int, seq_lens_host: HostSeqLens | None
     ) -> DecodeBatch:
         """Return the batch that the stages receive: a bucket that holds ``count`` requests, and features that cover
-        ``features``.
+        ``features``. Here it has exactly ``count`` requests.
         """
+        return DecodeBatch(count, count, drafted, features, max_kv, seq_lens_host=seq_lens_host)
 
     def bind(self, batch: DecodeBatch, stream: Stream) -> None:
         """Rebind the host parameters of captured stages on ``stream``. A called stage gets its parameters directly."""
         del batch, stream
 
-    def run(self, stage: Stage[In, Out], given: In) -> Out:
-        """Enqueue ``stage`` on its stream, pad the buffer group that it fills, and return its output."""
-        batch, group = given.batch, stage.fills
+    def run(self, stage: Stage, batch: DecodeBatch, frame: Frame) -> None:
+        """Enqueue ``stage`` on its stream, and pad the buffer group that it fills."""
+        group = stage.fills
         with self._backend.on(stage.stream):
             if group is None:
-                return stage.run(given)
+                stage.run(batch, frame)
+                return
             self._buffers.mark_stale(group, bucket=batch.bucket, drafted=batch.drafted)
-            written = stage.run(given)
+            stage.run(batch, frame)
             self._buffers.pad(group, count=batch.count, bucket=batch.bucket, drafted=batch.drafted)
-            return written
-
-
-class EagerRunner(Runner):
-    """The runner that calls each stage for the exact batch, without padding or graphs."""
-
-    def batch(
-        self, count: int, drafted: int, features: Features, max_kv: int, seq_lens_host: HostSeqLens | None
-    ) -> DecodeBatch:
-        """Return a batch of exactly ``count`` requests."""
-        return DecodeBatch(count, count, drafted, features, max_kv, seq_lens_host=seq_lens_host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,27 +113,24 @@ class GraphRunner(Runner):
     """The runner that captures the stages ``which`` for every bucket when it is created, and calls all other stages.
 
     It captures three sets of features: greedy, sampling, and everything. A batch uses the first set that covers its features.
-    ``buckets`` are batch sizes; None selects :func:`buckets_up_to` for greedy batches, powers of two for sampling, and powers
-    of four for everything. ``lengths`` are draft lengths, with all nodes of a tree; shorter drafts are captured for greedy
-    batches of :func:`sizes_of_shorter`. ``capacity`` is the number of tokens that a block table holds.
+    The config's ``buckets`` are batch sizes; None selects :func:`buckets_up_to` for greedy batches, powers of two for
+    sampling, and powers of four for everything. Shorter drafts than the longest are captured for greedy batches of
+    :func:`sizes_of_shorter`.
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        buffers: StaticBuffers,
-        stages: Stages,
-        *,
-        which: Sequence[AnyStage],
-        buckets: Sequence[int] | None,
-        most: int,
-        lengths: Sequence[int],
-        everything: Features,
-        capacity: int,
-        progress: CaptureProgress | None = None,
+        self, parts: EngineParts, stages: Stages, which: Sequence[Stage], progress: CaptureProgress | None = None
     ) -> None:
-        super().__init__(backend, buffers)
-        greedy, sampling = Features(), Features(sampling=True)
+        super().__init__(parts)
+        backend, buffers, buckets, lengths = parts.backend, parts.buffers, parts.config.buckets, parts.lengths
+        most, greedy, sampling = parts.config.max_requests, Features(), Features(sampling=True)
+        everything = Features(
+            sampling=True,
+            biased=True,
+            penalized=True,
+            truncated=True,
+            logprobs=min(MAX_LOGPROBS, parts.model.config.vocab_size),
+        )
         # Few batches sample, and fewer use everything: for them there are fewer sizes.
         sizes = {greedy: buckets_up_to(most), sampling: powers_up_to(most), everything: powers_up_to(most, 4)}
         if buckets is not None:
@@ -168,7 +142,7 @@ class GraphRunner(Runner):
         self._sizes |= {(drafted, greedy): shorter for drafted in lengths if drafted < max(lengths)}
         self._stages = stages
         self._which = tuple(which)
-        self._capacity = capacity
+        self._capacity = parts.capacity
         self._most_drafted = max(lengths)
         self._graphs: dict[tuple[int, int, Features], Mapping[str, Graph]] = {}
         pools = {stage.name: backend.create_graph_pool(stage.name) for stage in which}
@@ -178,7 +152,7 @@ class GraphRunner(Runner):
         for drafted in lengths:
             for count in range(1, most + 1):
                 buffers.views(count, drafted)  # views made before any replay are known to follow the writes of graphs
-        self._shared: dict[tuple[str, int, int, bool], Graph] = {}
+        self._captured: dict[tuple[str, int, int, Features], Graph] = {}
         wanted = [
             (size, drafted, kind)
             for size in sorted({size for sizes in self._sizes.values() for size in sizes}, reverse=True)
@@ -191,10 +165,9 @@ class GraphRunner(Runner):
             if progress is not None:
                 progress(done, len(wanted))
         after = backend.memory_info().free if limited else 0
-        graphs = len({id(graph) for captured in self._graphs.values() for graph in captured.values()})
         seconds = time.perf_counter() - began
         held = before - after if limited and after <= before else None
-        self.report = CaptureReport(graphs, self.buckets, held, seconds, tuple(sorted(lengths)))
+        self.report = CaptureReport(len(self._captured), self.buckets, held, seconds, tuple(sorted(lengths)))
 
     def bucket(self, count: int, drafted: int | None = None, features: Features | None = None) -> int:
         """Return the smallest bucket that holds ``count`` requests. The defaults are the longest draft and greedy
@@ -229,15 +202,15 @@ class GraphRunner(Runner):
             if params:
                 self._graphs_of(batch)[stage.name].update_params(params, stream=stream)
 
-    def run(self, stage: Stage[In, Out], given: In) -> Out:
+    def run(self, stage: Stage, batch: DecodeBatch, frame: Frame) -> None:
         """Replay the stage's graph, or call the stage if it was not captured. Captured attention plans are already up to
         date.
         """
-        if not isinstance(stage, Capturable) or stage not in self._which or not _has_work(stage, given.batch.drafted):
-            return super().run(stage, given)
-        self._graphs_of(given.batch)[stage.name].replay(stage.stream)
-        written: Out = stage.written(given.batch)
-        return written
+        graph = self._graphs_of(batch).get(stage.name)
+        if graph is None:
+            super().run(stage, batch, frame)
+        else:
+            graph.replay(stage.stream)
 
     def _graphs_of(self, batch: DecodeBatch) -> Mapping[str, Graph]:
         return self._graphs[batch.bucket, batch.drafted, batch.features]
@@ -247,28 +220,26 @@ class GraphRunner(Runner):
         stages = self._stages
         batch = DecodeBatch(bucket, bucket, drafted, features, self._capacity, captured=True)
         nothing, plan = HostSeqLens((0,) * bucket, self._capacity), stages.verify_attention.stream
+        frame = build_frame(self._buffers, batch)
+        frame.seq_lens_host = nothing
         with self._backend.on(plan):
             for group in (INPUTS, VERIFY, EXTEND):  # the buffers hold values of another length, or of warm-up requests
                 self._buffers.pad(group, count=0, bucket=bucket, drafted=drafted)
-            attention = stages.verify_attention.run(AttentionInput(batch, nothing))
-            along = stages.extend_attention.run(ExtendAttentionInput(batch, attention, nothing))
+            stages.verify_attention.run(batch, frame)
+            stages.extend_attention.run(batch, frame)
         plan.synchronize()
         graphs: dict[str, Graph] = {}
         for stage in self._which:
-            if not _has_work(stage, drafted):
+            if not stage.has_work(drafted):
                 continue
-            if not isinstance(stage, DraftStage | Extend):
-                graphs[stage.name] = self._graph(stage, batch, attention, pools[stage.name])
-                continue
-            # Draft and extend depend on no feature but sampling, so other feature sets share their graphs.
-            key = (stage.name, bucket, drafted, features.sampling)
-            narrow = replace(batch, features=Features(sampling=features.sampling))
-            if key not in self._shared:
-                self._shared[key] = self._graph(stage, narrow, along, pools[stage.name])
-            graphs[stage.name] = self._shared[key]
+            served = Features(sampling=features.sampling) if stage.needs_sampling_only else features
+            key = (stage.name, bucket, drafted, served)
+            if key not in self._captured:
+                self._captured[key] = self._graph(stage, replace(batch, features=served), frame, pools[stage.name])
+            graphs[stage.name] = self._captured[key]
         return graphs
 
-    def _graph(self, stage: AnyStage, batch: DecodeBatch, attention: AttentionMetadata, pool: GraphPool) -> Graph:
+    def _graph(self, stage: Stage, batch: DecodeBatch, frame: Frame, pool: GraphPool) -> Graph:
         backend, count, features = self._backend, batch.count, batch.features
         exact = backend.speculative_sync.exact_host_lengths
         nothing = HostSeqLens((0,) * count, self._capacity)
@@ -278,7 +249,7 @@ class GraphRunner(Runner):
         def run(context: CaptureContext) -> None:
             # The stage reads its static buffers; only the host parameters come from the capture context.
             seq_lens = replace(nothing, captured=context.params) if exact else None
-            stage.run(self._given(stage, replace(batch, seq_lens_host=seq_lens), attention))
+            stage.run(replace(batch, seq_lens_host=seq_lens), frame)
 
         shorter = "" if batch.drafted == self._most_drafted else f", {batch.drafted} drafted"
         kind = "everything" if features.options else "sampling" if features.sampling else "greedy"
@@ -294,22 +265,3 @@ class GraphRunner(Runner):
         for name in params:
             backend.mark_mirror((graph, name), self._buffers.views(count, batch.drafted).inputs.seq_lens)
         return graph
-
-    def _given(self, stage: AnyStage, batch: DecodeBatch, attention: AttentionMetadata) -> object:
-        """Return the input record of ``stage``, with views of static buffers only."""
-        views = self._buffers.views(batch.count, batch.drafted)
-        match stage:
-            case DraftStage():
-                return DraftStageInput(batch, views.inputs)
-            case Verify():
-                return VerifyStageInput(batch, views.inputs, views.draft, views.verify, attention)
-            case Extend():
-                return ExtendStageInput(batch, views.inputs, views.verify, views.outputs, views.extend, attention)
-            case Iteration():
-                return IterationInput(batch)
-        raise AssertionError(f"{stage.name} isn't captured")
-
-
-def _has_work(stage: AnyStage, drafted: int) -> bool:
-    """Return True if ``stage`` has work in an iteration that drafts ``drafted`` tokens."""
-    return drafted > 0 or not isinstance(stage, DraftStage)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
 
-from outrider.device import Backend, DeviceFault
-from outrider.engine.fences import FenceSet
-from outrider.engine.ranks.decision_log import DecisionLog, decisions_of
+from outrider.device import Decision, DeviceFault
+from outrider.engine.ranks.decision_log import DecisionLog
 from outrider.engine.recovery.failure_recovery import FailureRecovery
 from outrider.engine.recovery.watchdog import Watchdog
 from outrider.engine.requests.batch import Batch
@@ -15,9 +17,23 @@ from outrider.engine.requests.groups import GroupScheduler
 from outrider.engine.requests.output_queue import OutputQueue
 from outrider.engine.requests.request import FinishReason, Request, RequestFailed
 from outrider.engine.requests.scheduler import OutOfPages, Scheduler
-from outrider.engine.state.results import HostResults, PendingResult, Results
-from outrider.engine.step import Step
-from outrider.engine.streams import Streams
+from outrider.engine.state.parts import EngineParts
+from outrider.engine.state.results import HostResults, PendingResult
+from outrider.errors import RequestError
+
+
+class IterationLauncher(Protocol):
+    """A launcher of iterations: :class:`~outrider.engine.step.Step`, or a step that is wrapped for several ranks."""
+
+    def launch(self, requested: Batch) -> PendingResult:
+        """Enqueue one iteration and return the pending result."""
+
+    def shape(self, batch: Batch | None) -> Mapping[str, Decision]:
+        """Return the decisions about the launch of ``batch`` that other ranks must share."""
+
+    def invalidate(self) -> None:
+        """Upload all inputs in the next iteration, because a copy of an earlier iteration may have failed."""
+
 
 _MAX_CHANCE_OF_END = 0.1
 """Probability that all requests end, above which the loop waits for results before it launches.
@@ -31,32 +47,29 @@ class Loop:
 
     With ``runs_ahead``, the loop launches an iteration before it handles the results of the previous one. An iteration with a
     guided request runs alone: its masks depend on the tokens before it, and the next iteration depends on its own tokens.
-    ``decision_log`` is the decision log that makes all ranks do the same; None for one rank.
+    ``decision_log`` makes all ranks do the same.
     """
 
     def __init__(
         self,
-        backend: Backend,
-        streams: Streams,
-        fences: FenceSet,
-        *,
+        parts: EngineParts,
+        step: IterationLauncher,
         scheduler: Scheduler | GroupScheduler,
-        step: Step,
-        results: Results,
         watchdog: Watchdog,
+        decision_log: DecisionLog,
+        *,
         runs_ahead: bool,
-        decision_log: DecisionLog | None = None,
     ) -> None:
         self.decision_log = decision_log
-        self._backend = backend
-        self._streams = streams
-        self._fences = fences
+        self._backend = parts.backend
+        self._streams = parts.streams
+        self._fences = parts.fences
         self.scheduler = scheduler
         self.step = step
-        self._results = results
+        self._results = parts.results
         self._runs_ahead = runs_ahead
         self.failure_recovery = FailureRecovery(
-            backend,
+            parts.backend,
             watchdog,
             open_requests=lambda: self.open_requests,
             undo=self._undo,
@@ -109,11 +122,11 @@ class Loop:
             if self._in_flight and self.scheduler.chance_of_end > _MAX_CHANCE_OF_END:
                 self._handle_all_but(0)
             batch = self._next_batch()
-            if self.decision_log is not None:
-                self.decision_log.publish_or_check("iterate", decisions_of(batch), then=lambda: self.step.shape(batch))
+            self.decision_log.publish_batch(batch, self.step.shape)
             if batch is not None:
                 try:
-                    self._in_flight.append(self._launch(batch))
+                    with self._undoing(batch):
+                        self._in_flight.append(self.step.launch(batch))
                 except RequestFailed as failed:
                     self.end_request(failed.request, FinishReason.ERROR, str(failed))
                 else:
@@ -129,8 +142,7 @@ class Loop:
 
     def drain(self) -> None:
         """Handle every iteration in flight without launching another."""
-        if self.decision_log is not None:
-            self.decision_log.publish_or_check("drain")
+        self.decision_log.publish_or_check("drain")
         self._drain()
 
     def _drain(self) -> None:
@@ -145,6 +157,19 @@ class Loop:
             while request.in_flight:
                 self._handle_oldest()
 
+    def leaving(self, request_id: int) -> Request:
+        """Return a decoding request without iterations in flight. Raises :class:`RequestError` if there is none with this
+        id.
+        """
+        request = self.requests.get(request_id)
+        if request is not None:
+            self.settle(request)
+        if request is None or request.finished:
+            raise RequestError(f"request {request_id} isn't running; it may have finished already")
+        if not request.row or request.needs_prefill or not request.output:
+            raise RequestError(f"request {request_id} is waiting or prefilling; hand it over after its first token")
+        return request
+
     def start_followers(self, request: Request) -> None:
         """Queue the samples that waited for the prompt of ``request``, to share its pages."""
         for follower in request.followers:
@@ -154,15 +179,16 @@ class Loop:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _launch(self, batch: Batch) -> PendingResult:
-        """Launch ``batch`` and return its pending result. After an error or an interrupt, undo the launch."""
+    @contextmanager
+    def _undoing(self, batch: Batch) -> Generator[None]:
+        """Guard the launch of ``batch``, which runs alone if it is guided. After an error or an interrupt, undo it."""
         try:
             while batch.is_guided and self._in_flight:
                 self._handle_oldest()
-            return self.step.launch(batch)
+            yield
         except BaseException as error:
             alone = isinstance(error, RequestFailed) and batch.global_batch is None  # tensor-parallel ranks fail alike
-            if self.decision_log is None or alone:
+            if self.decision_log.can_repeat or alone:
                 self._undo(batch, failed=isinstance(error, DeviceFault))
                 raise
             stopped = self.failure_recovery.stop_with_ranks(error)  # other ranks have launched the batch, or wait inside it
@@ -211,8 +237,7 @@ class Loop:
             for request, tokens in zip(batch.decode, outcome.decoded, strict=True)
             if not request.finished
         ]
-        if self.decision_log is not None:
-            self.decision_log.ranks.decide("accepted", tuple(accepted))
+        self.decision_log.decide_accepted(accepted)
         self.scheduler.handle_landed(ticket.batch, accepted)
         for batch, outcome in zip(batches, outcomes, strict=True):
             self._handle_results(batch, outcome)
@@ -250,3 +275,47 @@ class Loop:
         if request.finished:
             del self.requests[request.id]
             self.start_followers(request)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counts of iterations, tokens and cache look-ups since the engine was created.
+
+    ``iterations`` counts launched batches, with those of prefill only. ``request_iterations`` counts verifications of single
+    requests, ``verified_tokens`` their tokens, and ``drafted_tokens`` the draft tokens that could have been accepted: those
+    of chains, and the longest paths of trees. ``blocked_s`` is the time in seconds that the host waited at fences for the
+    device.
+
+    ``preemptions`` counts requests that lost their pages and start again. ``prefix_looked_up`` counts context tokens that
+    were looked up in the prefix cache, and ``prefix_hits`` those whose pages were cached.
+    """
+
+    iterations: int
+    request_iterations: int
+    verified_tokens: int
+    emitted_tokens: int
+    blocked_s: float = 0.0
+    preemptions: int = 0
+    prefix_looked_up: int = 0
+    prefix_hits: int = 0
+    drafted_tokens: int = 0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens that one verification of a request yields on average; 0 before the first verification."""
+        return self.verified_tokens / self.request_iterations if self.request_iterations else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """The load of an engine at this moment. ``running`` counts requests with a row, ``waiting`` requests without one. Of
+    ``pages``, no request holds ``free_pages``; of these, ``cached_pages`` have contents that a prefix may hit.
+    """
+
+    running: int
+    waiting: int
+    pages: int
+    free_pages: int
+    cached_pages: int
+    state_checkpoints: int = 0
+    """Prefixes whose recurrent states are kept."""

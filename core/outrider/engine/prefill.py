@@ -8,21 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.device import Backend, DeviceError, Stream
-from outrider.engine.requests.batch import Batch
-from outrider.engine.requests.features import Features
+from outrider.device import DeviceError
+from outrider.engine.guided import GuidedDecoding
+from outrider.engine.requests.batch import Batch, Features, PrefillChunk
 from outrider.engine.requests.request import RequestFailed
-from outrider.engine.state.agreed_values import agree_values
-from outrider.engine.state.attention_plans import AttentionBatchKind, AttentionPlans
-from outrider.engine.state.masks import Masks, late_guidance_indices
-from outrider.engine.state.options import OptionTable
-from outrider.engine.state.probes import GUIDE_LATE, MEDIA_FAILED, Probes
-from outrider.engine.state.results import Results
-from outrider.engine.state.rows import FutureMap, RowTable
-from outrider.engine.state.staging import Packer, PrefillInputs, Staging, prefill_attention, prefill_inputs
-from outrider.model import ForwardInput, KeptRows, KVCache, LanguageModel, StateInput, VisionTower
+from outrider.engine.state.parts import EngineParts
+from outrider.engine.state.plans import AttentionBatchKind
+from outrider.engine.state.staging import Packer, PrefillBucket, PrefillInputs, prefill_attention, prefill_inputs
+from outrider.model import ForwardInput, KeptRows, StateInput
 from outrider.speculative.host_seq_lens import HostSeqLens
-from outrider.speculative.proposer import ExtendInputs, Proposer
+from outrider.speculative.proposer import ExtendInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,55 +33,42 @@ class PrefilledChunks:
 
 class Prefill:
     """The launcher of prompt chunks: first for the target, then for the draft, so that first tokens do not wait for the
-    draft. ``capacity`` is the number of tokens that a block table holds.
+    draft.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        forward: Stream,
-        model: LanguageModel,
-        proposer: Proposer,
-        *,
-        cache: KVCache,
-        rows: RowTable,
-        future: FutureMap,
-        options: OptionTable,
-        masks: Masks,
-        attention: AttentionPlans,
-        probes: Probes,
-        staging: Staging,
-        results: Results,
-        vision: VisionTower | None,
-        capacity: int,
-    ) -> None:
-        self._backend = backend
-        self._forward = forward
-        self._model = model
-        self._proposer = proposer
-        self._cache = cache
-        self._rows = rows
-        self._future = future
-        self._options = options
-        self._masks = masks
-        self._walks = model.ranks is None or model.ranks.is_decider
-        self._attention = attention
-        self._probes = probes
-        self._staging = staging
-        self._results = results
-        self._vision = vision
-        self._capacity = capacity
-        self._exact = backend.speculative_sync.exact_host_lengths
+    def __init__(self, parts: EngineParts, guided: GuidedDecoding) -> None:
+        self._backend = parts.backend
+        self._forward = parts.streams.forward
+        self._model = parts.model
+        self._proposer = parts.proposer
+        self._cache = parts.cache
+        self._rows = parts.rows
+        self._future = parts.future
+        self._options = parts.options
+        self._attention = parts.attention
+        self._probes = parts.probes
+        self._staging = parts.staging
+        self._results = parts.results
+        self._vision = parts.vision
+        self._capacity = parts.capacity
+        self._exact = parts.backend.speculative_sync.exact_host_lengths
+        self._guided = guided
 
-    def launch(self, batch: Batch, packer: Packer) -> PrefilledChunks:
-        """Enqueue the target's pass over the chunks. Only the last chunk of a prompt publishes a length."""
+    def bucket(self, batch: Batch) -> PrefillBucket | None:
+        """Return the padded size of the batch's chunks; None if they are called for their exact size."""
+        del batch
+        return None
+
+    def launch(self, batch: Batch, packer: Packer, bucket: PrefillBucket | None = None) -> PrefilledChunks | None:
+        """Enqueue the target's pass over the chunks. Only the last chunk of a prompt publishes a length.
+
+        Returns the chunks that :meth:`extend` must pass to the draft; None if the draft has read them.
+        """
+        del bucket
         requests = tuple(chunk.request for chunk in batch.prefill)
         features = Features.from_requests(requests)
         with self._backend.on(self._forward):
-            if self._model.ranks is not None:  # no other rank has walked
-                self._results.write_host_failures(
-                    GUIDE_LATE, dict.fromkeys(late_guidance_indices(requests), ""), prefill=True
-                )
+            self._guided.report_late_prompts(requests)
             inputs = prefill_inputs(batch.prefill, self._staging, packer.segments)
             seq_lens_host = HostSeqLens(tuple(chunk.end for chunk in batch.prefill), self._capacity)
             return self._fill(inputs, features, seq_lens_host, self._features(batch, inputs.tokens.shape[0]))
@@ -183,10 +165,7 @@ class Prefill:
         kernels = self._model.kernels
         self._probes.check_for_nan("target.logits", logits, self._results.prefill_probe_results(logits.shape[0]))
         options = self._options.gather(features, inputs.rows)
-        shaped = logits
-        if features.guided and self._walks:
-            masks = self._masks.prefill_masks(logits.shape[0])
-            shaped = kernels.apply_token_bitmask(logits.unsqueeze(1), masks.unsqueeze(1)).squeeze(1)
+        shaped = self._guided.mask_first_tokens(kernels, logits) if features.guided else logits
         if options is not None:
             shaped = options.process(
                 kernels,
@@ -196,17 +175,16 @@ class Prefill:
                 tree_mask=None,
                 positions=inputs.ends.unsqueeze(1),
             ).squeeze(1)
-        first = kernels.sample(shaped, temperature, seeds, inputs.ends)
-        if self._model.ranks is not None:
-            found = self._results.prefill_probe_results(logits.shape[0])
-            first, agreed_findings = agree_values(self._model.ranks, first, found)
-            found.copy_(agreed_findings)
+        first = self._sample(shaped, temperature, seeds, inputs)
         if options is not None:
             options.commit(kernels, torch.where(inputs.final, first, -1).unsqueeze(1))
         if features.logprobs is not None:
             reported = kernels.logprobs(logits.unsqueeze(1), first.unsqueeze(1), features.logprobs)
             self._results.write_prefill_logprobs(*reported)
         return first
+
+    def _sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, inputs: PrefillInputs) -> Tensor:
+        return self._model.kernels.sample(logits, temperature, seeds, inputs.ends)
 
     def _features(self, batch: Batch, tokens: int) -> tuple[Tensor | None, Tensor | None]:
         """Return features [T, H] of images and videos in the chunks, and the bool mask [T] of their tokens."""
@@ -227,11 +205,12 @@ class Prefill:
                 except DeviceError:
                     raise
                 except Exception as error:  # what transformers' tower says of this image
-                    if model.ranks is None:
-                        raise RequestFailed(chunk.request, error) from error
-                    # Other ranks run this iteration too: continue with zero features, and end the request after the
-                    # iteration.
                     embeddings[begin:end] = 0
-                    self._results.write_host_failures(MEDIA_FAILED, {index: f"{type(error).__name__}: {error}"}, prefill=True)
+                    self._refuse_media(chunk, index, error)
             begin = end
         return embeddings, embedded
+
+    def _refuse_media(self, chunk: PrefillChunk, index: int, error: Exception) -> None:
+        """End the request of chunk ``index``, whose media cannot be read."""
+        del index
+        raise RequestFailed(chunk.request, error) from error

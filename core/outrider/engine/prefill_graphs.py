@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import time
 
-from outrider.device import Backend, CaptureContext, Graph, Stream
+from outrider.device import Backend, CaptureContext, Graph, StepMode
 from outrider.engine.graphs import CaptureReport
-from outrider.engine.prefill import Prefill
-from outrider.engine.requests.batch import Batch
-from outrider.engine.requests.features import Features
-from outrider.engine.state.input_upload import InputUpload
-from outrider.engine.state.staging import PrefillBucket, Staging, prefill_inputs
+from outrider.engine.prefill import Prefill, PrefilledChunks
+from outrider.engine.requests.batch import Batch, Features
+from outrider.engine.state.parts import EngineParts
+from outrider.engine.state.staging import Packer, PrefillBucket, prefill_inputs
 
 MAX_GRAPH_TOKENS = 2048
 """Tokens of the largest chunk that is replayed. The device takes longer for a longer chunk than the host for its launches."""
@@ -40,27 +39,17 @@ def token_buckets(most: int) -> tuple[int, ...]:
 
 
 class PrefillGraphs:
-    """The graphs of ``prefill``, captured for every bucket at creation. A batch has no bucket if it is too large or needs
-    media, sampling options or log-probabilities.
+    """The launcher that replays prompt chunks from graphs, captured for every bucket at creation, and leaves other chunks to
+    ``prefill``: those of a batch that is too large, or that needs media, sampling options or log-probabilities.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        forward: Stream,
-        *,
-        prefill: Prefill,
-        input_upload: InputUpload,
-        staging: Staging,
-        tokens: int,
-        capacity: int,
-    ) -> None:
-        self._backend = backend
-        self._forward = forward
+    def __init__(self, parts: EngineParts, prefill: Prefill, *, tokens: int) -> None:
+        self._backend = backend = parts.backend
+        self._forward = parts.streams.forward
         self._prefill = prefill
-        self._input_upload = input_upload
-        self._staging = staging
-        self._capacity = capacity
+        self._input_upload = parts.input_upload
+        self._staging = staging = parts.staging
+        self._capacity = parts.capacity
         self.sequences = min(MOST_SEQUENCES, staging.max_requests)
         self.buckets = token_buckets(tokens)
         self._graphs: dict[tuple[int, bool], Graph] = {}
@@ -87,10 +76,17 @@ class PrefillGraphs:
             return None
         return PrefillBucket(next(size for size in self.buckets if size >= tokens), self.sequences)
 
-    def launch(self, batch: Batch, bucket: PrefillBucket) -> None:
-        """Replay the chunks of ``batch``, which were staged for ``bucket``."""
+    def launch(self, batch: Batch, packer: Packer, bucket: PrefillBucket | None) -> PrefilledChunks | None:
+        """Replay the chunks of ``batch``, which were staged for ``bucket``; the graph includes the pass of the draft."""
+        if bucket is None:
+            return self._prefill.launch(batch, packer)
         sampling = Features.from_requests(tuple(chunk.request for chunk in batch.prefill)).sampling
         self._graphs[bucket.tokens, sampling].replay(self._forward)
+        return None
+
+    def extend(self, filled: PrefilledChunks) -> None:
+        """Enqueue the draft's pass over chunks that were called."""
+        self._prefill.extend(filled)
 
     def _capture(self, size: int, sampling: bool) -> Graph:
         bucket = PrefillBucket(size, self.sequences)
@@ -116,3 +112,34 @@ class PrefillGraphs:
             outputs={},
             pool=self._pool,
         )
+
+
+def _can_replay_prefill(parts: EngineParts) -> bool:
+    """Return True if each part of the engine allows that chunks of prompts are replayed from graphs."""
+    config, model, proposer = parts.config, parts.model, parts.proposer
+    if parts.results.is_shared:
+        return False  # data-parallel groups have different numbers of tokens in a prefill
+    if config.step_mode is not StepMode.FUSED and not config.graphs:
+        return False  # decoding isn't replayed either
+    if parts.backend.speculative_sync.exact_host_lengths or parts.attention.plans_on_host:
+        return False  # attention reads lengths on the host
+    if model.config.rope.sections or model.config.rope.depends_on_length:
+        return False  # rope depends on more than a position
+    if model.config.recurrent is not None:
+        return False  # the reference's launches grow with the tokens of a chunk
+    if not model.native or model.kernels.row_invariant:
+        return False  # kernels launch a call for each token, or belong to another model's code
+    return proposer.accepts_padding or not proposer.extends
+
+
+def build_prefill_graphs(parts: EngineParts, prefill: Prefill) -> PrefillGraphs | None:
+    """Capture the graphs that replay short chunks of prompts. Returns None for an engine that calls every chunk."""
+    most = min(parts.config.prefill_chunk, parts.config.max_requests * parts.capacity)
+    tokens = min(max_graph_tokens(parts.backend), most)
+    if not tokens or not _can_replay_prefill(parts):
+        return None
+    return PrefillGraphs(parts, prefill, tokens=tokens)
+
+
+PrefillLauncher = Prefill | PrefillGraphs
+"""The launcher of prompt chunks, which calls them all or replays short ones."""

@@ -1,94 +1,55 @@
-"""The stages of a decode iteration on the forward stream: gather, draft, verify, extend, and the whole iteration as one
-stage.
+"""The stages of a decode iteration, in their order: gather, draft, the plan of verify, verify, the plan of extend, extend.
 
-:mod:`outrider.engine.stage_io` has the inputs and outputs of each stage, :mod:`outrider.engine.plan_stages` the stages of the
-plan stream.
+The last one, *iteration*, is all of them as one stage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, KernelSet, RequestInputs, RequestRows, Stream
-from outrider.engine.plan_stages import ExtendAttention, PlanExtend, PlanPositions, PlanTokens, VerifyAttention
-from outrider.engine.stage_io import (
-    Capturable,
-    DecodeBatch,
-    DraftStageInput,
-    ExtendPlanInput,
-    ExtendStageInput,
-    GatherInput,
-    IterationInput,
-    PlanPositionsInput,
-    PlanTokensInput,
-    Stage,
-    VerifyStageInput,
-)
-from outrider.engine.state.agreed_values import agree_values
-from outrider.engine.state.buffers import DRAFT, EXTEND, INPUTS, OUTPUTS, VERIFY, DecodeInputs, StaticBuffers, VerifyOutputs
-from outrider.engine.state.options import OptionTable
-from outrider.engine.state.probes import Probes
-from outrider.engine.state.results import Results
-from outrider.engine.state.rows import FutureMap, RowTable
-from outrider.engine.state.staging import Staging
-from outrider.model import (
-    ForwardInput,
-    KeptRows,
-    KVCache,
-    LanguageModel,
-    ModelRanks,
-    SideBySide,
-    StateInput,
-    side_by_side,
-)
-from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, Proposer
-from outrider.speculative.tree import Tree
+from outrider.device import RequestInputs, RequestRows
+from outrider.engine.state.buffers import DRAFT, EXTEND, INPUTS, OUTPUTS, VERIFY
+from outrider.engine.state.frame import DecodeBatch, Frame, Stage, build_frame
+from outrider.engine.state.parts import EngineParts
+from outrider.engine.state.plans import AttentionBatchKind
+from outrider.model import ForwardInput, KeptRows, SideBySide, StateInput, side_by_side
+from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs
 
 
-class Gather(Stage[GatherInput, DecodeInputs]):
+class Gather(Stage):
     """The copy of all shared state that the iteration reads into ``inputs.*``, private to the iteration.
 
     Probes check the relay of the previous iteration during the copy. This stage clears the findings of the batch.
     """
 
-    name, fills = "gather", INPUTS
+    name, on, fills = "gather", "forward", INPUTS
+    reads = ("staged inputs", "request rows", "sampling options", "published lengths", "resolved lengths", "stash")
+    writes = (INPUTS, "results")
 
-    def __init__(
-        self,
-        stream: Stream,
-        kernels: KernelSet,
-        *,
-        rows: RowTable,
-        future: FutureMap,
-        options: OptionTable,
-        probes: Probes,
-        results: Results,
-        buffers: StaticBuffers,
-    ) -> None:
-        super().__init__(stream)
-        self._kernels = kernels
-        self._rows = rows
-        self._future = future
-        self._options = options
-        self._probes = probes
-        self._results = results
-        self._buffers = buffers
+    def __init__(self, parts: EngineParts) -> None:
+        super().__init__(parts)
+        self._kernels = parts.model.kernels
+        self._staging = parts.staging
+        self._rows = parts.rows
+        self._future = parts.future
+        self._options = parts.options
+        self._probes = parts.probes
+        self._results = parts.results
 
-    def run(self, given: GatherInput) -> DecodeInputs:
+    def run(self, batch: DecodeBatch, frame: Frame) -> None:
         """Copy the rows of the batch from lengths, sampling rows, block tables and relay into the static buffers."""
-        table, future, rows = self._rows, self._future, given.rows
-        features, inputs = given.batch.features, self._buffers.views(given.batch.count, given.batch.drafted).inputs
-        found = self._results.probe_results(given.batch.count)
+        table, future, features, inputs = self._rows, self._future, batch.features, frame.inputs
+        rows, found = self._staging.decode_rows(batch.count), self._results.probe_results(batch.count)
         self._kernels.gather_requests(
             rows,
-            future.seq_lens if given.seq_lens is None else given.seq_lens,
+            future.seq_lens if batch.fused else future.batch_seq_lens[: batch.count],
             RequestRows(future.last_tokens, table.seeds, table.temperature, table.tables),
             RequestInputs(inputs.rows, inputs.seq_lens, inputs.last_tokens, inputs.seeds, inputs.temperature, inputs.tables),
             found,
-            lens_by_row=given.seq_lens is None,
+            lens_by_row=batch.fused,
         )
         if inputs.mrope_position_deltas is not None:
             inputs.mrope_position_deltas.copy_(table.mrope_position_deltas.index_select(0, rows))
@@ -96,30 +57,24 @@ class Gather(Stage[GatherInput, DecodeInputs]):
             if name != "probs" or features.sampling:  # distributions are valid only if a request samples
                 self._probes.copy_checked(f"relay.{name}", value, rows, inputs.relay[name], found)
         self._options.gather_into(features, rows, inputs)
-        return inputs
 
 
-class DraftStage(Capturable[DraftStageInput, Draft]):
+class DraftStage(Stage):
     """The proposer's draft, copied through probes into ``draft.*``, where plan and verify read it."""
 
-    name, reads, writes = "draft", (INPUTS,), (DRAFT,)
+    name, on, needs_sampling_only = "draft", "forward", True
+    reads = (INPUTS, "draft cache")
+    writes = (DRAFT, "draft cache", "results")
 
-    def __init__(
-        self,
-        stream: Stream,
-        proposer: Proposer,
-        *,
-        probes: Probes,
-        results: Results,
-        buffers: StaticBuffers,
-        ranks: ModelRanks | None = None,
-    ) -> None:
-        super().__init__(stream)
-        self._proposer = proposer
-        self._probes = probes
-        self._results = results
-        self._buffers = buffers
-        self._ranks = ranks
+    def __init__(self, parts: EngineParts) -> None:
+        super().__init__(parts)
+        self._proposer = parts.proposer
+        self._probes = parts.probes
+        self._results = parts.results
+
+    def has_work(self, drafted: int) -> bool:
+        """Return True if the iteration drafts tokens."""
+        return drafted > 0
 
     def host_params(self, drafted: int) -> Mapping[str, int]:
         """Return the host parameters of the draft passes for this draft length.
@@ -129,12 +84,25 @@ class DraftStage(Capturable[DraftStageInput, Draft]):
         declared = self._proposer.host_lengths_of(drafted) or {} if drafted else {}
         return {name: ahead for name, ahead in declared.items() if not name.startswith("extend")}
 
-    def run(self, given: DraftStageInput) -> Draft:
-        """Write the draft into the static buffers and return them; write nothing if the batch drafts no tokens."""
-        batch, inputs, out = given.batch, given.inputs, self.written(given.batch)
+    def run(self, batch: DecodeBatch, frame: Frame) -> None:
+        """Write the draft into the static buffers; write nothing if the batch drafts no tokens."""
         if not batch.drafted:
-            return out
-        draft = self._proposer.draft(
+            return
+        draft, out, found = self._draft(batch, frame), frame.draft, self._results.probe_results(batch.count)
+        # A prefix of a chain is a chain, so a proposer may draft more tokens than the batch asks for.
+        tokens = draft.tokens[:, : batch.drafted].contiguous()
+        self._probes.copy_checked("draft.tokens", tokens, None, out.tokens, found)
+        if out.probs is not None and draft.probs is not None:
+            probs = draft.probs[:, : batch.drafted].contiguous()
+            self._probes.copy_checked("draft.probs", probs, None, out.probs, found)
+        if out.tree is not None and draft.tree is not None:
+            out.tree.parents.copy_(draft.tree.parents)
+            out.tree.depths.copy_(draft.tree.depths)
+            out.tree.mask.copy_(draft.tree.mask)
+
+    def _draft(self, batch: DecodeBatch, frame: Frame) -> Draft:
+        inputs = frame.inputs
+        return self._proposer.draft(
             DraftInputs(
                 seq_lens=inputs.seq_lens,
                 last_tokens=inputs.last_tokens,
@@ -149,86 +117,120 @@ class DraftStage(Capturable[DraftStageInput, Draft]):
                 count=batch.drafted,
             )
         )
-        draft = self._agreed(draft)
-        found = self._results.probe_results(batch.count)
-        # A prefix of a chain is a chain, so a proposer may draft more tokens than the batch asks for.
-        tokens = draft.tokens[:, : batch.drafted].contiguous()
-        self._probes.copy_checked("draft.tokens", tokens, None, out.tokens, found)
-        if out.probs is not None and draft.probs is not None:
-            probs = draft.probs[:, : batch.drafted].contiguous()
-            self._probes.copy_checked("draft.probs", probs, None, out.probs, found)
-        if out.tree is not None and draft.tree is not None:
-            out.tree.parents.copy_(draft.tree.parents)
-            out.tree.depths.copy_(draft.tree.depths)
-            out.tree.mask.copy_(draft.tree.mask)
-        return out
-
-    def _agreed(self, draft: Draft) -> Draft:
-        """Return the draft of the first tensor-parallel rank. Only that rank reads the distributions."""
-        if self._ranks is None:
-            return draft
-        tree = draft.tree
-        if tree is None:
-            (tokens,) = agree_values(self._ranks, draft.tokens)
-            return replace(draft, tokens=tokens)
-        tokens, parents, depths, mask = agree_values(self._ranks, draft.tokens, tree.parents, tree.depths, tree.mask)
-        return replace(draft, tokens=tokens, tree=Tree(parents, depths, mask))
-
-    def written(self, batch: DecodeBatch) -> Draft:
-        """Return the static buffers ``draft.*`` that this stage writes."""
-        return self._buffers.views(batch.count, batch.drafted).draft
 
 
-class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
+class PlanPositions(Stage):
+    """The first part of the plan, concurrent with the draft: positions, cache slots and lengths, from lengths and block
+    tables only.
+    """
+
+    name, on, fills = "plan positions", "plan", VERIFY
+    reads = ("inputs.seq_lens", "inputs.tables", "inputs.mrope_position_deltas")
+    writes = ("verify.positions", "verify.rope_positions", "verify.slots", "verify.seq_lens")
+
+    def __init__(self, parts: EngineParts) -> None:
+        super().__init__(parts)
+        self._plans = parts.plans
+
+    def run(self, batch: DecodeBatch, frame: Frame) -> None:
+        """Compute positions, cache slots and lengths of verify's tokens from the gathered state."""
+        del batch
+        self._plans.from_lengths(frame.inputs, frame.verify)
+
+
+class PlanTokens(Stage):
+    """The second part of the plan, after the draft: tokens, and the mask and positions of a tree."""
+
+    name, on = "plan tokens", "plan"
+    reads = (INPUTS, DRAFT, "verify.rope_positions")
+    writes = (
+        "verify.tokens",
+        "verify.mask",
+        "verify.positions",
+        "verify.rope_positions",
+        "verify.static_rope_positions",
+    )
+
+    def __init__(self, parts: EngineParts) -> None:
+        super().__init__(parts)
+        self._plans = parts.plans
+
+    def run(self, batch: DecodeBatch, frame: Frame) -> None:
+        """Write tokens and tree mask into the buffers that the first part started."""
+        self._plans.from_draft(frame.inputs, frame.draft, frame.verify)
+        self._plans.copy_rope_positions_for_graph(frame.inputs, frame.verify, captured=batch.captured)
+
+
+class VerifyAttention(Stage):
+    """The plan of verify's attention, for the whole bucket."""
+
+    name, on = "verify attention", "plan"
+    reads = ("inputs.tables", "verify.seq_lens", "verify.mask")
+    writes = ()
+
+    def __init__(self, parts: EngineParts) -> None:
+        super().__init__(parts)
+        self._attention = parts.attention
+
+    def run(self, batch: DecodeBatch, frame: Frame) -> None:
+        """Create the attention plan of verify, or update it for this batch."""
+        width = batch.drafted + 1
+        frame.verify_attention = self._attention.plan(
+            AttentionBatchKind.VERIFY, frame.verify_attention, frame.seq_lens_host, width, self.stream
+        )
+
+
+class Verify(Stage):
     """The target's pass over the draft, the acceptance, the published lengths and the results."""
 
-    name, reads, writes = "verify", (INPUTS, DRAFT, VERIFY), (OUTPUTS,)
+    name, on = "verify", "forward"
+    reads = (INPUTS, DRAFT, VERIFY, "target cache", "recurrent states", "sampling options", "token masks")
+    writes = (
+        OUTPUTS,
+        "target cache",
+        "recurrent states",
+        "published lengths",
+        "stash",
+        "results",
+        "sampling options",
+    )
 
-    def __init__(
-        self,
-        stream: Stream,
-        model: LanguageModel,
-        proposer: Proposer,
-        *,
-        cache: KVCache,
-        options: OptionTable,
-        probes: Probes,
-        results: Results,
-        future: FutureMap,
-        buffers: StaticBuffers,
-    ) -> None:
-        super().__init__(stream)
-        self._model = model
-        self._cache = cache
-        self._options = options
-        self._probes = probes
-        self._results = results
-        self._future = future
-        self._buffers = buffers
-        self._depth = proposer.depth
-        self._layers = proposer.aux_hidden_state_layers
-        self._keeps_states = _has_extend_work(proposer)
+    def __init__(self, parts: EngineParts) -> None:
+        super().__init__(parts)
+        self._model = parts.model
+        self._cache = parts.cache
+        self._options = parts.options
+        self._probes = parts.probes
+        self._results = parts.results
+        self._future = parts.future
+        self._depth = parts.proposer.depth
+        self._layers = parts.proposer.aux_hidden_state_layers
+        self._keeps_states = parts.has_extend_work
 
     def host_params(self, drafted: int) -> Mapping[str, int]:
         """Return the number of verified tokens per request, which attention adds to the cached lengths."""
         return {"verify": drafted + 1}
 
-    def run(self, given: VerifyStageInput) -> VerifyOutputs:
-        """Verify, publish the lengths, and copy the hidden states that draft-extend reads into static buffers."""
-        made, outputs = self.verified(given), self.written(given.batch)
-        if self._keeps_states:
-            outputs.hidden.copy_(made.hidden)
-            for kept, state in zip(outputs.aux_hidden_states, made.aux_hidden_states, strict=True):
-                kept.copy_(state)
-        return outputs
+    def run(self, batch: DecodeBatch, frame: Frame) -> None:
+        """Verify, publish the lengths, and copy the hidden states that draft-extend reads into static buffers.
 
-    def verified(self, given: VerifyStageInput) -> VerifyOutputs:
-        """Verify without copying hidden states to static buffers. Use it when extend runs in the same graph."""
-        batch, inputs, plan, outputs = given.batch, given.inputs, given.plan, self.written(given.batch)
-        model, kernels, features, count = self._model, self._model.kernels, given.batch.features, given.batch.count
+        In a fused iteration, the frame gets the hidden states themselves, which extend reads in the same graph.
+        """
+        hidden, aux_hidden_states = self._verify(batch, frame)
+        if batch.fused:
+            frame.outputs = replace(frame.outputs, hidden=hidden, aux_hidden_states=aux_hidden_states)
+        elif self._keeps_states:
+            frame.outputs.hidden.copy_(hidden)
+            for kept, state in zip(frame.outputs.aux_hidden_states, aux_hidden_states, strict=True):
+                kept.copy_(state)
+
+    def _verify(self, batch: DecodeBatch, frame: Frame) -> tuple[Tensor, tuple[Tensor, ...] | SideBySide]:
+        """Verify, and return the hidden states where the model left them."""
+        inputs, plan, outputs = frame.inputs, frame.verify, frame.outputs
+        model, kernels, features, count = self._model, self._model.kernels, batch.features, batch.count
         width = batch.drafted + 1
         positions = plan.static_rope_positions if batch.captured else plan.rope_positions
-        attention = given.attention
+        attention = frame.verify_attention
         if batch.seq_lens_host is not None:
             attention = replace(attention, seq_lens_host=batch.seq_lens_host.host_param("verify", width))
         states = None
@@ -239,10 +241,10 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
         logits = model.logits(hidden).view(count, width, -1)
         options, found = self._options.options_from_inputs(features, inputs), self._results.probe_results(count)
         # If nothing changes the logits, the kernel that accepts also checks them.
-        checks_in_accept = given.masks is None and options is None and given.draft.tree is None and not features.sampling
+        checks_in_accept = frame.masks is None and options is None and frame.draft.tree is None and not features.sampling
         if not checks_in_accept:
             self._probes.check_for_nan("target.logits", logits, found)
-        shaped = logits if given.masks is None else kernels.apply_token_bitmask(logits, given.masks)
+        shaped = logits if frame.masks is None else kernels.apply_token_bitmask(logits, frame.masks)
         if options is not None:
             shaped = options.process(
                 kernels,
@@ -253,7 +255,7 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
                 positions=plan.positions.view(count, width) + 1,
             )
         checked = self._probes.result_columns("target.logits", found) if checks_in_accept else None
-        tokens, path, accepted = self._agreed(*self._accept(given, shaped, checked), found=found)
+        tokens, path, accepted = self._accept(batch, frame, shaped, checked)
         if options is not None:
             options.commit(kernels, tokens)
         if features.logprobs is not None:
@@ -272,38 +274,23 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
             model.commit(flat, self._cache, accepted)
         if self._keeps_states and outputs.path is not None and path is not None:
             outputs.path.copy_(path)
-        return replace(outputs, hidden=hidden, aux_hidden_states=aux_hidden_states)
+        return hidden, aux_hidden_states
 
-    def written(self, batch: DecodeBatch) -> VerifyOutputs:
-        """Return the static buffers of the accepted tokens and of their hidden states."""
-        return self._buffers.views(batch.count, batch.drafted).outputs
-
-    def _agreed(
-        self, tokens: Tensor, path: Tensor | None, accepted: Tensor, *, found: Tensor
+    def _accept(
+        self, batch: DecodeBatch, frame: Frame, logits: Tensor, found: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return the decision of the first tensor-parallel rank, and copy the findings of its probes to ``found``."""
-        ranks = self._model.ranks
-        if ranks is None:
-            return tokens, path, accepted
-        tokens, accepted, agreed_findings, *rest = agree_values(
-            ranks, tokens, accepted, found, *([] if path is None else [path])
-        )
-        found.copy_(agreed_findings)
-        return tokens, rest[0] if rest else None, accepted
-
-    def _accept(self, given: VerifyStageInput, logits: Tensor, found: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return tokens [B, D+1], the path through the tree [B, D+1] (None for a chain) and accepted [B], all int64.
 
         ``found`` int64 [B, 2] receives the findings about the logits of a greedy chain. It is None if the logits were already
         checked.
         """
-        kernels, inputs, draft, sampling = self._model.kernels, given.inputs, given.draft, given.batch.features.sampling
+        kernels, inputs, draft, sampling = self._model.kernels, frame.inputs, frame.draft, batch.features.sampling
         if found is not None:
-            after = given.plan.positions.view(logits.shape[:2])[:, 1] if given.batch.drafted else inputs.seq_lens
+            after = frame.verify.positions.view(logits.shape[:2])[:, 1] if batch.drafted else inputs.seq_lens
             tokens, accepted = kernels.verify_checked(logits, draft.tokens, inputs.temperature, inputs.seeds, after, found)
             return tokens, None, accepted
-        if draft.tree is None and given.batch.drafted:
-            after = given.plan.positions.view(given.batch.count, -1)[:, 1]
+        if draft.tree is None and batch.drafted:
+            after = frame.verify.positions.view(batch.count, -1)[:, 1]
             probs = draft.probs if sampling else None
             tokens, accepted = kernels.verify_chain(logits, draft.tokens, probs, inputs.temperature, inputs.seeds, after)
             return tokens, None, accepted
@@ -311,10 +298,10 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
         after = inputs.seq_lens + 1 if sampling else inputs.seq_lens
         if draft.tree is None:  # nothing was drafted
             tokens = kernels.sample(logits.squeeze(1), inputs.temperature, inputs.seeds, after).unsqueeze(1)
-            return tokens, None, self._results.zero_accepted(given.batch.count)
+            return tokens, None, self._results.zero_accepted(batch.count)
         return kernels.verify_tree(
             logits,
-            given.plan.tokens.view(logits.shape[:2]),
+            frame.verify.tokens.view(logits.shape[:2]),
             draft.tree.parents,
             inputs.temperature,
             inputs.seeds,
@@ -324,17 +311,63 @@ class Verify(Capturable[VerifyStageInput, VerifyOutputs]):
         )
 
 
-class Extend(Capturable[ExtendStageInput, None]):
+class PlanExtend(Stage):
+    """The tokens of draft-extend; for a tree also the accepted path and the destination of its KV."""
+
+    name, on, fills = "extend plan", "plan", EXTEND
+    reads = (INPUTS, "verify.slots", OUTPUTS)
+    writes = (EXTEND,)
+
+    def __init__(self, parts: EngineParts) -> None:
+        super().__init__(parts)
+        self._plans = parts.plans
+
+    def run(self, batch: DecodeBatch, frame: Frame) -> None:
+        """Compute the input tokens of draft-extend, and a tree's accepted path, from the accepted tokens."""
+        del batch
+        self._plans.from_accepted(frame.inputs, frame.verify, frame.outputs, frame.extend)
+
+
+class ExtendAttention(Stage):
+    """The plan of draft-extend's attention over the accepted path of a tree. A chain uses the plan of verify."""
+
+    name, on = "extend attention", "plan"
+    reads = ("inputs.tables", "extend.seq_lens")
+    writes = ()
+
+    def __init__(self, parts: EngineParts) -> None:
+        super().__init__(parts)
+        self._attention = parts.attention
+
+    def run(self, batch: DecodeBatch, frame: Frame) -> None:
+        """Create or update the attention plan of a tree's accepted path."""
+        del batch
+        path = frame.path_attention
+        if path is not None:
+            frame.path_attention = self._attention.plan(
+                AttentionBatchKind.PATH, path, frame.seq_lens_host, path.max_query, self.stream
+            )
+
+
+class Extend(Stage):
     """The move of a tree's accepted KV into place, draft-extend, and the stash of the next-iteration state."""
 
-    name, reads, writes = "extend", (INPUTS, VERIFY, OUTPUTS, EXTEND), ()
+    name, on, needs_sampling_only = "extend", "forward", True
+    reads = (INPUTS, VERIFY, OUTPUTS, EXTEND, "target cache", "draft cache")
+    writes = ("target cache", "draft cache", "stash")
 
-    def __init__(self, stream: Stream, kernels: KernelSet, proposer: Proposer, *, cache: KVCache, future: FutureMap) -> None:
-        super().__init__(stream)
-        self._kernels = kernels
-        self._proposer = proposer
-        self._cache = cache
-        self._future = future
+    def __init__(self, parts: EngineParts) -> None:
+        super().__init__(parts)
+        self._kernels = parts.model.kernels
+        self._proposer = parts.proposer
+        self._cache = parts.cache
+        self._future = parts.future
+        self._has_work = parts.has_extend_work
+
+    def has_work(self, drafted: int) -> bool:
+        """Return True if draft-extend or a move of tree KV follows verify."""
+        del drafted
+        return self._has_work
 
     def host_params(self, drafted: int) -> Mapping[str, int]:
         """Return the host parameters of the draft's passes over the accepted tokens."""
@@ -351,23 +384,19 @@ class Extend(Capturable[ExtendStageInput, None]):
         """Return how many more tokens per request the cache holds: those of verify, or the moved path of a tree."""
         return (self._proposer.depth if self._proposer.is_tree else drafted) + 1
 
-    def run(self, given: ExtendStageInput) -> None:
+    def run(self, batch: DecodeBatch, frame: Frame) -> None:
         """Move accepted tree KV into place, update the draft cache and store the next-iteration state."""
-        along = given.plan.path
+        along = frame.extend.path
         if along is not None:
             for k_cache, v_cache in self._cache.layers:
                 self._kernels.move_cache(k_cache, v_cache, along.sources, along.destinations)
 
         if self._proposer.extends:
-            self._future.stash_relay(given.inputs.rows, self._extend_draft(given))
+            self._future.stash_relay(frame.inputs.rows, self._extend_draft(batch, frame))
 
-    def written(self, batch: DecodeBatch) -> None:
-        """Return None: the stage writes no static buffer."""
-        del batch
-
-    def _extend_draft(self, given: ExtendStageInput) -> Mapping[str, Tensor]:
+    def _extend_draft(self, batch: DecodeBatch, frame: Frame) -> Mapping[str, Tensor]:
         """Run the proposer's draft-extend over the accepted tokens and return its relay tensors by name."""
-        batch, inputs, verify, outputs, plan = given.batch, given.inputs, given.verify, given.outputs, given.plan
+        inputs, verify, outputs, plan = frame.inputs, frame.verify, frame.outputs, frame.extend
         along = plan.path
 
         def accepted_rows(state: Tensor) -> Tensor:
@@ -377,7 +406,7 @@ class Extend(Capturable[ExtendStageInput, None]):
         if along is not None and aux_hidden_states:
             joined = accepted_rows(side_by_side(aux_hidden_states))
             aux_hidden_states = SideBySide(joined, aux_hidden_states[0].shape[-1])
-        attention, seq_lens_host = given.attention, batch.seq_lens_host
+        attention, seq_lens_host = frame.path_attention or frame.verify_attention, batch.seq_lens_host
         if seq_lens_host is not None and self.host_params(batch.drafted):
             seq_lens_host = replace(seq_lens_host, values=seq_lens_host.lengths_after(self._taken_in(batch.drafted)))
             attention = replace(attention, seq_lens_host=seq_lens_host.host_param("extend", 0))
@@ -412,51 +441,46 @@ class Extend(Capturable[ExtendStageInput, None]):
         )
 
 
-@dataclass(frozen=True, slots=True)
+STAGES = (Gather, DraftStage, PlanPositions, PlanTokens, VerifyAttention, Verify, PlanExtend, ExtendAttention, Extend)
+"""All stages, in the order in which an iteration launches them. A chain plans verify's attention before *plan tokens*."""
+
+
 class Stages:
-    """The stages of one engine. ``extends`` is True if draft-extend or a move of tree KV follows verify."""
+    """The stages of an engine of one rank, each on its stream."""
 
-    gather: Gather
-    draft: DraftStage
-    place: PlanPositions
-    fill: PlanTokens
-    verify_attention: VerifyAttention
-    verify: Verify
-    plan_extend: PlanExtend
-    extend_attention: ExtendAttention
-    extend: Extend
-    extends: bool
+    def __init__(self, parts: EngineParts) -> None:
+        self.gather = Gather(parts)
+        self.draft = DraftStage(parts)
+        self.plan_positions = PlanPositions(parts)
+        self.plan_tokens = PlanTokens(parts)
+        self.verify_attention = VerifyAttention(parts)
+        self.verify = Verify(parts)
+        self.plan_extend = PlanExtend(parts)
+        self.extend_attention = ExtendAttention(parts)
+        self.extend = Extend(parts)
+        self.extends = parts.has_extend_work
+        """True if draft-extend or a move of tree KV follows verify."""
+
+    @property
+    def on_device(self) -> tuple[Stage, ...]:
+        """The stages with device work, in order. Plans of attention are made by calls alone."""
+        after = (self.plan_extend, self.extend) if self.extends else ()
+        return (self.gather, self.draft, self.plan_positions, self.plan_tokens, self.verify, *after)
 
 
-class Iteration(Capturable[IterationInput, None]):
+class Iteration(Stage):
     """The whole iteration as one stage on forward. Lengths and all other inputs come from the device."""
 
-    name, reads, writes = "iteration", (), (INPUTS, DRAFT, VERIFY, OUTPUTS, EXTEND)
+    name, on, reads = "iteration", "forward", ()
+    writes = (INPUTS, DRAFT, VERIFY, OUTPUTS, EXTEND)
 
-    def __init__(self, stream: Stream, stages: Stages, staging: Staging) -> None:
-        super().__init__(stream)
-        self._stages = stages
-        self._staging = staging
+    def __init__(self, parts: EngineParts, stages: Stages) -> None:
+        super().__init__(parts)
+        self.stages = stages
+        self._buffers = parts.buffers
 
-    def run(self, given: IterationInput) -> None:
-        """Run the stages in order, each on the static buffers that the stage before wrote."""
-        batch, stages = given.batch, self._stages
-        inputs = stages.gather.run(GatherInput(batch, self._staging.decode_rows(batch.count), None))
-        draft = stages.draft.run(DraftStageInput(batch, inputs))
-        verify = stages.place.run(PlanPositionsInput(batch, inputs))
-        verify = stages.fill.run(PlanTokensInput(batch, inputs, draft, verify))
-        attention: AttentionMetadata = stages.verify_attention.metadata(batch)
-        outputs = stages.verify.verified(VerifyStageInput(batch, inputs, draft, verify, attention))
-        if stages.extends:
-            plan = stages.plan_extend.run(ExtendPlanInput(batch, inputs, verify, outputs))
-            along = stages.extend_attention.of_path(batch) or attention
-            stages.extend.run(ExtendStageInput(batch, inputs, verify, outputs, plan, along))
-
-    def written(self, batch: DecodeBatch) -> None:
-        """Return None: the stage writes the next-iteration state into rows, not into a static buffer."""
-        del batch
-
-
-def _has_extend_work(proposer: Proposer) -> bool:
-    """Return True if work follows verify: a draft-extend pass, or KV of a tree that must move."""
-    return proposer.extends or proposer.is_tree
+    def run(self, batch: DecodeBatch, frame: Frame) -> None:
+        """Run the stages in order, on a frame whose attention has no plan: a replay has other lengths than the capture."""
+        batch, frame = replace(batch, fused=True), build_frame(self._buffers, batch)
+        for stage in self.stages.on_device:
+            stage.run(batch, frame)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from outrider.device import Backend
 from outrider.engine.config import MAX_LOGPROBS, DecidedConfig
+from outrider.engine.guides.guidance import Guidance, UnrestrictedMatcher
 from outrider.engine.loop import Loop
-from outrider.engine.requests.guidance import Guidance, UnrestrictedMatcher
 from outrider.engine.requests.request import Request
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.model import LanguageModel

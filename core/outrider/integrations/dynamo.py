@@ -34,7 +34,7 @@ from outrider.cli.options.models import Sizes, Speculation, load
 from outrider.device import OutriderError
 from outrider.engine.async_engine import AsyncEngine
 from outrider.engine.engine import Engine
-from outrider.engine.requests.guides import ChoiceGuide, Ebnf, Guide, JsonSchema, Regex
+from outrider.engine.guides.guides import ChoiceGuide, Ebnf, Guide, JsonSchema, Regex
 from outrider.engine.requests.request import FinishReason, StepOutput
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.serve.monitoring.kv_events import KvEventPublisher

@@ -34,8 +34,7 @@ from outrider.model.layers.decoder import Decoder, DecoderWeights
 from outrider.model.layers.inputs import ForwardInput, KeptRows, StateInput
 from outrider.model.layers.language_model import LanguageModel, SideBySide, side_by_side
 from outrider.model.layers.layer import LayerWeights, attention_shapes
-from outrider.model.layers.ranks import ModelRanks, Shard, Shards
-from outrider.model.layers.recurrent import RecurrentWeights
+from outrider.model.layers.ranks import ModelRanks, Shard, Shards, or_single_rank
 from outrider.model.layers.transformers_decoder import TransformersDecoder
 from outrider.model.media.mrope import MediaGrid, prompt_positions, speculative_positions
 from outrider.model.media.preprocessing import Media, MediaProcessor, expand_placeholders
@@ -76,7 +75,6 @@ __all__ = [
     "QuantizedMode",
     "QuantizedName",
     "RecurrentConfig",
-    "RecurrentWeights",
     "RopeConfig",
     "Shard",
     "Shards",
@@ -104,6 +102,7 @@ __all__ = [
     "load_peagle",
     "load_through_transformers",
     "load_vision",
+    "or_single_rank",
     "prompt_positions",
     "side_by_side",
     "speculative_positions",

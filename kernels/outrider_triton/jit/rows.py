@@ -218,6 +218,8 @@ def add_parts_rope_write_cache(
     heads,
     kv_heads,
     half,
+    rotated,
+    token_stride,
     part_stride,
     angles_token,
     cache_slot,
@@ -228,35 +230,38 @@ def add_parts_rope_write_cache(
 ):
     """Run :func:`rope_write_cache` on the sum of ``parts [PARTS, m, (heads + 2 kv_heads) 2 half]`` (+ bias), rounded to
     q's dtype; queries go to ``q [m, heads, 2 half]``. Program (token, head). With norms, queries and keys are normalised per
-    head before the rotation, with ``q_norm`` and ``k_norm [2 half]``.
+    head before the rotation, with ``q_norm`` and ``k_norm [2 half]``. The first 2 ``rotated`` elements of a head rotate.
     """
     head = tl.program_id(1)
-    lane = tl.arange(0, BLOCK_HALF)
-    inside = lane < half
-    rotates = inside & (head < heads + kv_heads)
+    pair = tl.arange(0, BLOCK_HALF)
+    inside = pair < half
+    # Elements that rotate together; the others of a head are paired in order, and keep their values.
+    first = tl.where(pair < rotated, pair, pair + rotated)
+    second = tl.where(pair < rotated, pair + rotated, pair + half)
+    rotates = inside & (pair < rotated) & (head < heads + kv_heads)
     if q_norm is not None:  # weights, so their loads may precede the wait
         factors = k_norm
         if head < heads:
             factors = q_norm
-        low_factor = tl.load(factors + lane, mask=inside, other=0.0).to(tl.float32)
-        high_factor = tl.load(factors + half + lane, mask=inside, other=0.0).to(tl.float32)
+        low_factor = tl.load(factors + first, mask=inside, other=0.0).to(tl.float32)
+        high_factor = tl.load(factors + second, mask=inside, other=0.0).to(tl.float32)
     begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
-    angle = token * angles_token + lane
-    cos_low = tl.load(cos + angle, mask=rotates, other=0.0).to(tl.float32)
+    angle = token * angles_token + pair
+    cos_low = tl.load(cos + angle, mask=rotates, other=1.0).to(tl.float32)
     sin_low = tl.load(sin + angle, mask=rotates, other=0.0).to(tl.float32)
-    cos_high = tl.load(cos + angle + half, mask=rotates, other=0.0).to(tl.float32)
-    sin_high = tl.load(sin + angle + half, mask=rotates, other=0.0).to(tl.float32)
-    source = parts + (token * (heads + 2 * kv_heads) + head) * (2 * half) + lane
+    cos_high = tl.load(cos + angle + rotated, mask=rotates, other=1.0).to(tl.float32)
+    sin_high = tl.load(sin + angle + rotated, mask=rotates, other=0.0).to(tl.float32)
+    source = parts + token * token_stride + head * (2 * half)
     low = tl.zeros([BLOCK_HALF], dtype=tl.float32)
     high = tl.zeros([BLOCK_HALF], dtype=tl.float32)
     for part in tl.static_range(PARTS):
-        low += tl.load(source + part * part_stride, mask=inside, other=0.0).to(tl.float32)
-        high += tl.load(source + part * part_stride + half, mask=inside, other=0.0).to(tl.float32)
+        low += tl.load(source + part * part_stride + first, mask=inside, other=0.0).to(tl.float32)
+        high += tl.load(source + part * part_stride + second, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
-        low += tl.load(bias + head * (2 * half) + lane, mask=inside, other=0.0).to(tl.float32)
-        high += tl.load(bias + head * (2 * half) + half + lane, mask=inside, other=0.0).to(tl.float32)
+        low += tl.load(bias + head * (2 * half) + first, mask=inside, other=0.0).to(tl.float32)
+        high += tl.load(bias + head * (2 * half) + second, mask=inside, other=0.0).to(tl.float32)
     # Rounded where the reference rounds: after the product and after the rotation.
     kept_low = low.to(q.dtype.element_ty)
     kept_high = high.to(q.dtype.element_ty)
@@ -264,23 +269,28 @@ def add_parts_rope_write_cache(
     high = kept_high.to(tl.float32)
     if q_norm is not None:
         scale = tl.rsqrt((tl.sum(low * low, axis=0) + tl.sum(high * high, axis=0)) / (2 * half) + eps)
-        low = ((low * scale).to(q.dtype.element_ty).to(tl.float32) * low_factor).to(q.dtype.element_ty).to(tl.float32)
-        high = ((high * scale).to(q.dtype.element_ty).to(tl.float32) * high_factor).to(q.dtype.element_ty).to(tl.float32)
+        low *= scale
+        high *= scale
+        if q_norm.dtype.element_ty == q.dtype.element_ty:  # a wider weight multiplies what isn't rounded yet
+            low = low.to(q.dtype.element_ty).to(tl.float32)
+            high = high.to(q.dtype.element_ty).to(tl.float32)
+        low = (low * low_factor).to(q.dtype.element_ty).to(tl.float32)
+        high = (high * high_factor).to(q.dtype.element_ty).to(tl.float32)
     rotated_low = (low * cos_low - high * sin_low).to(q.dtype.element_ty)
     rotated_high = (high * cos_high + low * sin_high).to(q.dtype.element_ty)
 
     queries = inside & (head < heads)
-    place = q + (token * heads + head) * (2 * half) + lane
-    tl.store(place, rotated_low, mask=queries)
-    tl.store(place + half, rotated_high, mask=queries)
+    place = q + (token * heads + head) * (2 * half)
+    tl.store(place + first, rotated_low, mask=queries)
+    tl.store(place + second, rotated_high, mask=queries)
     keys = inside & (head >= heads) & (head < heads + kv_heads)
-    key = slot * cache_slot + (head - heads) * cache_head + lane
-    tl.store(k_cache + key, as_cached(rotated_low, k_cache), mask=keys)
-    tl.store(k_cache + key + half, as_cached(rotated_high, k_cache), mask=keys)
+    key = slot * cache_slot + (head - heads) * cache_head
+    tl.store(k_cache + key + first, as_cached(rotated_low, k_cache), mask=keys)
+    tl.store(k_cache + key + second, as_cached(rotated_high, k_cache), mask=keys)
     values = inside & (head >= heads + kv_heads)
     value = key - kv_heads * cache_head
-    tl.store(v_cache + value, as_cached(kept_low, v_cache), mask=values)
-    tl.store(v_cache + value + half, as_cached(kept_high, v_cache), mask=values)
+    tl.store(v_cache + value + first, as_cached(kept_low, v_cache), mask=values)
+    tl.store(v_cache + value + second, as_cached(kept_high, v_cache), mask=values)
 
 
 @triton.jit(do_not_specialize=["moves"])

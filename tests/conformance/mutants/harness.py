@@ -35,6 +35,8 @@ class Outcome:
     seconds: float
     broke: str = ""  # how the process ended, where it didn't finish the run
     reached: bool = False  # whether a generated fault took effect
+    promises: tuple[str, ...] = ()  # members whose promises the failed tests found broken
+    causes: tuple[str, ...] = ()  # verbs that the report ranks, the first one first
     output: str = field(default="", repr=False)
 
     @property
@@ -76,7 +78,15 @@ class _Watch:
     def pytest_runtest_logreport(self, report) -> None:
         verdict = dict(report.user_properties).get("verdict")
         if verdict is not None and (report.when == "call" or report.outcome != "passed"):
-            self.note({key: verdict[key] for key in ("id", "level", "outcome", "reason")})
+            promise = (verdict["promise"] or {}).get("member", "")
+            self.note({key: verdict[key] for key in ("id", "level", "outcome", "reason")} | {"promise": promise})
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session) -> None:
+        from outrider_conformance.plugin import RECORDER
+
+        if RECORDER in session.config.stash:
+            self.note({"causes": [cause["verb"] for cause in session.config.stash[RECORDER].report()["causes"]]})
 
     def note(self, entry) -> None:
         self._file.write(json.dumps(entry) + "\n")
@@ -84,7 +94,8 @@ class _Watch:
 
 
 def run(base: str, apply: Callable, level: int, *more, tests: Iterable[str] = (), first: bool = True) -> Outcome:
-    """The suite up to `level` on `base` after `apply(base)`; only `tests` if some are named; `first`: stop at a failure."""
+    """The suite up to `level` on `base` after `apply(base)`; only `tests` if some are named; `first`: stop at a failure,
+    or at that many."""
     process = _Process(base, apply, level, tuple(tests), first, *more)
     while (outcome := process.outcome()) is None:
         time.sleep(0.02)
@@ -161,9 +172,11 @@ def _read(entries, seconds, broke, text) -> Outcome:
         found = re.search(r"test_l(\d)_\w+", path)
         if found is not None:
             failed.append((f"{found[0]}::{name}", int(found[1]), broke))
+    promises = tuple(dict.fromkeys(v["promise"] for v in verdicts if v["outcome"] == "failed" and v["promise"]))
+    causes = next((tuple(entry["causes"]) for entry in entries if "causes" in entry), ())
     ran = [v for v in verdicts if v["outcome"] in ("passed", "failed")]
     reached = any(entry.get("reached") for entry in entries)
-    return Outcome(tuple(failed), len(ran), len(verdicts) - len(ran), seconds, broke, reached, text)
+    return Outcome(tuple(failed), len(ran), len(verdicts) - len(ran), seconds, broke, reached, promises, causes, text)
 
 
 def _child(base, apply, level, tests, first, journal, output, scratch, seed, near, patience):
@@ -179,7 +192,7 @@ def _child(base, apply, level, tests, first, journal, output, scratch, seed, nea
         watch._base = made
         (scratch / "pytest.ini").write_text("[pytest]\naddopts =\n")
         os.chdir(scratch)
-        chosen = [f"outrider_conformance.suite.{test}" for test in tests]
+        chosen = [f"outrider_conformance.suite.{test[5:7]}.{test}" for test in tests]
         arguments = [
             "--rootdir",
             str(scratch),
@@ -191,7 +204,11 @@ def _child(base, apply, level, tests, first, journal, output, scratch, seed, nea
             "--tb=line",
         ]
         arguments += ["-p", "outrider_conformance.plugin", "--backend", made.spec, "--level", f"L{level}"]
-        arguments += ["--kit-timeout", str(patience * PATIENCE * (1 if level < 4 else 5)), *(["-x"] if first else [])]
+        arguments += [
+            "--kit-timeout",
+            str(patience * PATIENCE * (1 if level < 4 else 5)),
+            *([f"--maxfail={int(first)}"] if first else []),
+        ]
         arguments += ["--kit-seed", str(seed), "--pyargs", *(chosen or ["outrider_conformance"])]
         code = 0 if int(pytest.main(arguments, plugins=[watch])) in (0, 1) else 71
         from conformance.mutants.generated import REACHED

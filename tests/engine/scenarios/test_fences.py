@@ -81,11 +81,9 @@ def test_3_a_wait_that_hangs_on_an_optional_tensor(sim, topk):
 def test_4_a_cast_runs_on_the_stream_of_its_scope(sim):
     """Positions are cast in the plan's first part, before it has waited for the draft that makes them."""
 
-    def drafted(engine, given):
-        return engine._parts.buffers.views(given.batch.count).draft.tokens
-
     def change(engine):
-        before(engine._step._stages.place, "run", lambda given: drafted(engine, given).to(dtype=engine.model.dtype))
+        cast = engine.model.dtype
+        before(engine._step._stages.plan_positions, "run", lambda batch, frame: frame.draft.tokens.to(dtype=cast))
 
     (finding,) = Historical(sim, change=change).races(TWO, FindingKind.READ_AFTER_WRITE)
     assert (finding.first.actor, finding.second.actor) == ("forward", "plan")
@@ -194,7 +192,7 @@ def test_11_a_hand_over_on_another_stream_than_the_stash(sim):
     def change(engine):
         elsewhere = copy(engine._parts.transfer)
         elsewhere._forward = engine._parts.streams.schedule
-        engine._step._transfer = elsewhere
+        engine._step._parts.transfer = elsewhere
 
     findings = Historical(sim, change=change).races(moving, *RACES, FindingKind.REUSE)
     assert somewhere(findings, "transfer.py")

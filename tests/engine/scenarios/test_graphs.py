@@ -125,7 +125,7 @@ def test_15_a_buffer_without_the_factor_of_the_tree(sim, monkeypatch):
 
         return tuple(replace(spec, per=1) if spec.name == "verify.slots" else spec for spec in honest(*arguments, **named))
 
-    monkeypatch.setattr("outrider.engine.assembly.step_buffers", too_small)
+    monkeypatch.setattr("outrider.engine.state.parts.step_buffers", too_small)
     for graphs in (False, True):
         error = Historical(sim, draft_topk=3, graphs=graphs).fails(TWO)
         assert not isinstance(error, RaceError | WrongTokens)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from proof.mutants.mutation_sites import MutationSite
 
 CLASSES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
-    ("fences", (".fences", ".streams", ".probes"), ("fence", "signal(", "wait", "_done", "_ready", "_free.", "record(")),
-    ("graph keys", (".graphs", ".prefill_graphs", ".plan_stages"), ("graph", "capture", "replay", "bucket")),
+    ("fences", (".fences", ".probes"), ("fence", "signal(", "wait", "_done", "_ready", "_free.", "record(")),
+    ("graph keys", (".graphs", ".prefill_graphs", ".frame"), ("graph", "capture", "replay", "bucket")),
     ("padding", (".staging", ".slots", ".host_seq_lens"), ("pad", "bucket", "_MULTIPLE", "cumsum", "fill_(", "zero_(")),
     (
         "policies",
@@ -25,16 +25,15 @@ CLASSES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
             ".batch",
             ".admission",
             ".loop",
-            ".migration",
-            ".borrowed_rows",
+            ".session",
+            ".lending",
             ".groups",
-            ".request_state",
         ),
         ("retire", "preempt", "in_flight", "finished", "admit"),
     ),
     (
         "results",
-        (".results", ".output_queue", ".stats", ".hand_over", ".engine"),
+        (".results", ".output_queue", ".hand_over", ".engine"),
         ("result", "output", "emitted", "accepted"),
     ),
     ("state", (".state.",), ()),

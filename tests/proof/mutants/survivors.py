@@ -5,9 +5,6 @@ from __future__ import annotations
 REASONS: dict[str, str] = {
     "MtpProposer.relay: one more: 0 → 1": "equivalent: all heads have one target (a single head: IndexError)",
     "DynamicTree._select_nodes: one more: 1 → 2 (9)": "equivalent: the root's parent is any number below 0",
-    "GraphRunner.run: leave an operand out: not isinstance(stage, Capturable) or stage not in self._which": (
-        "equivalent: a stage that isn't captured has no work, and then isn't replayed either"
-    ),
     "HostSeqLens.padded: one more: 0 → 1": "equivalent: what attention gives for padding is dropped, and page 0 can be read",
     "Plans.copy_rope_positions_for_graph: leave out: verify.static_rope_positions.copy_": (
         "programs with images run staged here; tests/engine/test_vision_requests.py leaves the copy out, and it's named"
@@ -19,8 +16,8 @@ REASONS: dict[str, str] = {
         "equivalent: the score of a match is the text's length at least, that of none is -1"
     ),
     "Guidance.fill_next_mask: one more: 0 → 1": "after an interrupt: tests/engine/test_guided.py (an interrupted walk)",
-    "build_scheduler: change a sign: proposer.nodes + 1": "a default: tests/engine/test_mixed_batches.py reads it",
-    "build_scheduler: min and max: min(config.prefill_chunk": "a default: tests/engine/test_mixed_batches.py reads it",
+    "_build_scheduler: change a sign: proposer.nodes + 1": "a default: tests/engine/test_mixed_batches.py reads it",
+    "_build_scheduler: min and max: min(config.prefill_chunk": "a default: tests/engine/test_mixed_batches.py reads it",
     "Loop._handle_oldest: one more: 1 → 2": "what a policy is told: tests/engine/test_draft_length.py",
     "AttentionPlans.plan: turn a comparison: what is AttentionBatchKind.PREFILL": (
         "kernels that plan: tests/engine/test_host_plans.py"
@@ -42,7 +39,7 @@ REASONS: dict[str, str] = {
         "kernels that take queries apart: tests/speculative/test_proposers.py (uniform)"
     ),
     "PrefillGraphs.bucket: change a flag: True → False": "costs alone: tests/engine/test_prefill_graphs.py",
-    "Verify.verified: turn a comparison: outputs.path is not None": (
+    "Verify._verify: turn a comparison: outputs.path is not None": (
         "trees' own caches: tests/speculative/test_draft_state.py"
     ),
     "Verify.run: change a flag: True → False": "equivalent: a model gives as many states as it's asked for",
@@ -56,13 +53,13 @@ REASONS: dict[str, str] = {
     "_pack_prefill: one more: 0 → 1 (7)": "equivalent: the proposer that reads it takes no padding",
     "Results._read_logprobs: change a flag: True → False": "equivalent: both are made from the same chunks",
     "EngineConfig.__post_init__: leave out: _check_int": "what is refused: tests/engine/test_requests.py",
-    "Admission.check: leave out: check_pages": "what is refused: tests/engine/test_requests.py",
+    "Admission.check: leave out: _check_pages": "what is refused: tests/engine/test_requests.py",
     "WatchedFence.wait_host: negate: limit is None": "a device that is stuck: tests/engine/test_watchdog.py",
     "WatchedFence.wait_host: leave out: self._watchdog.passed": "an error's text: tests/engine/test_watchdog.py",
     "WatchedFence.signal: leave out: self.generation += 1": "an error's text: tests/engine/test_watchdog.py",
     "Watchdog.__init__: leave out: self.passed": "an error's text: tests/engine/test_watchdog.py",
     "Probes.__init__: negate: ranks": "several ranks: tests/ranks/test_alone.py",
-    "Step._copy_results_to_host: leave out: self._results.share(": "several ranks: tests/ranks/test_alone.py",
+    "Results.copy_on_device: leave out: self._data.all_gather(": "several ranks: tests/ranks/test_alone.py",
     "token_buckets: turn a comparison: size < most": "a graph captured twice: tests/engine/test_prefill_graphs.py",
     "buckets_up_to: one more: 8 → 9": "sizes of graphs: tests/engine/test_graphs.py",
     "Guidance.fill_draft_masks: leave out: words.fill_(ALLOW_ALL_WORD)": (
@@ -70,7 +67,7 @@ REASONS: dict[str, str] = {
     ),
     "Guidance.fill_draft_masks: one more: 0 → 1 (3)": "trees under guides: tests/engine/test_guided.py",
     "LogprobBuffers.__init__: one more: 1 → 2": "equivalent: a column more, which nobody reads",
-    "build_scheduler: one more: 1 → 2 (3)": "a default: tests/engine/test_mixed_batches.py reads it",
+    "_build_scheduler: one more: 1 → 2 (3)": "a default: tests/engine/test_mixed_batches.py reads it",
     "Results.__init__: one more: 2 → 3 (2)": "equivalent: rows more, which nobody reads",
     "MtpProposer._pass_input: one more: 0 → 1 (4)": "equivalent: what attention gives for padding is dropped",
     "MtpProposer.__init__: one more: 0 → 1 (2)": "equivalent: all heads have one config (a single head: IndexError)",
@@ -79,7 +76,6 @@ REASONS: dict[str, str] = {
         "a report: tests/engine/test_requests.py reads it"
     ),
     "Plans.from_lengths: change a sign: self._max_context - 1": "discarded drafts: tests/speculative/test_proposers.py",
-    "ExtendAttention.__init__: one more: 1 → 2": "kernels that plan: tests/engine/test_host_plans.py",
     "_spans: one more: 1 → 2": "where images are: tests/engine/test_requests.py",
     "DraftStage.run: turn a comparison: out.probs is not None": "sampled drafts: tests/speculative/test_proposers.py",
 }

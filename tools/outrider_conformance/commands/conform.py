@@ -135,8 +135,8 @@ def _result(data: Mapping[str, Any], backend: str, level: str, selection: str, d
 
 
 def _verify(path: Path) -> CommandReport:
-    from outrider_conformance.report import MOST_BYTES, load_report
-    from outrider_conformance.report import verify as problems_of
+    from outrider_conformance.reporting.report import MOST_BYTES, load_report
+    from outrider_conformance.reporting.report import verify as problems_of
 
     path = _report_file(path)
     data: Mapping[str, Any] = load_report(read_utf8(path, "a report of the suite", MOST_BYTES), str(path))

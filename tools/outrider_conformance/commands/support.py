@@ -40,7 +40,7 @@ def support(
 ) -> CommandReport:
     """Print the support table made from recorded evidence. Options write it, check it, or add a record."""
     del json_output
-    from outrider_conformance.report import MOST_BYTES, load_report, verify
+    from outrider_conformance.reporting.report import MOST_BYTES, load_report, verify
     from outrider_conformance.support import Tier, from_report, load_records, render
 
     if add is not None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from outrider.device import CACHE_FORMATS, AttentionMetadata, HeadNorms, KernelSet, Product, RotaryArgs
-from outrider_conformance.attention_operands import attention_metadata
 from outrider_conformance.random_kernels import bounds
+from outrider_conformance.random_kernels.attention_operands import attention_metadata
 from outrider_conformance.random_kernels.dense import EPS, TOKENS, normed, taken
 from outrider_conformance.random_kernels.dimensions import MANY, among, between
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call

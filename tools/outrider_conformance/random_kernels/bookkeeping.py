@@ -264,7 +264,7 @@ def _extend(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     return Problem(operands, kernel_call("place_accepted", *names), wanted)
 
 
-_BATCH = between(1, 9, 64, 65, 257)
+_BATCH = between(1, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257)
 _WIDTH = between(1, 70, 1024, 1025, 4099)
 _FLAG = between(0, 1)
 _FAR = {"far": among(0, rare=(1,))}

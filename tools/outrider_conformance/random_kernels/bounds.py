@@ -84,6 +84,15 @@ def silu_mul(gate: Number, up: Number, dtype: torch.dtype) -> Number:
     return rounded(Number(active.value * up.value, error), dtype)
 
 
+def sigmoid_mul(x: Number, gate: Number, dtype: torch.dtype) -> Number:
+    """Return ``x * sigmoid(gate)`` with sigmoid and product rounded; see :func:`silu_mul`."""
+    value = torch.sigmoid(gate.value)
+    active = Number(value, 0.25 * gate.error + wide(dtype) * gate.value.abs().clamp(max=_EXPONENT) * value)
+    active = rounded(rounded(active, dtype), _statistics(dtype), 8.0)
+    error = active.error * (x.value.abs() + x.error) + active.value * x.error
+    return rounded(Number(active.value * x.value, error), dtype)
+
+
 def rms_norm(x: Number, weight: Tensor, eps: float, dtype: torch.dtype) -> Number:
     """Return the norm over the last dimension: its factor in float32, the row and its product with the weight rounded."""
     size = x.value.shape[-1]

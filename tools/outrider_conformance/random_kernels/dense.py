@@ -12,7 +12,7 @@ from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.dimensions import MANY, among, between
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
 
-TOKENS = between(1, 40, 63, 64, 65, 127, 128, 129, 255, 257, 300)
+TOKENS = between(1, 40, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300)
 _INNER = among(8, 40, 96, 256, 520, 1032)
 _OUTER = between(1, 80, 127, 129, 513, 1025)
 _HIDDEN = among(8, 24, 64, 136, 576, 1032, 4104)
@@ -168,6 +168,14 @@ def _silu_mul(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     return Problem(operands, kernel_call("silu_mul", "gate_up"), {"out": wanted})
 
 
+def _sigmoid_mul(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
+    x, gate = (dice.normal(shape["tokens"], shape["outer"], dtype=dtype, scale=4.0) for _ in range(2))
+    wanted = bounds.sigmoid_mul(bounds.exact(x), bounds.exact(gate), dtype)
+    layout = _LAYOUTS[shape["layout"]]
+    operands = {"x": Operand(x, layout), "gate": Operand(gate, layout)}
+    return Problem(operands, kernel_call("sigmoid_mul", "x", "gate"), {"out": wanted})
+
+
 _FEW, _MANY = {"tokens": 3, "inner": 40, "outer": 24}, {"tokens": 257, "inner": 520, "outer": 129}
 _BIAS, _LEVELS = between(0, 1), between(0, 1)
 
@@ -216,4 +224,5 @@ DENSE = (
     _drawn("rms_norm", _rms_norm, "tokens", "heads", "hidden", "layout"),
     _drawn("add_rms_norm", _add_rms_norm, "tokens", "hidden", "layout"),
     _drawn("silu_mul", _silu_mul, "tokens", "outer", "layout"),
+    _drawn("sigmoid_mul", _sigmoid_mul, "tokens", "outer", "layout"),
 )

@@ -30,14 +30,13 @@ class Dimension:
 def between(low: int, high: int, *more: int) -> Dimension:
     """Return the dimension of the values from ``low`` to ``high``, and ``more`` values above.
 
-    Boundaries are both ends, the neighbours of the largest power of two in the range, and ``more``.
+    Boundaries are the two lowest values, powers of two and their successors, the highest value, and ``more``.
     """
-    power = 1 << (high.bit_length() - 1)
-    near = [value for value in (power - 1, power, power + 1) if low < value < high]
+    powers = [1 << bit for bit in range(2, high.bit_length())]
+    near = [value for power in powers for value in (power, power + 1) if low < value < high]
     random = st.integers(low, high)
-    return Dimension(
-        st.one_of(random, st.sampled_from(more)) if more else random, tuple(dict.fromkeys((low, *near, high, *more)))
-    )
+    values = st.one_of(random, st.sampled_from(more)) if more else random
+    return Dimension(values, tuple(dict.fromkeys((low, min(low + 1, high), *near, high, *more))))
 
 
 def among(*values: int, rare: Sequence[int] = ()) -> Dimension:

@@ -16,7 +16,7 @@ _MIN_LOGIT_GAP = 0.25
 """Smallest gap between router logits of a token, so that only one choice of experts is right."""
 _EXPERTS = among(1, 2, 5, 8, 60, 128)
 _CHOSEN = between(1, 8)
-_TOKENS = between(1, 12, 33, 64, 129)
+_TOKENS = between(1, 12, 16, 17, 32, 33, 64, 65, 128, 129)
 _SIZES = among(8, 24, 40, 136)
 
 

@@ -263,7 +263,7 @@ def _logprobs(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
 
 _FLAG = between(0, 1)
 _SHAPE = {
-    "batch": between(1, 6),
+    "batch": between(1, 6, 16, 17, 32, 33, 64, 65),
     "nodes": between(1, 9),
     "vocabulary": between(9, 70, 1023, 1025, 2049, 2**15 + 1),
     "layout": _FLAG,

@@ -128,7 +128,7 @@ def _linear_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: Rando
 
 
 _DIMENSIONS = {
-    "tokens": between(1, 20, 63, 65, 129),
+    "tokens": between(1, 20, 32, 33, 63, 64, 65, 128, 129),
     "inner": among(8, 40, 96, 264),
     "outer": between(1, 80, 129),
     "blocks": between(0, 2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -15,14 +16,18 @@ from outrider_conformance.random_kernels.problem import KernelProblems, Operand,
 
 _ROUNDINGS = 64.0
 """Roundings of one token's step through the state, relative to the largest magnitude; norms and exponentials included."""
+_CHUNK_ROUNDINGS = 16.0
+"""Roundings to 16 bits of the operands of a chunk's products, relative to the largest magnitude."""
 _STATE_ROWS = 7
+Sequences = list[tuple[int, int, int, bool]]
+"""Row, first token and number of tokens of each sequence, and whether it has no earlier token."""
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _sequences(shape: Shape, dice: RandomValues) -> tuple[dict[str, Operand], list[tuple[int, int, int, bool]], int]:
+def _sequences(shape: Shape, dice: RandomValues) -> tuple[dict[str, Operand], Sequences, int]:
     """Return the operands of a batch, its sequences (row, first token, tokens, whether it starts), and its tokens."""
     batch, most = shape["batch"], shape["new"]
     counts = [most] * batch if not shape["ragged"] else [int(dice.integers(1, most + 1, 1)) for _ in range(batch)]
@@ -53,21 +58,27 @@ def _near(value: Tensor, steps: int, dtype: torch.dtype) -> bounds.Number:
     return bounds.Number(value, error)
 
 
-def _short_convolution(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
-    operands, sequences, tokens = _sequences(shape, dice)
-    channels, kernel = shape["channels"], shape["kernel_size"]
-    x, weight = dice.normal(tokens, channels, dtype=dtype), dice.normal(channels, kernel, dtype=dtype)
-    state = dice.normal(_STATE_ROWS, kernel - 1, channels, dtype=dtype)
-    made, after = torch.zeros(tokens, channels, dtype=torch.float64), state.clone()
-    commit = torch.zeros(len(sequences), dtype=torch.int64)
+def _convolve(x: Tensor, weight: Tensor, state: Tensor, sequences: Sequences, commit: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the convolution in float64, and the state after the committed tokens."""
+    kernel = weight.shape[1]
+    made, after = torch.zeros(x.shape, dtype=torch.float64), state.clone()
     for number, (row, start, count, fresh) in enumerate(sequences):
         before = torch.zeros_like(state[row]) if fresh else state[row]
         inputs = torch.cat((before, x[start : start + count])).double()
         for token in range(count):
             summed = (inputs[token : token + kernel] * weight.double().T).sum(0)
             made[start + token] = summed * torch.sigmoid(summed)
-        commit[number] = _committed(shape, count, dice)
-        after[row] = inputs[commit[number] : commit[number] + kernel - 1].to(dtype)
+        after[row] = inputs[commit[number] : commit[number] + kernel - 1].to(state.dtype)
+    return made, after
+
+
+def _short_convolution(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
+    operands, sequences, tokens = _sequences(shape, dice)
+    channels, kernel = shape["channels"], shape["kernel_size"]
+    x, weight = dice.normal(tokens, channels, dtype=dtype), dice.normal(channels, kernel, dtype=dtype)
+    state = dice.normal(_STATE_ROWS, kernel - 1, channels, dtype=dtype)
+    commit = torch.tensor([_committed(shape, count, dice) for _, _, count, _ in sequences])
+    made, after = _convolve(x, weight, state, sequences, commit)
     operands |= {"x": Operand(x), "weight": Operand(weight), "state": Operand(state), "commit": Operand(commit)}
     real = sequences[-1][1] + sequences[-1][2]
 
@@ -80,28 +91,24 @@ def _short_convolution(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> 
     return Problem(operands, call, {"out": unit, "state": state if shape["uncommitted"] else after})
 
 
-def _rule(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, chunks: bool) -> Problem:
-    operands, sequences, tokens = _sequences(shape, dice)
-    key_heads, repeats, key, value = shape["heads"], shape["repeats"], shape["key_size"], shape["value_size"]
-    heads = key_heads * repeats
-    mixed = dice.normal(tokens, 2 * key_heads * key + heads * value, dtype=dtype)
-    gates = dice.normal(tokens, 2 * heads, dtype=dtype)
-    a_log, dt_bias = dice.normal(heads, dtype=_wide(dtype)), dice.normal(heads, dtype=_wide(dtype))
-    state = dice.normal(_STATE_ROWS, heads, key, value, dtype=_wide(dtype))
-    made, after = torch.zeros(tokens, heads, value, dtype=torch.float64), state.to(torch.float64, copy=True)
-    commit = torch.zeros(len(sequences), dtype=torch.int64)
-    q, k, v = mixed.double().split((key_heads * key, key_heads * key, heads * value), dim=1)
+def _apply_rule(o: Mapping[str, Operand], sequences: Sequences) -> tuple[Tensor, Tensor]:
+    """Return the delta rule of ``mixed`` in float64, and the state after the committed tokens."""
+    mixed, gates, state, commit = (o[name].tensor for name in ("mixed", "gates", "state", "commit"))
+    heads, key, value = state.shape[1:]
+    width = (mixed.shape[1] - heads * value) // 2
+    made, after = torch.zeros(mixed.shape[0], heads, value, dtype=torch.float64), state.to(torch.float64, copy=True)
+    q, k, v = mixed.double().split((width, width, heads * value), dim=1)
 
     def normalized(each: Tensor) -> Tensor:
-        each = each.unflatten(1, (key_heads, key))
-        return (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(repeats, dim=1)
+        each = each.unflatten(1, (-1, key))
+        return (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(heads * key // width, dim=1)
 
     q, k, v = normalized(q) / key**0.5, normalized(k), v.unflatten(1, (heads, value))
     beta, a = gates.double().chunk(2, dim=1)
-    factor = torch.exp(-a_log.double().exp() * torch.nn.functional.softplus(a + dt_bias.double()))
+    rate = o["a_log"].tensor.double().exp()
+    factor = torch.exp(-rate * torch.nn.functional.softplus(a + o["dt_bias"].tensor.double()))
     for number, (row, start, count, fresh) in enumerate(sequences):
         current = torch.zeros_like(after[row]) if fresh else state[row].double()
-        commit[number] = count if chunks else _committed(shape, count, dice)
         after[row] = current
         for token in range(start, start + count):
             current = current * factor[token].view(-1, 1, 1)
@@ -111,8 +118,30 @@ def _rule(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, chunks: bool)
             made[token] = torch.einsum("hke,hk->he", current, q[token])
             if token - start < commit[number]:
                 after[row] = current
-    operands |= {"mixed": Operand(mixed), "gates": Operand(gates), "a_log": Operand(a_log), "dt_bias": Operand(dt_bias)}
-    operands |= {"state": Operand(state), "commit": Operand(commit)}
+    return made, after
+
+
+def _rule_operands(
+    shape: Shape, dtype: torch.dtype, dice: RandomValues, *, whole: bool = False
+) -> tuple[dict[str, Operand], Sequences]:
+    """Return random operands of the delta rule. ``whole``: all tokens are committed."""
+    operands, sequences, tokens = _sequences(shape, dice)
+    key_heads, key, value = shape["heads"], shape["key_size"], shape["value_size"]
+    heads = key_heads * shape["repeats"]
+    operands |= {
+        "mixed": Operand(dice.normal(tokens, 2 * key_heads * key + heads * value, dtype=dtype)),
+        "gates": Operand(dice.normal(tokens, 2 * heads, dtype=dtype)),
+        "a_log": Operand(dice.normal(heads, dtype=_wide(dtype))),
+        "dt_bias": Operand(dice.normal(heads, dtype=_wide(dtype))),
+        "state": Operand(dice.normal(_STATE_ROWS, heads, key, value, dtype=_wide(dtype))),
+        "commit": Operand(torch.tensor([each[2] if whole else _committed(shape, each[2], dice) for each in sequences])),
+    }
+    return operands, sequences
+
+
+def _rule(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, chunks: bool) -> Problem:
+    operands, sequences = _rule_operands(shape, dtype, dice, whole=chunks)
+    made, after = _apply_rule(operands, sequences)
     real = sequences[-1][1] + sequences[-1][2]
     writes = chunks or not shape["uncommitted"]
 
@@ -122,9 +151,14 @@ def _rule(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, chunks: bool)
             return {"out": kernels.chunk_gated_delta_rule(*given)[:real]}
         return {"out": kernels.gated_delta_rule(*given, o["commit"] if writes else None)[:real]}
 
-    steps = shape["new"] + key
+    steps = shape["new"] + shape["key_size"]
+    if chunks and dtype.itemsize < 4:  # the products of a chunk may round their operands
+        factor = _CHUNK_ROUNDINGS * torch.finfo(dtype).eps
+        errors = [torch.full_like(each, factor * (1.0 + float(each.abs().max()))) for each in (made[:real], after)]
+        out = bounds.rounded(bounds.Number(made[:real], errors[0]), dtype)
+        return Problem(operands, call, {"out": out, "state": bounds.Number(after, errors[1])})
     wanted: dict[str, bounds.Number | Tensor] = {"out": bounds.rounded(_near(made[:real], steps, dtype), dtype)}
-    wanted["state"] = _near(after, steps, dtype) if writes else state
+    wanted["state"] = _near(after, steps, dtype) if writes else operands["state"].tensor
     return Problem(operands, call, wanted)
 
 

@@ -284,7 +284,7 @@ def _walk(
 
 _VOCABULARY = between(2, 70, 1023, 1024, 1025, 2049, 4099)
 _ANY_VOCABULARY = between(2, 70, 1023, 1024, 1025, 2049, 4099, MANY)
-_BATCH = between(1, 9, 65, 130)
+_BATCH = between(1, 9, 16, 17, 32, 33, 64, 65, 128, 130)
 _FLAG = between(0, 1)
 _SMALL = {"batch": 7, "vocabulary": 37, "layout": 0}
 _WIDE = {"batch": 3, "vocabulary": 33001, "layout": 1}

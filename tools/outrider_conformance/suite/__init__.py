@@ -1,1 +1,1 @@
-"""The tests of the suite, one module per subject. Modules ``test_lN_…`` belong to level N."""
+"""The tests of the suite, one package for each level and one module for each subject."""

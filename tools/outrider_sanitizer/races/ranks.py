@@ -335,3 +335,18 @@ def width_of_tokens(rank: ProgramRank, fixed: bool) -> None:
         rank.everyone.send(tokens, to=0, stream=rank.stream)
     elif rank.index == 0:
         rank.everyone.receive(tokens, source=rank.size - 1, stream=rank.stream)
+
+
+# -- messages and memory between ranks ---------------------------------------------------------------------------------
+
+
+@rank_race(RANK_RACES, "C", frozenset({FindingKind.SENDS}), names=("receive first",), options={"eager_sends": "2"})
+def sends_before_receives(rank: ProgramRank, fixed: bool) -> None:
+    """Every rank sends before it receives, so the sends end only while buffers take them."""
+    other, mine, theirs = 1 - rank.index, rank.filled(1.0), rank.filled(0.0)
+    if fixed and rank.index == 1:
+        rank.everyone.receive(theirs, source=other, stream=rank.stream)
+        rank.everyone.send(mine, to=other, stream=rank.stream)
+    else:
+        rank.everyone.send(mine, to=other, stream=rank.stream)
+        rank.everyone.receive(theirs, source=other, stream=rank.stream)

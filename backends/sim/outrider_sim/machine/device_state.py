@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -48,7 +50,6 @@ class SimDeviceState:
         self.memory = CachingAllocator(self.machine)
         self.memory.sim = self
         self.seeds = random.Random(options.seed)
-        self._retired: list[torch.UntypedStorage] = []  # guarded pinned memory that was freed while an observer was attached
         self.divergences: frozenset[str] = frozenset()  # operators whose results differ from other devices', see `diverging`
 
     def next_seed(self) -> int:
@@ -72,14 +73,20 @@ class SimDeviceState:
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype, *, guarded: bool = False) -> PinnedTensor:
         """Return new pinned host memory.
 
-        `guarded` memory imitates torch's caching host allocator, which reuses memory only after the copies that use it
-        have completed. While an observer is attached, guarded addresses are therefore not reused.
+        `guarded` memory imitates torch's caching host allocator, which reuses memory after the copies that use it have
+        completed. The allocator doesn't wait for kernels that access the memory, unless such a copy follows them.
         """
         with torch._C._DisableTorchDispatch(), torch._C._InferenceMode(False):
-            plain = torch.empty(shape, dtype=dtype)
+            plain = torch.empty(0, dtype=dtype)
+            nbytes = math.prod(shape) * dtype.itemsize
+            reused = self.memory.take_pinned(nbytes) if guarded else None
+            if reused is None:
+                plain = torch.empty(shape, dtype=dtype)
+            else:
+                plain.set_(reused, 0, shape)  # type: ignore[call-overload]  # the stubs lack it
             if self.options.poison:
                 plain.fill_(float("nan") if dtype.is_floating_point else 0x7F if dtype.itemsize == 1 else 0x7FFF)
-        allocation = HostAllocation(plain, self._release_host, self.host_access, self.host_range)
+        allocation = HostAllocation(plain, self._release_host, self.host_access, self.host_range, self.memory.next_id())
         if self.machine.strategy.needs_accesses:
             self.machine.bases[allocation.id] = self.memory.take_address(allocation.nbytes)
         tap = self.machine.tap
@@ -91,13 +98,18 @@ class SimDeviceState:
         return pin(plain, allocation)
 
     def _release_host(self, allocation: HostAllocation) -> None:
-        if self.machine.tap is None:
-            self._retired.clear()
-            return
-        if allocation.kept is None:
+        if self.machine.tap is not None:
             self.machine.tap.freed(allocation)
-        else:
-            self._retired.append(allocation.kept)  # the allocator keeps it, so it isn't free yet
+        if allocation.kept is not None:
+            self.memory.release_pinned(allocation.kept, allocation.users)
+
+    def used_by_copy(self, tensor: PinnedTensor, stream: StreamQueue) -> None:
+        """Prevent reuse of pinned memory until `stream` has run its work queued at the release, as a copy does in torch."""
+        allocation = tensor._alloc
+        if allocation.kept is not None and stream not in allocation.users:
+            allocation.users.append(stream)
+            if self.machine.tap is not None:
+                self.machine.tap.shared(allocation, stream)
 
     def host_access(self, tensor: PinnedTensor, write: bool) -> None:
         """Let the strategy run other steps, then report the host's read or write of a pinned tensor."""
@@ -108,6 +120,22 @@ class SimDeviceState:
         self._host_access(
             allocation, Access(allocation.id, low, high, write, None, None, "") if self.machine.tracks else None
         )
+
+    def host_write(self, access: Access, write: Callable[[], object], *, remapped: Any = None) -> None:
+        """Let the strategy run other steps, then write device memory from the host and report that.
+
+        With `remapped`, the write is a change of the allocation's pages.
+        """
+        machine = self.machine
+        machine.point(Action("host", self, (access,) if machine.tracks else ()))
+        with exclude_ambient_dispatch():
+            write()
+        if machine.tap is None:
+            return
+        if remapped is None:
+            machine.tap.host_accessed(access, python_line())
+        else:
+            machine.tap.remapped(remapped)
 
     def _host_access(self, what: PinnedTensor | HostAllocation, access: Access | None) -> None:
         machine = self.machine

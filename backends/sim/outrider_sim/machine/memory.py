@@ -11,6 +11,9 @@ freed memory has visible effects. New memory is poisoned too.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 # As float16, bfloat16, float32 and float64 this is NaN; as int32 and int64 it is out of range for any index.
 _PATTERN = 0x7FFF
 _SMALL = 1 << 20
+_MAX_FREE_PINNED = 64
 _ALIGN = 512
 _BASE = 0x5_0000_0000
 _SPACE = 1 << 44
@@ -88,7 +92,7 @@ class Pool:
 class Allocation:
     """One use of a block. Dropping the last reference frees it. `id` is never used twice."""
 
-    __slots__ = ("block", "id", "line", "machine_memory", "nbytes", "saved", "stream", "users")
+    __slots__ = ("block", "id", "is_empty", "line", "machine_memory", "nbytes", "saved", "stream", "users")
 
     def __init__(self, memory: CachingAllocator, block: Block, ident: int, nbytes: int, stream: StreamQueue) -> None:
         self.machine_memory = memory
@@ -97,6 +101,7 @@ class Allocation:
         self.nbytes = nbytes
         self.stream = stream
         self.line = ""
+        self.is_empty = False  # `resize(0)` has released the bytes
         self.users: list[StreamQueue] | None = None
         self.saved: Any = None  # weakly, the bytes on the host while they're being pickled
 
@@ -109,6 +114,22 @@ class Allocation:
             tap = self.machine_memory.machine.tap
             if tap is not None:
                 tap.shared(self, stream)
+
+    def resize(self, nbytes: int) -> None:
+        """Release the bytes (0) in the order of the allocating stream, or take them again on the current stream.
+
+        The address stays the same. Raises `RuntimeError` for any other number of bytes.
+        """
+        memory = self.machine_memory
+        if nbytes not in (0, self.nbytes):
+            raise RuntimeError(
+                f"a storage of {self.nbytes} bytes can't be resized to {nbytes} on the simulated device: pass 0 or the size "
+                "that it was made with, or make another tensor"
+            )
+        if (nbytes == 0) == self.is_empty or not self.nbytes:
+            return
+        self.is_empty = nbytes == 0
+        memory.vacate(self) if self.is_empty else memory.refill(self)
 
     def __del__(self) -> None:
         self.machine_memory.release(self)
@@ -129,6 +150,7 @@ class CachingAllocator:
         self.limit = options.memory
         self.poison = options.poison
         self.pool = Pool()
+        self._local = threading.local()  # `pool`: where the thread's memory comes from
         self.count = 0  # allocations so far; the number of the next one
         self.allocated = 0
         self.peak = 0
@@ -139,6 +161,7 @@ class CachingAllocator:
         self._held: list[tuple[Block, list[tuple[StreamQueue, int]]]] = []
         self._ids = machine.rank * _SPACE  # unlike those of other devices
         self.faults = options.allocation_faults()
+        self._pinned: list[tuple[torch.UntypedStorage, list[tuple[StreamQueue, int]]]] = []
 
     def allocate(self, nbytes: int, stream: StreamQueue) -> Allocation:
         """Allocate `nbytes` in the order of `stream`; in a capture, from the graph's private pool.
@@ -152,7 +175,7 @@ class CachingAllocator:
             self._return_held()
         size = _rounded(nbytes)
         capture = stream.capture
-        pool = self.pool if capture is None else capture.pool
+        pool = self._chosen() if capture is None else capture.pool
         free = pool.free.get((stream.id, size))
         block = free.pop() if free else self._fresh(pool, stream, size)
         if capture is not None and self.poison:
@@ -160,8 +183,7 @@ class CachingAllocator:
         self.allocated += size
         if self.allocated > self.peak:
             self.peak = self.allocated
-        self._ids += 1
-        made = Allocation(self, block, self._ids, nbytes, stream)
+        made = Allocation(self, block, self.next_id(), nbytes, stream)
         tap = self.machine.tap
         if tap is not None:
             made.line = self.machine.line
@@ -171,24 +193,74 @@ class CachingAllocator:
         block.last = self._ids
         return made
 
+    def _chosen(self) -> Pool:
+        return getattr(self._local, "pool", None) or self.pool
+
+    @contextmanager
+    def using(self, pool: Pool) -> Generator[None]:
+        """Take the calling thread's memory from `pool` inside the block."""
+        before, self._local.pool = getattr(self._local, "pool", None), pool
+        try:
+            yield
+        finally:
+            self._local.pool = before
+
     def take_address(self, nbytes: int) -> int:
         """Reserve simulated addresses for memory outside blocks (pinned host memory)."""
         start = self._next
         self._next += _rounded(nbytes) + _ALIGN
         return start
 
+    def next_id(self) -> int:
+        """Return a number for an allocation of device or pinned memory that no other allocation has."""
+        self._ids += 1
+        return self._ids
+
+    def take_pinned(self, nbytes: int) -> torch.UntypedStorage | None:
+        """Return released pinned memory of this size whose copies have completed, or None."""
+        for index, (storage, users) in enumerate(self._pinned):
+            if storage.nbytes() == nbytes and all(stream.done >= issued for stream, issued in users):
+                del self._pinned[index]
+                return storage
+        return None
+
+    def release_pinned(self, storage: torch.UntypedStorage, users: list[StreamQueue]) -> None:
+        """Give pinned memory back, for reuse after the work that its copies' streams have queued so far."""
+        self._pinned.append((storage, [(stream, stream.issued) for stream in users]))
+        del self._pinned[:-_MAX_FREE_PINNED]
+
     def release(self, allocation: Allocation) -> None:
         """Return an allocation's block to its pool and enqueue an operation that poisons its bytes."""
         block = allocation.block
-        self.allocated -= block.nbytes
-        tap = self.machine.tap
-        if tap is not None:
-            tap.freed(allocation)
+        if not allocation.is_empty:
+            self._count_release(allocation)
         users = [(stream, stream.issued) for stream in allocation.users or () if stream.done < stream.issued]
         if users:
             self._held.append((block, users))
         else:
             self._give_back(block)
+
+    def _count_release(self, allocation: Allocation) -> None:
+        self.allocated -= allocation.block.nbytes
+        tap = self.machine.tap
+        if tap is not None:
+            tap.freed(allocation)
+
+    def vacate(self, allocation: Allocation) -> None:
+        """Release the bytes of an allocation that keeps its address: poison them in the order of its stream."""
+        self._count_release(allocation)
+        self._poison(allocation.block)
+
+    def refill(self, allocation: Allocation) -> None:
+        """Give an allocation its bytes again, in the order of the current stream."""
+        allocation.stream = self.machine.stream
+        allocation.users = None
+        self.allocated += allocation.block.nbytes
+        self.peak = max(self.peak, self.allocated)
+        tap = self.machine.tap
+        if tap is not None:
+            allocation.line = self.machine.line
+            tap.allocated(allocation, None)
 
     def _return_held(self) -> None:
         held, self._held = self._held, []
@@ -200,19 +272,22 @@ class CachingAllocator:
 
     def _give_back(self, block: Block) -> None:
         stream = block.stream
-        if self.poison:
-            if block.pool.graph:
-                pass  # private memory is poisoned where a capture takes it, and again by each replay
-            elif stream.queue:
-                stream.poison.append((stream.issued, block))
-            else:
-                block.fill_poison()
+        self._poison(block)
         pool = block.pool
         if pool.dead:
             self.reserved -= block.nbytes
             pool.reserved -= block.nbytes
         else:
             pool.free.setdefault((stream.id, block.nbytes), []).append(block)
+
+    def _poison(self, block: Block) -> None:
+        stream = block.stream
+        if not self.poison or block.pool.graph:
+            return  # private memory is poisoned where a capture takes it, and again by each replay
+        if stream.queue:
+            stream.poison.append((stream.issued, block))
+        else:
+            block.fill_poison()
 
     def empty_cache(self) -> None:
         """Release free blocks. No operation in flight may access them, as on a real device."""
@@ -228,6 +303,7 @@ class CachingAllocator:
         New addresses start at `floor` if it is given. Returns the first address.
         """
         self._drop(self.pool)
+        self._pinned.clear()
         self.pool.dead = True
         self.pool = Pool()
         self.count = 0

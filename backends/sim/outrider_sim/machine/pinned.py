@@ -15,14 +15,16 @@ from torch import Tensor
 
 from outrider.device.arrays import watched
 
+_FROM_NUMPY = torch.from_numpy  # a watched run replaces the name
+
 
 class HostAllocation:
-    """Pinned memory from the call that made it to the last reference. `id` is the address, as everywhere in torch.
+    """Pinned memory from the call that made it to the last reference. `id` is never used twice.
 
     `accessed` is called for each host read or write. It belongs to the memory's device, whichever device is current.
     """
 
-    __slots__ = ("accessed", "address", "id", "kept", "line", "nbytes", "range_seen", "release")
+    __slots__ = ("accessed", "address", "id", "kept", "line", "nbytes", "range_seen", "release", "users")
 
     def __init__(
         self,
@@ -30,12 +32,15 @@ class HostAllocation:
         release: Callable[[HostAllocation], None],
         accessed: Callable[[PinnedTensor, bool], None],
         range_seen: Callable[[HostAllocation, int, int, bool], None],
+        ident: int,
     ) -> None:
         storage = tensor.untyped_storage()
-        self.address = self.id = storage.data_ptr()
+        self.address = storage.data_ptr()
+        self.id = ident
+        self.users: list[Any] = []  # streams that copy from or to it
         self.nbytes = storage.nbytes()
         self.line = ""
-        self.kept: torch.UntypedStorage | None = None  # what a release must not give back at once
+        self.kept: torch.UntypedStorage | None = None  # what a release gives back to the caching host allocator
         self.release = release
         self.accessed = accessed
         self.range_seen = range_seen
@@ -43,6 +48,10 @@ class HostAllocation:
     def range_accessed(self, low: int, high: int, write: bool) -> None:
         """Report that the host reads or writes the bytes from `low` to `high` of this allocation."""
         self.range_seen(self, low, high, write)
+
+    def tensor_over(self, array: Any) -> PinnedTensor:
+        """Return a pinned tensor over the bytes of a plain array in this allocation."""
+        return pin(_FROM_NUMPY(array), self)
 
     def __del__(self) -> None:
         self.release(self)
@@ -78,8 +87,16 @@ class PinnedTensor(Tensor):
         del force
         return watched(self.plain(write=None).numpy(), self._alloc)
 
-    def __array__(self, *args: Any) -> Any:
-        return self.plain(write=False).__array__(*args)
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        self._alloc.accessed(self, False)
+        made = self.numpy()
+        return made.astype(*args) if args and args[0] is not None else made
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.numpy().__dlpack__()
+
+    def __dlpack_device__(self) -> Any:
+        return (1, 0)
 
     def plain(self, *, write: bool | None) -> Tensor:
         """Return a plain host tensor over the same bytes, and report a host read or write (`write`; None: no access)."""

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 from functools import cache
 from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any
 
+import numpy
 import torch
+import typing_extensions
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _NODES = 1 << 16
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_NUMPY = os.path.dirname(numpy.__file__) + os.sep
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
+_PACKAGES = sysconfig.get_path("purelib") + os.sep
 _PARTS = tuple(os.sep.join(("", *parts, "")) for parts in (("outrider", "device"), ("triton", "runtime"), ("outrider_vllm",)))
+_CONSTRUCTORS = os.path.join("outrider_sanitizer", "host_arrays.py")
 _MODES = ("__torch_function__", "__torch_dispatch__")
 """What torch calls on the way to an operator, in whoever's file: the line that matters is further out."""
 
@@ -22,7 +29,14 @@ _MODES = ("__torch_function__", "__torch_dispatch__")
 @cache
 def _inside(code: CodeType) -> bool:
     name = code.co_filename
-    return name.startswith((_TORCH, _HERE, "<")) or code.co_name in _MODES or any(part in name for part in _PARTS)
+    if name.startswith(_STANDARD) and not name.startswith(_PACKAGES):
+        return "site-packages" not in name
+    return (
+        name.startswith((_TORCH, _HERE, _NUMPY, typing_extensions.__file__, "<"))
+        or code.co_name in _MODES
+        or name.endswith(_CONSTRUCTORS)
+        or any(part in name for part in _PARTS)
+    )
 
 
 @cache

@@ -79,7 +79,16 @@ class CollectivePart:
     @property
     def can_end(self) -> bool:
         """Return whether every rank's part has started or this part has failed."""
-        return self.failed is not None or self.meeting.begun
+        return self.failed is not None or self.meeting.begun or self._is_buffered
+
+    @property
+    def _is_buffered(self) -> bool:
+        """True for a send that fits into the buffers of its channel, which the option `eager_sends` counts."""
+        most, channel = self.member.machine.options.eager_sends, self.call.channel
+        if not most or channel is None or self.member.index != channel[0] or not self.started:
+            return False
+        meetings = self.member.group.meetings.items()
+        return sum(at == channel and n <= self.number and not m.begun for (at, n), m in meetings) <= most
 
     def start(self, now: float) -> None:
         """Occupy a resident place on the device and mark this rank's part as started."""
@@ -97,6 +106,10 @@ class CollectivePart:
         meeting = self.meeting
         if self.failed is not None:
             raise self.member.error(self.failed, self)
+        if not meeting.begun:  # a buffered send: the receiver finds the values as they are now
+            operands = self.call.operands
+            self.issued, self.captured = self.call._replace(operands=operands._replace(read=operands.read.clone())), None
+            return
         if not meeting.done:
             meeting.done = True
             self.call.compute(meeting)

@@ -61,6 +61,7 @@ class CopyOperators:
             op = Op(OperationKind.COPY, "copy to device", destination._inner.copy_, (alias(source),), cost=cost)
             self._core.note(op, host_extent(source, False, "src"), written)
             machine.enqueue(op, stream)
+            sim.used_by_copy(source, stream)
         else:
             plain = source.plain(write=False) if isinstance(source, PinnedTensor) else source.detach()
             if stream.capture is not None:
@@ -90,6 +91,7 @@ class CopyOperators:
             op = Op(OperationKind.COPY, "copy to host", alias(destination).copy_, (source._inner,), cost=cost)
             self._core.note(op, read, host_extent(destination, True, "self"))
             machine.enqueue(op, stream)
+            sim.used_by_copy(destination, stream)
             if not non_blocking:
                 sim.synchronize(stream, "a blocking copy to the host")
             return

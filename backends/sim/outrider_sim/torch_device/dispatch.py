@@ -90,6 +90,7 @@ class Dispatcher:
             OperatorKind.DECOMPOSE: self._decompose,
         }
         self._handlers: dict[Any, Callable[..., Any]] = {}
+        self._declared_rows: dict[str, Any] = {}
 
     # -- entry ------------------------------------------------------------------------------------------------------
 
@@ -152,12 +153,22 @@ class Dispatcher:
         self._special.update(handlers)
         self._handlers.clear()
 
+    def declare_rows(self, operator: str, operands: Mapping[str, Callable[[Mapping[str, Any]], Tensor]]) -> None:
+        """Declare that calls of a custom operator read or write distinct rows of `operands`, given by each function.
+
+        A function takes the call's arguments by schema name, as host tensors, and returns rows of the first dimension.
+        """
+        self._declared_rows[operator] = row_accesses.declared(operands)
+        self.infos = {func: info for func, info in self.infos.items() if func._schema.name != operator}
+        self._handlers.clear()
+
     def info(self, func: Any) -> OpInfo:
         """Return the cached description of an operator overload."""
         found = self.infos.get(func)
         if found is None:
             found = self.infos[func] = OpInfo(func)
-            found.resolvers = ROW_ACCESS.get(found.name.partition(".")[0]) or row_accesses.ATEN.get(found.name, {})
+            found.resolvers = self._declared_rows.get(func._schema.name) or ROW_ACCESS.get(func._schema.name)
+            found.resolvers = found.resolvers or row_accesses.resolvers_of(func)
         return found
 
     def _learn(self, func: Any) -> Callable[..., Any]:
@@ -327,7 +338,7 @@ class Dispatcher:
         op.line = machine.line
         if info.resolvers and machine.tap is not None:
             bound = dict(zip(info.names, args, strict=False)) | dict(kwargs)
-            op.rows = row_accesses.RowResolver(info.resolvers, bound, op.accesses, info.native)
+            op.rows = row_accesses.RowResolver(info.resolvers, bound, op.accesses, info.native, info.name)
             # The whole operand is a promise that the rows are told later.
             op.accesses = tuple(replace(a, by_rows=True) if a.argument in info.resolvers else a for a in accesses)
 
@@ -358,28 +369,26 @@ class Dispatcher:
             return self(func, args, kwargs)
         if info.name == "aten::is_pinned":
             return True
-        owner: PinnedTensor | None = None
-
-        def plain(name: str, value: Any) -> Any:
-            nonlocal owner
-            if isinstance(value, PinnedTensor):
-                owner = value if owner is None else owner
-                return value.plain(
-                    write=None if info.way in (OperatorKind.VIEW, OperatorKind.DECOMPOSE) else name in info.writes
-                )
-            if isinstance(value, list | tuple):
-                return type(value)(plain(name, item) for item in value)
-            return value
-
         if info.way is OperatorKind.DECOMPOSE:
             return self._decompose(info, args, kwargs)
-        positional = [plain(name, value) for name, value in zip(info.names, args, strict=False)]
-        named = {name: plain(name, value) for name, value in kwargs.items()}
+        owners: list[PinnedTensor] = []
+        positional = [_plain(info, name, value, owners) for name, value in zip(info.names, args, strict=False)]
+        named = {name: _plain(info, name, value, owners) for name, value in kwargs.items()}
         result = func(*positional, **named)
-        if info.way is OperatorKind.VIEW and owner is not None:
-            return repin(result, owner)
+        if info.way is OperatorKind.VIEW and owners:
+            return repin(result, owners[0])
         given = {id(p): a for p, a in zip(positional, args, strict=False)} | {id(named[k]): kwargs[k] for k in named}
         return given.get(id(result), result) if isinstance(result, Tensor) else result
+
+
+def _plain(info: OpInfo, name: str, value: Any, owners: list[PinnedTensor]) -> Any:
+    # No closure: one that calls itself would keep the tensors until the next garbage collection.
+    if isinstance(value, PinnedTensor):
+        owners.append(value)
+        return value.plain(write=None if info.way in (OperatorKind.VIEW, OperatorKind.DECOMPOSE) else name in info.writes)
+    if isinstance(value, list | tuple):
+        return type(value)(_plain(info, name, item, owners) for item in value)
+    return value
 
 
 def _elsewhere(info: OpInfo) -> str:

@@ -83,6 +83,56 @@ class MappedAllocation:
         """Do nothing: mapped pinned memory is never reused, so no release has to wait for a stream."""
 
 
+class PeerAllocation:
+    """Memory of another rank's device, mapped to this device. Views keep the memory alive."""
+
+    __slots__ = ("address", "block", "id", "is_empty", "line", "machine_memory", "nbytes", "owner")
+
+    def __init__(self, owner: Any, memory: Any) -> None:
+        self.owner = owner
+        self.block = owner.block
+        self.id = owner.id
+        self.address = owner.address
+        self.nbytes = owner.nbytes
+        self.line = owner.line
+        self.is_empty = False
+        self.machine_memory = memory
+
+    def used_by(self, stream: object) -> None:
+        """Do nothing: only the owner's allocator decides about reuse, and knows no stream of another device."""
+
+
+def peer_view(tensor: Tensor, backend: Any) -> Tensor:
+    """Return a tensor of the device of `backend` over memory of another rank of the same host (peer access).
+
+    Operations of `backend` then read and write the owner's memory, and no event of one device orders the other's streams.
+    """
+    found = _device_tensor("peer_view", "tensor", tensor)
+    sim = backend.sim
+    allocation: Any = PeerAllocation(found._alloc, sim.memory)
+    return wrap(found._inner, found._meta, allocation, sim.device)
+
+
+def copy_unordered(destination: Tensor, source: Tensor) -> None:
+    """Copy host memory to the device at once: the host blocks for the copy alone, and no stream orders it.
+
+    So does a driver's blocking copy next to streams that don't synchronise with its default stream.
+    """
+    target = _device_tensor("copy_unordered", "destination", destination)
+    sim = target._alloc.machine_memory.sim
+    sim.host_write(extent(target, True, "destination"), lambda: target._inner.copy_(source))
+
+
+def remap(tensor: Tensor) -> None:
+    """Map other pages under the addresses of a tensor's storage at once, as a paused and resumed pool does.
+
+    The contents are lost. No stream orders the change, and work in flight isn't awaited.
+    """
+    allocation = _device_tensor("remap", "tensor", tensor)._alloc
+    sim = allocation.machine_memory.sim
+    sim.host_write(Access(allocation.id, 0, allocation.nbytes, True), allocation.block.fill_poison, remapped=allocation)
+
+
 def mapped(pinned: Tensor) -> Tensor:
     """Return a device tensor over pinned host memory (unified addressing). Kernels access the memory when they run.
 

@@ -30,7 +30,7 @@ WHOLE = frozenset(
 # Views that their schema calls something else.
 HIDDEN_VIEWS = frozenset({"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh", "aten::alias", "aten::lift"})
 # Tagged as data dependent, but only for boolean indices.
-INDEXING = frozenset({"aten::index.Tensor", "aten::_unsafe_index.Tensor"})
+INDEXING = frozenset({"aten::index.Tensor", "aten::index.Tensor_out", "aten::_unsafe_index.Tensor"})
 # They read device values on the host, or make shapes of them, whatever their tags say.
 READERS = frozenset(
     {

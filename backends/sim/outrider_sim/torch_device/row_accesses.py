@@ -23,6 +23,9 @@ class Elements(NamedTuple):
 Found = Tensor | Elements | None
 """Rows of the first dimension, or elements; None: it may touch everything."""
 
+Resolver = Callable[[Mapping[str, Any]], Found]
+_NONE: Mapping[str, Resolver] = MappingProxyType({})
+
 _MOST = 1 << 18
 """Elements of an operand up to which its elements are told apart."""
 
@@ -94,39 +97,121 @@ def _reached(offsets: Tensor, dim: int, index: Tensor) -> Tensor:
     return offsets.gather(dim, index)
 
 
-ATEN: Mapping[str, Mapping[str, Callable[[Mapping[str, Any]], Found]]] = MappingProxyType(
+_BAGS = MappingProxyType({"weight": _rows_of_weight})
+_PICKS: Mapping[str, Mapping[str, Resolver]] = MappingProxyType(
     {
-        "aten::embedding": MappingProxyType({"weight": _rows_of_weight}),
-        "aten::index_select": _ALONG,
-        "aten::index_copy_": _ALONG,
-        "aten::index_add_": _ALONG,
-        "aten::index_reduce_": _ALONG,
-        "aten::index_fill_.int_Scalar": _ALONG,
-        "aten::index_fill_.int_Tensor": _ALONG,
-        "aten::index.Tensor": _INDICES,
-        "aten::index_put_": _INDICES,
-        "aten::_index_put_impl_": _INDICES,
-        "aten::gather": _SCATTERS,
-        "aten::scatter_.src": _SCATTERS,
-        "aten::scatter_.value": _SCATTERS,
-        "aten::scatter_.reduce": _SCATTERS,
-        "aten::scatter_.value_reduce": _SCATTERS,
-        "aten::scatter_add_": _SCATTERS,
-        "aten::scatter_reduce_.two": _SCATTERS,
-        "aten::take": _TAKES,
-        "aten::put_": _TAKES,
-        "aten::masked_fill_.Scalar": _MASKS,
-        "aten::masked_fill_.Tensor": _MASKS,
-        "aten::masked_scatter_": _MASKS,
+        "_embedding_bag": _BAGS,
+        "_embedding_bag_forward_only": _BAGS,
+        "_unsafe_index": _INDICES,
+        "embedding": _BAGS,
+        "embedding_bag": _BAGS,
+        "gather": _SCATTERS,
+        "index": _INDICES,
+        "index_select": _ALONG,
+        "masked_select": _MASKS,
+        "take": _TAKES,
     }
 )
-"""Operators of torch that are indexed by data."""
+"""Operators that read the elements that an index picks, whatever their overload; `out` is written as a whole."""
+_WRITES: Mapping[str, Mapping[str, Resolver]] = MappingProxyType(
+    {
+        "_index_put_impl_": _INDICES,
+        "_unsafe_index_put_": _INDICES,
+        "index_add_": _ALONG,
+        "index_copy_": _ALONG,
+        "index_fill_": _ALONG,
+        "index_put_": _INDICES,
+        "index_reduce_": _ALONG,
+        "masked_fill_": _MASKS,
+        "masked_scatter_": _MASKS,
+        "put_": _TAKES,
+        "scatter_": _SCATTERS,
+        "scatter_add_": _SCATTERS,
+        "scatter_reduce_": _SCATTERS,
+    }
+)
+"""Operators that write the elements that an index picks, in place."""
+
+
+def resolvers_of(func: Any) -> Mapping[str, Resolver]:
+    """Return how to find the rows of an overload's operands that are indexed by data, by operand."""
+    namespace, name = func._schema.name.split("::")
+    if namespace != "aten":
+        return _NONE
+    return _PICKS.get(name) or _WRITES.get(name) or _NONE
+
+
+def declared(operands: Mapping[str, Callable[..., Tensor]]) -> Mapping[str, Resolver]:
+    """Return the resolvers of a custom operator from functions that return the rows of the first dimension."""
+
+    def resolver(name: str, rows: Callable[[Mapping[str, Any]], Tensor]) -> Resolver:
+        return Declared(_picked(name, lambda offsets, arguments: offsets[rows(arguments).flatten().long()]))
+
+    return {name: resolver(name, rows) for name, rows in operands.items()}
+
+
+class Declared:
+    """The resolver of a custom operator that declares distinct rows."""
+
+    def __init__(self, resolve: Resolver) -> None:
+        self._resolve = resolve
+
+    def __call__(self, arguments: Mapping[str, Any]) -> Found:
+        """Return the elements of the declared rows."""
+        return self._resolve(arguments)
+
+
+_SOURCES = MappingProxyType(
+    {"index_copy_": "source", "index_put_": "values", "_index_put_impl_": "values", "scatter_": "src"}
+)
+_ACCUMULATES = ("accumulate", "reduce")
+
+
+def contested_bytes(operator: str, resolve: Resolver, arguments: Mapping[str, Any], operand: Tensor) -> list[tuple[int, int]]:
+    """Return the byte ranges that one operation writes more than once, with different values.
+
+    A custom operator that declares its rows must not write a row twice, whatever the values are.
+    """
+    name = operator.split("::")[-1].partition(".")[0]
+    source = arguments.get(_SOURCES.get(name, ""))
+    if any(arguments.get(argument) for argument in _ACCUMULATES) or operand.numel() > _MOST:
+        return []
+    if name == "put_":
+        source = arguments["source"]
+    if isinstance(resolve, Declared):
+        found = resolve(arguments)
+        places = found.offsets if isinstance(found, Elements) else torch.empty(0, dtype=torch.int64)
+    elif isinstance(source, Tensor):
+        offsets = _offsets(operand)
+        if name == "index_copy_":
+            places = offsets.index_select(arguments["dim"], arguments["index"].flatten()) if offsets.dim() else offsets
+        elif name == "scatter_":
+            places = _reached(offsets, arguments["dim"], arguments["index"])
+            source = source[tuple(slice(n) for n in places.shape)] if source.dim() == places.dim() else source
+        elif name == "put_":
+            places = offsets.take(arguments["index"])
+        else:
+            places = offsets[tuple(slice(None) if i is None else i for i in arguments["indices"])]
+        source = source.expand(places.shape).flatten()
+    else:
+        return []
+    flat = places.flatten()
+    unique, inverse, counts = flat.unique(return_inverse=True, return_counts=True)
+    twice = counts > 1
+    if isinstance(source, Tensor) and not isinstance(resolve, Declared) and bool(twice.any()):
+        last = torch.empty(len(unique), dtype=source.dtype)
+        last[inverse] = source
+        differs = torch.zeros(len(unique), dtype=torch.bool)
+        differs[inverse[(last[inverse] != source) & ~((last[inverse] != last[inverse]) & (source != source))]] = True
+        twice &= differs
+    size = operand.element_size()
+    return [(low, low + size) for low in unique[twice].tolist()]
 
 
 class RowResolver:
     """The operands of one queued operation. When the operation runs, the machine calls the object for the accessed rows."""
 
-    __slots__ = ("_accesses", "_bound", "_dims", "_looks", "_resolvers")
+    __slots__ = ("_accesses", "_bound", "_dims", "_looks", "_name", "_resolvers")
 
     def __init__(
         self,
@@ -134,7 +219,9 @@ class RowResolver:
         bound: Mapping[str, Any],
         accesses: Sequence[Access],
         native: bool,
+        name: str = "",
     ) -> None:
+        self._name = name
         self._resolvers = resolvers
         # Host tensors over the same bytes: the caller's wrappers may be gone by then.
         self._bound = {name: _inner(value) for name, value in bound.items()}
@@ -170,7 +257,22 @@ class RowResolver:
                 found.extend(_runs(whole, rows.offsets, self._looks[name][2]))
             else:
                 found.extend(self._spread(whole, rows, *self._looks[name]))
+            if whole.write:
+                found.extend(self._contested(whole, name, resolve))
         return tuple(found)
+
+    def _contested(self, whole: Access, name: str, resolve: Resolver) -> list[Access]:
+        operand = self._bound.get(name)
+        if not isinstance(operand, Tensor):
+            return []
+        try:
+            places = contested_bytes(self._name, resolve, self._bound, operand)
+        except (IndexError, RuntimeError):
+            return []
+        return [
+            Access(whole.storage, whole.start + low, whole.start + high, True, None, None, whole.argument, contested=True)
+            for low, high in places
+        ]
 
     def _spread(
         self, whole: Access, rows: Tensor, shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int

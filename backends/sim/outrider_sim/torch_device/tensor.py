@@ -11,6 +11,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from outrider.device import CapabilityError
 from outrider_sim.machine.tensor_meta import Meta
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def _host_storage(size: int, place: torch.device) -> HostStorage:
     return made
 
 
-def bytes_of(allocation: Allocation, device: torch.device) -> Tensor:
+def bytes_of(allocation: Allocation, device: torch.device) -> SimTensor:
     """Return all bytes of a device storage as a uint8 tensor on the device."""
     meta = Meta((allocation.nbytes,), (1,), torch.uint8)
     inner = torch.as_strided(allocation.block.typed[torch.uint8], meta.shape, meta.stride, 0)
@@ -130,10 +131,18 @@ class SimStorage:
 
     def nbytes(self) -> int:
         """Return the size of the storage in bytes, as requested."""
-        return self._allocation.nbytes
+        return 0 if self._allocation.is_empty else self._allocation.nbytes
 
     size = nbytes
     __len__ = nbytes
+
+    def resize_(self, nbytes: int) -> SimStorage:
+        """Release the bytes (0), or allocate new ones on the current stream; views keep their shape, as FSDP relies on.
+
+        Raises `RuntimeError` for any other change of size.
+        """
+        self._allocation.resize(nbytes)
+        return self
 
     def cpu(self) -> torch.UntypedStorage:
         """Return a copy of the storage's bytes on the host. Waits for the current stream."""
@@ -146,11 +155,44 @@ class SimStorage:
             bytes_of(self._allocation, self.device).copy_(bytes_on_host(source), non_blocking=bool(non_blocking))
         return self
 
+    def share_memory_(self) -> NoReturn:
+        """Raise `CapabilityError`: no memory is shared with other processes."""
+        raise CapabilityError("the simulated device shares no memory with other processes; use threads as ranks (--ranks N)")
+
+    _share_cuda_ = share_memory_
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SimStorage) and other._allocation is self._allocation
 
     def __hash__(self) -> int:
         return hash(self._allocation.id)
+
+
+class SimTypedStorage:
+    """The storage that `storage()` returns: as `SimStorage`, counted in elements."""
+
+    def __init__(self, storage: SimStorage, itemsize: int) -> None:
+        self._untyped = storage
+        self._itemsize = itemsize
+
+    def untyped(self) -> SimStorage:
+        """Return the storage counted in bytes."""
+        return self._untyped
+
+    def data_ptr(self) -> int:
+        """Return the allocation's simulated address."""
+        return self._untyped.data_ptr()
+
+    def size(self) -> int:
+        """Return the number of elements."""
+        return self._untyped.nbytes() // self._itemsize
+
+    def resize_(self, size: int) -> SimTypedStorage:
+        """Release the elements (0), or allocate them again on the current stream."""
+        self._untyped.resize_(size * self._itemsize)
+        return self
+
+    _resize_, _size, __len__ = resize_, size, size
 
 
 class SimTensor(Tensor):
@@ -202,6 +244,21 @@ class SimTensor(Tensor):
     def untyped_storage(self) -> Any:
         """Return the storage's identity and size. The host can't access its bytes."""
         return SimStorage(self._alloc, self.device)
+
+    def storage(self) -> Any:
+        """Return the storage's identity and size, counted in elements."""
+        return SimTypedStorage(self.untyped_storage(), self._meta.itemsize)
+
+    _typed_storage = storage
+
+    def set_(self, source: Any = None, *place: Any, **named: Any) -> Tensor:
+        """Take over the memory of a tensor or of a storage, at `storage_offset`, with `size` and `stride`."""
+        place = (*place, *(named[name] for name in ("storage_offset", "size", "stride") if name in named))
+        if isinstance(source, SimStorage):
+            kind = torch.ops.aten.set_.source_Storage_storage_offset if place else torch.ops.aten.set_.source_Storage
+            made: Tensor = self._dispatch(kind, (self, source, *place), {})
+            return made
+        return Tensor.set_(self, source, *place)
 
     def is_pinned(self, *_: Any) -> bool:
         """Return False: device memory isn't pinned host memory."""

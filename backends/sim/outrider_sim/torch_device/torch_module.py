@@ -7,17 +7,20 @@ use torch alone.
 from __future__ import annotations
 
 import struct
-from contextlib import ExitStack
-from types import MappingProxyType, ModuleType, TracebackType
+from contextlib import ExitStack, nullcontext
+from types import MappingProxyType, ModuleType, SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from outrider.device import CaptureContext, CaptureError, ConfigError
+from outrider.device import CapabilityError, CaptureContext, CaptureError, ConfigError
 from outrider_sim.machine.graphs import OpenCapture
 from outrider_sim.machine.memory import Pool
+from outrider_sim.machine.queue import Op, OperationKind
+from outrider_sim.machine.source_lines import python_line
 from outrider_sim.streams import SimGraph, SimStream
+from outrider_sim.torch_device import launches
 from outrider_sim.torch_device.torch_slot import registered
 
 if TYPE_CHECKING:
@@ -36,6 +39,13 @@ def _backend() -> SimBackend:
             return current
     backend: SimBackend = found.backend
     return backend
+
+
+def _dispatcher() -> Any:
+    _backend()
+    found = registered()
+    assert found is not None
+    return found.dispatcher
 
 
 class SimTorchStream:
@@ -61,7 +71,8 @@ class SimTorchStream:
 
     def wait_event(self, event: SimTorchEvent) -> None:
         """Make later work on this stream wait for the event's latest record."""
-        self.wrapped.wait(event.wrapped)
+        if event.wrapped.generation:  # torch: a wait for an event that was never recorded does nothing
+            self.wrapped.wait(event.wrapped)
 
     def wait_stream(self, other: SimTorchStream) -> None:
         """Make later work on this stream wait for the work now queued on `other`."""
@@ -79,6 +90,12 @@ class SimTorchStream:
     def device(self) -> torch.device:
         """The simulated device on which this stream runs."""
         return self.wrapped.backend.device
+
+    @property
+    def cuda_stream(self) -> int:
+        """The stream's handle: a number that `ExternalStream` takes, nonzero except for the default stream."""
+        backend: Any = self.wrapped.backend
+        return 0 if self.wrapped is backend.default_stream else _FIRST_HANDLE + self.stream_id
 
     @property
     def device_index(self) -> int:
@@ -111,13 +128,20 @@ class SimTorchStream:
 class SimTorchEvent:
     """A simulated event with the interface of `torch.cuda.Event`; `torch.sim` exports it as `Event`."""
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
-        del blocking, interprocess
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+    ) -> None:
+        del blocking
+        if interprocess:
+            raise unsupported("Event(interprocess=True)", "use threads as ranks (--ranks N)")
+        self.external = external
         made: Any = _backend().create_event("", timing=enable_timing)
         self.wrapped: SimEvent = made
 
     def record(self, stream: SimTorchStream | None = None) -> None:
         """Record the event on `stream`, or on the current stream."""
+        if self.external and _backend().active_capture is not None:
+            raise unsupported("Event(external=True) in a capture", "record the event after replay()")
         (stream or current_stream()).wrapped.record(self.wrapped)
 
     def wait(self, stream: SimTorchStream | None = None) -> None:
@@ -153,6 +177,76 @@ def default_stream(device: Any = None) -> SimTorchStream:
     """Return the stream on which torch work outside any stream scope is enqueued."""
     del device
     return SimTorchStream(wrapped=_backend().default_stream)
+
+
+def unsupported(name: str, instead: str) -> CapabilityError:
+    """Return the error of a name of `torch.cuda` that the simulated device does not imitate."""
+    return CapabilityError(f"the simulated device doesn't imitate {name}: {instead}")
+
+
+_FIRST_HANDLE = 0x10_0000
+
+
+def external_stream(handle: int, device: Any = None) -> SimTorchStream:
+    """Return the stream whose `cuda_stream` is `handle`. Raises `ConfigError` for any other number."""
+    del device
+    for known in _backend().streams:
+        found = SimTorchStream(wrapped=known)  # type: ignore[arg-type]
+        if found.cuda_stream == handle:
+            return found
+    raise ConfigError(f"no stream has the handle {handle}: streams of another library don't run on the simulated device")
+
+
+def _sleep(cycles: int) -> None:
+    """Enqueue an operation on the current stream that takes `cycles` cycles of a clock of 1 GHz in virtual time."""
+    machine = _backend().sim.machine
+    op = Op(OperationKind.KERNEL, "sleep", lambda: None, cost=machine.like.kernel_us + cycles / 1000)
+    if machine.tracks:
+        op.line = python_line()
+    machine.enqueue(op, machine.stream)
+
+
+def _device_properties(device: Any = None) -> SimpleNamespace:
+    """Return the properties that programs use to choose sizes; they name no vendor's architecture."""
+    del device
+    backend = _backend()
+    return SimpleNamespace(
+        name=f"simulated, like {backend.sim.options.like.name}",
+        major=0,
+        minor=0,
+        total_memory=backend.sim.memory.limit,
+        multi_processor_count=1,
+        warp_size=32,
+        max_threads_per_multi_processor=1024,
+        shared_memory_per_block=48 << 10,
+        L2_cache_size=1 << 20,
+        is_integrated=False,
+    )
+
+
+class MemPool:
+    """A pool of graph memory, as `torch.cuda.MemPool` names it; pass `id` to a capture."""
+
+    def __init__(self, allocator: Any = None, **options: Any) -> None:
+        del options
+        if allocator is not None:
+            raise unsupported("MemPool with an allocator", "the device has one allocator")
+        self.id = Pool("pool")
+
+
+def use_mem_pool(pool: MemPool, device: Any = None) -> Any:
+    """Return a context in which device memory of the calling thread's current stream comes from `pool`."""
+    del device
+    return _backend().sim.memory.using(pool.id)
+
+
+def _nvtx() -> ModuleType:
+    """Create a module with the marks of `torch.cuda.nvtx`, which change nothing that the device does."""
+    module = ModuleType("nvtx", "Marks for a profiler; the simulated device has none.")
+    marks = dict.fromkeys(("mark", "range_push", "range_pop", "range_start", "range_end"), lambda *args, **kwargs: 0)
+    for name, mark in {**marks, "range": lambda *args, **kwargs: nullcontext()}.items():
+        setattr(module, name, mark)
+    return module
 
 
 class StreamContext:
@@ -297,11 +391,26 @@ def make_module(name: str) -> ModuleType:
         "empty_cache": _empty_cache,
         "empty_pinned": empty_pinned,
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+        "ExternalStream": external_stream,
+        "MemPool": MemPool,
+        "_sleep": _sleep,
+        "copy_unordered": launches.copy_unordered,
+        "peer_view": launches.peer_view,
+        "remap": launches.remap,
+        "declare_rows": lambda operator, operands: _dispatcher().declare_rows(operator, operands),
+        "get_device_capability": lambda device=None: (0, 0),
+        "get_device_properties": _device_properties,
+        "make_graphed_callables": make_graphed_callables,
+        "nvtx": _nvtx(),
+        "use_mem_pool": use_mem_pool,
         "get_device_name": lambda device=None: f"simulated, like {_backend().sim.options.like.name}",
         "get_rng_state": _get_rng_state,
         "graph": graph,
         "graph_pool_handle": graph_pool_handle,
         "is_available": lambda: True,
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "can_device_access_peer": lambda device, peer: False,
+        "reset_max_memory_allocated": lambda device=None: _reset_peaks(),
         "is_current_stream_capturing": is_current_stream_capturing,
         "is_initialized": lambda: True,
         "manual_seed": _manual_seed,
@@ -356,7 +465,7 @@ class CUDAGraph:
         backend, stream = _backend(), current_stream().wrapped
         assert isinstance(stream, SimStream)
         graph = SimGraph(backend, "captured", CaptureContext(_NONE, _NONE, _NONE, _NONE), _not_again)
-        graph.pool = pool or Pool("captured")
+        graph.pool = (pool.id if isinstance(pool, MemPool) else pool) or Pool("captured")
         graph.origin = stream
         capture = OpenCapture(backend.sim, graph.name, graph.pool, stream.queue_state)
         capture.begin()
@@ -366,6 +475,9 @@ class CUDAGraph:
             capture.close()
             raise
         self._graph, self._capture = graph, capture
+
+    def register_generator_state(self, state: Any) -> None:
+        """Do nothing: each replay takes new seeds from the device, as torch's registered generators do."""
 
     def capture_end(self) -> None:
         """End this graph's capture. Raises `CaptureError` if a stream was forked into the capture and not joined."""
@@ -399,6 +511,39 @@ class CUDAGraph:
         if self._graph is None or self._graph.pool is None:
             raise CaptureError("pool() of a graph that wasn't captured")
         return self._graph.pool
+
+
+def make_graphed_callables(
+    callables: Any, sample_args: Any, num_warmup_iters: int = 3, allow_unused_input: bool = False, pool: Pool | None = None
+) -> Any:
+    """Return functions that copy their arguments to a captured graph's inputs, replay it and return its outputs.
+
+    Forward passes only: raises `CapabilityError` if an argument or a result needs a gradient.
+    """
+    del allow_unused_input
+    if isinstance(callables, tuple):
+        shared = pool or graph_pool_handle()
+        pairs = zip(callables, sample_args, strict=True)
+        return tuple(make_graphed_callables(body, args, num_warmup_iters, pool=shared) for body, args in pairs)
+    if any(isinstance(arg, Tensor) and arg.requires_grad for arg in sample_args):
+        raise unsupported("make_graphed_callables with gradients", "pass arguments without requires_grad")
+    inputs = tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in sample_args)
+    with torch.no_grad():
+        for _ in range(num_warmup_iters):
+            callables(*inputs)
+        made = CUDAGraph()
+        with graph(made, pool):
+            outputs = callables(*inputs)
+
+    def replay(*args: Any) -> Any:
+        with torch.no_grad():
+            for own, given in zip(inputs, args, strict=True):
+                if isinstance(own, Tensor) and own is not given:
+                    own.copy_(given, non_blocking=True)
+        made.replay()
+        return outputs
+
+    return replay
 
 
 def _not_again(context: CaptureContext) -> None:

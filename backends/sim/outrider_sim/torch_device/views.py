@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider_sim.machine.tensor_meta import Meta, contiguous
 from outrider_sim.torch_device.opinfo import PLAN_LIMIT, OpInfo
-from outrider_sim.torch_device.tensor import HostStorage, SimTensor, to_device, wrap
+from outrider_sim.torch_device.tensor import HostStorage, SimStorage, SimTensor, bytes_of, to_device, wrap
 
 if TYPE_CHECKING:
     from outrider_sim.torch_device.dispatch import Dispatcher
@@ -88,8 +88,9 @@ class ViewOperators:
             torch.ops.aten.as_strided_.default(target, inner.shape, inner.stride(), inner.storage_offset())
 
     def _set(self, target: SimTensor, operands: Sequence[Any]) -> SimTensor:
-        if operands and isinstance(operands[0], HostStorage):
-            whole = to_device(operands[0])
+        if operands and isinstance(operands[0], HostStorage | SimStorage):
+            stored = operands[0]
+            whole = to_device(stored) if isinstance(stored, HostStorage) else bytes_of(stored._allocation, target.device)
             # Torch leaves an argument out that is its default: the strides of a scalar.
             whole_of_it = (0, (operands[0].nbytes() // target._meta.itemsize,))
             offset, shape, *rest = operands[1:] if len(operands) > 2 else whole_of_it

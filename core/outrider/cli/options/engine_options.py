@@ -22,6 +22,7 @@ from outrider.cli.options.models import (
     ModelOption,
     PageSizeOption,
     QuantizedOption,
+    QuantizeOption,
     Sizes,
     SpeculateOption,
     Speculation,
@@ -49,6 +50,7 @@ class ModelOptions:
     draft_tokens: DraftTokensOption = 4
     draft_topk: DraftTopkOption = 1
     quantized: QuantizedOption = "kernels"
+    quantize: QuantizeOption = None
     dtype: DtypeOption = None
     kv_dtype: KvDtypeOption = "auto"
     max_context: MaxContextOption = None
@@ -60,6 +62,8 @@ class ModelOptions:
         check_draft(self.speculate, self.draft)
         if self.trust_remote_code and not self.through_transformers:
             raise UsageError("--trust-remote-code goes with --through-transformers; add it, or leave both out")
+        if self.quantize is not None and self.through_transformers:
+            raise UsageError("--quantize has no effect on the code of transformers; leave --through-transformers out")
 
     def speculation(self) -> Speculation:
         """Return the checkpoints and the proposer. Raises :class:`CheckpointError` for a checkpoint that can't be found."""
@@ -74,6 +78,7 @@ class ModelOptions:
             "through_transformers": self.through_transformers,
             "trust_remote_code": self.trust_remote_code,
             "quantized": self.quantized,
+            "quantize": self.quantize,
         }
 
     def sizes(self) -> Sizes:

@@ -93,6 +93,14 @@ QuantizedOption = Annotated[
         "dequantize (to the model's dtype).",
     ),
 ]
+QuantizeOption = Annotated[
+    str | None,
+    option(
+        "--quantize",
+        value=one_of(*WEIGHT_FORMATS),
+        help="Quantise the model's weights, also those of a GGUF file, in a copy in the cache: as outrider quantize does.",
+    ),
+]
 DraftTokensOption = Annotated[
     int,
     option(
@@ -220,11 +228,13 @@ class Speculation:
         draft: Path | None,
         draft_vocabulary: str | int | None = None,
         trust_remote_code: bool = False,
+        quantize: str | None = None,
         **others: Any,
     ) -> Speculation:
         """Locate the checkpoints. Without ``model`` the model is the bundled one, with its head of that kind if it has one.
 
         A model with heads of multi-token prediction in its checkpoint drafts with them unless ``kind`` or a draft is given.
+        ``quantize`` names the weight format of a copy that replaces the model.
 
         Raises :class:`ConfigError` for options that contradict each other and :class:`CheckpointError` for a checkpoint that
         can't be found.
@@ -239,6 +249,10 @@ class Speculation:
         if kind is None and draft is None:
             reads_heads = model is not None and not others.get("through_transformers")
             kind = "mtp" if reads_heads and has_mtp_heads(target) else "none"
+        if quantize is not None:
+            from outrider.cli.options.quantized_copy import find_quantized_copy
+
+            target = find_quantized_copy(target, quantize)
         return cls(
             kind=kind or "eagle",
             model=target,

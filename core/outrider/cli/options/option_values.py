@@ -54,7 +54,8 @@ REASONING_FORMATS = ("gemma", "harmony", "kimi-k3", "minimax-m3", "mistral", "no
 SHAPES = (
     *("llama-2-7b", "llama-2-13b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b", "llama-3.2-3b", "mistral-7b"),
     *("mixtral-8x7b", "phi-3-mini", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b"),
-    *("qwen2.5-72b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b", "tiny"),
+    *("qwen2.5-72b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b"),
+    *("qwen3.5-27b", "qwen3.5-35b-a3b", "tiny"),
 )
 _MAX_INT = 2**31 - 1
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?(:[\w./-]+\.(gguf|GGUF))?")

@@ -12,7 +12,7 @@ from outrider.cli.terminal.inputs import read_text
 from outrider.errors import RequestError, shown
 
 if TYPE_CHECKING:
-    from outrider.engine.requests.guides import Guide
+    from outrider.engine.guides.guides import Guide
     from outrider.engine.requests.sampling import SamplingParams
 
 _MAX_GUIDE_BYTES = 1 << 20
@@ -70,7 +70,7 @@ def build_guide(given: Sequence[str]) -> Guide | None:
 
     Raises :class:`RequestError` for an unknown kind, for several guides, and for a file that isn't UTF-8 text.
     """
-    from outrider.engine.requests.guides import ChoiceGuide, Ebnf, JsonObject, JsonSchema, Regex
+    from outrider.engine.guides.guides import ChoiceGuide, Ebnf, JsonObject, JsonSchema, Regex
 
     if not given:
         return None

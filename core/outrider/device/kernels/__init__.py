@@ -15,7 +15,7 @@ from outrider.device.kernels.metadata import (
 from outrider.device.kernels.model_kernels import ModelKernels
 from outrider.device.kernels.ops import ROW_ACCESS, RowResolver
 from outrider.device.kernels.quantized import QuantizedProduct, QuantizedWeight
-from outrider.device.kernels.recurrent_kernels import RecurrentBatch, RecurrentKernels
+from outrider.device.kernels.recurrent_kernels import DeltaRuleWeights, RecurrentBatch, RecurrentKernels
 from outrider.device.kernels.reference import LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL, LANE_SAMPLE
 from outrider.device.kernels.sampling_kernels import SamplingKernels
 from outrider.device.kernels.tuning import DecoderShape, TuningProgress, TuningResult
@@ -33,6 +33,7 @@ __all__ = [
     "AttentionShape",
     "BookkeepingKernels",
     "DecoderShape",
+    "DeltaRuleWeights",
     "HeadNorms",
     "KernelSet",
     "ModelKernels",

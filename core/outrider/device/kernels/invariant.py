@@ -113,6 +113,10 @@ class InvariantKernels(KernelSet):
         """Call the wrapped kernel once per row: vector code computes the end of a buffer differently from its middle."""
         return _each(self._inner.silu_mul, gate_up)
 
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Call the wrapped kernel once per row."""
+        return _each(self._inner.sigmoid_mul, x, gate)
+
     def route(self, logits: Tensor, count: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
         """Call the wrapped kernel once per row."""
         rows = [self._inner.route(row.clone(), count, renormalize=renormalize) for row in logits.split(1)]

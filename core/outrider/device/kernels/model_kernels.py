@@ -264,6 +264,10 @@ class ModelKernels:
         """Return ``silu(gate) * up`` for ``gate_up`` [T, 2*I] → [T, I]."""
         return torch.ops.outrider.silu_mul(gate_up)  # type: ignore[no-any-return]  # torch.ops has no types
 
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Return ``x`` [T, N] times the sigmoid of ``gate`` [T, N]."""
+        return torch.ops.outrider.sigmoid_mul(x, gate)  # type: ignore[no-any-return]  # torch.ops has no types
+
     # -- mixtures of experts: E experts, k of them for a token, inner size I -------------------------------------------
 
     def route(self, logits: Tensor, count: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -343,8 +347,8 @@ class ModelKernels:
     def head_norm_rope_write_cache(self, made: Tensor, norms: HeadNorms, rotary: RotaryArgs) -> Tensor:
         """Normalise each head of the queries and keys in ``made``, then call :meth:`rope_write_cache` → queries [T, Hq, D].
 
-        ``made`` [T, (Hq + 2 Hkv) D] is contiguous, has queries, keys and values side by side, and isn't changed. Hq may be 0:
-        then ``made`` has only keys and values.
+        The rows of ``made`` [T, (Hq + 2 Hkv) D] are contiguous; it has queries, keys and values side by side, and isn't
+        changed. Hq may be 0: then ``made`` has only keys and values.
         """
         q, k, v = rotary.split(made)
         k = self.rms_norm(k, norms.keys, norms.eps)

@@ -100,6 +100,7 @@ _define(
     "add_rms_norm", reference.add_rms_norm, lambda x, residual, weight, eps: _normed(residual, weight), writes=("residual",)
 )
 _define("silu_mul", reference.silu_mul, lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)))
+_define("sigmoid_mul", reference.sigmoid_mul, lambda x, gate: _empty_like(x))
 _define("rope_write_cache", reference.rope_write_cache, writes=("q", "k", "k_cache", "v_cache"))
 _define("paged_attention", reference.paged_attention, lambda q, *rest: q.new_empty(q.shape))
 _define("route", experts.route, lambda logits, count, renormalize: _routed(logits, count))

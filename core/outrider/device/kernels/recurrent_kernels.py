@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,20 @@ from outrider.device.kernels import ops as _ops  # noqa: F401  (registers the op
 from outrider.device.kernels.recurrent import CHUNK
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaRuleWeights:
+    """Weights of a recurrent layer besides its large products, for C channels, kernel size K, Hv heads of value size E."""
+
+    convolution: Tensor
+    """[C, K]."""
+    a_log: Tensor
+    """[Hv], in float32 or wider."""
+    dt_bias: Tensor
+    """[Hv], in float32 or wider."""
+    norm: Tensor
+    """[E]: norm of each head's result."""
+
+
 class RecurrentBatch(NamedTuple):
     """The B sequences of a pass through recurrent layers, with T new tokens in all.
 
@@ -18,12 +33,23 @@ class RecurrentBatch(NamedTuple):
     int32 [B + 1], ``seq_lens`` int32 [B] and ``max_query`` are those of the pass's
     :class:`~outrider.device.AttentionMetadata`. A sequence whose length equals its number of new tokens has no earlier
     token: its state starts from zeros, whatever its row holds.
+
+    ``settled``: a whole decoder layer was enqueued after the last write to these tensors and to the rows of the states, as in
+    :class:`~outrider.device.AttentionMetadata`. ``uniform``: every sequence has exactly ``max_query`` new tokens, and there
+    is no padding. Otherwise results of padding are zeros.
     """
 
     rows: Tensor
     query_start: Tensor
     seq_lens: Tensor
     max_query: int
+    settled: bool = False
+    uniform: bool = False
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor, int]:
+        """The fields that the operators take."""
+        return self[:4]
 
     @property
     def token_counts(self) -> Tensor:
@@ -58,7 +84,7 @@ class RecurrentKernels:
         ``state`` [R, K - 1, C] holds the last inputs of each row, the oldest first. The last column of ``weight`` belongs to
         the token itself. Sums are in float32 or wider.
         """
-        return torch.ops.outrider.short_convolution(x, weight, state, *batch, commit)  # type: ignore[no-any-return]
+        return torch.ops.outrider.short_convolution(x, weight, state, *batch.operands, commit)  # type: ignore[no-any-return]
 
     def gated_delta_rule(
         self,
@@ -78,7 +104,7 @@ class RecurrentKernels:
         All of it is computed in float32 or wider. For few tokens of a sequence.
         """
         return torch.ops.outrider.gated_delta_rule(  # type: ignore[no-any-return]
-            mixed, gates, a_log, dt_bias, state, *batch, commit
+            mixed, gates, a_log, dt_bias, state, *batch.operands, commit
         )
 
     def chunk_gated_delta_rule(
@@ -89,7 +115,7 @@ class RecurrentKernels:
         Chunks of tokens may be computed at once, so results equal those of the recurrence up to rounding.
         """
         return torch.ops.outrider.chunk_gated_delta_rule(  # type: ignore[no-any-return]
-            mixed, gates, a_log, dt_bias, state, *batch
+            mixed, gates, a_log, dt_bias, state, *batch.operands
         )
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

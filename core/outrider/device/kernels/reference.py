@@ -37,6 +37,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """Multiply by the sigmoid of the gate."""
+    return x * torch.sigmoid(gate)
+
+
 def rope_write_cache(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
 ) -> None:

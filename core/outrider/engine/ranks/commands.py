@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from outrider.engine.requests.request_state import RequestState
+from outrider.engine.requests.hand_over import RequestState
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.model import Media
 

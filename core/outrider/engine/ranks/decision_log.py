@@ -5,26 +5,109 @@ The first rank publishes its decisions. Follower ranks read them and check that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 
-from outrider.device import ConfigError
+from outrider.device import ConfigError, DeviceError
 from outrider.engine.ranks.commands import Command, VoteRequest
 from outrider.engine.ranks.ranks import Ranks
 from outrider.engine.ranks.record_text import decode, encode
-from outrider.engine.ranks.records import DecisionRecord, Decisions, RankAct, RanksDiffer
+from outrider.engine.ranks.records import DecisionRecord, Decisions, RankAct, RanksDiffer, RanksFailed
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.draft_length import DraftLengthPolicy
+from outrider.engine.requests.hand_over import HandOver
 
 
 class DecisionLog:
-    """The decision log of one engine.
+    """The decision log of an engine of one rank: no other rank reads its decisions, so nothing is published.
+
+    :class:`RankedDecisionLog` has the log of several ranks.
+    """
+
+    leads = True
+    """True if the engine takes calls and makes the decisions."""
+    can_repeat = True
+    """True if this rank can repeat work that failed."""
+    groups, own_group = 1, 0
+    """Number of data-parallel groups, and the number of this rank's."""
+    has_page_parts = False
+    """True if each page is shared out among ranks."""
+
+    def check_leads_or_replays(self) -> None:
+        """Raise :class:`ConfigError` if a caller uses a follower rank's engine, which only records may change."""
+
+    @property
+    def compile_limit_s(self) -> float | None:
+        """The time limit for compiling a guide; None on ranks that accept every guide."""
+        return math.inf
+
+    def replicate(self, policy: DraftLengthPolicy) -> DraftLengthPolicy:
+        """Return the policy that chooses the draft lengths that the leading rank chooses with ``policy``."""
+        return policy
+
+    def limited(self, timeout_s: float | None) -> float | None:
+        """Return the limit of host waits, which was ``timeout_s``, once everything is compiled."""
+        return timeout_s
+
+    def append_command(self, command: Command) -> None:
+        """Add ``command`` to the next record of the leading rank."""
+
+    def publish_or_check(
+        self, name: RankAct, decisions: Decisions | None = None, then: Callable[[], Decisions] | None = None
+    ) -> None:
+        """Publish the next act on the leading rank; compare the decisions with the record on a follower rank.
+
+        ``then``: returns the decisions that depend on ``decisions``. A follower calls it after it has checked ``decisions``.
+        Raises :class:`RanksDiffer` for a difference.
+        """
+
+    def publish_batch(self, batch: Batch | None, shape: Callable[[Batch | None], Decisions]) -> None:
+        """Publish or check the decisions about an iteration, with its ``shape`` on the device."""
+
+    def decide_accepted(self, accepted: Sequence[int]) -> None:
+        """Report the numbers of accepted tokens, which must be equal on all ranks."""
+
+    def request_votes(self, said: str) -> tuple[str, ...]:
+        """Request a vote from every follower rank, on the leading rank. Wait for the votes and return them in rank order."""
+        raise ConfigError(f"this engine is alone: it has no other ranks to ask {said!r}")
+
+    def keep_handed_over(self, handed: HandOver) -> HandOver:
+        """Keep this rank's part of a request that leaves the engine, and return it with its key."""
+        return handed
+
+    def check_handed_over(self, handed: HandOver) -> None:
+        """Raise :class:`ConfigError` if the request comes from other ranks or was already taken over."""
+        if handed.key is not None:
+            raise ConfigError(FROM_OTHER_RANKS)
+
+    def drop_handed_over(self, handed: HandOver) -> None:
+        """Drop this rank's part of a request that this engine has taken over."""
+
+    def report_failure(self, error: BaseException) -> DeviceError:
+        """Report ``error`` to the other ranks, and return the error that stops this rank."""
+        assert isinstance(error, DeviceError), "a single rank stops for errors of its device alone"
+        return error
+
+    def end_followers(self) -> None:
+        """Publish the last record on the leading rank, so that followers end. Further calls do nothing."""
+
+
+FROM_OTHER_RANKS = "the request comes from an engine of other ranks, or was taken over already: it goes on where its state is"
+
+
+class RankedDecisionLog(DecisionLog):
+    """The decision log of one engine of several ranks.
 
     The leading rank publishes each decision before its effect. A follower rank reads the published decisions.
     """
 
+    can_repeat = False  # the other ranks go on, or wait inside the work
+
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.leads = ranks.leads
+        self.groups, self.own_group = ranks.config.data, ranks.data_rank
+        self.has_page_parts = ranks.config.tensor > 1
         self._log = ranks.new_log()
         self._commands: list[str] = []
         self._record: DecisionRecord | None = None
@@ -74,6 +157,44 @@ class DecisionLog:
             dependent = then()
             self._pass_to_groups(dependent)
             self._check(dependent)
+
+    def publish_batch(self, batch: Batch | None, shape: Callable[[Batch | None], Decisions]) -> None:
+        """Publish or check the decisions about an iteration, with its ``shape`` on the device."""
+        self.publish_or_check("iterate", decisions_of(batch), then=lambda: shape(batch))
+
+    def decide_accepted(self, accepted: Sequence[int]) -> None:
+        """Report the numbers of accepted tokens to each group."""
+        self.ranks.decide("accepted", tuple(accepted))
+
+    def replicate(self, policy: DraftLengthPolicy) -> DraftLengthPolicy:
+        """Return ``policy`` on the leading rank, and the policy that repeats its choices on a follower."""
+        return policy if self.leads else ReplicatedLength(policy.lengths, self)
+
+    def limited(self, timeout_s: float | None) -> float | None:
+        """Return the limit after which a rank that doesn't come is lost."""
+        return min(timeout_s or self.ranks.config.timeout_s, self.ranks.config.timeout_s)
+
+    def keep_handed_over(self, handed: HandOver) -> HandOver:
+        """Keep this rank's part of a request that leaves, under a key that is equal on all ranks."""
+        return self.ranks.store_handed_over(handed)
+
+    def check_handed_over(self, handed: HandOver) -> None:
+        """Raise :class:`ConfigError` if the request comes from other ranks or was already taken over."""
+        if handed.key not in self.ranks.handed_over:
+            raise ConfigError(FROM_OTHER_RANKS)
+
+    def drop_handed_over(self, handed: HandOver) -> None:
+        """Drop this rank's part of a request that this engine has taken over."""
+        self.ranks.drop_handed_over(handed)
+
+    def report_failure(self, error: BaseException) -> DeviceError:
+        """Report ``error`` to the other ranks, and return the error that stops this rank: that of the rank that failed
+        first.
+        """
+        first_report = self.ranks.report_failure(error)
+        if not first_report.startswith(f"rank {self.ranks.rank} "):
+            return RanksFailed(first_report)
+        return error if isinstance(error, DeviceError) else RanksFailed(f"{type(error).__name__}: {error}")
 
     def request_votes(self, said: str) -> tuple[str, ...]:
         """Request a vote from every follower rank, on the leading rank. Wait for the votes and return them in rank order."""
@@ -149,7 +270,7 @@ class ReplicatedLength(DraftLengthPolicy):
 
     needs_acceptance = reads_load = False
 
-    def __init__(self, lengths: tuple[int, ...], decision_log: DecisionLog) -> None:
+    def __init__(self, lengths: tuple[int, ...], decision_log: RankedDecisionLog) -> None:
         super().__init__(lengths)
         self._decision_log = decision_log
 

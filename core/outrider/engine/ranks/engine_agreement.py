@@ -8,7 +8,6 @@ from typing import Any
 from outrider.device import Backend, CapabilityError, ConfigError, StepMode
 from outrider.engine.config import Choice, DecidedConfig
 from outrider.engine.ranks.ranks import Ranks
-from outrider.engine.requests.hand_over import HandOver
 from outrider.model import LanguageModel
 from outrider.speculative.proposer import Proposer
 
@@ -64,11 +63,3 @@ def join_engine(
         },
     )
     return config
-
-
-def check_handed_over_here(handed: HandOver, ranks: Ranks | None) -> None:
-    """Raise :class:`ConfigError` if the request comes from other ranks or was already taken over."""
-    if ranks is None or handed.key not in ranks.handed_over:
-        raise ConfigError(
-            "the request comes from an engine of other ranks, or was taken over already: it goes on where its state is"
-        )

@@ -201,3 +201,8 @@ class Ranks:
 
     def _exchange_key(self, number: int, rank: int) -> str:
         return f"{self.name}/meeting/{number}/{rank}"
+
+
+def part_of_model(ranks: Ranks | None) -> ModelRanks | None:
+    """Return this rank's part of the model; None if the model is not split."""
+    return None if ranks is None else ranks.model

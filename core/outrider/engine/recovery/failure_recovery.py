@@ -6,10 +6,9 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 
 from outrider.device import Backend, DeadlockError, DeviceError, DeviceFault, DeviceStuck, EngineStopped
+from outrider.engine.fences import Streams
 from outrider.engine.ranks.decision_log import DecisionLog
-from outrider.engine.ranks.records import RanksFailed
 from outrider.engine.recovery.watchdog import Watchdog
-from outrider.engine.streams import Streams
 
 _MAX_FAILURES = 8
 """Number of consecutive recoverable failures, while the engine waits for its streams, that make a device count as stuck."""
@@ -28,12 +27,12 @@ class FailureRecovery:
         *,
         open_requests: Callable[[], Mapping[int, tuple[int, ...]]],
         undo: Callable[[], None],
-        decision_log: DecisionLog | None = None,
+        decision_log: DecisionLog,
     ) -> None:
         """Create the recovery of an engine.
 
         ``open_requests`` returns the outputs that :class:`EngineStopped` lists. ``undo`` undoes the iterations in flight
-        after an operation has failed on a working device. ``decision_log`` is that of the ranks, if there are several.
+        after an operation has failed on a working device. ``decision_log`` reports failures to other ranks.
         """
         self._decision_log = decision_log
         self._backend = backend
@@ -70,7 +69,7 @@ class FailureRecovery:
                 with self._backend.guard(activity):
                     yield
             except DeviceFault:
-                if self._decision_log is None:
+                if self._decision_log.can_repeat:
                     self._undo()
                 raise
 
@@ -82,7 +81,7 @@ class FailureRecovery:
             self.stopped = DeviceStuck(f"the device is stuck: {activity}, {error}")
             raise self.stopped from error
         except DeviceError as error:
-            if self._decision_log is not None:
+            if not self._decision_log.can_repeat:
                 raise self.stop_with_ranks(error) from error
             if error.device_lost:
                 self.stopped = error
@@ -93,12 +92,8 @@ class FailureRecovery:
 
         The returned error names the rank that failed first.
         """
-        assert self._decision_log is not None
-        ranks = self._decision_log.ranks
         if self.stopped is None:
-            first_report = ranks.report_failure(error)
-            own_error = error if isinstance(error, DeviceError) else RanksFailed(f"{type(error).__name__}: {error}")
-            self.stopped = own_error if first_report.startswith(f"rank {ranks.rank} ") else RanksFailed(first_report)
+            self.stopped = self._decision_log.report_failure(error)
             self._decision_log.end_followers()
         return self.stopped
 

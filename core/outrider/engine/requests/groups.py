@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import prod
 
-from outrider.engine.requests.batch import Batch, GlobalBatch, PrefillChunk
+from outrider.engine.requests.batch import Batch, Features, GlobalBatch, PrefillChunk
 from outrider.engine.requests.draft_length import DraftLengthPolicy, FixedLength
-from outrider.engine.requests.features import Features
 from outrider.engine.requests.pages import PagePool, PageWatcher
 from outrider.engine.requests.request import Request
 from outrider.engine.requests.sampling import SamplingParams

@@ -1,4 +1,4 @@
-"""HandOver: the state of a request that migrates between two engines of one process during decoding."""
+"""Records of requests that move between engines: handed over in one process, or lent through a network card."""
 
 from __future__ import annotations
 
@@ -9,10 +9,36 @@ import torch
 from torch import Tensor
 
 from outrider.device import Backend, ConfigError, Fence, Stream
-from outrider.engine.requests.logprobs import TokenLogprobs
-from outrider.engine.requests.sampling import SamplingParams
+from outrider.engine.requests.sampling import SamplingParams, TokenLogprobs
 from outrider.model import LanguageModel, Media, ModelConfig
 from outrider.speculative.proposer import Proposer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestState:
+    """A request without device state.
+
+    An engine without the request's pages recomputes the keys and values of prompt and output. The following tokens are the
+    same as without a migration, because sampling depends on seed and position only.
+    """
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    output: tuple[int, ...] = ()
+    """The tokens generated so far; empty for a new request."""
+    priority: int = 0
+    media: tuple[Media, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One entry for each output token if the request asks for log-probabilities, else empty."""
+    iterations: int = 0
+    """The number of target verifications so far."""
+    verified_tokens: int = 0
+    """The number of tokens that these verifications yielded."""
+
+    @property
+    def length(self) -> int:
+        """The number of tokens in the target's KV cache: all but the last output token. 0 without output."""
+        return len(self.prompt) + len(self.output) - 1 if self.output else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -88,3 +114,53 @@ def _shape(tensor: Tensor, leading_dims: int) -> tuple[tuple[int, ...], torch.dt
 
 def _shapes(tensors: Sequence[Tensor], leading_dims: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
     return [_shape(tensor, leading_dims) for tensor in tensors]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LentPages:
+    """The sender's record of a request. The sender keeps the pages until the network card has read them."""
+
+    state: RequestState
+    pages: tuple[int, ...]
+    """Pages with the keys, values and draft caches of ``state.length`` tokens. The draft cache can have one token more."""
+    relay: Mapping[str, Tensor] = field(repr=False)
+    """The tensors that the proposer relays between iterations, by name: [1, ...] on the host."""
+    ready: Fence = field(repr=False)
+    """The fence after which ``pages`` and ``relay`` may be read."""
+    read: Fence = field(repr=False)
+    """The fence *pages read*, for the link: the link signals it once the network card has read the pages."""
+    slot: int
+    """The engine's index of the two fences."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ExpectedPages:
+    """The receiver's record of a request, with pages that the network card fills.
+
+    With data-parallel ranks, only the ranks of ``group`` may use the pages and the fences.
+    """
+
+    request: int
+    """The request's number in the receiving engine."""
+    pages: tuple[int, ...]
+    """At least as many pages as the sender has. The network card fills the first ones."""
+    free: Fence = field(repr=False)
+    """The fence *pages free*, after which the network card may write the pages."""
+    written: Fence = field(repr=False)
+    """The fence *pages written*, for the link: the link signals it once all pages have arrived."""
+    slot: int
+    """The engine's index of the two fences."""
+    group: int = 0
+    """The data-parallel group of the request."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ArrivedPages:
+    """The state of an arrived request that its pages don't contain. The engine writes it to the request's row."""
+
+    length: int
+    """Number of tokens in the target's KV cache."""
+    last_token: int
+    """The last token of the output."""
+    relay: Mapping[str, Tensor] = field(repr=False)
+    """The tensors that the proposer relays between iterations, by name: [1, ...] in pinned memory."""

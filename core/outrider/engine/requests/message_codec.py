@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import OutriderError
-from outrider.engine.requests.guides import GUIDES, Guide
+from outrider.engine.guides.guides import GUIDES, Guide
 from outrider.errors import shown
 
 Blobs: TypeAlias = list[bytes] | None

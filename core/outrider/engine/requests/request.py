@@ -7,15 +7,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from outrider.device import OutriderError
-from outrider.engine.requests.guidance import Guidance
-from outrider.engine.requests.hand_over import HandOver
-from outrider.engine.requests.lent_pages import ArrivedPages
-from outrider.engine.requests.logprobs import TokenLogprobs
+from outrider.engine.guides.guidance import Guidance
+from outrider.engine.requests.hand_over import ArrivedPages, HandOver
 from outrider.engine.requests.media import RequestMedia
 from outrider.engine.requests.pages import PageKey
-from outrider.engine.requests.sampling import SamplingParams
-from outrider.engine.requests.stop_text import StopText
-from outrider.engine.requests.transcript import Transcript
+from outrider.engine.requests.sampling import SamplingParams, TokenLogprobs
+from outrider.engine.requests.stop_text import StopText, Transcript
 
 
 class FinishReason(StrEnum):

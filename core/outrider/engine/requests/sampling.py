@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.device import ConfigError
-from outrider.engine.requests.guides import Guide
+from outrider.engine.guides.guides import Guide
 from outrider.errors import shown
 
 MAX_LOGIT_BIAS = 300
@@ -73,7 +73,7 @@ class SamplingParams:
     n: int = 1
     """Number of samples of the prompt, at most :data:`MAX_SAMPLES`. Sample 0 has ``seed``, the others derived seeds."""
     guide: Guide | None = None
-    """A constraint on the whole text (:mod:`outrider.engine.requests.guides`).
+    """A constraint on the whole text (:mod:`outrider.engine.guides.guides`).
 
     Tokens that violate the guide have probability 0, also in drafts. The engine allows an end-of-sequence token only after
     a complete text. With ``ignore_eos``, or before ``min_tokens``, it allows the token only if the guide allows no other.
@@ -218,3 +218,13 @@ def _biases(logit_bias: object) -> tuple[tuple[int, float], ...]:
             raise error
         biases[pair[0]] = float(value)
     return tuple(sorted(biases.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The log-probabilities of one emitted token and of the likeliest tokens at its position."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """The likeliest tokens as pairs (token, log-probability), the likeliest first."""

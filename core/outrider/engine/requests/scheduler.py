@@ -6,9 +6,8 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.engine.requests.batch import Batch, PrefillChunk
+from outrider.engine.requests.batch import Batch, Features, PrefillChunk
 from outrider.engine.requests.draft_length import DraftLengthPolicy
-from outrider.engine.requests.features import Features
 from outrider.engine.requests.pages import FreeList, PageKey, PagePool
 from outrider.engine.requests.request import Request
 

@@ -45,7 +45,7 @@ class BufferSpec:
     """Increment of the padding value from one request to the next."""
 
 
-INPUTS, DRAFT, VERIFY, EXTEND, OUTPUTS = "inputs", "draft", "verify", "extend", "outputs"
+GROUPS = INPUTS, DRAFT, VERIFY, EXTEND, OUTPUTS = "inputs", "draft", "verify", "extend", "outputs"
 """Groups of buffers, the first part of their names. The classes below document the writing stream of each group."""
 
 
@@ -104,11 +104,11 @@ class VerifyInputs:
     @property
     def width(self) -> int:
         """The number of tokens of each request, N."""
-        return self.tokens.shape[0] // self.seq_lens.shape[0]
+        return self.positions.shape[0] // self.seq_lens.shape[0]
 
-    def attention(self, tables: Tensor, *, max_query: int, max_kv: int) -> AttentionMetadata:
+    def attention(self, tables: Tensor, *, max_kv: int) -> AttentionMetadata:
         """Return the attention metadata of N new tokens for each request."""
-        return _uniform_attention(self, tables, self.mask, max_query=max_query, max_kv=max_kv)
+        return _uniform_attention(self, tables, self.mask, max_kv=max_kv)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,19 +132,19 @@ class PathInputs:
     query_start: Tensor
     """The constant first token of each request, int32 [B+1]."""
 
-    def attention(self, tables: Tensor, *, max_query: int, max_kv: int) -> AttentionMetadata:
+    def attention(self, tables: Tensor, *, max_kv: int) -> AttentionMetadata:
         """Return the attention metadata of E tokens for each request. The accepted path is a chain, without a mask."""
-        return _uniform_attention(self, tables, None, max_query=max_query, max_kv=max_kv)
+        return _uniform_attention(self, tables, None, max_kv=max_kv)
 
 
 def _uniform_attention(
-    inputs: VerifyInputs | PathInputs, tables: Tensor, tree_mask: Tensor | None, *, max_query: int, max_kv: int
+    inputs: VerifyInputs | PathInputs, tables: Tensor, tree_mask: Tensor | None, *, max_kv: int
 ) -> AttentionMetadata:
     return AttentionMetadata(
         query_start=inputs.query_start,
         seq_lens=inputs.seq_lens,
         block_table=tables,
-        max_query=max_query,
+        max_query=inputs.positions.shape[0] // inputs.seq_lens.shape[0],
         max_kv=max_kv,
         tree_mask=tree_mask,
         uniform=True,
@@ -269,9 +269,13 @@ class StaticBuffers:
         return None if drafted == self._drafted else drafted
 
     def group(self, *prefixes: str, count: int, drafted: int | None = None) -> dict[str, Tensor]:
-        """Return the buffers of the groups ``prefixes`` for ``count`` requests, by name."""
+        """Return the buffers and groups of buffers ``prefixes`` for ``count`` requests, by name. Other names are ignored."""
         layout = self._layouts[self._layout(drafted)]
-        return {name: self.rows(name, 0, count, drafted) for name in layout if name.split(".")[0] in prefixes}
+        return {
+            name: self.rows(name, 0, count, drafted)
+            for name in layout
+            if any(f"{name}.".startswith(f"{prefix}.") for prefix in prefixes)
+        }
 
     def pad(self, prefix: str, *, count: int, bucket: int, drafted: int | None = None) -> None:
         """Write padding to the rows of requests ``count`` to ``bucket`` of a group, on the current stream."""

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from outrider.device import Backend, Fence, PinnedBuffer, Stream
+from outrider.engine.guides.guidance import ALLOW_ALL_WORD, mask_words
 from outrider.engine.requests.batch import PrefillChunk
-from outrider.engine.requests.guidance import ALLOW_ALL_WORD, mask_words
 from outrider.engine.requests.request import Request
 from outrider.speculative.proposer import Draft, Proposer
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import KernelSet
-from outrider.engine.requests.features import Features
+from outrider.engine.requests.batch import Features
 from outrider.engine.requests.request import Request
 from outrider.engine.requests.sampling import MAX_LOGIT_BIAS
 from outrider.engine.state.buffers import DecodeInputs

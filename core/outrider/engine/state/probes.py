@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from outrider.device import KernelSet
-from outrider.engine.requests.guidance import MASK_TIME_LIMIT_S
+from outrider.engine.guides.guidance import MASK_TIME_LIMIT_S
 from outrider.speculative.proposer import Proposer
 
 HOST = "host"

@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from outrider.device import Backend, Fence, Stream
+from outrider.device import Backend, Fence, KernelSet, Stream
 from outrider.engine.fences import FenceSet
-from outrider.engine.requests.hand_over import HandOver
-from outrider.engine.requests.lent_pages import ArrivedPages
+from outrider.engine.requests.hand_over import ArrivedPages, HandOver
 from outrider.engine.requests.request import Request
 from outrider.engine.state.rows import FutureMap, RowTable
+from outrider.engine.state.staging import Packer, Staging
 from outrider.model import KVCache, LanguageModel
 from outrider.speculative.proposer import Proposer
 from outrider.speculative.slots import slots_of
@@ -229,3 +229,30 @@ def _write_rows(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
     if pages.dtype.itemsize == 1:
         pages, rows = pages.view(torch.uint8), rows.view(torch.uint8)
     pages.index_copy_(0, slots, rows)
+
+
+class StateCopies:
+    """The copies of recurrent states for a batch, on the forward stream.
+
+    States are restored before the prefill that continues them and saved after the prefill that wrote them.
+    """
+
+    def __init__(self, backend: Backend, forward: Stream, kernels: KernelSet, cache: KVCache, staging: Staging) -> None:
+        self._backend = backend
+        self._forward = forward
+        self._kernels = kernels
+        self._cache = cache
+        self._staging = staging
+
+    def copy(self, packer: Packer, which: str) -> None:
+        """Copy the states of all recurrent layers from the first to the second row of each pair in the segment ``which``.
+        A batch without copies lacks the segment.
+        """
+        if which not in packer.segments:
+            return
+        with self._backend.on(self._forward):
+            pairs = self._staging.view(packer.segments[which]).view(-1, 2)
+            sources, targets = pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
+            for layer in self._cache.states:
+                for state in layer:
+                    self._kernels.scatter_rows(state, targets, self._kernels.gather_rows(state, sources))

@@ -1,8 +1,8 @@
 """Mapping from a checkpoint's tensors to the weights of hybrid models: recurrent layers and gated attention.
 
 Qwen3-Next stores q, k, v and the output gate of a recurrent layer in one tensor, key head by key head. Qwen3.5 has separate
-tensors. Both become one product with the rows of all q, then all k, v and gates. A tensor-parallel rank reads its key heads,
-with the value heads that they serve.
+tensors. Both become one product with the rows of all q, then all k, v, output gates, b and a. A tensor-parallel rank reads
+its key heads, with the value heads that they serve.
 
 Letters: H hidden size, Hk key heads, Hv value heads, D key size, E value size, C channels of the convolution, K kernel size.
 """
@@ -13,10 +13,10 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from outrider.device import DeltaRuleWeights
 from outrider.model.checkpoint.pieces import Piece, Target, TensorSlice
 from outrider.model.config.model_config import ModelConfig, RecurrentConfig
 from outrider.model.layers.ranks import Shards
-from outrider.model.layers.recurrent import RecurrentWeights
 
 _FUSED_PARTS = ("in_proj_qkvz", "in_proj_ba")
 _STORED_WEIGHTS = ("weight", "weight_packed", "qweight")
@@ -42,9 +42,8 @@ def recurrent_targets(config: ModelConfig, prefix: str, name: str, present: Cont
     columns = layout.values(values, recurrent.value_size)
     convolution = (recurrent.channels, 1, recurrent.kernel_size)
     return [
-        Target(f"{name}.qkv", projection),
+        Target(f"{name}.qkv", (*projection, *gates)),
         Target(f"{name}.output", (Piece(f"{stem}.out_proj.weight", (hidden, values), _columns(columns)),)),
-        Target(f"{name}.{_RECURRENT}gates", gates),
         Target(
             f"{name}.{_RECURRENT}convolution",
             tuple(Piece(f"{stem}.conv1d.weight", convolution, rows, stack=True) for rows in layout.channel_slices()),
@@ -126,8 +125,8 @@ def _columns(rows: TensorSlice | None) -> TensorSlice | None:
     return None if rows is None else replace(rows, dim=1)
 
 
-def gated_queries(qkv: Target, config: ModelConfig, shards: Shards) -> tuple[Target, Target]:
-    """Return the target ``qkv`` with the rows of queries alone, and the target of the attention's gate.
+def gated_queries(qkv: Target, config: ModelConfig, shards: Shards) -> Target:
+    """Return the target ``qkv`` with the rows of queries first, and those of the attention's gate after keys and values.
 
     ``q_proj`` holds the query and then the gate of each head.
     """
@@ -139,8 +138,7 @@ def gated_queries(qkv: Target, config: ModelConfig, shards: Shards) -> tuple[Tar
         starts = (head * 2 * size + start for head in range(first, last))
         return tuple(Piece(query.key, shape, TensorSlice(0, begin, begin + size)) for begin in starts)
 
-    gate = Target(f"{qkv.name.removesuffix('qkv')}attention_gate", rows(size))
-    return replace(qkv, pieces=(*rows(0), *qkv.pieces[1:])), gate
+    return replace(qkv, pieces=(*rows(0), *qkv.pieces[1:], *rows(size)))
 
 
 def offset_norms(config: ModelConfig, targets: Iterable[Target]) -> Iterator[Target]:
@@ -156,4 +154,4 @@ def nest_recurrent(fields: dict[str, Any]) -> dict[str, Any]:
     if not inner:
         return fields
     outer = {key: value for key, value in fields.items() if not key.startswith(_RECURRENT)}
-    return outer | {"recurrent": RecurrentWeights(**inner)}
+    return outer | {"recurrent": DeltaRuleWeights(**inner)}

@@ -19,7 +19,7 @@ from outrider.model.config.checkpoint_config import read_model_config
 from outrider.model.config.layer_configs import HYBRID_FAMILIES
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.layers.decoder import Decoder
-from outrider.model.layers.ranks import ModelRanks, Shards
+from outrider.model.layers.ranks import ModelRanks, or_single_rank
 from outrider.model.quantization import QuantizedMode, read_quantization
 from outrider.model.quantization.cache import CacheScheme, cache_format, read_scales, resolve_cache_format, scale_keys
 
@@ -54,7 +54,7 @@ def load_decoder(
     config = read_model_config(Path(directory), drafts=drafts)
     files = open_checkpoint(Path(directory))
     config = replace(_untie(config, files), max_context=max(config.max_context, positions))
-    shards = Shards() if ranks is None else ranks.shards
+    shards = or_single_rank(ranks).shards
     local = shards.local(config, str(directory))
     check_count(config, files.tensors, files.origin)
     targets = decoder_targets(config, files.tensors, shards)

@@ -90,7 +90,7 @@ def layer_targets(
             attention("k_proj", "weight", keys, width),
             attention("v_proj", "weight", keys, width),
         )
-        targets += gated_queries(qkv, config, shards) if config.attention_gate else (qkv,)
+        targets.append(gated_queries(qkv, config, shards) if config.attention_gate else qkv)
         targets.append(target("output", attention("o_proj", "weight", hidden, queries)))
     if mlp:
         targets.append(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from outrider.device import ConfigError, DecoderShape
-from outrider.model.config.model_config import ExpertsConfig, ModelConfig
+from outrider.model.config.model_config import ExpertsConfig, ModelConfig, RecurrentConfig
 from outrider.model.config.rope import RopeConfig
 
 _LLAMA3 = RopeConfig(kind="llama3", theta=500000.0, factor=8.0, original_context=8192)
@@ -60,6 +60,22 @@ def _qwen3(hidden: int, inner: int, layers: int, heads: tuple[int, int, int], **
     return _shape(family, hidden, inner, layers, heads, 151936, 40960, rope=rope, rms_eps=1e-6, qk_norm=True, **other)
 
 
+def _qwen35(hidden: int, inner: int, layers: int, heads: tuple[int, int, int], value_heads: int, **other: Any) -> ModelConfig:
+    """Return a config with attention in each fourth layer and recurrent layers between."""
+    recurrent = RecurrentConfig(
+        layers=tuple(index for index in range(layers) if index % 4 != 3),
+        key_heads=16,
+        value_heads=value_heads,
+        key_size=128,
+        value_size=128,
+        kernel_size=4,
+    )
+    rope = RopeConfig(theta=10000000.0, rotated_share=0.25)
+    common = {"rms_eps": 1e-6, "qk_norm": True, "attention_gate": True, "norm_offset": 1.0, "recurrent": recurrent}
+    family = other.pop("family", "qwen3_5")
+    return _shape(family, hidden, inner, layers, heads, 248320, 262144, rope=rope, **common, **other)
+
+
 def _mixture(count: int, per_token: int, inner: int) -> ExpertsConfig:
     return ExpertsConfig(count=count, per_token=per_token, intermediate_size=inner, renormalize=True)
 
@@ -98,6 +114,10 @@ SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
         "qwen3-14b": _qwen3(5120, 17408, 40, (40, 8, 128)),
         "qwen3-32b": _qwen3(5120, 25600, 64, (64, 8, 128)),
         "qwen3-30b-a3b": _qwen3(2048, 6144, 48, (32, 4, 128), family="qwen3_moe", experts=_mixture(128, 8, 768)),
+        "qwen3.5-27b": _qwen35(5120, 17408, 64, (24, 4, 256), 48),
+        "qwen3.5-35b-a3b": _qwen35(
+            2048, 512, 40, (16, 2, 256), 32, family="qwen3_5_moe", experts=replace(_mixture(256, 8, 512), shared_size=512)
+        ),
         "tiny": _shape("llama", 64, 128, 2, (4, 2, 16), 512, 1024),
     }
 )
@@ -163,11 +183,12 @@ def shard_config(config: ModelConfig, ranks: int) -> ModelConfig:
         )
     if config.num_kv_heads % ranks and ranks % config.num_kv_heads:
         raise ConfigError(f"{config.num_kv_heads} key heads can't be shared out among {ranks} ranks")
-    return dataclasses.replace(
+    return replace(
         config,
         num_heads=config.num_heads // ranks,
         num_kv_heads=max(1, config.num_kv_heads // ranks),
         intermediate_size=config.intermediate_size // ranks,
         experts=None if config.experts is None else config.experts.shard(ranks),
+        recurrent=None if config.recurrent is None else config.recurrent.shard(ranks),
         vocab_size=-(-config.vocab_size // ranks),
     )

@@ -197,7 +197,7 @@ def load_mtp(
         )
 
 
-_LAYER, _NAME = "mtp.layers.0", "heads.0"
+_LAYER, HEAD_NAME = "mtp.layers.0", "heads.0"
 """Prefixes of the layer's tensors in the checkpoint, and of the head's weights."""
 _DEPTH_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 
@@ -222,14 +222,14 @@ def load_chained_mtp(
     with load_mtp_tensors(
         files,
         directory,
-        partial(_targets, config, files.tensors),
+        partial(chained_mtp_targets, config, files.tensors),
         shards=target.shards,
         backend=backend,
         dtype=dtype,
         progress=progress,
         quantized=quantized,
     ) as weights:
-        record = mtp_weights(weights, _NAME, config.experts)
+        record = mtp_weights(weights, HEAD_NAME, config.experts)
         return MtpHead(local, record, target, ahead=1, embedding_first=True)
 
 
@@ -257,19 +257,24 @@ def _head_config(directory: Path, target: LanguageModel, dtype: torch.dtype, pre
     experts = config.experts if f"{_LAYER}.mlp.gate.weight" in present else None
     if experts is not None:
         experts = replace(experts, dense_layers=())
-    return replace(config, num_layers=1, windows=(0,), recurrent=None, experts=experts)
+    return chained_head_config(replace(config, experts=experts))
 
 
-def _targets(config: ModelConfig, present: Container[str], shards: Shards) -> list[Target]:
+def chained_head_config(config: ModelConfig) -> ModelConfig:
+    """Return the config of the one layer of a head for a model with ``config``."""
+    return replace(config, num_layers=1, windows=(0,), recurrent=None)
+
+
+def chained_mtp_targets(config: ModelConfig, present: Container[str], shards: Shards) -> list[Target]:
     """Return the weights of the head."""
     hidden, mixture = config.hidden_size, config.experts is not None
     targets = [
-        Target(f"{_NAME}.token_norm", (Piece("mtp.pre_fc_norm_embedding.weight", (hidden,)),)),
-        Target(f"{_NAME}.hidden_norm", (Piece("mtp.pre_fc_norm_hidden.weight", (hidden,)),)),
-        Target(f"{_NAME}.projection", (Piece("mtp.fc.weight", (hidden, 2 * hidden)),)),
-        Target(f"{_NAME}.final_norm", (Piece("mtp.norm.weight", (hidden,)),)),
-        *layer_targets(config, _LAYER, f"{_NAME}.layer", mlp=not mixture, shards=shards),
+        Target(f"{HEAD_NAME}.token_norm", (Piece("mtp.pre_fc_norm_embedding.weight", (hidden,)),)),
+        Target(f"{HEAD_NAME}.hidden_norm", (Piece("mtp.pre_fc_norm_hidden.weight", (hidden,)),)),
+        Target(f"{HEAD_NAME}.projection", (Piece("mtp.fc.weight", (hidden, 2 * hidden)),)),
+        Target(f"{HEAD_NAME}.final_norm", (Piece("mtp.norm.weight", (hidden,)),)),
+        *layer_targets(config, _LAYER, f"{HEAD_NAME}.layer", mlp=not mixture, shards=shards),
     ]
     if mixture:
-        targets += expert_targets(config, _LAYER, f"{_NAME}.layer", present, shards)
+        targets += expert_targets(config, _LAYER, f"{HEAD_NAME}.layer", present, shards)
     return list(offset_norms(config, targets))

@@ -88,6 +88,9 @@ class Decoder(LanguageModel):
         residual = self._embed_inputs(inputs)
         if self.config.rope.query_beta:
             inputs = replace(inputs, query_scales=query_scales(self.config.rope, inputs.positions).to(self.dtype))
+        if inputs.states is not None and inputs.states.window is None:
+            counts = inputs.attention.query_start.diff().to(torch.int64)
+            inputs = replace(inputs, states=replace(inputs.states, counts=counts))
         states: tuple[Tensor, ...] = ()
         if layers:
             width = residual.shape[1]

@@ -65,6 +65,8 @@ class StateInput:
     """int64 [B]: row of each sequence's states; row 0 for padding sequences."""
     decodes: bool = False
     """True if each sequence has few tokens, which a recurrence computes token by token."""
+    counts: Tensor | None = None
+    """int64 [B]: number of new tokens of each sequence, so that no layer computes it again. The decoder sets it."""
     window: list[tuple[Tensor, Tensor]] | None = None
     """None: the pass writes the states after all tokens. A list: states stay unchanged, and each recurrent layer appends its
     inputs, from which :meth:`LanguageModel.commit` computes the states after the accepted tokens.

@@ -15,7 +15,7 @@ from outrider.device import KernelSet
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.layers.cache import KVCache
 from outrider.model.layers.inputs import ForwardInput
-from outrider.model.layers.ranks import ModelRanks, Shards
+from outrider.model.layers.ranks import ModelRanks, Shards, or_single_rank
 
 
 class SideBySide(tuple[Tensor, ...]):
@@ -63,17 +63,15 @@ class LanguageModel(ABC):
     @property
     def shards(self) -> Shards:
         """The slices of the model that this rank holds. Draft heads are split in the same way."""
-        return Shards() if self.ranks is None else self.ranks.shards
+        return or_single_rank(self.ranks).shards
 
     def embed_from_table(self, tokens: Tensor, table: Tensor) -> Tensor:
         """Return rows [T, H] of an embedding ``table`` for int64 ``tokens`` [T]. Each rank holds a slice of the table."""
-        if self.ranks is None:
-            return self.kernels.embedding(tokens, table)
-        return self.ranks.embed(self.kernels, tokens, table)
+        return or_single_rank(self.ranks).embed(self.kernels, tokens, table)
 
     def gather_logits(self, own: Tensor, vocabulary: int) -> Tensor:
         """Return logits [N, V] over ``vocabulary`` tokens, gathered from the logits ``own`` of this rank's slice."""
-        return own if self.ranks is None else self.ranks.logits(own, vocabulary)
+        return or_single_rank(self.ranks).logits(own, vocabulary)
 
     @property
     def output_ids(self) -> Tensor | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionShape, HeadNorms, KernelSet, Product, QuantizedWeight, RotaryArgs
+from outrider.device import AttentionShape, DeltaRuleWeights, HeadNorms, KernelSet, Product, QuantizedWeight, RotaryArgs
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.layers.cache import LayerState
 from outrider.model.layers.inputs import ForwardInput
@@ -28,7 +28,7 @@ from outrider.model.layers.products import (
     rope_write_cache,
 )
 from outrider.model.layers.ranks import ModelRanks
-from outrider.model.layers.recurrent import RecurrentBlock, RecurrentWeights
+from outrider.model.layers.recurrent import RecurrentBlock
 
 
 def attention_scale(config: ModelConfig) -> float:
@@ -78,7 +78,9 @@ class LayerWeights:
     """
 
     qkv: Weight
-    """[(Hq + 2 Hkv) D, H]: q, k and v concatenated. Of a recurrent layer: q, k, v and the output gate."""
+    """[(Hq + 2 Hkv) D, H]: q, k and v concatenated, then the rows [Hq D, H] of the attention's gate if the config has one. Of
+    a recurrent layer: see :class:`~outrider.model.recurrent.RecurrentBlock`.
+    """
     output: Weight
     """[H, Hq D]. Of a recurrent layer: [H, Hv E] for Hv value heads of size E."""
     gate_up: Weight
@@ -89,9 +91,7 @@ class LayerWeights:
     """[H]."""
     attention_norm: Tensor | None = None
     """[H]. None in an EAGLE head that doesn't norm its input."""
-    attention_gate: Weight | None = None
-    """[Hq D, H]: gate of the attention output."""
-    recurrent: RecurrentWeights | None = None
+    recurrent: DeltaRuleWeights | None = None
     """Further weights of a recurrent layer. None for a layer with attention."""
     qkv_bias: Tensor | None = None
     output_bias: Tensor | None = None
@@ -141,16 +141,14 @@ class DecoderLayer:
         if weights.q_norm is not None and weights.k_norm is not None:
             self._head_norms = HeadNorms(weights.q_norm, weights.k_norm, config.rms_eps)
         # Without norms and scales between the qkv product and the rotary embedding, one kernel can do both.
-        self._can_fuse_rope_write = self._scales_before is None and self._head_norms is None
+        self._can_fuse_rope_write = self._scales_before is None and self._head_norms is None and not config.attention_gate
         # Without a reduction or scales between attention, output product and gate-up product, one kernel can do all three.
         quantized = isinstance(weights.output, QuantizedWeight) and isinstance(weights.gate_up, QuantizedWeight)
         self._can_defer_attention = quantized and self._scales_after is None and ranks is None and weights.router is None
         self.recurrent: RecurrentBlock | None = None
         if weights.recurrent is not None and config.recurrent is not None:
             self.recurrent = RecurrentBlock(config.recurrent, weights.qkv, weights.recurrent, kernels, eps=config.rms_eps)
-        # Two products read the normed input, so no kernel may keep it to itself.
-        self._needs_normed = self.recurrent is not None or weights.attention_gate is not None
-        self._can_defer_attention = self._can_defer_attention and not self._needs_normed
+        self._can_defer_attention = self._can_defer_attention and self.recurrent is None and not config.attention_gate
 
     def forward(
         self,
@@ -213,7 +211,7 @@ class DecoderLayer:
             normed = residual if pending is None else add(pending, residual, kernels)
         elif pending is None:
             normed = kernels.rms_norm(residual, weights.attention_norm, eps)
-        elif self._needs_normed:
+        elif self.recurrent is not None:
             normed = add_rms_norm(pending, residual, weights.attention_norm, eps, kernels)
         elif self._can_fuse_rope_write and isinstance(pending, Product) and isinstance(weights.qkv, Tensor):
             rotary = RotaryArgs(*cos_sin, *cache, inputs.slots)
@@ -283,9 +281,6 @@ class DecoderLayer:
         if self.recurrent is not None:
             return self._contribute(self.recurrent.forward(normed, inputs, LayerState(*cache)))
         qkv = product(normed, weights.qkv, weights.qkv_bias)
-        if weights.attention_gate is not None:
-            gate = linear(kernels, normed, weights.attention_gate)
-            return self._attend_projected(multiply(kernels, qkv), inputs, cos_sin, cache, gate)
         if self._can_fuse_rope_write:
             rotary = RotaryArgs(*cos_sin, *cache, inputs.slots)
             return self._attend_to_cache(linear_rope_write_cache(kernels, qkv, rotary), inputs, cache)
@@ -297,13 +292,15 @@ class DecoderLayer:
         inputs: ForwardInput,
         cos_sin: tuple[Tensor, Tensor],
         cache: tuple[Tensor, Tensor],
-        gate: Tensor | None = None,
     ) -> Attended:
-        """Run :meth:`attend` from projected queries, keys and values [T, (Hq + 2 Hkv) D], and the output's gate [T, Hq D]."""
-        kernels, rotary = self._kernels, RotaryArgs(*cos_sin, *cache, inputs.slots)
+        """Run :meth:`attend` from the product with ``qkv``: queries, keys, values and perhaps the output's gate."""
+        kernels, rotary, gate = self._kernels, RotaryArgs(*cos_sin, *cache, inputs.slots), None
+        if self._config.attention_gate:
+            width = self._config.num_heads * self._config.head_size
+            qkv, gate = qkv.split((qkv.shape[1] - width, width), dim=1)
         if self._head_norms is None:
             if self._scales_before is not None:
-                qkv.view(qkv.shape[0], -1, self._config.head_size).mul_(self._scales_before)
+                qkv.unflatten(1, (-1, self._config.head_size)).mul_(self._scales_before)
             return self._attend_to_cache(rope_write_cache(kernels, qkv, rotary), inputs, cache, gate)
         if self._scales_before is None:
             q = kernels.head_norm_rope_write_cache(qkv, self._head_norms, rotary)
@@ -333,7 +330,8 @@ class DecoderLayer:
             out.mul_(self._scales_after)
         attended = out.reshape(q.shape[0], -1)
         if gate is not None:
-            attended = attended * torch.sigmoid(inputs.select_rows(gate, self._kernels))
+            kept = gate if inputs.kept is None else inputs.select_rows(gate.contiguous(), self._kernels)
+            attended = self._kernels.sigmoid_mul(attended, kept)
         return self._contribute(attended)
 
     def _contribute(self, attended: Tensor) -> Product | OtherProduct | Partial:

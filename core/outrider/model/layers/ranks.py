@@ -217,3 +217,8 @@ class ModelRanks:
         """Broadcast ``values`` of the first tensor-parallel rank to the others, in place."""
         if self.tensor is not None:
             self.tensor.broadcast(values, root=0, stream=self.stream)
+
+
+def or_single_rank(ranks: ModelRanks | None) -> ModelRanks:
+    """Return ``ranks``, or for None a single rank, whose collectives change nothing."""
+    return ModelRanks(Shards()) if ranks is None else ranks

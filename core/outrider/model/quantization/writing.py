@@ -22,7 +22,7 @@ from outrider.device import ConfigError
 from outrider.device.kernels.formats import ElementFormat
 from outrider.device.kernels.weight_formats import WeightFormat, weight_format
 from outrider.errors import CheckpointError, shown
-from outrider.model.checkpoint.files import CheckpointFiles
+from outrider.model.checkpoint.files import GGUF_LIST, CheckpointFiles
 from outrider.model.checkpoint.location import refuse_other_formats
 from outrider.model.checkpoint.mapping import decoder_stem, vision_name
 from outrider.model.checkpoint.opening import open_checkpoint
@@ -41,7 +41,7 @@ _PRODUCT_MODULES = frozenset(
 _HEAD = "lm_head"
 _WEIGHT = ".weight"
 _INDEX_FILE = "model.safetensors.index.json"
-_TENSOR_FILES = ("*.safetensors", "*.bin", "*.index.json", "*.pt", "*.pth")
+_REWRITTEN_FILES = ("config.json", GGUF_LIST, "*.safetensors", "*.bin", "*.index.json", "*.pt", "*.pth")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +56,17 @@ class WrittenCheckpoint:
     """Bytes of all tensors of the source."""
     bytes_after: int
     """Bytes of all written tensors."""
+
+
+def fitting_group(source: Path, format: str) -> int | None:
+    """Return the number of columns that share a scale in ``format`` in all weights of the checkpoint ``source``.
+
+    None for a format without groups. Raises :class:`ConfigError` if no group divides the columns of a weight.
+    """
+    rounding, files = weight_format(format), open_checkpoint(source)
+    if not rounding.is_grouped:
+        return None
+    return min(rounding.fitted(files.shape(key)[1]).columns for key in _keys_to_quantize(files, head=False))
 
 
 def quantize_checkpoint(
@@ -102,7 +113,7 @@ def quantize_checkpoint(
         described = {**config, "quantization_config": compressed_config(rounding, _unquantized_modules(files, keys))}
         (partial / "config.json").write_text(json.dumps(described, indent=2) + "\n")
         for other in sorted(source.iterdir()):
-            if other.is_file() and other.name != "config.json" and not any(other.match(each) for each in _TENSOR_FILES):
+            if other.is_file() and not any(other.match(each) for each in _REWRITTEN_FILES):
                 shutil.copyfile(other, partial / other.name)
         if (source / MORE_TEMPLATES).is_dir():
             shutil.copytree(source / MORE_TEMPLATES, partial / MORE_TEMPLATES)
@@ -212,7 +223,7 @@ def _write_tensors(
     index: dict[str, str] = {}
     before = after = 0
     for path, names in by_file.items():
-        name = f"{path.stem.replace('pytorch_model', 'model')}.safetensors"
+        name = f"{path.stem.replace('pytorch_model', 'model') if len(by_file) > 1 else 'model'}.safetensors"
         tensors: dict[str, Tensor] = {}
         for key in names:
             tensor = files.read_stored(key)

@@ -6,8 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.engine.requests.logprobs import TokenLogprobs
-from outrider.engine.requests.sampling import SamplingParams
+from outrider.engine.requests.sampling import SamplingParams, TokenLogprobs
 from outrider.model import Tokenizer
 from outrider.serve.connection.engine_messages import SampleOutput
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from outrider.engine.requests.logprobs import TokenLogprobs
+from outrider.engine.requests.sampling import TokenLogprobs
 from outrider.model import Tokenizer
 from outrider.serve.api.asgi_responses import encode_event
 from outrider.serve.api.choice_text import ChoiceDelta, chat_logprobs, completion_logprobs

@@ -9,9 +9,9 @@ from typing import Any
 
 from outrider.disaggregation.connections import PeerAddress
 from outrider.disaggregation.decode_client import DecodeClient
+from outrider.engine.loop import EngineLoad, EngineStats
 from outrider.engine.requests.message_codec import from_plain
 from outrider.engine.requests.request import StepOutput
-from outrider.engine.stats import EngineLoad, EngineStats
 from outrider.serve.connection.engine_client import EngineClient, EngineGone
 from outrider.serve.connection.engine_messages import (
     AbortRequest,

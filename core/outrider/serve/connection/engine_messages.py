@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 from outrider.engine.config import MAX_LOGPROBS
 from outrider.engine.engine import Engine
-from outrider.engine.requests.logprobs import TokenLogprobs
+from outrider.engine.loop import EngineLoad, EngineStats
 from outrider.engine.requests.request import StepOutput
-from outrider.engine.requests.sampling import SamplingParams
-from outrider.engine.stats import EngineLoad, EngineStats
+from outrider.engine.requests.sampling import SamplingParams, TokenLogprobs
 from outrider.model import Media
 
 

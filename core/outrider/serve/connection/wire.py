@@ -11,8 +11,8 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-from outrider.engine.requests.logprobs import TokenLogprobs
 from outrider.engine.requests.message_codec import from_plain, to_plain
+from outrider.engine.requests.sampling import TokenLogprobs
 from outrider.serve.connection.engine_messages import EngineCommand, EngineEvent, SampleOutput
 
 _LENGTH = struct.Struct("!I")

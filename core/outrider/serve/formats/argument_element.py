@@ -43,7 +43,7 @@ class ArgumentElement:
         return f"{before}{json.dumps(name)}: ", ArgumentElement(name, schema)
 
     def close(self) -> str:
-        """End the element."""
+        """Return the text that ends the element: the whole value if no piece of the value was returned before."""
         if self._brackets:
             return self._brackets[1]
         if self.is_text:

@@ -1,0 +1,62 @@
+"""One iteration in fused mode: one graph on forward holds all stages from gather to stash.
+
+    host:     stage inputs ─┐
+    schedule: upload ── inputs_ready ─┐
+    forward:  unpack · prefill · gather · draft · plan · verify · extend · stash ── shared_reads_done · keep
+    copy:     results of the iteration to the host
+
+The plan stream has no work. Schedule only uploads, and forward unpacks. So no edge to another stream lies between two graphs:
+an upload arrives while the graph before runs, and results leave while the next graph runs. Inputs that equal those of the
+iteration before are not uploaded again.
+"""
+
+from __future__ import annotations
+
+from outrider.engine.graphs import Runner
+from outrider.engine.guided import GuidedDecoding
+from outrider.engine.prefill_graphs import PrefillLauncher
+from outrider.engine.requests.batch import Batch
+from outrider.engine.stages import Iteration
+from outrider.engine.state.frame import build_frame
+from outrider.engine.state.parts import EngineParts
+from outrider.engine.state.results import PendingResult
+from outrider.engine.step import Step
+
+
+class FusedStep(Step):
+    """The launcher of iterations in fused mode. Of the host's decisions, the graph reads only the staged rows."""
+
+    def __init__(
+        self, parts: EngineParts, iteration: Iteration, runner: Runner, prefill: PrefillLauncher, guided: GuidedDecoding
+    ) -> None:
+        super().__init__(parts, iteration.stages, runner, prefill, guided)
+        self._iteration = iteration
+
+    def launch(self, requested: Batch) -> PendingResult:
+        """Enqueue one iteration and return the pending result. One with a guided request is staged."""
+        if requested.features.guided:
+            return super().launch(requested)
+        streams, fences, batch = self._streams, self._fences, requested.launched
+        entry, bucket, packer = self._begin(batch)
+        # A copy between two graphs costs time, so unchanged inputs are not copied again. Forward has already waited for the
+        # upload that wrote them.
+        inputs_unchanged = self._input_upload.matches_previous(packer)
+        if not inputs_unchanged:
+            self._input_upload.upload(packer, entry, streams.schedule)
+        if self._guided.has_prompts(batch):
+            fences.shared_reads_done.wait(streams.schedule)
+            self._guided.upload_prompt_masks(batch, entry)
+        fences.inputs_ready.signal(streams.schedule)
+
+        fences.inputs_ready.wait(streams.forward)
+        with self._backend.on(streams.forward):
+            self._input_upload.unpack(batch, packer, None if inputs_unchanged else entry)
+        filled = self._launch_prompts(batch, packer, bucket)
+        if not batch.decode:
+            return self._finish_prefill_only(requested, filled, entry)
+        if filled is not None:
+            self._prefill.extend(filled)
+        decode = self._decode_batch(self._runner, batch, requested.features)
+        self._runner.run(self._iteration, decode, build_frame(self._parts.buffers, decode))
+        fences.shared_reads_done.signal(streams.forward)
+        return self._copy_results_to_host(requested, entry)

@@ -1,0 +1,244 @@
+"""Grammars: compile guides with xgrammar for the engine's tokenizer, with limits and a cache.
+
+Any thread may compile. A server calls :meth:`Grammars.compile` on another thread, before the engine asks for the same guide.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.device import ConfigError
+from outrider.engine.guides.guidance import DelayedMatcher, Guidance, Matcher, mask_words
+from outrider.engine.guides.guides import ChoiceGuide, Ebnf, Guide, JsonObject, JsonSchema, Regex
+from outrider.engine.requests.sampling import SamplingParams
+from outrider.errors import RequestError, one_line
+from outrider.model import Tokenizer
+
+COMPILE_SECONDS = 20.0
+"""Time limit for compiling one guide, in seconds."""
+CACHE_BYTES = 256 << 20
+"""Size limit of all cached guides, in bytes. One guide may have a quarter of it."""
+_MAX_COMPILE_THREADS = 4  # includes threads past their time limit, which can't be stopped
+_MAX_JSON_WHITESPACE = 16  # characters between two parts of JSON: without a limit a model can emit whitespace forever
+
+
+def guides_are_available() -> bool:
+    """Return True if xgrammar is installed."""
+    return find_spec("xgrammar") is not None
+
+
+class Grammars:
+    """The compiled guides of one tokenizer. Every thread may call its methods."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        vocabulary: int,
+        ends: tuple[int, ...],
+        seconds: float | None = math.inf,
+    ) -> None:
+        """Create a compiler for a tokenizer.
+
+        ``ends`` are the model's end-of-sequence tokens. ``seconds`` limits the compilation of one guide below
+        :data:`COMPILE_SECONDS`; None means no limit, for a rank whose guide another rank has already compiled.
+        """
+        self._time_limit_s = seconds
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._ends = ends
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[Guide, Any] = OrderedDict()
+        self._compiling: dict[Guide, Future[Any]] = {}
+        self._compiler: Any = None
+        self._compiler_lock = threading.Lock()  # separate: creating the compiler takes longer than any use of _lock
+        self._special = frozenset() if tokenizer is None else tokenizer.special_tokens
+        self._crossing: dict[bytes, list[tuple[int, bytes]]] = {}  # of the last marker
+        self._textless: frozenset[int] = frozenset()  # filled when the compiler is created
+
+    def compile(self, guide: Guide) -> Any:
+        """Return the compiled grammar of ``guide``, from the cache or newly compiled. Blocks until it is compiled.
+
+        Raises :class:`ConfigError` if the engine can't compile any guide, and :class:`RequestError` if this guide fails.
+        """
+        limit = None if self._time_limit_s is None else min(self._time_limit_s, COMPILE_SECONDS)
+        if guide.after and self._tokenizer is not None:
+            self._crossing_tokens(guide.after.encode(), self._tokenizer)
+            guide = replace(guide, after="")  # has no effect on the grammar
+        if self._time_limit_s != math.inf and self._tokenizer is not None and guides_are_available():
+            self._create_compiler_once()  # outside the time limit: other ranks wait for the guide only
+        with self._lock:
+            compiled = self._compiled.get(guide)
+            if compiled is not None:
+                self._compiled.move_to_end(guide)
+                return compiled
+            future = self._compiling.get(guide)
+            if future is None:
+                self._check_can_compile()
+                if len(self._compiling) >= _MAX_COMPILE_THREADS:
+                    raise RequestError(
+                        f"{len(self._compiling)} guides are being compiled, as many as may be at a time; send the request "
+                        "later"
+                    )
+                future = self._compiling[guide] = Future()
+                threading.Thread(target=self._run, args=(guide, future), name="outrider-guide", daemon=True).start()
+        try:
+            return future.result(timeout=limit)
+        except FutureTimeout:
+            raise RequestError(
+                f"compiling the guide takes more than {limit:.0f} s; make it smaller: fewer optional properties, "
+                "less nesting, lower counts"
+            ) from None
+
+    def guidance(self, params: SamplingParams, stops: frozenset[int]) -> Guidance:
+        """Return the guidance of a new request that the tokens ``stops`` end. Raises like :meth:`compile`."""
+        assert params.guide is not None
+        compiled = self.compile(params.guide)
+        # The grammar treats a stop token with text as text. The request still ends at the token.
+        ends = frozenset(self._ends) | (stops & self._special)
+        matcher: Matcher = XgrammarMatcher(compiled, sorted(ends), self._textless)
+        if params.guide.after:
+            matcher = self._delayed(matcher, params.guide.after.encode(), ends)
+        ignored_ends = frozenset(self._ends) if params.ignore_eos else frozenset()
+        banned = frozenset(token for token, value in params.biases if value == float("-inf"))
+        return Guidance(
+            matcher,
+            vocabulary=self._vocabulary,
+            held_back=((ends | stops, params.min_tokens), (ignored_ends, params.max_tokens)),
+            banned=banned,
+        )
+
+    def _delayed(self, matcher: Matcher, marker: bytes, ends: frozenset[int]) -> DelayedMatcher:
+        assert self._tokenizer is not None
+        crossing = self._crossing_tokens(marker, self._tokenizer)
+        bytes_of, vocabulary = self._tokenizer.bytes_of, self._vocabulary
+        return DelayedMatcher(matcher, marker, bytes_of, crossing=crossing, ends=ends, vocabulary=vocabulary)
+
+    def _crossing_tokens(self, marker: bytes, tokenizer: Tokenizer) -> list[tuple[int, bytes]]:
+        """Return the tokens that have text after the marker's last byte. The result for the last marker is kept."""
+        with self._lock:
+            crossing = self._crossing.get(marker)
+        if crossing is None:
+            texts = ((token, tokenizer.bytes_of(token)) for token in range(self._vocabulary))
+            crossing = [(token, text) for token, text in texts if text.partition(marker[-1:])[2].strip()]
+            with self._lock:
+                self._crossing = {marker: crossing}
+        return crossing
+
+    def _check_can_compile(self) -> None:
+        if self._tokenizer is None:
+            raise ConfigError(
+                "the request has a guide, and this engine was built without a tokenizer, of which a guide is made; take a "
+                "checkpoint that has one, through Engine.from_checkpoint"
+            )
+        if not guides_are_available():
+            raise ConfigError("the request has a guide, which xgrammar compiles; install it: pip install 'outrider[guided]'")
+
+    def _run(self, guide: Guide, future: Future[Any]) -> None:
+        try:
+            compiled = self._compile(guide)
+        except BaseException as error:
+            with self._lock:
+                del self._compiling[guide]
+            future.set_exception(error)
+            return
+        with self._lock:
+            del self._compiling[guide]
+            self._compiled[guide] = compiled
+            while sum(each.memory_size_bytes for each in self._compiled.values()) > CACHE_BYTES:
+                self._compiled.popitem(last=False)
+        future.set_result(compiled)
+
+    def _compile(self, guide: Guide) -> Any:
+        compiler = self._create_compiler_once()
+        try:
+            compiled = _compile_guide(compiler, guide)
+        except Exception as error:  # xgrammar raises RuntimeError and others for guides that it rejects
+            reason = one_line(str(error).split("Check failed: ")[-1].split("] ", 1)[-1])
+            raise RequestError(f"the {type(guide).__name__} guide can't be compiled: {reason}") from error
+        if compiled.memory_size_bytes > CACHE_BYTES // 4:
+            raise RequestError(
+                f"the compiled guide takes {compiled.memory_size_bytes} bytes, at most {CACHE_BYTES // 4} are allowed; make "
+                "it smaller"
+            )
+        matcher = XgrammarMatcher(compiled, sorted(self._ends), self._textless)
+        words = torch.zeros((1, mask_words(self._vocabulary)), dtype=torch.int32)
+        if not matcher.is_complete:
+            matcher.fill(words, 0)
+            if not bool(words.any()):
+                raise RequestError(f"the {type(guide).__name__} guide allows no text that this tokenizer can write")
+        return compiled
+
+    def _create_compiler_once(self) -> Any:
+        with self._compiler_lock:
+            if self._compiler is None:
+                assert self._tokenizer is not None
+                xgrammar = import_module("xgrammar")
+                texts = self._tokenizer.token_bytes(self._vocabulary)
+                ends = [token for token in self._ends if token < self._vocabulary]
+                for token in ends:
+                    texts[token] = b""
+                self._textless = frozenset(token for token, text in enumerate(texts) if not text)
+                info = xgrammar.TokenizerInfo(texts, xgrammar.VocabType.RAW, vocab_size=self._vocabulary, stop_token_ids=ends)
+                # max_threads=1: more threads would compete with the engine for cores. This class has the cache.
+                self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+            return self._compiler
+
+
+class XgrammarMatcher:
+    """A :class:`~outrider.engine.guides.guidance.Matcher` of xgrammar."""
+
+    def __init__(self, compiled: Any, ends: list[int], textless: frozenset[int]) -> None:
+        """Create a matcher of one compiled guide.
+
+        ``ends`` are tokens that end a complete text; if empty, the matcher is over as soon as the text is complete.
+        ``textless`` are tokens without text, which no grammar allows unless they are in ``ends``.
+        """
+        self._never_allowed = textless.difference(ends)
+        library = import_module("xgrammar")
+        self._matcher = library.GrammarMatcher(
+            compiled, override_stop_tokens=ends or None, terminate_without_stop_token=not ends
+        )
+
+    def accept(self, token: int) -> bool:
+        """Pass ``token`` to xgrammar, unless the text is complete or the token has no text."""
+        if self.is_complete or token in self._never_allowed:  # xgrammar prints a warning for a token without text
+            return False
+        return bool(self._matcher.accept_token(token))
+
+    def rollback(self, count: int) -> None:
+        """Undo the last ``count`` tokens that the matcher has accepted."""
+        self._matcher.rollback(count)
+
+    def fill(self, words: Tensor, index: int) -> None:
+        """Write xgrammar's bitmask of the tokens that may come next."""
+        self._matcher.fill_next_token_bitmask(words, index)
+
+    @property
+    def is_complete(self) -> bool:
+        """Return True if xgrammar has terminated the text."""
+        return bool(self._matcher.is_terminated())
+
+
+def _compile_guide(compiler: Any, guide: Guide) -> Any:
+    if isinstance(guide, JsonSchema):
+        return compiler.compile_json_schema(guide.compiler_text, max_whitespace_cnt=_MAX_JSON_WHITESPACE)
+    if isinstance(guide, JsonObject):
+        return compiler.compile_json_schema('{"type": "object"}', strict_mode=False, max_whitespace_cnt=_MAX_JSON_WHITESPACE)
+    if isinstance(guide, Regex):
+        return compiler.compile_regex(guide.compiler_text)
+    if isinstance(guide, Ebnf):
+        return compiler.compile_grammar(guide.grammar, root_rule_name=guide.root)
+    assert isinstance(guide, ChoiceGuide)
+    return compiler.compile_grammar(guide.grammar)

@@ -1,0 +1,319 @@
+"""JSON schemas as far as the engine can enforce them during generation. Every other keyword raises an error.
+
+Supported keywords:
+
+- general: ``type`` (one or several), ``enum``, ``const``, ``$ref`` within the schema, ``anyOf``, ``allOf`` of one schema,
+  ``oneOf`` of schemas that have no value in common;
+- numbers: ``minimum``, ``maximum``, ``exclusiveMinimum``, ``exclusiveMaximum``;
+- strings: ``minLength`` and ``maxLength``, or ``pattern`` (for the whole string), or ``format``;
+- arrays: ``items``, ``prefixItems``, ``minItems``, ``maxItems``;
+- objects: ``properties``, ``required``, ``additionalProperties``, ``minProperties``, ``maxProperties``.
+
+Descriptions, titles, defaults and examples have no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import combinations
+from types import MappingProxyType
+from typing import Any
+
+from outrider.device.errors import ConfigError
+from outrider.engine.guides.patterns import FORMATS, to_xgrammar_syntax
+from outrider.errors import shown
+
+MAX_DEPTH = 64
+"""Maximum nesting depth of schemas."""
+MAX_NODES = 4096
+"""Maximum number of schemas within one schema."""
+MAX_PROPERTIES = 512
+"""Maximum number of properties of an object."""
+MAX_BRANCHES = 128
+"""Maximum number of alternatives in ``anyOf`` and ``oneOf``."""
+MAX_COUNT = 1 << 16
+"""Maximum value of a length limit or an item count."""
+
+_ANNOTATIONS = frozenset(
+    ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema", "$id")
+)
+_DEFINITIONS = ("$defs", "definitions")
+_COMBINATORS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+_NUMBER_KEYWORDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
+_KEYWORDS_OF_TYPE: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "null": frozenset(),
+        "boolean": frozenset(),
+        "integer": _NUMBER_KEYWORDS,
+        "number": _NUMBER_KEYWORDS,
+        "string": frozenset(("minLength", "maxLength", "pattern", "format")),
+        "array": frozenset(("items", "prefixItems", "minItems", "maxItems", "uniqueItems")),
+        "object": frozenset(("properties", "required", "additionalProperties", "minProperties", "maxProperties")),
+    }
+)
+_COUNT_KEYWORDS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+
+
+def supported_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``schema`` in a form that xgrammar enforces completely.
+
+    Raises :class:`ConfigError` with the JSON pointer of a keyword that can't be enforced.
+    """
+    return dict(_SchemaReader(schema).read_schema(schema, "#", 0))
+
+
+class _SchemaReader:
+    """A translator of one schema. ``root`` is the schema that references point into."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._nodes = 0
+
+    def read_schema(self, schema: Any, pointer: str, depth: int) -> Any:
+        """Translate the JSON schema at ``pointer`` to a grammar rule."""
+        self._nodes += 1
+        if depth > MAX_DEPTH or self._nodes > MAX_NODES:
+            raise ConfigError(
+                f"the JSON schema has more than {MAX_NODES} schemas, or more than {MAX_DEPTH} within each other, at {pointer}"
+            )
+        if schema is True:
+            return {}
+        if not isinstance(schema, Mapping):
+            raise _unexpected(pointer, schema, "a schema: an object, or true")
+        keywords = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
+        definitions = {
+            key: self._definitions(keywords.pop(key), f"{pointer}/{key}", depth) for key in _DEFINITIONS if key in keywords
+        }
+        combinator = next((key for key in _COMBINATORS if key in keywords), None)
+        if combinator is None:
+            return self._typed(keywords, pointer, depth) | definitions
+        return self._combinator(combinator, keywords, pointer, depth) | definitions
+
+    def _definitions(self, schemas: Any, pointer: str, depth: int) -> dict[str, Any]:
+        if not isinstance(schemas, Mapping):
+            raise _unexpected(pointer, schemas, "an object of schemas")
+        return {name: self.read_schema(schema, f"{pointer}/{name}", depth + 1) for name, schema in schemas.items()}
+
+    def _combinator(self, key: str, keywords: dict[str, Any], pointer: str, depth: int) -> dict[str, Any]:
+        """Translate a schema with one of :data:`_COMBINATORS`."""
+        value = keywords.pop(key)
+        types = _types(keywords.pop("type"), pointer) if "type" in keywords and key in ("const", "enum") else None
+        for other in keywords:
+            raise ConfigError(
+                f"the JSON schema has {other!r} beside {key!r} at {pointer}; they can't be enforced together: put them into "
+                "one"
+            )
+        if key == "$ref":
+            self._look_up(value, pointer)
+            return {key: value}
+        if key in ("const", "enum"):
+            values = [value] if key == "const" else value
+            if not isinstance(values, list | tuple) or not values:
+                raise _unexpected(f"{pointer}/{key}", value, "a list of values")
+            for each in values:
+                if types is not None and not _has_type(each, types):
+                    raise ConfigError(f"the JSON schema has {shown(each)} at {pointer}/{key}, which isn't of its type")
+            return {key: value}
+        if not isinstance(value, list | tuple) or not value:
+            raise _unexpected(f"{pointer}/{key}", value, "a list of schemas")
+        if key == "allOf" and len(value) > 1:
+            raise ConfigError(f"the JSON schema has {len(value)} schemas in 'allOf' at {pointer}; write them as one")
+        if len(value) > MAX_BRANCHES:
+            raise _unexpected(f"{pointer}/{key}", value, f"at most {MAX_BRANCHES} schemas")
+        if key == "oneOf":
+            self._check_disjoint(value, pointer)
+        branches = [self.read_schema(each, f"{pointer}/{key}/{index}", depth + 1) for index, each in enumerate(value)]
+        return branches[0] if len(branches) == 1 else {"anyOf": branches}
+
+    def _look_up(self, reference: Any, pointer: str) -> Any:
+        """Return the schema that ``reference`` points to. Raises :class:`ConfigError` if there is none."""
+        target: Any = self._root
+        parts = reference.split("/") if isinstance(reference, str) else [""]
+        for part in parts[1:]:
+            part = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(target, list | tuple) and part.isdecimal() and int(part) < len(target):
+                target = target[int(part)]
+            else:
+                target = target.get(part) if isinstance(target, Mapping) else None
+        if parts[0] != "#" or target is None:
+            raise _unexpected(f"{pointer}/$ref", reference, "'#', or '#/…' that names a schema in this one")
+        return target
+
+    def _check_disjoint(self, branches: Any, pointer: str) -> None:
+        """Raise :class:`ConfigError` if a value may fit two of the schemas."""
+        resolved = [self._resolved(branch, pointer) for branch in branches]
+        if not all(_are_disjoint(one, other) for one, other in combinations(resolved, 2)):
+            raise ConfigError(
+                f"the JSON schema has 'oneOf' at {pointer}, and a value may fit several of its schemas; use 'anyOf', "
+                "or give each another type, or a required property with a 'const' of its own"
+            )
+
+    def _resolved(self, schema: Any, pointer: str) -> Mapping[str, Any]:
+        for _ in range(MAX_DEPTH):
+            if isinstance(schema, Mapping) and "$ref" in schema:
+                schema = self._look_up(schema["$ref"], pointer)
+        return schema if isinstance(schema, Mapping) else {}
+
+    def _typed(self, keywords: dict[str, Any], pointer: str, depth: int) -> dict[str, Any]:
+        """Translate a schema with a type, or with keywords that imply one."""
+        if not keywords:
+            return {}
+        if "type" in keywords:
+            types = _types(keywords.pop("type"), pointer)
+        else:
+            implied = ("number", "string", "array", "object")
+            types = tuple(name for name in implied if any(key in _KEYWORDS_OF_TYPE[name] for key in keywords))[:1]
+        supported = frozenset().union(*(_KEYWORDS_OF_TYPE[name] for name in types)) if types else frozenset()
+        for key in keywords:
+            if key not in supported:
+                raise ConfigError(
+                    f"the JSON schema has {key!r} at {pointer}, which can't be enforced there; leave it out, or write it "
+                    "otherwise"
+                )
+        parts = [
+            self._of_type(name, {k: v for k, v in keywords.items() if k in _KEYWORDS_OF_TYPE[name]}, pointer, depth)
+            for name in types
+        ]
+        return parts[0] if len(parts) == 1 else {"anyOf": parts}
+
+    def _of_type(self, name: str, keywords: dict[str, Any], pointer: str, depth: int) -> dict[str, Any]:
+        for key in _COUNT_KEYWORDS:
+            if key in keywords and not (_is_int(keywords[key]) and 0 <= keywords[key] <= MAX_COUNT):
+                raise _unexpected(f"{pointer}/{key}", keywords[key], f"a whole number of 0 to {MAX_COUNT}")
+        for key in _NUMBER_KEYWORDS & keywords.keys():
+            if not isinstance(keywords[key], int | float) or isinstance(keywords[key], bool) or abs(keywords[key]) > 1e15:
+                raise _unexpected(f"{pointer}/{key}", keywords[key], "a number of at most 1e15")
+        result: dict[str, Any] = {"type": name, **keywords}
+        if name == "string":
+            self._string(result, pointer)
+        if name == "array":
+            self._array(result, pointer, depth)
+        if name == "object":
+            self._object(result, pointer, depth)
+        return result
+
+    def _string(self, result: dict[str, Any], pointer: str) -> None:
+        limits = [key for key in ("pattern", "format") if key in result]
+        if len(limits) > 1 or (limits and ("minLength" in result or "maxLength" in result)):
+            raise ConfigError(
+                f"the JSON schema has {limits[0]!r} beside other limits of a string at {pointer}; only one is enforced: "
+                "leave the others out"
+            )
+        for key in limits:
+            if not isinstance(result[key], str) or len(result[key]) > MAX_COUNT:
+                raise _unexpected(f"{pointer}/{key}", shown(result[key]), "a text")
+        min_length, max_length = result.pop("minLength", 0), result.pop("maxLength", None)
+        if "format" in result:
+            name = result.pop("format")
+            if name not in FORMATS:
+                raise _unexpected(f"{pointer}/format", name, f"one of {', '.join(FORMATS)}")
+            result["pattern"] = FORMATS[name]
+        elif min_length or max_length is not None:
+            if max_length is not None and min_length > max_length:
+                raise _unexpected(f"{pointer}/minLength", min_length, f"at most maxLength, {max_length}")
+            result["pattern"] = f'[^"]{{{min_length},{"" if max_length is None else max_length}}}'
+        if "pattern" in result:
+            result["pattern"] = to_xgrammar_syntax(result["pattern"], in_json=True)
+
+    def _array(self, result: dict[str, Any], pointer: str, depth: int) -> None:
+        if result.pop("uniqueItems", False) is not False:
+            raise ConfigError(f"the JSON schema has 'uniqueItems' at {pointer}, which can't be enforced; leave it out")
+        if "prefixItems" in result:
+            items = result["prefixItems"]
+            if not isinstance(items, list | tuple) or not items:
+                raise _unexpected(f"{pointer}/prefixItems", items, "a list of schemas")
+            result["prefixItems"] = [
+                self.read_schema(each, f"{pointer}/prefixItems/{index}", depth + 1) for index, each in enumerate(items)
+            ]
+        # If 'items' is missing, an array has no items after those of 'prefixItems'.
+        if result.get("items", "prefixItems" not in result) is not False:
+            result["items"] = self.read_schema(result.get("items", True), f"{pointer}/items", depth + 1)
+
+    def _object(self, result: dict[str, Any], pointer: str, depth: int) -> None:
+        properties, required = result.get("properties", {}), result.get("required", [])
+        if not isinstance(properties, Mapping) or len(properties) > MAX_PROPERTIES:
+            raise _unexpected(f"{pointer}/properties", properties, f"an object of at most {MAX_PROPERTIES} schemas")
+        if not isinstance(required, list | tuple) or not all(isinstance(each, str) for each in required):
+            raise _unexpected(f"{pointer}/required", required, "a list of names")
+        additional = result.get("additionalProperties", not properties)
+        undefined = next((each for each in required if each not in properties), None)
+        if undefined is not None:
+            raise ConfigError(
+                f"the JSON schema requires {undefined!r} at {pointer}, which its 'properties' don't have; add it"
+            )
+        result["properties"] = {
+            key: self.read_schema(each, f"{pointer}/properties/{key}", depth + 1) for key, each in properties.items()
+        }
+        if not properties:
+            del result["properties"]
+        # JSON allows a repeated name, and its last value counts. Named and additional properties together could then
+        # violate the schema of a named one, so the result allows either kind, never both.
+        allows_additional = not properties and additional is not False
+        result["additionalProperties"] = allows_additional and (
+            self.read_schema(additional, f"{pointer}/additionalProperties", depth + 1) or True
+        )
+        if not properties and result.get("minProperties", 0) > 1:
+            raise ConfigError(
+                f"the JSON schema has 'minProperties' {result['minProperties']} at {pointer} without 'properties'; more than "
+                "1 can't be enforced"
+            )
+
+
+def _types(schema: Any, pointer: str) -> tuple[str, ...]:
+    types = tuple(schema) if isinstance(schema, list | tuple) else (schema,)
+    if not types or not all(isinstance(name, str) and name in _KEYWORDS_OF_TYPE for name in types):
+        raise _unexpected(f"{pointer}/type", schema, f"one of {', '.join(_KEYWORDS_OF_TYPE)}, or several of them")
+    return tuple(dict.fromkeys(types))
+
+
+def _are_disjoint(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return True if certainly no value fits both schemas: by type, or by a required property with fixed values."""
+    types = [_possible_types(schema) for schema in (one, other)]
+    if types[0] and types[1] and not types[0] & types[1]:
+        return True
+    required_properties: list[Mapping[str, Any]] = []
+    for schema in (one, other):
+        properties, required = schema.get("properties"), schema.get("required")
+        if not isinstance(properties, Mapping) or not isinstance(required, list | tuple):
+            return False
+        names = frozenset(key for key in required if isinstance(key, str))
+        required_properties.append({key: value for key, value in properties.items() if key in names})
+    for key in required_properties[0]:
+        if key in required_properties[1]:
+            values = [_fixed_values(properties[key]) for properties in required_properties]
+            if max(map(len, values)) > MAX_BRANCHES:
+                return False
+            if values[0] and values[1] and not any(value in values[1] for value in values[0]):
+                return True
+    return False
+
+
+def _possible_types(schema: Mapping[str, Any]) -> frozenset[str]:
+    """Return the types of the schema's values, with integers as numbers; empty if the schema names no type."""
+    declared = schema.get("type")
+    names = tuple(declared) if isinstance(declared, list | tuple) else (declared,)
+    return frozenset("number" if name == "integer" else name for name in names if isinstance(name, str))
+
+
+def _fixed_values(schema: Any) -> list[Any]:
+    if not isinstance(schema, Mapping):
+        return []
+    return [schema["const"]] if "const" in schema else list(schema.get("enum", ()))
+
+
+def _has_type(value: object, types: tuple[str, ...]) -> bool:
+    """Return True if ``value`` has one of the JSON types."""
+    if value is None or isinstance(value, bool):
+        return ("null" if value is None else "boolean") in types
+    if isinstance(value, int | float):
+        return "number" in types or ("integer" in types and float(value).is_integer())
+    name = "string" if isinstance(value, str) else "array" if isinstance(value, list | tuple) else "object"
+    return name in types
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _unexpected(pointer: str, schema: object, expected: str) -> ConfigError:
+    return ConfigError(f"the JSON schema has {shown(schema)} at {pointer}; expected {expected}")

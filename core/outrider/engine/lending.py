@@ -1,0 +1,223 @@
+"""PageLending: requests that move between engines through the network card (docs/disaggregation.md).
+
+Apart from :meth:`PageLending.lend`, no function here waits. Each precondition has a fence, which the caller polls between two
+iterations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from outrider.device import ConfigError
+from outrider.engine.loop import Loop
+from outrider.engine.ranks.commands import ExpectPagesCommand, PagesArrivedCommand, ReleasePagesCommand
+from outrider.engine.ranks.records import RanksDiffer
+from outrider.engine.requests.admission import Admission
+from outrider.engine.requests.hand_over import ArrivedPages, ExpectedPages, LentPages, RequestState
+from outrider.engine.requests.pages import FreeList
+from outrider.engine.requests.request import FinishReason, Request, StepOutput
+from outrider.engine.requests.scheduler import Scheduler
+from outrider.engine.session import Session
+from outrider.engine.state.parts import EngineParts
+from outrider.errors import RequestError
+
+
+class PageLending:
+    """The requests that move to or from other engines through the network card, which reads or writes their pages.
+
+    Raises :class:`ConfigError` for an engine whose requests are more than pages, or share pages out.
+    """
+
+    def __init__(self, parts: EngineParts, loop: Loop, admission: Admission, session: Session) -> None:
+        self._parts, self._loop, self._admission, self._session = parts, loop, admission, session
+        self._guard = loop.failure_recovery.guard_device_work
+        if parts.model.config.recurrent is not None:
+            raise ConfigError(
+                "the model has recurrent layers, and a network card moves pages alone, not the states of these layers: the "
+                "engine can't lend requests or borrow them; use hand_over in one process, or prefill and decode on one engine"
+            )
+        if loop.decision_log.has_page_parts:
+            raise ConfigError(
+                "the engine's heads are shared out among tensor-parallel ranks, which have a part of every page each: "
+                "it can't lend requests or borrow them; use data-parallel ranks, or hand_over in one process"
+            )
+        self._scheduler = loop.scheduler
+        self._group = loop.decision_log.own_group
+        transfers = len(parts.fences.pages_ready) + 1
+        self._leaving = FreeList("slot for a request that leaves", transfers)
+        self._coming = FreeList("slot for a request that comes", transfers)
+        self._lent: dict[LentPages, list[int]] = {}
+        self._expected: dict[ExpectedPages, Request] = {}
+        self.expected: dict[int, ExpectedPages] = {}
+        """Requests whose pages aren't written, by id; the same on every rank."""
+
+    def check_lends(self) -> Scheduler:
+        """The scheduler of an engine of one rank, from which requests are lent. Raises :class:`ConfigError` for several
+        ranks.
+        """
+        if not isinstance(self._scheduler, Scheduler):
+            raise ConfigError("an engine of data-parallel ranks takes requests, and lends none; prefill on one rank")
+        return self._scheduler
+
+    def lend(self, request_id: int) -> LentPages | None:
+        """Take a decoding request out of this engine. The network card reads its pages until :meth:`returned`.
+
+        Returns None if too many lent requests are still in transfer; try again after a step. The call does not wait for a
+        resting request. For another request it waits for the iterations in flight, as :meth:`Engine.hand_over` does.
+        """
+        with self._session.use():
+            request = self._loop.leaving(request_id)
+            with self._guard("lending a request's pages"):
+                return self._lend(request)
+
+    def _lend(self, request: Request) -> LentPages | None:
+        scheduler = self.check_lends()
+        if not self._leaving.available:
+            return None
+        slot = self._leaving.allocate()
+        fences = self._parts.fences
+        ready, read = fences.pages_ready[slot - 1], fences.pages_read[slot - 1]
+        state = RequestState(
+            prompt=request.prompt,
+            params=request.params,
+            output=tuple(request.output),
+            priority=request.priority,
+            media=request.media.media if request.media is not None else (),
+            logprobs=tuple(request.logprobs),
+            iterations=request.iterations,
+            verified_tokens=request.verified_tokens,
+        )
+        try:
+            relay = self._parts.transfer.copy_relay_to_host(request, ready)
+        except BaseException:
+            self._leaving.give_back(slot)
+            raise
+        del self._loop.requests[request.id]
+        request.finish_reason = FinishReason.HAND_OVER
+        self._loop.output_queue.put(StepOutput(request.id, (), FinishReason.HAND_OVER))
+        held = scheduler.detach_pages(request)
+        filled = tuple(held[: -(-(state.length + 1) // scheduler.pages.page_size)])
+        lent = LentPages(state=state, pages=filled, relay=relay, ready=ready, read=read, slot=slot)
+        self._lent[lent] = held
+        return lent
+
+    def returned(self, lent: LentPages) -> None:
+        """Free the pages of a request that was lent. The caller has seen *pages read*, or no transfer began."""
+        with self._session.use():
+            if lent not in self._lent:
+                raise RequestError("these pages were given back before, or belong to another engine")
+            self.check_lends().pages.give_back(self._lent.pop(lent))
+            self._leaving.give_back(lent.slot)
+
+    def expect(self, state: RequestState, group: int | None = None) -> ExpectedPages | None:
+        """Reserve pages for a request that another engine of the same model and kind of proposer lends. Returns None if pages
+        are short; try again after a step. Raises :class:`RequestError` for a request that the engine cannot serve.
+
+        With data-parallel ranks the pages belong to one group, whose ranks learn of them with the next decision record.
+        Follower ranks pass its number.
+        """
+        with self._session.use():
+            with self._guard("reserving pages for a request"):
+                expected = self._expect(self._session.next_id, state, group)
+            if expected is not None:
+                self._session.next_id += 1
+                self._session.tell(ExpectPagesCommand, state, expected.group)
+            return expected
+
+    def _expect(self, request_id: int, state: RequestState, group: int | None) -> ExpectedPages | None:
+        if not self._coming.available:
+            return None
+        if not state.output:
+            raise RequestError("a request that comes from another engine has a token of output at least; this one has none")
+        state = self._admission.checked(state)
+        request = self._admission.arrival(request_id, state)
+        if not self._reserve(request, group):
+            return None
+        slot = self._coming.allocate()
+        fences = self._parts.fences
+        free, written = fences.pages_free[slot - 1], fences.pages_written[slot - 1]
+        filled = tuple(request.pages[: -(-(state.length + 1) // self._scheduler.pages.page_size)])
+        expected = ExpectedPages(request=request_id, pages=filled, free=free, written=written, slot=slot, group=request.group)
+        self._expected[expected] = request
+        self.expected[request_id] = expected
+        if self.has_pages(expected):
+            self._parts.transfer.signal_pages_free(free)
+        return expected
+
+    def has_pages(self, expected: ExpectedPages) -> bool:
+        """True if the pages of the request are on this rank."""
+        return expected.group == self._group
+
+    def arrived(self, expected: ExpectedPages, relay: Mapping[str, Tensor]) -> int:
+        """Continue a lent request whose pages were written here, and return its id. The caller has seen *pages written*.
+
+        ``relay`` are the host tensors that the other engine lent; other tensors raise :class:`ConfigError`.
+        """
+        with self._session.use():
+            with self._guard("taking a request over"):
+                self.check(relay)
+                self._queue_arrived(expected, relay)
+            relayed = {} if self.has_pages(expected) else dict(relay)
+            self._session.tell(PagesArrivedCommand, expected.request, relayed)
+            return expected.request
+
+    def follow_arrived(self, command: PagesArrivedCommand) -> None:
+        """Repeat :meth:`arrived` on a follower rank, which receives the relay only if it has the pages."""
+        with self._session.use(), self._guard("taking a request over"):
+            self._queue_arrived(self.expected[command.request], command.relay)
+
+    def follow_expect(self, command: ExpectPagesCommand) -> None:
+        """Repeat :meth:`expect` on a follower rank."""
+        if self.expect(command.state, command.group) is None:
+            raise RanksDiffer(f"group {command.group} has no pages here for a request that the first rank expects in it")
+
+    def _queue_arrived(self, expected: ExpectedPages, relay: Mapping[str, Tensor]) -> None:
+        request = self._taken(expected)
+        try:
+            pinned: Mapping[str, Tensor] = {}
+            if self.has_pages(expected):
+                self.check(relay)
+                pinned = self._parts.transfer.copy_relay_to_pinned(relay)
+        except BaseException:
+            self._expected[expected] = request
+            self.expected[request.id] = expected
+            raise
+        request.arrival = ArrivedPages(len(request.context), request.output[-1], pinned)
+        self._coming.give_back(expected.slot)
+        self._loop.add(request)
+
+    def forsake(self, expected: ExpectedPages) -> None:
+        """Free the pages reserved for a request. The caller knows that no transfer writes them: no transfer began, or the
+        transfer or its link has ended.
+        """
+        with self._session.use():
+            self._scheduler.free_reserved(self._taken(expected))
+            self._coming.give_back(expected.slot)
+            self._session.tell(ReleasePagesCommand, expected.request)
+
+    def _reserve(self, request: Request, group: int | None) -> bool:
+        scheduler = self._scheduler
+        if isinstance(scheduler, Scheduler):
+            return scheduler.reserve(request)
+        known = [*self._loop.requests.values(), *self._expected.values()]
+        for chosen in scheduler.by_load(known) if group is None else (group,):
+            request.group = chosen
+            if scheduler.reserve(request):
+                return True
+        return False
+
+    def _taken(self, expected: ExpectedPages) -> Request:
+        request = self._expected.pop(expected, None)
+        if request is None:
+            raise RequestError("this request has arrived or was given up before, or belongs to another engine")
+        del self.expected[expected.request]
+        return request
+
+    def check(self, relay: Mapping[str, Tensor]) -> None:
+        """Raise :class:`ConfigError` unless the relay has the names, shapes and dtypes of this engine's proposer."""
+        ours = {spec.name: ((1, *spec.shape), spec.dtype) for spec in self._parts.proposer.relay}
+        theirs = {name: (tuple(value.shape), value.dtype) for name, value in relay.items()}
+        if ours != theirs:
+            raise ConfigError(f"the proposer relays {theirs}, this engine's {ours}: the engines have different draft options")

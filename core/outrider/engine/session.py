@@ -1,0 +1,202 @@
+"""Session: who may call an engine and when, and what other ranks hear of a call."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from outrider.device import ConfigError, OutriderError
+from outrider.engine.loop import Loop
+from outrider.engine.ranks.commands import Command, DropCommand, HandOverCommand, ResumeCommand, VoteRequest
+from outrider.engine.ranks.decision_log import RankedDecisionLog
+from outrider.engine.ranks.records import RanksDiffer
+from outrider.engine.requests.groups import GroupScheduler
+from outrider.engine.requests.request import Request
+from outrider.errors import RequestError
+
+
+class WrongThread(OutriderError):
+    """A thread or a forked process called an engine that it doesn't own."""
+
+
+class Owner:
+    """The thread and the process that own an engine: its creator, or the last caller of :meth:`adopt`."""
+
+    def __init__(self) -> None:
+        self._thread, self._name, self._process = _current_thread()
+
+    @property
+    def is_here(self) -> bool:
+        """Return True if the calling thread is the owner."""
+        return threading.get_ident() == self._thread and os.getpid() == self._process
+
+    def check(self) -> None:
+        """Raise :class:`WrongThread` unless the calling thread is the owner."""
+        if threading.get_ident() != self._thread:
+            raise WrongThread(
+                f"this engine belongs to thread {self._name!r} and was called from {threading.current_thread().name!r}: an "
+                "engine is used by one thread; use outrider.AsyncEngine for several, or call Engine.adopt() in the new one "
+                "once the old one is done with it"
+            )
+        if os.getpid() != self._process:
+            raise WrongThread(
+                f"this engine was made in process {self._process} and was called in {os.getpid()}, a fork of it; devices "
+                "don't survive a fork: make the backend and the engine in the new process"
+            )
+
+    def adopt(self) -> None:
+        """Make the calling thread the owner. Raises :class:`WrongThread` in a forked process."""
+        if os.getpid() != self._process:
+            self._thread = threading.get_ident()
+            self.check()
+        self._thread, self._name, _ = _current_thread()
+
+
+def _current_thread() -> tuple[int, str, int]:
+    return threading.get_ident(), threading.current_thread().name, os.getpid()
+
+
+class Session:
+    """The guarded use of an engine through its loop: calls of one thread, which the ranks that follow repeat.
+
+    ``shares_prompts``: the samples of a prompt start once the first was launched, and share its pages.
+    """
+
+    def __init__(self, loop: Loop, *, shares_prompts: bool) -> None:
+        self.owner = Owner()
+        self._loop = loop
+        self._decision_log = loop.decision_log
+        self._failure_recovery = loop.failure_recovery
+        self._shares_prompts = shares_prompts
+        self._used = False
+        self._abandoned: deque[Request] = deque()
+        self.next_id = 0
+        """The id of the next request."""
+
+    @property
+    def has_abandoned(self) -> bool:
+        """True if a stream was dropped whose request has not ended."""
+        return bool(self._abandoned)
+
+    @contextmanager
+    def use(self) -> Generator[None]:
+        """Guard each call that changes the engine. Raises if this thread may not use the engine, or if the engine has
+        stopped. Before and after the call, it ends the requests of streams that were dropped meanwhile.
+        """
+        self.owner.check()
+        self._failure_recovery.check()
+        self._decision_log.check_leads_or_replays()
+        outermost, self._used = not self._used, True
+        try:
+            if outermost:
+                self._end_abandoned()
+            yield
+            if outermost:
+                self._end_abandoned()
+        finally:
+            self._used = not outermost
+
+    def _end_abandoned(self) -> None:
+        while self._abandoned:
+            self.drop([self._abandoned.popleft()])
+
+    def tell(self, command: Callable[..., Command], *arguments: object) -> None:
+        """Publish a call that changes this engine to the other ranks, in the decision log."""
+        self._decision_log.append_command(command(*arguments))
+
+    def drop(self, requests: Sequence[Request]) -> None:
+        """Abort each request that has not ended, and drop its outputs."""
+        self.tell(DropCommand, [request.id for request in requests])
+        self._loop.drop_requests(requests)
+
+    def submit(self, samples: Sequence[Request]) -> int:
+        """Queue the checked samples of one prompt and return the id of the first."""
+        first = samples[0]
+        self.choose_group(samples)
+        self.next_id = samples[-1].id + 1
+        self._loop.requests.update({request.id: request for request in samples})
+        self._loop.scheduler.add(first)
+        if not self._shares_prompts:
+            self._loop.start_followers(first)
+        return first.id
+
+    def add(self, request: Request) -> int:
+        """Queue a request that another engine has started, and return its id."""
+        self.next_id = request.id + 1
+        self._loop.add(request)
+        return request.id
+
+    def choose_group(self, requests: Sequence[Request]) -> None:
+        """Put the samples of a prompt into the data-parallel group with the least work."""
+        scheduler = self._loop.scheduler
+        if isinstance(scheduler, GroupScheduler):
+            group = scheduler.least_busy(self._loop.requests.values())
+            for request in requests:
+                request.group = group
+
+    def close_stream(self, request: Request) -> None:
+        """Note that a stream was closed or dropped, perhaps by the garbage collector, in another thread or inside an
+        iteration.
+        """
+        if self._used or not self.owner.is_here:
+            self._abandoned.append(request)
+        elif self._failure_recovery.stopped is not None:
+            self._loop.output_queue.close(request.id)
+        else:
+            with self.use():
+                self.drop([request])
+                self._loop.drain()
+
+
+Calls = Mapping[type, Callable[[Any], object]]
+"""What an engine does for each command, by its class."""
+
+
+Answer = Callable[[str], str]
+"""The function of a rank that answers a vote request of the first rank; it belongs to the engine's caller."""
+
+
+def answering(decision_log: RankedDecisionLog, answer: Answer | None) -> Callable[[VoteRequest], None]:
+    """Return the handler of vote requests; it publishes the answer of this rank."""
+
+    def answer_request(request: VoteRequest) -> None:
+        if answer is None:
+            raise ConfigError("the first rank asks what is beside this one's engine, and nothing is: use follow(answer=...)")
+        decision_log.publish_vote(request.number, answer(request.said))
+
+    return answer_request
+
+
+def follow(decision_log: RankedDecisionLog, calls: Calls, loop: Loop) -> None:
+    """Replay decision records until the first rank's engine is closed. The first rank delivers the outputs; here they are
+    dropped.
+    """
+    try:
+        while True:
+            record = decision_log.next()
+            for command in decision_log.commands:
+                try:
+                    calls[type(command)](command)
+                except RequestError as error:
+                    # Every rank rejects an invalid command; the first rank raises the error to its caller.
+                    if not isinstance(command, HandOverCommand | ResumeCommand):
+                        raise RanksDiffer(
+                            f"rank {decision_log.ranks.rank} refuses a {type(command).__name__} that rank 0 took: {error}; "
+                            "start all ranks with the same options, files and software"
+                        ) from error
+            if record.act == "iterate":
+                loop.iterate()
+            elif record.act == "drain":
+                loop.drain()
+            elif record.act == "end":
+                return
+            loop.output_queue.pop_outputs()
+    except BaseException as error:
+        stopped = loop.failure_recovery.stop_with_ranks(error)
+        if isinstance(error, Exception) and stopped is not error:
+            raise stopped from error
+        raise

@@ -1,0 +1,1 @@
+"""Start of an engine: checkpoints, chosen settings, and checks before memory is allocated."""

@@ -1,0 +1,120 @@
+"""Checks of a configuration when the engine is created."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outrider.device import Backend, CapabilityError, ConfigError, KernelSet, OutOfDeviceMemory, StepMode
+from outrider.engine.config import DecidedConfig, EngineConfig, state_rows
+from outrider.engine.setup.device_model_facts import memory_of
+from outrider.errors import shown
+from outrider.model import KVCache, LanguageModel
+from outrider.speculative.proposer import Proposer
+
+MAX_SLOTS = 2**31 - 1
+
+
+def check_type(name: str, value: object, *kinds: type) -> None:
+    """Raise :class:`ConfigError` if an argument of the Python API has none of the types ``kinds``."""
+    if not isinstance(value, kinds):
+        expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise ConfigError(f"{name} is {shown(value)} (a {type(value).__name__}); expected {expected}")
+
+
+def check_engine_types(model: object, config: object) -> None:
+    """Raise :class:`ConfigError` if an argument of ``Engine`` has a wrong type."""
+    check_type("model", model, LanguageModel)
+    check_type("config", config, EngineConfig, type(None))
+
+
+def check_loading_types(model_dir: object, backend: object, draft_dir: object, **named: object) -> None:
+    """Raise :class:`ConfigError` if an argument of ``Engine.from_checkpoint`` has a wrong type."""
+    check_type("model_dir", model_dir, str, Path)
+    check_type("backend", backend, str, Backend)
+    check_type("draft_dir", draft_dir, str, Path, type(None))
+    check_type("speculate", named["speculate"], str)
+    check_type("config", named["config"], EngineConfig, type(None))
+    check_type("quantized", named["quantized"], str)
+    check_type("draft_vocabulary", named["draft_vocabulary"], str, Path, int, type(None))
+
+
+def check_policy(backend: Backend, config: DecidedConfig, proposer: Proposer, kernels: KernelSet) -> None:
+    """Check that the backend's policy and the kernels support this configuration."""
+    sync = backend.speculative_sync
+    if config.step_mode not in sync.step_modes:
+        raise CapabilityError(
+            f"{backend.label} doesn't run in {config.mode} mode; its modes are {', '.join(sorted(sync.step_modes))}"
+        )
+    if kernels.plans_on_host and config.step_mode is StepMode.FUSED:
+        raise CapabilityError(
+            f"the kernels {kernels.name!r} plan each batch on the host, from exact lengths, and in fused mode these never "
+            "leave the device: an iteration would be replayed with the plan of its capture; use mode staged, or other kernels"
+        )
+    if sync.exact_host_lengths and proposer.host_lengths is None:
+        raise CapabilityError(
+            f"{backend.label} has an attention that takes lengths as host integers, and the proposer {proposer.name!r} "
+            "decides its lengths on the device; choose another proposer"
+        )
+    if config.graphs and sync.exact_host_lengths and not (sync.rebind_params and backend.capabilities.updates_graph_params):
+        raise CapabilityError(
+            f"{backend.label} has an attention that takes lengths as host integers, and can't rebind these in a captured "
+            "graph; leave graphs off"
+        )
+
+
+def check_invariance(config: DecidedConfig, model: LanguageModel) -> None:
+    """Check that a batch-invariant engine has batch-invariant kernels."""
+    if config.batch_invariant and not (model.native and model.kernels.row_invariant):
+        raise ConfigError(
+            "batch_invariant is set, but the model doesn't run on kernels that are; use Engine.from_checkpoint with a "
+            "model of a supported family, or make the Decoder with backend.kernels_in_use.batch_invariant()"
+        )
+
+
+def check_tree(model: LanguageModel, proposer: Proposer) -> None:
+    """Check that the model can verify the proposer's drafts."""
+    if proposer.nodes < proposer.depth:
+        raise ConfigError(
+            f"the proposer {proposer.name!r} declares {proposer.nodes} nodes and paths of {proposer.depth}: a path has no "
+            "more nodes than its tree"
+        )
+    if proposer.is_tree and model.config.recurrent is not None:
+        raise ConfigError(
+            f"the proposer {proposer.name!r} drafts trees, and the model has recurrent layers: each branch of a tree would "
+            "need a state of its own, and the kernels of these layers keep one for each request; draft a chain (draft_topk=1)"
+        )
+    if proposer.is_tree and any(model.config.windows):
+        raise ConfigError(
+            f"the proposer {proposer.name!r} drafts trees, and the model has layers with a sliding window, which count slots"
+            " and not positions on a path; draft a chain (draft_topk=1)"
+        )
+
+
+def check_cache(backend: Backend, config: DecidedConfig, model: LanguageModel, *, pages: int) -> None:
+    """Check that 32 bits can count the slots of the target's KV cache, and that the cache fits into its memory.
+
+    The memory is that of the device, or of the host if the device keeps tensors there.
+    """
+    slots = pages * config.page_size
+    if slots > MAX_SLOTS:
+        raise ConfigError(
+            f"the KV cache would have {pages} pages of {config.page_size} tokens: {slots} slots; expected at most "
+            f"{MAX_SLOTS}: lower num_pages, max_requests or max_context"
+        )
+    shape = model.config
+    page = KVCache.page_bytes(
+        len(shape.attention_layers), shape.num_kv_heads, shape.head_size, page_size=config.page_size, dtype=model.cache_dtype
+    )
+    memory = memory_of(backend)
+    if memory is None:
+        return
+    total, whose = memory.total, "this machine" if memory.shared else backend.label
+    rows = state_rows(config.max_requests, config.state_checkpoints)
+    states = 0 if shape.recurrent is None else rows * shape.recurrent.state_bytes(model.dtype)
+    if pages * page + states > total:
+        more = f", its recurrent states {rows} rows of {states // rows} bytes" if states else ""
+        raise OutOfDeviceMemory(
+            f"the KV cache would have {pages} pages of {page} bytes{more}: {(pages * page + states) / 2**30:.1f} GiB, and "
+            f"{whose} has {total / 2**30:.1f} GiB in all; lower num_pages, max_requests or max_context"
+            f"{' or state_checkpoints' if states else ''}"
+        )

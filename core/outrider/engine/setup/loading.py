@@ -1,0 +1,211 @@
+"""Loading: reads a checkpoint directory and creates the parts of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from outrider.device import Backend, ConfigError, KernelSet, WrappedKernels
+from outrider.engine.config import DTYPES, Choice, DecidedConfig, DtypeName, EngineConfig
+from outrider.engine.ranks.ranks import Ranks, part_of_model
+from outrider.engine.setup.device_model_facts import situation_of
+from outrider.engine.setup.resolve import choose_dtype, resolve
+from outrider.model import (
+    Decoder,
+    DraftVocabulary,
+    LanguageModel,
+    Progress,
+    QuantizedMode,
+    Tokenizer,
+    VisionTower,
+    check_draft_kind,
+    check_same_tokens,
+    checkpoint_dtype,
+    find_checkpoint,
+    has_tokenizer,
+    load_decoder,
+    load_through_transformers,
+    load_vision,
+)
+from outrider.model.layers.products import quantized_products
+from outrider.model.quantization import read_quantization
+from outrider.registry.proposers import plugin_builders
+from outrider.speculative.build import Builder, DraftOptions, build_proposer, check_output_head
+from outrider.speculative.names import BUILTIN_PROPOSERS, DRAFTLESS, INSIDE_MODEL, SUFFIX_PREFIX
+from outrider.speculative.proposer import Proposer
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A loaded checkpoint with its draft.
+
+    ``vision`` is None for a text model, ``tokenizer`` for a checkpoint without one. ``config`` has all settings decided.
+    """
+
+    config: DecidedConfig
+    model: LanguageModel
+    proposer: Proposer
+    tokenizer: Tokenizer | None
+    vision: VisionTower | None
+
+
+def load_checkpoint(
+    directory: Path,
+    backend: Backend,
+    config: EngineConfig | None,
+    *,
+    draft_dir: Path | None,
+    speculate: str,
+    builders: Mapping[str, Builder] | None = None,
+    through_transformers: bool = False,
+    trust_remote_code: bool = False,
+    quantized: str = "kernels",
+    draft_output_head: str | None = None,
+    draft_vocabulary: Path | str | int | None = None,
+    progress: Progress | None = None,
+    ranks: Ranks | None = None,
+) -> Loaded:
+    """Load a checkpoint and its draft; see :meth:`outrider.engine.engine.Engine.from_checkpoint` for the arguments."""
+    config = config or EngineConfig()
+    directory = find_checkpoint(directory, code=trust_remote_code)
+    draft_dir = None if draft_dir is None else find_checkpoint(draft_dir)
+    builders = dict(builders or {})
+    # plugin_builders raises for an unknown name, before any weights are loaded.
+    builders |= plugin_builders(speculate, other_builders=builders)
+    check_output_head(speculate, draft_output_head, draft_vocabulary)
+    vocabulary = None if draft_vocabulary is None else DraftVocabulary.load(draft_vocabulary)
+    if trust_remote_code and not through_transformers:
+        raise ConfigError("trust_remote_code runs code of the checkpoint, which only through_transformers runs; leave it out")
+    mode = QuantizedMode.from_name(quantized)
+    tokenizer = Tokenizer.from_checkpoint(directory) if has_tokenizer(directory) else None
+    if tokenizer is not None and draft_dir is not None:
+        check_same_tokens(tokenizer, draft_dir)
+    chosen: tuple[Choice, ...] = ()
+    if config.dtype is None:
+        chosen = (choose_dtype(backend.capabilities, checkpoint_dtype(directory)),)
+        config = replace(config, dtype=cast("DtypeName", str(chosen[0].value)))
+    draft_dir = draft_dir if speculate in builders else _checked_draft(directory, draft_dir, speculate)
+    assert config.dtype is not None
+    dtype = DTYPES[config.dtype]
+    if through_transformers and ranks is not None:
+        raise ConfigError(
+            "through_transformers runs a model by transformers' own code, which isn't shared out among ranks; leave it out, "
+            "or run on one rank"
+        )
+    if through_transformers and config.kv_dtype not in ("auto", "plain"):
+        raise ConfigError(
+            f"kv_dtype is {config.kv_dtype}, and through_transformers runs a model by transformers' own code, whose KV cache "
+            "is kept in the model's dtype; leave one of them out"
+        )
+    if through_transformers:
+        model: LanguageModel = load_through_transformers(
+            directory, backend=backend, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+    else:
+        model = _load_native(directory, backend, dtype, config, progress, ranks, mode)
+    options = DraftOptions(
+        target=model,
+        backend=backend,
+        dtype=dtype,
+        directory=draft_dir,
+        draft_tokens=config.draft_tokens,
+        topk=config.draft_topk,
+        progress=progress,
+        quantized=mode,
+        output_head=draft_output_head,
+        vocabulary=vocabulary,
+    )
+    proposer = build_proposer(speculate, options, builders=builders)
+    chosen += (*_quantized_weights(model, mode, directory), *_recurrent_layers(model))
+    chosen += _draft_head_choices(model, draft_output_head, vocabulary)
+    vision = None
+    if model.config.vision is not None:
+        vision = load_vision(directory, backend=backend, dtype=dtype, progress=progress)
+    decided = resolve(config, situation_of(backend, model, proposer), chosen)
+    return Loaded(decided, model, proposer, tokenizer, vision)
+
+
+def _checked_draft(directory: Path, draft_dir: Path | None, speculate: str) -> Path | None:
+    """Return the draft's directory, which is the model's if the heads are in its checkpoint.
+
+    Its kind and its files' headers are checked here, before the target is read.
+    """
+    head = speculate.removeprefix(SUFFIX_PREFIX)
+    if draft_dir is None and head in INSIDE_MODEL:
+        draft_dir = directory
+    if draft_dir is not None and head in BUILTIN_PROPOSERS.keys() - DRAFTLESS:
+        check_draft_kind(draft_dir, head)
+    return draft_dir
+
+
+def _load_native(
+    directory: Path,
+    backend: Backend,
+    dtype: torch.dtype,
+    config: EngineConfig,
+    progress: Progress | None,
+    ranks: Ranks | None,
+    quantized: QuantizedMode,
+) -> Decoder:
+    """Load the model of a checkpoint with the kernels that the config selects."""
+    shared = part_of_model(ranks)
+    kernels = backend.kernels_in_use
+    return load_decoder(
+        directory,
+        backend=backend,
+        dtype=dtype,
+        progress=progress,
+        ranks=shared,
+        quantized=quantized,
+        kv_dtype=config.kv_dtype,
+        kernels=kernels.batch_invariant() if config.batch_invariant else kernels,
+    )
+
+
+def _draft_head_choices(
+    model: LanguageModel, output_head: str | None, vocabulary: DraftVocabulary | None
+) -> tuple[Choice, ...]:
+    """Return the user's choices for the output head from which drafts are sampled, for the report."""
+    made: tuple[Choice, ...] = ()
+    if output_head is not None:
+        why = "as asked: drafts are drawn with a copy of the target's output head; what is verified takes the head itself"
+        made += (Choice("draft_output_head", output_head, why),)
+    if vocabulary is not None:
+        why = f"as asked: drafts are drawn from {vocabulary.origin}; what is verified has all {model.config.vocab_size}"
+        made += (Choice("draft_vocabulary", vocabulary.ids.numel(), why),)
+    return made
+
+
+def _recurrent_layers(model: LanguageModel) -> tuple[Choice, ...]:
+    """Return the report's choice of kernels for the recurrent layers; empty for a model without recurrent layers."""
+    recurrent = model.config.recurrent
+    if recurrent is None:
+        return ()
+    kernels = model.kernels
+    while isinstance(kernels, WrappedKernels):
+        kernels = kernels.inner
+    names = ("short_convolution", "gated_delta_rule", "chunk_gated_delta_rule", "gated_rms_norm")
+    own = [name for name in names if getattr(type(kernels), name) is not getattr(KernelSet, name)]
+    why = f"{', '.join(own)} by the kernels {kernels.name!r}" if own else "computed by the torch references"
+    return (Choice("recurrent_layers", len(recurrent.layers), why),)
+
+
+def _quantized_weights(model: LanguageModel, mode: QuantizedMode, directory: Path) -> tuple[Choice, ...]:
+    """Return the weight implementation for a quantized checkpoint; an empty mapping for an unquantized one."""
+    if not isinstance(model, Decoder):
+        return ()
+    if mode is QuantizedMode.DEQUANTIZE:
+        found = read_quantization(directory, mode=mode)
+        plain = f"weights of {found.method} are plain now, and activations stay as they are" if found is not None else ""
+        return (Choice("quantized", mode.value, f"as asked: {plain}"),) if plain else ()
+    products = quantized_products(model.weights)
+    if not products:
+        return ()
+    own = type(model.kernels).linear_quantized is not KernelSet.linear_quantized
+    ways = ", ".join(f"{label} in {count} weights" for label, count in sorted(products.items()))
+    by = f"the kernels {model.kernels.name!r}" if own else "the torch reference, each weight made plain in each product"
+    return (Choice("quantized", ways, f"the checkpoint's; multiplied by {by}"),)

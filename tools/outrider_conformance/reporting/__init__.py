@@ -1,0 +1,1 @@
+"""Verdicts of tests, causes of failures, waivers, and the report of a run."""

@@ -1,0 +1,150 @@
+"""Derive the kit's verdict about the backend from pytest's outcome of a test."""
+
+from __future__ import annotations
+
+import datetime
+import textwrap
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any, NoReturn
+
+import pytest
+
+from outrider_conformance.levels import level_of
+from outrider_conformance.reporting.causes import Diagnosis, Promise, diagnose
+from outrider_conformance.reporting.waivers import Waiver
+
+VERDICT = "verdict"
+NOT_REACHED = "not run: "
+"""Beginning of the reason of a skip that leaves a test out."""
+_NOT_APPLICABLE = "not applicable: "
+_NO_DIAGNOSIS = Diagnosis(None)
+
+
+class Verdict(StrEnum):
+    """The kit's result of one test of the backend."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    WAIVED = "waived"
+    """Failed, and a waiver that hasn't expired covers the test."""
+    NOT_DECLARED = "not declared"
+    """The test needs an ability that the backend doesn't declare."""
+    NOT_APPLICABLE = "not applicable"
+    """The tested situation can't arise on this device. The reason says why."""
+    NOT_RUN = "not run"
+    """Deselected, or the run ended before the test."""
+
+
+def not_applicable(reason: str) -> NoReturn:
+    """End the running test because this device cannot show the case that it tests. Only tests of the suite may call this."""
+    pytest.skip(_NOT_APPLICABLE + reason)
+
+
+def mark_of(item: pytest.Item, name: str) -> tuple[object, ...]:
+    """Return the arguments of a marker of a test, or an empty tuple without the marker."""
+    marker = item.get_closest_marker(name)
+    return tuple(marker.args) if marker is not None else ()
+
+
+def judge(
+    item: pytest.Item,
+    call: pytest.CallInfo[None],
+    report: pytest.TestReport,
+    waivers: Sequence[Waiver],
+    today: datetime.date,
+    *,
+    alone: str,
+) -> None:
+    """Set the outcome of pytest's report by the kit's rules, and add the verdict to its user properties.
+
+    ``alone`` is the command that runs the test by itself.
+    """
+    test = test_id(item)
+    waiver = next((waiver for waiver in waivers if waiver.covers(test)), None)
+    verdict, reason = Verdict.PASSED, ""
+    checked = _promise(item)
+    diagnosis = Diagnosis(checked)
+    if report.skipped:
+        reason = str(call.excinfo.value) if call.excinfo is not None else ""
+        if reason.startswith("not declared: "):
+            verdict = Verdict.NOT_DECLARED
+        elif reason.startswith(NOT_REACHED):
+            verdict, reason = Verdict.NOT_RUN, reason.removeprefix(NOT_REACHED)
+        elif reason.startswith(_NOT_APPLICABLE):
+            verdict, reason = Verdict.NOT_APPLICABLE, reason.removeprefix(_NOT_APPLICABLE)
+        else:
+            reason = f"skipped ({reason}): a test of declared abilities may not be skipped"
+            verdict = _fail(report, reason)
+    elif report.failed:
+        verdict = Verdict.FAILED
+        reason = str(call.excinfo.value) if call.excinfo is not None else "failed"
+        if call.excinfo is not None:
+            diagnosis = diagnose(checked, call.excinfo.value, report.when)
+        report.sections.append(("the promise", _explain(diagnosis, checked)))
+        report.sections.append(("alone", alone))
+        if waiver is not None and not waiver.expired(today):
+            report.outcome = "skipped"
+            report.wasxfail = f"waived until {waiver.expires}: {waiver.reason} ({waiver.link})"
+            verdict = Verdict.WAIVED
+        elif waiver is not None:
+            reason += f"\n(its waiver expired on {waiver.expires}: {waiver.link})"
+    elif report.when == "call" and waiver is not None:
+        reason = f"passed although {waiver.link} waives it: remove the waiver"
+        verdict = _fail(report, reason)
+    what = " ".join((getattr(getattr(item, "function", None), "__doc__", "") or "").split())
+    entry = verdict_entry(test, level_of(item.path), verdict, reason, what, diagnosis)
+    entry["alone"] = alone if verdict is Verdict.FAILED else ""
+    entry["needs"] = list(mark_of(item, "needs"))
+    entry["waiver"] = waiver.as_dict() if verdict is Verdict.WAIVED and waiver is not None else None
+    report.user_properties.append((VERDICT, entry))
+
+
+def verdict_entry(
+    test: str, level: int | None, verdict: Verdict, reason: str, what: str = "", diagnosis: Diagnosis = _NO_DIAGNOSIS
+) -> dict[str, Any]:
+    """Return a test's entry in the report as plain data, without seconds and figures."""
+    promise = diagnosis.promise
+    return {
+        "id": test,
+        "level": level,
+        "outcome": str(verdict),
+        "reason": reason,
+        "what": what,
+        "promise": {"member": promise[0], "words": promise[1]} if promise else None,
+        "where": diagnosis.where,
+        "causes": list(diagnosis.causes),
+        "alone": "",
+        "needs": [],
+        "waiver": None,
+    }
+
+
+def test_id(item: pytest.Item) -> str:
+    """Return the id of a test in reports and waivers: ``test_l1_events::test_…[…]``, without the path of the installation."""
+    return f"{item.path.stem}::{item.name}"
+
+
+test_id.__test__ = False  # type: ignore[attr-defined]  # a module that imports it must not run it
+
+
+def _fail(report: pytest.TestReport, reason: str) -> Verdict:
+    report.outcome = "failed"
+    report.longrepr = reason
+    return Verdict.FAILED
+
+
+def _promise(item: pytest.Item) -> Promise | None:
+    marked = mark_of(item, "promise")
+    return (str(marked[0]), str(marked[1])) if marked else None
+
+
+def _explain(diagnosis: Diagnosis, checked: Promise | None) -> str:
+    if diagnosis.promise is not None:
+        member, words = diagnosis.promise
+        text = f"{member} promises:\n" + textwrap.fill(f"“{words}”", 100, initial_indent="  ", subsequent_indent="  ")
+    elif checked is not None:
+        text = "(the backend interface promises nothing about this failure)"
+    else:
+        text = "(this test checks the kit's own rules)"
+    return "\n".join(filter(None, [text, diagnosis.text()]))

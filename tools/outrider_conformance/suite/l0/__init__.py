@@ -1,0 +1,1 @@
+"""The L0 tests of the suite: discovery, identity and errors."""

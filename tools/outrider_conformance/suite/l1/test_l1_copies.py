@@ -1,0 +1,184 @@
+"""L1: copies move the right bytes in stream order, without blocking the host."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from outrider.device import Backend
+from outrider_conformance.lab import CALLS, WIDTH, Lab, expect, in_every_order, observing
+from outrider_conformance.promises import needs, promise
+from outrider_conformance.reporting.verdict import not_applicable
+
+_DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
+_LENGTHS = (WIDTH, 1 << 14, 1 << 18, (1 << 18) + 1, (1 << 22) + 1)
+"""Numbers of copies of 256 bytes, 64 KiB, 1 MiB, and a little more than 1 and 16 MiB: drivers change their ways there."""
+_FEW_COPIES = 1 << 18
+"""Numbers from which one copy is made instead of several."""
+
+
+@promise(
+    "Backend.empty_pinned", "Allocate page-locked host memory with undefined contents. ``owner`` names the memory in reports."
+)
+def test_pinned_memory_is_host_memory(backend: Backend) -> None:
+    """Pinned buffers have the requested shape and dtype, are contiguous, and do not overlap."""
+    buffers = [backend.empty_pinned(f"buffer {number}", (3, 5), torch.int64) for number in range(4)]
+    for number, buffer in enumerate(buffers):
+        expect(buffer.owner, f"buffer {number}", "the owner")
+        expect((tuple(buffer.tensor.shape), buffer.tensor.dtype), ((3, 5), torch.int64), "shape and dtype")
+        expect(buffer.tensor.device.type, torch.ones(1).device.type, "where the host sees it")
+        assert buffer.tensor.is_contiguous()
+        buffer.tensor.fill_(number)
+    expect([buffer.tensor.unique().tolist() for buffer in buffers], [[0], [1], [2], [3]], "contents of four buffers")
+    assert all(backend.is_pinned(buffer.tensor) for buffer in buffers), "is_pinned is False for memory from empty_pinned"
+
+
+@promise("Backend.is_pinned", "Return True if a host tensor (or a slice of one) is page-locked for this device.")
+def test_pinned_and_pageable_are_told_apart(backend: Backend) -> None:
+    """A slice of pinned memory counts as pinned, and ordinary host memory does not."""
+    buffer = backend.empty_pinned("buffer", (8,), torch.float32)
+    assert backend.is_pinned(buffer.tensor[2:6]), "a slice of pinned memory isn't recognised"
+    if not backend.is_host(torch.ones(1)):
+        not_applicable("the device computes in host memory: all of it is reached without a detour")
+    assert not backend.is_pinned(torch.ones(8)), "pageable memory is taken for pinned"
+
+
+@promise("Backend.copy_async", "device to device, pinned host to device, or back.")
+@pytest.mark.parametrize("dtype", _DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_bytes_arrive(lab: Lab, dtype: torch.dtype) -> None:
+    """A round trip from the host over two device tensors returns the same bytes."""
+    backend = lab.backend
+    (stream,) = lab.streams("s")
+    up, down = backend.empty_pinned("up", (4, 6), dtype), backend.empty_pinned("down", (4, 6), dtype)
+    up.tensor.copy_((torch.arange(24) % 7).reshape(4, 6).to(dtype))
+    down.tensor.zero_()
+    with backend.on(stream):
+        here = torch.zeros(4, 6, dtype=dtype, device=backend.device)
+        there = torch.zeros(4, 6, dtype=dtype, device=backend.device)
+    backend.copy_async(here, up.tensor, stream=stream)
+    backend.copy_async(there, here, stream=stream)
+    backend.copy_async(down.tensor, there, stream=stream)
+    stream.synchronize()
+    expect(down.tensor.tolist(), up.tensor.tolist(), f"a round trip of {dtype}")
+
+
+@promise("Backend.copy_async", "The bytes of the source are read, and those of the destination written, in stream order")
+@in_every_order()
+def test_a_copy_to_the_host_reads_in_stream_order(lab: Lab) -> None:
+    """A copy to the host contains a late earlier write, and not a later write."""
+    backend = lab.backend
+    a, b = lab.streams("a", "b")
+    x = lab.full(a, 0)
+    down = backend.empty_pinned("down", (WIDTH,), torch.float32)
+    down.tensor.fill_(-1)
+    lab.fill_late(a, x, 1)
+    b.wait(lab.record(a, "written"))
+    backend.copy_async(down.tensor, x, stream=b)
+    copied = lab.record(b, "copied")
+    a.wait(copied)
+    lab.fill(a, x, 2)
+    copied.synchronize()
+    expect(lab.current_values(down.tensor), 1.0, "the copy between two writes")
+
+
+@promise("Backend.copy_async", "The bytes of the source are read, and those of the destination written, in stream order")
+@in_every_order()
+def test_a_copy_to_the_device_writes_in_stream_order(lab: Lab) -> None:
+    """A copy to the device overwrites a late earlier write, and following work reads the copy."""
+    backend = lab.backend
+    (a,) = lab.streams("a")
+    x, y = lab.full(a, 0), lab.full(a, 0)
+    up = backend.empty_pinned("up", (WIDTH,), torch.float32)
+    up.tensor.fill_(5)
+    lab.fill_late(a, x, 1)
+    backend.copy_async(x, up.tensor, stream=a)
+    lab.expect_read(a, y, x, 5.0, "what the copy wrote over a late write")
+
+
+@promise("Backend.copy_async", "Copy on ``stream`` without blocking the host")
+@in_every_order()
+def test_a_copy_goes_to_its_stream_and_leaves_the_scope(lab: Lab) -> None:
+    """A copy inside the scope of another stream runs on its own stream, and the scope stays unchanged."""
+    backend = lab.backend
+    a, b = lab.streams("a", "b")
+    x, y, z = lab.full(a, 0), lab.full(b, 0), lab.full(b, 0)
+    down = backend.empty_pinned("down", (WIDTH,), torch.float32)
+    down.tensor.fill_(-1)
+    lab.slow(a)
+    lab.slow(b)
+    with backend.on(a):
+        x.fill_(1)
+    with backend.on(b):
+        y.fill_(3)
+        backend.copy_async(down.tensor, x, stream=a)
+        z.copy_(y)
+    a.synchronize()
+    expect(lab.current_values(down.tensor), 1.0, "a copy after work of its own stream")
+    expect(lab.read_tensor(b, z), 3.0, "work in the scope, after a copy on another stream")
+
+
+@needs("asynchronous")
+@promise("Backend.copy_async", "Copy on ``stream`` without blocking the host")
+@pytest.mark.parametrize("direction", ["to the host", "to the device", "on the device"])
+def test_a_copy_does_not_block_the_host(lab: Lab, direction: str) -> None:
+    """The call of a copy after slow work returns while that work runs, for short, long and empty copies."""
+
+    def is_pending(width: int) -> bool:
+        (a,) = lab.streams("a")
+        x, y = lab.full(a, 0, width=width), lab.full(a, 0, width=width)
+        pinned = lab.backend.empty_pinned("pinned", (width,), torch.float32)
+        pinned.tensor.fill_(1)
+        lab.slow(a)
+        busy = lab.record(a, "busy")
+        pair = {"to the host": (pinned.tensor, x), "to the device": (x, pinned.tensor), "on the device": (y, x)}
+        for _ in range(CALLS if width < _FEW_COPIES else 1):
+            lab.backend.copy_async(*pair[direction], stream=a)
+        return not busy.query()
+
+    for width in (*_LENGTHS, *([0] if direction == "on the device" else [])):
+        words = f"earlier work was always done after a copy of {width} numbers {direction}: the copy is synchronous"
+        lab.check_in_some_order(observing(partial(is_pending, width)), words)
+
+
+@promise("PinnedBuffer", "``tensor`` is the host tensor; slices of it stay pinned.")
+def test_a_copy_of_a_slice_leaves_its_neighbours_alone(lab: Lab) -> None:
+    """Copies between slices of a pinned buffer and of a device tensor change no neighbouring element."""
+    backend = lab.backend
+    (stream,) = lab.streams("s")
+    pinned = backend.empty_pinned("pinned", (8,), torch.int64)
+    pinned.tensor.copy_(torch.arange(8))
+    with backend.on(stream):
+        x = torch.full((8,), -1, dtype=torch.int64, device=backend.device)
+    backend.copy_async(x[3:6], pinned.tensor[1:4], stream=stream)
+    stream.synchronize()
+    expect(lab.current_values(x), [-1, -1, -1, 1, 2, 3, -1, -1], "a slice copied to the device")
+    backend.copy_async(pinned.tensor[5:7], x[4:6], stream=stream)
+    stream.synchronize()
+    expect(pinned.tensor.tolist(), [0, 1, 2, 3, 4, 2, 3, 7], "a slice copied to the host")
+
+
+@promise("Backend.copy_async", "The bytes of the source are read, and those of the destination written, in stream order")
+@pytest.mark.parametrize("where", ["on the device", "to the host", "to the device"])
+def test_copies_reach_far_into_a_tensor(lab: Lab, where: str) -> None:
+    """Copies work beyond 2**24 bytes and elements, the limits of 24-bit registers and of integers in float32."""
+    backend = lab.backend
+    far, count = 2**24 + 1, 67
+    (stream,) = lab.streams("s")
+    large = lab.full(stream, 1, dtype=torch.uint8, width=far + count)
+    small = lab.full(stream, 2, dtype=torch.uint8, width=count)
+    pinned = backend.empty_pinned("p", (count,), torch.uint8).tensor
+    pinned.fill_(3)
+    if where == "to the host":
+        with backend.on(stream):
+            large[far:].fill_(5)
+        backend.copy_async(pinned, large[far:], stream=stream)
+        stream.synchronize()
+        expect(set(pinned.tolist()), {5}, "what a copy read far into a tensor")
+        return
+    backend.copy_async(large[far:], small if where == "on the device" else pinned, stream=stream)
+    stream.synchronize()
+    found = large.cpu()
+    expect(set(found[far:].tolist()), {2 if where == "on the device" else 3}, "what a copy wrote far into a tensor")
+    expect(bool((found[:far] == 1).all()), True, "that everything before it stayed as it was")

@@ -1,0 +1,1 @@
+"""The L3 tests of the suite: flags and graph parameters."""

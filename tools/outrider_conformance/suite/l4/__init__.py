@@ -1,0 +1,1 @@
+"""The L4 tests of the suite: kernels and the overlapped speculative engine."""

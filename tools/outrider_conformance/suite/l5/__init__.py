@@ -1,0 +1,1 @@
+"""The L5 tests of the suite: figures that are reported and not checked."""

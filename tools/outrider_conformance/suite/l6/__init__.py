@@ -1,0 +1,1 @@
+"""The L6 tests of the suite: collectives between two ranks."""

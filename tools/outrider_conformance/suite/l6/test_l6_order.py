@@ -1,0 +1,146 @@
+"""L6: collectives run in the order of a stream and in graphs, and calls that cannot complete raise errors."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider_conformance.kit import Kit
+from outrider_conformance.promises import needs, promise
+from outrider_conformance.ranks import faults as host_waits
+from outrider_conformance.ranks import programs as programs
+from outrider_conformance.ranks.runner import RankRunner
+from outrider_conformance.reporting.verdict import not_applicable
+
+_KINDS = ("all_reduce", "all_gather", "broadcast", "reduce_scatter", "all_to_all", "send")
+
+
+@needs("collectives")
+@promise("Group", "it reads and writes in the order of that stream, as a kernel does")
+@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("kind", _KINDS)
+def test_a_call_runs_between_kernels(ranks: RankRunner, kind: str, slow: int) -> None:
+    """A call runs after a late kernel of either rank and before the kernels that reuse its operands."""
+    ranks.run_program(programs.in_order, slow, kind)
+
+
+@needs("collectives")
+@promise("Group", "Two calls of one group on different streams need an event between them")
+def test_a_long_exchange(ranks: RankRunner) -> None:
+    """Two groups alternate on one stream, and each call uses the result of the previous one."""
+    ranks.run_program(programs.many_in_order)
+
+
+@needs("collectives")
+@promise(
+    "Group",
+    "it reads and writes in the order of that stream, as a kernel does, and returns before it has run if "
+    "the backend declares ``asynchronous``.",
+)
+def test_the_host_does_not_wait_for_the_other_ranks(kit: Kit, ranks: RankRunner) -> None:
+    """A call returns before the other rank has made its call."""
+    if not kit.open().capabilities.asynchronous:
+        not_applicable("each operation has finished when its call returns")
+    ranks.run_program(programs.returns_at_once)
+
+
+@needs("collectives")
+@promise("Group", "Otherwise it has run when the call returns.")
+def test_a_synchronous_call_has_run(kit: Kit, ranks: RankRunner) -> None:
+    """The host reads the result as soon as the call returns."""
+    if kit.open().capabilities.asynchronous:
+        not_applicable("work may be pending when its call returns")
+    ranks.run_program(programs.result_is_complete)
+
+
+@needs("collectives", "captures_collectives")
+@promise("Group", "each replay then makes it anew, on every rank.")
+def test_captured_calls_are_made_by_each_replay(ranks: RankRunner) -> None:
+    """One graph holds all verbs between kernels, and the same group makes calls around its replays."""
+    ranks.run_program(programs.captured, schedules=4)
+
+
+@needs("collectives", "captures_collectives")
+@promise("Group.close", "a later replay raises :class:`InterfaceError`.")
+def test_a_group_is_closed_before_the_graphs_that_hold_its_calls(ranks: RankRunner) -> None:
+    """Closing a group does not wait for the end of graphs that hold its calls."""
+    ranks.run_program(programs.closed_with_its_graphs)
+
+
+@needs("collectives", "captures_collectives")
+@promise("Graph.release", "Release a graph before the resources that it uses")
+def test_graphs_are_released_before_their_group(ranks: RankRunner) -> None:
+    """A group closes after its graphs were released or dropped, and a new group takes its name."""
+    ranks.run_program(programs.released_before_its_group)
+
+
+@needs("collectives")
+@promise("Group", "Elsewhere it raises :class:`CapabilityError`.")
+def test_calls_in_a_capture_that_is_not_declared(kit: Kit, ranks: RankRunner) -> None:
+    """Without graphs, replays are eager and make the calls. With graphs alone, a captured call raises an error."""
+    declared = kit.open().capabilities
+    if declared.captures_collectives and declared.captures_graphs:
+        not_applicable("captures_collectives is declared")
+    ranks.run_program(programs.not_captured if declared.captures_graphs else programs.captured)
+
+
+@needs("collectives")
+@promise("Group", "Wrong operands, another backend's stream and a closed group raise :class:`InterfaceError`")
+def test_misuse_raises_before_anything_is_sent(ranks: RankRunner) -> None:
+    """Wrong shapes, dtypes, strides, devices, roots and peers raise errors. A closed group can be closed again."""
+    ranks.run_program(host_waits.misuse, schedules=1)
+
+
+@needs("collectives")
+@promise(
+    "Backend.create_group",
+    "Raises :class:`CapabilityError` if the backend has no collectives, :class:`ConfigError` if the ranks"
+    " aren't distinct or don't include ``rank``, and :class:`CollectiveError` if a rank doesn't make the "
+    "call.",
+)
+def test_ranks_that_are_no_group(ranks: RankRunner) -> None:
+    """Ranks without this one, a repeated rank, and no ranks at all raise errors."""
+    ranks.run_program(host_waits.bad_groups, schedules=1)
+
+
+@needs("collectives")
+@promise(
+    "Backend.create_group",
+    "Raises :class:`CapabilityError` if the backend has no collectives, :class:`ConfigError` if the ranks"
+    " aren't distinct or don't include ``rank``, and :class:`CollectiveError` if a rank doesn't make the "
+    "call.",
+)
+def test_a_group_that_a_rank_never_joins(ranks: RankRunner) -> None:
+    """Creating a group that one rank never joins fails within the limit."""
+    ranks.run_program(host_waits.peer_never_joins, timeout_s=0.5, schedules=1)
+
+
+@needs("collectives")
+@promise("Group", "is a :class:`CollectiveError` that names group, rank, sequence and kind")
+@pytest.mark.parametrize("how", ["closes", "hangs", "exits"])
+def test_a_peer_that_leaves(kit: Kit, ranks: RankRunner, how: str) -> None:
+    """A peer closes its group, does nothing beyond the limit, or ends its process."""
+    if how == "exits" and not ranks.in_processes():
+        not_applicable("ranks are threads of one process here")
+    if how == "hangs" and kit.open().control is not None:
+        not_applicable("a simulated device has no clock: what never ends is known at once")
+    if how == "exits":
+        ranks.run_leaving(host_waits.peer_dies, how, leaving=1, timeout_s=1.0)
+    else:
+        ranks.run_program(host_waits.peer_dies, how, timeout_s=1.0, schedules=1)
+    ranks.end_ranks()  # the state that such a group leaves on a device can't be used again
+
+
+@needs("collectives")
+@promise("Group", "or that didn't come within the group's ``timeout_s``")
+def test_a_peer_that_is_late_is_waited_for(kit: Kit, ranks: RankRunner) -> None:
+    """A peer that is late within the limit causes no error."""
+    if kit.open().control is not None:
+        not_applicable("a simulated device has no clock")
+    ranks.run_program(host_waits.peer_is_late, timeout_s=2.0)
+
+
+@needs("collectives")
+@promise("Observer.collective", "Reported before the call is enqueued")
+def test_tools_are_told(ranks: RankRunner) -> None:
+    """An observer receives calls and decisions in their order."""
+    ranks.run_program(host_waits.calls_are_reported, schedules=1)
