@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli.commands import OWN
+from outrider.cli.commands.table import OWN
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGINS = sorted(f"{path.parent.name}.plugin" for path in (ROOT / "backends").glob("*/outrider_*/plugin.py"))

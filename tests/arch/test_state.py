@@ -37,7 +37,7 @@ MUTATORS = frozenset(
         "sort",
     ]
 )
-ENVIRONMENT = Path("outrider/cli/environment.py")
+ENVIRONMENT = Path("outrider/cli/terminal/environment.py")
 
 
 def mutable_state(source: str) -> list[str]:

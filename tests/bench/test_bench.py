@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from outrider.cli.models import Speculation, load
+from outrider.cli.options.models import Speculation, load
 from outrider.registry import get_backend
 from outrider_bench.decoding import DecodeIterations, run_batch
 from outrider_bench.device_profile import profile_device

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from outrider import SamplingParams
-from outrider.cli.differences import PrefillComparison
-from outrider.cli.models import Speculation, load
+from outrider.cli.commands.differences import PrefillComparison
+from outrider.cli.options.models import Speculation, load
 from outrider_bench.plot import limits_svg
 
 

@@ -264,7 +264,8 @@ def test_quotes_that_nobody_closes(outrider, checkpoint, typed):
 @pytest.mark.parametrize(("presses", "code"), [(1, 0), (2, 130)])
 def test_an_interrupt_ends_the_answer(outrider, checkpoint, typed, monkeypatch, presses, code):
     """One ends the answer. A second one, where the answer doesn't end, ends the command."""
-    from outrider.cli import chat, stopping
+    from outrider.cli.commands import chat
+    from outrider.cli.terminal import stopping
 
     monkeypatch.setattr(stopping, "_TWICE_S", 0.0)
     pieces = []

@@ -7,8 +7,8 @@ import torch
 
 from outrider import Engine, EngineConfig
 from outrider.bundled import bundled
-from outrider.cli.differences import PrefillComparison
-from outrider.cli.models import Running, Sizes, Speculation, load
+from outrider.cli.commands.differences import PrefillComparison
+from outrider.cli.options.models import Running, Sizes, Speculation, load
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import tiny
 

@@ -8,9 +8,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from outrider.cli import commands as table
-from outrider.cli.commands import GROUP, OWN, commands
-from outrider.cli.lazy import Broken, CommandUnavailable, group
+from outrider.cli.commands import table
+from outrider.cli.commands.table import GROUP, OWN, Broken, CommandUnavailable, commands, group
 
 
 def offer(name, value, distribution=None):

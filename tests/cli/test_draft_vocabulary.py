@@ -7,7 +7,7 @@ import pytest
 
 from outrider import SamplingParams
 from outrider.bundled import bundled
-from outrider.cli.models import Speculation, load
+from outrider.cli.options.models import Speculation, load
 from outrider.model import DraftVocabulary, Tokenizer
 
 TEXT = "def add(first, second):\n    return first + second\n" * 3 + "# größer\n"
@@ -48,7 +48,7 @@ def test_a_long_text_is_counted_piece_by_piece(outrider, tmp_path, monkeypatch):
     long.write_text(TEXT * 40, encoding="utf-8")
     given = ("draft-vocabulary", str(long), "--size", "99", "--out", str(out), "--json")
     whole = outrider(*given).json
-    monkeypatch.setattr("outrider.cli.draft_vocabulary._PIECE_CHARACTERS", 64)
+    monkeypatch.setattr("outrider.cli.commands.draft_vocabulary._PIECE_CHARACTERS", 64)
     pieces = outrider(*given).json
     # A line's end and the next one's indentation are one token, and two where a piece ends between them.
     assert 0 < pieces["counted"] - whole["counted"] <= len(TEXT) * 40 // 64

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli import inputs
+from outrider.cli.terminal import inputs
 from outrider.device import ConfigError, OutOfDeviceMemory
 from outrider.engine.config import SIZES, EngineConfig
 from outrider.errors import RequestError

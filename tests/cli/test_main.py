@@ -14,11 +14,11 @@ import time
 import pytest
 from rich.table import Table
 
-from outrider.cli import dispatch
 from outrider.cli import main as cli
-from outrider.cli.report import CommandReport, Interrupted, to_json
-from outrider.cli.stopping import Stopped, until_stopped
-from outrider.cli.streams import wrap_words
+from outrider.cli.commands import dispatch
+from outrider.cli.terminal.report import CommandReport, Interrupted, to_json
+from outrider.cli.terminal.stopping import Stopped, until_stopped
+from outrider.cli.terminal.streams import wrap_words
 from outrider.device import ConfigError
 
 
@@ -39,7 +39,7 @@ def command(monkeypatch):
 
 
 def cli_json_option():
-    from outrider.cli.report import JsonOption
+    from outrider.cli.options.option_values import JsonOption
 
     return JsonOption
 
@@ -184,9 +184,10 @@ def test_help_imports_no_torch():
 
 LOUD = """
 import atexit, json, os, subprocess, sys
-from outrider.cli import dispatch
+from outrider.cli.commands import dispatch
 from outrider.cli import main as cli
-from outrider.cli.report import CommandReport, JsonOption
+from outrider.cli.options.option_values import JsonOption
+from outrider.cli.terminal.report import CommandReport
 def x(json_output: JsonOption = False) -> CommandReport:
     os.write(1, b"written to the descriptor\\n")
     print("printed to Python's own stream", file=sys.__stdout__)
@@ -358,7 +359,7 @@ sys.exit(main(["generate", "--prompt", "x", "--max-tokens", "1", "--backend", "c
 def test_sigint_in_a_text_that_is_executed_is_an_exit_code(tmp_path):
     code = """
 import os, signal, sys
-from outrider.cli import dispatch
+from outrider.cli.commands import dispatch
 from outrider.cli.main import main
 def act(arguments, stop):
     stop.ready()
@@ -379,7 +380,7 @@ def test_a_background_job_ignores_sigint_and_obeys_sigterm(tmp_path, number, cod
     (tmp_path / "acting.py").write_text(
         f"""
 import os, signal, sys
-from outrider.cli import dispatch
+from outrider.cli.commands import dispatch
 from outrider.cli.main import main
 def act(arguments, stop):
     try:
@@ -405,8 +406,10 @@ def test_a_command_that_exits_is_reported(outrider, command):
 
 STUCK = """
 import hashlib, sys
-from outrider.cli import dispatch, main, stopping
-from outrider.cli.report import JsonOption
+from outrider.cli import main
+from outrider.cli.commands import dispatch
+from outrider.cli.terminal import stopping
+from outrider.cli.options.option_values import JsonOption
 stopping._PATIENCE_S = 0.3
 
 def stuck(json_output: JsonOption = False):

@@ -6,7 +6,7 @@ import pytest
 
 from outrider import Engine
 from outrider.bundled import bundled
-from outrider.cli.models import Speculation, load
+from outrider.cli.options.models import Speculation, load
 from outrider.model import supported_families
 from outrider.speculative.build import BUILDERS
 

@@ -3,7 +3,7 @@
 import pytest
 
 from outrider import SamplingParams
-from outrider.cli.models import Running, Speculation, load
+from outrider.cli.options.models import Running, Speculation, load
 from outrider.device import CapabilityError, ConfigError
 from outrider.engine.requests.request import FinishReason
 

@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from outrider.cli import option_values
-from outrider.cli.option_values import UsageError, one_of
+from outrider.cli.options import option_values
+from outrider.cli.options.option_values import UsageError, one_of
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
 
 PARSE_ALL = """
 import json, sys, typer
-from outrider.cli.commands import commands
-from outrider.cli.lazy import group
+from outrider.cli.commands.table import commands
+from outrider.cli.commands.table import group
 
 def each_command(command, path):
     if not hasattr(command, "targets"):
@@ -125,10 +125,10 @@ def test_the_names_and_sizes_are_those_of_the_engine():
 
 
 def problem_of(annotation, value):
-    """The message with which the option of outrider.cli.models refuses a value, or None."""
+    """The message with which the option of outrider.cli.options.models refuses a value, or None."""
     from types import SimpleNamespace
 
-    from outrider.cli import models
+    from outrider.cli.options import models
 
     (declared,) = getattr(models, f"{annotation}Option").__metadata__
     try:

@@ -13,8 +13,7 @@ import typer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.cli.commands import commands
-from outrider.cli.lazy import group
+from outrider.cli.commands.table import commands, group
 from outrider.cli.main import main
 
 # Commands that are cheap whatever they're given, with arguments that keep them so.

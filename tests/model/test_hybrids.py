@@ -11,7 +11,7 @@ from model.harness import Driver
 from model.hybrid_checkpoints import FAMILIES, MtpOracle, greedy, logits, random_model, save
 from model.quantized_checkpoints import write_compressed, write_fp8
 from outrider import Engine, SamplingParams
-from outrider.cli.models import Speculation
+from outrider.cli.options.models import Speculation
 from outrider.device import QuantizedWeight, SplitWeight
 from outrider.device.kernels.weights import quantized_products
 from outrider.errors import CheckpointError

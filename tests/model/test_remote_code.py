@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outrider import Engine, EngineConfig
-from outrider.cli.models import Speculation
+from outrider.cli.options.models import Speculation
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError
 from outrider.model import (

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from outrider import Engine, SamplingParams
-from outrider.cli.images import EncodedPrompt
-from outrider.cli.streamed_output import StreamedOutput
+from outrider.cli.commands.streamed_output import StreamedOutput
+from outrider.cli.options.images import EncodedPrompt
 from outrider.errors import CheckpointError
 from outrider.model import Tokenizer
 from outrider_cpu.backend import CpuBackend

@@ -6,11 +6,11 @@ import threading
 
 import uvicorn
 
-from outrider.serve.app import create_app
+from outrider.serve.api.prompt_builder import PromptBuilder, PromptResources
 from outrider.serve.config import ServeConfig
-from outrider.serve.engine_thread import EngineThread
-from outrider.serve.http_protocol import LimitedHttpProtocol
-from outrider.serve.prompt_builder import PromptBuilder, PromptResources
+from outrider.serve.connection.engine_thread import EngineThread
+from outrider.serve.http.app import create_app
+from outrider.serve.http.http_protocol import LimitedHttpProtocol
 
 
 class Running:

@@ -3,8 +3,8 @@
 import asyncio
 import random
 
-from outrider.serve.engine_client import EngineClient
-from outrider.serve.engine_messages import EngineInfo, EngineReady, RequestAdmitted, SampleOutput, SubmitRequest
+from outrider.serve.connection.engine_client import EngineClient
+from outrider.serve.connection.engine_messages import EngineInfo, EngineReady, RequestAdmitted, SampleOutput, SubmitRequest
 
 
 class ScriptedEngine(EngineClient):

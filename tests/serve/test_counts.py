@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider import SamplingParams
-from outrider.serve.engine_messages import SampleOutput
+from outrider.serve.connection.engine_messages import SampleOutput
 from serve.test_api import ASKED, everything_is_back
 
 NAMES = ("prompt_tokens", "output_tokens", "aborted")

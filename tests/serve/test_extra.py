@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from outrider.cli.environment import spans_from_environment
 from outrider.cli.main import main
+from outrider.cli.terminal.environment import spans_from_environment
 from outrider.device import ConfigError
 from outrider.serve import optional_packages
 from outrider.serve.command import _read_tool_format
@@ -49,8 +49,8 @@ def unloaded(monkeypatch):
     def load(*arguments, **options):
         raise AssertionError("the model was loaded first")
 
-    monkeypatch.setattr("outrider.serve.engine_ranks.create_engine_client", load)
-    monkeypatch.setattr("outrider.cli.engine_options.load", load)
+    monkeypatch.setattr("outrider.serve.connection.engine_ranks.create_engine_client", load)
+    monkeypatch.setattr("outrider.cli.options.engine_options.load", load)
 
 
 @pytest.mark.parametrize("role", ["all", "prefill", "decode"])

@@ -10,8 +10,8 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from outrider.serve.prompt_builder import PromptBuilder
-from outrider.serve.request_fields import MAX_MESSAGES, ChatRequest, CompletionRequest
+from outrider.serve.api.prompt_builder import PromptBuilder
+from outrider.serve.api.request_fields import MAX_MESSAGES, ChatRequest, CompletionRequest
 from outrider.serve.translation.messages_request import MessagesRequest
 from outrider.serve.translation.responses_request import ResponsesRequest
 from outrider.serve.translation.tokenize_route import DetokenizeRequest

@@ -13,7 +13,7 @@ import time
 import httpx
 import pytest
 
-from outrider.serve.server import _signals
+from outrider.serve.http.server import _signals
 from serve.load import cases, drive
 from serve.test_api import everything_is_back
 

@@ -53,7 +53,7 @@ def test_faults_are_repeated_and_a_loss_ends_the_service(bundled_target):
 
 
 def test_an_engine_that_can_not_be_made(bundled_target):
-    from outrider.serve.engine_client import EngineGone
+    from outrider.serve.connection.engine_client import EngineGone
 
     def make():
         raise RuntimeError("no such device")

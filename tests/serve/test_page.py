@@ -16,16 +16,16 @@ pytest.importorskip("fastapi", reason="not run: the extra serve isn't installed"
 
 from outrider import Engine, EngineConfig
 from outrider.model import load_decoder, load_eagle
-from outrider.serve.app import create_app
+from outrider.serve.api.prompt_builder import PromptBuilder, PromptResources
 from outrider.serve.config import ServeConfig
-from outrider.serve.engine_thread import EngineThread
-from outrider.serve.prompt_builder import PromptBuilder, PromptResources
-from outrider.serve.web_page import content_security_policy
+from outrider.serve.connection.engine_thread import EngineThread
+from outrider.serve.http.app import create_app
+from outrider.serve.http.web_page import content_security_policy
 from outrider.speculative.eagle import EagleProposer
 from outrider_cpu.backend import CpuBackend
 
 BUNDLED = Path(str(resources.files("outrider"))) / "bundled"
-PAGE = resources.files("outrider.serve").joinpath("page.html").read_text("utf-8")
+PAGE = resources.files("outrider.serve.http").joinpath("page.html").read_text("utf-8")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 NAME = "outrider-bundled"
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"

@@ -10,7 +10,7 @@ from anthropic.types.beta import message_create_params
 from openai.types.responses import response_create_params
 
 from outrider.model import Tokenizer
-from outrider.serve.api_errors import ApiError
+from outrider.serve.api.api_errors import ApiError
 from outrider.serve.translation.messages_request import MessagesRequest
 from outrider.serve.translation.response_store import ResponseStore
 from outrider.serve.translation.responses_request import ResponsesRequest

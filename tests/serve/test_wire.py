@@ -12,7 +12,7 @@ from outrider.engine import ChoiceGuide, Ebnf, JsonObject, JsonSchema, Regex
 from outrider.engine.loop import EngineLoad, EngineStats
 from outrider.engine.requests.sampling import TokenLogprobs
 from outrider.model import Media, MediaGrid
-from outrider.serve.engine_messages import (
+from outrider.serve.connection.engine_messages import (
     AbortRequest,
     EngineFailed,
     EngineInfo,
@@ -24,7 +24,7 @@ from outrider.serve.engine_messages import (
     StopEngine,
     SubmitRequest,
 )
-from outrider.serve.wire import FrameDecoder, command_of_wire, command_to_wire, event_of_wire, event_to_wire, frame
+from outrider.serve.connection.wire import FrameDecoder, command_of_wire, command_to_wire, event_of_wire, event_to_wire, frame
 
 
 def over(wire, item, size):

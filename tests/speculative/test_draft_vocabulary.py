@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider import Engine
-from outrider.cli.models import Speculation, vocabulary_of
+from outrider.cli.options.models import Speculation, vocabulary_of
 from outrider.device import ConfigError
 from outrider.device.kernels.weight_formats import weight_format
 from outrider.errors import CheckpointError

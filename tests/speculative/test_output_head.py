@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider import Engine
-from outrider.cli.models import Speculation
+from outrider.cli.options.models import Speculation
 from outrider.device import CapabilityError, ConfigError, QuantizedWeight
 from outrider.device.kernels.quantized_reference import dequantize, spread
 from outrider.device.kernels.weight_formats import weight_format

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from outrider.cli.torch_probe import explain as explain_torch
+from outrider.cli.terminal.torch_probe import explain as explain_torch
 from outrider.device import BackendLoadError, ConfigError
 from outrider_npu import machine, plugin, runtime
 from vendors.child import child

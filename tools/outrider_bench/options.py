@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from outrider.cli.models import (
+from outrider.cli.options.models import (
     DraftOption,
     DraftOutputHeadOption,
     DraftTokensOption,
@@ -30,11 +30,13 @@ from outrider.cli.models import (
     launched,
     load,
 )
-from outrider.cli.option_values import (
+from outrider.cli.options.option_values import (
     SHAPE,
     WEIGHT_FORMATS,
+    BackendOption,
     UsageError,
     Value,
+    VerboseOption,
     closest,
     number,
     one_of,
@@ -43,7 +45,6 @@ from outrider.cli.option_values import (
     parsed,
     whole,
 )
-from outrider.cli.report import BackendOption, VerboseOption
 from outrider.device.errors import ConfigError
 from outrider_bench.mixed_load import MixedLoad
 from outrider_bench.random_model import DRAFT_LAYERS, RandomModel
@@ -51,7 +52,7 @@ from outrider_bench.random_model import DRAFT_LAYERS, RandomModel
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from outrider.cli.rank_processes import Joined
+    from outrider.cli.options.rank_processes import Joined
     from outrider.engine.config import Choice
     from outrider.engine.engine import Engine
     from outrider.model import ModelConfig
@@ -176,11 +177,11 @@ class LaunchOptions:
     prefill_chunk: PrefillChunkOption = None
 
     def running(self) -> Running:
-        """Return the launch settings for :func:`~outrider.cli.models.load`."""
+        """Return the launch settings for :func:`~outrider.cli.options.models.load`."""
         return Running(mode=self.mode, graphs=self.graphs, overlap=self.overlap)
 
     def sizes(self) -> Sizes:
-        """Return the engine sizes for :func:`~outrider.cli.models.load`."""
+        """Return the engine sizes for :func:`~outrider.cli.options.models.load`."""
         return Sizes(
             max_context=self.max_context,
             kv_memory=self.kv_memory,

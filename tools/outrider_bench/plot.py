@@ -7,8 +7,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from outrider.cli.files import write_whole
-from outrider.cli.streams import note
+from outrider.cli.terminal.files import write_whole
+from outrider.cli.terminal.streams import note
 
 _WIDTH, _HEIGHT = 720, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 150, 44, 52

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from outrider.cli.environment import backend_from_environment
-from outrider.cli.models import Running, Sizes, prepare_device
-from outrider.cli.rank_processes import Joined
-from outrider.cli.starting import print_engine, show_progress
+from outrider.cli.options.models import Running, Sizes, prepare_device
+from outrider.cli.options.rank_processes import Joined
+from outrider.cli.terminal.environment import backend_from_environment
+from outrider.cli.terminal.starting import print_engine, show_progress
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 
@@ -93,7 +93,7 @@ class RandomModel:
         self, device: Backend, dtype: torch.dtype, ranks: ModelRanks | None = None, *, kv_dtype: str = "auto"
     ) -> tuple[LanguageModel, Proposer | None]:
         """Return the model and its proposer on a device, or this rank's part of them."""
-        from outrider.cli.models import vocabulary_of
+        from outrider.cli.options.models import vocabulary_of
         from outrider.model import Decoder, DraftVocabulary, with_output_head
         from outrider.speculative.block import BlockProposer
         from outrider.speculative.eagle import EagleProposer

@@ -48,7 +48,7 @@ class ServerSetup:
 
 def make_engine(setup: Mapping[str, Any]) -> Engine:
     """Return the engine of a :class:`ServerSetup` that is given as a mapping."""
-    from outrider.cli.models import Running
+    from outrider.cli.options.models import Running
 
     given = ServerSetup(**setup)
     model = RandomModel(
@@ -149,12 +149,12 @@ def serve_random_weights(work: Mapping[str, Any]) -> None:
 
     If the engine can't be made, the reason is the last line of the output.
     """
+    from outrider.serve.api.prompt_builder import PromptBuilder
     from outrider.serve.command import run_loop
     from outrider.serve.config import ServeConfig
-    from outrider.serve.engine_process import EngineProcess
-    from outrider.serve.log_formats import log_to_stderr
-    from outrider.serve.prompt_builder import PromptBuilder
-    from outrider.serve.server import HttpAddress, serve_http
+    from outrider.serve.connection.engine_process import EngineProcess
+    from outrider.serve.http.server import HttpAddress, serve_http
+    from outrider.serve.monitoring.log_formats import log_to_stderr
 
     log_to_stderr("json")
     model = Path(work["model"])

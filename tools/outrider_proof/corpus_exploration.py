@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from outrider.cli.report import CommandReport
+from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import CapabilityError
 from outrider.registry import Registry
 

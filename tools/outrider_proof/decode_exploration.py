@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from outrider.cli.report import CommandReport
+from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import CapabilityError
 from outrider_proof.decode_program import PARAMETER_FENCES, DecodeExplorer, HostProgram
 from outrider_sanitizer.scripts import SIMULATED

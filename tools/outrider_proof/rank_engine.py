@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from outrider.cli.report import CommandReport
+from outrider.cli.terminal.report import CommandReport
 from outrider.device import ConfigError
 from outrider_proof.decode_program import HostProgram, Serving, check_tokens, limited_prefill_graphs
 from outrider_proof.watched_ranks import run_watched

@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from outrider.cli.option_values import one_of, option, whole
-from outrider.cli.report import CommandReport, JsonOption
+from outrider.cli.options.option_values import JsonOption, one_of, option, whole
+from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import ConfigError
 from outrider.registry import BackendSpec, Registry
 from outrider_sanitizer.scripts import (

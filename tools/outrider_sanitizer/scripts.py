@@ -16,9 +16,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
-from outrider.cli.environment import backend_from_environment
-from outrider.cli.option_values import BACKEND, UsageError, option
-from outrider.cli.report import exit_code
+from outrider.cli.options.option_values import BACKEND, UsageError, option
+from outrider.cli.terminal.environment import backend_from_environment
+from outrider.cli.terminal.report import exit_code
 from outrider.device.errors import CapabilityError
 from outrider.registry import BackendSpec, Registry
 

@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.files import output_problem, write_whole
-from outrider.cli.option_values import UsageError, number, option, output_file
-from outrider.cli.report import CommandReport, JsonOption
+from outrider.cli.options.option_values import JsonOption, UsageError, number, option, output_file
+from outrider.cli.terminal.files import output_problem, write_whole
+from outrider.cli.terminal.report import CommandReport
 from outrider.registry import Registry
 from outrider_sanitizer.scripts import ScriptBackendOption, run_script, script_path, select_for_script
 

@@ -6,13 +6,13 @@ import gc
 import sys
 from collections.abc import Sequence
 
-from outrider.cli.stopping import until_stopped
+from outrider.cli.terminal.stopping import until_stopped
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code. Takes ``sys.argv`` unless ``arguments`` are given."""
     with until_stopped(process_ends=arguments is None) as stop:
-        from outrider.cli.dispatch import dispatch
+        from outrider.cli.commands.dispatch import dispatch
 
         code = dispatch(arguments, stop)
     if arguments is None:

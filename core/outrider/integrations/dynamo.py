@@ -30,14 +30,14 @@ from dynamo.common.utils.runtime import parse_endpoint
 from dynamo.common.utils.token_ids import normalize_request_token_ids
 from dynamo.llm.exceptions import EngineShutdown, InvalidArgument, Unknown
 
-from outrider.cli.models import Sizes, Speculation, load
+from outrider.cli.options.models import Sizes, Speculation, load
 from outrider.device import OutriderError
 from outrider.engine.async_engine import AsyncEngine
 from outrider.engine.engine import Engine
 from outrider.engine.guides.guides import ChoiceGuide, Ebnf, Guide, JsonSchema, Regex
 from outrider.engine.requests.request import FinishReason, StepOutput
 from outrider.engine.requests.sampling import SamplingParams
-from outrider.serve.kv_events import KvEventPublisher
+from outrider.serve.monitoring.kv_events import KvEventPublisher
 
 _METRICS_PERIOD_S = 0.5
 _GUIDES: dict[str, Callable[[Any], Guide]] = {"json": JsonSchema, "regex": Regex, "choice": ChoiceGuide, "grammar": Ebnf}

@@ -28,13 +28,13 @@ from ray.util.metrics import Gauge
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from outrider.cli.models import Sizes, Speculation, load
+from outrider.cli.options.models import Sizes, Speculation, load
 from outrider.device import ConfigError
-from outrider.serve.api_errors import SERVER, ApiError
-from outrider.serve.app import create_app
+from outrider.serve.api.api_errors import SERVER, ApiError
+from outrider.serve.api.prompt_builder import PromptBuilder, PromptResources
 from outrider.serve.config import ServeConfig
-from outrider.serve.engine_ranks import create_engine_client
-from outrider.serve.prompt_builder import PromptBuilder, PromptResources
+from outrider.serve.connection.engine_ranks import create_engine_client
+from outrider.serve.http.app import create_app
 
 _LOG = logging.getLogger("outrider.ray")
 _LOAD = "outrider_load"

@@ -16,12 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.chat_options import ChatTemplateOption, read_template
-from outrider.cli.disaggregation import check_address, read_secret, serve_decode, serve_prefill
-from outrider.cli.engine_options import ServerOptions, with_options
-from outrider.cli.environment import api_keys_from_environment, spans_from_environment
-from outrider.cli.inputs import check_listening, read_utf8
-from outrider.cli.option_values import (
+from outrider.cli.options.chat_options import ChatTemplateOption, read_template
+from outrider.cli.options.engine_options import ServerOptions, with_options
+from outrider.cli.options.option_values import (
     INPUT_FILE,
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -36,18 +33,21 @@ from outrider.cli.option_values import (
     text,
     whole,
 )
-from outrider.cli.rank_processes import DataParallelOption, TensorParallelOption
-from outrider.cli.report import CommandReport
-from outrider.cli.starting import show_progress
+from outrider.cli.options.rank_processes import DataParallelOption, TensorParallelOption
+from outrider.cli.terminal.environment import api_keys_from_environment, spans_from_environment
+from outrider.cli.terminal.inputs import check_listening, read_utf8
+from outrider.cli.terminal.report import CommandReport
+from outrider.cli.terminal.starting import show_progress
 from outrider.device.errors import ConfigError
 from outrider.disaggregation.connections import PeerAddress
 from outrider.serve.optional_packages import require_kv_events, require_serve
+from outrider.serve.roles import check_address, read_secret, serve_decode, serve_prefill
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
-    from outrider.serve.engine_client import EngineClient
-    from outrider.serve.engine_messages import EngineInfo
-    from outrider.serve.prompt_builder import PromptBuilder
+    from outrider.serve.api.prompt_builder import PromptBuilder
+    from outrider.serve.connection.engine_client import EngineClient
+    from outrider.serve.connection.engine_messages import EngineInfo
 
 _MAX_FILE_BYTES = 1 << 20
 _DEFAULT_PORTS = {"all": 8000, "prefill": 9500, "decode": 9600}
@@ -236,7 +236,7 @@ def serve(context: typer.Context, *, options: ServerOptions, http: HttpOptions, 
 
     With --role, prefill and decode run in separate processes that exchange KV pages; these roles need no extra.
     """
-    from outrider.cli.torch_probe import require_torch
+    from outrider.cli.terminal.torch_probe import require_torch
 
     _refuse_options(context, _REFUSED_BY_ROLE[roles.role], f"--role {roles.role}")
     if roles.decode_server:
@@ -274,7 +274,7 @@ def serve(context: typer.Context, *, options: ServerOptions, http: HttpOptions, 
 
 def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: ServerOptions) -> None:
     """Serve OpenAI's API until SIGTERM or SIGINT. Errors that don't need the model are raised before it is loaded."""
-    from outrider.cli.torch_probe import require_torch
+    from outrider.cli.terminal.torch_probe import require_torch
     from outrider.serve.config import ServeConfig
 
     require_serve()
@@ -297,12 +297,12 @@ def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: Server
         make = _with_kv_events(make, http.kv_events)
     with show_progress() as tell:
         tell("importing the server", 0, 0)
-        from outrider.serve.engine_ranks import create_engine_client
-        from outrider.serve.log_formats import log_to_stderr
-        from outrider.serve.prompt_builder import PromptBuilder, PromptResources
-        from outrider.serve.server import HttpAddress
-        from outrider.serve.server import serve_http as serve_until_ended
-        from outrider.serve.tracing import RequestSpans
+        from outrider.serve.api.prompt_builder import PromptBuilder, PromptResources
+        from outrider.serve.connection.engine_ranks import create_engine_client
+        from outrider.serve.http.server import HttpAddress
+        from outrider.serve.http.server import serve_http as serve_until_ended
+        from outrider.serve.monitoring.log_formats import log_to_stderr
+        from outrider.serve.monitoring.tracing import RequestSpans
 
     wording = PromptResources(
         speculation.model,
@@ -326,7 +326,7 @@ def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: Server
 
     address = HttpAddress(host=http.host, port=port)
     if roles.decode_server:
-        from outrider.serve.decode_servers import DecodeServers
+        from outrider.serve.connection.decode_servers import DecodeServers
 
         servers = [PeerAddress.parse(each) for each in roles.decode_server]
         engine: EngineClient = DecodeServers(servers, secret=decode_secret)
@@ -356,7 +356,7 @@ def _refuse_options(context: typer.Context, names: Collection[str], reason: str)
 def describe_engine(engine: Engine) -> dict[str, Any]:
     """Return what HTTP servers in front of a decode server need to know of its engine."""
     from outrider.engine.requests.message_codec import to_plain
-    from outrider.serve.engine_messages import EngineInfo
+    from outrider.serve.connection.engine_messages import EngineInfo
 
     description: dict[str, Any] = to_plain(EngineInfo.from_engine(engine), EngineInfo)
     return description
@@ -364,7 +364,7 @@ def describe_engine(engine: Engine) -> dict[str, Any]:
 
 def _with_kv_events(make: Any, addresses: str) -> Any:
     require_kv_events()
-    from outrider.serve.kv_events import make_engine_with_events
+    from outrider.serve.monitoring.kv_events import make_engine_with_events
 
     address, _, replay = addresses.partition(",")
     return functools.partial(make_engine_with_events, make, address, replay or None)

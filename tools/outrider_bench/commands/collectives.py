@@ -7,9 +7,9 @@ from typing import Annotated, Any
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.environment import backend_from_environment
-from outrider.cli.option_values import one_of, option, whole
-from outrider.cli.report import BackendOption, CommandReport, JsonOption
+from outrider.cli.options.option_values import BackendOption, JsonOption, one_of, option, whole
+from outrider.cli.terminal.environment import backend_from_environment
+from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import CapabilityError
 from outrider.registry import Registry
 from outrider_bench.options import SIZES, parse_names, parse_sizes, some_of
@@ -34,7 +34,7 @@ def collectives(
     can be captured, 64 calls of a graph are timed on the device; otherwise 8 calls are timed in sequence. ratio is the time
     over that of the library in this run.
     """
-    from outrider.cli.torch_probe import require_torch
+    from outrider.cli.terminal.torch_probe import require_torch
 
     del json_output
     require_torch()

@@ -12,10 +12,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.engine_options import with_options
-from outrider.cli.option_values import UsageError, option
-from outrider.cli.rank_processes import DataParallelOption, Joined, TensorParallelOption, run_on_ranks
-from outrider.cli.report import CommandReport, JsonOption
+from outrider.cli.options.engine_options import with_options
+from outrider.cli.options.option_values import JsonOption, UsageError, option
+from outrider.cli.options.rank_processes import DataParallelOption, Joined, TensorParallelOption, run_on_ranks
+from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import CapabilityError, ConfigError
 from outrider_bench.decoding import profile_batch, run_batch, too_few_tokens
 from outrider_bench.options import (
@@ -72,7 +72,7 @@ def decode(
     reading results back, while the whole batch decodes. host ms is the part in which the host isn't blocked by the device.
     The device's idle time comes from a second pass of a few iterations under torch's profiler.
     """
-    from outrider.cli.torch_probe import require_torch
+    from outrider.cli.terminal.torch_probe import require_torch
 
     sizes, lengths = parse_sizes(batch), parse_sizes(prompt_tokens)
     if options.max_requests is not None and options.max_requests < max(sizes):

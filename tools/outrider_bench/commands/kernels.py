@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.environment import backend_from_environment
-from outrider.cli.option_values import DTYPES, WEIGHT_FORMATS, one_of, option, text
-from outrider.cli.report import BackendOption, CommandReport, JsonOption
+from outrider.cli.options.option_values import DTYPES, WEIGHT_FORMATS, BackendOption, JsonOption, one_of, option, text
+from outrider.cli.terminal.environment import backend_from_environment
+from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import CapabilityError
 from outrider.registry import Registry
 from outrider_bench.options import SIZES, RequiredShapeOption, parse_names, parse_sizes, some_of
@@ -50,7 +50,7 @@ def kernels(
     The limit is the bytes that a call must move over the bandwidth measured in the same run. Data that fits in the device's
     cache may beat the limit. *torch* is the reference of the backend interface, for a matrix product the library of torch.
     """
-    from outrider.cli.torch_probe import require_torch
+    from outrider.cli.terminal.torch_probe import require_torch
 
     del json_output
     require_torch()

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from outrider.cli.engine_options import with_options
-from outrider.cli.report import CommandReport, JsonOption
+from outrider.cli.options.engine_options import with_options
+from outrider.cli.options.option_values import JsonOption
+from outrider.cli.terminal.report import CommandReport
 from outrider_bench.mixed_load import Arrivals, serve_on_engine, token_ids
 from outrider_bench.options import MeasuredEngineOptions, MixedLoadOptions, check_context, print_acceptance
 
@@ -31,7 +32,7 @@ def mixed(
     Lengths of prompts and outputs are uniform and independent. All requests arrive at once, so the time to a first token
     includes the time in the queue. Tokens of one verification arrive together: a gap lies between two verifications.
     """
-    from outrider.cli.torch_probe import require_torch
+    from outrider.cli.terminal.torch_probe import require_torch
 
     del json_output
     load = load_options.load()

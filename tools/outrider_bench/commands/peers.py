@@ -10,14 +10,24 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from outrider.cli.engine_options import with_options
-from outrider.cli.environment import backend_from_environment
-from outrider.cli.files import check_directory
-from outrider.cli.models import DraftTokensOption
-from outrider.cli.option_values import DIRECTORY, DTYPES, UsageError, number, one_of, option, output_file, whole
-from outrider.cli.report import CommandReport, Interrupted, JsonOption
-from outrider.cli.starting import show_progress
-from outrider.cli.streams import note
+from outrider.cli.options.engine_options import with_options
+from outrider.cli.options.models import DraftTokensOption
+from outrider.cli.options.option_values import (
+    DIRECTORY,
+    DTYPES,
+    JsonOption,
+    UsageError,
+    number,
+    one_of,
+    option,
+    output_file,
+    whole,
+)
+from outrider.cli.terminal.environment import backend_from_environment
+from outrider.cli.terminal.files import check_directory
+from outrider.cli.terminal.report import CommandReport, Interrupted
+from outrider.cli.terminal.starting import show_progress
+from outrider.cli.terminal.streams import note
 from outrider.registry import Registry
 from outrider_bench.child import ChildFailed, ChildSession, open_session
 from outrider_bench.mixed_load import MixedLoad

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.engine_options import with_options
-from outrider.cli.option_values import option, whole
-from outrider.cli.report import CommandReport, JsonOption
+from outrider.cli.options.engine_options import with_options
+from outrider.cli.options.option_values import JsonOption, option, whole
+from outrider.cli.terminal.report import CommandReport
 from outrider_bench.mixed_load import token_ids
 from outrider_bench.options import MeasuredEngineOptions, PlotOption, PromptLengthsOption, check_context, parse_sizes
 from outrider_bench.plot import series_svg, write_plot
@@ -37,7 +37,7 @@ def prefill(
     *first token*: a request for one token, from its arrival to its end. *going on*: the first token of a request that goes
     on to decode. *device*: the device's busy time for a request for one token, from a run of its own under torch's profiler.
     """
-    from outrider.cli.torch_probe import require_torch
+    from outrider.cli.terminal.torch_probe import require_torch
 
     del json_output
     lengths = parse_sizes(prompt_tokens)

@@ -61,7 +61,7 @@ def open_peer(work: PeerWork, speculate: str, backend: str, options: Mapping[str
 
     ``options``: ``mode`` and ``prefill_chunk`` (None: the engine chooses), and ``tune_seconds``, the limit of tuning.
     """
-    from outrider.cli.models import Running, Sizes
+    from outrider.cli.options.models import Running, Sizes
     from outrider_bench.random_model import RandomModel
 
     drafts = speculate != "none"

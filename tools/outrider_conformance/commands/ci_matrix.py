@@ -13,7 +13,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.report import CommandReport, JsonOption
+from outrider.cli.options.option_values import JsonOption
+from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import ConfigError
 from outrider.device.plugin import BackendInfo, CiDeclaration
 from outrider.registry import Candidate, Registry

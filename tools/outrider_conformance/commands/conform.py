@@ -10,10 +10,21 @@ from typing import Annotated, Any
 
 from rich.console import Console
 
-from outrider.cli.environment import backend_from_environment
-from outrider.cli.inputs import read_utf8
-from outrider.cli.option_values import DIRECTORY, INPUT_FILE, UsageError, Value, option, parsed, text, whole
-from outrider.cli.report import BackendOption, CommandReport, JsonOption
+from outrider.cli.options.option_values import (
+    DIRECTORY,
+    INPUT_FILE,
+    BackendOption,
+    JsonOption,
+    UsageError,
+    Value,
+    option,
+    parsed,
+    text,
+    whole,
+)
+from outrider.cli.terminal.environment import backend_from_environment
+from outrider.cli.terminal.inputs import read_utf8
+from outrider.cli.terminal.report import CommandReport
 from outrider_conformance.levels import parse_level
 
 

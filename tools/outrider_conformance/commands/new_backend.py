@@ -18,8 +18,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from outrider.cli.option_values import UsageError
-from outrider.cli.report import CommandReport, JsonOption
+from outrider.cli.options.option_values import JsonOption, UsageError
+from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import OutriderError
 from outrider.device.plugin import INTERFACE_VERSION
 from outrider.registry import AUTO, Registry

@@ -8,10 +8,10 @@ from typing import Annotated
 
 from rich.console import Console
 
-from outrider.cli.files import write_whole
-from outrider.cli.inputs import read_utf8
-from outrider.cli.option_values import DIRECTORY, INPUT_FILE, option, output_file, text
-from outrider.cli.report import CommandReport, JsonOption
+from outrider.cli.options.option_values import DIRECTORY, INPUT_FILE, JsonOption, option, output_file, text
+from outrider.cli.terminal.files import write_whole
+from outrider.cli.terminal.inputs import read_utf8
+from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import ConfigError
 
 EVIDENCE = Path("docs/evidence/support")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from outrider.cli.files import write_whole
+from outrider.cli.terminal.files import write_whole
 from outrider_conformance.reporting.page import badge, page
 
 FILES = ("report.json", "report.xml", "report.html", "badge.svg")

@@ -12,11 +12,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from outrider.cli.environment import backend_from_environment
-from outrider.cli.option_values import UsageError, closest, one_of, option, parsed, text, whole
-from outrider.cli.report import BackendOption, CommandReport, JsonOption, exit_code
-from outrider.cli.starting import show_progress
-from outrider.cli.torch_probe import require_torch
+from outrider.cli.options.option_values import (
+    BackendOption,
+    JsonOption,
+    UsageError,
+    closest,
+    one_of,
+    option,
+    parsed,
+    text,
+    whole,
+)
+from outrider.cli.terminal.environment import backend_from_environment
+from outrider.cli.terminal.report import CommandReport, exit_code
+from outrider.cli.terminal.starting import show_progress
+from outrider.cli.terminal.torch_probe import require_torch
 from outrider.device.errors import CapabilityError, ConfigError, OutriderError
 from outrider.engine.fences import FENCES
 from outrider.registry import Registry

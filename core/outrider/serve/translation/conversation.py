@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import Field, ValidationError, model_validator
 
 from outrider.errors import shown
-from outrider.serve.api_errors import bad_request
-from outrider.serve.request_fields import MAX_MESSAGES, ChatRequest, ListOf, NestedObject, StrictFields
+from outrider.serve.api.api_errors import bad_request
+from outrider.serve.api.request_fields import MAX_MESSAGES, ChatRequest, ListOf, NestedObject, StrictFields
 
 _SYSTEM_ROLES = ("system", "developer")
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class TranslatedRequest(StrictFields):
 class ConversationBuilder:
     """A builder of chat messages. Consecutive parts of the assistant become one message, as chat templates expect.
 
-    ``messages`` has the messages so far, in the form of :class:`~outrider.serve.request_fields.ChatMessage`.
+    ``messages`` has the messages so far, in the form of :class:`~outrider.serve.api.request_fields.ChatMessage`.
     """
 
     def __init__(self) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from outrider.serve.api_errors import MESSAGES_PATH
-from outrider.serve.asgi_responses import DeferredResponse, EventStreamResponse
-from outrider.serve.service import Service
+from outrider.serve.api.api_errors import MESSAGES_PATH
+from outrider.serve.api.asgi_responses import DeferredResponse, EventStreamResponse
+from outrider.serve.api.service import Service
 from outrider.serve.translation.messages_request import CountTokensRequest, MessagesRequest, translate_messages_request
 from outrider.serve.translation.messages_writer import MessagesWriter
 from outrider.serve.translation.responses_route import ChatStarter

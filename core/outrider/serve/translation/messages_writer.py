@@ -8,10 +8,10 @@ import secrets
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from outrider.serve.api_errors import ApiError, messages_error
-from outrider.serve.asgi_responses import encode_named_event
-from outrider.serve.choice_text import ChoiceDelta
-from outrider.serve.response_writer import ResponseWriter
+from outrider.serve.api.api_errors import ApiError, messages_error
+from outrider.serve.api.asgi_responses import encode_named_event
+from outrider.serve.api.choice_text import ChoiceDelta
+from outrider.serve.api.response_writer import ResponseWriter
 from outrider.serve.translation.messages_request import MessagesRequest
 from outrider.serve.translation.output_blocks import BlockSplitter, BlockStep, OutputBlock
 

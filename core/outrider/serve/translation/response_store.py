@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.serve.api_errors import ApiError
+from outrider.serve.api.api_errors import ApiError
 from outrider.serve.translation.conversation import compact_json
 
 MAX_STORED_RESPONSES = 1024

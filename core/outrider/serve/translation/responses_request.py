@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import Field
 
-from outrider.serve.api_errors import bad_request
-from outrider.serve.request_fields import ChatRequest, NestedObject
+from outrider.serve.api.api_errors import bad_request
+from outrider.serve.api.request_fields import ChatRequest, NestedObject
 from outrider.serve.translation.conversation import (
     Conversation,
     ConversationBuilder,

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from outrider.serve.asgi_responses import DeferredResponse, EventStreamResponse
-from outrider.serve.request_fields import ChatRequest
-from outrider.serve.response_writer import ResponseWriter
-from outrider.serve.service import Service
+from outrider.serve.api.asgi_responses import DeferredResponse, EventStreamResponse
+from outrider.serve.api.request_fields import ChatRequest
+from outrider.serve.api.response_writer import ResponseWriter
+from outrider.serve.api.service import Service
 from outrider.serve.translation.response_store import ResponseStore
 from outrider.serve.translation.responses_request import ResponsesRequest, translate_responses_request
 from outrider.serve.translation.responses_writer import ResponsesWriter

@@ -8,9 +8,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, NamedTuple
 
-from outrider.serve.api_errors import SERVER, ApiError
-from outrider.serve.asgi_responses import encode_named_event
-from outrider.serve.response_writer import ResponseWriter
+from outrider.serve.api.api_errors import SERVER, ApiError
+from outrider.serve.api.asgi_responses import encode_named_event
+from outrider.serve.api.response_writer import ResponseWriter
 from outrider.serve.translation.output_blocks import BlockSplitter, BlockStep, OutputBlock
 from outrider.serve.translation.responses_request import ResponsesRequest, ResponsesTools
 

@@ -8,9 +8,9 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.responses import JSONResponse, Response
 
-from outrider.serve.api_errors import bad_request
-from outrider.serve.request_fields import ListOf, NestedObject, StrictFields
-from outrider.serve.service import Service
+from outrider.serve.api.api_errors import bad_request
+from outrider.serve.api.request_fields import ListOf, NestedObject, StrictFields
+from outrider.serve.api.service import Service
 from outrider.serve.translation.conversation import ObjectList, chat_request
 
 

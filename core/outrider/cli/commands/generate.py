@@ -1,0 +1,227 @@
+"""``outrider generate``: print a model's continuation of a prompt."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from outrider.cli.commands.streamed_output import StreamedOutput
+from outrider.cli.options.chat_options import ChatOption, ConversationPrompt, MessagesOption
+from outrider.cli.options.engine_options import ModelOptions, with_options
+from outrider.cli.options.images import EncodedPrompt, ImageOption
+from outrider.cli.options.models import launched
+from outrider.cli.options.option_values import INPUT_FILE, JsonOption, checking_options, option, parsed, text
+from outrider.cli.options.rank_processes import DataParallelOption, Joined, TensorParallelOption, run_on_ranks
+from outrider.cli.options.request_options import GuideOption, MaxTokensOption, SamplingOptions, build_guide
+from outrider.cli.terminal.inputs import read_text
+from outrider.cli.terminal.report import CommandReport, Interrupted
+from outrider.device.errors import ConfigError
+from outrider.errors import RequestError
+from outrider.speculative.names import DRAFTLESS
+
+if TYPE_CHECKING:
+    from outrider.engine.engine import Engine
+    from outrider.engine.requests.sampling import SamplingParams
+
+
+def parse_token_ids(given: str) -> list[int]:
+    """Return the token ids with commas between them. Raises :class:`RequestError`."""
+    parts = [part.strip() for part in given.split(",")]
+    if not all(part.isdecimal() and part.isascii() and len(part) < 20 for part in parts):
+        raise RequestError("expected whole numbers with commas between them, such as 12,7")
+    return [int(part) for part in parts]
+
+
+@with_options
+def generate(
+    context: typer.Context,
+    *,
+    prompt: Annotated[str | None, option("--prompt", value=text(), help="The text to continue.")] = None,
+    prompt_file: Annotated[
+        Path | None, option("--prompt-file", value=INPUT_FILE, help="A file with the text; - is standard input.")
+    ] = None,
+    token_ids: Annotated[
+        str | None,
+        option("--token-ids", value=parsed("N,N,…", parse_token_ids), help="The prompt as token ids, instead of a text."),
+    ] = None,
+    chat: ChatOption = False,
+    messages: MessagesOption = None,
+    image: ImageOption = None,
+    max_tokens: MaxTokensOption = 64,
+    options: ModelOptions,
+    compare: Annotated[
+        bool,
+        option(
+            "--compare",
+            help="Also decode greedily without speculation; exit code 1 if the tokens differ. In float32 unless --dtype is "
+            "given; a difference is shown with the gap of the logits.",
+        ),
+    ] = False,
+    sampling: SamplingOptions,
+    guide: GuideOption = None,
+    tensor_parallel: TensorParallelOption = 1,
+    data_parallel: DataParallelOption = 1,
+    json_output: JsonOption = False,
+) -> CommandReport:
+    """Continue a prompt, and print the text during generation. Without --model the bundled model continues it."""
+    from outrider.cli.terminal.torch_probe import require_torch
+
+    with checking_options():
+        conversation = ConversationPrompt.from_options(chat, messages)
+        tokens_or_text = _prompt_of(prompt, prompt_file, token_ids, conversation)
+        if compare and sampling.temperature != 0:
+            raise ConfigError(
+                f"--compare compares greedy decoding, the temperature is {sampling.temperature}; leave --temperature out"
+            )
+        params = sampling.params(max_tokens=max_tokens, guide=build_guide(guide or ()))
+    require_torch()
+    ranks_report = run_on_ranks(context.obj, tensor_parallel, data_parallel, json_output=json_output)
+    if ranks_report is not None:
+        return ranks_report
+    from outrider.engine.config import Choice
+
+    speculation, dtype = options.speculation(), options.dtype
+    command_choices = [Choice("max_requests", 1, "this command makes one request")]
+    if compare and dtype is None:
+        dtype = "float32"
+        command_choices.insert(0, Choice("dtype", dtype, "--compare compares tokens, and coarser rounding makes others"))
+    template = None if conversation is None else conversation.template(speculation.model)
+    with Joined(tensor_parallel, data_parallel) as joined:
+        load_engine = options.loader(speculation, max_requests=1, dtype=dtype, command_choices=command_choices, joined=joined)
+        load_reference = options.loader(speculation.without(), max_requests=1, dtype=dtype, joined=joined, verbose=False)
+        engine = load_engine()
+        if engine.follows:
+            engine.follow()
+            if compare:
+                load_reference().follow()
+            return CommandReport.silent_report()
+        with closing(engine):
+            if conversation is not None and template is not None:
+                tokens_or_text = conversation.tokens(template, tokens_or_text, images=len(image or ()))
+            encoded = EncodedPrompt.encode(engine, tokens_or_text, speculation.model, image or ())
+            output = StreamedOutput(encoded)
+            try:
+                output.stream(engine, params, None if json_output else sys.stdout.write)
+            except KeyboardInterrupt:
+                raise Interrupted(f"interrupted after {len(output.tokens)} tokens", output.data(engine)) from None
+        launch = launched(engine, command_choices)
+        data: dict[str, Any] = {**output.data(engine), "speculate": speculation.kind, **launch}
+        if output.error is not None or not compare:
+            code = 1 if output.error else 0
+            return CommandReport(data=data, render=lambda console: _summary(console, data), exit_code=code, streamed=True)
+        return _compare(load_reference(), encoded, params, output, data)
+
+
+def _compare(
+    reference_engine: Engine, prompt: EncodedPrompt, params: SamplingParams, output: StreamedOutput, data: dict[str, Any]
+) -> CommandReport:
+    """Decode ``prompt`` without speculation and add the comparison with ``output`` to ``data``. Closes the engine."""
+    reference = StreamedOutput(prompt)
+    with closing(reference_engine):
+        reference.stream(reference_engine, params, None)
+    data["non_speculative"] = reference.data(reference_engine)
+    data["same_tokens"] = reference.tokens == output.tokens
+    data["acceptance_near_chance"] = data["speculate"] not in DRAFTLESS and output.is_accepted_by_chance
+    if not data["same_tokens"]:
+        data["difference"] = _find_difference(reference_engine, prompt, params, output.tokens, reference.tokens)
+    return CommandReport(
+        data=data,
+        render=lambda console: _comparison(console, data, reference),
+        exit_code=0 if data["same_tokens"] else 1,
+        streamed=True,
+    )
+
+
+def _comparison(console: Console, data: dict[str, Any], reference: StreamedOutput) -> None:
+    """Print the statistics of the speculative and the non-speculative run, and the first difference of their tokens."""
+    _summary(console, data)
+    console.print(f"outrider: {reference.tokens_per_s:.1f} tokens/s without speculation")
+    console.print(f"outrider: same tokens as non-speculative greedy decoding: {'yes' if data['same_tokens'] else 'no'}")
+    if data["acceptance_near_chance"]:
+        console.print(
+            "outrider: warning: hardly any draft was accepted, as if by chance: the draft may belong to another model, or "
+            "its config may name other layers than it was trained with (eagle_aux_hidden_state_layer_ids)"
+        )
+    if not data["same_tokens"]:
+        console.print(f"outrider: first difference: {_shown_difference(data['difference'], data['dtype'])}")
+
+
+def _find_difference(
+    reference: Engine,
+    prompt: EncodedPrompt,
+    params: SamplingParams,
+    speculative_tokens: Sequence[int],
+    reference_tokens: Sequence[int],
+) -> dict[str, object] | None:
+    """Return the first token that differs between the two outputs, or None if only their lengths differ.
+
+    Includes the gap of the logits if nothing but the logits decides the tokens.
+    """
+    from outrider.cli.commands.differences import PrefillComparison, first_difference
+    from outrider.model import Decoder
+
+    at = first_difference(speculative_tokens, reference_tokens)
+    if at is None:
+        return None
+    reshaped = params.penalized or params.biases or params.min_tokens or params.guide is not None
+    by_logits = isinstance(reference.model, Decoder) and reference.model.ranks is None
+    if prompt.media or reshaped or not by_logits:
+        return {"position": at, "speculative": speculative_tokens[at], "plain": reference_tokens[at]}
+    found = PrefillComparison(reference).compare(prompt.tokens, speculative_tokens, reference_tokens)
+    assert found is not None
+    return asdict(found)
+
+
+def _shown_difference(difference: object, dtype: object) -> str:
+    if not isinstance(difference, dict):
+        return "in the length"
+    where = f"at token {difference['position']}"
+    if "gap" not in difference:
+        return where
+    return (
+        f"{where}, where the logits of both are within {difference['gap']:.3g} of the largest "
+        f"({difference['gap_roundings']:.1f} roundings of {dtype})"
+    )
+
+
+def _summary(console: Console, data: dict[str, object]) -> None:
+    drafted = "" if data["speculate"] == "none" else f", {data['speculate']} accepts {data['acceptance_length']:.2f}"
+    console.print(f"outrider: {data['tokens_per_s']:.1f} tokens/s on {data['device']} in {data['dtype']}{drafted}")
+    if "error" in data:
+        console.print(f"outrider: error: {data['error']}; the text before it is right", style="bold red", markup=False)
+
+
+def _prompt_of(
+    prompt: str | None, prompt_file: Path | None, token_ids: str | None, conversation: ConversationPrompt | None
+) -> str | list[int]:
+    """Return the text or the tokens to continue, or an empty text if the conversation comes from a file."""
+    if conversation is None or conversation.messages is None:
+        if conversation is not None and token_ids is not None:
+            raise RequestError("--chat was given with --token-ids; a template is filled in with text: give --prompt instead")
+        if token_ids is None:
+            return _prompt_text(prompt, prompt_file)
+        if prompt is not None or prompt_file is not None:
+            raise RequestError("--token-ids is a prompt, and so are --prompt and --prompt-file; give one of them")
+        return parse_token_ids(token_ids)
+    if prompt is not None or prompt_file is not None or token_ids is not None:
+        raise RequestError("--messages is a prompt, and so are --prompt, --prompt-file and --token-ids; give one of them")
+    return ""
+
+
+def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
+    if (prompt is None) == (prompt_file is None):
+        raise RequestError(
+            f"{'neither' if prompt is None else 'both'} --prompt TEXT {'nor' if prompt is None else 'and'} --prompt-file F "
+            'given; expected exactly one of them, such as --prompt "def read("'
+        )
+    text = prompt or "" if prompt_file is None else read_text(prompt_file)
+    if not text:
+        raise RequestError("the prompt is empty; give at least one character")
+    return text

@@ -1,0 +1,1 @@
+"""Options that several commands share, the checks of their values, and what they load or start."""

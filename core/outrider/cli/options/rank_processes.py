@@ -1,0 +1,364 @@
+"""``--tensor-parallel`` and ``--data-parallel``: ranks as child processes of a command, or as processes of torchrun.
+
+A command on several ranks starts itself once per rank, with the environment variables of torchrun, and waits. Rank 0 reads
+the input and prints the report. The follower ranks repeat its decisions and print nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from typing import IO, TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.options.option_values import option, whole
+from outrider.cli.terminal.environment import rank_environment, rank_variables
+from outrider.cli.terminal.report import CommandReport, Unsaid
+from outrider.cli.terminal.stopping import Stopped
+from outrider.device.errors import BackendError, ConfigError, DeviceError, OutriderError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
+
+    from outrider.device import Backend
+    from outrider.engine.ranks.key_value_store import KeyValueStore
+    from outrider.engine.ranks.parallel import ParallelConfig
+    from outrider.engine.ranks.ranks import Ranks
+    from outrider.engine.ranks.watch import RankWatch
+    from outrider.registry import Registry
+
+TensorParallelOption = Annotated[
+    int,
+    option(
+        "--tensor-parallel",
+        value=whole(1),
+        help="Split each layer's heads and the vocabulary among N devices of this host, or among the ranks of torchrun.",
+    ),
+]
+DataParallelOption = Annotated[
+    int,
+    option(
+        "--data-parallel",
+        value=whole(1),
+        help="Run this many groups of devices, each with requests of its own; all groups share each layer's MLP.",
+    ),
+]
+
+_POLL_S = 0.05
+_GRACE_S = 1.5
+"""Seconds that ranks have to end by themselves after one rank has failed."""
+_STORE_S = 30.0
+_SAY_S = 3.0
+_SILENCE_S = 5.5
+"""Longer than the silence that :class:`RankWatch` reports as the loss of a rank."""
+_UNSAID = 70
+"""Exit code of a rank whose failure another process reports."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlacement:
+    """The rank of a process, by the environment variables of torchrun. ``local``: its number on this host. ``agent``:
+    torchrun started the process, for the ``attempt``-th time; torchrun restarts lost ranks, which meet in the same store.
+    """
+
+    rank: int
+    world: int
+    local: int
+    address: str
+    port: int
+    store_is_elsewhere: bool
+    pipe: int | None
+    agent: bool = False
+    attempt: int = 0
+
+    @classmethod
+    def from_environment(cls) -> RankPlacement | None:
+        """Return the placement of this process, or None if it isn't one of several ranks."""
+        found = rank_environment()
+        if found is None:
+            return None
+        try:
+            return cls(
+                rank=int(found["RANK"]),
+                world=int(found["WORLD_SIZE"]),
+                local=int(found.get("LOCAL_RANK", found["RANK"])),
+                address=found["MASTER_ADDR"],
+                port=int(found["MASTER_PORT"]),
+                store_is_elsewhere=found.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+                pipe=int(found["OUTRIDER_RANK_PIPE"]) if "OUTRIDER_RANK_PIPE" in found else None,
+                agent="TORCHELASTIC_RUN_ID" in found,
+                attempt=int(found.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            )
+        except (KeyError, ValueError) as error:
+            raise ConfigError(
+                f"RANK is set, as torchrun does, but what comes with it can't be read ({error}); expected numbers in RANK, "
+                "WORLD_SIZE, LOCAL_RANK and MASTER_PORT, and a host in MASTER_ADDR"
+            ) from None
+
+    def connect(self, *, serves: bool = False, seconds: float = _STORE_S) -> Store:
+        """Connect to the key-value store where all ranks meet. ``serves``: the store lives in this process."""
+        from datetime import timedelta
+
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs don't list it
+
+        store = TCPStore(
+            self.address, self.port, is_master=serves, wait_for_workers=False, timeout=timedelta(seconds=seconds)
+        )
+        # The store keeps the messages of earlier attempts.
+        return PrefixStore(f"outrider/attempt {self.attempt}", store) if self.attempt else store
+
+
+class Joined:
+    """The ranks that a command runs on, as a scope. ``ranks`` is None for a single process and before :meth:`join`.
+
+    ``place``: the placement of this process, in place of the environment's.
+    """
+
+    def __init__(self, tensor: int, data: int, place: RankPlacement | None = None) -> None:
+        self._tensor = tensor
+        self._data = data
+        self._watch: RankWatch | None = None
+        self._key_value_store: KeyValueStore
+        self.ranks: Ranks | None = None
+        self.place = place or (RankPlacement.from_environment() if tensor * data > 1 else None)
+
+    @property
+    def leads(self) -> bool:
+        """Return True on rank 0 and in a single process: it reads the input and prints the report."""
+        return self.place is None or self.place.rank == 0
+
+    def __enter__(self) -> Joined:
+        return self
+
+    def backend(self, registry: Registry, given: str | None, environment: str | None) -> Backend:
+        """Open the device of this rank: the device with the rank's number on this host, or the only device of the backend."""
+        if self.ranks is not None:
+            return self.ranks.backend
+        spec = registry.select(given, environment)
+        if self.place is None:
+            return registry.create(spec)
+        if spec.ordinal:
+            raise ConfigError(f"backend {spec} names a device, and each rank takes its own; leave the number out")
+        try:
+            return registry.create(replace(spec, ordinal=self.place.local))
+        except BackendError:
+            first = registry.create(spec)
+            index: int | None = first.device.index  # torch types it as a number, and the host has none
+            if index is None:  # all ranks share the host
+                return first
+            raise
+
+    def join(self, backend: Backend) -> Ranks | None:
+        """Join the other ranks, once for all engines of a command. Returns None in a single process."""
+        place = self.place
+        if place is None or self.ranks is not None:
+            return self.ranks
+        from outrider.engine.ranks.key_value_store import KeyValueStore
+        from outrider.engine.ranks.parallel import ParallelConfig
+        from outrider.engine.ranks.ranks import Ranks
+        from outrider.engine.ranks.watch import RankWatch, end_with_pipe
+
+        parallel = ParallelConfig(tensor=self._tensor, data=self._data)
+        if place.world != parallel.world:
+            raise ConfigError(
+                f"--tensor-parallel {self._tensor} and --data-parallel {self._data} are {parallel.world} ranks, and this "
+                f"process is one of {place.world}; start as many"
+            )
+        if place.pipe is not None:
+            end_with_pipe(place.pipe)
+        store = place.connect(serves=place.rank == 0 and not place.store_is_elsewhere)
+        self._key_value_store = KeyValueStore(place.connect(), "outrider")
+        self.ranks = ranks = Ranks(backend, parallel, rank=place.rank, store=store)
+        if place.pipe is None:  # no process watches the other ranks: silence means loss
+            ranks.failure_wait_s = _SILENCE_S
+        starter = os.getppid() if place.agent else None
+        self._watch = RankWatch(ranks, self._key_value_store, speaks=place.pipe is None and place.rank == 0, starter=starter)
+        self._watch.start()
+        return ranks
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        del kind, traceback
+        if self.ranks is None or self._watch is None or self.place is None:
+            if self.place is not None and isinstance(error, OutriderError) and _said_elsewhere(self.place, error):
+                raise Unsaid(1) from error
+            return
+        self._watch.stop()
+        from outrider.engine.ranks.records import RanksFailed
+        from outrider.engine.ranks.watch import first_rank_is_lost
+
+        speaks = error is not None and self.place.rank == 0 and not _of_the_ranks(error)
+        first = ""
+        with suppress(Exception):  # the receiver may have ended
+            if error is None:
+                self._key_value_store.publish_heartbeat(self.ranks.rank, self._key_value_store.ENDED)
+            elif speaks:
+                self._key_value_store.announce_first_rank_prints()
+            else:
+                first = self.ranks.report_failure(error)
+        self.ranks.close()
+        if self.place.agent and first_rank_is_lost(first):
+            raise RanksFailed(first) from error
+        if error is None or speaks or (self.place.pipe is None and self.place.rank == 0):
+            return
+        if _of_the_ranks(error) or self.place.pipe is None:
+            raise Unsaid(_UNSAID) from error  # the starter of the ranks reports the failure, or rank 0
+
+
+def _said_elsewhere(place: RankPlacement, error: OutriderError) -> bool:
+    """Return True if another rank has reported the same error before the ranks have joined, such as a wrong option."""
+    if not place.agent or not place.store_is_elsewhere:
+        return False
+    key = hashlib.sha256(f"{type(error).__name__}: {error}".encode()).hexdigest()
+    try:
+        count: int = place.connect(seconds=_SAY_S).add(f"outrider/said/{key}", 1)
+    except RuntimeError:
+        return False
+    return count > 1
+
+
+def _of_the_ranks(error: BaseException) -> bool:
+    """Return True if a rank failed, and False for an error of the user's input."""
+    if not isinstance(error, Exception) or isinstance(error, typer.Exit | typer.Abort):
+        return False
+    return isinstance(error, DeviceError) or not isinstance(error, OutriderError)
+
+
+def run_on_ranks(arguments: Sequence[str] | None, tensor: int, data: int, *, json_output: bool) -> CommandReport | None:
+    """Run the command on several ranks and return their report. Returns None in a rank and for a single process."""
+    if tensor * data == 1 or RankPlacement.from_environment() is not None:
+        return None
+    if arguments is None:
+        raise ConfigError("this command was called from Python; start ranks with torchrun, or run the command in a shell")
+    from outrider.engine.ranks.parallel import ParallelConfig
+
+    parallel = ParallelConfig(tensor=tensor, data=data)
+    with _Processes(parallel, arguments, json_output=json_output) as processes:
+        return processes.wait_for_report()
+
+
+class _Processes:
+    """The ranks of this host as child processes, all of which have ended when the scope ends."""
+
+    def __init__(self, parallel: ParallelConfig, arguments: Sequence[str], *, json_output: bool) -> None:
+        self._parallel = parallel
+        self._arguments = list(arguments)
+        self._json = json_output
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._errors: list[IO[bytes]] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> _Processes:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs don't list it
+
+        from outrider.engine.ranks.key_value_store import KeyValueStore
+
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = store
+        self._key_value_store = KeyValueStore(store, "outrider")
+        # The operating system closes the pipe when this process ends, and each rank ends itself then.
+        read, self._write = os.pipe()
+        try:
+            for rank in range(self._parallel.world):
+                self._started.append(self._start(rank, store.port, read))
+        except BaseException:
+            self._end()
+            raise
+        finally:
+            os.close(read)
+        return self
+
+    def _start(self, rank: int, port: int, pipe: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "outrider.cli.main", *self._arguments]
+        environment = rank_variables(rank=rank, world=self._parallel.world, port=port, pipe=pipe)
+        if rank == 0:
+            out: Any = self._stack.enter_context(tempfile.TemporaryFile()) if self._json else None  # noqa: SIM115  (the stack closes it)
+            self._out = out
+            return subprocess.Popen(command, env=environment, pass_fds=(pipe,), stdout=out, start_new_session=True)
+        errors = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  (the stack closes it)
+        self._errors.append(errors)
+        return subprocess.Popen(
+            command,
+            env=environment,
+            pass_fds=(pipe,),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,
+        )
+
+    def wait_for_report(self) -> CommandReport:
+        """Wait for all ranks and return the report of rank 0. Raises :class:`RanksFailed` if rank 0 has no report."""
+        try:
+            while any(process.poll() is None for process in self._started):
+                lost = next((rank for rank, process in enumerate(self._started) if process.poll()), None)
+                if lost is not None or self._key_value_store.failure is not None:
+                    return self._lost(lost)
+                time.sleep(_POLL_S)
+        except Stopped as asked:
+            self._started[0].send_signal(signal.SIGTERM if str(asked) == "terminated" else signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                self._started[0].wait(_GRACE_S)
+                return self._reported()
+            raise
+        lost = next((rank for rank, process in enumerate(self._started) if process.returncode), None)
+        return self._reported() if lost is None else self._lost(lost)
+
+    def _lost(self, rank: int | None) -> CommandReport:
+        """End the ranks after a failure of ``rank``, and return the report of rank 0 or raise :class:`RanksFailed`."""
+        from outrider.engine.ranks.records import RanksFailed
+
+        code = None if rank is None else self._started[rank].returncode
+        if rank is not None and code is not None and code < 0:
+            last = self._key_value_store.last_heartbeat(rank).partition(" ")[2]
+            self._key_value_store.publish_failure(
+                f"rank {rank} was ended by {signal.Signals(-code).name}; {last or 'it had not begun'}"
+            )
+        hangs = (self._key_value_store.failure or "").startswith("rank 0 hangs")  # rank 0 won't report
+        until = time.monotonic() + _GRACE_S * (not hangs)
+        while self._started[0].poll() is None and (time.monotonic() < until or self._key_value_store.first_rank_prints):
+            time.sleep(_POLL_S)
+        first = self._started[0].poll()
+        self._end()
+        if first is not None and first > 0 and first != _UNSAID:
+            return self._reported()
+        words = "" if rank is None else f"rank {rank} ended with exit code {code}: {self._last_words(rank)}"
+        raise RanksFailed(f"{self._key_value_store.failure or words}; the other ranks were ended")
+
+    def _last_words(self, rank: int) -> str:
+        if rank == 0:
+            return "see above"
+        file = self._errors[rank - 1]
+        file.seek(0)
+        return file.read()[-2000:].decode(errors="replace").strip() or "it said nothing"
+
+    def _reported(self) -> CommandReport:
+        code = self._started[0].returncode
+        data: dict[str, object] = {}
+        if self._out is not None:
+            self._out.seek(0)
+            data = json.loads(self._out.read() or "{}")
+        return CommandReport(data=data, render=lambda console: None, exit_code=code)
+
+    def _end(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+        for process in self._started:
+            process.wait()
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        del kind, error, traceback
+        self._end()
+        os.close(self._write)
+        self._stack.close()
+        del self._store

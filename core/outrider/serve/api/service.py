@@ -1,0 +1,320 @@
+"""Admission and generation of requests, and the state of the server. The routes call this module."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from outrider.engine.requests.sampling import SamplingParams
+from outrider.errors import RequestError
+from outrider.serve.api.api_errors import OVERLOADED, SERVER, ApiError, bad_request, unavailable
+from outrider.serve.api.choice_text import ChoiceDelta, ChoiceText
+from outrider.serve.api.prompt_builder import EnginePrompt, PromptBuilder
+from outrider.serve.config import ServeConfig
+from outrider.serve.connection.engine_client import EngineClient, EngineGone, Inbox
+from outrider.serve.connection.engine_messages import SampleOutput
+from outrider.serve.monitoring.metrics import ServerMetrics
+
+T = TypeVar("T")
+_RETRY_AFTER_S = 1
+"""Value of ``Retry-After`` for a client whose request was refused."""
+_MAX_INLINE_CHARACTERS = 1024
+"""Prompts below this length are tokenised on the event loop: a switch to a thread takes longer."""
+_NUM_PROMPT_THREADS = 2
+"""Number of threads that tokenise prompts and render chat templates."""
+
+
+class ServerState(StrEnum):
+    """The state of a server, which decides whether it accepts new requests."""
+
+    READY = "ready"
+    DRAINING = "draining"
+    """The server is about to end: it refuses new requests and finishes the running ones."""
+    LOST = "lost"
+    """The engine is gone."""
+
+
+class Service:
+    """The requests of a server whose engine has started. All methods run on the engine client's event loop."""
+
+    def __init__(self, engine: EngineClient, prompter: PromptBuilder, config: ServeConfig) -> None:
+        self.engine = engine
+        self.prompter = prompter
+        self.config = config
+        self.metrics = ServerMetrics(engine, config)
+        self.started = int(time.time())
+        self._draining = False
+        self._open: set[Generation] = set()
+        self._threads = ThreadPoolExecutor(_NUM_PROMPT_THREADS, thread_name_prefix="outrider-prompts")
+
+    @property
+    def state(self) -> ServerState:
+        """The current state of the server."""
+        if self.engine.error is not None:
+            return ServerState.LOST
+        return ServerState.DRAINING if self._draining else ServerState.READY
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def check_accepting(self) -> None:
+        """Raise :class:`ApiError` unless the server accepts new requests."""
+        if self.state is ServerState.LOST:
+            raise unavailable("the engine is gone; this server is about to end", "engine_lost")
+        if self.state is ServerState.DRAINING:
+            raise unavailable("this server is about to end; ask another one", "draining", _RETRY_AFTER_S)
+
+    def check_model(self, name: str) -> None:
+        """Raise :class:`ApiError` unless ``name`` is one of the model's names."""
+        if name not in self.config.names:
+            message = f"the model {name!r} does not exist; this server has {', '.join(self.config.names)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def build_prompts(self, make: Callable[[], T], *, size: int | None) -> T:
+        """Call ``make``, which builds a prompt, and return its result. Long prompts are built in a thread.
+
+        ``size`` is the number of characters to tokenise; None if it is unknown.
+        """
+        if size is not None and size < _MAX_INLINE_CHARACTERS:
+            return make()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, make)
+
+    def output_limit(self, prompt: EnginePrompt, max_tokens: int | None) -> int:
+        """Return the maximum number of output tokens: ``max_tokens``, or the remaining context if that is None.
+
+        Raises :class:`ApiError` if prompt and output exceed the context length.
+        """
+        longest = self.engine.info.longest_request
+        length = prompt.length
+        self.prompter.check_length(length)
+        if max_tokens is not None and length + max_tokens > longest:
+            raise bad_request(
+                f"this model's maximum context length is {longest} tokens; the request has {length} in the prompt and asks "
+                f"for {max_tokens} more",
+                "max_tokens",
+                "context_length_exceeded",
+            )
+        return longest - length if max_tokens is None else max_tokens
+
+    async def generate(
+        self,
+        prompts: Sequence[EnginePrompt],
+        params: Sequence[SamplingParams],
+        *,
+        priority: int = 0,
+        pieces: bool = False,
+    ) -> Generation:
+        """Start a request and return its generation once the engine has accepted it. The caller must close the generation.
+
+        Prompt i gets ``params[i].n`` choices. ``pieces`` is passed to :class:`~outrider.serve.api.choice_text.ChoiceText`.
+        Raises :class:`ApiError` if the request is refused or the queue is full.
+        """
+        self.check_accepting()
+        self.check_room(sum(each.n for each in params))
+        generation = Generation(self, pieces=pieces)
+        try:
+            await generation.start(prompts, params, priority)
+        except BaseException:
+            generation.close()
+            raise
+        return generation
+
+    def check_room(self, samples: int) -> None:
+        """Raise :class:`ApiError` if the server can't run or queue ``samples`` more choices now."""
+        capacity = self.engine.info.max_requests + self.config.max_queued
+        if samples > capacity:
+            raise bad_request(f"the request asks for {samples} choices, this server runs and queues {capacity}", "n")
+        if self.engine.num_open_samples + samples > capacity:
+            raise ApiError(
+                429,
+                f"the queue is full: {self.engine.num_open_samples} choices run or wait, {capacity} at most; try again later",
+                kind=OVERLOADED,
+                code="queue_full",
+                headers={"Retry-After": str(_RETRY_AFTER_S)},
+            )
+
+    # -- shutdown ----------------------------------------------------------------------------------------------------
+
+    def stop_accepting(self) -> None:
+        """Set the server to refuse new requests from now on; running requests continue."""
+        self._draining = True
+
+    async def drain(self, seconds: float) -> bool:
+        """Refuse new requests, and wait up to ``seconds`` for the running ones. Then end the remaining ones with an error.
+
+        Returns whether all requests finished in time.
+        """
+        self.stop_accepting()
+        deadline = time.monotonic() + seconds
+        while self._open and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        unfinished = list(self._open)
+        for generation in unfinished:
+            generation.fail(unavailable("this server has ended; the request was cut off", "draining"))
+        return not unfinished
+
+    def close(self) -> None:
+        """Stop the threads that build prompts. The caller closes the engine."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class Generation:
+    """The running choices of one request."""
+
+    def __init__(self, service: Service, *, pieces: bool) -> None:
+        self._service = service
+        self._inbox = Inbox()
+        self._pieces = pieces
+        self._choices: dict[tuple[int, int], ChoiceText] = {}
+        self._arrival_time = time.perf_counter()
+        self._last_output_time: dict[int, float] = {}
+        self._first_keys: set[int] = set()
+        """Keys of the first request of each prompt, whose cached tokens count."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = self._recorded = False
+        self.log_fields: dict[str, Any] = {}
+        """Fields for the log record of the request; :meth:`close` adds them."""
+        self.prompt_tokens = 0
+        self.output_tokens = 0
+        self.accepted_draft_tokens = 0
+        """Number of accepted draft tokens, over all choices."""
+        self.proposed_draft_tokens = 0
+        """Number of draft tokens that the target verified, over all choices."""
+        self.cached_tokens = 0
+        """Number of prompt tokens that the prefix cache had."""
+        self.first_token_s: float | None = None
+        """Seconds from the request's arrival to its first token; None before the first token."""
+        service._open.add(self)
+
+    @property
+    def choices(self) -> int:
+        """Number of choices of the request."""
+        return len(self._choices)
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Finish reasons of the choices that have ended, also by an error, in the order of the choices."""
+        return [choice.finish_reason for choice in self._choices.values() if choice.finish_reason is not None]
+
+    async def start(self, prompts: Sequence[EnginePrompt], params: Sequence[SamplingParams], priority: int) -> None:
+        """Submit one engine request for each prompt, and wait until the engine has accepted all of them."""
+        service = self._service
+        timeout_s = service.config.request_timeout_s
+        timeout = ApiError(504, f"the request wasn't done within {timeout_s:g} s", kind=SERVER, code="timeout")
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self.fail, timeout)
+        last: EnginePrompt | None = None
+        try:
+            for prompt, each in zip(prompts, params, strict=True):
+                key = service.engine.submit(self._inbox, prompt.tokens, each, priority=priority, media=prompt.media)
+                if prompt is not last:  # greedy choices of one prompt are separate requests
+                    self.prompt_tokens += prompt.length
+                    self._first_keys.add(key)
+                last = prompt
+                for sample in range(each.n):
+                    self._choices[key, sample] = ChoiceText(
+                        service.prompter.tokenizer,
+                        len(self._choices),
+                        each,
+                        prompt=prompt.tokens,
+                        ends=service.engine.info.eos_token_ids,
+                        pieces=self._pieces,
+                    )
+            await self._inbox.wait_until_admitted()
+        except Exception as error:
+            if isinstance(error, RequestError):
+                self.prompt_tokens = 0  # the engine has refused the prompt
+            raise _client_error(error) from error
+
+    async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
+        """Yield the new text and tokens until every choice has ended; a slow reader gets several deltas at once.
+
+        Raises :class:`ApiError` if the request fails or times out.
+        """
+        num_running = len(self._choices)
+        while num_running:
+            try:
+                outputs = await self._inbox.receive_outputs()
+            except Exception as error:
+                raise _client_error(error) from error
+            now = time.perf_counter()
+            deltas: list[ChoiceDelta] = []
+            choices = [self._count(output, now) for output in outputs]  # all, before one raises
+            for choice, output in zip(choices, outputs, strict=True):
+                if output.refused:
+                    raise bad_request(f"the request can't be served any further: {output.error}", code="failed")
+                if output.error is not None:
+                    raise ApiError(500, f"the request failed on the device: {output.error}", kind=SERVER, code="failed")
+                deltas.append(choice.add(output))
+                num_running -= output.finish_reason is not None
+            yield deltas
+        self._record()
+
+    def _count(self, output: SampleOutput, now: float) -> ChoiceText:
+        """Count the tokens of an output that has arrived, and return its choice."""
+        choice, metrics = self._choices[output.key, output.sample], self._service.metrics
+        choice.finish_reason = output.finish_reason
+        if output.tokens:
+            if self.first_token_s is None:
+                self.first_token_s = now - self._arrival_time
+                metrics.record_first_token(self.first_token_s)
+            last = self._last_output_time.get(choice.index)
+            interval = None if last is None else now - last
+            metrics.record_output(interval, len(output.tokens), output.drafted, output.proposed)
+            self._last_output_time[choice.index] = now
+            self.output_tokens += len(output.tokens)
+            self.accepted_draft_tokens += output.drafted
+            self.proposed_draft_tokens += output.proposed
+            if output.sample == 0 and output.key in self._first_keys:
+                self.cached_tokens += output.cached
+        return choice
+
+    def _record(self) -> None:
+        """Add the finished request's counts and times to the server's metrics, once."""
+        if self._recorded:
+            return
+        self._recorded = True
+        metrics, reasons = self._service.metrics, self.finish_reasons
+        if len(reasons) == len(self._choices) and "error" not in reasons:
+            seconds = time.perf_counter() - self._arrival_time
+            metrics.record_finished(seconds, self.prompt_tokens, self.output_tokens)
+        metrics.count_samples(reasons)
+        metrics.count_tokens(self.prompt_tokens, self.output_tokens)
+
+    def fail(self, error: ApiError) -> None:
+        """End the request: the reader of :meth:`deltas` raises ``error`` after the outputs that have arrived."""
+        self._inbox.fail(error)
+
+    def close(self) -> None:
+        """Abort the choices that haven't ended, and record the request for the log. May be called more than once."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        service = self._service
+        service._open.discard(self)
+        aborted = service.engine.abort(self._inbox)
+        for output in self._inbox.pop_outputs():  # that no reader has received
+            self._count(output, time.perf_counter())
+        service.metrics.count_aborted(aborted)
+        self._record()
+        self.log_fields |= {"prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens}
+        self.log_fields |= {
+            "accepted_draft_tokens": self.accepted_draft_tokens,
+            "finish_reasons": self.finish_reasons,
+            "aborted": aborted,
+        }
+        if self.first_token_s is not None:
+            self.log_fields["first_token_s"] = round(self.first_token_s, 6)
+
+
+def _client_error(error: Exception) -> Exception:
+    """Return the error that the client gets for an error of the engine client."""
+    if isinstance(error, RequestError):
+        return bad_request(str(error))
+    if isinstance(error, EngineGone):
+        return unavailable(f"the engine is gone: {error}", "engine_lost")
+    return error

@@ -1,0 +1,280 @@
+"""Tool calls in the text of a chat's choice: enforced by a guide, or found by a reader of the model's format."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+from outrider.device import ConfigError
+from outrider.engine import Guide, JsonSchema
+from outrider.engine.requests.stop_text import partial_match_length
+from outrider.errors import one_line
+from outrider.serve.api.api_errors import bad_request
+from outrider.serve.api.request_fields import ChatRequest, NamedTool
+from outrider.serve.api.request_params import format_guide
+from outrider.serve.formats.format_reader import FormatReader
+from outrider.serve.formats.model_formats import ModelFormat
+
+_CONTENT = ModelFormat("none", "none")
+_CALL_LIST = ModelFormat("json", "none")
+"""Formats of guided text: all of it is content, or a list of calls."""
+_NAMED_SCHEMAS = ("properties", "$defs", "definitions")
+"""Keywords of JSON Schema whose values are objects of schemas by name."""
+_VALUE_KEYWORDS = ("const", "enum", "default", "examples")
+"""Keywords of JSON Schema that hold values, in which ``$ref`` is no reference."""
+_REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Field names of response templates that the API reports as ``reasoning_content``."""
+
+
+class ToolCallReader(Protocol):
+    """An incremental parser: turns the text of one choice into deltas of a chat message."""
+
+    def feed(self, text: str, *, last: bool) -> dict[str, Any]:
+        """Return the message delta that ``text`` completes, possibly empty. ``last`` says that no more text follows."""
+
+    @property
+    def has_calls(self) -> bool:
+        """Return whether the text has tool calls, so that the finish reason is ``tool_calls``."""
+
+
+class NamedToolReader:
+    """A reader for a named tool: all text is the arguments of one call. A guide has enforced their schema."""
+
+    has_calls = False  # OpenAI's finish reason of a named tool is "stop"
+
+    def __init__(self, name: str) -> None:
+        self._name: str | None = name
+
+    def feed(self, text: str, *, last: bool) -> dict[str, Any]:
+        """Return ``text`` as arguments. The first delta also has the id and the name of the call."""
+        del last
+        if self._name is None:
+            return {"tool_calls": [{"index": 0, "function": {"arguments": text}}]} if text else {}
+        if not text:
+            return {}
+        name, self._name = self._name, None
+        return {"tool_calls": [{"index": 0, **_call(name, text)}]}
+
+
+class ParsedResponseReader:
+    """A reader that uses transformers' response parser. A call that can't be read, with its markers, is content.
+
+    Calls after the first ``max_calls`` are dropped.
+    """
+
+    def __init__(
+        self, template: Mapping[str, Any], prompt: str, tools: list[dict[str, Any]], *, max_calls: int | None = None
+    ) -> None:
+        from outrider.serve.api.recovering_parser import RecoveringParser
+
+        self._parser = RecoveringParser(template, prompt, tools)
+        self._max_calls = max_calls
+        self._count = 0
+
+    @property
+    def has_calls(self) -> bool:
+        """Return whether the parser has found at least one call."""
+        return self._count > 0
+
+    def feed(self, text: str, *, last: bool) -> dict[str, Any]:
+        """Return content and reasoning as soon as the parser reports them, and each call when it is complete."""
+        events = [*self._parser.feed(text), *(self._parser.finish() if last else ())]
+        delta: dict[str, Any] = {}
+        for event in events:
+            field, kind = event["field"], event["type"]
+            name = "reasoning_content" if field in _REASONING_FIELDS else field
+            if kind == "region_chunk" and name in ("content", "reasoning_content"):
+                delta[name] = delta.get(name, "") + event["text"]
+            elif name == "tool_calls" and kind in ("region_close", "region_failed"):
+                calls = _calls_of(event["value"])
+                if not calls:
+                    delta["content"] = delta.get("content", "") + event["raw"]
+                for call in calls if self._max_calls is None else calls[: self._max_calls - self._count]:
+                    delta.setdefault("tool_calls", []).append({"index": self._count, **call})
+                    self._count += 1
+        return delta
+
+
+class ReasoningReader:
+    """A reader for text that begins with reasoning: passes the text after the first ``end`` to another reader."""
+
+    def __init__(self, end: str, inner: ToolCallReader) -> None:
+        self._end = end
+        self._inner = inner
+        self._held = ""
+        self._has_ended = False
+        self._has_content = False
+
+    @property
+    def has_calls(self) -> bool:
+        """Return whether the reader of the text after the reasoning has found tool calls."""
+        return self._inner.has_calls
+
+    def feed(self, text: str, *, last: bool) -> dict[str, Any]:
+        """Return text before ``end`` as reasoning, and pass the text after ``end`` to the other reader and
+        return its delta.
+        """
+        delta: dict[str, Any] = {}
+        if not self._has_ended:
+            reasoning, end, text = (self._held + text).partition(self._end)
+            self._has_ended = bool(end)
+            held = 0 if last or end else partial_match_length(reasoning, (self._end,))
+            reasoning, self._held = reasoning[: len(reasoning) - held], reasoning[len(reasoning) - held :]
+            if reasoning:
+                delta["reasoning_content"] = reasoning
+        if not self._has_content:
+            text = text.lstrip()
+            self._has_content = bool(text)
+        return delta | self._inner.feed(text, last=last)
+
+
+class RequestToolCalls:
+    """The tool calls and the reasoning of one chat request: the guide of the text, and the readers of the text."""
+
+    guide: Guide | None
+    """Guide for calls that must come, or for ``response_format``; None if the text is free."""
+
+    def __init__(self, request: ChatRequest, answer_format: Mapping[str, Any] | ModelFormat) -> None:
+        """Derive the guide and the readers of a chat request from its fields.
+
+        ``answer_format`` is that of the model: a ``response_template`` of transformers, or a format of its family. Raises
+        :class:`~outrider.serve.api.api_errors.ApiError` for a ``tool_choice`` that contradicts the other fields.
+        """
+        self._answer_format = answer_format
+        self._make_reader: Callable[[str], ToolCallReader] = lambda prompt: FormatReader(_CONTENT, prompt, [])
+        self._tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
+        choice, response_format = request.tool_choice, format_guide(request)
+        max_calls = 1 if request.parallel_tool_calls is False else None
+        calls_guide: Guide | None = None
+        if choice not in (None, "none") and not self._tools:
+            raise bad_request("tool_choice is only allowed when tools are given", "tool_choice")
+        if isinstance(choice, NamedTool):
+            calls_guide = self._require_tool(choice.function.name)
+        elif choice == "required":
+            calls_guide = self._require_call(max_calls)
+        elif response_format is None:
+            tools = [] if choice == "none" else self._tools
+            self._make_reader = lambda prompt: _format_reader(answer_format, prompt, tools, max_calls)
+        if calls_guide is not None and response_format is not None:
+            raise bad_request("response_format doesn't go with a tool_choice that asks for a call", "response_format")
+        self.guide = calls_guide or response_format
+
+    def read_prompt(self, prompt: str) -> None:
+        """Let the guide begin after the reasoning, if the prompt opens it.
+
+        ``prompt`` is the text that the chat template made of the conversation.
+        """
+        if self.guide is not None and (end := _reasoning_end(self._answer_format, prompt)) is not None:
+            self.guide = replace(self.guide, after=end)
+
+    def create_reader(self, prompt: str) -> ToolCallReader:
+        """Create a reader for one choice. ``prompt`` is the text that was passed to :meth:`read_prompt`."""
+        reader = self._make_reader(prompt)
+        return ReasoningReader(self.guide.after, reader) if self.guide is not None and self.guide.after else reader
+
+    def _require_tool(self, name: str) -> Guide:
+        function = next((tool["function"] for tool in self._tools if tool["function"]["name"] == name), None)
+        if function is None:
+            raise bad_request(f"tool_choice names {name!r}, which isn't among the tools", "tool_choice")
+        self._make_reader = lambda prompt: NamedToolReader(name)
+        return self._make_guide(_parameters(function))
+
+    def _require_call(self, max_calls: int | None) -> Guide:
+        limit = {} if max_calls is None else {"maxItems": max_calls}
+        items = {"anyOf": [_call_schema(tool, index) for index, tool in enumerate(self._tools)]}
+        parameters = [_parameters(tool["function"]) for tool in self._tools]
+        definitions = {_definition_name(index): _moved(each, index) for index, each in enumerate(parameters)}
+        self._make_reader = lambda prompt: FormatReader(_CALL_LIST, prompt, self._tools)
+        return self._make_guide({"type": "array", "minItems": 1, **limit, "items": items, "$defs": definitions})
+
+    @staticmethod
+    def _make_guide(schema: dict[str, Any]) -> JsonSchema:
+        try:
+            return JsonSchema(schema)
+        except ConfigError as error:
+            raise bad_request(f"the tools' parameters can't be enforced: {one_line(str(error))}", "tools") from error
+
+
+def _format_reader(
+    answer_format: Mapping[str, Any] | ModelFormat, prompt: str, tools: list[dict[str, Any]], max_calls: int | None
+) -> ToolCallReader:
+    """Return a reader of the model's format. Without ``tools`` all calls are content."""
+    if isinstance(answer_format, ModelFormat):
+        return FormatReader(answer_format, prompt, tools, max_calls=max_calls)
+    template = answer_format if tools else _without_calls(answer_format)
+    return ParsedResponseReader(template, prompt, tools, max_calls=max_calls)
+
+
+def _reasoning_end(answer_format: Mapping[str, Any] | ModelFormat, prompt: str) -> str | None:
+    """Return the text that ends the reasoning in which ``prompt`` ends, or None if it doesn't end in reasoning."""
+    if isinstance(answer_format, ModelFormat):
+        region = answer_format.open_reasoning(prompt)
+        return None if region is None else region.ends[0]
+    from outrider.serve.api.recovering_parser import RecoveringParser
+
+    events = RecoveringParser(answer_format, prompt, []).initial_events
+    opened = [event for event in events if event["type"] != "region_chunk"][-1:]
+    if not opened or opened[0]["type"] != "region_open" or opened[0]["field"] not in _REASONING_FIELDS:
+        return None
+    close = answer_format["fields"][opened[0]["field"]].get("close")
+    return close if isinstance(close, str) or close is None else str(close[0])
+
+
+def _without_calls(template: Mapping[str, Any]) -> dict[str, Any]:
+    return {**template, "fields": {name: field for name, field in template["fields"].items() if name != "tool_calls"}}
+
+
+def _calls_of(value: Any) -> list[dict[str, Any]]:
+    """Return the tool calls in a parsed value, or none if one of them can't be read."""
+    try:
+        functions = [call["function"] for call in (value if isinstance(value, list) else [value])]
+        named = [(str(function["name"]), function["arguments"]) for function in functions]
+        return [_call(name, each if isinstance(each, str) else json.dumps(each)) for name, each in named]
+    except (KeyError, TypeError, ValueError):
+        return []
+
+
+def _call_schema(tool: dict[str, Any], index: int) -> dict[str, Any]:
+    arguments = {"$ref": f"#/$defs/{_definition_name(index)}"}
+    return {
+        "type": "object",
+        "properties": {"name": {"const": tool["function"]["name"]}, "arguments": arguments},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
+def _definition_name(index: int) -> str:
+    return f"tool{index}"
+
+
+def _moved(schema: Any, index: int) -> Any:
+    """Return the schema of a tool's parameters for its place in ``$defs``: references stay relative to the tool's schema."""
+    if isinstance(schema, list):
+        return [_moved(each, index) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            moved[key] = f"#/$defs/{_definition_name(index)}{value[1:]}"
+        elif key in _NAMED_SCHEMAS and isinstance(value, dict):
+            moved[key] = {name: _moved(each, index) for name, each in value.items()}
+        else:
+            moved[key] = value if key in _VALUE_KEYWORDS else _moved(value, index)
+    return moved
+
+
+def _parameters(function: dict[str, Any]) -> dict[str, Any]:
+    return function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def _call(name: str, arguments: str) -> dict[str, Any]:
+    return {
+        "id": f"call_{secrets.token_hex(12)}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }

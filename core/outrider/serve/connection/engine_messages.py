@@ -1,0 +1,151 @@
+"""Messages between a server and its engine: commands to the engine, events from it.
+
+:mod:`outrider.serve.connection.wire` encodes the messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from outrider.engine.config import MAX_LOGPROBS
+from outrider.engine.engine import Engine
+from outrider.engine.loop import EngineLoad, EngineStats
+from outrider.engine.requests.request import StepOutput
+from outrider.engine.requests.sampling import SamplingParams, TokenLogprobs
+from outrider.model import Media
+
+
+class SubmitRequest(NamedTuple):
+    """Command to run all samples of a request."""
+
+    key: int
+    """Identifies the request in all later messages. The sender chooses the key and uses it once."""
+    tokens: Sequence[int]
+    params: SamplingParams
+    priority: int
+    media: Sequence[Media]
+
+
+class AbortRequest(NamedTuple):
+    """Command to end a request: no event follows for it. A request that has already ended is no error."""
+
+    key: int
+
+
+class StopEngine(NamedTuple):
+    """Command to end the engine's loop, which aborts all running requests."""
+
+
+EngineCommand = SubmitRequest | AbortRequest | StopEngine
+
+
+class RequestAdmitted(NamedTuple):
+    """Event: the engine has accepted the request, which now waits or runs."""
+
+    key: int
+
+
+class RequestRefused(NamedTuple):
+    """Event: the engine can't serve the request. No event follows for it."""
+
+    key: int
+    message: str
+
+
+class SampleOutput(NamedTuple):
+    """Event: new tokens of one sample of a request, from a :class:`~outrider.engine.requests.request.StepOutput`."""
+
+    key: int
+    sample: int
+    tokens: tuple[int, ...]
+    finish_reason: str | None
+    logprobs: tuple[TokenLogprobs, ...]
+    text: str | None
+    error: str | None
+    drafted: int
+    proposed: int
+    refused: bool = False
+    cached: int = 0
+    stopped_by: str | int | None = None
+
+    @classmethod
+    def from_step(cls, key: int, sample: int, output: StepOutput) -> SampleOutput:
+        """Return the event for an engine's output of one sample."""
+        reason = None if output.finish_reason is None else str(output.finish_reason)
+        details = (output.logprobs, output.searched_text, output.error, output.drafted, output.proposed, output.refused)
+        return cls(key, sample, output.tokens, reason, *details, output.cached, output.stopped_by)
+
+
+class EngineSnapshot(NamedTuple):
+    """Event: the engine's counters and its current load."""
+
+    stats: EngineStats
+    load: EngineLoad
+    step_s: float
+    """Seconds spent in :meth:`Engine.step` so far, including the waits for fences."""
+
+
+class EngineFailed(NamedTuple):
+    """Event: the engine has ended with an error. It is the last event."""
+
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineInfo:
+    """The properties of an engine that don't change while it runs."""
+
+    backend: str
+    device: str
+    dtype: str
+    cache_dtype: str
+    vocab_size: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    longest_request: int
+    """Maximum number of tokens of prompt and output together."""
+    max_requests: int
+    max_logprobs: int
+    page_size: int
+    num_pages: int
+    prefix_cache: bool
+    draft_tokens: int
+    """Maximum number of draft tokens that one iteration can accept for a request; 0 without speculation."""
+    image_token: int | None
+    """Placeholder token of an image in a prompt; None for a text-only model."""
+    patches_per_feature: int = 1
+    """Number of an image's patches for each of its tokens in the engine."""
+
+    @classmethod
+    def from_engine(cls, engine: Engine) -> EngineInfo:
+        """Return the properties of ``engine``."""
+        config, model = engine.config, engine.model.config
+        return cls(
+            backend=engine.backend.name,
+            device=str(engine.backend.device),
+            dtype=config.dtype,
+            cache_dtype=str(engine.model.cache_dtype).removeprefix("torch."),
+            vocab_size=model.vocab_size,
+            bos_token_id=model.bos_token_id,
+            eos_token_ids=tuple(sorted(model.eos_token_ids)),
+            longest_request=engine.longest_request,
+            max_requests=config.max_requests,
+            max_logprobs=min(MAX_LOGPROBS, model.vocab_size),
+            page_size=config.page_size,
+            num_pages=engine.load.pages,
+            prefix_cache=config.prefix_cache,
+            draft_tokens=engine.proposer.depth,
+            image_token=None if model.vision is None else model.vision.image_token,
+            patches_per_feature=1 if model.vision is None else model.vision.merge**2,
+        )
+
+
+class EngineReady(NamedTuple):
+    """Event: the engine has started. It is the first event."""
+
+    info: EngineInfo
+
+
+EngineEvent = EngineReady | RequestAdmitted | RequestRefused | SampleOutput | EngineSnapshot | EngineFailed

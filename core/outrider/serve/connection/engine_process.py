@@ -1,0 +1,162 @@
+"""An engine in a child process. Server and child communicate over a socket pair, which no other process can open."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import select
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from outrider.engine.engine import Engine
+from outrider.registry.children import end_with_parent, ignore_interruptions, interruptions_blocked_in_children
+from outrider.serve.connection.engine_client import EngineClient, EngineGone
+from outrider.serve.connection.engine_loop import EngineLoop
+from outrider.serve.connection.engine_messages import (
+    EngineCommand,
+    EngineEvent,
+    EngineFailed,
+    EngineInfo,
+    EngineReady,
+    StopEngine,
+)
+from outrider.serve.connection.wire import FrameDecoder, command_of_wire, command_to_wire, event_of_wire, event_to_wire, frame
+
+_RECEIVE_BYTES = 1 << 18
+_SOCKET_BUFFER_BYTES = 8 << 20
+_EXIT_TIMEOUT_S = 10.0
+"""Time that a child process has to exit after it was told to end. Then it is killed."""
+
+
+async def join_or_kill(process: Any) -> None:
+    """Wait for a child process to exit, and kill it after ``_EXIT_TIMEOUT_S``."""
+    loop = asyncio.get_running_loop()
+    await loop.run_in_executor(None, process.join, _EXIT_TIMEOUT_S)
+    if process.is_alive():
+        process.kill()
+        await loop.run_in_executor(None, process.join)
+
+
+class EngineProcess(EngineClient):
+    """A client that runs the engine in a child process. The child ends when this process ends, even if it is killed.
+
+    ``make`` is pickled, and called in the child, where it returns the engine. The child ignores SIGINT and SIGTERM, which a
+    terminal sends to the whole process group: only :meth:`close` ends the child.
+    """
+
+    def __init__(self, make: Callable[[], Engine]) -> None:
+        super().__init__()
+        self._make = make
+        self._process: Any = None
+        self._transport: asyncio.Transport | None = None
+        self._waiting: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the child; None before the start."""
+        return None if self._process is None else self._process.pid
+
+    async def close(self) -> None:
+        """Tell the child to end and wait until it has exited. A child that doesn't exit in time is killed."""
+        self._gone(EngineGone("the engine was closed"), expected=True)
+        if self._process is None:
+            return
+        if self._transport is not None and not self._transport.is_closing():
+            self._send(StopEngine())
+        await join_or_kill(self._process)
+        if self._transport is not None:
+            self._transport.close()
+
+    async def _launch(self) -> None:
+        server_end, child_end = socket.socketpair()
+        for end in (server_end, child_end):
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                with suppress(OSError):
+                    end.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)
+        context = multiprocessing.get_context("spawn")
+        self._process = context.Process(target=_serve, args=(self._make, child_end), name="outrider-engine", daemon=True)
+        # Not in an executor: the kernel ends the child when the thread that started it ends. The call takes milliseconds.
+        with interruptions_blocked_in_children():
+            self._process.start()
+        child_end.close()
+        server_end.setblocking(False)
+        transport, _ = await asyncio.get_running_loop().create_connection(lambda: _EventProtocol(self), sock=server_end)
+        self._transport = transport
+
+    def _send(self, command: EngineCommand) -> None:
+        assert self._transport is not None
+        self._transport.write(frame(command_to_wire(command)))
+
+    def _handle_disconnect(self) -> None:
+        if self.error is None:
+            self._waiting = asyncio.get_running_loop().create_task(self._report_exit())
+
+    async def _report_exit(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, self._process.join, 1.0)
+        code = self._process.exitcode
+        how = "hung up" if code is None else f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        self._gone(EngineGone(f"the engine's process {how}"))
+
+
+class _EventProtocol(asyncio.Protocol):
+    """The asyncio protocol of the server's end: decodes the child's frames and passes the events to the client."""
+
+    def __init__(self, client: EngineProcess) -> None:
+        self._client = client
+        self._frames = FrameDecoder()
+
+    def data_received(self, data: bytes) -> None:
+        for events in self._frames.add(data):
+            self._client._handle([event_of_wire(event) for event in events])
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        del exc
+        self._client._handle_disconnect()
+
+
+# -- in the child ------------------------------------------------------------------------------------------------------
+
+
+class _ChildPort:
+    """The engine's end of the socket pair."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._frames = FrameDecoder()
+
+    def receive_commands(self, *, block: bool) -> Sequence[EngineCommand]:
+        """Return the commands in the socket. A closed connection means that the server is gone."""
+        commands: list[EngineCommand] = []
+        while not commands:
+            if not block and not select.select([self._socket], [], [], 0)[0]:
+                break
+            piece = self._socket.recv(_RECEIVE_BYTES)
+            if not piece:
+                return [StopEngine()]
+            commands.extend(command_of_wire(command) for command in self._frames.add(piece))
+        return commands
+
+    def send(self, events: Sequence[EngineEvent]) -> None:
+        """Send ``events`` in one frame. Blocks while the socket's buffers are full."""
+        self._socket.sendall(frame([event_to_wire(event) for event in events]))
+
+
+def _serve(make: Callable[[], Engine], sock: socket.socket) -> None:
+    """Run the engine in the child: the target of :class:`EngineProcess`."""
+    ignore_interruptions()
+    end_with_parent()
+    port = _ChildPort(sock)
+    try:
+        engine = make()
+        port.send([EngineReady(EngineInfo.from_engine(engine))])
+        EngineLoop(engine, port).serve_until_stopped()
+        engine.close()  # ends the other ranks
+    except (BrokenPipeError, ConnectionResetError):  # the server is gone
+        os._exit(1)
+    except BaseException as error:
+        with suppress(OSError):
+            port.send([EngineFailed(f"{type(error).__name__}: {error}")])
+        os._exit(1)  # after a lost device, the vendor runtime's exit handlers may hang

@@ -1,0 +1,1 @@
+"""The HTTP server: application, middleware, protocol and web page."""

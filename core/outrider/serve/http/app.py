@@ -1,0 +1,298 @@
+"""The FastAPI application of the server: its routes, its error responses and its OpenAPI schema."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from outrider.serve.optional_packages import require_serve
+
+require_serve()
+
+from fastapi import FastAPI, Request  # noqa: E402
+from fastapi.exceptions import RequestValidationError  # noqa: E402
+from starlette.exceptions import HTTPException  # noqa: E402
+from starlette.middleware.cors import CORSMiddleware  # noqa: E402
+from starlette.responses import JSONResponse, Response  # noqa: E402
+
+from outrider.serve.api.api_errors import ApiError, bad_request  # noqa: E402
+from outrider.serve.api.asgi_responses import DeferredResponse, EventStreamResponse  # noqa: E402
+from outrider.serve.api.prompt_builder import EnginePrompt, PromptBuilder, listed_prompts, prompt_size  # noqa: E402
+from outrider.serve.api.request_fields import ChatRequest, CompletionRequest, SamplingFields  # noqa: E402
+from outrider.serve.api.request_params import check_supported, format_guide, sampling_params  # noqa: E402
+from outrider.serve.api.response_writer import ResponseWriter  # noqa: E402
+from outrider.serve.api.service import ServerState, Service  # noqa: E402
+from outrider.serve.api.tool_calls import RequestToolCalls  # noqa: E402
+from outrider.serve.config import ServeConfig  # noqa: E402
+from outrider.serve.connection.engine_client import EngineClient  # noqa: E402
+from outrider.serve.http.request_middleware import LOG_FIELDS_KEY, RequestMiddleware  # noqa: E402
+from outrider.serve.http.web_page import add_page  # noqa: E402
+from outrider.serve.monitoring.metrics import PROMETHEUS_CONTENT_TYPE  # noqa: E402
+from outrider.serve.monitoring.tracing import RequestSpans  # noqa: E402
+from outrider.serve.translation.messages_route import add_messages_routes  # noqa: E402
+from outrider.serve.translation.responses_route import add_responses_routes  # noqa: E402
+from outrider.serve.translation.tokenize_route import add_tokenize_routes  # noqa: E402
+
+_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": text, "content": {"application/json": {"schema": _ERROR_SCHEMA}}}
+    for status, text in {
+        400: "The request is invalid.",
+        401: "No API key, or a wrong one.",
+        404: "There is no such model.",
+        408: "The body didn't arrive in time.",
+        413: "The body is too large.",
+        429: "The queue is full.",
+        431: "The headers are too many or too long.",
+        500: "An internal error.",
+        503: "The server is about to end.",
+        504: "The request took too long.",
+    }.items()
+}
+_RESPONSES: dict[int | str, dict[str, Any]] = {
+    **_ERRORS,
+    200: {
+        "description": "The completion: a JSON object, or server-sent events if stream is true.",
+        "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
+    },
+}
+
+
+def create_app(
+    engine: EngineClient, prompter: PromptBuilder, config: ServeConfig, *, spans: RequestSpans | None = None
+) -> FastAPI:
+    """Create the application for an engine that has started. Its :class:`Service` is ``app.state.service``.
+
+    The caller starts and closes the engine, as :func:`outrider.serve.http.server.serve_http` does. ``spans`` exports a span
+    for each request; None exports none.
+    """
+    service = Service(engine, prompter, config)
+    version = importlib.metadata.version("outrider")
+    fingerprint = "outrider-" + hashlib.sha256(f"{version} {engine.info}".encode()).hexdigest()[:12]
+    app = FastAPI(title="Outrider", version=version, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+    app.state.service = service
+    app.add_middleware(RequestMiddleware, service=service, spans=spans)
+    if config.allow_origins:
+        exposed = ["x-request-id", "request-id", "retry-after"]
+        options: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": exposed}
+        app.add_middleware(CORSMiddleware, allow_origins=list(config.allow_origins), **options)
+    _add_error_handlers(app)
+    _add_status_routes(app, service, version)
+    _add_model_routes(app, service)
+    add_page(app)
+
+    @app.post("/v1/completions", responses=_RESPONSES, response_class=Response)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Generate a continuation of each prompt."""
+        _check(service, body)
+        service.check_room(len(listed_prompts(body.prompt)) * (body.n or 1))
+        prompts = await service.build_prompts(lambda: prompter.completion_prompts(body.prompt), size=prompt_size(body.prompt))
+        texts = prompter.prompt_texts(body.prompt) if body.echo else []
+        echoed = [text for text in texts for _ in range(body.n or 1)]
+        writer = await _start(service, request, body, prompts, body.max_tokens or 16, fingerprint)
+        return _respond(service, body, writer, echoed)
+
+    @app.post("/v1/chat/completions", responses=_RESPONSES, response_class=Response)
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Generate the next message of a conversation."""
+        _check(service, body)
+        return _respond(service, body, await start_chat(body, request))
+
+    async def start_chat(body: ChatRequest, request: Request, *, clamp: bool = False) -> ResponseWriter:
+        service.check_room(body.n or 1)
+        calls = RequestToolCalls(body, prompter.answer_format)
+        prompt = await service.build_prompts(lambda: prompter.chat(body), size=None)
+        max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        if clamp and max_tokens is not None:
+            max_tokens = min(max_tokens, max(1, engine.info.longest_request - prompt.length))
+        return await _start(service, request, body, [prompt], max_tokens, fingerprint, calls=calls)
+
+    add_responses_routes(app, service, start_chat, _RESPONSES)
+    add_messages_routes(app, service, start_chat, _RESPONSES)
+    add_tokenize_routes(app, service, _ERRORS)
+    app.openapi = functools.partial(_openapi_schema, app, app.openapi)  # type: ignore[method-assign]
+    return app
+
+
+def _openapi_schema(app: FastAPI, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the OpenAPI schema without FastAPI's error format, which this server doesn't use."""
+    if app.openapi_schema is None:
+        schema = make()
+        for methods in schema["paths"].values():
+            for operation in methods.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            schema.get("components", {}).get("schemas", {}).pop(name, None)
+    return make()
+
+
+def _check(service: Service, body: SamplingFields) -> None:
+    service.check_accepting()
+    service.check_model(body.model)
+    check_supported(body)
+
+
+async def _start(
+    service: Service,
+    request: Request,
+    body: SamplingFields,
+    prompts: list[EnginePrompt],
+    max_tokens: int | None,
+    fingerprint: str,
+    *,
+    calls: RequestToolCalls | None = None,
+) -> ResponseWriter:
+    """Start the generation of a checked request and return the writer of its response.
+
+    ``calls`` are the tool calls of a chat. The caller must close the writer's generation.
+    """
+    info, n = service.engine.info, body.n or 1
+    spelled: tuple[int, ...] = ()
+    if calls is None:
+        guide = format_guide(body)
+    else:
+        calls.read_prompt(prompts[0].text)
+        guide, spelled = calls.guide, service.prompter.marker_tokens
+    output_limits = [service.output_limit(prompt, max_tokens) for prompt in prompts]
+    params = [sampling_params(body, info, max_tokens=limit, guide=guide, spelled_tokens=spelled) for limit in output_limits]
+    if n > 1 and params[0].n == 1:  # greedy samples are equal; the engine runs them as separate requests
+        prompts = [prompt for prompt in prompts for _ in range(n)]
+        params = [each for each in params for _ in range(n)]
+    num_choices = sum(each.n for each in params)
+    readers = [] if calls is None else [calls.create_reader(prompts[0].text) for _ in range(num_choices)]
+    pieces = body.stream_options is not None and body.stream_options.include_drafted
+    priority = body.priority or 0
+    generation = await service.generate(prompts, params, priority=priority, pieces=pieces)
+    generation.log_fields = request.scope[LOG_FIELDS_KEY]
+    generation.log_fields["model"] = body.model
+    return ResponseWriter(body, generation, service.prompter.tokenizer, fingerprint=fingerprint, readers=readers)
+
+
+def _respond(service: Service, body: SamplingFields, writer: ResponseWriter, echoed: Sequence[str] = ()) -> Response:
+    """Return the response of a started request, whole or streamed.
+
+    ``echoed`` has the prompt text of each choice that the response repeats.
+    """
+    close = writer.generation.close
+    if body.stream:
+        return EventStreamResponse(lambda: writer.write_chunks(echoed), close=close, write_s=service.config.write_timeout_s)
+    return DeferredResponse(lambda: writer.write_whole(echoed), close=close)
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    """Return the framework's errors to clients in OpenAI's format."""
+
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        request.scope[LOG_FIELDS_KEY]["error"] = error.message
+        return Response(error.encode(request.url.path), error.status, error.headers, "application/json")
+
+    @app.exception_handler(RequestValidationError)
+    async def validation_error(request: Request, error: RequestValidationError) -> Response:
+        return await api_error(request, invalid_fields(error))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        path = request.url.path
+        texts = {
+            400: "the body can't be read as JSON; send it in UTF-8 and without Content-Encoding",
+            404: f"there is nothing at {path}",
+            405: f"{path} has no {request.method}",
+        }
+        text = texts.get(error.status_code, error.detail)
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+        return await api_error(request, ApiError(error.status_code, text, code=code, headers=error.headers))
+
+
+def invalid_fields(error: RequestValidationError) -> ApiError:
+    """Return the API error for the first invalid field of a request."""
+    first = error.errors()[0]
+    kind, location = first["type"], [str(part) for part in first["loc"] if part != "body"]
+    if kind == "json_invalid":
+        return bad_request(f"the body isn't JSON: {first.get('ctx', {}).get('error', first['msg'])}", None, "invalid_json")
+    # The location also names the types of a union, which are no fields.
+    fields = [part for part in location if part.isdigit() or (part.isidentifier() and part not in ("str", "int", "float"))]
+    param = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in fields).lstrip(".") or None
+    if kind == "extra_forbidden":
+        param = param or location[-1]  # the name may be any text
+        return bad_request(f"Unknown parameter: {param!r}.", param, "unknown_parameter")
+    if kind == "model_attributes_type" and not location:
+        return bad_request("the body is no JSON object; send one, with the header Content-Type: application/json")
+    if kind == "missing":
+        message = f"you must provide {param}" if param else "the body is missing; send a JSON object"
+        return bad_request(f"{message}.", param, "missing_required_parameter")
+    return bad_request(f"Invalid value for {param or 'the body'}: {first['msg']}.", param, "invalid_value")
+
+
+def _add_status_routes(app: FastAPI, service: Service, version: str) -> None:
+    """Add the routes for supervisors, routers and metrics scrapers."""
+
+    @app.get("/health", responses={503: _ERRORS[503]})
+    async def health() -> Response:
+        """Return 200 while the engine runs, also while the server drains. Return 503 once the engine is gone."""
+        is_lost = service.state is ServerState.LOST
+        reason = {"reason": str(service.engine.error)} if is_lost else {}
+        return JSONResponse({"status": "lost" if is_lost else "ok", **reason}, 503 if is_lost else 200)
+
+    @app.get("/ready", responses={503: _ERRORS[503]})
+    async def ready() -> Response:
+        """Return 200 while the server accepts new requests, else 503."""
+        return JSONResponse({"status": str(service.state)}, 200 if service.state is ServerState.READY else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Return the metrics of server and engine in Prometheus's text format."""
+        return Response(service.metrics.text(), headers={"content-type": PROMETHEUS_CONTENT_TYPE})
+
+    @app.get("/version")
+    async def server_version() -> dict[str, str]:
+        """Return the version of Outrider."""
+        return {"version": version}
+
+
+def _add_model_routes(app: FastAPI, service: Service) -> None:
+    def model_entry(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "type": "model",
+            "display_name": name,
+            "created": service.started,
+            "created_at": datetime.fromtimestamp(service.started, UTC).isoformat(),
+            "owned_by": "outrider",
+            "root": service.config.names[0],
+            "max_model_len": service.engine.info.longest_request,
+            "chat_template": service.prompter.has_chat_template,
+        }
+
+    @app.get("/v1/models", responses={401: _ERRORS[401]})
+    async def models() -> dict[str, Any]:
+        """List the model once for each of its names."""
+        names = service.config.names
+        paging = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return {"object": "list", "data": [model_entry(name) for name in names], **paging}
+
+    @app.get("/v1/models/{name:path}", responses={401: _ERRORS[401], 404: _ERRORS[404]})
+    async def one_model(name: str) -> dict[str, Any]:
+        """Return the model's entry under one of its names."""
+        service.check_model(name)
+        return model_entry(name)
