@@ -71,7 +71,7 @@ class OverlapMonitor:
         policy = {"lengths_on_host": exact, "published": sync.published_waiter is Waiter.HOST, "draft_on_host": True}
         self._may_block |= {name for name, may in policy.items() if may}
         _WatchedLoop(self, loop, overlap, engine.proposer.depth)
-        if loop._backend.capabilities.reports_accesses:  # else nobody can say which memory a stage accessed
+        if loop._backend.capabilities.reports_accesses:  # other devices don't tell which memory a stage accessed
             self.stages = StageMonitor(engine, self.note)
 
     def observe(self, backend: Backend) -> Callable[[], None]:

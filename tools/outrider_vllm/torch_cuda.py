@@ -31,7 +31,7 @@ def install_names(address: Callable[[SimTensor], int]) -> None:
         setattr(torch.cuda, name, getattr(module, name))
     torch.cuda.get_device_capability = lambda device=None: (9, 0)  # a kernel chooses a tile size by it
     cuda_stream: Any = property(lambda stream: stream.stream_id)
-    SimTorchStream.cuda_stream = cuda_stream  # type: ignore[attr-defined]
+    SimTorchStream.cuda_stream = cuda_stream  # type: ignore[method-assign]
     SimTorchStream.priority_range = staticmethod(lambda: (0, -1))  # type: ignore[attr-defined]
     accelerator: Any = torch.accelerator
     accelerator.memory_stats = memory_stats

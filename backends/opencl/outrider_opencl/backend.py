@@ -94,7 +94,7 @@ class OpenCLStream(Stream):
         return False
 
     def allocate(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Allocate shared memory."""
+        """Allocate a tensor in memory that host and device share."""
         return self._backend.memory.allocate(shape, strides, dtype)
 
     def synchronize_for_value(self) -> None:

@@ -91,7 +91,7 @@ class CommandBuffer:
         self._last = point
 
     def finalize(self) -> None:
-        """End the construction."""
+        """Make the command buffer executable: nothing more can be recorded."""
         checked(self._functions.finalize(self._handle), "finalizing a command buffer")
 
     def enqueue(self, queue: Queue) -> None:

@@ -363,6 +363,6 @@ class UserEventFlag:
             waiter.complete()
 
     def lower(self) -> None:
-        """Lower the flag."""
+        """Lower the flag: later waits block until it is raised again."""
         with self._lock:
             self._is_up = False

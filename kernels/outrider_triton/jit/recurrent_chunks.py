@@ -1,9 +1,10 @@
 """The gated delta rule of prompts, 64 tokens of a sequence at once (Yang et al. 2024).
 
-Letters: D key size, E value size of a head, L tokens of a chunk, S the state before it, G_t the sum of the log decays up to
-token t of the chunk. The corrections of a chunk are u - w S, where u and w solve one triangular system (:func:`corrections`),
-so all chunks of a prompt are prepared at once, and one program per head then goes through its chunks
-(:func:`chunk_states`).
+Letters: D key size and E value size of a head, L tokens of a chunk, S the state before it. G_t is the sum of the log decays
+up to token t of the chunk.
+
+The corrections of a chunk are u - w S, where u and w solve one triangular system (:func:`corrections`). All chunks of a
+prompt are prepared at once. Then one program per head goes through its chunks (:func:`chunk_states`).
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class CollectivePart:
         meeting = self.meeting
         if self.failed is not None:
             raise self.member.error(self.failed, self)
-        if not meeting.begun:  # a buffered send: the receiver finds the values as they are now
+        if not meeting.begun:  # a buffered send: the receiver gets the values of now
             operands = self.call.operands
             self.issued, self.captured = self.call._replace(operands=operands._replace(read=operands.read.clone())), None
             return

@@ -78,7 +78,7 @@ def _implementations(model: Path, backend: str | None) -> CommandReport:
 
     require_torch()
     from outrider.engine.config import DTYPES
-    from outrider.engine.resolve import choose_dtype
+    from outrider.engine.setup.resolve import choose_dtype
     from outrider.model import checkpoint_dtype, find_checkpoint, load_decoder
 
     registry = Registry(probe=plugin_probe())
