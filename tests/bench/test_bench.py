@@ -30,14 +30,15 @@ def test_figures(outrider):
         assert 64 <= row["mean_context"] <= 80
 
 
+PRODUCTS = ("aten::mm", "mkldnn::_linear_pointwise")
+"""Operators that multiply by a weight; the second one by a packed weight, on processors for which oneDNN packs."""
+
+
 @pytest.mark.parametrize(
-    ("arguments", "clock", "product"),
-    [
-        (("--backend", "cpu"), "host", "aten::mm"),
-        (("--backend", "sim", "--mode", "fused", "--overlap"), "virtual", "aten::mm"),
-    ],
+    ("arguments", "clock"),
+    [(("--backend", "cpu"), "host"), (("--backend", "sim", "--mode", "fused", "--overlap"), "virtual")],
 )
-def test_by_kernel(outrider, arguments, clock, product):
+def test_by_kernel(outrider, arguments, clock):
     """Busy, between kernels and idle make an iteration, and there are as many matrix products as the model has."""
     command = ("bench", "decode", "--draft-tokens", "2", "--new-tokens", "16", "--by-kernel", "--json")
     result = outrider(*command, *arguments).json
@@ -52,10 +53,10 @@ def test_by_kernel(outrider, arguments, clock, product):
         >= 1e3 * row["profiled_iteration_ms"] * (1 - idle["share"] - between["share"]) * 0.99
     )
     assert [kernel["us"] for kernel in kernels] == sorted((kernel["us"] for kernel in kernels), reverse=True)
-    products = next(kernel for kernel in kernels if kernel["kernel"] == product)
+    products = [kernel["calls"] for kernel in kernels if kernel["kernel"] in PRODUCTS]
     # 4 in each of the target's layers and its head; 4, the fusion and the head in each of two passes of the draft.
     layers = get_config().num_layers
-    assert products["calls"] == 4 * layers + 1 + 2 * 6
+    assert sum(products) == 4 * layers + 1 + 2 * 6
     if "fused" in arguments:
         assert result["graphs_captured"]["graphs"] > 0
         assert result["graphs_captured"]["seconds"] > 0

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import outrider as outrider_package
 from harmful import HARMFUL
 from outrider.cli.terminal.torch_probe import explain, probe_torch
 from outrider.registry.probing import PluginProbe
@@ -176,7 +177,7 @@ def test_probe_of_the_torch_that_is_here():
 
 def test_doctor_lists_what_computes_a_model(outrider):
     """For each layer and block, and for each primitive: as the model chose it when it was loaded."""
-    bundled = Path(probe_torch.__code__.co_filename).parents[1] / "bundled" / "target"
+    bundled = Path(outrider_package.__file__).parent / "bundled" / "target"
     found = outrider("doctor", "--model", str(bundled), "--backend", "cpu", "--json").json
     assert found["blocks"] == [{"attention_block": "composed", "mlp_block": "composed"}] * 5
     assert (found["primitives"]["paged_attention"], found["primitives"]["embedding"]) == ("native", "reference")

@@ -123,8 +123,19 @@ def test_outrider_help_shows_the_reason(outrider, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "beyond"),
     [
-        ("generate", {"--exact", "--verbose"}),
-        ("serve", {"--role", "--tool-format", "--reasoning-format", "--decode-server", "--decode-secret-file", "--verbose"}),
+        ("generate", {"--exact", "--quantize", "--verbose"}),
+        (
+            "serve",
+            {
+                "--role",
+                "--tool-format",
+                "--reasoning-format",
+                "--decode-server",
+                "--decode-secret-file",
+                "--quantize",
+                "--verbose",
+            },
+        ),
     ],
 )
 def test_a_command_has_at_most_30_options(name, beyond):

@@ -99,7 +99,7 @@ def test_files_that_hold_anything_else_are_told(outrider, content, said, tmp_pat
     file = tmp_path / "x.json"
     if content is None:
         file.mkdir()
-        said = "a directory|No such file"
+        said = "a directory|No such file|no such report"
     elif isinstance(content, str):
         file.symlink_to(content)
     else:
