@@ -1,6 +1,6 @@
 r"""Four overlapped iterations of the bundled model, as ``docs/images/overlap.svg`` shows one of them.
 
-outrider trace --backend sim:kernels=host-plans --out trace.json --picture overlap.svg --from 3598.6 --to 3906 \
+outrider trace --backend sim:kernels=host-plans --out trace.json --picture overlap.svg --from 3606.7 --to 3914 \
     -- examples/trace_picture/iterations.py
 
 The times are virtual and depend on the engine's operations alone. After a change of the engine, set ``--from`` to the first
