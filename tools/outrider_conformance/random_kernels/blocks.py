@@ -79,23 +79,32 @@ class _ProblemOperands:
     def problem(
         self, call: Callable[[KernelSet, Mapped], Mapped], written: tuple[str, ...], cache: str | None = None
     ) -> Problem:
-        """Return the problem whose right results are those of the references in float64."""
-        exact = {name: _wide(one.tensor) for name, one in self.made.items()}
-        results = dict(call(KernelSet(), exact)) | {name: exact[name] for name in written}
+        """Return the problem whose right results are those of the references in float64.
+
+        A result may be off by a share of its size, and three times as far as the references in the problem's own dtype are at
+        most: a chain of blocks amplifies rounding, and a rounded router may choose other experts.
+        """
+
+        def results_of(operands: dict[str, Tensor]) -> Mapped:
+            return dict(call(KernelSet(), operands)) | {name: operands[name] for name in written}
+
+        exact = results_of({name: _wide(one.tensor) for name, one in self.made.items()})
+        rounded = results_of({name: one.tensor.clone() for name, one in self.made.items()})
         near = partial(_near, dtype=self.dtype, narrow=cache is not None)
-        return Problem(self.made, call, {name: near(made) for name, made in results.items()})
+        return Problem(self.made, call, {name: near(made, rounded[name]) for name, made in exact.items()})
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x.double() if x.is_floating_point() and x.dtype.itemsize > 1 else x.clone()
+    return x.to(torch.float64 if x.is_floating_point() and x.dtype.itemsize > 1 else x.dtype, copy=True)
 
 
-def _near(made: Tensor, dtype: torch.dtype, *, narrow: bool) -> bounds.Number:
+def _near(made: Tensor, rounded: Tensor, dtype: torch.dtype, *, narrow: bool) -> bounds.Number:
     value, tolerance = made.double(), _TOLERANCE[dtype]
+    own = (rounded.double() - value).nan_to_num().abs().amax()
     if narrow:
         tolerance = max(tolerance, _CACHE_TOLERANCE)
     size = value[value.isfinite()].square().mean().sqrt()
-    return bounds.Number(value, tolerance * (value.nan_to_num().abs() + size))
+    return bounds.Number(value, tolerance * (value.nan_to_num().abs() + size) + 3 * own)
 
 
 def _mlp(operands: _ProblemOperands, name: str, hidden: int) -> Callable[[Mapped], MlpBlock]:
