@@ -8,7 +8,7 @@ from tests.engine.conftest import Tiny, replayed_prefill
 from drawing import some_and_many
 from model.test_kept_rows import Counting
 from outrider import Engine, SamplingParams
-from outrider.model import KeptRows
+from outrider.model import Decoder, KeptRows
 from outrider.registry import get_backend
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_proof import tiny
@@ -40,9 +40,8 @@ def test_rows_that_go_through_the_last_layers(name):
     target = tiny.decoder(kernels=kernels)
     proposer = MAKERS[name](target, tiny.BACKEND) or NonSpeculativeProposer()
     if hasattr(proposer, "_model"):
-        proposer._model.kernels = kernels
-        for layer in proposer._model._layers:
-            layer._kernels = kernels
+        model = proposer._model
+        proposer._model = Decoder(model.config, model.weights, kernels)
     assert proposer.reads_hidden == (name in READ_EVERY_STATE)
     engine = Engine(target, tiny.BACKEND, proposer=proposer, config=plain_config(dtype="float64", max_context=64))
     for prompt in PROMPTS:

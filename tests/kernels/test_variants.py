@@ -16,7 +16,7 @@ from triton.runtime.errors import OutOfResources
 
 from kernels.devices import DEVICES, SMALL
 from outrider.device import AttentionMetadata, DecoderShape, KernelSet
-from outrider_triton import cache_attention, kernelset, token_choice
+from outrider_triton import cache_attention, dense_products, rows, token_choice
 from outrider_triton.derive import OPERATORS, choose_config
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import compile_only, launch, vocabulary_shares
@@ -142,7 +142,7 @@ def launched(monkeypatch):
         def __getattr__(self, name):
             return Packet(name)
 
-    for module in (cache_attention, kernelset, token_choice):
+    for module in (cache_attention, dense_products, rows, token_choice):
         monkeypatch.setattr(module, "_TRITON", Namespace())
     return calls
 

@@ -2,12 +2,12 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from unittest.mock import patch
 
 import torch
 
-from outrider.device.kernels import recurrent
+from outrider.device import BlockKernels
+from outrider.device.kernels import blocks, recurrent
 from outrider.device.kernels.recurrent_kernels import RecurrentKernels
 from outrider.engine import stages
 from outrider.engine.requests.scheduler import Scheduler
@@ -16,7 +16,6 @@ from outrider.engine.state import parts
 from outrider.engine.state.buffers import StaticBuffers
 from outrider.engine.state.transfer import StateCopies, StateTransfer
 from outrider.model import StateInput
-from outrider.model.layers.recurrent import RecurrentBlock
 from outrider_proof.engine_setups import HYBRID, host_models, random_host_program, reference_tokens, without_schedule
 from proof.setups import RecordedServing
 
@@ -47,22 +46,22 @@ def wrong_requests(proposer, number, mode="staged"):
 
 def _commits(change):
     """Change the counts that a layer commits: ``change`` gets the block, the counts and the batch."""
-    real = RecurrentBlock.commit
+    real = BlockKernels.commit_recurrent
 
-    def commit(self, kept, state, batch, counts):
-        real(self, kept, state, batch, change(self, counts, batch))
+    def commit(self, inputs, block, tokens, counts):
+        real(self, inputs, block, tokens, change(block, counts, tokens.batch))
 
-    return patch.object(RecurrentBlock, "commit", commit)
+    return patch.object(BlockKernels, "commit_recurrent", commit)
 
 
-def _run(change):
-    """Replace the run of a block: ``change`` gets the real one and its arguments."""
-    real = RecurrentBlock._run
+def _recur(change):
+    """Replace the recurrence of a block: ``change`` gets the real one and its arguments."""
+    real = blocks._recur
 
-    def run(self, mixed, gates, state, batch, commit, *, decodes, gate=None):
-        return change(partial(real, gate=gate), self, mixed, gates, state, batch, commit, decodes)
+    def recur(kernels, mixed, gates, block, tokens, commit, *, decodes):
+        return change(real, kernels, mixed, gates, block, tokens, commit, decodes)
 
-    return patch.object(RecurrentBlock, "_run", run)
+    return patch.object(blocks, "_recur", recur)
 
 
 def a_row_without_drafts_reads_another_row():
@@ -73,16 +72,16 @@ def a_row_without_drafts_reads_another_row():
 
 
 def the_window_ends_with_the_drafts():
-    def run(real, self, mixed, gates, state, batch, commit, decodes):
-        before = state.convolution.clone()
-        made = real(self, mixed, gates, state, batch, commit, decodes=decodes)
+    def recur(real, kernels, mixed, gates, block, tokens, commit, decodes):
+        before = tokens.convolution.clone()
+        made = real(kernels, mixed, gates, block, tokens, commit, decodes=decodes)
         if commit is not None and decodes:
-            every = torch.full_like(commit, batch.max_query)
-            state.convolution.copy_(before)
-            self._kernels.short_convolution(mixed, self._weights.convolution, state.convolution, batch, every)
+            every = torch.full_like(commit, tokens.batch.max_query)
+            tokens.convolution.copy_(before)
+            kernels.short_convolution(mixed, block.rule.convolution, tokens.convolution, tokens.batch, every)
         return made
 
-    return _run(run)
+    return _recur(recur)
 
 
 def what_rejects_every_draft_commits_nothing():
@@ -129,12 +128,12 @@ def gates_are_not_gathered_with_the_rest():
 
 
 def a_prompt_of_few_tokens_leaves_no_state():
-    def run(real, self, mixed, gates, state, batch, commit, decodes):
-        if not decodes and batch.max_query <= 4:
-            state = type(state)(*(each.clone() for each in state))
-        return real(self, mixed, gates, state, batch, commit, decodes=decodes)
+    def recur(real, kernels, mixed, gates, block, tokens, commit, decodes):
+        if not decodes and tokens.batch.max_query <= 4:
+            tokens = tokens._replace(convolution=tokens.convolution.clone(), delta=tokens.delta.clone())
+        return real(kernels, mixed, gates, block, tokens, commit, decodes=decodes)
 
-    return _run(run)
+    return _recur(recur)
 
 
 def a_new_request_continues_an_old_state():
