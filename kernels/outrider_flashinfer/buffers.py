@@ -6,17 +6,18 @@ import torch
 from torch import Tensor
 
 
-def fill_indices(indices: Tensor, starts: Tensor, seq_lens: Tensor, block_table: Tensor, page_size: int) -> None:
-    """Concatenate the page numbers of all sequences in ``indices``, int32 [B*P+1].
+def fill_indices(indices: Tensor, starts: Tensor, block_table: Tensor) -> None:
+    """Concatenate the page numbers of all sequences in ``indices``, int32 [B*P].
 
-    Row i of ``block_table``, int32 [B, P], contributes the pages that ``seq_lens[i]`` tokens need, from ``starts[i]`` on.
-    ``seq_lens`` and ``starts`` are int32 [B]. The last entry of ``indices`` receives the unneeded page numbers.
+    Row i of ``block_table``, int32 [B, P], contributes its first pages, from ``starts[i]`` on up to the next row's start.
+    ``starts`` is int32 [B], strictly increasing from 0. Entries after the last sequence's pages repeat page numbers of the
+    last row.
     """
-    trash = indices.shape[0] - 1
-    lane = torch.arange(block_table.shape[1], dtype=torch.int32, device=indices.device)
-    used = lane * page_size < seq_lens.unsqueeze(1)
-    places = torch.where(used, starts.unsqueeze(1) + lane, trash)
-    indices.scatter_(0, places.flatten().to(torch.int64), block_table.flatten())
+    places = torch.arange(indices.shape[0], dtype=torch.int32, device=indices.device)
+    # Each entry looks up its page: pages that look up their entry would all write the unneeded page numbers to one place.
+    rows = torch.searchsorted(starts, places, right=True) - 1
+    columns = (places - starts[rows]).clamp(max=block_table.shape[1] - 1)
+    indices.copy_(block_table[rows, columns])
 
 
 def mask_bytes(queries: int, capacity: int) -> int:

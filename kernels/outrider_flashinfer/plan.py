@@ -65,7 +65,7 @@ class AttentionPlan:
         self.scratch = attention.scratch(stream, max(need))
         capacity = self._pages * shapes[0].page_size
         self._starts = torch.zeros(batch + 1, dtype=torch.int32, device=device)
-        self.indices = torch.zeros(batch * self._pages + 1, dtype=torch.int32, device=device)
+        self.indices = torch.zeros(batch * self._pages, dtype=torch.int32, device=device)
         self.mask: Tensor | None = None
         fixed: dict[str, Any] = {}
         if self._uniform:
@@ -151,7 +151,7 @@ class AttentionPlan:
             )
         stream.record(self._copied)
         if self._uniform:
-            fill_indices(self.indices, self._starts[:-1], metadata.seq_lens, metadata.block_table, page_size)
+            fill_indices(self.indices, self._starts[:-1], metadata.block_table)
         if self.mask is not None:
             assert metadata.tree_mask is not None
             fill_mask(self.mask, metadata.seq_lens, metadata.tree_mask)

@@ -130,7 +130,7 @@ def generate(backend, model, proposer, *, new_tokens, logprobs=None, **config):
     engine = Engine(model, backend, proposer=proposer, config=kept)
     prompts = [[(97 * i + 31 * j) % VOCABULARY for j in range(5 + 20 * i)] for i in range(6)]
     done = engine.generate(prompts, SamplingParams(max_tokens=new_tokens, ignore_eos=True, logprobs=logprobs))
-    assert any(plan is not None for plan in engine._parts.attention._kept.values()), "nothing was planned"
+    assert any(plan is not None for plan in engine._parts.attention._plans.values()), "nothing was planned"
     return done
 
 

@@ -238,11 +238,11 @@ def test_scratch_has_room_for_every_split(kernelset):
 
 
 def test_indices_are_the_pages_in_order():
-    table = torch.tensor([[5, 6, 7], [8, 9, 1], [2, 0, 0]], dtype=torch.int32)
-    lens = torch.tensor([9, 4, 1], dtype=torch.int32)
-    indices = torch.full((10,), -1, dtype=torch.int32)
-    fill_indices(indices, torch.tensor([0, 3, 4], dtype=torch.int32), lens, table, 4)
+    table = torch.tensor([[5, 6, 7], [8, 9, 1], [2, 3, 4]], dtype=torch.int32)
+    indices = torch.full((9,), -1, dtype=torch.int32)
+    fill_indices(indices, torch.tensor([0, 3, 4], dtype=torch.int32), table)
     assert indices[:5].tolist() == [5, 6, 7, 8, 2]
+    assert indices[5:].tolist() == [3, 4, 4, 4], "what no sequence needs is a page number all the same"
 
 
 @pytest.mark.parametrize("lens", [(3, 17), (20, 3)])

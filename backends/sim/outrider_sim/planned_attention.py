@@ -48,6 +48,11 @@ class HostPlan:
         if self._uploaded.generation:
             self._uploaded.synchronize()
 
+    def retire(self) -> None:
+        """Keep the pinned memory until the device has copied the lengths that the host wrote last."""
+        if self._uploaded.generation:
+            self._backend.keep_alive([self._pinned], until=self._uploaded)
+
     def fill(self, metadata: AttentionMetadata, lens: tuple[int, ...], stream: Stream) -> None:
         """Write the batch's lengths and block table into the plan, by copies on ``stream``."""
         self.shapes = frozenset(metadata.shapes)
@@ -86,6 +91,8 @@ class HostPlanKernels(WrappedKernels):
         if not isinstance(plan, HostPlan) or plan.table.shape != metadata.block_table.shape:
             if plan is not None and metadata.uniform:
                 raise InterfaceError("a plan was kept for a batch of another size: a graph would go on with the old one")
+            if isinstance(plan, HostPlan):
+                plan.retire()
             plan = HostPlan(self.backend, batch, pages)
         plan.fill(metadata, metadata.seq_lens_host.value, stream)
         return replace(metadata, plan=plan)
