@@ -192,8 +192,10 @@ class NpuKernels(KernelSet):
         if metadata.uniform:
             return out.view(tokens, heads, size)
         real = lane.view(1, width) < query_lens.view(batch, 1)
-        result = q.new_zeros(tokens + 1, heads, size)  # the last row takes what padding lanes would write
-        result[torch.where(real, flat, tokens).flatten()] = out.view(batch * width, heads, size)
+        # Each padding lane has a row of its own after the tokens: the writes of one operation have no order.
+        spare = torch.arange(tokens, tokens + batch * width, device=q.device).view(batch, width)
+        result = q.new_zeros(tokens + batch * width, heads, size)
+        result[torch.where(real, flat, spare).flatten()] = out.view(batch * width, heads, size)
         return result[:tokens]
 
     def _issue(self, exact: HostParam, call: _Call, rows: slice) -> None:
