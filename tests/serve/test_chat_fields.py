@@ -196,7 +196,7 @@ def test_null_is_absent(http):
 def test_a_choice_may_allow_some_of_the_tools(http, mode):
     other = {"type": "function", "function": {**TOOL["function"], "name": "other"}}
     choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [NAMED]}}
-    body = {**CHAT, "max_tokens": 40, "tools": [TOOL, other], "tool_choice": choice}
+    body = {**CHAT, "max_tokens": 80, "temperature": 0, "tools": [TOOL, other], "tool_choice": choice}
     assert [tool.function.name for tool in ChatRequest.model_validate(body).tools] == ["pick"]
     calls = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"].get("tool_calls") or ()
     assert {call["function"]["name"] for call in calls} == ({"pick"} if mode == "required" else set())
