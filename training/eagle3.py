@@ -11,14 +11,15 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from model import EagleHead, RMSNorm, Shape, Target
 
 
 class Eagle3Head(EagleHead):
-    """Joins three of the target's states with ``fc``. Its layer reads the normed embedding and state side by side.
+    """Joins the inputs of three of the target's ``layers`` with ``fc``. They are the outputs of the layers ``taps``. The
+    head's own layer reads the normed embedding and state side by side.
 
     Pair i joins the embedding of token i+1 with the states at i. Its output, after ``norm``, predicts token i+2 through those
     rows of the target's output head that belong to the draft vocabulary. The output before ``norm`` is the state of the next
@@ -29,6 +30,7 @@ class Eagle3Head(EagleHead):
         super().__init__(shape)
         size, attention = shape.hidden_size, self.layer.self_attn
         self.read_layers = layers
+        self.taps = tuple(layer - 1 for layer in layers)
         self.fc = nn.Linear(3 * size, size, bias=False)
         for name in ("q_proj", "k_proj", "v_proj"):
             old: nn.Linear = getattr(attention, name)
@@ -51,20 +53,6 @@ class Eagle3Head(EagleHead):
     def logits(self, target: Target, hidden: Tensor) -> Tensor:
         """Return draft logits [..., Vd]."""
         return F.linear(self.norm(hidden), target.embed_tokens.weight[self.ids])
-
-
-@torch.no_grad()
-def read_states(target: Target, tokens: Tensor, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return the inputs of the target's ``layers`` side by side [B, S, 3 H], and its final normed states [B, S, H]."""
-    length = tokens.shape[1]
-    cos, sin = target.rotary.cos[:length], target.rotary.sin[:length]
-    x, read = target.embed_tokens(tokens), {}
-    for i, layer in enumerate(target.layers):
-        read[i] = x
-        q, k, v = layer.self_attn.qkv(layer.input_layernorm(x), cos, sin)
-        x = x + layer.self_attn.causal(q, k, v)
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
-    return torch.cat([read[i] for i in layers], dim=-1), target.norm(x)
 
 
 _NAMES = {
@@ -98,17 +86,6 @@ def save_eagle3(head: Eagle3Head, folder: Path, *, bos: int, eos: int) -> None:
     weights = {_stored(k): v.detach().bfloat16().contiguous().cpu() for k, v in head.state_dict().items() if k != "ids"}
     weights["d2t"] = (head.ids - torch.arange(len(head.ids), device=head.ids.device)).cpu()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def load_eagle3(folder: Path, device: torch.device) -> Eagle3Head:
-    """Load a head, with the stored bfloat16 converted to float32."""
-    config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-    offsets = weights.pop("d2t")
-    layers = tuple(config["eagle_aux_hidden_state_layer_ids"])
-    head = Eagle3Head(Shape(**{k: config[k] for k in asdict(Shape())}), layers, offsets + torch.arange(len(offsets)))
-    own = {_stored(name): name for name in head.state_dict()}
-    head.load_state_dict({own[k]: v.float() for k, v in weights.items()} | {"ids": head.ids})
-    return head.to(device).eval()
 
 
 def _stored(name: str) -> str:

@@ -82,7 +82,6 @@ class Prompt:
 
     kind: str
     tokens: list[int]
-    held_out: bool
 
 
 def functions_and_texts(stdlib: Path) -> tuple[list[tuple[str, bool]], list[tuple[str, bool]]]:
@@ -150,7 +149,7 @@ class Conversations:
                 question = f"{task}\n\n```python\n{text}\n```" if kind == "code" else f"{task}\n\n{text}"
             tokens = self.encode(question)
             if len(tokens) <= self.limit:
-                found.append(Prompt(kind, tokens, held_out))
+                found.append(Prompt(kind, tokens))
         return found
 
     def write_questions(self, count: int, rng: random.Random) -> list[str]:

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from block_model import target_states
 from decoding import mark_repeated
-from eagle3 import Eagle3Head, read_states, save_eagle3
+from eagle3 import Eagle3Head, save_eagle3
 from instruct import KINDS, Conversations
 from optim import Optimizer
 from torch import Tensor
@@ -138,7 +139,7 @@ class Eagle3Training:
         the answer, else 0 [B, S].
         """
         with self.autocast():
-            states, final = read_states(self.target, tokens, self.head.read_layers)
+            states, final = target_states(self.target, tokens, self.head.taps)
             logits = torch.nn.functional.linear(final[:, 1:-1], self.target.embed_tokens.weight)
         index = torch.arange(tokens.shape[1] - 2, device=tokens.device)
         counts = (index + 2 >= starts.unsqueeze(1)) & (index + 2 < stops.unsqueeze(1))
@@ -184,7 +185,7 @@ class Eagle3Training:
         for row, end, last, kind in zip(self.texts, self.ends.tolist(), self.lasts.tolist(), self.kinds, strict=True):
             tokens = row[None, :last]
             with self.autocast():
-                states, _ = read_states(self.target, tokens, head.read_layers)
+                states, _ = target_states(self.target, tokens, head.taps)
                 embedded = self.target.embed_tokens(tokens[:, 1:-1])
                 outputs = head.unroll(embedded, head.condition(states[:, :-2]), drafted)
                 guesses = [head.ids[head.logits(self.target, out).argmax(-1)][0] for out in outputs]
