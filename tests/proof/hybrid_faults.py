@@ -7,8 +7,9 @@ from unittest.mock import patch
 import torch
 
 from outrider.device import BlockKernels
-from outrider.device.kernels import blocks, recurrent
+from outrider.device.kernels import blocks
 from outrider.device.kernels.recurrent_kernels import RecurrentKernels
+from outrider.device.kernels.reference import recurrent
 from outrider.engine import stages
 from outrider.engine.requests.scheduler import Scheduler
 from outrider.engine.requests.state_checkpoints import StateCheckpoints

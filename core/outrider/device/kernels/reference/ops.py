@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.device.kernels import bookkeeping, experts, quantized_reference, recurrent, reference, shaping
 from outrider.device.kernels.checks import check_copy, expect
 from outrider.device.kernels.operators import define_operator
+from outrider.device.kernels.reference import bookkeeping, experts, model, quantized, recurrent, shaping
 
 # torch unregisters an operator when its Library is collected, so this module must own it.
 _LIBRARY = torch.library.Library("outrider", "DEF")
@@ -92,17 +92,15 @@ def _multiplied(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 _define(
     "linear_quantized",
-    quantized_reference.linear_quantized,
+    quantized.linear_quantized,
     lambda x, data, scales, zero_points, input_scale, bias, format, block, shape, *rest: _multiplied(x, shape),
 )
-_define("rms_norm", reference.rms_norm, lambda x, weight, eps: _normed(x, weight))
-_define(
-    "add_rms_norm", reference.add_rms_norm, lambda x, residual, weight, eps: _normed(residual, weight), writes=("residual",)
-)
-_define("silu_mul", reference.silu_mul, lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)))
-_define("sigmoid_mul", reference.sigmoid_mul, lambda x, gate: _empty_like(x))
-_define("rope_write_cache", reference.rope_write_cache, writes=("q", "k", "k_cache", "v_cache"))
-_define("paged_attention", reference.paged_attention, lambda q, *rest: q.new_empty(q.shape))
+_define("rms_norm", model.rms_norm, lambda x, weight, eps: _normed(x, weight))
+_define("add_rms_norm", model.add_rms_norm, lambda x, residual, weight, eps: _normed(residual, weight), writes=("residual",))
+_define("silu_mul", model.silu_mul, lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)))
+_define("sigmoid_mul", model.sigmoid_mul, lambda x, gate: _empty_like(x))
+_define("rope_write_cache", model.rope_write_cache, writes=("q", "k", "k_cache", "v_cache"))
+_define("paged_attention", model.paged_attention, lambda q, *rest: q.new_empty(q.shape))
 _define("route", experts.route, lambda logits, count, renormalize: _routed(logits, count))
 _define("experts_quantized", experts.experts_quantized, _empty_like)
 _define("experts", experts.experts, _mixed)
@@ -112,12 +110,12 @@ _define("chunk_gated_delta_rule", recurrent.chunk_gated_delta_rule, _empty_value
 _define("gated_rms_norm", recurrent.gated_rms_norm, lambda x, gate, weight, eps: _normed(x, weight))
 _define(
     "sample",
-    reference.sample,
+    model.sample,
     lambda logits, temperature, seeds, positions, lane: logits.new_empty(logits.shape[:-1], dtype=torch.int64),
 )
 _define(
     "verify_chain",
-    reference.verify_chain,
+    model.verify_chain,
     lambda target_logits, draft_tokens, draft_probs, temperature, seeds, positions: (
         draft_tokens.new_empty((draft_tokens.shape[0], draft_tokens.shape[1] + 1)),
         draft_tokens.new_empty((draft_tokens.shape[0],)),
@@ -138,18 +136,18 @@ _define(
 )
 _define(
     "verify_tree",
-    reference.verify_tree,
+    model.verify_tree,
     lambda target_logits, tokens, parents, temperature, seeds, positions, depth, sampling: (
         tokens.new_empty((tokens.shape[0], depth + 1)),
         tokens.new_empty((tokens.shape[0], depth + 1)),
         tokens.new_empty((tokens.shape[0],)),
     ),
 )
-_define("gather_rows", reference.gather_rows, lambda state, rows: state.new_empty((rows.shape[0], *state.shape[1:])))
-_define("scatter_rows", reference.scatter_rows, writes=("state",))
-_define("copy_rows", reference.copy_rows, check_copy, writes=("out",))
-_define("move_cache", reference.move_cache, writes=("k_cache", "v_cache"))
-_define("find_nan", reference.find_nan, writes=("found",))
+_define("gather_rows", model.gather_rows, lambda state, rows: state.new_empty((rows.shape[0], *state.shape[1:])))
+_define("scatter_rows", model.scatter_rows, writes=("state",))
+_define("copy_rows", model.copy_rows, check_copy, writes=("out",))
+_define("move_cache", model.move_cache, writes=("k_cache", "v_cache"))
+_define("find_nan", model.find_nan, writes=("found",))
 _define(
     "gather_requests",
     bookkeeping.gather_requests,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.device.kernels.reference import find_nan, find_outside
+from outrider.device.kernels.reference.model import find_nan, find_outside
 
 
 def gather_requests(
