@@ -39,6 +39,7 @@ from outrider_triton.quantized.jit import nibble_planes, nibble_planes_streamed
 from outrider_triton.quantized.jit import products as quantized
 from outrider_triton.quantized.nibble_planes import computes_swiglu
 from outrider_triton.quantized.operators import plan
+from outrider_triton.tiles.configs import BUCKETS, LARGE_M, STREAMED
 from outrider_triton.tiles.derive.attention import (
     AttentionHeads,
     attention_bytes,
@@ -47,7 +48,6 @@ from outrider_triton.tiles.derive.attention import (
     streamed_attention_bytes,
 )
 from outrider_triton.tiles.derive.products import choose_config, shared_bytes
-from outrider_triton.tiles.store.table import BUCKETS, LARGE_M, STREAMED
 
 OF = {"sm_80": "A100", "sm_86": "RTX 3090", "sm_89": "L4", "sm_90": "H100", "sm_100": "B200", "sm_120": "RTX 5090"}
 OF["gfx942"] = "MI300X"

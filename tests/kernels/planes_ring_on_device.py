@@ -28,9 +28,9 @@ from outrider_triton.launch import compile_only
 from outrider_triton.quantized import nibble_planes as nibble_plane_ops  # noqa: F401  (registers the operator)
 from outrider_triton.quantized.nibble_planes import INT8_COMPONENTS, permute_rows, row_layout
 from outrider_triton.quantized.operators import ProductPlan
+from outrider_triton.tiles.configs import STREAMED, MatmulConfig
 from outrider_triton.tiles.derive.products import _streamed_nibbles, rank_configs, shared_bytes
 from outrider_triton.tiles.facts import facts_of
-from outrider_triton.tiles.store.table import STREAMED, MatmulConfig
 
 SHAPES = ((4096, 4096), (1000, 1024), (6144, 4096), (4096, 14336), (28672, 4096))
 TOKENS = {4: (1, 4), 8: (5, 8), 16: (13,)}

@@ -21,9 +21,9 @@ from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import compile_only
 from outrider_triton.quantized.nibble_planes import permute_rows, row_layout
 from outrider_triton.quantized.operators import plan, quantized_rows
+from outrider_triton.tiles.configs import MatmulConfig
 from outrider_triton.tiles.derive.products import rank_configs
 from outrider_triton.tiles.facts import facts_of
-from outrider_triton.tiles.store.table import MatmulConfig
 from outrider_triton.tiles.variants import VariantScope
 
 SHAPES = {"gate and up": (28672, 4096), "down": (4096, 14336), "qkv": (6144, 4096), "output": (4096, 4096)}

@@ -14,6 +14,7 @@ from kernels.devices import DEVICES
 from outrider.device import AttentionMetadata, KernelSet
 from outrider_triton.attention import operators as attention_ops
 from outrider_triton.attention.jit import paged_streamed as attention_streamed
+from outrider_triton.tiles.configs import AttentionConfig
 from outrider_triton.tiles.derive.attention import (
     AttentionHeads,
     can_stream_attention,
@@ -21,7 +22,6 @@ from outrider_triton.tiles.derive.attention import (
     streamed_attention_bytes,
     unsplit_programs,
 )
-from outrider_triton.tiles.store.table import AttentionConfig
 
 H200 = DEVICES["H200"]
 LLAMA = AttentionHeads(group=4, kv_heads=8, size=128, bytes=2, page=16)

@@ -23,10 +23,10 @@ from outrider.device import ConfigError
 from outrider.model.config.shapes import SHAPES, decoder_shape, shard_config
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import has_kernel
+from outrider_triton.tiles.configs import BUCKETS, LARGE_M, STREAMED, AttentionConfig, MatmulConfig
 from outrider_triton.tiles.derive.attention import AttentionHeads, attention_bytes, derive_attention_launch, unsplit_programs
 from outrider_triton.tiles.derive.products import OPERATORS, choose_config, estimate_seconds, rank_configs, shared_bytes
 from outrider_triton.tiles.facts import DeviceFacts, facts_of
-from outrider_triton.tiles.store.table import BUCKETS, LARGE_M, STREAMED, AttentionConfig, MatmulConfig
 
 MODELS = sorted(set(SHAPES) - {"tiny"})
 

@@ -11,6 +11,7 @@ from kernels.devices import DEVICES
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
 from outrider_triton.launch import power_of_two
 from outrider_triton.quantized.operators import ProductPlan, plan
+from outrider_triton.tiles.configs import STREAMED, MatmulConfig
 from outrider_triton.tiles.derive.products import (
     candidate_configs,
     choose_config,
@@ -19,7 +20,6 @@ from outrider_triton.tiles.derive.products import (
     rank_configs,
     shared_bytes,
 )
-from outrider_triton.tiles.store.table import STREAMED, MatmulConfig
 
 H200 = DEVICES["H200"]
 STORED = {

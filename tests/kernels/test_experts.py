@@ -16,8 +16,8 @@ from outrider.model.config.shapes import SHAPES
 from outrider.model.quantization.layouts import to_device
 from outrider_triton.experts.operators import laid_out_pairs, sorted_pairs
 from outrider_triton.kernelset import TritonKernels
+from outrider_triton.tiles.configs import MatmulConfig
 from outrider_triton.tiles.derive.products import shared_bytes
-from outrider_triton.tiles.store.table import MatmulConfig
 
 REFERENCE = KernelSet()
 # Tokens, experts, experts of a token, hidden and inner size: compared pairs, all experts, sorted blocks of several sizes.

@@ -13,7 +13,7 @@ from outrider.device import AttentionMetadata, RotaryArgs
 from outrider_triton.attention import prefill_operators as prefill_ops
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.products.operands import Product
-from outrider_triton.tiles.store.table import MatmulConfig
+from outrider_triton.tiles.configs import MatmulConfig
 
 REFERENCE = UnfusedProducts()
 E4M3 = torch.float8_e4m3fn

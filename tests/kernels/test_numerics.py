@@ -17,7 +17,7 @@ from outrider_conformance.random_kernels.checks import judge_with
 from outrider_conformance.random_kernels.kernels import KERNELS as DRAWN
 from outrider_triton import kernelset as _kernelset  # noqa: F401  (registers the operators)
 from outrider_triton.selection.jit import token_choice
-from outrider_triton.tiles.store.table import MatmulConfig
+from outrider_triton.tiles.configs import MatmulConfig
 
 REFERENCE = UnfusedProducts()
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 8e-3, torch.bfloat16: 6e-2}

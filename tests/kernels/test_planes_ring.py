@@ -20,8 +20,8 @@ from outrider_triton.quantized.nibble_planes import (
     permute_rows,
 )
 from outrider_triton.quantized.operators import plan
+from outrider_triton.tiles.configs import STREAMED, MatmulConfig
 from outrider_triton.tiles.facts import facts_of
-from outrider_triton.tiles.store.table import STREAMED, MatmulConfig
 
 CONFIGS = [
     [8, 16, 1024, 1, 4, 3, 256, STREAMED, 48],

@@ -21,9 +21,9 @@ from outrider_triton.quantized import library as library_ops
 from outrider_triton.quantized import operators as quantized_ops
 from outrider_triton.quantized.nibble_planes import INT8_COMPONENTS, NIBBLE_PLANES, permute_rows
 from outrider_triton.quantized.operators import ProductPlan, plan
+from outrider_triton.tiles.configs import MatmulConfig
 from outrider_triton.tiles.derive.products import choose_config
 from outrider_triton.tiles.derive.quantized import OperandStorage
-from outrider_triton.tiles.store.table import MatmulConfig
 
 REFERENCE = UnfusedProducts()
 ROW, BLOCK = ("row", 0), ("block", 128)

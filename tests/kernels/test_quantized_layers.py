@@ -28,7 +28,7 @@ from outrider_triton.quantized import nibble_planes as nibble_plane_ops
 from outrider_triton.quantized import operators as quantized_ops
 from outrider_triton.quantized.operators import plan
 from outrider_triton.rows import operators as ops
-from outrider_triton.tiles.store.table import MatmulConfig
+from outrider_triton.tiles.configs import MatmulConfig
 
 HEADS, KV_HEADS, SIZE, HIDDEN, INNER = 4, 2, 128, 256, 384
 ROWS = (HEADS + 2 * KV_HEADS) * SIZE

@@ -24,8 +24,8 @@ from outrider_triton.launch import _ahead
 from outrider_triton.products import streamed
 from outrider_triton.products.operands import QuantizedProduct
 from outrider_triton.quantized.operators import plan
+from outrider_triton.tiles.configs import STREAMED, MatmulConfig
 from outrider_triton.tiles.derive.products import choose_config
-from outrider_triton.tiles.store.table import STREAMED, MatmulConfig
 
 HIDDEN, INNER, HEADS, KV_HEADS, SIZE = 4096, 14336, 32, 8, 128
 TURNED = (HEADS + 2 * KV_HEADS) * SIZE

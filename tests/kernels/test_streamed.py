@@ -19,8 +19,9 @@ from outrider_triton.kernelset import TritonKernels
 from outrider_triton.products import streamed
 from outrider_triton.products.kernels import _boxes_fit_heads
 from outrider_triton.products.operands import Product
+from outrider_triton.tiles.configs import LARGE_M, STREAMED, MatmulConfig
 from outrider_triton.tiles.measure.tuner import Chain
-from outrider_triton.tiles.store.table import LARGE_M, STREAMED, MatmulConfig, load
+from outrider_triton.tiles.store.table import load
 
 REFERENCE = UnfusedProducts()
 HALF = torch.bfloat16

@@ -9,9 +9,10 @@ import pytest
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
 from outrider.device import BackendLoadError
+from outrider_triton.tiles.configs import AttentionConfig
 from outrider_triton.tiles.store import shipping
 from outrider_triton.tiles.store import table as tables
-from outrider_triton.tiles.store.table import AttentionConfig, load, parse, table_name
+from outrider_triton.tiles.store.table import load, parse, table_name
 
 SHIPPED = sorted(path.name for path in resources.files("outrider_triton.tiles.store").joinpath("tuned").iterdir())
 

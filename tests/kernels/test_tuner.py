@@ -20,10 +20,11 @@ from kernels.devices import DEVICES
 from outrider.device import CapabilityError, ConfigError, KernelSet, WrappedKernels
 from outrider.model.config.shapes import decoder_shape, shape_config
 from outrider_triton.kernelset import TritonKernels
+from outrider_triton.tiles.configs import LARGE_M, MatmulConfig
 from outrider_triton.tiles.derive.products import OPERATORS, rank_configs
 from outrider_triton.tiles.measure import tuner
 from outrider_triton.tiles.store.choices import TunedStore, merge_choices
-from outrider_triton.tiles.store.table import LARGE_M, MatmulConfig, layer_of
+from outrider_triton.tiles.store.table import layer_of
 
 FACTS = replace(DEVICES["H200"], name="made up")
 SHAPE = decoder_shape(shape_config("llama-3.2-1b"), torch.bfloat16)

@@ -17,6 +17,7 @@ from outrider_triton.quantized.jit.nibble_planes import UNIT_COLUMNS
 from outrider_triton.quantized.kernels import NormedRows, TokenRows, TritonQuantized
 from outrider_triton.quantized.nibble_planes import row_layout
 from outrider_triton.quantized.operators import ProductPlan
+from outrider_triton.tiles.configs import AttentionConfig, MatmulConfig
 from outrider_triton.tiles.derive.attention import (
     AttentionHeads,
     AttentionLaunch,
@@ -25,7 +26,7 @@ from outrider_triton.tiles.derive.attention import (
     unsplit_programs,
 )
 from outrider_triton.tiles.facts import DeviceFacts
-from outrider_triton.tiles.store.table import AttentionConfig, MatmulConfig, Table
+from outrider_triton.tiles.store.table import Table
 
 _TRITON = torch.ops.outrider
 

@@ -15,10 +15,11 @@ from outrider_triton.experts import quantized_operators as _expert_quantized_ops
 from outrider_triton.launch import compile_only, has_kernel, power_of_two
 from outrider_triton.quantized.operators import ProductPlan, plan
 from outrider_triton.tiles import variants
+from outrider_triton.tiles.configs import BUCKETS, MatmulConfig, bucket
 from outrider_triton.tiles.derive.products import rank_configs
 from outrider_triton.tiles.derive.quantized import UNQUANTIZED, OperandStorage
 from outrider_triton.tiles.facts import DeviceFacts
-from outrider_triton.tiles.store.table import BUCKETS, MatmulConfig, Table, bucket
+from outrider_triton.tiles.store.table import Table
 
 _TRITON = torch.ops.outrider
 _MAX_UNSORTED_TOKENS = 32

@@ -10,7 +10,7 @@ from outrider.device.kernels.checks import expect
 from outrider_triton.define import define
 from outrider_triton.experts.jit import unquantized as jit
 from outrider_triton.launch import launch, power_of_two
-from outrider_triton.tiles.store.table import MatmulConfig
+from outrider_triton.tiles.configs import MatmulConfig
 
 _MAX_COMPARED_PAIRS = 64
 """Maximum number of token-expert pairs for which each program finds the distinct experts itself.

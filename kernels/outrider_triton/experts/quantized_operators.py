@@ -14,7 +14,7 @@ from outrider_triton.experts.operators import blocks_of, sum_expert_rows
 from outrider_triton.launch import launch
 from outrider_triton.quantized.formats import TRITON_FORMATS
 from outrider_triton.quantized.operators import activation_dtype, quantized_rows
-from outrider_triton.tiles.store.table import MatmulConfig
+from outrider_triton.tiles.configs import MatmulConfig
 
 
 def _experts_quantized(

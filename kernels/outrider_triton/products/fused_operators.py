@@ -14,7 +14,7 @@ from outrider_triton.products.jit import fused
 from outrider_triton.quantized.nibble_planes import component_views
 from outrider_triton.rows.operators import expect_blocks, flat_product, tile_descriptor
 from outrider_triton.rows.rotary import expect_laid_out
-from outrider_triton.tiles.store.table import STREAMED, MatmulConfig
+from outrider_triton.tiles.configs import STREAMED, MatmulConfig
 
 
 def _program_count(weight: Tensor, config: list[int]) -> int:

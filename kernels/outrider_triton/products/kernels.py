@@ -14,9 +14,10 @@ from outrider_triton.products.operands import Product
 from outrider_triton.rows import operators as _ops  # noqa: F401
 from outrider_triton.rows.rotary import rotates
 from outrider_triton.tiles import variants
+from outrider_triton.tiles.configs import STREAMED, MatmulConfig, bucket
 from outrider_triton.tiles.derive.products import MAX_TOKENS_TUNED, choose_config
 from outrider_triton.tiles.facts import DeviceFacts
-from outrider_triton.tiles.store.table import STREAMED, MatmulConfig, Table, bucket
+from outrider_triton.tiles.store.table import Table
 
 _TRITON = torch.ops.outrider
 

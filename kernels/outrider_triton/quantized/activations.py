@@ -17,7 +17,7 @@ from outrider_triton.products.streamed import silu_mul
 from outrider_triton.quantized.formats import TRITON_FORMATS
 from outrider_triton.quantized.jit import activations
 from outrider_triton.quantized.operators import allocate_quantized
-from outrider_triton.tiles.store.table import MatmulConfig
+from outrider_triton.tiles.configs import MatmulConfig
 
 
 def _silu_mul_linear(

@@ -21,10 +21,11 @@ from outrider_triton.quantized.nibble_planes import INT8_COMPONENTS, allocate_ro
 from outrider_triton.quantized.operators import MAX_ROW_ELEMENTS, ProductPlan, activation_dtype, plan, sum_parts
 from outrider_triton.rows.rotary import rotates
 from outrider_triton.tiles import variants
+from outrider_triton.tiles.configs import BUCKETS, STREAMED, MatmulConfig
 from outrider_triton.tiles.derive.products import MAX_TOKENS_TUNED, choose_config, config_tokens, every_config
 from outrider_triton.tiles.derive.quantized import MAX_TOKENS_TRITON_GEMM
 from outrider_triton.tiles.facts import DeviceFacts
-from outrider_triton.tiles.store.table import BUCKETS, STREAMED, MatmulConfig, Table
+from outrider_triton.tiles.store.table import Table
 
 _TRITON = torch.ops.outrider
 

@@ -14,7 +14,7 @@ from outrider_triton.define import define
 from outrider_triton.launch import launch
 from outrider_triton.products import streamed
 from outrider_triton.quantized.jit import nibble_planes, nibble_planes_gated
-from outrider_triton.tiles.store.table import STREAMED, MatmulConfig
+from outrider_triton.tiles.configs import STREAMED, MatmulConfig
 
 NIBBLE_PLANES, INT8_COMPONENTS = 1, 2
 """Layouts of token rows: 16-bit values in nibble planes for :mod:`outrider_triton.quantized.jit.nibble_planes`, or two int8

@@ -19,9 +19,9 @@ from outrider_triton.quantized.formats import TRITON_FORMATS
 from outrider_triton.quantized.jit import activations as jit_activations
 from outrider_triton.quantized.jit import products as quantized
 from outrider_triton.quantized.jit.nibble_planes import UNIT_COLUMNS
+from outrider_triton.tiles.configs import STREAMED, MatmulConfig
 from outrider_triton.tiles.derive.quantized import OperandStorage
 from outrider_triton.tiles.facts import DeviceFacts
-from outrider_triton.tiles.store.table import STREAMED, MatmulConfig
 
 _COLUMNS_PER_SCALE = 128
 """Columns per multiplication where group scales multiply the sums."""

@@ -19,7 +19,7 @@ from outrider_triton.products.jit import matmul
 from outrider_triton.quantized.nibble_planes import allocate_rows, row_stride
 from outrider_triton.rows.jit import rows as jit_rows
 from outrider_triton.rows.rotary import expect_laid_out
-from outrider_triton.tiles.store.table import LARGE_M, STREAMED, MatmulConfig
+from outrider_triton.tiles.configs import LARGE_M, STREAMED, MatmulConfig
 
 _MAX_MOVES = 256
 """Maximum number of rows that a program of ``move_cache`` holds at once."""

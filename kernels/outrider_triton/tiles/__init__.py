@@ -1,7 +1,7 @@
 """Tile configurations: derived from a device's facts, measured on a device, and stored.
 
-*Choice.* A matrix product has a :class:`~outrider_triton.tiles.store.table.MatmulConfig`, attention over the cache an
-:class:`~outrider_triton.tiles.store.table.AttentionConfig`, and prefill attention a ranking of kernels.
+*Choice.* A matrix product has a :class:`~outrider_triton.tiles.configs.MatmulConfig`, attention over the cache an
+:class:`~outrider_triton.tiles.configs.AttentionConfig`, and prefill attention a ranking of kernels.
 
 - :mod:`~outrider_triton.tiles.derive` ranks candidates by :class:`~outrider_triton.tiles.facts.DeviceFacts` alone.
 - :mod:`~outrider_triton.tiles.measure` times candidates in the layers of a model (``outrider tune``).

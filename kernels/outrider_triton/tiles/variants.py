@@ -13,9 +13,10 @@ from triton.runtime.errors import OutOfResources
 
 from outrider.device import KernelSet
 from outrider_triton.launch import compile_only, power_of_two, vocabulary_shares
+from outrider_triton.tiles.configs import BUCKETS, MatmulConfig
 from outrider_triton.tiles.derive.products import MAX_TOKENS_TUNED, every_config
 from outrider_triton.tiles.facts import DeviceFacts
-from outrider_triton.tiles.store.table import ANY_LAYER, BUCKETS, MatmulConfig, Table
+from outrider_triton.tiles.store.table import ANY_LAYER, Table
 
 _MAX_ROWS = 1024
 _MAX_REQUESTS = 256

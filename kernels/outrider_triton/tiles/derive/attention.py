@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider_triton.launch import power_of_two
+from outrider_triton.tiles.configs import AttentionConfig
 from outrider_triton.tiles.facts import DeviceFacts
-from outrider_triton.tiles.store.table import AttentionConfig
 
 _MAX_SPLITS = 16
 _PIPELINE_BYTES, _SMALL_PIPELINE_BYTES, _SMALL_PIPELINE_MIN_SPLITS = 96 << 10, 64 << 10, 8

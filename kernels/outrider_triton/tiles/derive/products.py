@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from outrider_triton.launch import power_of_two
+from outrider_triton.tiles.configs import BUCKETS, LARGE_M, STREAMED, MatmulConfig, bucket
 from outrider_triton.tiles.derive.quantized import (
     ACHIEVED_FLOPS_FRACTION,
     CACHE_SPEEDUP,
@@ -28,7 +29,6 @@ from outrider_triton.tiles.derive.quantized import (
     estimate_unstreamed,
 )
 from outrider_triton.tiles.facts import DeviceFacts
-from outrider_triton.tiles.store.table import BUCKETS, LARGE_M, STREAMED, MatmulConfig, bucket
 
 MAX_TOKENS_TUNED = 128
 """Maximum number of tokens with Triton products; the library multiplies larger batches.

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider_triton.tiles.configs import MatmulConfig
 from outrider_triton.tiles.facts import DeviceFacts
-from outrider_triton.tiles.store.table import MatmulConfig
 
 MEMORY_LATENCY_S = 1.0e-6  # seconds until a byte arrives while memory is busy
 LAUNCH_OVERHEAD_S = 2.0e-6  # seconds of a kernel in addition to its bytes

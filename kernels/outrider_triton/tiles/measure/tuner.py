@@ -26,21 +26,11 @@ from triton.errors import TritonError
 
 from outrider.device import CapabilityError, ConfigError, DecoderShape, KernelSet, TuningProgress, TuningResult
 from outrider_triton.kernelset import TritonKernels
+from outrider_triton.tiles.configs import LARGE_M, AttentionConfig, MatmulConfig
 from outrider_triton.tiles.derive.products import choose_config, rank_configs
 from outrider_triton.tiles.measure.compiling import AttentionJob, Job, KernelCompilers, ProductJob
 from outrider_triton.tiles.store.choices import ChoiceRow, TunedStore, merge_choices
-from outrider_triton.tiles.store.table import (
-    ANY_LAYER,
-    LARGE_M,
-    AttentionConfig,
-    AttentionEntry,
-    Key,
-    MatmulConfig,
-    ProductEntry,
-    Table,
-    by_layer,
-    layer_of,
-)
+from outrider_triton.tiles.store.table import ANY_LAYER, AttentionEntry, Key, ProductEntry, Table, by_layer, layer_of
 from outrider_tune.chain import LayerChain, normal
 from outrider_tune.timing import microseconds
 

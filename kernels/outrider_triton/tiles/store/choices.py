@@ -21,19 +21,10 @@ import torch
 import triton
 
 import outrider_triton
+from outrider_triton.tiles.configs import LARGE_M, STREAMED, AttentionConfig, MatmulConfig
 from outrider_triton.tiles.derive.products import MAX_TOKENS_TUNED, OPERATORS, can_stream, shared_bytes
 from outrider_triton.tiles.facts import DeviceFacts
-from outrider_triton.tiles.store.table import (
-    ANY_LAYER,
-    LARGE_M,
-    STREAMED,
-    AttentionConfig,
-    MatmulConfig,
-    Table,
-    by_layer,
-    parse,
-    table_name,
-)
+from outrider_triton.tiles.store.table import ANY_LAYER, Table, by_layer, parse, table_name
 
 _WARPS = (1, 2, 4, 8, 16, 32)
 _PREFETCH_COLUMNS = 256  # columns of one prefetch request
