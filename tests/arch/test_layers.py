@@ -38,7 +38,7 @@ def tree(tmp_path):
     return tmp_path
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("file", "line", "contract"),
     [
