@@ -20,12 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.device import ROW_ACCESS, Access, Operation
 from outrider.device.arrays import watched
-from outrider_sanitizer.host_arrays import converted_names
-from outrider_sanitizer.ranks import RankClocks
-from outrider_sanitizer.sanitizer import Sanitizer
-from outrider_sanitizer.source_locations import caller_location
-from outrider_sanitizer.storages import KnownStorage, Storages, extent
-from outrider_sanitizer.streams import HOST
+from outrider_sanitizer.detector.ranks import RankClocks
+from outrider_sanitizer.detector.streams import HOST
+from outrider_sanitizer.observation.host_arrays import converted_names
+from outrider_sanitizer.observation.sanitizer import Sanitizer
+from outrider_sanitizer.observation.storages import KnownStorage, Storages, extent
+from outrider_sanitizer.report.source_locations import caller_location
 
 if TYPE_CHECKING:
     from outrider.device import Backend, Event, Graph, Stream
