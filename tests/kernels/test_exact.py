@@ -1,8 +1,10 @@
 """Exact kernels: a row's bits don't depend on the other rows, the launch, the chunks of a prompt or padding.
 
-The interpreter multiplies by a library whose order of sums depends on the shape of a tile. The fixture ``kernels_of`` replaces
-it by sums in the order of columns, as the matrix unit of a device adds.
+The interpreter multiplies by a library whose order of sums depends on the shape of a tile. The fixture ``kernels_of``
+replaces it by sums in the order of columns, as the matrix unit of a device adds.
 """
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -249,13 +251,7 @@ def test_every_tile_computes_the_same_bits_on_the_device(operator, n, k, hopper)
     weight = normal(hopper, n, k, scale=k**-0.5).bfloat16()
     bias = () if operator == "linear_parts" else (None,)
     split = split_of(facts, n, k) if operator == "linear_parts" else 1
-    right = op(
-        x,
-        weight,
-        *bias,
-        list(exact._PREFILL[operator].as_list()[:3] + [split] + exact._PREFILL[operator].as_list()[4:]),
-        True,
-    )
+    right = op(x, weight, *bias, replace(exact._PREFILL[operator], split=split).as_list(), True)
     for m in BUCKETS:
         for config in rank_configs(facts, operator, m=m, n=n, k=k)[:40]:
             if has_fixed_order(operator, config, split):
