@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
-from outrider.device import QuantizedWeight, Weight
+from outrider.device import KernelSet, QuantizedWeight, Weight
 from outrider.device.kernels.weights import linear
 from outrider_triton.blocks import TritonBlocks
 from outrider_triton.bookkeeping.kernels import TritonBookkeeping
@@ -82,6 +82,12 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonRows, TritonExperts,
     def chosen(self) -> Mapping[str, str]:
         """Return the name of the kernel that computes prefill attention, and unusable candidates with reasons."""
         return self._prompts.reports
+
+    def batch_invariant(self) -> KernelSet:
+        """Return kernels with a fixed order of each row's sums (:mod:`outrider_triton.exact`)."""
+        from outrider_triton.exact import ExactKernels
+
+        return ExactKernels(self)
 
     # -- measurements ----------------------------------------------------------------------------------------------
 

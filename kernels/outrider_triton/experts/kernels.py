@@ -28,7 +28,7 @@ _MAX_EXPERTS = 1024
 """Maximum number of experts that the routing kernel holds in one program."""
 
 
-def _sorted_block_tokens(tokens: int, chosen: int, experts: int) -> int:
+def sorted_block_tokens(tokens: int, chosen: int, experts: int) -> int:
     """Return the tokens of a sorted block: an expert's mean under uniform routing plus three standard deviations.
 
     Most experts then need one block. A second block reads the weights again from the cache; empty places cost no bytes.
@@ -130,7 +130,7 @@ class TritonExperts(variants.WarmedKernels):
         """Return :meth:`experts_config` for weights of ``shape``: experts, inner size, hidden size."""
         experts, inner, hidden = shape
         unsorted = tokens <= _MAX_UNSORTED_TOKENS
-        block_tokens = power_of_two(tokens) if unsorted else _sorted_block_tokens(tokens, chosen, experts)
+        block_tokens = power_of_two(tokens) if unsorted else sorted_block_tokens(tokens, chosen, experts)
         key = unsorted, block_tokens, chosen, *shape, *operators, *storages
         if key not in self._derived_experts:
             used = min(experts, block_tokens * chosen) if unsorted else experts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -42,12 +42,13 @@ class TritonProducts(variants.WarmedKernels):
         n, k = weight.shape
         half, cache_dtype = (0, None) if rotary is None else (rotary.k_cache.shape[3] // 2, rotary.k_cache.dtype)
         if self._scope.must_compile((operator, x.dtype, n, k, scaled, cache_dtype, self._layer)):
-            dtype = str(x.dtype)[6:]
-            for config in variants.product_configs(
-                self.facts, self.table, operator, dtype, n=n, k=k, half=half, layer=self._layer
-            ):
+            for config in self.every_config(operator, str(x.dtype)[6:], n, k, half=half):
                 with compile_only():
                     yield config.as_list()
+
+    def every_config(self, operator: str, dtype: str, n: int, k: int, *, half: int = 0) -> Iterable[MatmulConfig]:
+        """Return the configurations of :meth:`matmul_config` for any number of tokens."""
+        return variants.product_configs(self.facts, self.table, operator, dtype, n=n, k=k, half=half, layer=self._layer)
 
     def matmul_config(self, operator: str, x: Tensor, weight: Tensor, *, half: int = 0) -> MatmulConfig | None:
         """Return the configuration for ``x [..., K] @ weight.T``, or None for torch's product.
