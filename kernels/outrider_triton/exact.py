@@ -20,17 +20,17 @@ from outrider.device.kernels.invariant import InvariantKernels
 from outrider.device.kernels.weights import quantized_products
 from outrider_triton.blocks import TritonBlocks
 from outrider_triton.define import define
-from outrider_triton.derive import MAX_TOKENS_TUNED, rank_configs
-from outrider_triton.derive_attention import AttentionHeads, attention_bytes
-from outrider_triton.derive_quantized import OperandStorage
-from outrider_triton.device_facts import DeviceFacts
 from outrider_triton.experts import sorted_block_tokens
 from outrider_triton.jit import exact
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import compile_only, launch, power_of_two, vocabulary_shares
 from outrider_triton.products import Product
-from outrider_triton.rotary import rotates
-from outrider_triton.table import BUCKETS, LARGE_M, STREAMED, MatmulConfig, bucket
+from outrider_triton.rows.rotary import rotates
+from outrider_triton.tiles.configs import BUCKETS, LARGE_M, STREAMED, MatmulConfig, bucket
+from outrider_triton.tiles.derive.attention import AttentionHeads, attention_bytes
+from outrider_triton.tiles.derive.products import MAX_TOKENS_TUNED, rank_configs
+from outrider_triton.tiles.derive.quantized import OperandStorage
+from outrider_triton.tiles.facts import DeviceFacts
 
 _TRITON = torch.ops.outrider
 _CHUNK = 256
@@ -46,7 +46,7 @@ _PREFILL = {
     "linear_parts": MatmulConfig(128, 128, 64, 1, 8, 4, 0, 0, 0),
     "linear_silu_mul": MatmulConfig(128, 64, 64, 1, 4, 4, 0, 0, 0),
 }
-"""Tiles of products with more than :data:`~outrider_triton.derive.MAX_TOKENS_TUNED` tokens, by operator."""
+"""Tiles of products with more than :data:`~outrider_triton.tiles.derive.products.MAX_TOKENS_TUNED` tokens, by operator."""
 _PART_COLUMNS = 256
 """Columns of a part are a multiple, so that parts begin at the same column with every tile."""
 _BUSY = 0.7
