@@ -32,8 +32,8 @@ from torch import Tensor
 from model import Shape, Target, round_to_bfloat16
 
 
-def load_pretrained(path: Path) -> tuple[Target, Any]:
-    """Load a Llama with tied embeddings and its tokenizer through transformers, from a GGUF file or a folder."""
+def load_pretrained(path: Path) -> tuple[Target, Any, int]:
+    """Load a Llama with tied embeddings, its tokenizer and the token that ends an answer, from a GGUF file or a folder."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     gguf = path.name if path.suffix == ".gguf" else None
@@ -43,7 +43,8 @@ def load_pretrained(path: Path) -> tuple[Target, Any]:
     theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
     target = Target(Shape(**{k: config[k] for k in asdict(Shape()) if k != "rope_theta"}, rope_theta=theta))
     target.load_state_dict(model.model.state_dict())
-    return target, AutoTokenizer.from_pretrained(folder, gguf_file=gguf, trust_remote_code=False)
+    end = config["eos_token_id"]  # of a tokenizer made from GGUF, some versions of transformers return another token
+    return target, AutoTokenizer.from_pretrained(folder, gguf_file=gguf, trust_remote_code=False), end
 
 
 class Eagle3Training:
@@ -55,11 +56,10 @@ class Eagle3Training:
         self.cuda = self.device.type == "cuda"
         self.log: list[dict[str, object]] = []
         args.out.mkdir(parents=True, exist_ok=True)
-        target, tokenizer = load_pretrained(args.model)
+        target, tokenizer, self.end = load_pretrained(args.model)
         self.target = target.to(self.device).eval().requires_grad_(False)
         if self.cuda:  # generation and training read the same rounded weights
             round_to_bfloat16(self.target)
-        self.end = tokenizer.eos_token_id
         self.talk = Conversations(
             self.target,
             tokenizer,

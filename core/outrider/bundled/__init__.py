@@ -1,5 +1,7 @@
 """The bundled model: a small decoder with an EAGLE head and a block drafter, for trials, tests and documentation.
 
+An EAGLE-3 head of another model, SmolLM2-135M-Instruct, lies beside it.
+
 This module needs no torch.
 """
 
@@ -14,10 +16,12 @@ BUNDLED_HEADS = ("eagle", "dflash")
 
 
 def bundled(part: str) -> Path:
-    """Return the directory of the bundled ``target`` model, or of its head for one of :data:`BUNDLED_HEADS`.
+    """Return the directory of the bundled ``target`` model, of its head for one of :data:`BUNDLED_HEADS`, or of
+    ``smollm2_eagle3``.
 
     Raises :class:`ConfigError` for another name.
     """
-    if part not in ("target", *BUNDLED_HEADS):
-        raise ConfigError(f"the bundled model has no part {part!r}; expected target or {' or '.join(BUNDLED_HEADS)}")
+    parts = ("target", *BUNDLED_HEADS, "smollm2_eagle3")
+    if part not in parts:
+        raise ConfigError(f"the bundled model has no part {part!r}; expected {' or '.join(parts)}")
     return Path(__file__).parent / part
