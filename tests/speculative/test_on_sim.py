@@ -24,7 +24,7 @@ def _plain_first():
         tiny.plain(prompt, NEW_TOKENS)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_sanitizer_finds_nothing(name):
     backend = SimBackend(parse_options({}))
