@@ -78,7 +78,7 @@ def test_it_is_complete(outrider, tmp_path, monkeypatch):
 
 
 RUFF = ("ruff", "check", "--no-cache", "--isolated", "--line-length", "126", "--select", "E,F,I,UP,B")
-MYPY = ("mypy", "--strict", "--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", "cache")
+MYPY = ("mypy", "--strict", "--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", "../../mypy-cache")
 
 
 @pytest.mark.parametrize("kind", ["torch", "own-queue"])

@@ -34,12 +34,10 @@ def lift_limits():
 
 
 def attended_pages(call):
-    """Pages that the plugin's attention reads. Page 0 holds padding, which operations write in no order; results of padding are
-    dropped.
-    """
-    page_size, table = call["key"].shape[1], call["block_table"]
-    rows = [row[: -(-length // page_size)] for row, length in zip(table, call["seq_lens"], strict=True)]
-    pages = torch.cat(rows)
+    """Pages of the sequences. Page 0 holds padding, which operations write in no order; results of padding are dropped."""
+    table, cache = call["block_table"], call["k_cache"] if "k_cache" in call else call["key"]
+    used = -(-torch.as_tensor(call["seq_lens"]) // cache.shape[1])
+    pages = table[torch.arange(table.shape[1]) < used.unsqueeze(1)].unique()
     return pages[pages > 0]
 
 
@@ -47,7 +45,7 @@ def make():
     return EmulatedNpu(0)
 
 
-torch_npu.registered.dispatcher.declare_rows(
-    "outrider_npu::fused_attention", {"key": attended_pages, "value": attended_pages}
-)
+ATTENTION = {"outrider_npu::fused_attention": ("key", "value"), "outrider::paged_attention": ("k_cache", "v_cache")}
+for operator, operands in ATTENTION.items():
+    torch_npu.registered.dispatcher.declare_rows(operator, dict.fromkeys(operands, attended_pages))
 module.NpuBackend = EmulatedNpu
