@@ -85,6 +85,49 @@ for thread in threads:
 torch.cuda.synchronize()
 """
 
+THREADS_THAT_WAIT = """
+x, q = torch.zeros(8, device="cuda"), torch.zeros(8, pin_memory=True)
+other, ready = torch.cuda.Stream(), threading.Event()
+torch.cuda.synchronize()
+
+def write():
+    with torch.cuda.stream(side):
+        q.copy_(x.add_(1), non_blocking=True)  #first
+    ready.set()  #right
+
+def read():
+    ready.wait()  #right
+    WAIT
+    q.sum()  #second
+
+threads = [threading.Thread(target=body) for body in BODIES]
+threads[0].start()
+import time
+time.sleep(0.02)  #racy
+threads[1].start()
+for thread in threads:
+    thread.join()
+torch.cuda.synchronize()
+"""
+HOST_WAITS = {
+    "stream": "side.synchronize()",
+    "device": "torch.cuda.synchronize()",
+    "query": "while not side.query(): pass",
+    "stream-by-stream": "other.wait_stream(side); other.synchronize()",
+    "event": "event = torch.cuda.Event(); event.record(side); event.synchronize()",
+    "event-query": "event = torch.cuda.Event(); event.record(side)\n    while not event.query(): pass",
+}
+
+RELEASED_AT_THE_END = """
+x = torch.ones(8, device="cuda")
+torch.cuda.synchronize()
+with torch.cuda.stream(side):
+    y = x * 2  #first
+torch.cuda.current_stream().wait_stream(side)  #right
+del x  #second
+torch.cuda.synchronize()
+"""
+
 NEVER_RECORDED = """
 x = torch.zeros(8, device="cuda")
 event = torch.cuda.Event()
@@ -208,6 +251,11 @@ torch.cuda.synchronize()
 """
 
 
+def _turned(text: str) -> str:
+    """Swap the marks of the two accesses, for a run in which the second comes first."""
+    return text.replace("#first", "#then").replace("#second", "#first").replace("#then", "#second")
+
+
 def pairs() -> dict[str, Pair]:
     """Return the pairs by name."""
     kinds = FindingKind
@@ -216,13 +264,8 @@ def pairs() -> dict[str, Pair]:
         "storage-released-under-a-reader": Pair(kinds.REUSE, RELEASED_STORAGE),
         "pinned-released-under-a-kernel": Pair(kinds.REUSE, PINNED_RELEASED),
         "threads-record-first": Pair(kinds.READ_AFTER_WRITE, THREADS.replace("BODIES", "(write, read)")),
-        "threads-wait-first": Pair(
-            kinds.WRITE_AFTER_READ,
-            THREADS.replace("BODIES", "(read, write)")
-            .replace("#first", "#then")
-            .replace("#second", "#first")
-            .replace("#then", "#second"),
-        ),
+        "threads-wait-first": Pair(kinds.WRITE_AFTER_READ, _turned(THREADS.replace("BODIES", "(read, write)"))),
+        "released-at-the-end": Pair(kinds.REUSE, RELEASED_AT_THE_END),
         "event-never-recorded": Pair(kinds.READ_AFTER_WRITE, NEVER_RECORDED),
         "copy-that-no-stream-orders": Pair(kinds.WRITE_AFTER_READ, UNORDERED_COPY),
         "remapped-and-not-written": Pair(kinds.STALE, REMAPPED),
@@ -237,6 +280,11 @@ def pairs() -> dict[str, Pair]:
         apart = ROWS.replace("OPERATION", operation)
         found[f"{name}-same-row"] = Pair(kinds.READ_AFTER_WRITE, apart.replace("ROW", "0"))
         found[f"{name}-other-row"] = Pair(None, apart.replace("ROW", "5"))
+    for name, wait in HOST_WAITS.items():
+        waits = THREADS_THAT_WAIT.replace("WAIT", wait)
+        found[f"host-waits-for-{name}"] = Pair(kinds.READ_AFTER_WRITE, waits.replace("BODIES", "(write, read)"))
+        turned = _turned(waits.replace("BODIES", "(read, write)"))
+        found[f"host-waited-before-for-{name}"] = Pair(kinds.WRITE_AFTER_READ, turned)
     for name, operation in WRITERS.items():
         found[f"two-writers-{name}"] = Pair(kinds.TWO_WRITERS, TWO_WRITERS.replace("OPERATION", operation))
     return found
