@@ -194,6 +194,43 @@ with torch.cuda.stream(side):
 torch.cuda.synchronize()
 """
 
+FORKED_CAPTURE = """
+x, z = torch.ones(8, device="cuda"), torch.ones(8, device="cuda")
+graph = torch.cuda.CUDAGraph()
+torch.cuda.synchronize()
+with torch.cuda.graph(graph):
+    main = torch.cuda.current_stream()
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        x.add_(z)  #first
+    main.wait_stream(side)  #right
+    y = x + z  #second
+    main.wait_stream(side)  #racy
+graph.replay()
+torch.cuda.synchronize()
+"""
+
+ARRAY_OF_DLPACK = """
+x, p = torch.ones(8, device="cuda"), torch.zeros(8, pin_memory=True)
+torch.cuda.synchronize()
+array = torch.from_dlpack(p).numpy()
+p.copy_(x, non_blocking=True)  #first
+torch.cuda.synchronize()  #right
+array.dumps()  #second
+torch.cuda.synchronize()
+"""
+
+TRANSPOSED_INDEX = """
+x = torch.zeros(3, 16, device="cuda")
+columns, cells = torch.tensor([2, 3], device="cuda"), torch.tensor([[5]] * 3, device="cuda")
+cells = torch.tensor([[3]] * 3, device="cuda")  #racy
+torch.cuda.synchronize()
+y = x.movedim(1, 0)[columns]  #first
+with torch.cuda.stream(side):
+    x.scatter_(1, cells, 3.0)  #second
+torch.cuda.synchronize()
+"""
+
 NUMPY_LINE = """
 p, x = torch.zeros(8, pin_memory=True), torch.ones(8, device="cuda")
 torch.cuda.synchronize()
@@ -271,6 +308,9 @@ def pairs() -> dict[str, Pair]:
         "remapped-and-not-written": Pair(kinds.STALE, REMAPPED),
         "unmapped-under-a-transfer": Pair(kinds.WRITE_AFTER_READ, UNMAPPED_UNDER_TRANSFER),
         "piecewise-graphs": Pair(kinds.WRITE_AFTER_READ, PIECEWISE),
+        "fork-in-a-capture": Pair(kinds.READ_AFTER_WRITE, FORKED_CAPTURE),
+        "array-of-a-dlpack-tensor": Pair(kinds.READ_AFTER_WRITE, ARRAY_OF_DLPACK),
+        "index-of-a-transposed-view": Pair(kinds.WRITE_AFTER_READ, TRANSPOSED_INDEX),
         "line-of-a-numpy-read": Pair(kinds.READ_AFTER_WRITE, NUMPY_LINE),
     }
     for name, slots in (("custom-slots-overlap", "1, 2"), ("custom-slots-apart", "2, 3")):
