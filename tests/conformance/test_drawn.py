@@ -9,7 +9,7 @@ from tests.kernels.devices import SMALL as SMALL_DEVICE
 from conformance.small_problems import SMALL, small
 from outrider.device import KernelSet, ResidualStream
 from outrider.device.kernels import kernel_names
-from outrider.device.kernels.philox import uniforms
+from outrider.device.kernels.reference.philox import uniforms
 from outrider.device.kernels.weights import linear
 from outrider.registry import get_backend
 from outrider_conformance.kit import Kit
