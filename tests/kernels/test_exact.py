@@ -18,11 +18,11 @@ from drawing import some_and_many
 from kernels.devices import DEVICES, SMALL
 from outrider.device import AttentionMetadata, KernelSet, RecurrentBatch
 from outrider_triton import exact
-from outrider_triton.derive import rank_configs
-from outrider_triton.device_facts import DeviceFacts, facts_of
 from outrider_triton.exact import ExactKernels, has_fixed_order, split_of
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.table import BUCKETS
+from outrider_triton.tiles.configs import BUCKETS
+from outrider_triton.tiles.derive.products import rank_configs
+from outrider_triton.tiles.facts import DeviceFacts, facts_of
 
 
 class Unstreamed(DeviceFacts):

@@ -403,7 +403,9 @@ def main() -> int:
 
     harness.warm_up()
     counts: Counter[str] = Counter()
-    for one, outcome in outcomes(plugins(options.seed, options.count)[options.first :: options.every], options.jobs, options.record):
+    for one, outcome in outcomes(
+        plugins(options.seed, options.count)[options.first :: options.every], options.jobs, options.record
+    ):
         found = bool(outcome.failed or outcome.broke)
         word = "UNREACHED" if not found and not outcome.reached else "PASSES" if not found else ""
         word = word or ("named" if one.is_named(outcome) else "UNNAMED")
