@@ -108,8 +108,8 @@ def test_a_tile_chosen_by_the_batch_shows(kernels_of, device, monkeypatch):
     """The net catches: parts whose number depends on the number of rows."""
     choose = ExactKernels._choose
 
-    def by_rows(self, operator, m, n, k, split=1, *, whole=False):
-        return choose(self, operator, m, n, k, split if m <= 16 else 1, whole=whole)
+    def by_rows(self, operator, m, n, k, split=1, **options):
+        return choose(self, operator, m, n, k, split if m <= 16 else 1, **options)
 
     monkeypatch.setattr(ExactKernels, "_choose", by_rows)
     with pytest.raises(AssertionError):
