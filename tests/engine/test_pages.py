@@ -177,8 +177,7 @@ def test_a_row_that_changes_its_owner_between_two_batches_has_no_updates_of_the_
     batches = [made.next_batch()]
     assert batches[0].admitted == (first, second)
     with pytest.raises(OutOfPages):  # the first one gets a page, the second one none
-        while True:
-            batches.append(made.next_batch())
+        batches.extend(iter(made.next_batch, None))
     assert len(first.pages) > len(second.pages)
     for batch in batches:
         made.handle_landed(batch, [])

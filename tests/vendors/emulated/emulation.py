@@ -34,8 +34,9 @@ def lift_limits():
 
 
 def attended_pages(call):
-    """Pages that the plugin's attention reads. Page 0 holds padding, which operations write in no order; results of padding are
-    dropped.
+    """Return the pages that the plugin's attention reads.
+
+    Page 0 holds padding, which operations write in no order; results of padding are dropped.
     """
     page_size, table = call["key"].shape[1], call["block_table"]
     rows = [row[: -(-length // page_size)] for row, length in zip(table, call["seq_lens"], strict=True)]
