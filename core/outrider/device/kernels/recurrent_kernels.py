@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.device.kernels import ops as _ops  # noqa: F401  (registers the operators)
-from outrider.device.kernels.recurrent import CHUNK
+from outrider.device.kernels.reference import ops as _ops  # noqa: F401  (registers the operators)
+from outrider.device.kernels.reference.recurrent import CHUNK
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

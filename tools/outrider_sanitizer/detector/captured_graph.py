@@ -1,0 +1,72 @@
+"""The steps of a captured graph, which each replay repeats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from outrider.device import Access, Operation
+from outrider_sanitizer.detector.actors import Lane
+from outrider_sanitizer.detector.memory import Shadow
+
+
+class Verb(NamedTuple):
+    """One captured step: an operation, or an event or flag by its object, on a branch."""
+
+    what: str  # launch, allocate, record, wait, join, set, await, reset, collective
+    branch: str
+    subject: Any
+
+
+@dataclass(eq=False)
+class CapturedGraph:
+    """The steps of one graph, in the order of capture."""
+
+    main: str
+    verbs: list[Verb] = field(default_factory=list)
+    branches: dict[str, Lane] = field(default_factory=dict)
+    summary: list[tuple[Operation, list[Access]]] | None = None
+    """For a graph without branches and flags: each operation, with the accesses that operations outside can conflict with.
+
+    All accesses of a replay then lie in one epoch of one stream, so one check per region is enough.
+    """
+    temporaries: set[int] = field(default_factory=set)
+    dead: dict[int, tuple[Shadow, str]] = field(default_factory=dict)
+    """Storages that the graph uses and that were freed after capture, with the location of the release."""
+
+    def outside(self) -> set[int]:
+        """Return the storages that the graph uses and does not own."""
+        launched = [verb.subject.accesses for verb in self.verbs if verb.what == "launch"]
+        launched += [verb.subject[2] for verb in self.verbs if verb.what == "collective"]
+        return {access.storage for accesses in launched for access in accesses} - self.temporaries
+
+    def has_collective(self, storage: int) -> bool:
+        """Return True if a captured collective reads or writes the storage."""
+        calls = (verb.subject[2] for verb in self.verbs if verb.what == "collective")
+        return any(access.storage == storage for accesses in calls for access in accesses)
+
+    def finish(self) -> None:
+        """Build the summary of the graph's storages and flags at the end of the capture."""
+        if any(verb.branch != self.main or verb.what not in ("launch", "allocate") for verb in self.verbs):
+            return
+        seen: set[tuple[object, ...]] = set()
+        summary: list[tuple[Operation, list[Access]]] = []
+        for verb in self.verbs:
+            if verb.what != "launch":
+                continue
+            kept = []
+            for access in verb.subject.accesses:
+                place = (access.storage, access.start, access.end, access.shape, access.stride, access.by_rows)
+                region = (*place, access.write)
+                # An access that conflicts with a read of data that the graph wrote conflicts with that write, too.
+                if region not in seen and (*place, True) not in seen:
+                    seen.add(region)
+                    kept.append(access)
+            if kept:
+                summary.append((verb.subject, kept))
+        self.summary = summary
+
+    @property
+    def waits_for_flags(self) -> bool:
+        """True if a replay waits for flags."""
+        return any(verb.what == "await" for verb in self.verbs)

@@ -1,0 +1,356 @@
+"""The last accesses of each byte of one storage, as a map of disjoint intervals.
+
+Each interval keeps the last writes and the reads since then, as (point, access) pairs. A dense write that is ordered after
+all records of an interval replaces them: a later access that conflicts with a replaced record also conflicts with the write.
+So no conflict is lost, and the map has no more intervals than the accesses need. Accesses with many holes, or with unknown
+rows, do not split intervals. They are in a separate list. Such an access is dropped when a later access covers it, or when
+all future operations are ordered after it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from outrider.device import Access
+from outrider_sanitizer.detector.clocks import Clock, Point
+from outrider_sanitizer.detector.regions import dense_parts, overlap
+
+Record = tuple[Point, Access | None]
+"""Who accessed it, and how; None is an allocation or release of the whole storage."""
+
+Records = tuple[Record, ...]
+Over = tuple[str, Record | None, int]
+"""Why contents may no longer be read, since which record, and the place of that in the trace; no reason: they were never
+written.
+"""
+
+
+class Sink(Protocol):
+    """The receiver of conflicts that a history finds; the last argument is the owner of the history."""
+
+    @property
+    def conflict(self) -> Callable[[Record, Point, Access | None, Any], None]:
+        """Function that receives an older record, and the point and access that are not ordered after it."""
+
+    @property
+    def stale(self) -> Callable[[str, Record | None, Point, Access, Any], None]:
+        """Function that receives a read of stale bytes, with the reason and the time of the staleness."""
+
+    @property
+    def settled(self) -> Callable[[], Clock]:
+        """Function that returns a clock which every future operation comes after."""
+
+
+UNKNOWN_END = 1 << 62
+UNWRITTEN: Over = ("", None, -1)
+_MAX_DENSE_PARTS = 64
+_MAX_SPLIT_PARTS = 8
+"""Maximum number of runs that split intervals; up to ``_MAX_DENSE_PARTS`` if some bytes are unwritten or stale."""
+_MAX_HOLED_RECORDS = 512
+"""Maximum number of accesses with holes that are kept; older accesses are forgotten."""
+_MIN_HOLED_LIMIT = 32
+"""Minimum number of accesses with holes before ordered ones are dropped."""
+_MERGE_ABOVE_INTERVALS = 4
+"""A read over more intervals than this tries to merge them."""
+
+
+class Interval:
+    """Bytes [start, end) with one history. ``over`` is the reason why their contents are stale, or None."""
+
+    __slots__ = ("end", "over", "reads", "start", "writes")
+
+    def __init__(self, start: int, end: int, writes: Records, reads: Records, over: Over | None) -> None:
+        self.start = start
+        self.end = end
+        self.writes = writes
+        self.reads = reads
+        self.over = over
+
+
+class IntervalMap:
+    """The history of one storage. The map passes ``owner`` (by default itself) to the sink with each conflict."""
+
+    __slots__ = ("forgotten", "holed", "intervals", "limit", "owner")
+
+    def __init__(
+        self, nbytes: int = UNKNOWN_END, origin: Record | None = None, over: Over | None = None, owner: object = None
+    ) -> None:
+        self.owner = owner  # None: itself, without the cycle
+        self.intervals = [Interval(0, nbytes or UNKNOWN_END, () if origin is None else (origin,), (), over)]
+        self.holed: list[Record] = []
+        """Accesses with holes, and by rows, the oldest first."""
+        self.limit = _MIN_HOLED_LIMIT
+        self.forgotten = 0
+
+    def touch(self, point: Point, access: Access, sink: Sink, late: bool = False) -> None:
+        """Check an access against the history, then add the access to the history.
+
+        ``late``: the access is reported after accesses of later operations, so it may also precede records of the history.
+        """
+        record = (point, access)
+        if access.shape is None and not access.by_rows:
+            if late or self.holed or not self._whole(record, point, access):
+                self._dense(access.start, access.end, record, sink, late)
+                if self.holed:
+                    self._meet(point, access, sink, late)
+            return
+        parts = None
+        if not access.by_rows:
+            exact = any(interval.over is not None for interval in self.intervals)
+            parts = dense_parts(access, _MAX_DENSE_PARTS if exact else _MAX_SPLIT_PARTS)
+        if parts is None:
+            self._scattered(record, access, sink, late)
+            return
+        for start, end in parts:
+            self._dense(start, end, record, sink, late)
+        if self.holed:
+            self._meet(point, access, sink, late)
+
+    def _whole(self, record: Record, point: Point, access: Access) -> bool:
+        """Handle an access to all of an undivided storage without a conflict. Returns False for any other access."""
+        if len(self.intervals) != 1:
+            return False
+        interval = self.intervals[0]
+        if access.start or access.end != interval.end:
+            return False
+        clock = point.clock
+        for old in interval.writes:
+            if old[0].epoch > clock.get(old[0].number, 0):
+                return False
+        reads = interval.reads
+        if access.write:
+            for old in reads:
+                if old[0].epoch > clock.get(old[0].number, 0):
+                    return False
+            if interval.over is not None and _later(interval.over, point):
+                return False
+            interval.writes = (record,)
+            interval.reads = ()
+            interval.over = None
+        elif interval.over is not None:
+            return False
+        elif not reads or (len(reads) == 1 and reads[0][0].number == point.number):
+            interval.reads = (record,)
+        else:
+            interval.reads = (*_unless_covered(reads, point), record)
+        return True
+
+    def expire(self, start: int, end: int, over: Over) -> None:
+        """Mark the contents of the bytes as stale."""
+        first, last = self._cut(start, end)
+        for interval in self.intervals[first:last]:
+            interval.over = over
+
+    def last_write(self, start: int, end: int) -> Record | None:
+        """Return the latest write to any of the bytes, in program order."""
+        best: Record | None = None
+        for interval in self.within(start, end):
+            for record in interval.writes:
+                if record[1] is not None and (best is None or record[0].sequence > best[0].sequence):
+                    best = record
+        for record in self.holed_writes(start, end):
+            if best is None or record[0].sequence > best[0].sequence:
+                best = record
+        return best
+
+    def holed_writes(self, start: int, end: int) -> list[Record]:
+        """Return the writes with holes, or by rows, that may touch [start, end)."""
+        return [
+            record
+            for record in self.holed
+            if record[1] is not None and record[1].write and record[1].start < end and start < record[1].end
+        ]
+
+    def within(self, start: int, end: int) -> list[Interval]:
+        """Return the intervals that share a byte with [start, end)."""
+        first = self._index(start)
+        last = first + 1
+        intervals = self.intervals
+        while last < len(intervals) and intervals[last].start < end:
+            last += 1
+        return intervals[first:last]
+
+    def records(self) -> list[Record]:
+        """Return every record of the storage's history, each once."""
+        if len(self.intervals) == 1:
+            return [*self.intervals[0].writes, *self.intervals[0].reads, *self.holed]
+        seen: dict[int, Record] = {}
+        for interval in self.intervals:
+            for record in (*interval.writes, *interval.reads):
+                seen[id(record)] = record
+        return [*seen.values(), *self.holed]
+
+    def _index(self, offset: int) -> int:
+        """Return the index of the interval that contains ``offset``."""
+        intervals = self.intervals
+        return bisect_right(intervals, offset, key=_start) - 1 if len(intervals) > 1 else 0
+
+    def _cut(self, start: int, end: int) -> tuple[int, int]:
+        """Return the index range of the intervals in [start, end); splits the intervals at both ends."""
+        intervals = self.intervals
+        first = self._index(start)
+        interval = intervals[first]
+        if interval.start < start:
+            first += 1
+            self._split(first, interval, start)
+        last = first
+        while intervals[last].end < end:
+            if last + 1 == len(intervals):  # a storage that is larger than was told
+                intervals[last].end = end
+                break
+            last += 1
+        if intervals[last].end > end:
+            self._split(last + 1, intervals[last], end)
+        return first, last + 1
+
+    def _split(self, at: int, interval: Interval, offset: int) -> None:
+        right = Interval(offset, interval.end, interval.writes, interval.reads, interval.over)
+        interval.end = offset
+        self.intervals.insert(at, right)
+
+    def _dense(self, start: int, end: int, record: Record, sink: Sink, late: bool) -> None:
+        if start >= end:
+            return
+        point, access = record
+        assert access is not None
+        first, last = self._cut(start, end)
+        intervals = self.intervals
+        write = access.write
+        # What was held, and is told now, may come before a mark that is here already.
+        late = late or any(each.over is not None and _later(each.over, point) for each in intervals[first:last])
+        reported: set[int] = set()
+        for at in range(first, last):
+            interval = intervals[at]
+            self._check(interval, point, access, sink, late, reported)
+            if not write:
+                interval.reads = (*_unless_covered(interval.reads, point), record) if interval.reads else (record,)
+            elif late:
+                if interval.over is not None and not _later(interval.over, point):
+                    interval.over = None
+                interval.reads = _unless_covered(interval.reads, point)
+                interval.writes = (*_unless_covered(interval.writes, point), record)
+        if write and not late:
+            intervals[first:last] = [Interval(start, end, (record,), (), None)]
+        elif not write and last - first > _MERGE_ABOVE_INTERVALS:
+            self._merge(first, last, sink.settled())
+
+    def _merge(self, first: int, last: int, settled: Clock) -> None:
+        """Join neighbouring intervals with equal histories, after dropping accesses that precede all future operations.
+
+        Without this, a pool whose rows were written one by one stays divided into rows, and each read of it visits all of
+        them.
+        """
+        intervals = self.intervals
+        kept: list[Interval] = []
+        for interval in intervals[first:last]:
+            if interval.writes:
+                interval.writes = tuple([w for w in interval.writes if w[0].epoch > settled.get(w[0].number, 0)])
+            left = kept[-1] if kept else None
+            if (
+                left is not None
+                and left.over is interval.over
+                and _same(left.writes, interval.writes)
+                and _same(left.reads, interval.reads)
+            ):
+                left.end = interval.end
+            else:
+                kept.append(interval)
+        if len(kept) < last - first:
+            intervals[first:last] = kept
+
+    def _scattered(self, record: Record, access: Access, sink: Sink, late: bool) -> None:
+        point = record[0]
+        reported: set[int] = set()
+        met = self.within(access.start, access.end)
+        for interval in met:
+            self._check(interval, point, access, sink, late, reported)
+        if access.write and any(interval.over is not None for interval in met):
+            first, last = self._cut(access.start, access.end)
+            for interval in self.intervals[first:last]:
+                if interval.over is not None and not _later(interval.over, point):
+                    interval.over = None
+        if self.holed:
+            self._meet(point, access, sink, late)
+        self.holed.append(record)
+        if len(self.holed) > self.limit:
+            settled = sink.settled()
+            kept = [old for old in self.holed if old[0].epoch > settled.get(old[0].number, 0)]
+            self.forgotten += max(0, len(kept) - _MAX_HOLED_RECORDS)
+            self.holed = kept[-_MAX_HOLED_RECORDS:]
+            self.limit = max(_MIN_HOLED_LIMIT, 2 * len(self.holed))
+
+    def _meet(self, point: Point, access: Access, sink: Sink, late: bool) -> None:
+        """Check an access against the accesses with holes, and drop those that it covers."""
+        clock = point.clock
+        reported: set[int] = set()
+        kept: list[Record] = []
+        for old in self.holed:
+            known = old[1]
+            assert known is not None
+            before = old[0]
+            if before.epoch > clock.get(before.number, 0):
+                if access.write or known.write:
+                    self._compare(old, point, access, sink, late, reported)
+            elif (access.write or not known.write) and _covers(access, known):
+                continue
+            kept.append(old)
+        self.holed = kept
+
+    def _check(self, interval: Interval, point: Point, access: Access, sink: Sink, late: bool, reported: set[int]) -> None:
+        clock = point.clock
+        for old in interval.writes:
+            before = old[0]
+            if before.epoch > clock.get(before.number, 0):
+                self._compare(old, point, access, sink, late, reported)
+        if access.write:
+            for old in interval.reads:
+                before = old[0]
+                if before.epoch > clock.get(before.number, 0):
+                    self._compare(old, point, access, sink, late, reported)
+        elif interval.over is not None and not access.by_rows and id(interval.over) not in reported:
+            if _later(interval.over, point):
+                return  # it was read, in the order of the program, before it was declared over
+            reported.add(id(interval.over))
+            sink.stale(interval.over[0], interval.over[1], point, access, self.owner or self)
+
+    def _compare(self, old: Record, point: Point, access: Access, sink: Sink, late: bool, reported: set[int]) -> None:
+        if id(old) in reported or (late and point.happened_before(old[0])):
+            return
+        known = old[1]
+        if known is not None and ((known.by_rows and access.by_rows) or not overlap(known, access)):
+            return
+        reported.add(id(old))
+        sink.conflict(old, point, access, self.owner or self)
+
+
+def _later(over: Over, point: Point) -> bool:
+    return over[2] >= point.sequence
+
+
+def _same(one: Records, other: Records) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _start(interval: Interval) -> int:
+    return interval.start
+
+
+def _unless_covered(records: Records, point: Point) -> Records:
+    """Return the records that a new dense access cannot replace, because they are not ordered before it."""
+    clock = point.clock
+    return tuple([record for record in records if record[0].epoch > clock.get(record[0].number, 0)])
+
+
+def _covers(access: Access, old: Access) -> bool:
+    """Return True if each access that conflicts with the bytes of ``old`` also conflicts with ``access``."""
+    if access.by_rows and not old.by_rows:
+        return False
+    if access.start > old.start or old.end > access.end:
+        return False
+    if access.shape is None or old.shape is None or access.stride is None:
+        return access.shape is None
+    if access.start != old.start or access.stride != old.stride:
+        return False
+    return all(now >= then for now, then in zip(access.shape, old.shape, strict=True))

@@ -1,0 +1,207 @@
+"""The ordering detector: the order of operations over streams, host threads, events, flags and graphs.
+
+Its input is the trace of enqueued operations in program order. A wait takes the generation that was visible when it was
+enqueued, so the order of two operations does not depend on when the device ran them. One run therefore covers every schedule
+of the same trace. Flags are the exception, since a wait may be enqueued before its set: a stream whose wait has no set yet is
+held, with all later operations on it, until the set is enqueued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary, WeakSet
+
+from outrider.device import Access, Operation
+from outrider_sanitizer.detector.actors import Lane
+from outrider_sanitizer.detector.captured_graph import CapturedGraph
+from outrider_sanitizer.detector.clocks import NOTHING, Actor, Clock, GraphReplay, Point
+from outrider_sanitizer.detector.intervals import IntervalMap
+from outrider_sanitizer.detector.ranks import RankClocks, WatchedCollectivePart
+from outrider_sanitizer.detector.streams import Listener, StreamOrdering
+from outrider_sanitizer.report.source_locations import caller_location
+
+if TYPE_CHECKING:
+    from outrider.device import Event, Graph
+
+
+class Ordering(StreamOrdering):
+    """The ordering detector. Not thread-safe: the caller holds a lock around each call."""
+
+    def __init__(
+        self,
+        listener: Listener,
+        *,
+        rows_follow: bool = False,
+        steps: Callable[[str], tuple[str, int] | None] = lambda stream: None,
+        ranks: RankClocks | None = None,
+    ) -> None:
+        super().__init__(listener, rows_follow=rows_follow, steps=steps, ranks=ranks)
+        self._graphs: WeakKeyDictionary[Graph, CapturedGraph] = WeakKeyDictionary()
+        self._params: WeakKeyDictionary[Graph, IntervalMap] = WeakKeyDictionary()
+        self._params_sink = Listener(conflict=lambda old, new, how, graph: listener.rebind(old, new, how, str(graph)))
+
+    # -- graphs ------------------------------------------------------------------------------------------------------
+
+    @property
+    def capturing(self) -> bool:
+        """True while the calling thread captures a graph."""
+        return getattr(self._local, "capture", None) is not None
+
+    def capture_began(self, graph: Graph, stream: str) -> None:
+        """Add the next operations of the calling thread to ``graph``."""
+        self._local.capture = self._graphs[graph] = CapturedGraph(stream)
+
+    def capture_ended(self, graph: Graph, failed: bool) -> None:
+        """End the capture of the calling thread; a failed capture drops the graph."""
+        capture: CapturedGraph | None = getattr(self._local, "capture", None)
+        self._local.capture = None
+        if capture is None:
+            return
+        if failed:
+            self._graphs.pop(graph, None)
+            return
+        capture.finish()
+        for storage in capture.outside():
+            self._users.setdefault(storage, WeakSet()).add(capture)
+
+    def captured(self, graph: Graph) -> CapturedGraph | None:
+        """Return the captured steps of ``graph``, or None for a graph that runs eagerly."""
+        return self._graphs.get(graph)
+
+    def replayed(self, graph: Graph, stream: str, generation: int) -> None:
+        """Repeat the accesses of ``graph`` on ``stream``."""
+        captured = self._graphs.get(graph)
+        if captured is None:
+            return
+        lane = self.lane(stream)
+        replay = GraphReplay(graph.name, generation, caller_location(), self.steps(stream))
+        if captured.dead:
+            self._enqueue(lane, lambda: self._use_dead(captured, lane, replay))
+        if captured.summary is not None:
+            summary = captured.summary
+
+            def step() -> bool:
+                self._read_params(graph, lane, replay)
+                for operation, accesses in summary:
+                    self._access(self._replay_point(lane, operation, replay), accesses)
+                return True
+
+            self._enqueue(lane, step)
+            return
+        walk = self._walk(graph, captured, lane, replay, self._issue(captured), self.thread())
+        self._enqueue(lane, lambda: next(walk, True))
+        self.resume_all()
+
+    def _use_dead(self, captured: CapturedGraph, lane: Lane, replay: GraphReplay) -> bool:
+        point = self._point(lane, f"replay of graph {replay.graph!r}", replay.location)
+        for shadow, freed in captured.dead.values():
+            self.listener.dead(shadow, point, freed)
+        return True
+
+    def _replay_point(self, actor: Actor, operation: Operation, replay: GraphReplay) -> Point:
+        point = self._point(actor, operation.name, operation.location, operation)
+        point.replay = replay
+        return point
+
+    def _param_history(self, graph: Graph) -> IntervalMap:
+        history = self._params.get(graph)
+        if history is None:
+            history = self._params[graph] = IntervalMap(owner=graph.name)
+        return history
+
+    def _read_params(self, graph: Graph, actor: Actor, replay: GraphReplay) -> None:
+        if not graph.context.params:
+            return
+        history = self._param_history(graph)
+        point = self._point(actor, f"replay of graph {graph.name!r}", replay.location)
+        point.replay = replay
+        for at, name in enumerate(graph.context.params):
+            history.touch(point, Access(0, at, at + 1, False, argument=name), self._params_sink)
+
+    def _issue(self, captured: CapturedGraph) -> Iterator[WatchedCollectivePart]:
+        """Issue the captured collectives of a graph, in order, when a replay is enqueued."""
+        halves = []
+        for verb in captured.verbs:
+            if verb.what == "collective":
+                assert self.ranks is not None
+                group, call, _, location = verb.subject
+                halves.append(self.ranks.issue(group, call, in_graph=True, location=location))
+        return iter(halves)
+
+    def _walk(
+        self,
+        graph: Graph,
+        captured: CapturedGraph,
+        lane: Lane,
+        replay: GraphReplay,
+        halves: Iterator[WatchedCollectivePart],
+        thread: Actor,
+    ) -> Generator[bool]:
+        """Run a replay's captured steps one after the other; yields False while a flag holds the graph."""
+        edges: dict[Event, Clock] = {}
+        touched: dict[str, Lane] = {captured.main: lane}
+        params_read = False
+
+        def actor(branch: str) -> Lane:
+            known = touched.get(branch)
+            if known is None:
+                known = captured.branches.get(branch)
+                if known is None:
+                    known = captured.branches[branch] = Lane(self._number(), f"{branch} in graph {graph.name}")
+                touched[branch] = known
+                self._launch_from(known, thread, lane.launcher)
+            return known
+
+        if not captured.waits_for_flags:
+            self._read_params(graph, lane, replay)
+            params_read = True
+        for verb in captured.verbs:
+            branch = actor(verb.branch)
+            if verb.what == "launch":
+                self._access(self._replay_point(branch, verb.subject, replay), verb.subject.accesses)
+            elif verb.what == "record":
+                edges[verb.subject] = branch.release()
+            elif verb.what == "wait":
+                branch.join(edges.get(verb.subject[0], NOTHING))
+            elif verb.what == "join":
+                state = self._event(verb.subject[0])
+                while state.clocks.get(verb.subject[1], NOTHING) is None:
+                    yield False
+                branch.join(state.clocks.get(verb.subject[1]) or NOTHING)
+            elif verb.what == "collective":
+                half = next(halves)
+                self._arrive(branch, verb.subject[0], half, verb.subject[2], None, replay)
+                while not self._meet(branch, verb.subject[0], half):
+                    yield False
+            elif verb.what in ("set", "await", "reset"):
+                while not self._flag_verb(verb.what, branch, verb.subject, replay.location, replay):
+                    yield False
+                if verb.what == "await" and not params_read:
+                    # The operation that the flag holds reads the parameters.
+                    self._read_params(graph, branch, replay)
+                    params_read = True
+        for branch in touched.values():
+            if branch is not lane:
+                lane.join(branch.release())
+        yield True
+
+    def params_updated(self, graph: Graph, stream: str, names: tuple[str, ...]) -> None:
+        """Record that host parameters of a captured graph were rebound on a stream."""
+        if graph not in self._graphs:
+            return  # it runs eagerly and reads them on the host
+        lane = self.lane(stream)
+        location = caller_location()
+        after = self.steps(stream)  # it was enqueued before it is told, in however many steps
+        history = self._param_history(graph)
+        order = list(graph.context.params)
+
+        def step() -> bool:
+            point = self._point(lane, f"rebinding of graph {graph.name!r}", location)
+            point.step, point.between = after, True
+            for name in names:
+                at = order.index(name)
+                history.touch(point, Access(0, at, at + 1, True, argument=name), self._params_sink)
+            return True
+
+        self._enqueue(lane, step)

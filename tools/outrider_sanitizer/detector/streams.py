@@ -1,0 +1,474 @@
+"""The part of the ordering detector for accesses, events and flags outside graphs."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary, WeakSet
+
+from outrider.device import Access, Operation
+from outrider_sanitizer.detector.actors import Lane, Lanes, LastWait
+from outrider_sanitizer.detector.captured_graph import CapturedGraph, Verb
+from outrider_sanitizer.detector.clocks import NOTHING, Actor, Clock, GraphReplay, Point
+from outrider_sanitizer.detector.flags import FlagProgress
+from outrider_sanitizer.detector.intervals import UNKNOWN_END, Record
+from outrider_sanitizer.detector.memory import Shadow, ShadowMemory
+from outrider_sanitizer.detector.ranks import RankClocks, WatchedCollectivePart
+from outrider_sanitizer.report.source_locations import caller_location
+
+if TYPE_CHECKING:
+    from outrider.device import Collective, Event, Flag, Group
+
+HOST = "host"
+REMAPPED = "other pages were mapped under its addresses, and nothing has written them since"
+TWO_WRITERS = "one operation writes them more than once, and nothing orders its parts: any of the values may remain"
+_MAX_GENERATIONS = 16
+_MAX_AWAITED = 4096
+
+
+@dataclass
+class Listener:
+    """Callbacks of the ordering detector; the default of each does nothing."""
+
+    conflict: Callable[[Record, Point, Access | None, Shadow], None] = lambda *_: None
+    settled: Callable[[], Clock] = lambda: NOTHING
+    reused: Callable[[Shadow, Record, Point, str], None] = lambda *_: None
+    stale: Callable[[str, Record | None, Point, Access, Shadow], None] = lambda *_: None
+    read: Callable[[Point, Access, Shadow], None] | None = None
+    dead: Callable[[Shadow, Point, str], None] = lambda *_: None
+    flag: Callable[[str, str, Point | None, Point], None] = lambda *_: None
+    rebind: Callable[[Record, Point, Access | None, str], None] = lambda *_: None
+    waited: Callable[[str, str, int, str, bool], None] = lambda *_: None
+
+
+@dataclass
+class _EventState:
+    name: str
+    clocks: OrderedDict[int, Clock | None] = field(default_factory=OrderedDict)
+    hosts: OrderedDict[int, Point] = field(default_factory=OrderedDict)  # generation → the host's call
+
+    def covered(self, generation: int, thread: Actor) -> int:
+        """Return the newest generation, up to this one, whose record is ordered before the calling thread.
+
+        Another thread's record that nothing orders may come after the wait in another schedule, so no wait relies on it.
+        """
+        clock = thread.clock
+        while generation > 0:
+            host = self.hosts.get(generation)
+            if host is None or host.number == thread.number or host.epoch <= clock.get(host.number, 0):
+                break
+            generation -= 1
+        return generation
+
+
+class StreamOrdering(Lanes):
+    """The order of operations on streams and host threads; inside a capture, operations are recorded for the replays."""
+
+    def __init__(
+        self,
+        listener: Listener,
+        *,
+        rows_follow: bool = False,
+        steps: Callable[[str], tuple[str, int] | None] = lambda stream: None,
+        ranks: RankClocks | None = None,
+    ) -> None:
+        super().__init__(ranks.number if ranks is not None else None)
+        self.ranks = ranks
+        if ranks is not None:
+            ranks.orderings.append(self)  # type: ignore[arg-type]
+        self.listener = listener
+        listener.settled = self.settled
+        self.rows_follow = rows_follow
+        self.steps = steps
+        self.memory = ShadowMemory(listener.reused, strict=rows_follow)
+        if ranks is not None and rows_follow:  # such devices number their memory in one sequence, and ranks may read it
+            self.memory.shadows = ranks.shadows
+        self.blind: dict[str, int] = {}
+        self._events: WeakKeyDictionary[Event, _EventState] = WeakKeyDictionary()
+        self._flags: WeakKeyDictionary[Flag, FlagProgress] = WeakKeyDictionary()
+        self._users: dict[int, WeakSet[CapturedGraph]] = {}
+        self._awaited: OrderedDict[int, deque[Point]] = OrderedDict()
+        self._lost: set[str] = set()
+        self._last = 0  # sequence number of the last operation, host access or wait of a host thread
+        self._pooled: set[int] = set()  # storages from the pools of graphs, whose addresses later captures alone reuse
+        self._waiting_flag: dict[Lane, tuple[str, Point]] = {}
+
+    # -- accesses ----------------------------------------------------------------------------------------------------
+
+    def launched(self, operation: Operation) -> None:
+        """Check the accesses of an operation that was enqueued on a stream."""
+        capture: CapturedGraph | None = getattr(self._local, "capture", None)
+        if capture is not None:
+            capture.verbs.append(Verb("launch", operation.stream, operation))
+            return
+        lane = self.lanes.get(operation.stream) or self.lane(operation.stream)
+        if lane.held is not None:
+            self._enqueue(lane, lambda: self._launch(lane, operation))
+            return
+        self._launch_from(lane, self.thread())
+        self._launch(lane, operation)
+
+    def _launch(self, lane: Lane, operation: Operation) -> bool:
+        self._access(Point(lane, operation.name, operation.location, self.place(), operation), operation.accesses)
+        self._last = self.sequence
+        return True
+
+    def _access(self, point: Point, accesses: tuple[Access, ...] | list[Access]) -> None:
+        awaited = False
+        shadows = self.memory.shadows
+        listener = self.listener
+        for access in accesses:
+            if access.by_rows and self.rows_follow:
+                awaited = True
+                if access.write:
+                    self.memory.shadow(access.storage).promised += 1
+                continue
+            shadow = shadows.get(access.storage) or self.memory.shadow(access.storage)
+            if listener.read is not None and not access.write:
+                listener.read(point, access, shadow)
+            shadow.touch(point, access, listener)
+        if awaited:
+            self._await_rows(point)
+
+    def touch(self, point: Point, access: Access, shadow: Shadow, late: bool = False) -> None:
+        """Check one access against all earlier accesses to the storage."""
+        listener = self.listener
+        if listener.read is not None and not access.write:
+            listener.read(point, access, shadow)
+        shadow.touch(point, access, listener, late)
+
+    def _await_rows(self, point: Point) -> None:
+        # By identity: a captured operation is the same object in every replay, and the point keeps it alive.
+        key = id(point.operation)
+        waiting = self._awaited.get(key)
+        if waiting is None:
+            waiting = self._awaited[key] = deque(maxlen=64)
+            if len(self._awaited) > _MAX_AWAITED:
+                self._awaited.popitem(last=False)
+        waiting.append(point)
+
+    def rows_touched(self, operation: Operation, accesses: tuple[Access, ...]) -> None:
+        """Check the rows that an earlier launch or replay has reported."""
+        key = id(operation)
+        waiting = self._awaited.get(key)
+        if not waiting:
+            return
+        point = waiting.popleft()
+        if not waiting:
+            del self._awaited[key]
+        for access in operation.accesses:
+            if access.by_rows and access.write:
+                self.memory.shadow(access.storage).promised -= 1
+        # Later operations of the same replay may already be checked: temporaries of a graph share memory.
+        late = point.sequence != self.sequence or point.epoch != point.actor.clock[point.number]
+        for access in accesses:
+            shadow = self.memory.shadow(access.storage)
+            if access.contested:
+                shadow.expire(access.start, access.end, (TWO_WRITERS, (point, access), point.sequence))
+            else:
+                self.touch(point, access, shadow, late)
+
+    def host_accessed(self, access: Access, location: str) -> None:
+        """Check an access of the calling thread to pinned memory."""
+        thread = self.thread()
+        point = self._point(thread, "host write" if access.write else "host read", location)
+        step = self.steps(HOST)
+        point.step = (step[0], step[1] - 1) if step is not None else None
+        self.touch(point, access, self.memory.shadow(access.storage))
+        self._last = self.sequence
+
+    def memory_remapped(self, storage: int, location: str) -> None:
+        """Check that every access is ordered before the host's remapping; the new pages were never written.
+
+        A collective that a graph captured uses the pages that it registered, so its next replay is a finding.
+        """
+        shadow = self.memory.shadow(storage)
+        point = self._point(self.thread(), "remapping of memory", location)
+        self.touch(point, Access(storage, 0, shadow.nbytes or UNKNOWN_END, True, argument="pages"), shadow)
+        shadow.expire(0, shadow.nbytes or UNKNOWN_END, (REMAPPED, (point, None), point.sequence))
+        for captured in self._users.get(storage, ()):
+            if captured.has_collective(storage):
+                captured.dead[storage] = (shadow, location)
+
+    def allocated(self, storage: int, nbytes: int, stream: str, location: str) -> None:
+        """Record an allocation in the order of a stream, or of the calling thread."""
+        capture: CapturedGraph | None = getattr(self._local, "capture", None)
+        if capture is not None and stream != HOST:
+            capture.temporaries.add(storage)
+            self._pooled.add(storage)
+            self.memory.allocate(storage, nbytes, stream, location, None, True)
+            return
+        if stream == HOST:
+            self._allocate(self.thread(), storage, nbytes, stream, location)
+            return
+        lane = self.lanes.get(stream) or self.lane(stream)
+        if lane.held is not None:
+            self._enqueue(lane, lambda: self._allocate(lane, storage, nbytes, stream, location))
+            return
+        self._launch_from(lane, self.thread())
+        self._allocate(lane, storage, nbytes, stream, location)
+
+    def _allocate(self, actor: Actor, storage: int, nbytes: int, stream: str, location: str) -> bool:
+        point = Point(actor, "allocation", location, self.place())
+        if self.memory.waits_for(stream):
+            point.step = self.steps(stream)  # the next step there is the first that can use the memory
+        self.memory.allocate(storage, nbytes, stream, location, point, False)
+        self._local.allocation = (storage, point)
+        return True
+
+    def freed(self, storage: int, stream: str) -> None:
+        """Record a release in the order of a stream, or of the calling thread."""
+        capture: CapturedGraph | None = getattr(self._local, "capture", None)
+        if (capture is not None and stream != HOST) or storage in self._pooled:
+            self._pooled.discard(storage)
+            return  # the addresses stay with the graph's pool
+        users = self._users.pop(storage, None) if self._users else None
+        shadow = self.memory.shadows.get(storage) if users else None
+        if users and shadow is not None:
+            location = caller_location()
+            for captured in users:
+                captured.dead[storage] = (shadow, location)
+        if stream == HOST:
+            self.memory.free(storage, stream, self.thread(), self._release)
+            return
+        lane = self.lanes.get(stream) or self.lane(stream)
+        if lane.held is None:
+            self._launch_from(lane, self.thread())
+            if not self._held:
+                self.memory.free(storage, stream, lane, self._release)
+                return
+            # Accesses that came before wait to be looked at, on other streams: the memory's history must stay that long.
+            then, location = lane.release(), caller_location()
+            self.when_none_held(lambda: self.memory.free(storage, stream, lane, lambda by: self._release(by, location), then))
+            return
+
+        def step() -> bool:
+            self.memory.free(storage, stream, lane, self._release)
+            return True
+
+        self._enqueue(lane, step)
+
+    def _release(self, releaser: Actor, location: str = "") -> Point:
+        return Point(releaser, "release of memory", location or caller_location(), self.place())
+
+    def address_reused(self, storage: int, previous: int) -> None:
+        """Check a new storage at the address of an old one; called right after its allocation."""
+        capture: CapturedGraph | None = getattr(self._local, "capture", None)
+        if capture is not None and storage in capture.temporaries:
+            self.memory.same_place(storage, previous)
+            return
+        last: tuple[int, Point] | None = getattr(self._local, "allocation", None)
+        self.memory.reuse(previous, last[1] if last is not None and last[0] == storage else None)
+
+    # -- collectives -------------------------------------------------------------------------------------------------
+
+    def collective(self, stream: str, group: Group, call: Collective, accesses: tuple[Access, ...]) -> None:
+        """Enqueue a rank's half of a collective."""
+        location = caller_location()
+        capture: CapturedGraph | None = getattr(self._local, "capture", None)
+        if capture is not None:
+            capture.verbs.append(Verb("collective", stream, (group, call, accesses, location)))
+            return
+        assert self.ranks is not None
+        lane = self.lane(stream)
+        half = self.ranks.issue(group, call, in_graph=False, location=location)
+        step = self.steps(stream)
+        self._enqueue(lane, lambda: self._arrive(lane, group, half, accesses, step))
+        self._enqueue(lane, lambda: self._meet(lane, group, half))
+        self.ranks.resume()
+
+    def _arrive(
+        self,
+        actor: Actor,
+        group: Group,
+        half: WatchedCollectivePart,
+        accesses: tuple[Access, ...],
+        step: tuple[str, int] | None,
+        replay: GraphReplay | None = None,
+    ) -> bool:
+        """Begin a rank's part of a collective: other ranks may join this stream's clock from before the part's
+        own accesses.
+        """
+        assert self.ranks is not None
+        half.clock = actor.release()
+        point = self._point(actor, half.call.kind, half.location)
+        point.step, point.replay = step, replay
+        self._access(point, accesses)
+        self.ranks.arrived(group, half, point)
+        return True
+
+    def _meet(self, actor: Actor, group: Group, half: WatchedCollectivePart) -> bool:
+        """Order the stream's operations after the collective after the contributions of the other ranks."""
+        assert self.ranks is not None
+        if not half.ready:
+            return False
+        for clock in half.clocks():
+            actor.join(clock)
+        self.ranks.passed(half, group)
+        return True
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def _event(self, event: Event) -> _EventState:
+        state = self._events.get(event)
+        if state is None:
+            state = self._events[event] = _EventState(event.name)
+        return state
+
+    def recorded(self, stream: str, event: Event, generation: int) -> None:
+        """Record a new generation of an event, which covers the operations enqueued on the stream so far."""
+        capture: CapturedGraph | None = getattr(self._local, "capture", None)
+        if capture is not None:
+            capture.verbs.append(Verb("record", stream, event))
+            return
+        lane, thread = self.lane(stream), self.thread()
+        state = self._event(event)
+        state.clocks[generation] = None
+        state.hosts[generation] = self._point(thread, "record")
+        while len(state.clocks) > _MAX_GENERATIONS:
+            state.clocks.popitem(last=False)
+            state.hosts.popitem(last=False)
+
+        def step() -> bool:
+            state.clocks[generation] = self._ordered_launches(lane.release(), thread)
+            return True
+
+        self._enqueue(lane, step)
+
+    def waited(self, stream: str, event: Event, generation: int) -> None:
+        """Order the next operations of ``stream`` after that generation of the event."""
+        capture: CapturedGraph | None = getattr(self._local, "capture", None)
+        if capture is not None:
+            capture.verbs.append(Verb("join" if generation else "wait", stream, (event, generation)))
+            return
+        lane = self.lane(stream)
+        state = self._event(event)
+        location = caller_location()
+        generation = state.covered(generation, self.thread())
+        self._enqueue(lane, lambda: self._wait(lane, state, generation, location))
+
+    def _wait(self, lane: Lane, state: _EventState, generation: int, location: str) -> bool:
+        if generation not in state.clocks:
+            return True
+        clock = state.clocks[generation]
+        if clock is None:
+            return False
+        new = lane.join(clock)
+        edge = LastWait(state.name, generation, location)
+        lane.edges.update(dict.fromkeys(clock, edge))
+        self.listener.waited(lane.name, state.name, generation, location, new)
+        return True
+
+    def event_synchronized(self, event: Event, generation: int) -> None:
+        """Order the calling thread after that generation of the event."""
+        state = self._event(event)
+        generation = state.covered(generation, self.thread())
+        if state.clocks.get(generation, NOTHING) is None:
+            self._force()
+        clock = state.clocks.get(generation)
+        if clock is not None:
+            self.thread().join(clock)
+
+    def event_queried(self, event: Event, generation: int, done: bool) -> None:
+        """Order the calling thread after that generation if the query returned True."""
+        if done:
+            self.event_synchronized(event, generation)
+
+    def stream_synchronized(self, stream: str) -> None:
+        """Order the calling thread after all operations enqueued on the stream."""
+        lane = self.lane(stream)
+        if lane.held is not None:
+            self._force()
+        thread = self.thread()
+        thread.join(self._ordered_launches(lane.release(), thread))
+        self._last = self.sequence
+
+    def stream_queried(self, stream: str, done: bool) -> None:
+        """Order the calling thread after the stream if the query found it empty."""
+        if done:
+            self.stream_synchronized(stream)
+
+    def device_synchronized(self) -> None:
+        """Order the calling thread after every stream."""
+        for stream in list(self.lanes):
+            self.stream_synchronized(stream)
+
+    # -- flags -------------------------------------------------------------------------------------------------------
+
+    def _flag(self, flag: Flag) -> FlagProgress:
+        state = self._flags.get(flag)
+        if state is None:
+            state = self._flags[flag] = FlagProgress()
+        return state
+
+    def flag_step(self, what: str, stream: str, flag: Flag) -> None:
+        """Enqueue a ``set``, ``await`` or ``reset`` of a flag."""
+        capture: CapturedGraph | None = getattr(self._local, "capture", None)
+        if capture is not None:
+            capture.verbs.append(Verb(what, stream, flag))
+            return
+        lane = self.lane(stream)
+        location = caller_location()
+        self._enqueue(lane, lambda: self._flag_verb(what, lane, flag, location, None))
+        if what == "set":
+            self.resume_all()
+
+    def _flag_verb(self, what: str, lane: Lane, flag: Flag, location: str, replay: GraphReplay | None) -> bool:
+        state = self._flag(flag)
+        name = f"{'wait for' if what == 'await' else what} flag {flag.name!r}"
+        if what == "await" and not state.is_set:
+            if lane not in self._waiting_flag:
+                self._waiting_flag[lane] = (flag.name, self._point(lane, name, location))
+            return False
+        if what == "await":
+            self._waiting_flag.pop(lane, None)
+            lane.join(state.clock)
+        # A point of its own epoch: resets and sets are ordered against it.
+        lane.taken = True
+        point = self._point(lane, name, location)
+        point.replay = replay
+        if what == "await":
+            state.wait(point)
+        elif what == "set":
+            wrong = state.set(point)
+            if wrong is not None:
+                self._lost.add(flag.name)
+                self.listener.flag(wrong[0], flag.name, wrong[1], point)
+        else:
+            early = state.reset(point)
+            if early is not None:
+                self.listener.flag("early", flag.name, early, point)
+        return True
+
+    def _force(self) -> None:
+        """Continue a stream after a wait that the device passed without a recorded set."""
+        if self.ranks is not None:
+            self.ranks.passed_without()
+        for lane in list(self._held):
+            held = lane.held
+            if held:
+                held.popleft()
+                self._waiting_flag.pop(lane, None)
+        if self.ranks is None or not self.ranks.broken:
+            self._blind("a flag was raised outside the backend interface", 1)
+        self.resume_all()
+
+    def finish(self) -> None:
+        """Report the steps that still wait for a flag at the end of the run."""
+        self.resume_all()
+        for name, point in self._waiting_flag.values():
+            if name not in self._lost:  # else it's the consequence of what was told
+                self.listener.flag("never", name, None, point)
+        self._waiting_flag.clear()
+        self.memory.finish(self._last)
+
+    def resume_all(self) -> None:
+        """Run the held steps that have become possible, on other ranks, too."""
+        if self.ranks is not None:
+            self.ranks.resume()
+        self.resume_held()
+
+    def _blind(self, what: str, count: int) -> None:
+        self.blind[what] = self.blind.get(what, 0) + count
