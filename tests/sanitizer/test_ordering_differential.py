@@ -75,7 +75,7 @@ def without_a_look_at_what_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_the_order_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Lanes, "_ordered_launches", lambda self, clock, thread: clock)
+    monkeypatch.setattr(Lanes, "_ordered_launches", lambda self, clock, *_: clock)
 
 
 FAULTS = [

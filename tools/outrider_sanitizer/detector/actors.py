@@ -28,6 +28,12 @@ class SingleUseToken:
     __slots__ = ()
 
 
+class TaskToken(SingleUseToken):
+    """A token of a task that any thread of a pool may take: the task knows nothing of that thread's earlier tasks."""
+
+    __slots__ = ()
+
+
 class LastWait:
     """The last wait that ordered one actor after another, for the hints of a finding."""
 
@@ -168,11 +174,24 @@ class Lanes:
         """Join the clock that was released to ``token`` into the calling thread."""
         known = self._tokens.get(id(token))
         if known is not None:
-            if getattr(self._local, "actor", None) is None:
+            actor: Actor | None = getattr(self._local, "actor", None)
+            if isinstance(token, TaskToken):
+                self._begin_task(actor, known[1])
+            elif actor is None:
                 self._local.actor = self._new_thread(known[1])
             self.thread().join(known[1])
             if isinstance(token, SingleUseToken):
                 del self._tokens[id(token)]
+
+    def _begin_task(self, before: Actor | None, known: Clock) -> None:
+        """Give the calling thread of a pool a new actor, which knows the thread's start and the submission alone."""
+        if not hasattr(self._local, "pool_start"):
+            self._local.pool_start = NOTHING if before is None else before.clock
+        if before is not None:
+            self._threads = [(thread, actor) for thread, actor in self._threads if actor is not before]
+            self._free_numbers.append((before.number, before.clock.get(before.number, 0)))
+        self._local.actor = self._new_thread(known)
+        self._local.actor.join(self._local.pool_start)
 
     # -- steps of streams --------------------------------------------------------------------------------------------
 
@@ -193,10 +212,11 @@ class Lanes:
             lane.number = launches.number
         thread.taken = True
 
-    def _ordered_launches(self, clock: Clock, thread: Actor) -> Clock:
-        """Return the part of a stream's ``clock`` whose operations were launched before the present step of ``thread``.
+    def _ordered_launches(self, clock: Clock, thread: Actor, known: Clock) -> Clock:
+        """Return the part of a stream's ``clock`` that was launched before a step of ``thread`` in every schedule.
 
-        A launch of another thread that nothing orders before this thread may come later in another schedule.
+        ``known`` is the clock of the thread at that step. A launch of another thread may come later in another schedule
+        unless an order of the threads puts it before the step.
         """
         if all(launches.thread is thread for launches in self._launches.values()):
             return clock
@@ -209,7 +229,7 @@ class Lanes:
             elif launches.thread is thread:
                 kept[number] = epoch
             else:
-                last = launches.last_known(thread.clock.get(launches.thread.number, 0))
+                last = launches.last_known(known.get(launches.thread.number, 0))
                 kept[number] = epoch if last is None else min(epoch, last)
         return kept
 

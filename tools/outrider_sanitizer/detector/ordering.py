@@ -17,8 +17,9 @@ from outrider_sanitizer.detector.actors import Lane
 from outrider_sanitizer.detector.captured_graph import CapturedGraph
 from outrider_sanitizer.detector.clocks import NOTHING, Actor, Clock, GraphReplay, Point
 from outrider_sanitizer.detector.intervals import IntervalMap
+from outrider_sanitizer.detector.listener import Listener
 from outrider_sanitizer.detector.ranks import RankClocks, WatchedCollectivePart
-from outrider_sanitizer.detector.streams import Listener, StreamOrdering
+from outrider_sanitizer.detector.streams import StreamOrdering
 from outrider_sanitizer.report.source_locations import caller_location
 
 if TYPE_CHECKING:

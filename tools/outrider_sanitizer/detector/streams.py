@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -13,7 +14,8 @@ from outrider_sanitizer.detector.actors import Lane, Lanes, LastWait
 from outrider_sanitizer.detector.captured_graph import CapturedGraph, Verb
 from outrider_sanitizer.detector.clocks import NOTHING, Actor, Clock, GraphReplay, Point
 from outrider_sanitizer.detector.flags import FlagProgress
-from outrider_sanitizer.detector.intervals import UNKNOWN_END, Record
+from outrider_sanitizer.detector.intervals import UNKNOWN_END
+from outrider_sanitizer.detector.listener import Listener
 from outrider_sanitizer.detector.memory import Shadow, ShadowMemory
 from outrider_sanitizer.detector.ranks import RankClocks, WatchedCollectivePart
 from outrider_sanitizer.report.source_locations import caller_location
@@ -26,21 +28,6 @@ REMAPPED = "other pages were mapped under its addresses, and nothing has written
 TWO_WRITERS = "one operation writes them more than once, and nothing orders its parts: any of the values may remain"
 _MAX_GENERATIONS = 16
 _MAX_AWAITED = 4096
-
-
-@dataclass
-class Listener:
-    """Callbacks of the ordering detector; the default of each does nothing."""
-
-    conflict: Callable[[Record, Point, Access | None, Shadow], None] = lambda *_: None
-    settled: Callable[[], Clock] = lambda: NOTHING
-    reused: Callable[[Shadow, Record, Point, str], None] = lambda *_: None
-    stale: Callable[[str, Record | None, Point, Access, Shadow], None] = lambda *_: None
-    read: Callable[[Point, Access, Shadow], None] | None = None
-    dead: Callable[[Shadow, Point, str], None] = lambda *_: None
-    flag: Callable[[str, str, Point | None, Point], None] = lambda *_: None
-    rebind: Callable[[Record, Point, Access | None, str], None] = lambda *_: None
-    waited: Callable[[str, str, int, str, bool], None] = lambda *_: None
 
 
 @dataclass
@@ -103,12 +90,8 @@ class StreamOrdering(Lanes):
         if capture is not None:
             capture.verbs.append(Verb("launch", operation.stream, operation))
             return
-        lane = self.lanes.get(operation.stream) or self.lane(operation.stream)
-        if lane.held is not None:
-            self._enqueue(lane, lambda: self._launch(lane, operation))
-            return
-        self._launch_from(lane, self.thread())
-        self._launch(lane, operation)
+        lane = self.lane(operation.stream)
+        self._enqueue(lane, lambda: self._launch(lane, operation))
 
     def _launch(self, lane: Lane, operation: Operation) -> bool:
         self._access(Point(lane, operation.name, operation.location, self.place(), operation), operation.accesses)
@@ -203,12 +186,8 @@ class StreamOrdering(Lanes):
         if stream == HOST:
             self._allocate(self.thread(), storage, nbytes, stream, location)
             return
-        lane = self.lanes.get(stream) or self.lane(stream)
-        if lane.held is not None:
-            self._enqueue(lane, lambda: self._allocate(lane, storage, nbytes, stream, location))
-            return
-        self._launch_from(lane, self.thread())
-        self._allocate(lane, storage, nbytes, stream, location)
+        lane = self.lane(stream)
+        self._enqueue(lane, lambda: self._allocate(lane, storage, nbytes, stream, location))
 
     def _allocate(self, actor: Actor, storage: int, nbytes: int, stream: str, location: str) -> bool:
         point = Point(actor, "allocation", location, self.place())
@@ -233,22 +212,18 @@ class StreamOrdering(Lanes):
         if stream == HOST:
             self.memory.free(storage, stream, self.thread(), self._release)
             return
-        lane = self.lanes.get(stream) or self.lane(stream)
-        if lane.held is None:
-            self._launch_from(lane, self.thread())
-            if not self._held:
-                self.memory.free(storage, stream, lane, self._release)
-                return
-            # Accesses that came before wait to be looked at, on other streams: the memory's history must stay that long.
-            then, location = lane.release(), caller_location()
-            self.when_none_held(lambda: self.memory.free(storage, stream, lane, lambda by: self._release(by, location), then))
-            return
+        lane, location = self.lane(stream), caller_location() if self._held else ""
+        self._enqueue(lane, lambda: self._free(lane, storage, location))
 
-        def step() -> bool:
-            self.memory.free(storage, stream, lane, self._release)
-            return True
-
-        self._enqueue(lane, step)
+    def _free(self, lane: Lane, storage: int, location: str) -> bool:
+        """Release memory in the order of a stream: after the accesses before it, which held streams have yet to check."""
+        then = lane.release() if self._held else None
+        free = partial(self.memory.free, storage, lane.name, lane, lambda by: self._release(by, location), then)
+        if self._held:
+            self.when_none_held(free)
+        else:
+            free()
+        return True
 
     def _release(self, releaser: Actor, location: str = "") -> Point:
         return Point(releaser, "release of memory", location or caller_location(), self.place())
@@ -327,12 +302,13 @@ class StreamOrdering(Lanes):
         state = self._event(event)
         state.clocks[generation] = None
         state.hosts[generation] = self._point(thread, "record")
+        known = thread.clock
         while len(state.clocks) > _MAX_GENERATIONS:
             state.clocks.popitem(last=False)
             state.hosts.popitem(last=False)
 
         def step() -> bool:
-            state.clocks[generation] = self._ordered_launches(lane.release(), thread)
+            state.clocks[generation] = self._ordered_launches(lane.release(), thread, known)
             return True
 
         self._enqueue(lane, step)
@@ -382,7 +358,7 @@ class StreamOrdering(Lanes):
         if lane.held is not None:
             self._force()
         thread = self.thread()
-        thread.join(self._ordered_launches(lane.release(), thread))
+        thread.join(self._ordered_launches(lane.release(), thread, thread.clock))
         self._last = self.sequence
 
     def stream_queried(self, stream: str, done: bool) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from outrider.device import Observer
-from outrider_sanitizer.detector.actors import SingleUseToken
+from outrider_sanitizer.detector.actors import SingleUseToken, TaskToken
 
 Wrapped = tuple[Any, str, Callable[[Any], Any]]
 
@@ -59,8 +59,8 @@ class HandOverTokens:
             (ThreadPoolExecutor, "submit", self.calling()),
         ]
 
-    def _give(self) -> SingleUseToken:
-        token = SingleUseToken()
+    def _give(self, taker: Any = None) -> SingleUseToken:
+        token = TaskToken() if getattr(taker, "_max_workers", 1) > 1 else SingleUseToken()
         self._observer.host_released(token)
         return token
 
@@ -173,7 +173,7 @@ class HandOverTokens:
 
         def wrap(original: Any) -> Any:
             def call(this: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-                token = self._give() if token_of is None else token_of(this)
+                token = self._give(this) if token_of is None else token_of(this)
 
                 def body(*inner: Any, **named: Any) -> Any:
                     self._observer.host_acquired(token)
