@@ -5,6 +5,9 @@ Kernels are called directly, in a graph, and in the scope that runs every varian
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
+
 import hypothesis
 import pytest
 import torch
@@ -50,6 +53,15 @@ def _applies(lab: Lab, drawn: KernelProblems, dtype: torch.dtype) -> None:
         not_applicable(f"{dtype} isn't declared")
 
 
+@contextmanager
+def _named(case: str) -> Generator[None]:
+    """Name the case in an error of its check."""
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{case}: {error}") from error
+
+
 @promise("KernelSet", "*Numerics.* A result may differ from the reference by rounding alone.")
 @pytest.mark.parametrize("dtype", _DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("drawn", KERNELS.values(), ids=lambda drawn: drawn.kernel)
@@ -60,10 +72,8 @@ def test_a_kernel_is_right_at_its_corners(lab: Lab, drawn: KernelProblems, dtype
     _applies(lab, drawn, dtype)
     (stream,) = lab.streams("s")
     for number, (shape, made) in enumerate(corners(drawn, dtype, lab.seed)):
-        try:
+        with _named(f"{drawn.kernel} in {dtype} of {dict(shape)}"):
             judge(lab, stream, made, again=True, slow=not number)
-        except AssertionError as error:
-            raise AssertionError(f"{drawn.kernel} in {dtype} of {dict(shape)}: {error}") from error
 
 
 @promise("KernelSet", "*Numerics.* A result may differ from the reference by rounding alone.")
@@ -81,10 +91,8 @@ def test_a_kernel_is_right_at_boundaries(lab: Lab, drawn: KernelProblems, dtype:
         part = _DTYPES.index(dtype) + lab.seed
         shapes = shapes[part % _SHARES :: max(_SHARES, lab.draws // lab.draws_in(dtype))]
     for shape in shapes:
-        try:
+        with _named(f"{drawn.kernel} in {dtype} of {dict(shape)}"):
             judge(lab, stream, problem(drawn, shape, dtype, lab.seed))
-        except AssertionError as error:
-            raise AssertionError(f"{drawn.kernel} in {dtype} of {dict(shape)}: {error}") from error
 
 
 @promise("KernelSet", "*Numerics.* A result may differ from the reference by rounding alone.")
@@ -121,10 +129,8 @@ def test_a_kernel_is_right_on_drawn_operands(lab: Lab, drawn: KernelProblems, dt
     )
     @hypothesis.given(st.fixed_dictionaries(dimensions), st.integers(0, 1 << 30))
     def check(shape: Shape, seed: int) -> None:
-        try:
+        with _named(f"{drawn.kernel} in {dtype} of {dict(shape)}, seed {seed}"):
             judge(lab, stream, problem(drawn, shape, dtype, seed))
-        except AssertionError as error:
-            raise AssertionError(f"{drawn.kernel} in {dtype} of {dict(shape)}, seed {seed}: {error}") from error
 
     check()
 
