@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -40,7 +41,7 @@ def needs(*abilities: str) -> Callable[[_Test], _Test]:
 
 def first_sentence(member: str) -> Promise:
     """Return a member with the first sentence of its docstring; the words are empty if it has none."""
-    sentence = docstring(member).partition(". ")[0].rstrip(".")
+    sentence = re.split(r"(?<! al)\. ", docstring(member))[0].rstrip(".")
     return member, f"{sentence}." if sentence else ""
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from outrider_conformance.lab import Lab, expect
 from outrider_conformance.plugin import Figure
-from outrider_conformance.promises import promise
+from outrider_conformance.promises import first_sentence, promise
 from outrider_conformance.random_kernels.bounds import Number, compare
 from outrider_conformance.random_kernels.checks import judge, judge_in_graph
 from outrider_conformance.random_kernels.dimensions import boundary_shapes
@@ -54,12 +54,14 @@ def _applies(lab: Lab, drawn: KernelProblems, dtype: torch.dtype) -> None:
 
 
 @contextmanager
-def _named(case: str) -> Generator[None]:
-    """Name the case in an error of its check."""
+def _check_of(drawn: KernelProblems, case: str) -> Generator[None]:
+    """Name the kernel, its promise and the case in an error of a check in this scope."""
     try:
         yield
     except AssertionError as error:
-        raise AssertionError(f"{case}: {error}") from error
+        found = AssertionError(f"{drawn.kernel} {case}: {error}")
+        found.promise = first_sentence(f"KernelSet.{drawn.kernel.partition(',')[0]}")  # type: ignore[attr-defined]
+        raise found from error
 
 
 @promise("KernelSet", "*Numerics.* A result may differ from the reference by rounding alone.")
@@ -72,7 +74,7 @@ def test_a_kernel_is_right_at_its_corners(lab: Lab, drawn: KernelProblems, dtype
     _applies(lab, drawn, dtype)
     (stream,) = lab.streams("s")
     for number, (shape, made) in enumerate(corners(drawn, dtype, lab.seed)):
-        with _named(f"{drawn.kernel} in {dtype} of {dict(shape)}"):
+        with _check_of(drawn, f"in {dtype} of {dict(shape)}"):
             judge(lab, stream, made, again=True, slow=not number)
 
 
@@ -91,7 +93,7 @@ def test_a_kernel_is_right_at_boundaries(lab: Lab, drawn: KernelProblems, dtype:
         part = _DTYPES.index(dtype) + lab.seed
         shapes = shapes[part % _SHARES :: max(_SHARES, lab.draws // lab.draws_in(dtype))]
     for shape in shapes:
-        with _named(f"{drawn.kernel} in {dtype} of {dict(shape)}"):
+        with _check_of(drawn, f"in {dtype} of {dict(shape)}"):
             judge(lab, stream, problem(drawn, shape, dtype, lab.seed))
 
 
@@ -129,7 +131,7 @@ def test_a_kernel_is_right_on_drawn_operands(lab: Lab, drawn: KernelProblems, dt
     )
     @hypothesis.given(st.fixed_dictionaries(dimensions), st.integers(0, 1 << 30))
     def check(shape: Shape, seed: int) -> None:
-        with _named(f"{drawn.kernel} in {dtype} of {dict(shape)}, seed {seed}"):
+        with _check_of(drawn, f"in {dtype} of {dict(shape)}, seed {seed}"):
             judge(lab, stream, problem(drawn, shape, dtype, seed))
 
     check()
@@ -144,7 +146,8 @@ def test_a_kernel_is_right_while_every_variant_is_run(lab: Lab, drawn: KernelPro
     if scope is None:
         not_applicable("none of these kernels is compiled when it's first used")
     (stream,) = lab.streams("s")
-    judge(lab, stream, problem(drawn, drawn.corners[0], torch.float32, lab.seed), scope=scope)
+    with _check_of(drawn, "while every variant is run"):
+        judge(lab, stream, problem(drawn, drawn.corners[0], torch.float32, lab.seed), scope=scope)
 
 
 @promise("KernelSet", "*Capture.* Every method may be captured; none reads a device value on the host.")
@@ -153,7 +156,7 @@ def test_a_kernel_is_right_in_a_graph(lab: Lab, drawn: KernelProblems) -> None:
     """A kernel that was captured with other values gives right results at its replay."""
     _applies(lab, drawn, torch.float32)
     (stream,) = lab.streams("s")
-    with refusals_left_out(lab.backend.capabilities):
+    with refusals_left_out(lab.backend.capabilities), _check_of(drawn, "in a graph"):
         judge_in_graph(lab, stream, problem(drawn, drawn.corners[0], torch.float32, lab.seed), drawn.kernel)
 
 
