@@ -25,7 +25,7 @@ WIDTH = 64
 SCHEDULES = 24
 """Schedules of a program that must hold in every order."""
 CALLS = 8
-"""Calls of a verb, of which none may block: a driver may reuse a handle, or flush a queue, in every third call."""
+"""Calls of one verb of one object: a driver may reuse a handle, or flush a queue, in every third or seventh call."""
 SIGHTINGS = 64
 """Schedules of a program that must observe something in one order."""
 _DELAY_FACTORS = (1, 4, 16, 64)

@@ -223,6 +223,8 @@ def _verb(number: int, draw: random.Random, subtle: bool) -> RandomPlugin:
     method = draw.choice(sorted(FAULTS))
     if base == "threads" and method == "Graph._update_params":
         method = "Graph._replay"
+    if base == "sim" and method.startswith("Flag."):
+        base = "sim like npu"  # the other one declares no flags
     fault, make, level = draw.choice(FAULTS[method])
     kinds = ["reuse", "stream"] + (["size", "dtype"] if method in ("Backend._copy_async", "Backend._empty_pinned") else [])
     trigger, when = _verb_trigger(draw, method, draw.choice(kinds) if subtle else "")

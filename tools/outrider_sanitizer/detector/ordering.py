@@ -89,7 +89,7 @@ class Ordering(StreamOrdering):
 
             self._enqueue(lane, step)
             return
-        walk = self._walk(graph, captured, lane, replay, self._issue(captured))
+        walk = self._walk(graph, captured, lane, replay, self._issue(captured), self.thread())
         self._enqueue(lane, lambda: next(walk, True))
         self.resume_all()
 
@@ -130,20 +130,27 @@ class Ordering(StreamOrdering):
         return iter(halves)
 
     def _walk(
-        self, graph: Graph, captured: CapturedGraph, lane: Lane, replay: GraphReplay, halves: Iterator[WatchedCollectivePart]
+        self,
+        graph: Graph,
+        captured: CapturedGraph,
+        lane: Lane,
+        replay: GraphReplay,
+        halves: Iterator[WatchedCollectivePart],
+        thread: Actor,
     ) -> Generator[bool]:
         """Run a replay's captured steps one after the other; yields False while a flag holds the graph."""
         edges: dict[Event, Clock] = {}
-        touched: dict[str, Actor] = {captured.main: lane}
+        touched: dict[str, Lane] = {captured.main: lane}
         params_read = False
 
-        def actor(branch: str) -> Actor:
+        def actor(branch: str) -> Lane:
             known = touched.get(branch)
             if known is None:
                 known = captured.branches.get(branch)
                 if known is None:
                     known = captured.branches[branch] = Lane(self._number(), f"{branch} in graph {graph.name}")
                 touched[branch] = known
+                self._launch_from(known, thread, lane.launcher)
             return known
 
         if not captured.waits_for_flags:
@@ -168,7 +175,6 @@ class Ordering(StreamOrdering):
                 while not self._meet(branch, verb.subject[0], half):
                     yield False
             elif verb.what in ("set", "await", "reset"):
-                assert isinstance(branch, Lane)
                 while not self._flag_verb(verb.what, branch, verb.subject, replay.location, replay):
                     yield False
                 if verb.what == "await" and not params_read:

@@ -47,7 +47,6 @@ class Listener:
 class _EventState:
     name: str
     clocks: OrderedDict[int, Clock | None] = field(default_factory=OrderedDict)
-    recorders: OrderedDict[int, int] = field(default_factory=OrderedDict)  # generation → number of the stream
     hosts: OrderedDict[int, Point] = field(default_factory=OrderedDict)  # generation → the host's call
 
     def covered(self, generation: int, thread: Actor) -> int:
@@ -92,9 +91,9 @@ class StreamOrdering(Lanes):
         self._users: dict[int, WeakSet[CapturedGraph]] = {}
         self._awaited: OrderedDict[int, deque[Point]] = OrderedDict()
         self._lost: set[str] = set()
-        self._last = 0  # sequence number of the last operation or host access
+        self._last = 0  # sequence number of the last operation, host access or wait of a host thread
         self._pooled: set[int] = set()  # storages from the pools of graphs, whose addresses later captures alone reuse
-        self._waiting_flag: dict[int, tuple[str, Point]] = {}
+        self._waiting_flag: dict[Lane, tuple[str, Point]] = {}
 
     # -- accesses ----------------------------------------------------------------------------------------------------
 
@@ -108,7 +107,7 @@ class StreamOrdering(Lanes):
         if lane.held is not None:
             self._enqueue(lane, lambda: self._launch(lane, operation))
             return
-        lane.launched_by(self.thread())
+        self._launch_from(lane, self.thread())
         self._launch(lane, operation)
 
     def _launch(self, lane: Lane, operation: Operation) -> bool:
@@ -208,7 +207,7 @@ class StreamOrdering(Lanes):
         if lane.held is not None:
             self._enqueue(lane, lambda: self._allocate(lane, storage, nbytes, stream, location))
             return
-        lane.launched_by(self.thread())
+        self._launch_from(lane, self.thread())
         self._allocate(lane, storage, nbytes, stream, location)
 
     def _allocate(self, actor: Actor, storage: int, nbytes: int, stream: str, location: str) -> bool:
@@ -236,14 +235,13 @@ class StreamOrdering(Lanes):
             return
         lane = self.lanes.get(stream) or self.lane(stream)
         if lane.held is None:
-            lane.launched_by(self.thread())
+            self._launch_from(lane, self.thread())
             if not self._held:
                 self.memory.free(storage, stream, lane, self._release)
                 return
             # Accesses that came before wait to be looked at, on other streams: the memory's history must stay that long.
-            then, location = Actor(lane.number, lane.name, host=False), caller_location()
-            then.clock = lane.release()
-            self.when_none_held(lambda: self.memory.free(storage, stream, then, lambda by: self._release(by, location)))
+            then, location = lane.release(), caller_location()
+            self.when_none_held(lambda: self.memory.free(storage, stream, lane, lambda by: self._release(by, location), then))
             return
 
         def step() -> bool:
@@ -325,18 +323,16 @@ class StreamOrdering(Lanes):
         if capture is not None:
             capture.verbs.append(Verb("record", stream, event))
             return
-        lane = self.lane(stream)
+        lane, thread = self.lane(stream), self.thread()
         state = self._event(event)
         state.clocks[generation] = None
-        state.recorders[generation] = lane.number
-        state.hosts[generation] = self._point(self.thread(), "record")
+        state.hosts[generation] = self._point(thread, "record")
         while len(state.clocks) > _MAX_GENERATIONS:
             state.clocks.popitem(last=False)
-            state.recorders.popitem(last=False)
             state.hosts.popitem(last=False)
 
         def step() -> bool:
-            state.clocks[generation] = lane.release()
+            state.clocks[generation] = self._ordered_launches(lane.release(), thread)
             return True
 
         self._enqueue(lane, step)
@@ -361,8 +357,7 @@ class StreamOrdering(Lanes):
             return False
         new = lane.join(clock)
         edge = LastWait(state.name, generation, location)
-        for number in (*clock, state.recorders[generation]):
-            lane.edges[number] = edge
+        lane.edges.update(dict.fromkeys(clock, edge))
         self.listener.waited(lane.name, state.name, generation, location, new)
         return True
 
@@ -386,7 +381,9 @@ class StreamOrdering(Lanes):
         lane = self.lane(stream)
         if lane.held is not None:
             self._force()
-        self.thread().join(lane.release())
+        thread = self.thread()
+        thread.join(self._ordered_launches(lane.release(), thread))
+        self._last = self.sequence
 
     def stream_queried(self, stream: str, done: bool) -> None:
         """Order the calling thread after the stream if the query found it empty."""
@@ -422,11 +419,11 @@ class StreamOrdering(Lanes):
         state = self._flag(flag)
         name = f"{'wait for' if what == 'await' else what} flag {flag.name!r}"
         if what == "await" and not state.is_set:
-            if lane.number not in self._waiting_flag:
-                self._waiting_flag[lane.number] = (flag.name, self._point(lane, name, location))
+            if lane not in self._waiting_flag:
+                self._waiting_flag[lane] = (flag.name, self._point(lane, name, location))
             return False
         if what == "await":
-            self._waiting_flag.pop(lane.number, None)
+            self._waiting_flag.pop(lane, None)
             lane.join(state.clock)
         # A point of its own epoch: resets and sets are ordered against it.
         lane.taken = True
@@ -453,7 +450,7 @@ class StreamOrdering(Lanes):
             held = lane.held
             if held:
                 held.popleft()
-                self._waiting_flag.pop(lane.number, None)
+                self._waiting_flag.pop(lane, None)
         if self.ranks is None or not self.ranks.broken:
             self._blind("a flag was raised outside the backend interface", 1)
         self.resume_all()

@@ -27,13 +27,17 @@ class _MemoryView(metaclass=_MemoryViewMeta):
     """The name `memoryview` in a watched run."""
 
 
+def _is_pinned(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.is_pinned()
+
+
 @contextmanager
 def converted_names() -> Generator[None]:
     """Let the constructors of numpy and torch that read a pinned array or tensor in C report it inside the scope."""
 
     def array(original: Any) -> Any:
         def make(value: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.is_pinned():
+            if _is_pinned(value):
                 value = value.numpy()
             if not isinstance(value, PinnedArray):
                 return original(*(() if value is None and not args else (value,)), *args, **kwargs)
@@ -43,6 +47,8 @@ def converted_names() -> Generator[None]:
 
     def tensor(original: Any, *, shares: bool) -> Any:
         def make(value: Any, *args: Any, **kwargs: Any) -> Any:
+            if original.__name__ == "from_dlpack" and _is_pinned(value):
+                return value.detach()  # by the buffer protocol it would have a storage of its own
             value = value._array if isinstance(value, BufferView) else value
             if not isinstance(value, PinnedArray):
                 return original(value, *args, **kwargs)
