@@ -34,7 +34,10 @@ def lift_limits():
 
 
 def attended_pages(call):
-    """Pages of the sequences. Page 0 holds padding, which operations write in no order; results of padding are dropped."""
+    """Return the pages of the sequences.
+
+    Page 0 holds padding, which operations write in no order; results of padding are dropped.
+    """
     table, cache = call["block_table"], call["k_cache"] if "k_cache" in call else call["key"]
     used = -(-torch.as_tensor(call["seq_lens"]) // cache.shape[1])
     pages = table[torch.arange(table.shape[1]) < used.unsqueeze(1)].unique()

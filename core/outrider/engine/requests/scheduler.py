@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from outrider.engine.requests.batch import Batch, Features, PrefillChunk
 from outrider.engine.requests.draft_length import DraftLengthPolicy
-from outrider.engine.requests.pages import FreeList, PageKey, PagePool
+from outrider.engine.requests.pages import DecodedState, FreeList, PageKey, PagePool
 from outrider.engine.requests.request import Request
-from outrider.engine.requests.state_checkpoints import DecodedState
 
 _GREEDY = Features()
 
