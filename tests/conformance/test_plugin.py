@@ -205,6 +205,7 @@ def test_a_waiver_explains_a_failure(sick, tmp_path, monkeypatch):
     assert passed(report)
 
 
+@pytest.mark.slow
 def test_an_expired_waiver_excuses_nothing(sick, tmp_path):
     sick(BROKEN)
     report = conform("sick", level="L1", waivers=waivers(tmp_path, "2001-01-01"), extra=MEMORY_ALONE)
