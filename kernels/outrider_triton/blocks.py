@@ -36,10 +36,10 @@ from outrider.device.kernels.blocks import (
 )
 from outrider.device.kernels.residual import SINGLE_RANK, Computed
 from outrider.device.kernels.weights import linear
-from outrider_triton.cache_attention import TritonAttention
-from outrider_triton.dense_products import TritonProducts
-from outrider_triton.prefill_attention import PrefillOperands
-from outrider_triton.products import Product, QuantizedProduct
+from outrider_triton.attention.kernels import TritonAttention
+from outrider_triton.attention.prefill import PrefillOperands
+from outrider_triton.products.kernels import TritonProducts
+from outrider_triton.products.operands import Product, QuantizedProduct
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
-from outrider.device import QuantizedWeight, Weight
+from outrider.device import KernelSet, QuantizedWeight, Weight
 from outrider.device.kernels.weights import linear
-from outrider_triton import variants
 from outrider_triton.blocks import TritonBlocks
-from outrider_triton.bookkeeping import TritonBookkeeping
-from outrider_triton.device_facts import DeviceFacts
-from outrider_triton.experts import TritonExperts
-from outrider_triton.recurrent import TritonRecurrent
-from outrider_triton.rows import TritonRows
-from outrider_triton.table import Table, layer_of
-from outrider_triton.token_choice import TritonChoices
-from outrider_triton.tuned_store import ChoiceRow, PromptStore, TunedStore, merge_choices
+from outrider_triton.bookkeeping.kernels import TritonBookkeeping
+from outrider_triton.experts.kernels import TritonExperts
+from outrider_triton.recurrent.kernels import TritonRecurrent
+from outrider_triton.rows.kernels import TritonRows
+from outrider_triton.selection.kernels import TritonChoices
+from outrider_triton.tiles import variants
+from outrider_triton.tiles.facts import DeviceFacts
+from outrider_triton.tiles.store.choices import ChoiceRow, PromptStore, TunedStore, merge_choices
+from outrider_triton.tiles.store.table import Table, layer_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,8 +33,8 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonRows, TritonExperts,
     """Kernels in Triton for one device.
 
     ``facts`` describes the device. ``table`` has its measurements, or is None. Configurations that the table lacks are
-    derived from the facts (:mod:`outrider_triton.derive`). ``device`` is where tuning runs. ``takes_over`` uses choices that
-    an earlier process stored on this machine.
+    derived from the facts (:mod:`outrider_triton.tiles.derive.products`). ``device`` is where tuning runs. ``takes_over``
+    uses choices that an earlier process stored on this machine.
 
     The references compute float64, which they do exactly, and shapes that a kernel's docstring excludes. The library
     computes float32 products.
@@ -83,6 +83,12 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonRows, TritonExperts,
         """Return the name of the kernel that computes prefill attention, and unusable candidates with reasons."""
         return self._prompts.reports
 
+    def batch_invariant(self) -> KernelSet:
+        """Return kernels with a fixed order of each row's sums (:mod:`outrider_triton.exact`)."""
+        from outrider_triton.exact import ExactKernels
+
+        return ExactKernels(self)
+
     # -- measurements ----------------------------------------------------------------------------------------------
 
     def for_shape(self, shape: DecoderShape) -> Self:
@@ -99,8 +105,8 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonRows, TritonExperts,
         directory: Path,
         progress: TuningProgress | None = None,
     ) -> tuple[TuningResult, ...]:
-        """Measure and store choices for bfloat16 and up to 128 tokens; see :mod:`outrider_triton.tuner`."""
-        from outrider_triton.tuner import tune
+        """Measure and store choices for bfloat16 and up to 128 tokens; see :mod:`outrider_triton.tiles.measure.tuner`."""
+        from outrider_triton.tiles.measure.tuner import tune
 
         return tune(self, shapes, deadline_s=deadline_s, directory=directory, progress=progress)
 

@@ -58,10 +58,10 @@ def _kernels(backend: Backend, *, measured: bool = True) -> KernelSet:
         )
     import torch
 
-    from outrider_triton.device_facts import facts_of
     from outrider_triton.kernelset import TritonKernels
     from outrider_triton.launch import hash_compiler
-    from outrider_triton.table import load
+    from outrider_triton.tiles.facts import facts_of
+    from outrider_triton.tiles.store.table import load
 
     hash_compiler()
     properties = torch.get_device_module(backend.device.type).get_device_properties(backend.device)

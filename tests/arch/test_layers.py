@@ -38,7 +38,7 @@ def tree(tmp_path):
     return tmp_path
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("file", "line", "contract"),
     [
@@ -68,8 +68,8 @@ def tree(tmp_path):
         ("tools/outrider_sanitizer/report/findings.py", "import outrider_sanitizer.detector.clocks", "the sanitizer imports"),
         ("core/outrider/engine/step.py", "import outrider_sanitizer", "no vendor package and no tool BROKEN"),
         ("backends/cuda/outrider_cuda/backend.py", "import outrider_cpu.backend", "don't know each other BROKEN"),
-        ("kernels/outrider_triton/table.py", "import outrider_cuda.backend", "belong to no backend BROKEN"),
-        ("kernels/outrider_triton/table.py", "import outrider.registry", "outrider.device and nothing else BROKEN"),
+        ("kernels/outrider_triton/tiles/facts.py", "import outrider_cuda.backend", "belong to no backend BROKEN"),
+        ("kernels/outrider_triton/tiles/facts.py", "import outrider.registry", "outrider.device and nothing else BROKEN"),
         ("core/outrider/stray.py", "", "must be declared as a layer"),
         ("core/outrider/registry/plugins.py", "import triton", "imports no vendor package and no tool BROKEN"),
         ("core/outrider/registry/plugins.py", "import outrider_cpu.backend", "imports no vendor package and no tool BROKEN"),

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.device import KernelSet
-from outrider.device.kernels import experts as references
+from outrider.device.kernels.reference import experts as references
 
 KERNELS = KernelSet()
 

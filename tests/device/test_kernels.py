@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.device import AttentionMetadata, KernelSet
-from outrider.device.kernels.philox import philox, uniforms
+from outrider.device.kernels.reference.philox import philox, uniforms
 from outrider_cpu.kernels import CpuKernels
 
 KERNELS = KernelSet()
@@ -224,6 +224,23 @@ def test_plain_sampling_follows_the_distribution():
     assert chi_square(counts, torch.softmax(logits / 1.3, -1).double()) < critical(3)
 
 
+def test_draws_are_independent():
+    """Of the target and of a draft, of neighbouring seeds and positions, and of seeds that differ in their upper half."""
+    draws = 12_000
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0])
+    law = torch.softmax(logits.double(), -1)
+    seeds, positions = torch.arange(draws), torch.arange(draws) % 97
+
+    def drawn(seeds, positions, draft=False):
+        return KERNELS.sample(logits.expand(draws, 4), torch.ones(draws), seeds, positions, draft=draft)
+
+    first = drawn(seeds, positions)
+    others = [drawn(seeds, positions, True), drawn(seeds + 1, positions), drawn(seeds + (1 << 40), positions)]
+    for other in (*others, drawn(seeds, positions + 1), drawn(seeds, positions + (1 << 16))):
+        counts = torch.bincount(first * 4 + other, minlength=16).double()
+        assert chi_square(counts, (law.unsqueeze(1) * law).flatten()) < critical(15)
+
+
 def test_schemas_hold():
     """torch's own checker runs each operator and compares what it reads and writes with its schema."""
     x, weight = torch.randn(3, 8), torch.randn(8)
@@ -267,7 +284,7 @@ def test_schemas_hold():
 def test_the_largest_word_is_still_below_one(monkeypatch):
     """All bits set: a uniform of 1 would be infinite Gumbel noise, and its token would win whatever the logits say."""
     ones = torch.full((1, 1), 0xFFFFFFFF)
-    monkeypatch.setattr("outrider.device.kernels.philox.philox", lambda counter, key: (ones,) * 4)
+    monkeypatch.setattr("outrider.device.kernels.reference.philox.philox", lambda counter, key: (ones,) * 4)
     made = uniforms(torch.tensor([0]), torch.tensor([0]), 0, 4)
     assert (made < 1).all()
     assert (-torch.log(-torch.log(made))).isfinite().all()

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from outrider.device import ROW_ACCESS, KernelSet
-from outrider.device.kernels import ops
+from outrider.device.kernels.reference import ops
 
 KERNELS = KernelSet()
 V = 40

@@ -20,27 +20,20 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from outrider_triton.jit import (
-    activations,
-    attention,
-    attention_streamed,
-    bookkeeping,
-    expert_quantized,
-    experts,
-    fused,
-    large_m_gates,
-    matmul,
-    nibble_planes,
-    nibble_planes_streamed,
-    peers,
-    prefill_attention,
-    quantized,
-    recurrent,
-    recurrent_chunks,
-    rows,
-    streamed,
-    token_choice,
-)
+from outrider_triton.attention.jit import paged as attention
+from outrider_triton.attention.jit import paged_streamed as attention_streamed
+from outrider_triton.attention.jit import prefill as prefill_attention
+from outrider_triton.bookkeeping.jit import bookkeeping
+from outrider_triton.experts.jit import quantized as expert_quantized
+from outrider_triton.experts.jit import unquantized as experts
+from outrider_triton.peers.jit import exchange as peers
+from outrider_triton.products.jit import fused, large_m_gates, matmul, streamed
+from outrider_triton.quantized.jit import activations, nibble_planes, nibble_planes_streamed
+from outrider_triton.quantized.jit import products as quantized
+from outrider_triton.recurrent.jit import chunks as recurrent_chunks
+from outrider_triton.recurrent.jit import steps as recurrent
+from outrider_triton.rows.jit import rows
+from outrider_triton.selection.jit import token_choice
 
 HALF, WIDE, LONG, INT = "*bf16", "*fp32", "*i64", "*i32"
 HALVES = (
@@ -289,7 +282,8 @@ KERNELS = [
     (recurrent.gated_rms_norm, {}, {"E": 128, "ROWS": 16, "BLOCK_E": 128}),
     (recurrent.sigmoid_mul, {}, {"BLOCK": 1024}),
     (recurrent_chunks.corrections, {"tokens": "i32"}, OF_RULE),
-    (recurrent_chunks.chunk_states, {"state": WIDE, "tokens": "i32"}, {**OF_RULE, "BLOCK_E": 64}),
+    (recurrent_chunks.chunk_states, {"state": WIDE, "tokens": "i32"}, {**OF_RULE, "BLOCK_E": 32}),
+    (recurrent_chunks.chunk_results, {"tokens": "i32"}, OF_RULE),
 ]
 NARROW = dict.fromkeys(("k_cache", "v_cache"), E4M3)
 IN_E4M3 = [

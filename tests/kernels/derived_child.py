@@ -28,32 +28,26 @@ from kernels.test_derive import products, shards
 from outrider.device.kernels.formats import QUANTIZED_FORMATS
 from outrider.device.kernels.weight_formats import WeightFormat
 from outrider.model.config.shapes import SHAPES
-from outrider_triton.derive import choose_config, shared_bytes
-from outrider_triton.derive_attention import (
+from outrider_triton.attention.jit import paged as attention
+from outrider_triton.attention.jit import paged_streamed as attention_streamed
+from outrider_triton.jit.tma_pipeline import PIECE_COLUMNS
+from outrider_triton.launch import power_of_two
+from outrider_triton.products.jit import fused, large_m_gates, matmul, streamed
+from outrider_triton.products.streamed import registers
+from outrider_triton.quantized.formats import TRITON_FORMATS
+from outrider_triton.quantized.jit import nibble_planes, nibble_planes_streamed
+from outrider_triton.quantized.jit import products as quantized
+from outrider_triton.quantized.nibble_planes import computes_swiglu
+from outrider_triton.quantized.operators import plan
+from outrider_triton.tiles.configs import BUCKETS, LARGE_M, STREAMED
+from outrider_triton.tiles.derive.attention import (
     AttentionHeads,
     attention_bytes,
     can_read_before_wait,
     derive_attention_launch,
     streamed_attention_bytes,
 )
-from outrider_triton.formats import TRITON_FORMATS
-from outrider_triton.jit import (
-    attention,
-    attention_streamed,
-    fused,
-    large_m_gates,
-    matmul,
-    nibble_planes,
-    nibble_planes_streamed,
-    quantized,
-    streamed,
-)
-from outrider_triton.jit.tma_pipeline import PIECE_COLUMNS
-from outrider_triton.launch import power_of_two
-from outrider_triton.nibble_plane_ops import computes_swiglu
-from outrider_triton.quantized_ops import plan
-from outrider_triton.streamed import registers
-from outrider_triton.table import BUCKETS, LARGE_M, STREAMED
+from outrider_triton.tiles.derive.products import choose_config, shared_bytes
 
 OF = {"sm_80": "A100", "sm_86": "RTX 3090", "sm_89": "L4", "sm_90": "H100", "sm_100": "B200", "sm_120": "RTX 5090"}
 OF["gfx942"] = "MI300X"

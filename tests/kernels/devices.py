@@ -1,6 +1,6 @@
 """Facts of devices as their runtimes and data sheets give them: for what is computed without one."""
 
-from outrider_triton.device_facts import DeviceFacts
+from outrider_triton.tiles.facts import DeviceFacts
 
 
 def _facts(architecture, processors, shared, processor_shared, l2, bandwidth, *, registers=65536, warp=32):

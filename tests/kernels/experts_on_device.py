@@ -26,11 +26,11 @@ import torch
 from on_device import going, in_a_graph, microseconds, waited, watched, wrong
 
 from outrider.device import KernelSet
-from outrider_triton import expert_ops
-from outrider_triton.device_facts import facts_of
-from outrider_triton.jit import experts as jit
+from outrider_triton.experts import operators as expert_ops
+from outrider_triton.experts.jit import unquantized as jit
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import compile_only
+from outrider_triton.tiles.facts import facts_of
 
 QWEN = 128, 8, 2048, 768
 """Experts, those of a token, hidden size, inner size."""

@@ -21,9 +21,9 @@ from unfused import UnfusedProducts
 
 from outrider.device import AttentionMetadata, RotaryArgs
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
-from outrider_triton.device_facts import DeviceFacts, facts_of
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.products import Product, QuantizedProduct
+from outrider_triton.products.operands import Product, QuantizedProduct
+from outrider_triton.tiles.facts import DeviceFacts, facts_of
 
 E4M3 = torch.float8_e4m3fn
 PAGE = 16

@@ -24,13 +24,13 @@ from on_device import going, in_a_graph, microseconds, waited, watched, wrong
 
 from outrider.device import KernelSet
 from outrider.device.kernels.weight_formats import weight_format
-from outrider_triton import nibble_plane_ops  # noqa: F401  (registers the operator)
-from outrider_triton.derive import _streamed_nibbles, rank_configs, shared_bytes
-from outrider_triton.device_facts import facts_of
 from outrider_triton.launch import compile_only
-from outrider_triton.nibble_plane_ops import INT8_COMPONENTS, permute_rows, row_layout
-from outrider_triton.quantized_ops import ProductPlan
-from outrider_triton.table import STREAMED, MatmulConfig
+from outrider_triton.quantized import nibble_planes as nibble_plane_ops  # noqa: F401  (registers the operator)
+from outrider_triton.quantized.nibble_planes import INT8_COMPONENTS, permute_rows, row_layout
+from outrider_triton.quantized.operators import ProductPlan
+from outrider_triton.tiles.configs import STREAMED, MatmulConfig
+from outrider_triton.tiles.derive.products import _streamed_nibbles, rank_configs, shared_bytes
+from outrider_triton.tiles.facts import facts_of
 
 SHAPES = ((4096, 4096), (1000, 1024), (6144, 4096), (4096, 14336), (28672, 4096))
 TOKENS = {4: (1, 4), 8: (5, 8), 16: (13,)}

@@ -17,14 +17,14 @@ from on_device import microseconds
 
 from outrider.device import KernelSet
 from outrider.device.kernels.weight_formats import weight_format
-from outrider_triton.derive import rank_configs
-from outrider_triton.device_facts import facts_of
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import compile_only
-from outrider_triton.nibble_plane_ops import permute_rows, row_layout
-from outrider_triton.quantized_ops import plan, quantized_rows
-from outrider_triton.table import MatmulConfig
-from outrider_triton.variants import VariantScope
+from outrider_triton.quantized.nibble_planes import permute_rows, row_layout
+from outrider_triton.quantized.operators import plan, quantized_rows
+from outrider_triton.tiles.configs import MatmulConfig
+from outrider_triton.tiles.derive.products import rank_configs
+from outrider_triton.tiles.facts import facts_of
+from outrider_triton.tiles.variants import VariantScope
 
 SHAPES = {"gate and up": (28672, 4096), "down": (4096, 14336), "qkv": (6144, 4096), "output": (4096, 4096)}
 HEAD = {"head": (128256, 4096)}

@@ -21,13 +21,13 @@ from unfused import UnfusedProducts, attended_mlp, unfused_mlp
 from outrider.device import AttentionMetadata, RotaryArgs
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
 from outrider.model.config.shapes import decoder_shape, shape_config
-from outrider_triton import variants
-from outrider_triton.derive import rank_configs
-from outrider_triton.device_facts import facts_of
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import compile_only
-from outrider_triton.products import QuantizedProduct
-from outrider_triton.table import load
+from outrider_triton.products.operands import QuantizedProduct
+from outrider_triton.tiles import variants
+from outrider_triton.tiles.derive.products import rank_configs
+from outrider_triton.tiles.facts import facts_of
+from outrider_triton.tiles.store.table import load
 from outrider_tune.timing import microseconds
 
 HIDDEN, INNER, HEADS, KV_HEADS, SIZE = 4096, 14336, 32, 8, 128

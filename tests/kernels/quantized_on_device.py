@@ -18,9 +18,9 @@ from unfused import UnfusedProducts
 
 from outrider.device import RotaryArgs
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
-from outrider_triton.device_facts import facts_of
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.products import QuantizedProduct
+from outrider_triton.products.operands import QuantizedProduct
+from outrider_triton.tiles.facts import facts_of
 
 TOKENS = (1, 4, 13, 64, 100, 300)
 SHAPES = ((4096, 4096), (6144, 4096), (1000, 1056), (1000, 1024), (2048, 14336))

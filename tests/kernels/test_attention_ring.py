@@ -12,16 +12,16 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 
 from kernels.devices import DEVICES
 from outrider.device import AttentionMetadata, KernelSet
-from outrider_triton import attention_ops
-from outrider_triton.derive_attention import (
+from outrider_triton.attention import operators as attention_ops
+from outrider_triton.attention.jit import paged_streamed as attention_streamed
+from outrider_triton.tiles.configs import AttentionConfig
+from outrider_triton.tiles.derive.attention import (
     AttentionHeads,
     can_stream_attention,
     derive_attention_launch,
     streamed_attention_bytes,
     unsplit_programs,
 )
-from outrider_triton.jit import attention_streamed
-from outrider_triton.table import AttentionConfig
 
 H200 = DEVICES["H200"]
 LLAMA = AttentionHeads(group=4, kv_heads=8, size=128, bytes=2, page=16)

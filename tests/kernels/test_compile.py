@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
 CHILD = Path(__file__).with_name("compile_child.py")
-JIT = Path(__file__).resolve().parents[2] / "kernels" / "outrider_triton" / "jit"
+PACKAGE = Path(__file__).resolve().parents[2] / "kernels" / "outrider_triton"
 
 
 def kernels(streamed):
@@ -64,10 +64,10 @@ def kernels(streamed):
         "nibble_planes_streamed.py",
         "nibble_planes_gated.py",
         "large_m_gates.py",
-        "attention_streamed.py",
+        "paged_streamed.py",
     }
     apart = {"tma_pipeline.py"} | (set() if streamed else rings)  # helpers alone, and what needs a copy engine
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in JIT.glob("*.py") if path.name not in apart]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("jit/*.py") if path.name not in apart]
     made = {node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef) and node.decorator_list}
     return {name for name in made if not name.startswith("_")} - helpers
 

@@ -21,12 +21,12 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 from kernels.devices import DEVICES
 from outrider.device import ConfigError
 from outrider.model.config.shapes import SHAPES, decoder_shape, shard_config
-from outrider_triton.derive import OPERATORS, choose_config, estimate_seconds, rank_configs, shared_bytes
-from outrider_triton.derive_attention import AttentionHeads, attention_bytes, derive_attention_launch, unsplit_programs
-from outrider_triton.device_facts import DeviceFacts, facts_of
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import has_kernel
-from outrider_triton.table import BUCKETS, LARGE_M, STREAMED, AttentionConfig, MatmulConfig
+from outrider_triton.tiles.configs import BUCKETS, LARGE_M, STREAMED, AttentionConfig, MatmulConfig
+from outrider_triton.tiles.derive.attention import AttentionHeads, attention_bytes, derive_attention_launch, unsplit_programs
+from outrider_triton.tiles.derive.products import OPERATORS, choose_config, estimate_seconds, rank_configs, shared_bytes
+from outrider_triton.tiles.facts import DeviceFacts, facts_of
 
 MODELS = sorted(set(SHAPES) - {"tiny"})
 
@@ -151,7 +151,7 @@ def test_the_rule_is_near_what_was_measured():
     """Against the table of an H200: what was fastest is nearly as good by the estimate as what the rule chooses, and the
     estimate is within a third of the time measured, where a product was timed alone.
     """
-    data = json.loads(resources.files("outrider_triton").joinpath("tuned", "nvidia-h200.json").read_text())
+    data = json.loads(resources.files("outrider_triton.tiles.store").joinpath("tuned", "nvidia-h200.json").read_text())
     facts, timed = DEVICES["H200"], 0
     for row in data["matmul"]:
         operator, n, k, m = row["operator"], row["n"], row["k"], max(row["m"], 8)
@@ -188,7 +188,7 @@ def test_the_table_and_the_rule_choose_the_same_kind():
 
 
 def test_derived_and_measured_live_together():
-    from outrider_triton.table import load
+    from outrider_triton.tiles.store.table import load
 
     kernels = TritonKernels(DEVICES["H200"], table=load("NVIDIA H200"))
     known, unknown = torch.empty(6144, 4096, dtype=torch.bfloat16), torch.empty(6144, 2048, dtype=torch.bfloat16)

@@ -9,7 +9,10 @@ import torch
 
 from kernels.devices import DEVICES
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
-from outrider_triton.derive import (
+from outrider_triton.launch import power_of_two
+from outrider_triton.quantized.operators import ProductPlan, plan
+from outrider_triton.tiles.configs import STREAMED, MatmulConfig
+from outrider_triton.tiles.derive.products import (
     candidate_configs,
     choose_config,
     config_tokens,
@@ -17,9 +20,6 @@ from outrider_triton.derive import (
     rank_configs,
     shared_bytes,
 )
-from outrider_triton.launch import power_of_two
-from outrider_triton.quantized_ops import ProductPlan, plan
-from outrider_triton.table import STREAMED, MatmulConfig
 
 H200 = DEVICES["H200"]
 STORED = {

@@ -14,10 +14,10 @@ from outrider.device.kernels.formats import FP8, INT4, INT8
 from outrider.device.kernels.weight_formats import WeightFormat
 from outrider.model.config.shapes import SHAPES
 from outrider.model.quantization.layouts import to_device
-from outrider_triton.derive import shared_bytes
-from outrider_triton.expert_ops import laid_out_pairs, sorted_pairs
+from outrider_triton.experts.operators import laid_out_pairs, sorted_pairs
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.table import MatmulConfig
+from outrider_triton.tiles.configs import MatmulConfig
+from outrider_triton.tiles.derive.products import shared_bytes
 
 REFERENCE = KernelSet()
 # Tokens, experts, experts of a token, hidden and inner size: compared pairs, all experts, sorted blocks of several sizes.

@@ -12,7 +12,7 @@ from kernels.test_numerics import close
 from kernels.unfused import UnfusedProducts
 from outrider.device import RotaryArgs
 from outrider_triton import kernelset as _kernelset  # noqa: F401  (registers the operators)
-from outrider_triton.products import Product
+from outrider_triton.products.operands import Product
 
 REFERENCE = UnfusedProducts()
 HEADS, KV_HEADS, SIZE = 3, 2, 16

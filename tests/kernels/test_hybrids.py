@@ -10,7 +10,7 @@ import torch
 
 from kernels.unfused import UnfusedProducts
 from outrider.device import HeadNorms, RecurrentBatch, RotaryArgs
-from outrider_triton.products import Product
+from outrider_triton.products.operands import Product
 
 PLAIN = UnfusedProducts()
 

@@ -10,10 +10,10 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 from kernels.devices import DEVICES, SMALL
 from kernels.unfused import UnfusedProducts
 from outrider.device import AttentionMetadata, RotaryArgs
-from outrider_triton import prefill_ops
+from outrider_triton.attention import prefill_operators as prefill_ops
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.products import Product
-from outrider_triton.table import MatmulConfig
+from outrider_triton.products.operands import Product
+from outrider_triton.tiles.configs import MatmulConfig
 
 REFERENCE = UnfusedProducts()
 E4M3 = torch.float8_e4m3fn

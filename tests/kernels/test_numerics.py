@@ -12,12 +12,12 @@ from conformance.small_problems import small
 from kernels.devices import SMALL
 from kernels.unfused import UnfusedProducts
 from outrider.device import AttentionMetadata, KernelSet
-from outrider.device.kernels.philox import uniforms
+from outrider.device.kernels.reference.philox import uniforms
 from outrider_conformance.random_kernels.checks import judge_with
 from outrider_conformance.random_kernels.kernels import KERNELS as DRAWN
 from outrider_triton import kernelset as _kernelset  # noqa: F401  (registers the operators)
-from outrider_triton.jit import token_choice
-from outrider_triton.table import MatmulConfig
+from outrider_triton.selection.jit import token_choice
+from outrider_triton.tiles.configs import MatmulConfig
 
 REFERENCE = UnfusedProducts()
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 8e-3, torch.bfloat16: 6e-2}
@@ -328,9 +328,9 @@ def test_rows_of_a_wider_tensor_are_normed_without_a_copy(kernels, device, monke
 
 
 def test_a_table_decides(device):
-    from outrider_triton.derive import choose_config
     from outrider_triton.kernelset import TritonKernels
-    from outrider_triton.table import parse
+    from outrider_triton.tiles.derive.products import choose_config
+    from outrider_triton.tiles.store.table import parse
 
     config = [16, 16, 32, 1, 4, 2, 0, 0, 0]
     item = {"operator": "linear", "dtype": "float16", "n": 48, "k": 64, "us": 1.0, "torch_us": 2.0}

@@ -10,12 +10,18 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 from kernels.test_numerics import close
 from outrider.device import KernelSet, RotaryArgs
 from outrider.device.kernels.weight_formats import weight_format
-from outrider_triton import streamed
-from outrider_triton.device_facts import facts_of
-from outrider_triton.jit import nibble_planes_streamed
-from outrider_triton.nibble_plane_ops import INT8_COMPONENTS, allocate_rows, component_views, computes_swiglu, permute_rows
-from outrider_triton.quantized_ops import plan
-from outrider_triton.table import STREAMED, MatmulConfig
+from outrider_triton.products import streamed
+from outrider_triton.quantized.jit import nibble_planes_streamed
+from outrider_triton.quantized.nibble_planes import (
+    INT8_COMPONENTS,
+    allocate_rows,
+    component_views,
+    computes_swiglu,
+    permute_rows,
+)
+from outrider_triton.quantized.operators import plan
+from outrider_triton.tiles.configs import STREAMED, MatmulConfig
+from outrider_triton.tiles.facts import facts_of
 
 CONFIGS = [
     [8, 16, 1024, 1, 4, 3, 256, STREAMED, 48],

@@ -10,9 +10,10 @@ import torch
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
 from outrider.device import AttentionMetadata, KernelSet
-from outrider_triton import prefill_attention, prefill_ops
-from outrider_triton.device_facts import DeviceFacts
-from outrider_triton.tuned_store import PromptStore, libraries
+from outrider_triton.attention import prefill as prefill_attention
+from outrider_triton.attention import prefill_operators as prefill_ops
+from outrider_triton.tiles.facts import DeviceFacts
+from outrider_triton.tiles.store.choices import PromptStore, libraries
 
 REFERENCE = KernelSet()
 
@@ -196,7 +197,7 @@ def test_what_was_kept_is_measured_again_where_it_no_longer_holds(started, monke
     assert started(times).name == "slow", "which was kept in its place"
     assert started({"fast": 1.0}).name == "fast", "the other one isn't there any more"
     assert set(started({"slow": 3.0, "fast": 1.0}, new=600).ran) == {"slow", "fast"}, "other numbers of tokens"
-    monkeypatch.setattr("outrider_triton.tuned_store.libraries", lambda: {"fa3-fwd": "another"})
+    monkeypatch.setattr("outrider_triton.tiles.store.choices.libraries", lambda: {"fa3-fwd": "another"})
     assert set(started({"slow": 3.0, "fast": 1.0}, new=600).ran) == {"slow", "fast"}
 
 
@@ -221,7 +222,7 @@ def test_kernels_keep_it_beside_what_was_tuned(tmp_path):
     """For this device and software; not where nothing is to be taken over."""
     from kernels.devices import SMALL
     from outrider_triton.kernelset import TritonKernels
-    from outrider_triton.tuned_store import TunedStore
+    from outrider_triton.tiles.store.choices import TunedStore
 
     made, alone = TritonKernels(SMALL), TritonKernels(SMALL, takes_over=False)
     assert (made.use_tuned(tmp_path), alone.use_tuned(tmp_path)) == (0, 0)

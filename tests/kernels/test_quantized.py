@@ -12,16 +12,18 @@ from kernels.test_numerics import close
 from kernels.unfused import UnfusedProducts
 from outrider.device import QuantizedWeight
 from outrider.device.kernels.formats import FP8, INT4, INT8
-from outrider.device.kernels.quantized_reference import dequantize, quantize_activations
+from outrider.device.kernels.reference.quantized import dequantize, quantize_activations
 from outrider.device.kernels.weight_formats import WeightFormat
-from outrider_triton import library_ops, quantized, quantized_ops
-from outrider_triton.derive import choose_config
-from outrider_triton.derive_quantized import OperandStorage
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.nibble_plane_ops import INT8_COMPONENTS, NIBBLE_PLANES, permute_rows
-from outrider_triton.products import QuantizedProduct
-from outrider_triton.quantized_ops import ProductPlan, plan
-from outrider_triton.table import MatmulConfig
+from outrider_triton.products.operands import QuantizedProduct
+from outrider_triton.quantized import kernels as quantized
+from outrider_triton.quantized import library as library_ops
+from outrider_triton.quantized import operators as quantized_ops
+from outrider_triton.quantized.nibble_planes import INT8_COMPONENTS, NIBBLE_PLANES, permute_rows
+from outrider_triton.quantized.operators import ProductPlan, plan
+from outrider_triton.tiles.configs import MatmulConfig
+from outrider_triton.tiles.derive.products import choose_config
+from outrider_triton.tiles.derive.quantized import OperandStorage
 
 REFERENCE = UnfusedProducts()
 ROW, BLOCK = ("row", 0), ("block", 128)
@@ -323,7 +325,7 @@ def test_fewer_bits_take_less_time(device_name):
     """What is derived fits, and is estimated to take no longer than twice as many bits do; on those that are faster than
     the one that was measured, what a program does between two tiles is a larger share.
     """
-    from outrider_triton.derive import estimate_seconds, shared_bytes
+    from outrider_triton.tiles.derive.products import estimate_seconds, shared_bytes
 
     facts = DEVICES[device_name]
     for n, k in ((28672, 4096), (4096, 14336), (128256, 4096)):

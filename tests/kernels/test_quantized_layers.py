@@ -19,12 +19,16 @@ from outrider.model.config.model_config import ModelConfig
 from outrider.model.layers.inputs import ForwardInput
 from outrider.model.layers.layer import DecoderLayer
 from outrider.model.layers.layer_weights import LayerWeights
-from outrider_triton import attention_ops, nibble_plane_ops, ops, quantized_activation_ops, quantized_ops
+from outrider_triton.attention import operators as attention_ops
 from outrider_triton.blocks import DeferredQuantized
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.products import QuantizedProduct
-from outrider_triton.quantized_ops import plan
-from outrider_triton.table import MatmulConfig
+from outrider_triton.products.operands import QuantizedProduct
+from outrider_triton.quantized import activations as quantized_activation_ops
+from outrider_triton.quantized import nibble_planes as nibble_plane_ops
+from outrider_triton.quantized import operators as quantized_ops
+from outrider_triton.quantized.operators import plan
+from outrider_triton.rows import operators as ops
+from outrider_triton.tiles.configs import MatmulConfig
 
 HEADS, KV_HEADS, SIZE, HIDDEN, INNER = 4, 2, 128, 256, 384
 ROWS = (HEADS + 2 * KV_HEADS) * SIZE
@@ -135,7 +139,7 @@ def test_a_norm_and_queries_behind_it(format, split, kernels):
         same(mine, its)
 
 
-@pytest.mark.sample(1, per="format")
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("format", "split"), [("int4", 2), ("int4", 1), ("fp8", 1), ("fp8", 2)])
 def test_queries_behind_no_norm(format, split, kernels):
     """As the product and the rotation one after the other have it."""
@@ -218,7 +222,7 @@ def attention(batch, width, *, padding=0, seed=21):
     return queries.to(there), *(cache.to(there) for cache in caches), metadata
 
 
-@pytest.mark.sample(1, per="format")
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("format", "batch", "padding"), [("int4", 1, 0), ("int4", 2, 3), ("fp8", 2, 0), ("fp8", 1, 1)])
 def test_a_norm_behind_attention(format, batch, padding, kernels):
     """As attention, and what follows it, one after the other have it, where attention is shared out among programs."""

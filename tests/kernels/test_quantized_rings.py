@@ -19,13 +19,13 @@ from kernels.unfused import attended_mlp
 from outrider.device import AttentionMetadata, RotaryArgs
 from outrider.device.kernels.formats import FP8, INT4
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS, WeightFormat
-from outrider_triton import streamed
-from outrider_triton.derive import choose_config
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import _ahead
-from outrider_triton.products import QuantizedProduct
-from outrider_triton.quantized_ops import plan
-from outrider_triton.table import STREAMED, MatmulConfig
+from outrider_triton.products import streamed
+from outrider_triton.products.operands import QuantizedProduct
+from outrider_triton.quantized.operators import plan
+from outrider_triton.tiles.configs import STREAMED, MatmulConfig
+from outrider_triton.tiles.derive.products import choose_config
 
 HIDDEN, INNER, HEADS, KV_HEADS, SIZE = 4096, 14336, 32, 8, 128
 TURNED = (HEADS + 2 * KV_HEADS) * SIZE

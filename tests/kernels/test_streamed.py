@@ -15,12 +15,13 @@ from kernels.test_numerics import close
 from kernels.unfused import UnfusedProducts
 from outrider.device import RotaryArgs
 from outrider.model.config.shapes import decoder_shape, shape_config
-from outrider_triton import streamed
-from outrider_triton.dense_products import _boxes_fit_heads
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.products import Product
-from outrider_triton.table import LARGE_M, STREAMED, MatmulConfig, load
-from outrider_triton.tuner import Chain
+from outrider_triton.products import streamed
+from outrider_triton.products.kernels import _boxes_fit_heads
+from outrider_triton.products.operands import Product
+from outrider_triton.tiles.configs import LARGE_M, STREAMED, MatmulConfig
+from outrider_triton.tiles.measure.tuner import Chain
+from outrider_triton.tiles.store.table import load
 
 REFERENCE = UnfusedProducts()
 HALF = torch.bfloat16

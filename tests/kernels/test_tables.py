@@ -9,16 +9,17 @@ import pytest
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
 from outrider.device import BackendLoadError
-from outrider_triton import shipping
-from outrider_triton import table as tables
-from outrider_triton.table import AttentionConfig, load, parse, table_name
+from outrider_triton.tiles.configs import AttentionConfig
+from outrider_triton.tiles.store import shipping
+from outrider_triton.tiles.store import table as tables
+from outrider_triton.tiles.store.table import load, parse, table_name
 
-SHIPPED = sorted(path.name for path in resources.files("outrider_triton").joinpath("tuned").iterdir())
+SHIPPED = sorted(path.name for path in resources.files("outrider_triton.tiles.store").joinpath("tuned").iterdir())
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_table_of_the_package_says_what_was_measured(name):
-    data = json.loads(resources.files("outrider_triton").joinpath("tuned", name).read_text())
+    data = json.loads(resources.files("outrider_triton.tiles.store").joinpath("tuned", name).read_text())
     assert f"{table_name(data['device'])}.json" == name
     table = parse(data)
     assert {"torch", "triton"} <= set(table.software)

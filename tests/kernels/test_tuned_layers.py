@@ -14,12 +14,14 @@ from kernels.devices import SMALL
 from kernels.test_tuner import FACTS, FINE, Ruler, kernels, tuned  # noqa: F401  (a fixture)
 from outrider.device import DecoderShape
 from outrider.model.config.shapes import decoder_shape, shape_config
-from outrider_triton import shipping, tuner
-from outrider_triton.derive import OPERATORS
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.table import ANY_LAYER, AttentionConfig, MatmulConfig, layer_of, parse
-from outrider_triton.tuned_store import TunedStore, merge_choices
-from outrider_triton.tuner import Chain
+from outrider_triton.tiles.configs import AttentionConfig, MatmulConfig
+from outrider_triton.tiles.derive.products import OPERATORS
+from outrider_triton.tiles.measure import tuner
+from outrider_triton.tiles.measure.tuner import Chain
+from outrider_triton.tiles.store import shipping
+from outrider_triton.tiles.store.choices import TunedStore, merge_choices
+from outrider_triton.tiles.store.table import ANY_LAYER, layer_of, parse
 
 LLAMA, QWEN = (decoder_shape(shape_config(name), torch.bfloat16) for name in ("llama-3.1-8b", "qwen3-8b"))
 THIRD = replace(LLAMA, inner=11008)

@@ -19,11 +19,12 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 from kernels.devices import DEVICES
 from outrider.device import CapabilityError, ConfigError, KernelSet, WrappedKernels
 from outrider.model.config.shapes import decoder_shape, shape_config
-from outrider_triton import tuner
-from outrider_triton.derive import OPERATORS, rank_configs
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.table import LARGE_M, MatmulConfig, layer_of
-from outrider_triton.tuned_store import TunedStore, merge_choices
+from outrider_triton.tiles.configs import LARGE_M, MatmulConfig
+from outrider_triton.tiles.derive.products import OPERATORS, rank_configs
+from outrider_triton.tiles.measure import tuner
+from outrider_triton.tiles.store.choices import TunedStore, merge_choices
+from outrider_triton.tiles.store.table import layer_of
 
 FACTS = replace(DEVICES["H200"], name="made up")
 SHAPE = decoder_shape(shape_config("llama-3.2-1b"), torch.bfloat16)
@@ -326,7 +327,7 @@ def test_threads_may_keep_the_same_choice_at_the_same_time(tmp_path):
 
 
 def test_a_choice_of_this_machine_goes_before_the_shipped_one():
-    from outrider_triton.table import load
+    from outrider_triton.tiles.store.table import load
 
     shipped = load("NVIDIA H200")
     config = [16, 32, 128, 1, 4, 3, 0, 0, 0]

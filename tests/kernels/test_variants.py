@@ -16,21 +16,16 @@ from triton.runtime.errors import OutOfResources
 
 from kernels.devices import DEVICES, SMALL
 from outrider.device import AttentionMetadata, DecoderShape, KernelSet
-from outrider_triton import cache_attention, dense_products, rows, token_choice
-from outrider_triton.derive import OPERATORS, choose_config
+from outrider_triton.attention import kernels as cache_attention
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import compile_only, launch, vocabulary_shares
-from outrider_triton.table import (
-    ANY_LAYER,
-    AttentionConfig,
-    AttentionEntry,
-    MatmulConfig,
-    ProductEntry,
-    Table,
-    layer_of,
-    load,
-)
-from outrider_triton.variants import VariantScope, attention_configs, product_configs, share_counts
+from outrider_triton.products import kernels as dense_products
+from outrider_triton.rows import kernels as rows
+from outrider_triton.selection import kernels as token_choice
+from outrider_triton.tiles.configs import AttentionConfig, MatmulConfig
+from outrider_triton.tiles.derive.products import OPERATORS, choose_config
+from outrider_triton.tiles.store.table import ANY_LAYER, AttentionEntry, ProductEntry, Table, layer_of, load
+from outrider_triton.tiles.variants import VariantScope, attention_configs, product_configs, share_counts
 
 TINY = MatmulConfig(16, 16, 32, 1, 4, 2, 0, 0)
 SPLIT = MatmulConfig(16, 16, 32, 2, 4, 2, 0, 0)

@@ -4,7 +4,7 @@ import torch
 
 from outrider.device import AttentionBlock, KernelSet, MlpBlock, ResidualStream
 from outrider_triton.blocks import DeferredAttention
-from outrider_triton.products import Product, QuantizedProduct
+from outrider_triton.products.operands import Product, QuantizedProduct
 
 
 class UnfusedProducts(KernelSet):

@@ -7,11 +7,12 @@ from unittest.mock import patch
 import torch
 
 from outrider.device import BlockKernels
-from outrider.device.kernels import blocks, recurrent
+from outrider.device.kernels import blocks
 from outrider.device.kernels.recurrent_kernels import RecurrentKernels
+from outrider.device.kernels.reference import recurrent
 from outrider.engine import stages
+from outrider.engine.requests.pages import StateCheckpoints
 from outrider.engine.requests.scheduler import Scheduler
-from outrider.engine.requests.state_checkpoints import StateCheckpoints
 from outrider.engine.state import parts
 from outrider.engine.state.buffers import StaticBuffers
 from outrider.engine.state.transfer import StateCopies, StateTransfer
@@ -164,6 +165,17 @@ def a_state_is_kept_between_boundaries():
         return [] if row is None else [(chunk.request.row, row)]
 
     return patch.object(Scheduler, "_checkpoint", checkpoint)
+
+
+def a_decoded_state_is_kept_at_any_length():
+    real = Scheduler._publish_decoded
+
+    def publish(self, request):
+        if not request.decoded_state.awaited and not request.finished:
+            request.decoded_state.is_exact = request.decoded_state.length > 0
+        real(self, request)
+
+    return patch.object(Scheduler, "_publish_decoded", publish)
 
 
 def a_hit_restores_keys_alone():

@@ -8,7 +8,7 @@ import torch
 from outrider import Engine
 from outrider.cli.options.models import Speculation
 from outrider.device import CapabilityError, ConfigError, QuantizedWeight
-from outrider.device.kernels.quantized_reference import dequantize, spread
+from outrider.device.kernels.reference.quantized import dequantize, spread
 from outrider.device.kernels.weight_formats import weight_format
 from outrider.model import OUTPUT_FORMATS, load_decoder, load_through_transformers, with_output_head
 from outrider.speculative.build import BUILDERS, build_proposer

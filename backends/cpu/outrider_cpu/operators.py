@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.device.kernels.operators import define_operator
-from outrider.device.kernels.reference import as_cached
+from outrider.device.kernels.reference.model import as_cached
 
 # torch unregisters an operator when its Library is collected, so this module must own it.
 _LIBRARY = torch.library.Library("outrider", "FRAGMENT")

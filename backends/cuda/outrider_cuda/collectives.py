@@ -1,7 +1,7 @@
 """Groups of NVIDIA GPUs: NCCL, and peer memory for small tensors if the GPUs of one host can access it.
 
 ``cuda:peers=off`` selects NCCL alone. The bytes per rank select one of three implementations: kernels that write to
-peer memory (:mod:`outrider_triton.peers`), torch's one-shot all-reduce over symmetric memory, and NCCL.
+peer memory (:mod:`outrider_triton.peers.exchange`), torch's one-shot all-reduce over symmetric memory, and NCCL.
 `outrider bench collectives` measures them. NVLink multicast isn't used, because some hosts lack it.
 """
 
@@ -19,7 +19,7 @@ import torch.distributed
 from torch import Tensor
 
 from outrider.device import Reduction, TorchGroup
-from outrider_triton.peers import PeerExchange
+from outrider_triton.peers.exchange import PeerExchange
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -42,8 +42,8 @@ def _triton(backend: RocmBackend) -> KernelSet:
             f"backend 'rocm': kernels=triton needs Triton, which torch's ROCm builds bring along, but importing it failed: "
             f"{error}; install triton, or choose rocm:kernels=torch"
         ) from error
-    from outrider_triton.device_facts import facts_of
     from outrider_triton.kernelset import TritonKernels
+    from outrider_triton.tiles.facts import facts_of
 
     facts = facts_of(backend.module.get_device_properties(backend.device))
     return TritonKernels(facts, device=backend.device)

@@ -8,7 +8,8 @@ import torch
 from engine.test_vision_requests import Checkpoint
 from outrider import Engine, EngineConfig, SamplingParams
 from outrider.device import Observer
-from outrider.device.kernels import bookkeeping, reference, shaping
+from outrider.device.kernels.reference import bookkeeping, shaping
+from outrider.device.kernels.reference import model as reference
 from outrider.model import load_decoder, load_mtp, load_vision
 from outrider.speculative.mtp import MtpProposer
 from outrider_cpu.backend import CpuBackend

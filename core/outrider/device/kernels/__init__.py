@@ -22,14 +22,13 @@ from outrider.device.kernels.metadata import (
     RotaryArgs,
 )
 from outrider.device.kernels.model_kernels import ModelKernels
-from outrider.device.kernels.ops import ROW_ACCESS, RowResolver
-from outrider.device.kernels.quantized import QuantizedWeight
 from outrider.device.kernels.recurrent_kernels import DeltaRuleWeights, RecurrentBatch, RecurrentKernels
-from outrider.device.kernels.reference import LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL, LANE_SAMPLE
+from outrider.device.kernels.reference.model import LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL, LANE_SAMPLE
+from outrider.device.kernels.reference.ops import ROW_ACCESS, RowResolver
 from outrider.device.kernels.residual import SINGLE_RANK, Contribution, RankBoundary, ResidualStream, SeparateInput
 from outrider.device.kernels.sampling_kernels import SamplingKernels
 from outrider.device.kernels.tuning import DecoderShape, TuningProgress, TuningResult
-from outrider.device.kernels.weights import SplitWeight, Weight
+from outrider.device.kernels.weights import QuantizedWeight, SplitWeight, Weight
 from outrider.device.kernels.wrapping import WrappedKernels
 
 __all__ = [

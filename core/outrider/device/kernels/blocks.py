@@ -21,10 +21,9 @@ from outrider.device.kernels.collective_kernels import CollectiveKernels
 from outrider.device.kernels.composition import composes
 from outrider.device.kernels.metadata import AttentionMetadata, HeadNorms, RotaryArgs
 from outrider.device.kernels.model_kernels import ModelKernels
-from outrider.device.kernels.quantized import QuantizedWeight
 from outrider.device.kernels.recurrent_kernels import DeltaRuleWeights, RecurrentBatch, RecurrentKernels
 from outrider.device.kernels.residual import SINGLE_RANK, Computed, RankBoundary, ResidualStream
-from outrider.device.kernels.weights import Weight, linear, plain
+from outrider.device.kernels.weights import QuantizedWeight, Weight, linear, plain
 
 Attend = Callable[..., Tensor]
 """A replacement of ``KernelSet.paged_attention``, with the same operands."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.device.kernels import ops as _ops  # noqa: F401  (registers the operators)
 from outrider.device.kernels.metadata import RequestInputs, RequestRows
+from outrider.device.kernels.reference import ops as _ops  # noqa: F401  (registers the operators)
 
 
 class BookkeepingKernels:

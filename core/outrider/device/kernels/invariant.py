@@ -17,8 +17,8 @@ from torch import Tensor
 
 from outrider.device.kernels.kernelset import KernelSet
 from outrider.device.kernels.metadata import AttentionMetadata
-from outrider.device.kernels.quantized import QuantizedWeight
 from outrider.device.kernels.recurrent_kernels import RecurrentBatch
+from outrider.device.kernels.weights import QuantizedWeight
 
 if TYPE_CHECKING:
     from outrider.device.collectives import Group

@@ -9,11 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.device.errors import ConfigError
-from outrider.device.kernels import ops as _ops  # noqa: F401  (registers the operators)
 from outrider.device.kernels.composition import composes
 from outrider.device.kernels.metadata import AttentionMetadata, HeadNorms, RotaryArgs
-from outrider.device.kernels.quantized import QuantizedWeight
-from outrider.device.kernels.weights import Weight, linear
+from outrider.device.kernels.reference import ops as _ops  # noqa: F401  (registers the operators)
+from outrider.device.kernels.weights import QuantizedWeight, Weight, linear
 
 if TYPE_CHECKING:
     from outrider.device.stream import Stream

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.device.kernels import ops as _ops  # noqa: F401  (registers the operators)
 from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
 from outrider.device.kernels.composition import composes
-from outrider.device.kernels.reference import LANE_DRAFT, LANE_SAMPLE
+from outrider.device.kernels.reference import ops as _ops  # noqa: F401  (registers the operators)
+from outrider.device.kernels.reference.model import LANE_DRAFT, LANE_SAMPLE
 
 
 class SamplingKernels(BookkeepingKernels):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from outrider.device.errors import ConfigError
 from outrider.device.kernels.formats import FP8, INT4, INT8, ElementFormat
-from outrider.device.kernels.quantized import QuantizedWeight
-from outrider.device.kernels.quantized_reference import spread
+from outrider.device.kernels.reference.quantized import spread
+from outrider.device.kernels.weights import QuantizedWeight
 
 _MIN_GROUP_COLUMNS = 8
 _ROWS_AT_ONCE = 8192

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import Backend, CapabilityError, ConfigError, QuantizedWeight
-from outrider.device.kernels.quantized_reference import dequantize
+from outrider.device.kernels.reference.quantized import dequantize
 from outrider.device.kernels.weights import SplitWeight, Weight
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.files import CheckpointFiles

@@ -1,0 +1,1 @@
+"""The torch references, which define what each kernel computes, and their operators."""

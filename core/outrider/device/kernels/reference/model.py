@@ -1,0 +1,244 @@
+"""Torch references of the kernels: plain, vectorised, without a read back to the host.
+
+They define what a kernel must compute. Shapes: T new tokens, B sequences, Hq query heads, Hkv key heads, D head size,
+H hidden size, V vocabulary, K draft tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.device.kernels.checks import check_copy
+from outrider.device.kernels.reference.philox import uniforms
+
+LANE_SAMPLE, LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL = 0, 1, 2, 3
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension, statistics in float32 or wider (Zhang and Sennrich 2019)."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if weight.dtype is not x.dtype:  # a weight in float32 multiplies what isn't rounded yet
+        return (weight * normed).to(x.dtype)
+    return weight * normed.to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Compute ``residual += x`` in place, and return the norm of ``residual``."""
+    residual.add_(x)
+    return rms_norm(residual, weight, eps)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """SwiGLU: ``silu(gate) * up`` of the two halves of the last dimension."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """Multiply by the sigmoid of the gate."""
+    return x * torch.sigmoid(gate)
+
+
+def rope_write_cache(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+) -> None:
+    """Rotate q and k in place (halves, as Hugging Face lays them out), then write k and v into the cache."""
+    for x in (q[..., : cos.shape[-1]], k[..., : cos.shape[-1]]):
+        half = x.shape[-1] // 2
+        rotated = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+        x.copy_(x * cos.unsqueeze(1) + rotated * sin.unsqueeze(1))
+    page_size = k_cache.shape[1]
+    page, offset = slots // page_size, slots % page_size
+    k_cache[page, offset] = as_cached(k, k_cache.dtype)
+    v_cache[page, offset] = as_cached(v, v_cache.dtype)
+
+
+def as_cached(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``x`` as a cache of ``dtype`` stores it: a narrow dtype clamps values, so that none becomes infinite or NaN."""
+    if dtype.itemsize > 1:
+        return x
+    largest = torch.finfo(dtype).max
+    return x.clamp(-largest, largest).to(dtype)
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    tree_mask: Tensor | None,
+    max_query: int,
+    max_kv: int,
+    scale: float,
+    window: int,
+) -> Tensor:
+    """Attention of the new tokens over each sequence's pages; padding tokens give zeros."""
+    tokens, heads, head_size = q.shape
+    batch = seq_lens.shape[0]
+    page_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
+    pages = min((max_kv + page_size - 1) // page_size, block_table.shape[1])
+    span = pages * page_size
+    device = q.device
+
+    start = query_start[:-1].to(torch.int64)
+    query_lens = query_start[1:].to(torch.int64) - start
+    lane = torch.arange(max_query, device=device)
+    flat = (start.unsqueeze(1) + lane).clamp_(max=tokens - 1)  # [B, max_query]
+    queries = q[flat].transpose(1, 2)  # [B, Hq, max_query, D]
+
+    table = block_table[:, :pages].to(torch.int64)
+    keys = k_cache[table].to(q.dtype).reshape(batch, span, kv_heads, head_size).transpose(1, 2)
+    values = v_cache[table].to(q.dtype).reshape(batch, span, kv_heads, head_size).transpose(1, 2)
+
+    context = (seq_lens.to(torch.int64) - query_lens).view(batch, 1, 1)
+    position = torch.arange(span, device=device).view(1, 1, span)
+    new_index = position - context  # index among the new tokens; negative in the context
+    if tree_mask is None:
+        visible = new_index <= lane.view(1, max_query, 1)
+    else:
+        index = new_index.clamp(0, max_query - 1).expand(batch, max_query, span)
+        visible = (new_index < 0) | tree_mask[flat].gather(2, index)
+    inside = position < seq_lens.to(torch.int64).view(batch, 1, 1)
+    # A weight of zero doesn't hide a NaN that an earlier owner of the page, or padding, left after the sequence.
+    keys = torch.where(inside.unsqueeze(-1), keys, 0.0)
+    values = torch.where(inside.unsqueeze(-1), values, 0.0)
+    visible = visible & inside
+    if window > 0:
+        visible = visible & (new_index > lane.view(1, max_query, 1) - window)
+    real = (lane.view(1, max_query) < query_lens.view(batch, 1)).unsqueeze(-1)
+    visible = visible | ~real  # a row that sees nothing would be NaN
+
+    out = F.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=visible.unsqueeze(1), scale=scale, enable_gqa=heads != kv_heads
+    )
+    result = q.new_zeros(tokens + 1, heads, head_size)  # the last row takes what padding lanes would write
+    target = torch.where(real.squeeze(-1), flat, tokens)
+    result[target.flatten()] = out.transpose(1, 2).reshape(batch * max_query, heads, head_size)
+    return result[:tokens]
+
+
+def _gumbel(seeds: Tensor, positions: Tensor, lane: int, count: int) -> Tensor:
+    return -torch.log(-torch.log(uniforms(seeds, positions, lane, count)))
+
+
+def sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, lane: int) -> Tensor:
+    """Return one token per row: argmax at temperature 0, else a sample of softmax(logits / temperature) by Gumbel-max."""
+    hot = temperature > 0
+    scaled = logits.float() / torch.where(hot, temperature, 1.0).unsqueeze(-1)
+    noisy = scaled + _gumbel(seeds, positions, lane, logits.shape[-1])
+    return torch.where(hot, noisy.argmax(-1), logits.argmax(-1))
+
+
+def verify_chain(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_probs: Tensor | None,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Accept a prefix of each chain and sample the token after it (Leviathan et al. 2023, Chen et al. 2023)."""
+    batch, num_draft_tokens = draft_tokens.shape
+    vocabulary = target_logits.shape[-1]
+    choice = target_logits.argmax(-1)  # [B, K+1]
+    accept = choice[:, :num_draft_tokens] == draft_tokens
+    following = choice
+    if draft_probs is not None:
+        hot = (temperature > 0).unsqueeze(-1)
+        steps = torch.arange(num_draft_tokens + 1, device=positions.device)
+        where = positions.unsqueeze(-1) + steps  # position of the token that is decided
+        seed = seeds.unsqueeze(-1).expand(batch, num_draft_tokens + 1)
+        scale = torch.where(temperature > 0, temperature, 1.0).view(batch, 1, 1)
+        target_probs = torch.softmax(target_logits.float() / scale, dim=-1)
+        p = target_probs[:, :num_draft_tokens].gather(2, draft_tokens.unsqueeze(-1)).squeeze(-1)
+        q = draft_probs.gather(2, draft_tokens.unsqueeze(-1)).squeeze(-1)
+        coin = uniforms(seed[:, :num_draft_tokens], where[:, :num_draft_tokens], LANE_ACCEPT, 1).squeeze(-1)
+        accept = torch.where(hot, coin * q < p, accept)
+        padding = draft_probs.new_zeros(batch, 1, vocabulary)
+        residual = (target_probs - torch.cat((draft_probs, padding), dim=1)).clamp_(min=0)
+        # p == q leaves an empty residual, which is reached only through rounding: sample from p then.
+        residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target_probs)
+        sampled = (residual.log() + _gumbel(seed, where, LANE_RESIDUAL, vocabulary)).argmax(-1)
+        following = torch.where(hot, sampled, choice)
+    accepted = accept.to(torch.int64).cumprod(dim=1).sum(dim=1)  # [B]
+    lane = torch.arange(num_draft_tokens + 1, device=draft_tokens.device).unsqueeze(0)
+    drafts = torch.cat((draft_tokens, draft_tokens.new_zeros(batch, 1)), dim=1)
+    last = following.gather(1, accepted.unsqueeze(1))
+    tokens = torch.where(lane < accepted.unsqueeze(1), drafts, torch.where(lane == accepted.unsqueeze(1), last, -1))
+    return tokens, accepted
+
+
+def verify_tree(
+    target_logits: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    depth: int,
+    sampling: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Walk from the root: choose the target's token at each node, follow the child that holds it, stop where none does."""
+    batch, device = tokens.shape[0], tokens.device
+    row = torch.arange(batch, device=device)
+    here = row.new_zeros(batch)
+    alive = torch.ones(batch, dtype=torch.bool, device=device)
+    accepted = row.new_zeros(batch)
+    out, path = [], []
+    for level in range(depth + 1):
+        logits = target_logits[row, here]
+        choice = sample(logits, temperature, seeds, positions + level, LANE_SAMPLE) if sampling else logits.argmax(-1)
+        out.append(torch.where(alive, choice, -1))
+        path.append(torch.where(alive, here, 0))
+        match = (parents == here.unsqueeze(1)) & (tokens == choice.unsqueeze(1))
+        alive = alive & match.any(dim=1)
+        if level < depth:
+            accepted = accepted + alive.to(torch.int64)
+            here = torch.where(alive, match.to(torch.int8).argmax(dim=1), here)
+    return torch.stack(out, dim=1), torch.stack(path, dim=1), accepted
+
+
+def gather_rows(state: Tensor, rows: Tensor) -> Tensor:
+    """Return the rows ``rows`` of ``state``."""
+    return state.index_select(0, rows)
+
+
+def scatter_rows(state: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Write ``values`` to the rows ``rows`` of ``state``, except to row 0."""
+    real = (rows > 0).view(-1, *([1] * (state.dim() - 1)))
+    state.index_copy_(0, rows, torch.where(real, values, state[:1]))
+
+
+def copy_rows(source: Tensor, out: Tensor) -> None:
+    """Copy ``source`` to ``out``."""
+    check_copy(source, out)
+    out.copy_(source)
+
+
+def move_cache(k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
+    """Copy cache rows; every row is read before any is written."""
+    page_size = k_cache.shape[1]
+    for cache in (k_cache, v_cache):
+        rows = cache[sources // page_size, sources % page_size]  # a copy, so sources and destinations may overlap
+        cache[destinations // page_size, destinations % page_size] = rows
+
+
+def find_nan(x: Tensor, found: Tensor) -> None:
+    """Write the index of the first NaN of each row of ``x`` [B, n], or -1, to ``found[:, 0]``."""
+    is_nan = torch.isnan(x)
+    index = torch.where(is_nan.any(dim=1), is_nan.to(torch.int8).argmax(dim=1), -1)
+    found.copy_(torch.stack((index, torch.full_like(index, -1)), dim=1))
+
+
+def find_outside(x: Tensor, low: int, high: int) -> Tensor:
+    """Return the index and value of the first integer of each row of ``x`` [B, n] outside the range, or -1 and -1."""
+    bad = (x < low) | (x >= high)
+    first = bad.to(torch.int8).argmax(dim=1)
+    value = x.gather(1, first.unsqueeze(1)).squeeze(1).to(torch.int64)
+    found = bad.any(dim=1)
+    return torch.stack((torch.where(found, first, -1), torch.where(found, value, -1)), dim=1)

@@ -1,0 +1,1 @@
+"""Attention over the cache: kernels for few queries and for prefill, and the choice among them."""

@@ -1,0 +1,359 @@
+"""Prefill attention: kernels of this package and of libraries, chosen by measurement during warm-up.
+
+A library is used if it is installed and measured to be faster. Libraries read contiguous keys and values, so the cached
+tokens of a batch are copied first, which takes a fraction of the attention time of a long prompt.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import pairwise
+from math import log2
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from outrider.device import AttentionMetadata
+from outrider_triton.attention import prefill_operators as prefill_ops
+from outrider_triton.launch import power_of_two
+from outrider_triton.tiles.facts import DeviceFacts
+from outrider_triton.tiles.store.choices import PromptStore
+
+_TRITON = torch.ops.outrider
+MIN_PREFILL_QUERY = 64
+"""Minimum number of new tokens of a sequence that counts as prefill."""
+_MEASURED_LENGTHS = (128, 512, 2048, 8192)
+_MIN_COPIED_QUERY = 1024
+_MAX_COPY_BYTES = 1 << 29
+_COPY_CONFIGS = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2))
+"""Blocks over a contiguous copy. Two programs share a multiprocessor: one multiplies while the other computes exponentials.
+"""
+_CONFIGS = ((128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillOperands:
+    """The operands of one attention, in prefill or not."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    metadata: AttentionMetadata
+    scale: float
+    window: int
+
+    def copied(self, width: int, pdl: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Copy the context; return keys and values with heads of ``width``, and the first row of each sequence."""
+        metadata = self.metadata
+        batch = metadata.seq_lens.shape[0]
+        rows = prefill_ops.copied_rows(batch * metadata.max_kv, batch)
+        max_kv, dtype = metadata.max_kv, self.q.dtype
+        return _TRITON.copy_context.triton(  # type: ignore[no-any-return]
+            self.k_cache, self.v_cache, metadata.seq_lens, metadata.block_table, rows, max_kv, width, dtype, pdl
+        )
+
+    def first(self, count: int, sequences: int = 1) -> PrefillOperands:
+        """Return a prefill of the first ``count`` new tokens of the first sequence; other ``sequences`` are empty."""
+        metadata, empty = self.metadata, sequences - 1
+        device = self.q.device
+        metadata_of_first = replace(
+            metadata,
+            query_start=torch.tensor([0, *[count] * sequences], dtype=torch.int32, device=device),
+            seq_lens=torch.tensor([count, *[0] * empty], dtype=torch.int32, device=device),
+            block_table=metadata.block_table[:1].repeat(sequences, 1),
+            max_query=count,
+            max_kv=count,
+            host_query_start=(0, *[count] * sequences),
+        )
+        return replace(self, q=self.q[:count], metadata=metadata_of_first)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillAttentionCandidate:
+    """An implementation of prefill attention."""
+
+    name: str
+    attend: Callable[[PrefillOperands], Tensor]
+    copies: bool = True
+    """Reads a contiguous copy, so the host must know the number of rows to copy."""
+    alone: bool = False
+    """Attends over a single prompt only, so a second candidate is needed for other batches."""
+
+
+def prefill_config(size: int, shared: int, *, copied: bool = False) -> list[int]:
+    """Return block rows, cached tokens per block, warps and stages: the largest that fit into shared memory, in 16 bits.
+
+    ``copied``: over a contiguous copy that the copy engine loads; two programs should fit on a multiprocessor.
+    """
+    width = max(power_of_two(size), 16)
+    budget = shared // 2 if copied else shared
+    sizes = _COPY_CONFIGS if copied else _CONFIGS
+    return list(next((each for each in sizes if 2 * width * (each[0] + 2 * each[1] * each[3]) <= budget), sizes[-1]))
+
+
+class PromptAttention:
+    """Prefill attention by the fastest measured candidate; by a reasonable default before the measurement."""
+
+    def __init__(self, facts: DeviceFacts) -> None:
+        self._facts = facts
+        self._ranked: dict[tuple[object, ...], Mapping[int, tuple[str, ...]]] = {}
+        self._reports: dict[str, str] = {}
+        self._store: PromptStore | None = None
+
+    def use_store(self, store: PromptStore) -> None:
+        """Load earlier measurements from ``store``, and store later ones there."""
+        self._store = store
+
+    @property
+    def reports(self) -> Mapping[str, str]:
+        """Return the chosen candidates and the unusable ones with reasons, by purpose."""
+        return dict(self._reports)
+
+    def serves(self, q: Tensor, metadata: AttentionMetadata) -> bool:
+        """Return True for a causal attention with many new tokens per sequence, and enough of them to use the device."""
+        if (
+            metadata.tree_mask is not None
+            or metadata.max_query < MIN_PREFILL_QUERY
+            or q.dtype not in (torch.bfloat16, torch.float16)
+        ):
+            return False
+        rows = prefill_config(q.shape[-1], self._facts.shared_bytes)[0]
+        programs = self._blocks(q, metadata, rows) * q.shape[1]
+        return 2 * programs >= self._facts.processors or metadata.max_kv <= 8 * metadata.max_query
+
+    def longest_elsewhere(self, q: Tensor) -> int:
+        """Return the maximum number of new tokens per sequence for which :meth:`serves` may return False."""
+        if q.dtype not in (torch.bfloat16, torch.float16):
+            return 1 << 62
+        rows = prefill_config(q.shape[-1], self._facts.shared_bytes)[0]
+        return max(MIN_PREFILL_QUERY, -(-self._facts.processors // (2 * q.shape[1])) * rows)
+
+    def attend(self, prompts: PrefillOperands) -> Tensor:
+        """Attend over the new tokens; padding tokens get zeros."""
+        return self._choice(prompts).attend(prompts)
+
+    def measure(self, prompts: PrefillOperands) -> None:
+        """Time every candidate at several prompt lengths up to that of ``prompts``, whose operands it uses.
+
+        If an earlier process stored the ranking, run only the fastest candidate, which must be correct. The host waits for
+        the device, so this must not run inside a capture.
+        """
+        module = torch.get_device_module(prompts.q.device)
+        key = _key(prompts)
+        if key in self._ranked or not hasattr(module, "Event") or prompts.metadata.host_query_start is None:
+            return
+        many_sequences = prompts.first(
+            MIN_PREFILL_QUERY, prefill_ops.SEQUENCE_BOUNDS[0] + 1
+        )  # more sequences select other kernel variants
+        for candidate in self._candidates(many_sequences):
+            if candidate.name in ("pages", "copy"):
+                candidate.attend(many_sequences)
+        counts = tuple(dict.fromkeys(min(candidate, prompts.metadata.max_query) for candidate in _MEASURED_LENGTHS))
+        kept = {} if self._store is None else self._store.load(key, counts)
+        ranked: dict[int, tuple[str, ...]] = {}
+        for count in counts:
+            prefix = prompts.first(count)
+            reference = self._by_pages(prefix)
+            if kept and self._confirmed(prefix, reference, kept[count]):
+                ranked[count] = kept[count]
+                self._reports[f"attention over {count} new tokens"] = f"{kept[count][0]} (measured before)"
+                continue
+            trials = {
+                candidate.name: self._try_candidate(candidate, prefix, reference, module)
+                for candidate in self._candidates(prefix)
+            }
+            times = {name: milliseconds for name, milliseconds in trials.items() if milliseconds is not None}
+            ranked[count] = tuple(sorted(times, key=times.__getitem__))
+            listed = ", ".join(f"{name} {times[name] * 1e3:.0f}" for name in ranked[count])
+            self._reports[f"attention over {count} new tokens"] = f"{ranked[count][0]} (us: {listed})"
+        self._ranked[key] = ranked
+        if self._store is not None and ranked != kept:
+            try:
+                self._store.write(key, ranked)
+            except OSError as error:
+                self._reports["attention over prompts, for the next start"] = f"not kept: {error}"
+
+    # -- measurement and candidates ---------------------------------------------------------------------------------
+
+    def _try_candidate(
+        self, candidate: PrefillAttentionCandidate, prefix: PrefillOperands, reference: Tensor, module: Any | None
+    ) -> float | None:
+        """Return a candidate's milliseconds, 0 without a ``module`` to time with, or None if it fails or is wrong.
+
+        The reason of a failure is recorded.
+        """
+        try:
+            result = candidate.attend(prefix)
+            error_size = float((result.float() - reference.float()).abs().max())
+            if not error_size <= 0.05 * float(reference.float().abs().max()) + 1e-3:
+                self._reports[f"attention by {candidate.name}"] = (
+                    f"not used: off by {error_size:.3g} over {prefix.q.shape[0]} tokens"
+                )
+                return None
+            return 0.0 if module is None else _milliseconds(module, lambda: candidate.attend(prefix))
+        except Exception as failure:  # any failure of a library disqualifies the candidate
+            reason = str(failure).split("\n", 1)[0][:200]
+            self._reports[f"attention by {candidate.name}"] = f"not used: {type(failure).__name__}: {reason}"
+            return None
+
+    def _confirmed(self, prefix: PrefillOperands, reference: Tensor, names: Sequence[str]) -> bool:
+        """Return True if the first of ``names`` still run correctly, up to the first that serves every batch."""
+        available = {each.name: each for each in self._candidates(prefix)}
+        for name in names:
+            if name not in available or self._try_candidate(available[name], prefix, reference, None) is None:
+                return False
+            if not available[name].alone:
+                break
+        return True
+
+    def _choice(self, prompts: PrefillOperands) -> PrefillAttentionCandidate:
+        available = {each.name: each for each in self._candidates(prompts)}
+        measured = self._ranked.get(_key(prompts))
+        longest = prompts.metadata.max_query
+        if measured:
+            nearest = min(measured, key=lambda count: abs(log2(count) - log2(longest)))
+            return available[next((name for name in measured[nearest] if name in available), "pages")]
+        return available["copy"] if longest >= _MIN_COPIED_QUERY and "copy" in available else available["pages"]
+
+    def _candidates(self, prompts: PrefillOperands) -> tuple[PrefillAttentionCandidate, ...]:
+        facts, q, metadata = self._facts, prompts.q, prompts.metadata
+        found = [PrefillAttentionCandidate("pages", self._by_pages, copies=False)]
+        kv_heads, size = prompts.k_cache.shape[2:]
+        width = max(power_of_two(size), 16)
+        copied = 4 * prefill_ops.copied_rows(metadata.seq_lens.shape[0] * metadata.max_kv, metadata.seq_lens.shape[0])
+        if metadata.host_query_start is None or copied * kv_heads * width > _MAX_COPY_BYTES:
+            return tuple(found)
+        generation = facts.capability // 10
+        if facts.descriptors:
+            found.append(PrefillAttentionCandidate("copy", self._by_copy))
+        if generation >= 8 and prompts.window == 0 and size % 8 == 0:
+            # FlashAttention 3 has no kernels for later devices, and terminates the process there.
+            flash3_supported = generation in (8, 9) and q.dtype is torch.bfloat16 and size in (64, 96, 128, 192, 256)
+            if flash3_supported and find_spec("fa3_fwd") is not None:
+                found.append(PrefillAttentionCandidate("fa3-fwd", self._by_flash3))
+            found.append(PrefillAttentionCandidate("torch's FlashAttention 2", self._by_flash2))
+            if metadata.host_query_start == (0, q.shape[0]) and metadata.max_kv == q.shape[0]:
+                found.append(PrefillAttentionCandidate("torch's cuDNN", self._by_cudnn, alone=True))
+        return tuple(found)
+
+    def _blocks(self, q: Tensor, metadata: AttentionMetadata, rows: int) -> int:
+        """Return the maximum number of query blocks over all sequences."""
+        starts = metadata.host_query_start
+        if starts is None:
+            return -(-q.shape[0] // rows) + metadata.seq_lens.shape[0]
+        return sum(-(-(end - start) // rows) for start, end in pairwise(starts))
+
+    def _attend(self, prompts: PrefillOperands, sources: tuple[Tensor, Tensor, Tensor | None], shape: list[int]) -> Tensor:
+        metadata = prompts.metadata
+        return _TRITON.prompt_attention.triton(  # type: ignore[no-any-return]
+            prompts.q,
+            sources[0],
+            sources[1],
+            metadata.query_start,
+            metadata.seq_lens,
+            metadata.block_table,
+            sources[2],
+            self._blocks(prompts.q, metadata, shape[0]),
+            prompts.scale,
+            prompts.window,
+            shape,
+            self._facts.pdl,
+        )
+
+    def _by_pages(self, prompts: PrefillOperands) -> Tensor:
+        shape = prefill_config(prompts.q.shape[-1], self._facts.shared_bytes)
+        return self._attend(prompts, (prompts.k_cache, prompts.v_cache, None), shape)
+
+    def _by_copy(self, prompts: PrefillOperands) -> Tensor:
+        size = prompts.q.shape[-1]
+        shape = prefill_config(size, self._facts.shared_bytes, copied=True)
+        return self._attend(prompts, prompts.copied(max(power_of_two(size), 16), self._facts.pdl), shape)
+
+    def _by_flash3(self, prompts: PrefillOperands) -> Tensor:
+        metadata = prompts.metadata
+        keys, values, start = prompts.copied(prompts.q.shape[-1], self._facts.pdl)
+        out = _flash3()(
+            prompts.q,
+            keys,
+            values,
+            cu_seqlens_q=metadata.query_start,
+            cu_seqlens_k=start,
+            seqused_k=metadata.seq_lens,
+            max_seqlen_q=metadata.max_query,
+            max_seqlen_k=metadata.max_kv,
+            softmax_scale=prompts.scale,
+            is_causal=True,
+            num_splits=1,
+        )[0]
+        return _zero_padding(out, metadata)
+
+    def _by_flash2(self, prompts: PrefillOperands) -> Tensor:
+        metadata = prompts.metadata
+        keys, values, start = prompts.copied(prompts.q.shape[-1], self._facts.pdl)
+        out = torch.ops.aten._flash_attention_forward(
+            prompts.q,
+            keys,
+            values,
+            metadata.query_start,
+            start,
+            metadata.max_query,
+            metadata.max_kv,
+            0.0,
+            True,
+            False,
+            scale=prompts.scale,
+            seqused_k=metadata.seq_lens,
+        )[0]
+        return _zero_padding(out, metadata)
+
+    def _by_cudnn(self, prompts: PrefillOperands) -> Tensor:
+        """Attend with cuDNN over one prompt without a context."""
+        tokens = prompts.q.shape[0]
+        keys, values, _ = prompts.copied(prompts.q.shape[-1], self._facts.pdl)
+        q, k, v = (x[:tokens].unsqueeze(0).transpose(1, 2) for x in (prompts.q, keys, values))
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=prompts.scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        return out.transpose(1, 2).reshape(prompts.q.shape)
+
+
+def _key(prompts: PrefillOperands) -> tuple[object, ...]:
+    q = prompts.q
+    return q.dtype, prompts.k_cache.dtype, *q.shape[1:], *prompts.k_cache.shape[1:], prompts.window
+
+
+def _zero_padding(out: Tensor, metadata: AttentionMetadata) -> Tensor:
+    """Return ``out`` with zeros for padding tokens, which libraries leave unwritten."""
+    starts = metadata.host_query_start
+    if starts is not None and starts[-1] < out.shape[0]:
+        out[starts[-1] :] = 0
+    return out
+
+
+@cache
+def _flash3() -> Any:
+    """Return the forward operator of FlashAttention 3 that the package ``fa3-fwd`` registers."""
+    import_module("fa3_fwd._C")
+    return torch.ops.fa3_fwd.fwd
+
+
+def _milliseconds(module: Any, call: Callable[[], object], *, repeats: int = 5) -> float:
+    """Return the median device time of ``call`` after one warm-up call, on the current stream."""
+    call()
+    times: list[float] = []
+    for _ in range(repeats):
+        start, end = module.Event(enable_timing=True), module.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)

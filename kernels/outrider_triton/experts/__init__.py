@@ -1,0 +1,1 @@
+"""Mixtures of experts: routing, and the products of the chosen experts."""

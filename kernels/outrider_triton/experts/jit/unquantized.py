@@ -1,0 +1,239 @@
+"""Mixtures of experts: routing, and the products of the experts that have a token.
+
+With few tokens, a program finds its expert on the device and multiplies all tokens by it, but only stores the expert's own.
+Each weight is read once, and nothing is sorted. With many tokens, one program per expert first sorts the token-expert pairs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from outrider_triton.jit.dependent import begin, begin_late
+from outrider_triton.products.jit.matmul import sum_of_tiles, sums_of_gates, swiglu
+
+
+@triton.jit
+def route(
+    logits,
+    weights,
+    chosen,
+    experts,
+    stride,
+    count,
+    RENORMALIZE: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Route one token: softmax of ``experts`` logits, then the ``count`` largest in descending order; ties take the first."""
+    begin(PDL)
+    token = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    is_expert = lane < experts
+    value = tl.load(logits + token.to(tl.int64) * stride + lane, mask=is_expert, other=float("-inf")).to(tl.float32)
+    value = tl.exp(value - tl.max(value, axis=0))
+    remaining = tl.where(is_expert, value / tl.sum(value, axis=0), -1.0)
+    place = tl.arange(0, COUNT)
+    shares = tl.zeros([COUNT], dtype=tl.float32)
+    chosen_experts = tl.zeros([COUNT], dtype=tl.int64)
+    for rank in range(count):
+        # With NaN the argmax is arbitrary: clamp it to a valid expert.
+        largest = tl.minimum(tl.argmax(remaining, axis=0), experts - 1)
+        shares = tl.where(place == rank, tl.sum(tl.where(lane == largest, remaining, 0.0), axis=0), shares)
+        chosen_experts = tl.where(place == rank, largest.to(tl.int64), chosen_experts)
+        remaining = tl.where(lane == largest, -2.0, remaining)
+    if RENORMALIZE:
+        shares = shares / tl.sum(shares, axis=0)
+    slot_mask = place < count
+    tl.store(weights + token * count + place, shares, mask=slot_mask)
+    tl.store(chosen + token * count + place, chosen_experts, mask=slot_mask)
+
+
+@triton.jit(do_not_specialize=["pairs", "experts", "size", "blocks"])
+def lay_out_pairs(
+    chosen,
+    order,
+    expert_of,
+    pairs,
+    experts,
+    size,
+    blocks,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Store one expert's token-expert pairs in order to ``order [blocks * size]``, and its blocks to ``expert_of [blocks]``.
+
+    A block has one expert. Empty places are -1. All programs share the blocks that no expert uses and mark them as the last
+    expert's. BINS is larger than ``experts``.
+    """
+    begin(PDL)
+    expert = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    counts = tl.zeros([BINS], dtype=tl.int32)
+    for at in range(0, pairs, BLOCK):
+        pair_expert = tl.load(chosen + at + lane, mask=at + lane < pairs, other=experts)
+        counts += tl.histogram(pair_expert.to(tl.int32), BINS)
+    bins = tl.arange(0, BINS)
+    block_counts = tl.where(bins < experts, (counts + size - 1) // size, 0)  # blocks of each expert
+    used = tl.sum(block_counts, axis=0)
+    first = tl.sum(tl.where(bins < expert, block_counts, 0), axis=0)
+    end = first + tl.sum(tl.where(bins == expert, block_counts, 0), axis=0)
+    place = first * size
+    for at in range(0, pairs, BLOCK):
+        pair_expert = tl.load(chosen + at + lane, mask=at + lane < pairs, other=experts)
+        is_own = pair_expert == expert
+        tl.store(order + place + tl.cumsum(is_own.to(tl.int32), axis=0) - 1, (at + lane).to(tl.int64), mask=is_own)
+        place += tl.sum(is_own.to(tl.int32), axis=0)
+    empty = tl.full([BLOCK], -1, dtype=tl.int64)
+    for at in range(place, end * size, BLOCK):
+        tl.store(order + at + lane, empty, mask=at + lane < end * size)
+    for at in range(first, end, BLOCK):
+        tl.store(expert_of + at + lane, empty + 1 + expert, mask=at + lane < end)
+    for at in range(used * size + expert * BLOCK, blocks * size, experts * BLOCK):
+        tl.store(order + at + lane, empty, mask=at + lane < blocks * size)
+    for at in range(used + expert * BLOCK, blocks, experts * BLOCK):
+        tl.store(expert_of + at + lane, empty + experts, mask=at + lane < blocks)
+
+
+@triton.jit
+def _nth_expert(chosen, nth, pairs, PAIRS: tl.constexpr):
+    """Return the ``nth`` distinct expert in the order of pairs; -1 if there are fewer."""
+    pair = tl.arange(0, PAIRS)
+    name = tl.load(chosen + pair, mask=pair < pairs, other=-1)
+    other = tl.load(chosen + pair, mask=pair < pairs, other=-2)
+    is_repeated = (name[:, None] == other[None, :]) & (pair[None, :] < pair[:, None])
+    first = (tl.max(is_repeated.to(tl.int32), axis=1) == 0) & (pair < pairs)
+    place = tl.cumsum(first.to(tl.int32), axis=0) - 1
+    return tl.max(tl.where(first & (place == nth), name, -1), axis=0)
+
+
+@triton.jit
+def own_pairs(
+    chosen,
+    order,
+    expert_of,
+    m,
+    count,
+    SORTED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Return the expert of a program (tile of rows, block) and its token-expert pairs, -1 for none."""
+    block = tl.program_id(1)
+    lane = tl.arange(0, BLOCK_M)
+    if SORTED:
+        pairs = tl.load(order + block * BLOCK_M + lane)
+        expert = tl.load(expert_of + block)
+    else:
+        expert = _nth_expert(chosen, block, m * count, PAIRS) if PAIRS else block.to(tl.int64)
+        slot = tl.arange(0, COUNT)
+        token_experts = tl.load(
+            chosen + lane[:, None] * count + slot[None, :], mask=(lane < m)[:, None] & (slot < count)[None, :], other=-2
+        )
+        own_slot = tl.max(tl.where(token_experts == expert, slot[None, :], -1), axis=1)
+        pairs = tl.where(own_slot >= 0, lane * count + own_slot, -1).to(tl.int64)
+    expert = tl.where(tl.max(pairs, axis=0) >= 0, expert, -1)
+    return expert, pairs
+
+
+@triton.jit(do_not_specialize=["m"])
+def expert_gates(
+    x,
+    chosen,
+    order,
+    expert_of,
+    weight,
+    out,
+    m,
+    count,
+    n,
+    k,
+    x_stride,
+    SORTED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Compute ``out [pairs, n]``: SwiGLU of ``x [m, k]`` with an expert's gate and up, ``weight [experts, 2 n, k]``.
+
+    It begins late, so that the next kernel can read the pairs' experts at once.
+    """
+    begin_late(PDL)
+    expert, pairs = own_pairs(chosen, order, expert_of, m, count, SORTED, PAIRS, COUNT, BLOCK_M)
+    if expert >= 0:
+        pair_mask = pairs >= 0
+        column_mask = pair_mask[None, :]  # before the loops: after them, one compiler release looks for it inside
+        rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        row_mask = rows < n
+        lane = tl.arange(0, BLOCK_K)
+        gates = weight + (expert * 2 * n + rows).to(tl.int64)[:, None] * k + lane[None, :]
+        ups = gates + tl.cast(n, tl.int64) * k
+        column = x + tl.where(pair_mask, pairs // count, 0)[None, :] * x_stride + lane[:, None]
+        gate, up = sums_of_gates(gates, ups, column, row_mask, pair_mask, k, BLOCK_N, BLOCK_M, BLOCK_K, EVEN)
+        address = out + tl.where(pair_mask, pairs, 0)[None, :] * n + rows[:, None]
+        tl.store(address, swiglu(gate, up, out.dtype.element_ty), mask=column_mask & row_mask[:, None])
+
+
+@triton.jit(do_not_specialize=["m"])
+def expert_outputs(
+    x,
+    shares,
+    chosen,
+    order,
+    expert_of,
+    weight,
+    out,
+    m,
+    count,
+    n,
+    k,
+    SORTED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Multiply each pair's ``x [pairs, k]`` by its expert's ``weight [experts, n, k]`` and its share, into ``out [pairs,
+    n]``.
+
+    It follows :func:`expert_gates`, which begins late, so it reads the pairs' experts while that kernel still runs.
+    """
+    expert, pairs = own_pairs(chosen, order, expert_of, m, count, SORTED, PAIRS, COUNT, BLOCK_M)
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin(PDL)
+    if expert >= 0:
+        pair_mask = pairs >= 0
+        column_mask = pair_mask[None, :]  # before the loops: after them, one compiler release looks for it inside
+        row_mask = rows < n
+        lane = tl.arange(0, BLOCK_K)
+        tile = weight + (expert * n + rows).to(tl.int64)[:, None] * k + lane[None, :]
+        column = x + tl.where(pair_mask, pairs, 0)[None, :] * k + lane[:, None]
+        share = tl.load(shares + tl.where(pair_mask, pairs, 0), mask=pair_mask, other=0.0)
+        total = sum_of_tiles(tile, column, None, row_mask, pair_mask, 0, 0, k, BLOCK_N, BLOCK_M, BLOCK_K, EVEN)
+        total *= share[None, :]
+        address = out + tl.where(pair_mask, pairs, 0)[None, :] * n + rows[:, None]
+        tl.store(address, total.to(out.dtype.element_ty), mask=column_mask & row_mask[:, None])
+
+
+@triton.jit
+def add_experts(parts, out, count, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Sum a token's ``count`` rows of ``parts`` in order and in float32 into its row of ``out [m, n]``."""
+    begin(PDL)
+    token = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < n
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for slot in range(count):
+        row = (token * count + slot).to(tl.int64) * n
+        total += tl.load(parts + row + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token.to(tl.int64) * n + column, total.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,172 @@
+"""Operators of mixtures of experts (:mod:`outrider_triton.experts.jit.unquantized`)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from outrider.device.kernels.checks import expect
+from outrider_triton.define import define
+from outrider_triton.experts.jit import unquantized as jit
+from outrider_triton.launch import launch, power_of_two
+from outrider_triton.tiles.configs import MatmulConfig
+
+_MAX_COMPARED_PAIRS = 64
+"""Maximum number of token-expert pairs for which each program finds the distinct experts itself.
+
+With more pairs, most experts have a token anyway.
+"""
+_MAX_SORTED_PAIRS = 16384
+"""Maximum number of pairs that Triton's kernel sorts by expert; each of its programs reads all pairs, 1024 at a time."""
+_MAX_BINS = 1024
+"""Maximum number of experts plus one whose pairs the kernel counts."""
+
+
+def _route(logits: Tensor, count: int, renormalize: bool, pdl: bool) -> tuple[Tensor, Tensor]:
+    weights, chosen = _routed(logits, count)
+    experts = logits.shape[1]
+    block = power_of_two(experts)
+    launch(
+        jit.route,
+        (logits.shape[0],),
+        *(logits, weights, chosen, experts, logits.stride(0), count),
+        RENORMALIZE=renormalize,
+        COUNT=power_of_two(count),
+        BLOCK=block,
+        pdl=pdl,
+    )
+    return weights, chosen
+
+
+def _routed(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    expect(
+        logits.dim() == 2 and 0 < count <= logits.shape[1] and logits.stride(1) == 1,
+        lambda: f"{count} experts of a token, of router logits {tuple(logits.shape)}; expected [T, E], at most E of them",
+    )
+    shape = logits.shape[0], count
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
+
+
+define("route.triton", _route, lambda logits, count, renormalize, pdl: _routed(logits, count))
+
+
+def block_count(pairs: int, experts: int, size: int) -> int:
+    """Return the maximum number of blocks of ``size`` pairs, if each block has one expert."""
+    return (pairs + min(experts, pairs) * (size - 1)) // size
+
+
+def sorted_pairs(chosen: Tensor, experts: int, size: int) -> tuple[Tensor, Tensor]:
+    """Sort token-expert pairs into blocks of ``size`` with one expert each.
+
+    Return pair indices int64 [blocks * size], -1 for empty places, and each block's expert int64 [blocks]. The number of
+    blocks depends on shapes only.
+    """
+    pairs, flat = chosen.numel(), chosen.flatten()
+    blocks = block_count(pairs, experts, size)
+    counts = flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))
+    ends = ((counts + (size - 1)) // size).cumsum(0)  # last block of each expert
+    experts_in_order, order = flat.sort(stable=True)
+    offsets = (ends - (counts + (size - 1)) // size) * size - (counts.cumsum(0) - counts)
+    places = torch.arange(pairs, device=flat.device) + offsets.index_select(0, experts_in_order)
+    sorted_order = flat.new_full((blocks * size,), -1).scatter_(0, places, order)
+    block_indices = torch.arange(blocks, device=flat.device)
+    return sorted_order, torch.searchsorted(ends, block_indices, right=True).clamp_(max=experts - 1)
+
+
+def laid_out_pairs(chosen: Tensor, experts: int, size: int, pdl: bool) -> tuple[Tensor, Tensor]:
+    """Sort pairs like :func:`sorted_pairs`, in one kernel instead of about twenty, unless there are too many pairs or
+    experts.
+    """
+    pairs = chosen.numel()
+    if pairs > _MAX_SORTED_PAIRS or experts >= _MAX_BINS:
+        return sorted_pairs(chosen, experts, size)
+    blocks = block_count(pairs, experts, size)
+    order = chosen.new_empty(blocks * size)
+    expert_of = chosen.new_empty(blocks)
+    launch(
+        jit.lay_out_pairs,
+        (experts,),
+        *(chosen, order, expert_of, pairs, experts, size, blocks),
+        BINS=power_of_two(experts + 1),
+        BLOCK=1024,
+        pdl=pdl,
+        warps=8,
+    )
+    return order, expert_of
+
+
+def blocks_of(
+    chosen: Tensor, experts: int, size: int, most: int, pdl: bool
+) -> tuple[Tensor | None, Tensor | None, int, dict[str, object]]:
+    """Return the pair order and block experts if pairs are sorted (``size`` > 0), the number of program blocks, and the
+    kernel's constants.
+
+    ``most`` is the number of tokens per block if pairs aren't sorted.
+    """
+    m, count = chosen.shape
+    constants: dict[str, object] = {"SORTED": bool(size), "PAIRS": 0, "COUNT": power_of_two(count)}
+    if size:
+        constants["BLOCK_M"] = size
+        order, expert_of = laid_out_pairs(chosen, experts, size, pdl)
+        return order, expert_of, expert_of.shape[0], constants
+    expect(m <= most, lambda: f"{m} tokens in a block of {most}")
+    pairs = m * count
+    if pairs <= _MAX_COMPARED_PAIRS and pairs < experts:
+        return None, None, pairs, constants | {"PAIRS": power_of_two(pairs)}
+    return None, None, experts, constants
+
+
+def sum_expert_rows(parts: Tensor, x: Tensor, count: int, pdl: bool) -> Tensor:
+    """Sum ``count`` rows of ``parts`` for each token; return rows shaped like ``x``."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    m, hidden = x.shape
+    block = min(power_of_two(hidden), 1024)
+    grid = (m, triton.cdiv(hidden, block))
+    launch(jit.add_experts, grid, parts, out, count, hidden, BLOCK=block, pdl=pdl)
+    return out
+
+
+def _experts(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    size: int,
+    gates: list[int],
+    outputs: list[int],
+    pdl: bool,
+) -> Tensor:
+    """Compute all experts. ``size`` 0: few tokens, one block of tokens per expert; else pairs are sorted into blocks of
+    ``size``.
+    """
+    (m, hidden), count = x.shape, chosen.shape[1]
+    experts, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    expect(
+        gate_up.is_contiguous() and down.is_contiguous() and gate_up.dtype is x.dtype and down.dtype is x.dtype,
+        lambda: f"experts of {x.dtype} with weights of {gate_up.dtype} and {down.dtype}; expected one dtype, and contiguous",
+    )
+    x, chosen, weights = (each if each.stride(-1) == 1 else each.contiguous() for each in (x, chosen, weights))
+    chosen, weights = chosen.contiguous(), weights.contiguous()
+    pairs = m * count
+    order, expert_of, blocks, constants = blocks_of(chosen, experts, size, min(gates[0], outputs[0]), pdl)
+    activations = x.new_empty((pairs, inner))
+    parts = x.new_empty((pairs, hidden))
+    for kernel, config, operands, n, k in (
+        (jit.expert_gates, gates, (x, chosen, order, expert_of, gate_up, activations), inner, hidden),
+        (jit.expert_outputs, outputs, (activations, weights, chosen, order, expert_of, down, parts), hidden, inner),
+    ):
+        tiling = MatmulConfig(*config)
+        strides = (x.stride(0),) if kernel is jit.expert_gates else ()
+        launch(
+            kernel,
+            (triton.cdiv(n, tiling.block_n), blocks),
+            *(*operands, m, count, n, k, *strides),
+            **(tiling.launch_constants(k) | constants),
+            pdl=pdl,
+        )
+    return sum_expert_rows(parts, x, count, pdl)
+
+
+define("experts.triton", _experts, lambda x, *rest: torch.empty_like(x, memory_format=torch.contiguous_format))

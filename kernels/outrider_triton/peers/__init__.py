@@ -1,0 +1,1 @@
+"""Collectives that write into the memory of other ranks' devices."""

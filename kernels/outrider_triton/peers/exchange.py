@@ -1,0 +1,145 @@
+"""Collectives of small tensors by kernels that write into other ranks' memory (:mod:`outrider_triton.peers.jit.exchange`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor
+
+from outrider.device import InterfaceError
+from outrider_triton.launch import launch, power_of_two
+from outrider_triton.peers.jit import exchange as jit
+
+if TYPE_CHECKING:
+    from outrider.device import Group
+
+FUSED_BYTES = 1 << 20
+"""Maximum bytes per rank that the fused reduction and norm takes."""
+_BLOCK = 1024
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_GATHER, _SUM, _ROOT = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class _SharedMemory:
+    """The slots of peer memory that the ranks of a group write to, and the calls counted so far."""
+
+    memory: tuple[Tensor, ...]
+    """int64 [2, ranks, words] of each rank, as mapped on this device."""
+    addresses: Tensor
+    """Address of each rank's memory, int64 [ranks]."""
+    epochs: Tensor
+    """Calls of each program, int32 [programs]."""
+    words: int
+    """Capacity for one rank's words."""
+
+
+class PeerExchange:
+    """Direct exchanges between the ranks of one group, up to ``most_bytes`` per rank.
+
+    A method returns True if it enqueued the exchange. It returns False, on every rank alike, for operands that are too large
+    or of another kind. Kernels go to the ambient stream. The first call of a kind allocates memory together with the other
+    ranks, so it must not be inside a capture. The group orders its calls.
+    """
+
+    def __init__(self, group: Group, *, most_bytes: int, pdl: bool) -> None:
+        self._allocate = WeakMethod(group.peer_buffers)  # a reference from this cache must not keep the group alive
+        self._rank, self._size = group.rank, group.size
+        self.most_bytes = most_bytes
+        self._pdl = pdl
+        self._memories: dict[tuple[str, int], _SharedMemory] = {}
+
+    def all_reduce(self, tensor: Tensor) -> bool:
+        """Sum a tensor of 16 or 32 bit floats over the ranks, in place."""
+        kind = _KINDS.get(tensor.dtype)
+        if kind is None:
+            return False
+        return self._exchange(tensor, tensor, _SUM, kind)
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> bool:
+        """Gather all ranks' ``tensor`` into ``output``, in rank order."""
+        return self._exchange(tensor, output, _GATHER, 0)
+
+    def broadcast(self, tensor: Tensor, root: int) -> bool:
+        """Copy the ``tensor`` of rank ``root`` to all ranks, in place."""
+        return self._exchange(tensor, tensor, _ROOT, 0, root)
+
+    def accepts_rows(self, x: Tensor, residual: Tensor, weight: Tensor) -> bool:
+        """Return True if :meth:`all_reduce_rms_norm` supports the shape, dtype and size of these operands."""
+        operands = (x, residual, weight)
+        same = x.dtype in _KINDS and all(each.dtype is x.dtype and _in_words(each) for each in operands)
+        return same and 0 < x.nbytes <= self.most_bytes and x.shape[-1] * x.itemsize % 4 == 0
+
+    def all_reduce_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        """Reduce over ranks, add to the residual and normalise into ``out``, which is shaped like ``residual``.
+
+        The operands must satisfy :meth:`accepts_rows`.
+        """
+        rows, columns = x.shape
+        words = columns * x.itemsize // 4
+        max_rows = max(self.most_bytes // (4 * words), 1)
+        shared = self._shared_memory("rows", words, max_rows * words, max_rows)
+        block = power_of_two(words)
+        launch(
+            jit.all_reduce_rms_norm,
+            (rows,),
+            *(_words(x), _words(residual), _words(weight), _words(out)),
+            *(shared.addresses, shared.epochs, eps, words, shared.words),
+            RANK=self._rank,
+            SIZE=self._size,
+            KIND=_KINDS[x.dtype],
+            BLOCK=block,
+            pdl=self._pdl,
+            warps=_warps(block),
+        )
+
+    def _exchange(self, tensor: Tensor, out: Tensor, mode: int, kind: int, root: int = 0) -> bool:
+        if tensor.nbytes > self.most_bytes or not (_in_words(tensor) and _in_words(out)):
+            return False
+        max_programs = -(-self.most_bytes // (4 * _BLOCK))
+        shared = self._shared_memory("parts", _BLOCK, max_programs * _BLOCK, max_programs)
+        count = tensor.nbytes // 4
+        block = min(_BLOCK, power_of_two(count)) if count < _BLOCK else _BLOCK
+        launch(
+            jit.exchange,
+            (-(-count // block),),
+            *(_words(tensor), _words(out), shared.addresses, shared.epochs, count, root, shared.words),
+            RANK=self._rank,
+            SIZE=self._size,
+            MODE=mode,
+            KIND=kind,
+            BLOCK=max(block, 32),
+            pdl=self._pdl,
+            warps=_warps(block),
+        )
+        return True
+
+    def _shared_memory(self, purpose: str, row: int, words: int, programs: int) -> _SharedMemory:
+        key = (purpose, row)
+        if key not in self._memories:
+            allocate = self._allocate()
+            if allocate is None:
+                raise InterfaceError(f"the group of {purpose!r} is gone; keep it for as long as ranks exchange anything")
+            memory = allocate(f"{purpose} of {row} words", (2, self._size, words), torch.int64)
+            device = memory[self._rank].device
+            addresses = torch.tensor([each.data_ptr() for each in memory], dtype=torch.int64, device=device)
+            epochs = torch.zeros(programs, dtype=torch.int32, device=device)
+            self._memories[key] = _SharedMemory(memory, addresses, epochs, words)
+        return self._memories[key]
+
+
+def _warps(block: int) -> int:
+    """Return the number of warps of a program: about four words per thread."""
+    return min(max(block // 128, 1), 16)
+
+
+def _in_words(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.nbytes % 4 == 0 and tensor.data_ptr() % 4 == 0
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor as 32-bit words."""
+    return tensor.view(-1).view(torch.int32)

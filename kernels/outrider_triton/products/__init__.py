@@ -1,0 +1,1 @@
+"""Products with unquantized weights for few tokens, and their fusions."""

@@ -1,0 +1,1 @@
+"""Products with quantised weights: formats, activations, bit planes, and the library's products."""

@@ -1,0 +1,210 @@
+"""Quantised activations: rows are divided by their scales and rounded, in a kernel of their own or in the producing
+kernel.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from outrider.device.kernels.formats import INT8_LARGEST
+from outrider_triton.jit.dependent import begin
+from outrider_triton.products.jit.matmul import swiglu
+from outrider_triton.rows.jit.rows import add_row, nearest_e4m3, norm
+
+_INT8_LARGEST = tl.constexpr(INT8_LARGEST)
+
+
+@triton.jit
+def _round_to_integer(value):
+    """Round to the nearest integer, ties to even, for magnitudes below 2**22."""
+    return (value + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _round_to_format(quotient, E4M3: tl.constexpr):
+    """Round to the nearest value of the format. NaN becomes 0, since integers can't represent it: the scale is NaN
+    instead.
+    """
+    quotient = tl.where(quotient == quotient, quotient, 0.0)
+    if E4M3:
+        return nearest_e4m3(tl.minimum(tl.maximum(quotient, -448.0), 448.0))
+    else:
+        return tl.minimum(tl.maximum(_round_to_integer(quotient), -128.0), 127.0)
+
+
+@triton.jit
+def _scale_of(maximum, E4M3: tl.constexpr):
+    """Return the scale for values whose largest magnitude is ``maximum``; 1 if all are zero."""
+    largest: tl.constexpr = 448.0 if E4M3 else _INT8_LARGEST
+    return tl.where(maximum / largest > 0, maximum / largest, 1.0)
+
+
+@triton.jit
+def _quantize_row(value, row, out, scales, size, E4M3: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Quantise a row and store it like :func:`quantize_rows`, with a scale per GROUP elements (0: one scale).
+
+    ``value`` must be 0 from ``size`` on.
+    """
+    WIDTH: tl.constexpr = GROUP if GROUP else BLOCK
+    COUNT: tl.constexpr = BLOCK // WIDTH
+    value = tl.reshape(value, [COUNT, WIDTH])
+    magnitude = tl.abs(value)
+    scale = _scale_of(tl.max(magnitude, axis=1), E4M3)
+    is_invalid = tl.max((magnitude < float("inf")).to(tl.int32) ^ 1, axis=1)
+    quotient = _round_to_format(value / scale[:, None], E4M3)
+    lane = tl.arange(0, COUNT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    tl.store(out + row * size + lane, quotient.to(out.dtype.element_ty), mask=lane < size)
+    groups = tl.cdiv(size, WIDTH)
+    group = tl.arange(0, COUNT)
+    tl.store(scales + row * groups + group, tl.where(is_invalid > 0, float("nan"), scale), mask=group < groups)
+
+
+@triton.jit
+def quantize_rows(
+    x,
+    given,
+    out,
+    scales,
+    k,
+    x_stride,
+    group,
+    groups,
+    E4M3: tl.constexpr,
+    PLAIN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Quantise one group of one row: store the scale to ``scales [m, groups]`` and the quotient to ``out [m, k]`` in its
+    dtype.
+
+    With ``given``, divide by this scale. PLAIN: multiply the quotient by the scale again. NaN makes the scale NaN.
+    """
+    begin(PDL)
+    row, part = tl.program_id(0), tl.program_id(1)
+    lane = tl.arange(0, BLOCK)
+    column = part * group + lane
+    mask = (lane < group) & (column < k)
+    value = tl.load(x + row.to(tl.int64) * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    if given is not None:
+        scale = tl.load(given)
+        is_invalid = tl.max((value != value).to(tl.int32), axis=0)
+    else:
+        magnitude = tl.abs(value)
+        scale = _scale_of(tl.max(magnitude, axis=0), E4M3)
+        is_invalid = tl.max((magnitude < float("inf")).to(tl.int32) ^ 1, axis=0)
+    quotient = _round_to_format(value / scale, E4M3)
+    scale = tl.where(is_invalid > 0, float("nan"), scale)
+    if PLAIN:
+        quotient *= scale
+    tl.store(out + row.to(tl.int64) * k + column, quotient.to(out.dtype.element_ty), mask=mask)
+    tl.store(scales + row * groups + part, scale)
+
+
+@triton.jit(do_not_specialize=["shares"])
+def quantize_by_maxima(
+    x,
+    maxima,
+    out,
+    scales,
+    size,
+    shares,
+    E4M3: tl.constexpr,
+    SHARES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Quantise BLOCK elements of a row like :func:`quantize_rows`; program (row, block).
+
+    The producer of ``x [m, size]`` stored the largest magnitudes of each row, ``maxima [shares, m]``. Infinity there makes
+    the scale NaN.
+    """
+    begin(PDL)
+    row, part = tl.program_id(0), tl.program_id(1)
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    place = row.to(tl.int64) * size + column
+    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    share = tl.arange(0, SHARES)
+    maximum = tl.max(tl.load(maxima + share * tl.num_programs(0) + row, mask=share < shares, other=0.0), axis=0)
+    scale = _scale_of(maximum, E4M3)
+    tl.store(out + place, _round_to_format(value / scale, E4M3).to(out.dtype.element_ty), mask=inside)
+    if part == 0:
+        tl.store(scales + row, tl.where(maximum < float("inf"), scale, float("nan")))
+
+
+@triton.jit(do_not_specialize=["part_stride"])
+def add_rms_norm_quantize(
+    x,
+    bias,
+    residual,
+    weight,
+    out,
+    scales,
+    eps,
+    size,
+    part_stride,
+    E4M3: tl.constexpr,
+    GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Run :func:`outrider_triton.rows.jit.rows.add_rms_norm` and quantise the row."""
+    lane = tl.arange(0, BLOCK)
+    inside = lane < size
+    factor = tl.load(weight + lane, mask=inside, other=0.0)
+    row = tl.program_id(0).to(tl.int64)
+    kept = add_row(x, bias, residual, row, size, part_stride, PARTS, BLOCK, PDL)
+    normed = norm(kept.to(tl.float32), factor, residual.dtype.element_ty, size, eps)
+    _quantize_row(normed.to(tl.float32), row, out, scales, size, E4M3, GROUP, BLOCK)
+
+
+@triton.jit
+def silu_mul_quantize(
+    gate_up,
+    out,
+    scales,
+    size,
+    E4M3: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Run :func:`outrider_triton.rows.jit.rows.silu_mul` for one row and quantise it."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    mask = lane < size
+    gate = tl.load(gate_up + row * 2 * size + lane, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * size + size + lane, mask=mask, other=0.0).to(tl.float32)
+    activation = swiglu(gate, up, gate_up.dtype.element_ty)
+    _quantize_row(activation.to(tl.float32), row, out, scales, size, E4M3, GROUP, BLOCK)
+
+
+@triton.jit
+def embed_beside_quantize(
+    tokens,
+    weight,
+    hidden,
+    out,
+    scales,
+    size,
+    hidden_size,
+    hidden_stride,
+    E4M3: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Run :func:`outrider_triton.bookkeeping.jit.bookkeeping.embed_beside` for one row and quantise it."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    token = tl.load(tokens + row)
+    features = tl.load(
+        hidden + row * hidden_stride + lane - size, mask=(lane >= size) & (lane < size + hidden_size), other=0.0
+    )
+    embedded = tl.load(weight + token * size + lane, mask=lane < size, other=0.0)
+    value = tl.where(lane < size, embedded, features)
+    _quantize_row(value.to(tl.float32), row, out, scales, size + hidden_size, E4M3, GROUP, BLOCK)

@@ -1,0 +1,114 @@
+"""Products with quantised weights by the library: of operands as stored, or of dequantized weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from outrider.device import QuantizedWeight
+from outrider_triton.define import define
+from outrider_triton.launch import launch
+from outrider_triton.quantized.formats import TRITON_FORMATS
+from outrider_triton.quantized.jit import products as quantized
+from outrider_triton.quantized.operators import empty_product, flat_rows, quantized_rows, weight_of_operands
+
+
+def dequantized_weight(weight: QuantizedWeight, dtype: torch.dtype, *, fp8: bool, pdl: bool) -> Tensor:
+    """Dequantize a weight to ``dtype``: compute in float32, round once."""
+    (n, k), (rows, columns), block = weight.shape, weight.block, 256
+    aligned = columns >= k or columns % block == 0
+    width = block if aligned else columns if block % columns == 0 else 0
+    out = torch.empty((n, k), dtype=dtype, device=weight.device)
+    launch(
+        quantized.dequantize,
+        (triton.cdiv(n, 16), triton.cdiv(k, block)),
+        *(
+            TRITON_FORMATS[weight.format].kernel_data(weight.data, native=False),
+            weight.scales,
+            weight.zero_points,
+            out,
+            n,
+            k,
+            weight.scales.shape[1],
+        ),
+        ROWS=rows,
+        COLUMNS=columns,
+        WIDTH=width,
+        **TRITON_FORMATS[weight.format].launch_constants,
+        FP8=fp8,
+        BLOCK_N=16,
+        BLOCK_K=block,
+        pdl=pdl,
+        warps=4,
+    )
+    return out
+
+
+def scaled_products(
+    sums: Tensor, x_scales: Tensor, scales: Tensor, bias: Tensor | None, rows: int, dtype: torch.dtype, pdl: bool
+) -> Tensor:
+    """Scale integer ``sums`` [m, n] to products in ``dtype``; ``rows`` weight rows share one of ``scales``."""
+    (m, n), block = sums.shape, 1024
+    out = torch.empty((m, n), dtype=dtype, device=sums.device)
+    launch(
+        quantized.scale_products,
+        (m, triton.cdiv(n, block)),
+        *(sums, x_scales, scales, bias, out, n),
+        ROWS=rows,
+        BLOCK=block,
+        pdl=pdl,
+        warps=4,
+    )
+    return out
+
+
+define(
+    "scale_products.triton",
+    scaled_products,
+    lambda sums, x_scales, scales, bias, rows, dtype, pdl: torch.empty_like(sums, dtype=dtype),
+)
+
+
+def _library(
+    x: Tensor,
+    data: Tensor,
+    scales: Tensor,
+    zero_points: Tensor | None,
+    input_scale: Tensor | None,
+    bias: Tensor | None,
+    format: str,
+    block: Sequence[int],
+    shape: Sequence[int],
+    activations: str,
+    activation_group: int,
+    scaled: bool,
+    fp8: bool,
+    pdl: bool,
+) -> Tensor:
+    """Multiply with the library: operands as stored if ``scaled``, else the dequantized weight."""
+    weight = weight_of_operands(data, scales, zero_points, input_scale, format, block, shape, activations, activation_group)
+    flat, n = flat_rows(x, weight), shape[0]
+    if scaled:
+        flat, by_row = quantized_rows(flat, activations, 0, input_scale, data.dtype, pdl)
+        if TRITON_FORMATS[format].scales_library_sums:
+            product = scaled_products(torch._int_mm(flat, data.t()), by_row, scales, bias, block[0], x.dtype, pdl)
+        else:
+            by_column = scales.float().reshape(1, -1)
+            if by_column.shape[1] != n:
+                by_column = by_column.repeat_interleave(block[0], dim=1)[:, :n]
+            product = torch._scaled_mm(
+                flat, data.t(), scale_a=by_row, scale_b=by_column.contiguous(), out_dtype=torch.bfloat16, use_fast_accum=False
+            ).to(x.dtype)
+            product = product if bias is None else product + bias
+    else:
+        if activations:
+            flat, _ = quantized_rows(flat, activations, activation_group, input_scale, x.dtype, pdl, plain=True)
+        product = F.linear(flat, dequantized_weight(weight, x.dtype, fp8=fp8, pdl=pdl), bias)
+    return product.view(*x.shape[:-1], n)
+
+
+define("linear_quantized.library", _library, empty_product)

@@ -1,0 +1,188 @@
+"""Operators of products with nibble weights in nibble planes (:mod:`outrider_triton.quantized.jit.nibble_planes`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from outrider.device.kernels.checks import expect
+from outrider_triton.define import define
+from outrider_triton.launch import launch
+from outrider_triton.products import streamed
+from outrider_triton.quantized.jit import nibble_planes, nibble_planes_gated
+from outrider_triton.tiles.configs import STREAMED, MatmulConfig
+
+NIBBLE_PLANES, INT8_COMPONENTS = 1, 2
+"""Layouts of token rows: 16-bit values in nibble planes for :mod:`outrider_triton.quantized.jit.nibble_planes`, or two int8
+components for :mod:`outrider_triton.quantized.jit.nibble_planes_streamed`.
+"""
+
+
+def row_layout(config: MatmulConfig) -> int:
+    """Return the layout of the token rows that a product takes."""
+    return INT8_COMPONENTS if config.descriptor == STREAMED else NIBBLE_PLANES
+
+
+def computes_swiglu(config: MatmulConfig, m: int) -> bool:
+    """Return True if a product of ``m`` tokens takes gate and up and computes SwiGLU itself.
+
+    With one token this is faster than a separate kernel, with more it is slower (docs/evidence/README.md#2026-11-27-pieces).
+    """
+    columns, groups = nibble_planes_gated.COLUMNS.value, config.warps // 4
+    fits_registers = config.block_k <= groups * nibble_planes_gated.STEPS_AT_MOST.value * columns
+    return m == 1 and row_layout(config) == INT8_COMPONENTS and config.prefetch_columns == columns and fits_registers
+
+
+def _width(k: int, how: int) -> int:
+    """Return elements per row. A component is followed by room for one float32 per unit; both begin at multiples of 16
+    bytes.
+    """
+    return 2 * (k + 16 * triton.cdiv(k, 4 * nibble_planes.UNIT_COLUMNS.value)) if how == INT8_COMPONENTS else k
+
+
+def allocate_rows(like: Tensor, shape: Sequence[int], how: int) -> tuple[Tensor, Tensor | None]:
+    """Allocate rows of ``shape`` in layout ``how`` (0: row-major) on the device of ``like``, and a view for their grains.
+
+    INT8_COMPONENTS: int8, the low components of a row, then the high ones; float32 grains of its units follow the low ones.
+    """
+    k, width = shape[-1], _width(shape[-1], how)
+    out = like.new_empty((*shape[:-1], width), dtype=torch.int8 if how == INT8_COMPONENTS else like.dtype)
+    return out, out[..., k : width // 2].view(torch.float32) if how == INT8_COMPONENTS else None
+
+
+def row_stride(out: Tensor, grains: Tensor | None) -> int:
+    """Return the elements between two rows, or two components, of an allocation of :func:`allocate_rows`."""
+    return out.shape[-1] if grains is None else out.shape[-1] // 2
+
+
+def component_views(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return components int8 [2 m, k] and grains float32 [m, units] as views of contiguous rows [m, ...].
+
+    The layout is INT8_COMPONENTS.
+    """
+    digits = rows.view(2 * rows.shape[0], -1)
+    return digits[:, :k], digits[::2, k:].view(torch.float32)
+
+
+def permute_rows(x: Tensor, pdl: bool, how: int = NIBBLE_PLANES) -> Tensor:
+    """Return the rows of ``x`` [m, k] in nibble-plane layout ``how``."""
+    m, k = x.shape
+    out, grains = allocate_rows(x, x.shape, how)
+    launch(
+        nibble_planes.lay_in_planes,
+        (m, triton.cdiv(k, 1024)),
+        *(x, out, grains, k, x.stride(0), row_stride(out, grains)),
+        BLOCK=1024,
+        pdl=pdl,
+        warps=4,
+    )
+    return out
+
+
+define("lay_in_planes.triton", permute_rows, lambda x, pdl, how: allocate_rows(x, x.shape, how)[0])
+
+
+def _linear_planes(
+    x: Tensor,
+    data: Tensor,
+    scales: Tensor,
+    zero_points: Tensor | None,
+    bias: Tensor | None,
+    block: Sequence[int],
+    laid: torch.dtype | None,
+    mode: str,
+    columns: int,
+    at_once: int,
+    asm: bool,
+    config: list[int],
+    pdl: bool,
+) -> Tensor:
+    """Multiply rows by nibbles.
+
+    ``laid`` is the product's dtype if the rows of ``x`` already have the layout of :func:`row_layout`, else None. A split
+    product is returned in parts, float32 [split, T, N], without the bias.
+    """
+    tiling = MatmulConfig(*config)
+    expect(tiling.descriptor in (0, STREAMED), lambda: f"a product with a quantised weight can't be tiled as {config}")
+    flat, n = x.reshape(-1, x.shape[-1]), data.shape[0]
+    m, k, how, rows_per_program = (
+        flat.shape[0],
+        2 * data.shape[1],
+        row_layout(tiling),
+        tiling.rows_per_program or tiling.block_n,
+    )
+    expect(
+        flat.shape[1] == (_width(k, how) if laid is not None else k) and k % nibble_planes.UNIT_COLUMNS.value == 0,
+        lambda: (
+            f"product of {tuple(x.shape)}{'' if laid is None else ' in planes'} with a weight of {n} x {k}: expected rows of "
+            f"{_width(k, how) if laid is not None else k} and units of 128 columns"
+        ),
+    )
+    flat = flat if flat.stride(-1) == 1 else flat.contiguous()
+    if laid is None:
+        flat = permute_rows(flat, pdl, how)
+    product = torch.empty((tiling.split, m, n), dtype=torch.float32 if tiling.split > 1 else laid or x.dtype, device=x.device)
+    if tiling.descriptor == STREAMED:
+        expect(
+            zero_points is None and (mode, columns, block[0]) == ("block", nibble_planes.UNIT_COLUMNS.value, 1) and asm,
+            lambda: f"a streamed product with scales of {tuple(block)}: expected rows of groups of 128, without zero points",
+        )
+        components, grains = component_views(flat.contiguous(), k)
+        operands = components, grains, data, scales, bias if tiling.split == 1 else None
+        streamed.multiply_planes(*operands, product, tiling, pdl)
+        return product if tiling.split > 1 else product.view(*x.shape[:-1], n)
+    launch(
+        nibble_planes.linear_planes,
+        (triton.cdiv(n, rows_per_program), triton.cdiv(m, tiling.block_m), tiling.split),
+        *(flat, data.view(torch.int16), scales, zero_points, bias if tiling.split == 1 else None, product, m, n, k),
+        *(flat.stride(0), scales.shape[1], rows_per_program, tiling.prefetch_columns),
+        MODE=mode,
+        ROWS=block[0],
+        COLUMNS=columns,
+        ASM=asm,
+        SUB=min(at_once, tiling.block_k) if at_once else tiling.block_k,
+        SPLIT=tiling.split,
+        **tiling.launch_constants(k),
+        pdl=pdl,
+    )
+    return product if tiling.split > 1 else product.view(*x.shape[:-1], n)
+
+
+def _gated_planes(
+    both: Tensor,
+    data: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    config: list[int],
+    pdl: bool,
+) -> Tensor:
+    """Apply SwiGLU to one token's gate and up, ``both`` [1, 2 K], and multiply.
+
+    A split product is returned in parts, float32 [split, 1, N], without the bias.
+    """
+    split, tiling = config[3], MatmulConfig(*config)
+    product = _empty_gated(both, data, scales, bias, config, pdl)
+    streamed.multiply_gated_planes(both.contiguous(), data, scales, bias if split == 1 else None, product, tiling, pdl)
+    return product
+
+
+def _empty_gated(both: Tensor, data: Tensor, *rest: Any) -> Tensor:
+    split, n = rest[-2][3], data.shape[0]
+    return both.new_empty((split, 1, n), dtype=torch.float32) if split > 1 else both.new_empty((1, n))
+
+
+define("linear_quantized.triton_gated_planes", _gated_planes, _empty_gated)
+
+
+def _empty(x: Tensor, data: Tensor, *rest: Any) -> Tensor:
+    split, n = rest[-2][3], data.shape[0]
+    if split > 1:
+        return torch.empty((split, x.numel() // x.shape[-1], n), dtype=torch.float32, device=x.device)
+    return x.new_empty((*x.shape[:-1], n), dtype=rest[-7] or x.dtype)
+
+
+define("linear_quantized.triton_planes", _linear_planes, _empty)

@@ -1,0 +1,343 @@
+"""Kernels with one token or row per program: norms, SwiGLU, rotation with the cache write, and row copies."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from outrider_triton.jit.dependent import begin, prefetch_lines
+from outrider_triton.quantized.jit.nibble_planes import store_in_planes
+
+
+@triton.jit
+def norm(wide, weight, out_type: tl.constexpr, size, eps):
+    """Normalise one row in float32 (RMS norm), rounded as the reference rounds it: before the weight and after it.
+
+    A weight in another dtype than the result is wider, and multiplies what isn't rounded yet.
+    """
+    mean = tl.sum(wide * wide, axis=0) / size
+    normed = wide * tl.rsqrt(mean + eps)
+    if weight.dtype == out_type:
+        normed = normed.to(out_type).to(tl.float32)
+    return (weight.to(tl.float32) * normed).to(out_type)
+
+
+@triton.jit(do_not_specialize=["inner"])
+def rms_norm(x, weight, out, eps, size, inner, stride_outer, stride_inner, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Normalise row r of ``x``, at (r // inner, r % inner); ``out`` is contiguous."""
+    lane = tl.arange(0, BLOCK)
+    inside = lane < size
+    scale = tl.load(weight + lane, mask=inside, other=0.0)  # a weight, so its load may precede the wait
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    wide = tl.load(x + (row // inner) * stride_outer + (row % inner) * stride_inner + lane, mask=inside, other=0.0)
+    tl.store(out + row * size + lane, norm(wide.to(tl.float32), scale, out.dtype.element_ty, size, eps), mask=inside)
+
+
+@triton.jit
+def add_row(
+    x,
+    bias,
+    residual,
+    row,
+    size,
+    part_stride,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Begin, compute ``residual += sum of x's parts (+ bias)`` in row ``row``, and return that row in the
+    residual's dtype.
+    """
+    lane = tl.arange(0, BLOCK)
+    mask = lane < size
+    if PDL and BLOCK >= 16:
+        # Weights have evicted the residual since the last product used it. One of 16 elements addresses each memory sector.
+        prefetch_lines(residual + row * size + tl.minimum(tl.arange(0, BLOCK // 16) * 16, size - 1))
+    begin(PDL)
+    total = tl.load(x + row * size + lane, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(x + part * part_stride + row * size + lane, mask=mask, other=0.0).to(tl.float32)
+    if bias is not None:
+        total += tl.load(bias + lane, mask=mask, other=0.0).to(tl.float32)
+    updated = total + tl.load(residual + row * size + lane, mask=mask, other=0.0).to(tl.float32)
+    updated = updated.to(residual.dtype.element_ty)
+    tl.store(residual + row * size + lane, updated, mask=mask)
+    return updated
+
+
+@triton.jit(do_not_specialize=["part_stride"])
+def add_rms_norm(
+    x,
+    bias,
+    residual,
+    weight,
+    out,
+    grains,
+    eps,
+    size,
+    part_stride,
+    stride,
+    PARTS: tl.constexpr,
+    PLANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Compute ``residual += sum of x's parts (+ bias)``, then its norm. Parts are those of a split matrix product.
+
+    PLANES: store the norm like :func:`outrider_triton.quantized.jit.nibble_planes.store_in_planes`, with or without
+    ``grains``.
+    """
+    lane = tl.arange(0, BLOCK)
+    mask = lane < size
+    scale = tl.load(weight + lane, mask=mask, other=0.0)
+    row = tl.program_id(0).to(tl.int64)
+    updated = add_row(x, bias, residual, row, size, part_stride, PARTS, BLOCK, PDL)
+    normed = norm(updated.to(tl.float32), scale, residual.dtype.element_ty, size, eps)
+    if PLANES:
+        store_in_planes(out, grains, row, 0, normed, size, stride, BLOCK)
+    else:
+        tl.store(out + row * stride + lane, normed, mask=mask)
+
+
+@triton.jit
+def silu_mul(gate_up, out, grains, size, stride, PLANES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Apply SwiGLU to a chunk of a row; program (row, chunk). PLANES: as in :func:`add_rms_norm`."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    begins = tl.program_id(1) * BLOCK
+    lane = begins + tl.arange(0, BLOCK)
+    inside = lane < size
+    gate = tl.load(gate_up + row * 2 * size + lane, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * size + size + lane, mask=inside, other=0.0)
+    gate = (gate / (1.0 + tl.exp(-gate))).to(up.dtype).to(tl.float32)
+    gated = (gate * up.to(tl.float32)).to(up.dtype)
+    if PLANES:
+        store_in_planes(out, grains, row, begins, gated, size, stride, BLOCK)
+    else:
+        tl.store(out + row * stride + lane, gated, mask=inside)
+
+
+@triton.jit
+def nearest_e4m3(value):
+    """Round to the nearest e4m3 value, as float32: the step is an eighth of the next lower power of two, and at
+    least 2**-9.
+    """
+    exponent = tl.maximum((value.to(tl.int32, bitcast=True) >> 23) & 0xFF, 121)
+    shift = (((exponent + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)  # 1.5 * 2**23 steps
+    return (value + shift) - shift
+
+
+@triton.jit
+def as_cached(x, cache):
+    """Convert ``x`` to the dtype of ``cache``: e4m3 is clamped to its range like in the reference, and keeps NaN."""
+    if cache.dtype.element_ty == tl.float8e4nv:
+        wide = x.to(tl.float32)
+        wide = tl.where(wide > 448.0, 448.0, wide)
+        wide = tl.where(wide < -448.0, -448.0, wide)
+        return nearest_e4m3(wide).to(tl.float8e4nv)  # exact, since the interpreter rounds incorrectly
+    else:
+        return x
+
+
+@triton.jit
+def _rotate(pointers, half, cos_low, sin_low, cos_high, sin_high, mask):
+    """Rotate and store both halves of some heads in place; return them."""
+    low = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(pointers + half, mask=mask, other=0.0).to(tl.float32)
+    rotated_low = (low * cos_low - high * sin_low).to(pointers.dtype.element_ty)
+    rotated_high = (high * cos_high + low * sin_high).to(pointers.dtype.element_ty)
+    tl.store(pointers, rotated_low, mask=mask)
+    tl.store(pointers + half, rotated_high, mask=mask)
+    return rotated_low, rotated_high
+
+
+@triton.jit
+def rope_write_cache(
+    q,
+    k,
+    v,
+    cos,
+    sin,
+    k_cache,
+    v_cache,
+    slots,
+    heads,
+    kv_heads,
+    half,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    angles_token,
+    cache_slot,
+    cache_head,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Rotate one token's queries and keys and write the cache. Strides are in elements; ``cache_slot`` is that of a slot."""
+    begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK_HALF)[None, :]
+    inside = lane < half
+    cos_low = tl.load(cos + token * angles_token + lane, mask=inside, other=0.0).to(tl.float32)
+    sin_low = tl.load(sin + token * angles_token + lane, mask=inside, other=0.0).to(tl.float32)
+    cos_high = tl.load(cos + token * angles_token + half + lane, mask=inside, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin + token * angles_token + half + lane, mask=inside, other=0.0).to(tl.float32)
+
+    head = tl.arange(0, BLOCK_Q)[:, None]
+    _rotate(q + token * q_token + head * q_head + lane, half, cos_low, sin_low, cos_high, sin_high, inside & (head < heads))
+
+    head = tl.arange(0, BLOCK_KV)[:, None]
+    mask = inside & (head < kv_heads)
+    low, high = _rotate(k + token * k_token + head * k_head + lane, half, cos_low, sin_low, cos_high, sin_high, mask)
+    offset = tl.load(slots + token) * cache_slot + head * cache_head + lane
+    tl.store(k_cache + offset, as_cached(low, k_cache), mask=mask)
+    tl.store(k_cache + offset + half, as_cached(high, k_cache), mask=mask)
+    value = v + token * v_token + head * v_head + lane
+    tl.store(v_cache + offset, as_cached(tl.load(value, mask=mask, other=0.0), v_cache), mask=mask)
+    tl.store(v_cache + offset + half, as_cached(tl.load(value + half, mask=mask, other=0.0), v_cache), mask=mask)
+
+
+@triton.jit(do_not_specialize=["part_stride"])
+def add_parts_rope_write_cache(
+    parts,
+    bias,
+    q_norm,
+    k_norm,
+    eps,
+    cos,
+    sin,
+    q,
+    k_cache,
+    v_cache,
+    slots,
+    heads,
+    kv_heads,
+    half,
+    rotated,
+    token_stride,
+    part_stride,
+    angles_token,
+    cache_slot,
+    cache_head,
+    PARTS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Run :func:`rope_write_cache` on the sum of ``parts [PARTS, m, (heads + 2 kv_heads) 2 half]`` (+ bias), rounded to
+    q's dtype; queries go to ``q [m, heads, 2 half]``. Program (token, head). With norms, queries and keys are normalised per
+    head before the rotation, with ``q_norm`` and ``k_norm [2 half]``. The first 2 ``rotated`` elements of a head rotate.
+    """
+    head = tl.program_id(1)
+    pair = tl.arange(0, BLOCK_HALF)
+    inside = pair < half
+    # Elements that rotate together; the others of a head are paired in order, and keep their values.
+    first = tl.where(pair < rotated, pair, pair + rotated)
+    second = tl.where(pair < rotated, pair + rotated, pair + half)
+    rotates = inside & (pair < rotated) & (head < heads + kv_heads)
+    if q_norm is not None:  # weights, so their loads may precede the wait
+        factors = k_norm
+        if head < heads:
+            factors = q_norm
+        low_factor = tl.load(factors + first, mask=inside, other=0.0).to(tl.float32)
+        high_factor = tl.load(factors + second, mask=inside, other=0.0).to(tl.float32)
+    begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    angle = token * angles_token + pair
+    cos_low = tl.load(cos + angle, mask=rotates, other=1.0).to(tl.float32)
+    sin_low = tl.load(sin + angle, mask=rotates, other=0.0).to(tl.float32)
+    cos_high = tl.load(cos + angle + rotated, mask=rotates, other=1.0).to(tl.float32)
+    sin_high = tl.load(sin + angle + rotated, mask=rotates, other=0.0).to(tl.float32)
+    source = parts + token * token_stride + head * (2 * half)
+    low = tl.zeros([BLOCK_HALF], dtype=tl.float32)
+    high = tl.zeros([BLOCK_HALF], dtype=tl.float32)
+    for part in tl.static_range(PARTS):
+        low += tl.load(source + part * part_stride + first, mask=inside, other=0.0).to(tl.float32)
+        high += tl.load(source + part * part_stride + second, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        low += tl.load(bias + head * (2 * half) + first, mask=inside, other=0.0).to(tl.float32)
+        high += tl.load(bias + head * (2 * half) + second, mask=inside, other=0.0).to(tl.float32)
+    # Rounded where the reference rounds: after the product and after the rotation.
+    kept_low = low.to(q.dtype.element_ty)
+    kept_high = high.to(q.dtype.element_ty)
+    low = kept_low.to(tl.float32)
+    high = kept_high.to(tl.float32)
+    if q_norm is not None:
+        scale = tl.rsqrt((tl.sum(low * low, axis=0) + tl.sum(high * high, axis=0)) / (2 * half) + eps)
+        low *= scale
+        high *= scale
+        if q_norm.dtype.element_ty == q.dtype.element_ty:  # a wider weight multiplies what isn't rounded yet
+            low = low.to(q.dtype.element_ty).to(tl.float32)
+            high = high.to(q.dtype.element_ty).to(tl.float32)
+        low = (low * low_factor).to(q.dtype.element_ty).to(tl.float32)
+        high = (high * high_factor).to(q.dtype.element_ty).to(tl.float32)
+    rotated_low = (low * cos_low - high * sin_low).to(q.dtype.element_ty)
+    rotated_high = (high * cos_high + low * sin_high).to(q.dtype.element_ty)
+
+    queries = inside & (head < heads)
+    place = q + (token * heads + head) * (2 * half)
+    tl.store(place + first, rotated_low, mask=queries)
+    tl.store(place + second, rotated_high, mask=queries)
+    keys = inside & (head >= heads) & (head < heads + kv_heads)
+    key = slot * cache_slot + (head - heads) * cache_head
+    tl.store(k_cache + key + first, as_cached(rotated_low, k_cache), mask=keys)
+    tl.store(k_cache + key + second, as_cached(rotated_high, k_cache), mask=keys)
+    values = inside & (head >= heads + kv_heads)
+    value = key - kv_heads * cache_head
+    tl.store(v_cache + value + first, as_cached(kept_low, v_cache), mask=values)
+    tl.store(v_cache + value + second, as_cached(kept_high, v_cache), mask=values)
+
+
+@triton.jit(do_not_specialize=["moves"])
+def move_cache(
+    k_cache, v_cache, sources, destinations, moves, size, MOVES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """Move a block of columns of every row: a program reads all rows before it writes any."""
+    begin(PDL)
+    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    move = tl.arange(0, MOVES)
+    source = tl.load(sources + move, mask=move < moves, other=0)[:, None]
+    destination = tl.load(destinations + move, mask=move < moves, other=0)[:, None]
+    mask = (lane < size) & (move < moves)[:, None]
+    keys = tl.load(k_cache + source * size + lane, mask=mask, other=0.0)
+    values = tl.load(v_cache + source * size + lane, mask=mask, other=0.0)
+    tl.debug_barrier()  # another thread's source row may be this thread's destination
+    tl.store(k_cache + destination * size + lane, keys, mask=mask)
+    tl.store(v_cache + destination * size + lane, values, mask=mask)
+
+
+@triton.jit
+def gather_rows(state, rows, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Gather rows of ``state``; program (row, chunk)."""
+    begin(PDL)
+    index = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(rows + index)
+    tl.store(out + index * size + lane, tl.load(state + row * size + lane, mask=lane < size), mask=lane < size)
+
+
+@triton.jit
+def copy_rows(source, out, size, source_row, out_row, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Copy rows of ``size`` elements, with strides ``source_row`` and ``out_row`` in elements; program (row, chunk)."""
+    begin(PDL)
+    index = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(source + index * source_row + lane, mask=lane < size)
+    tl.store(out + index * out_row + lane, values, mask=lane < size)
+
+
+@triton.jit
+def scatter_rows(state, rows, values, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Scatter rows to ``state``; program (row, chunk). Row 0 is reserved and isn't written."""
+    begin(PDL)
+    index = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(rows + index)
+    mask = (lane < size) & (row > 0)
+    tl.store(state + row * size + lane, tl.load(values + index * size + lane, mask=mask), mask=mask)

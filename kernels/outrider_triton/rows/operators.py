@@ -1,0 +1,382 @@
+"""The kernels as torch operators: overloads ``triton`` of the backend interface's operators, and a few new ones.
+
+An overload takes its operator's operands under the same names, and so accesses the same rows (``ROW_ACCESS``). Integers that
+configure the launch follow them. The shape of its result depends on its operands only.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from outrider.device.kernels.checks import check_copy, expect
+from outrider_triton.define import define
+from outrider_triton.launch import launch, power_of_two
+from outrider_triton.products import streamed
+from outrider_triton.products.jit import matmul
+from outrider_triton.quantized.nibble_planes import allocate_rows, row_stride
+from outrider_triton.rows.jit import rows as jit_rows
+from outrider_triton.rows.rotary import expect_laid_out
+from outrider_triton.tiles.configs import LARGE_M, STREAMED, MatmulConfig
+
+_MAX_MOVES = 256
+"""Maximum number of rows that a program of ``move_cache`` holds at once."""
+
+
+# -- rows ----------------------------------------------------------------------------------------------------------
+
+
+def _check_norm(x: Tensor, weight: Tensor) -> None:
+    expect(x.shape[-1:] == weight.shape, lambda: f"norm of {tuple(x.shape)} with a weight of {tuple(weight.shape)}")
+
+
+def _normed(x: Tensor, weight: Tensor) -> Tensor:
+    _check_norm(x, weight)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool) -> Tensor:
+    out = _normed(x, weight)
+    size = x.shape[-1]
+    if x.dim() == 3 and x.stride(-1) == 1:
+        inner, outer_stride, inner_stride = x.shape[1], x.stride(0), x.stride(1)
+    elif x.dim() == 2 and x.stride(-1) == 1:  # for example columns of a wider tensor
+        inner, outer_stride, inner_stride = 1, x.stride(0), size
+    else:
+        x = x.contiguous()
+        inner, outer_stride, inner_stride = 1, size, size
+    block = power_of_two(size)
+    launch(
+        jit_rows.rms_norm,
+        (out.numel() // size if size else 0,),
+        *(x, weight, out, eps, size, inner, outer_stride, inner_stride),
+        BLOCK=block,
+        pdl=pdl,
+    )
+    return out
+
+
+define("rms_norm.triton", _rms_norm, lambda x, weight, eps, pdl: _normed(x, weight))
+
+
+def _add_parts(
+    x: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, eps: float, pdl: bool, planes: int = 0
+) -> Tensor:
+    """Add ``x`` and the bias to the residual and return the norm.
+
+    ``x`` is [T, H], or [parts, T, H] of a split product. ``planes`` is the layout of the result
+    (:func:`outrider_triton.quantized.nibble_planes.allocate_rows`).
+    """
+    parts = 1 if x.dim() == residual.dim() else x.shape[0]
+    expect(
+        x.shape[-residual.dim() :] == residual.shape and residual.is_contiguous(),
+        lambda: f"adding {tuple(x.shape)} to a residual of {tuple(residual.shape)}; expected equal, contiguous rows",
+    )
+    _check_norm(residual, weight)
+    out, grains = allocate_rows(residual, residual.shape, planes)
+    size = residual.shape[-1]
+    block = power_of_two(size)
+    launch(
+        jit_rows.add_rms_norm,
+        (residual.numel() // size,),
+        *(x.contiguous(), bias, residual, weight, out, grains, eps, size, residual.numel(), row_stride(out, grains)),
+        PARTS=parts,
+        PLANES=planes > 0,
+        BLOCK=block,
+        pdl=pdl,
+    )
+    return out
+
+
+def _empty_norm(residual: Tensor, weight: Tensor, planes: int) -> Tensor:
+    _check_norm(residual, weight)
+    return allocate_rows(residual, residual.shape, planes)[0]
+
+
+define(
+    "add_rms_norm.triton",
+    _add_parts,
+    lambda x, bias, residual, weight, eps, pdl, planes=0: _empty_norm(residual, weight, planes),
+    writes=("residual",),
+)
+
+
+def _silu_mul(gate_up: Tensor, pdl: bool, planes: int = 0) -> Tensor:
+    size = gate_up.shape[-1] // 2
+    out, grains = allocate_rows(gate_up, (*gate_up.shape[:-1], size), planes)
+    block = min(power_of_two(size), 1024)
+    grid = (gate_up.numel() // (2 * size), triton.cdiv(size, block))
+    constants = {"PLANES": planes > 0, "BLOCK": block}
+    operands = gate_up.contiguous(), out, grains, size, row_stride(out, grains)
+    launch(jit_rows.silu_mul, grid, *operands, **constants, pdl=pdl)
+    return out
+
+
+define(
+    "silu_mul.triton",
+    _silu_mul,
+    lambda gate_up, pdl, planes=0: allocate_rows(gate_up, (*gate_up.shape[:-1], gate_up.shape[-1] // 2), planes)[0],
+)
+
+
+def _rope_write_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    pdl: bool,
+) -> None:
+    expect_laid_out(cos, sin, k_cache, v_cache)
+    tokens, heads, size = q.shape
+    kv_heads = k.shape[1]
+    block_q, block_half = power_of_two(heads), power_of_two(size // 2)
+    launch(
+        jit_rows.rope_write_cache,
+        (tokens,),
+        *(q, k, v, cos, sin, k_cache, v_cache, slots, heads, kv_heads, size // 2),
+        *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), cos.stride(0)),
+        *(k_cache.stride(1), k_cache.stride(2)),
+        BLOCK_Q=block_q,
+        BLOCK_KV=power_of_two(kv_heads),
+        BLOCK_HALF=block_half,
+        pdl=pdl,
+        warps=min(max(block_q * block_half // 256, 1), 8),
+    )
+
+
+define("rope_write_cache.triton", _rope_write_cache, writes=("q", "k", "k_cache", "v_cache"))
+
+
+def _queries(parts: Tensor, k_cache: Tensor, dtype: torch.dtype) -> Tensor:
+    kv_heads, size = k_cache.shape[2:]
+    return torch.empty((parts.shape[-2], parts.shape[-1] // size - 2 * kv_heads, size), dtype=dtype, device=parts.device)
+
+
+def _add_parts_rope_write_cache(
+    parts: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    dtype: torch.dtype,
+    pdl: bool,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Add parts, rotate and write the cache; return queries [T, Hq, D].
+
+    ``parts`` is [T, (Hq + 2 Hkv) D], or [parts, T, ...] of a split product.
+    """
+    expect_laid_out(cos, sin, k_cache, v_cache, partly=True)
+    expect(
+        parts.is_contiguous() if parts.dim() == 3 else parts.stride(1) == 1,
+        lambda: "rope_write_cache: parts must be contiguous, or their rows if there is one part",
+    )
+    q = _queries(parts, k_cache, dtype)
+    (tokens, heads, size), kv_heads = q.shape, k_cache.shape[2]
+    launch(
+        jit_rows.add_parts_rope_write_cache,
+        (tokens, heads + 2 * kv_heads),
+        *(parts, bias, q_norm, k_norm, eps, cos, sin, q, k_cache, v_cache, slots, heads, kv_heads, size // 2),
+        *(cos.shape[1] // 2, parts.stride(-2), tokens * parts.shape[-1]),
+        *(cos.stride(0), k_cache.stride(1), k_cache.stride(2)),
+        PARTS=1 if parts.dim() == 2 else parts.shape[0],
+        BLOCK_HALF=power_of_two(size // 2),
+        pdl=pdl,
+        warps=1,
+    )
+    return q
+
+
+# An overload of the operator that writes the same cache rows, so that row access is known.
+define(
+    "rope_write_cache.triton_parts",
+    _add_parts_rope_write_cache,
+    lambda parts, bias, cos, sin, k_cache, v_cache, slots, dtype, *rest: _queries(parts, k_cache, dtype),
+    writes=("k_cache", "v_cache"),
+)
+
+
+def _move_cache(k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations: Tensor, pdl: bool) -> None:
+    moves = sources.shape[0]
+    expect(moves <= _MAX_MOVES, lambda: f"move_cache: {moves} rows at once, expected at most {_MAX_MOVES}")
+    size = k_cache.stride(1)
+    block = 64
+    launch(
+        jit_rows.move_cache,
+        (triton.cdiv(size, block) if moves else 0,),
+        *(k_cache, v_cache, sources, destinations, moves, size),
+        MOVES=power_of_two(moves),
+        BLOCK=block,
+        pdl=pdl,
+        warps=min(max(power_of_two(moves) * block // 512, 1), 8),
+    )
+
+
+define("move_cache.triton", _move_cache, writes=("k_cache", "v_cache"))
+
+
+def _rows_grid(state: Tensor, count: int) -> tuple[tuple[int, int], int, int]:
+    size = state[0].numel()
+    block = min(power_of_two(size), 1024)
+    return (count, triton.cdiv(size, block)), size, block
+
+
+def _gather_rows(state: Tensor, rows: Tensor, pdl: bool) -> Tensor:
+    out = state.new_empty((rows.shape[0], *state.shape[1:]))
+    grid, size, block = _rows_grid(state, rows.shape[0])
+    launch(jit_rows.gather_rows, grid, state, rows, out, size, BLOCK=block, pdl=pdl)
+    return out
+
+
+define("gather_rows.triton", _gather_rows, lambda state, rows, pdl: state.new_empty((rows.shape[0], *state.shape[1:])))
+
+
+def _scatter_rows(state: Tensor, rows: Tensor, values: Tensor, pdl: bool) -> None:
+    grid, size, block = _rows_grid(state, rows.shape[0])
+    values = values.contiguous()
+    launch(jit_rows.scatter_rows, grid, state, rows, values, size, BLOCK=block, pdl=pdl)
+
+
+define("scatter_rows.triton", _scatter_rows, writes=("state",))
+
+
+def _copy_rows(source: Tensor, out: Tensor, pdl: bool) -> None:
+    check_copy(source, out)
+    expect(source.stride(1) == out.stride(1) == 1, lambda: "copy_rows: the columns of a row must be contiguous")
+    count, size = source.shape
+    block = min(power_of_two(size), 1024)
+    launch(
+        jit_rows.copy_rows,
+        (count, triton.cdiv(size, block)),
+        *(source, out, size, source.stride(0), out.stride(0)),
+        BLOCK=block,
+        pdl=pdl,
+    )
+
+
+define("copy_rows.triton", _copy_rows, writes=("out",))
+
+# -- matrix products -----------------------------------------------------------------------------------------------
+
+
+def flat_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return ``x`` [..., K] as rows [T, K] for a product with ``weight`` [N, K]. Raises if the operands don't match."""
+    expect(
+        x.shape[-1] == weight.shape[-1] and weight.is_contiguous() and x.dtype is weight.dtype,
+        lambda: f"a product of {tuple(x.shape)} {x.dtype} with a weight of {tuple(weight.shape)} {weight.dtype}",
+    )
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(-1) == 1 else flat.contiguous()
+
+
+def expect_blocks(config: list[int]) -> None:
+    """Raise unless each program's rows fit its block and the configuration is unstreamed: else rows would be left out."""
+    expect(
+        config[8] <= config[1] and config[7] in (0, 1),
+        lambda: (
+            f"a product can't be tiled as {config}: expected no more rows of a program than a block has, "
+            "and an unstreamed descriptor"
+        ),
+    )
+
+
+def tile_descriptor(weight: Tensor, tiling: MatmulConfig) -> TensorDescriptor | None:
+    """Return the copy engine's descriptor of a weight's tiles, or None if threads load them."""
+    return TensorDescriptor.from_tensor(weight, [tiling.block_n, tiling.block_k]) if tiling.descriptor else None
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: list[int], pdl: bool) -> None:
+    tiling = MatmulConfig(*config)
+    flat = flat_product(x, weight)
+    if tiling.descriptor == STREAMED:
+        streamed.multiply(flat, weight, bias, out, tiling, pdl)
+        return
+    expect_blocks(config)
+    (m, k), n = flat.shape, weight.shape[0]
+    rows_per_program = tiling.rows_per_program or tiling.block_n
+    grid = triton.cdiv(n, rows_per_program), tiling.split, triton.cdiv(m, tiling.block_m)
+    launch(
+        matmul.linear,
+        grid,
+        *(flat, weight, tile_descriptor(weight, tiling), bias, out),
+        *(m, n, k, flat.stride(0), rows_per_program, tiling.prefetch_columns if k % 8 == 0 else 0),
+        SPLIT=tiling.split,
+        **tiling.launch_constants(k),
+        pdl=pdl,
+    )
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: list[int], pdl: bool) -> Tensor:
+    expect(config[3] == 1, lambda: "a product that is split leaves parts: use linear_parts")
+    out = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    _multiply(x, weight, bias, out, config, pdl)
+    return out
+
+
+def _linear_parts(x: Tensor, weight: Tensor, config: list[int], pdl: bool) -> Tensor:
+    """Multiply in parts: float32 [split, T, N], or [T, N] in the operands' dtype without a split."""
+    out = _empty_parts(x, weight, config)
+    _multiply(x, weight, None, out, config, pdl)
+    return out
+
+
+def _empty_parts(x: Tensor, weight: Tensor, config: list[int]) -> Tensor:
+    shape = (*x.shape[:-1], weight.shape[0])
+    return x.new_empty((config[3], *shape), dtype=torch.float32) if config[3] > 1 else x.new_empty(shape)
+
+
+define("linear.triton", _linear, lambda x, weight, bias, config, pdl: x.new_empty((*x.shape[:-1], weight.shape[0])))
+define("linear_parts.triton", _linear_parts, lambda x, weight, config, pdl: _empty_parts(x, weight, config))
+
+
+def _linear_silu_mul(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    config: list[int],
+    pdl: bool,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Multiply and apply SwiGLU; with ``squares``, ``x`` and ``squares`` are the results of ``linear_add_scaled``."""
+    tiling = MatmulConfig(*config)
+    expect(tiling.split == 1, lambda: "a gated product isn't split: the activation needs the whole sum")
+    flat = flat_product(x, weight)
+    (m, k), n = flat.shape, weight.shape[0] // 2
+    out = x.new_empty((*x.shape[:-1], n))
+    if tiling.descriptor == STREAMED:
+        streamed.silu_mul(flat, squares, weight, bias, out, eps, tiling, pdl)
+        return out
+    if tiling.descriptor == LARGE_M and squares is None:
+        streamed.silu_mul_large_m(flat, weight, bias, out, tiling, pdl)
+        return out
+    expect_blocks(config)
+    rows_per_program = tiling.rows_per_program or tiling.block_n
+    shares = 1 if squares is None else squares.shape[0]
+    launch(
+        matmul.linear_silu_mul,
+        (triton.cdiv(n, rows_per_program), triton.cdiv(m, tiling.block_m)),
+        *(flat, squares, weight, bias, out, eps, m, n, k, flat.stride(0), shares, rows_per_program),
+        tiling.prefetch_columns if k % 8 == 0 else 0,
+        SHARES=power_of_two(shares),
+        **tiling.launch_constants(k),
+        pdl=pdl,
+    )
+    return out
+
+
+define(
+    "linear_silu_mul.triton",
+    _linear_silu_mul,
+    lambda x, weight, *rest: x.new_empty((*x.shape[:-1], weight.shape[0] // 2)),
+)

@@ -1,0 +1,1 @@
+"""Selection of tokens: sampling, verification of drafts, and grammar masks."""

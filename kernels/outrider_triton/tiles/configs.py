@@ -1,0 +1,79 @@
+"""Tile configurations of products and of attention, and the numbers of tokens that share one."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from typing import Any
+
+BUCKETS = (8, 16, 32, 64, 128)
+"""Upper bounds of token counts with separate configurations."""
+STREAMED = 2
+"""``descriptor`` of streamed products: a warp of its own loads their operands."""
+LARGE_M = 3
+"""``descriptor`` of gates with tiles for large M."""
+
+
+def bucket(m: int) -> int:
+    """Return the least of :data:`BUCKETS` that isn't below ``m``; the largest for more."""
+    return next((size for size in BUCKETS if size >= m), BUCKETS[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulConfig:
+    """Tile configuration of a skinny matrix product. Operators and JSON tables carry it as a list in field order.
+
+    A streamed product (``descriptor`` :data:`STREAMED`) uses :mod:`outrider_triton.products.jit.streamed`, with four-bit
+    weights :mod:`outrider_triton.quantized.jit.nibble_planes_streamed`. Gates for large M (:data:`LARGE_M`) use
+    :mod:`outrider_triton.products.jit.large_m_gates`. These kernels reinterpret some fields.
+    """
+
+    block_m: int
+    """Tokens per block."""
+    block_n: int
+    """Weight rows per block; streamed: rows per copy-engine box."""
+    block_k: int
+    """Columns per block; streamed with four-bit weights: all columns of a program."""
+    split: int
+    """Programs that share the columns, each with a part of the sum."""
+    warps: int
+    """Warps per program; streamed with four-bit weights or large M: four per warpgroup."""
+    stages: int
+    """Stages of loads in flight."""
+    prefetch_columns: int
+    """Weight columns, a multiple of 256, prefetched before the preceding kernel has ended.
+
+    Streamed: 0; with four-bit weights, columns per tile; with large M, pipeline stages of tokens.
+    """
+    descriptor: int
+    """0: pointers; 1: the copy engine loads the weight; :data:`STREAMED`; :data:`LARGE_M`."""
+    rows_per_program: int = 0
+    """Weight rows per program, 0 for a whole block; streamed: pairs of rows, or folded rows without a split."""
+
+    def as_list(self) -> list[int]:
+        """Return the fields in the order that operators and tables use."""
+        return list(astuple(self))
+
+    def launch_constants(self, k: int) -> dict[str, Any]:
+        """Return the constants of a launch over ``k`` columns by name; EVEN: each program has whole blocks of columns."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": self.block_k,
+            "EVEN": k % (self.split * self.block_k) == 0,
+            "num_stages": self.stages,
+            "warps": self.warps,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """Measured configuration of attention over the cache."""
+
+    block_kv: int
+    """Cached tokens per block."""
+    split: int
+    """Programs that share a sequence's cached tokens."""
+    warps: int
+    stages: int
+    streamed: bool = False
+    """True if a TMA pipeline loads keys and values."""

@@ -1,0 +1,1 @@
+"""Derived tile configurations: candidates that fit a device, ranked by estimates from its facts."""

@@ -1,0 +1,154 @@
+"""Launches of attention over the cache on an unmeasured device: block sizes that fit, and the number of splits.
+
+A captured graph knows the capacity of the context, not the length of a sequence at replay. The number of splits is a launch
+constant, so it is the most that the device can use, and each program takes its share of the actual length: see
+:func:`outrider_triton.attention.jit.paged.paged_attention`. A short context in a large capacity leaves programs without work,
+which exit at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider_triton.launch import power_of_two
+from outrider_triton.tiles.configs import AttentionConfig
+from outrider_triton.tiles.facts import DeviceFacts
+
+_MAX_SPLITS = 16
+_PIPELINE_BYTES, _SMALL_PIPELINE_BYTES, _SMALL_PIPELINE_MIN_SPLITS = 96 << 10, 64 << 10, 8
+"""Bytes of keys and values in a program's pipeline, so that two programs fit on a multiprocessor.
+
+With 8 or more splits a share is usually one or two blocks, and the smaller pipeline leaves shared memory for that of the
+following product.
+"""
+_MAX_STREAMED_ROWS = 32
+"""Maximum rows of a block (new tokens times query heads per key head) for which streaming was measured."""
+_LONG_CONTEXT_TOKENS = 16384
+"""Capacity in tokens above which twice as many splits are allowed. Each split costs a little even if it has no tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionHeads:
+    """Head shapes of an attention."""
+
+    group: int
+    """Query heads per key head."""
+    kv_heads: int
+    size: int
+    """Elements per head."""
+    bytes: int
+    """Bytes per element."""
+    page: int = 0
+    """Tokens per page; 0 if a copy engine can't read the cache (other dtype than queries, or unaligned)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionLaunch:
+    """A launch of attention: block sizes, splits, warps and pipeline stages."""
+
+    block_rows: int
+    """Query rows per block: new tokens times query heads per key head."""
+    block_kv: int
+    """Cached tokens per block."""
+    split: int
+    warps: int
+    stages: int
+    streamed: bool = False
+    """True if keys and values come through the TMA pipeline, to which ``stages`` then refers."""
+
+    def as_list(self) -> list[int]:
+        """Return the list that the operator takes as ``config``."""
+        return [self.block_rows, self.block_kv, self.split, self.warps, self.stages, int(self.streamed)]
+
+
+def can_read_before_wait(config: Sequence[int]) -> bool:
+    """Return True if a launch reads the settled part of the cache before it waits for the preceding kernel.
+
+    An unsplit, unstreamed launch has many blocks, of which only the first would come earlier.
+    """
+    return config[2] > 1 or bool(config[5])
+
+
+def attention_bytes(facts: DeviceFacts, heads: AttentionHeads, rows: int, block_kv: int) -> int:
+    """Return an upper bound of one program's shared memory in bytes."""
+    size = max(power_of_two(heads.size), 16)
+    tile, queries = 2 * block_kv * size * heads.bytes, rows * size * heads.bytes
+    if facts.warpgroups and rows >= 64 and heads.bytes == 2:
+        return 3 * tile + queries + 1024
+    return tile + queries + rows * block_kv * heads.bytes + 1024
+
+
+def streamed_attention_bytes(heads: AttentionHeads, rows: int, block_kv: int, stages: int) -> int:
+    """Return an upper bound of shared memory in bytes of one program of streamed attention."""
+    tiles = stages * (2 * block_kv * heads.size * heads.bytes + 24)
+    return tiles + rows * heads.size * heads.bytes + block_kv * rows * heads.bytes + 1536
+
+
+def can_stream_attention(facts: DeviceFacts, heads: AttentionHeads, rows: int) -> bool:
+    """Return True if the copy engine can load keys and values: boxes of one head and 8 or more rows of a page."""
+    pages = heads.page >= 8 and power_of_two(heads.page) == heads.page
+    return (
+        facts.streams_products and pages and heads.bytes == 2 and heads.size in (64, 128, 256) and rows <= _MAX_STREAMED_ROWS
+    )
+
+
+def unsplit_programs(heads: AttentionHeads, rows: int, batch: int, max_query: int) -> int:
+    """Return the number of programs of a launch without splits, for the batch's power-of-two bucket."""
+    return power_of_two(batch) * heads.kv_heads * -(-max_query // (rows // heads.group))
+
+
+def derive_attention_launch(
+    facts: DeviceFacts, heads: AttentionHeads, *, batch: int, max_query: int, max_kv: int, tuned: AttentionConfig | None
+) -> AttentionLaunch:
+    """Return the launch for ``batch`` sequences of ``max_query`` new and at most ``max_kv`` cached tokens.
+
+    ``tuned`` is the measured configuration for this number of programs: its blocks are used, and at least its splits.
+    """
+    fewest = max(16, power_of_two(heads.group))
+    rows = max(fewest, min(64, power_of_two(max_query * heads.group)))
+    if can_stream_attention(facts, heads, rows) and (tuned is None or tuned.streamed):
+        return _streamed_launch(facts, heads, rows, batch=batch, max_query=max_query, max_kv=max_kv, tuned=tuned)
+    if tuned and tuned.streamed:
+        tuned = None  # measured on a cache with another layout
+    block = tuned.block_kv if tuned else 32 if heads.bytes > 2 else 64
+    while attention_bytes(facts, heads, rows, block) > facts.shared_bytes and block > 16:
+        block //= 2
+    while attention_bytes(facts, heads, rows, block) > facts.shared_bytes and rows > fewest:
+        rows //= 2
+    # Two programs per multiprocessor; enough sequences aren't split at all.
+    split = _split_count(2 * facts.processors // unsplit_programs(heads, rows, batch, max_query), max_kv, block, tuned)
+    stages = tuned.stages if tuned else 2 if heads.bytes > 2 or facts.capability == 0 else 3
+    return AttentionLaunch(block_rows=rows, block_kv=block, split=split, warps=tuned.warps if tuned else 4, stages=stages)
+
+
+def _streamed_launch(
+    facts: DeviceFacts,
+    heads: AttentionHeads,
+    rows: int,
+    *,
+    batch: int,
+    max_query: int,
+    max_kv: int,
+    tuned: AttentionConfig | None,
+) -> AttentionLaunch:
+    """Return a streamed launch: one program per multiprocessor, whose pipeline keeps all available bytes in flight."""
+    block = tuned.block_kv if tuned else 64
+    split = _split_count(facts.processors // unsplit_programs(heads, rows, batch, max_query), max_kv, block, tuned)
+    budget = _PIPELINE_BYTES if split < _SMALL_PIPELINE_MIN_SPLITS else _SMALL_PIPELINE_BYTES
+    stages = tuned.stages if tuned else max(2, budget // (2 * block * heads.size * heads.bytes))
+    while streamed_attention_bytes(heads, rows, block, stages) > facts.shared_bytes and stages > 1:
+        stages -= 1
+    return AttentionLaunch(block_rows=rows, block_kv=block, split=split, warps=4, stages=stages, streamed=True)
+
+
+def _split_count(wanted: int, max_kv: int, block: int, tuned: AttentionConfig | None) -> int:
+    """Return the larger of ``wanted`` and the measured number of splits, limited by the number of blocks."""
+    limit = _MAX_SPLITS if max_kv <= _LONG_CONTEXT_TOKENS else 2 * _MAX_SPLITS
+    count = max(min(limit, wanted), tuned.split if tuned else 1)
+    return _power_of_two_below(max(1, min(count, max_kv // block)))
+
+
+def _power_of_two_below(value: int) -> int:
+    """Return the largest power of two that isn't above ``value``."""
+    return 1 << (value.bit_length() - 1)

@@ -1,0 +1,1 @@
+"""Measured tile configurations: candidates compiled and timed in a chain of layers."""

@@ -1,0 +1,178 @@
+"""Enumeration of kernel variants, all compiled before requests are served."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+
+from triton.runtime._async_compile import AsyncCompileMode
+from triton.runtime.errors import OutOfResources
+
+from outrider.device import KernelSet
+from outrider_triton.launch import compile_only, power_of_two, vocabulary_shares
+from outrider_triton.tiles.configs import BUCKETS, MatmulConfig
+from outrider_triton.tiles.derive.products import MAX_TOKENS_TUNED, every_config
+from outrider_triton.tiles.facts import DeviceFacts
+from outrider_triton.tiles.store.table import ANY_LAYER, Table
+
+_MAX_ROWS = 1024
+_MAX_REQUESTS = 256
+
+
+class VariantScope:
+    """The state of a warm-up: whether variants are being compiled, and which were. All copies of a kernel set share one."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self._compiled_keys: set[object] = set()
+        self._configs: dict[object, tuple[tuple[int, ...], ...]] = {}
+
+    def must_compile(self, key: object) -> bool:
+        """Return True if the variants of ``key`` must be compiled now: inside the scope, and at the first call
+        for ``key``.
+        """
+        if not self.depth or key in self._compiled_keys:
+            return False
+        self._compiled_keys.add(key)
+        return True
+
+    def attention_configs(
+        self, key: object, config: Callable[[int, int, int], list[int]], *, max_query: int, capacity: int
+    ) -> tuple[tuple[int, ...], ...]:
+        """Return :func:`attention_configs`, cached for the heads that ``key`` names, since it takes a tenth of a second."""
+        sizes = key, power_of_two(max_query), capacity
+        found = self._configs.get(sizes)
+        if found is None:
+            found = self._configs[sizes] = attention_configs(config, max_query=max_query, capacity=capacity)
+        return found
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Compile every other variant of each call in the context, several at a time, while the calls run what they need.
+
+        All variants are on the device when the context exits.
+        """
+        self.depth += 1
+        try:
+            with nullcontext() if self.depth > 1 else _compiling():
+                yield
+        finally:
+            self.depth -= 1
+            if not self.depth:
+                self._compiled_keys.clear()
+                self._configs.clear()
+
+
+class WarmedKernels(KernelSet):
+    """The base of the kernel set's parts: the device's facts, the measurements in use, and the scope that compiles variants.
+
+    Each part sets the further attributes that its methods use.
+    """
+
+    _layer: str = ANY_LAYER
+
+    def __init__(self, facts: DeviceFacts, table: Table | None = None) -> None:
+        self.facts, self.processors, self.pdl = facts, facts.processors, facts.pdl
+        self._tables = [table]
+        self._scope = VariantScope()
+
+    @property
+    def table(self) -> Table | None:
+        """Return the measurements in use, or None. All :meth:`for_shape` copies share them."""
+        return self._tables[-1]
+
+    @table.setter
+    def table(self, table: Table | None) -> None:
+        self._tables[:] = [table]
+
+    def _shares(self, shape: Sequence[int]) -> Iterator[int]:
+        """Yield the number of programs that share one row of a tensor of ``shape``.
+
+        Inside the scope, first yield every count that another batch may need, each to be compiled and not run.
+        """
+        rows = 1
+        for size in shape[:-1]:
+            rows *= size
+        if self._scope.depth:  # other operands need other variants, so repeat this for each call
+            for count in share_counts(shape[-1], self.processors):
+                with compile_only():
+                    yield count
+        yield vocabulary_shares(rows, shape[-1], self.processors)
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Compile launched kernels in several threads. A launch only waits for its own kernel."""
+    with ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="outrider-compile") as pool:
+        mode = AsyncCompileMode(pool)
+        with mode:
+            yield
+        for future in mode.future_kernels.values():
+            with ignore_unfitting():
+                _ = future.result().run  # Triton loads a kernel onto the device at the first access
+
+
+def ignore_unfitting() -> AbstractContextManager[None]:
+    """Ignore variants that need more resources than the device has: only a call that uses one must fail."""
+    return suppress(OutOfResources)
+
+
+def product_configs(
+    facts: DeviceFacts,
+    table: Table | None,
+    operator: str,
+    dtype: str,
+    *,
+    n: int,
+    k: int,
+    half: int = 0,
+    layer: str = ANY_LAYER,
+) -> tuple[MatmulConfig, ...]:
+    """Return every configuration of this weight in ``layer`` for any number of tokens."""
+    counts = () if table is None else range(1, MAX_TOKENS_TUNED + 1)
+    tuned = {m: table.entry(operator, dtype, n=n, k=k, m=m, layer=layer) for m in counts} if table else {}
+    found = dict.fromkeys(entry.config for entry in tuned.values() if entry is not None and entry.config is not None)
+    served = {m for m in BUCKETS if tuned.get(m) is not None}
+    found.update(dict.fromkeys(every_config(facts, operator, n=n, k=k, half=half, but=served)))
+    return tuple(found)
+
+
+def attention_configs(
+    config: Callable[[int, int, int], list[int]], *, max_query: int, capacity: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return every ``config(batch, max_query, max_kv)`` for at most ``max_query`` queries and ``capacity`` cached tokens."""
+    found: dict[tuple[int, ...], None] = {}
+    for queries in _powers(max_query):
+        for batch in _powers(_MAX_REQUESTS):
+            # Bounds in tables and of splits also lie between powers of two.
+            for cached in (size + part for size in _powers(capacity) for part in (0, size // 4, size // 2)):
+                found[tuple(config(batch, queries, min(max(cached, 1), capacity)))] = None
+    return tuple(found)
+
+
+def share_counts(vocabulary: int, processors: int) -> tuple[int, ...]:
+    """Return every number of programs that may share a vocabulary."""
+    return tuple(dict.fromkeys(vocabulary_shares(count, vocabulary, processors) for count in _powers(_MAX_ROWS)))
+
+
+def _powers(limit: int) -> tuple[int, ...]:
+    """Return the powers of two up to the first that isn't below ``limit``."""
+    return tuple(1 << exponent for exponent in range(power_of_two(limit).bit_length()))
+
+
+def compiled() -> Mapping[str, int]:
+    """Return the number of variants that this process compiled or loaded, by kernel; none in the interpreter."""
+    found = {}
+    loaded = list(sys.modules.items())
+    modules = [module for name, module in loaded if name.startswith("outrider_triton.") and ".jit." in name]
+    for module in modules:
+        for name, kernel in vars(module).items():
+            # Triton stores, for each device, a tuple that begins with the compiled variants.
+            caches = getattr(kernel, "device_caches", None) or {}
+            count = sum(len(cache[0]) for cache in caches.values())
+            if count:
+                found[name] = count
+    return found
