@@ -47,7 +47,7 @@ def _filling(name: str) -> Any:
 class _WatchedGenerator(np.random.Generator):
     """A random generator whose `shuffle` and `out=` report writes."""
 
-    def shuffle(self, x: Any, axis: int = 0) -> None:  # type: ignore[override]
+    def shuffle(self, x: Any, axis: int = 0) -> None:
         call_reporting(super().shuffle, (x, axis), {}, True, None)
 
 
