@@ -170,6 +170,7 @@ def test_many_programs_convict_no_right_backend(count):
     assert done.returncode == 0, done.stdout[-4000:]
 
 
+@pytest.mark.slow
 def test_long_programs_run_by_one_command():
     """One command, two processes, a program a family; a backend that is written for it, and one on its emulation."""
     command = [sys.executable, str(LONG), "--backend", "own-queue", "--backend", "npu", "--programs", "6", "--processes", "2"]

@@ -345,10 +345,10 @@ class DecodeExplorer:
 @contextmanager
 def limited_prefill_graphs(program: HostProgram) -> Generator[None]:
     """Limit the prefill graphs of engines built in this scope to ``program.prefill_graphs`` tokens."""
-    from outrider.engine import prefill_graphs
+    from outrider.engine import prefill
 
     tokens = program.prefill_graphs
-    with nullcontext() if tokens is None else patch.object(prefill_graphs, "max_graph_tokens", lambda _: tokens):
+    with nullcontext() if tokens is None else patch.object(prefill, "max_graph_tokens", lambda _: tokens):
         yield
 
 

@@ -174,8 +174,7 @@ class RankExplorer:
 
     def run_program(self, setup: RankSetup, program: HostProgram, *, inject: str | None = None) -> dict[str, int]:
         """Run one program on the current schedule and return counts of its requests. Raises the first error found."""
-        from outrider.engine.ranks.parallel import ParallelConfig
-        from outrider.engine.ranks.ranks import Ranks
+        from outrider.engine.ranks.ranks import ParallelConfig, Ranks
         from outrider_proof.engine_setups import prompt_and_media, reference_tokens, without_schedule
         from outrider_sanitizer.races.rank_program import control_of
 
@@ -239,8 +238,7 @@ def _serve(
 
 def _inject_divergence(engine: Engine, inject: str) -> None:
     """Change the decisions that a follower rank receives, or the bucket that it picks."""
-    from outrider.engine.ranks.commands import AbortCommand, Command
-    from outrider.engine.ranks.record_text import decode
+    from outrider.engine.ranks.records import AbortCommand, Command, decode
 
     decision_log: Any = engine._decision_log
     next_record = decision_log.next

@@ -24,8 +24,7 @@ from outrider.disaggregation.decode_worker import DecodeWorker
 from outrider.disaggregation.page_landing import FollowerLinks, LandingRegistry
 from outrider.disaggregation.prefill_worker import PrefillWorker
 from outrider.disaggregation.wire import WireMessage
-from outrider.engine.ranks.parallel import ParallelConfig
-from outrider.engine.ranks.ranks import Ranks
+from outrider.engine.ranks.ranks import ParallelConfig, Ranks
 from outrider.engine.requests.hand_over import RequestState
 from outrider.registry import Registry
 from outrider.transports.local_transport import LocalTransport

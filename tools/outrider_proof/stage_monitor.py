@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from outrider import Engine
     from outrider.device import Operation
-    from outrider.engine.state.frame import DecodeBatch, Frame, Stage
+    from outrider.engine.stages import DecodeBatch, Frame, Stage
     from outrider.engine.state.parts import EngineParts
 
 

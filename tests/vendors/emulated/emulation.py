@@ -7,6 +7,7 @@ simulated machine's schedule, and the machine's own reports of memory accesses.
 from dataclasses import replace
 
 import torch
+import torch_npu
 from tools import Emulated
 from torch_npu import operators
 
@@ -32,8 +33,22 @@ def lift_limits():
     module.CAPABILITIES = replace(module.CAPABILITIES, dtypes=module.CAPABILITIES.dtypes | {torch.float64})
 
 
+def attended_pages(call):
+    """Return the pages that the plugin's attention reads.
+
+    Page 0 holds padding, which operations write in no order; results of padding are dropped.
+    """
+    page_size, table = call["key"].shape[1], call["block_table"]
+    rows = [row[: -(-length // page_size)] for row, length in zip(table, call["seq_lens"], strict=True)]
+    pages = torch.cat(rows)
+    return pages[pages > 0]
+
+
 def make():
     return EmulatedNpu(0)
 
 
+torch_npu.registered.dispatcher.declare_rows(
+    "outrider_npu::fused_attention", {"key": attended_pages, "value": attended_pages}
+)
 module.NpuBackend = EmulatedNpu

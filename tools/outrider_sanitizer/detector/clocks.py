@@ -22,7 +22,7 @@ NOTHING: Clock = {}
 class Actor:
     """A stream, a branch of a graph, or a host thread."""
 
-    __slots__ = ("clock", "host", "launcher", "name", "number", "taken")
+    __slots__ = ("clock", "handed", "host", "name", "number", "taken")
 
     def __init__(self, number: int, name: str, *, host: bool) -> None:
         self.number = number
@@ -30,14 +30,14 @@ class Actor:
         self.host = host
         self.clock: Clock = NOTHING
         self.taken = True  # another actor may hold this clock, so the next access opens a new epoch
-        self.launcher: Clock = NOTHING  # the host clock that this stream joined last
+        self.handed = True  # another host thread may hold this clock, so the next launch opens a new epoch
 
     def open_epoch(self) -> None:
         """Begin a new epoch of this actor: no other actor's clock covers its next access."""
         clock = dict(self.clock)
         clock[self.number] = clock.get(self.number, 0) + 1
         self.clock = clock
-        self.taken = False
+        self.taken = self.handed = False
 
     def join(self, other: Clock) -> bool:
         """Merge the clock ``other`` into this actor's clock; return True if this clock has changed."""
@@ -52,14 +52,6 @@ class Actor:
             return False
         self.clock = new
         return True
-
-    def launched_by(self, thread: Actor) -> None:
-        """Order the next operations of this stream after all past steps of ``thread``."""
-        clock = thread.clock
-        if self.launcher is not clock:
-            self.join(clock)
-            self.launcher = clock
-        thread.taken = True
 
     def release(self) -> Clock:
         """Return this actor's current clock, for another actor to join later."""

@@ -7,6 +7,7 @@ stale. One run therefore finds as much as many runs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -30,20 +31,22 @@ _MAX_ENUMERATED_RUNS = 256
 """Runs of a strided region that are looked at one by one; one of more runs counts as the whole of its extent."""
 
 
+@dataclass(eq=False, slots=True)
 class Age:
-    """The last replay of a graph: its number over all graphs of the device, and its position in the trace."""
+    """The replays of a graph, numbered over all graphs of the device."""
 
-    __slots__ = ("before", "first", "generation", "inputs", "last", "name", "rebound", "sequence")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.first = 0
-        self.last = 0
-        self.generation = 0
-        self.sequence = 0
-        self.before = 0
-        self.inputs: list[tuple[str, Access]] = []
-        self.rebound: dict[str, int] = {}
+    name: str
+    before: int
+    """Position in the trace at which the graph was seen first."""
+    first: int = 0
+    last: int = 0
+    generation: int = 0
+    """Generation of the last replay."""
+    sequence: int = 0
+    """Position of the last replay in the trace."""
+    inputs: list[tuple[str, Access]] = field(default_factory=list)
+    rebound: dict[str, int] = field(default_factory=dict)
+    """Position in the trace at which each host parameter was rebound last."""
 
 
 class Mirror(NamedTuple):
@@ -110,8 +113,7 @@ class Staleness:
     def _age(self, graph: Graph) -> Age:
         age = self._ages.get(graph)
         if age is None:
-            age = self._ages[graph] = Age(graph.name)
-            age.before = self._ordering.sequence
+            age = self._ages[graph] = Age(graph.name, self._ordering.sequence)
             inputs = {id(tensor) for tensor in graph.inputs.values()}
             for kind, tensors in (("input", graph.inputs), ("output", graph.outputs)):
                 for name, tensor in tensors.items():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from outrider.device import Backend, CapabilityError, ConfigError, KernelSet, OutOfDeviceMemory, StepMode
 from outrider.engine.config import DecidedConfig, EngineConfig, state_rows
-from outrider.engine.setup.device_model_facts import memory_of
+from outrider.engine.setup.resolve import memory_of
 from outrider.errors import shown
 from outrider.model import KVCache, LanguageModel
 from outrider.speculative.proposer import Proposer
