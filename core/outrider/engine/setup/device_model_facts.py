@@ -7,13 +7,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from outrider.device import Backend
 from outrider.engine.setup.resolve import CacheMemory, DeviceModelFacts
-from outrider.model import KVCache, LanguageModel
+from outrider.model import DecoderPlan, KVCache, LanguageModel
 from outrider.speculative.proposer import Proposer
 
 _HOST_FIGURES = Path("/proc/meminfo")
@@ -34,9 +35,17 @@ _INNER_AT_ONCE = 3
 """Rows of a layer that a forward holds at the same time, of the model's width and of its inner width."""
 
 
-def situation_of(backend: Backend, model: LanguageModel, proposer: Proposer) -> DeviceModelFacts:
-    """Collect the facts for an engine of this model on this backend, after the weights were loaded."""
+def situation_of(
+    backend: Backend, model: LanguageModel | DecoderPlan, proposer: Proposer, *, unloaded_bytes: int = 0
+) -> DeviceModelFacts:
+    """Collect the facts for an engine of this model on this backend.
+
+    ``unloaded_bytes``: weights that the memory is still to hold.
+    """
     config, sync = model.config, backend.speculative_sync
+    memory = memory_of(backend)
+    if memory is not None:
+        memory = replace(memory, free=memory.free - unloaded_bytes)
     layers = len(config.attention_layers)
     kept = KVCache.page_bytes(layers, config.num_kv_heads, config.head_size, page_size=1, dtype=model.cache_dtype)
     no_fused = no_graphs = "" if model.native else "the code of transformers may wait for the device"
@@ -67,7 +76,8 @@ def situation_of(backend: Backend, model: LanguageModel, proposer: Proposer) -> 
         + (_GRAPHS_REQUEST_BYTES if captures else 0)
         + sync.bytes_per_request,
         fixed_bytes=_GRAPHS_BYTES if captures else 0,
-        memory=memory_of(backend),
+        memory=memory,
+        weight_bytes=unloaded_bytes,
         no_fused=no_fused,
         no_graphs=no_graphs,
         no_overlap_fused=sync.fused_host_wait,

@@ -84,6 +84,8 @@ class DeviceModelFacts:
     """Bytes of the engine that do not depend on its requests."""
     memory: CacheMemory | None = None
     """Memory of the KV cache; None if it is unknown."""
+    weight_bytes: int = 0
+    """Bytes of weights that aren't loaded yet. The free memory is without them, so it can be negative."""
     no_fused: str = ""
     """Reason against fused mode; empty if it may be chosen."""
     no_graphs: str = ""
@@ -269,18 +271,14 @@ def _cache(choices: _Choices, known: DeviceModelFacts) -> None:
         pages = requests * _width(choices.number("max_context"), known.slots, page_size) + 1
         choices.add("num_pages", pages, f"each request at full context: {_holds(pages, page_size, page_bytes)}")
         return
+    if known.memory.free <= 0 and known.weight_bytes:
+        raise OutOfDeviceMemory(f"the weights leave no memory for a request; {_advice(choices, known)}")
     most, why = _most_pages(choices, known, page_bytes)
     holds = (most - 1) * page_size - known.slots
     if holds < 2:
-        todo = "take a smaller model, page_size, prefill_chunk or max_requests"
-        if config.kv_memory is not None:
-            todo = "raise kv_memory, or take a smaller page_size"
-        if known.state_bytes:
-            states = _count_state_bytes(choices, known) / GIB
-            todo += f"; recurrent states take {states:.1f} GiB: lower max_requests or state_checkpoints"
         raise OutOfDeviceMemory(
             f"the KV cache may take {max(most, 0)} pages of {page_bytes} bytes, {why}: room for no request; free memory, or "
-            f"{todo}"
+            f"{_advice(choices, known)}"
         )
     if holds < limit:
         choices.add("max_context", holds, f"the memory holds no more, the model's is {limit}")
@@ -305,6 +303,21 @@ def _cache(choices: _Choices, known: DeviceModelFacts) -> None:
     else:
         pages, why = enough, words
     choices.add("num_pages", pages, f"{why}: {_holds(pages, page_size, page_bytes)}")
+
+
+def _advice(choices: _Choices, known: DeviceModelFacts) -> str:
+    """Return which part of the memory to reduce for a first request: weights, recurrent states or the KV cache."""
+    memory, states, share = known.memory, _count_state_bytes(choices, known), choices.config.kv_memory
+    assert memory is not None
+    if known.weight_bytes > HOST_MOST * (memory.free + known.weight_bytes):
+        weights = f"the weights take {known.weight_bytes / GIB:.1f} of {(memory.free + known.weight_bytes) / GIB:.1f} GiB"
+        return f"reduce the weights: {weights}; take a smaller or quantised model, or more tensor-parallel ranks"
+    if states > (share or 1) * memory.free / 2:
+        raised = "" if share is None else ", or raise kv_memory"
+        return f"recurrent states take {states / GIB:.1f} GiB: lower max_requests or state_checkpoints{raised}"
+    if share is not None:
+        return "raise kv_memory, or take a smaller page_size"
+    return "reduce the KV cache: take a smaller page_size, prefill_chunk or max_requests"
 
 
 def _most_pages(choices: _Choices, known: DeviceModelFacts, page_bytes: int) -> tuple[int, str]:
