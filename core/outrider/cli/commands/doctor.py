@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from rich.console import Console
 
-from outrider.cli.commands.listing import survey
+from outrider.cli.commands.backends import survey
 from outrider.cli.options.models import ModelOption
 from outrider.cli.options.option_values import BackendOption, JsonOption, option
 from outrider.cli.terminal.environment import AUTOLOAD_VARIABLE, BACKEND_VARIABLE, backend_from_environment, plugin_probe
