@@ -175,7 +175,7 @@ class ExactKernels(TritonKernels, InvariantKernels):
             return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
         config = self._tiles(q, k_cache)
         groups = -(-metadata.max_query // (config[0] // config[2])) * metadata.seq_lens.shape[0] * k_cache.shape[2]
-        shares_chunks = metadata.max_kv > EXACT_CHUNK and groups < self.processors
+        shares_chunks = metadata.max_kv > EXACT_CHUNK and groups < 2 * self.processors
         operands = q, k_cache, v_cache, metadata.query_start, metadata.seq_lens, metadata.block_table, metadata.tree_mask
         limits = metadata.max_query, metadata.max_kv, scale, window
         is_tree, cache = metadata.tree_mask is not None, k_cache.dtype

@@ -4,6 +4,7 @@ The interpreter multiplies by a library whose order of sums depends on the shape
 replaces it by sums in the order of columns, as the matrix unit of a device adds.
 """
 
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -16,8 +17,12 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 
 from drawing import some_and_many
 from kernels.devices import DEVICES, SMALL
+from outrider import Engine, EngineConfig, SamplingParams
+from outrider.bundled import bundled
 from outrider.device import AttentionMetadata, KernelSet, RecurrentBatch
+from outrider.registry import get_backend
 from outrider_triton import exact
+from outrider_triton.attention import operators
 from outrider_triton.exact import ExactKernels, has_fixed_order, split_of
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.tiles.configs import BUCKETS
@@ -47,6 +52,9 @@ def kernels_of(device, pdl, monkeypatch):
             return interpreter.TensorHandle(total, d.dtype.scalar)
 
         monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+    for module in (exact, operators):
+        monkeypatch.setattr(module, "EXACT_CHUNK", 64)  # several chunks in a short context
 
     def make(facts):
         inner = TritonKernels(facts if device.type == "cpu" else facts_of(torch.cuda.get_device_properties(device)))
@@ -257,3 +265,29 @@ def test_every_tile_computes_the_same_bits_on_the_device(operator, n, k, hopper)
                     made = op(x[:rows], weight, *bias, config.as_list(), True)
                     wanted = right[:, :rows] if operator == "linear_parts" else right[:rows]
                     assert torch.equal(made, wanted), (config, rows)
+
+
+def outputs(backend, dtype, speculate, prompts, **config):
+    """Tokens and log-probabilities of the bundled model, with a small cache in which requests are preempted."""
+    engine = Engine.from_checkpoint(
+        bundled("target"),
+        get_backend(backend),
+        draft_dir=bundled("eagle") if speculate == "eagle" else None,
+        speculate=speculate,
+        config=EngineConfig(max_context=256, dtype=dtype, batch_invariant=True, draft_tokens=3, **config),
+    )
+    with closing(engine):
+        made = engine.generate(prompts, SamplingParams(max_tokens=32, logprobs=1, ignore_eos=True))
+    return [(each.token_ids, each.logprobs) for each in made]
+
+
+@pytest.mark.usefixtures("hopper")
+def test_speculation_leaves_every_bit_on_the_device():
+    """EAGLE and n-gram lookup, in several batches, chunks and with prefix hits, against decoding one request at a time."""
+    random = torch.Generator().manual_seed(0)
+    stem = torch.randint(5, 2000, (40,), generator=random).tolist()
+    prompts = [stem[: 8 * (n % 5)] + torch.randint(5, 2000, (n + 3,), generator=random).tolist() for n in range(48)]
+    plain = outputs("cuda", "bfloat16", "none", prompts, max_requests=1, prefix_cache=False)
+    for speculate in ("eagle", "ngram"):
+        for batch, more in ((1, {}), (7, {"num_pages": 40, "page_size": 16}), (32, {"prefill_chunk": 48})):
+            assert outputs("cuda", "bfloat16", speculate, prompts, max_requests=batch, **more) == plain

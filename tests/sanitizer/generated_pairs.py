@@ -77,10 +77,8 @@ class Classes:
         """Generate a pair of a class of the file of programs."""
         about = self._inherited(self._classes[name])
         shared: dict[str, Any] = {}
-        racy, twin = (
-            Filling(self, {**self._common, **about}, about[which], shared, r).filled(about["text"])
-            for which in ("racy", "twin")
-        )
+        common = {**self._common, **about}
+        racy, twin = (Filling(self, common, about[side], shared, r).filled(about["text"]) for side in ("racy", "twin"))
         options = ["--ranks", str(about["ranks"])] if "ranks" in about else []
         options += ["--backend", f"sim:eager_sends={about['eager_sends']}"] if "eager_sends" in about else []
         ranks = about.get("ranks", 1)

@@ -71,7 +71,6 @@ instruction = st.one_of(
     st.tuples(st.just("record"), threads, streams, events),
     st.tuples(st.just("wait"), threads, streams, events),
     st.tuples(st.just("sync_event"), threads, events),
-    st.tuples(st.just("query_event"), threads, events),
     st.tuples(st.just("sync_stream"), threads, streams),
     st.tuples(st.just("host"), threads, accesses),
     st.tuples(st.just("replay"), threads, streams, st.integers(0, 1)),
@@ -202,12 +201,9 @@ def run(program: Any) -> tuple[Recorder, Oracle]:
         elif what == "wait" and recorded[rest[1]]:
             oracle.node(stream, [covered(oracle, recorded[rest[1]], launch)], launch=launch)
             detector.waited(stream, named[rest[1]], generations[rest[1]])  # type: ignore[arg-type]
-        elif what in ("sync_event", "query_event") and recorded[rest[0]]:
+        elif what == "sync_event" and recorded[rest[0]]:
             oracle.node(host, [covered(oracle, recorded[rest[0]], oracle.node(host, []))])
-            if what == "sync_event":
-                detector.event_synchronized(named[rest[0]], generations[rest[0]])  # type: ignore[arg-type]
-            else:
-                detector.event_queried(named[rest[0]], generations[rest[0]], True)  # type: ignore[arg-type]
+            detector.event_synchronized(named[rest[0]], generations[rest[0]])  # type: ignore[arg-type]
         elif what == "sync_stream":
             oracle.node(host, [], waits_for=oracle.last_of.get(f"s{rest[0]}"))
             detector.stream_synchronized(f"s{rest[0]}")

@@ -31,7 +31,7 @@ from outrider.transports.local_transport import LocalTransport
 from outrider_proof import engine_setups
 from outrider_proof.decode_program import HostProgram, WrongTokens, check_tokens, limited_prefill_graphs
 from outrider_proof.fence_log import FenceLog
-from outrider_proof.watched_ranks import run_watched
+from outrider_proof.rank_engine import run_watched
 
 if TYPE_CHECKING:
     from outrider.device import Backend

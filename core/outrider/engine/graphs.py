@@ -17,7 +17,7 @@ from outrider.engine.requests.batch import Features
 from outrider.engine.stages import DecodeBatch, Frame, Stage, Stages, build_frame
 from outrider.engine.state.buffers import EXTEND, INPUTS, VERIFY
 from outrider.engine.state.parts import EngineParts
-from outrider.speculative.host_seq_lens import HostSeqLens
+from outrider.speculative.proposer import HostSeqLens
 
 CaptureProgress = Callable[[int, int], None]
 

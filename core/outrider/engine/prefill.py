@@ -24,8 +24,7 @@ from outrider.engine.state.parts import EngineParts
 from outrider.engine.state.plans import AttentionBatchKind
 from outrider.engine.state.staging import Packer, PrefillBucket, PrefillInputs, prefill_attention, prefill_inputs
 from outrider.model import ForwardInput, KeptRows, StateInput
-from outrider.speculative.host_seq_lens import HostSeqLens
-from outrider.speculative.proposer import ExtendInputs
+from outrider.speculative.proposer import ExtendInputs, HostSeqLens
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,7 @@ from outrider.engine.state.buffers import (
 from outrider.engine.state.parts import EngineParts
 from outrider.engine.state.plans import AttentionBatchKind
 from outrider.model import ForwardInput, KeptRows, SideBySide, StateInput, side_by_side
-from outrider.speculative.host_seq_lens import HostSeqLens
-from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs
+from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, HostSeqLens
 
 
 @dataclass(frozen=True, slots=True)

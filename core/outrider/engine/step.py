@@ -32,7 +32,7 @@ from outrider.engine.state.plans import PlanAtJoin
 from outrider.engine.state.results import PendingResult
 from outrider.engine.state.staging import RESTORED_STATES, SAVED_STATES, Packer, PrefillBucket
 from outrider.engine.state.transfer import StateCopies
-from outrider.speculative.host_seq_lens import HostSeqLens
+from outrider.speculative.proposer import HostSeqLens
 
 
 class Step:

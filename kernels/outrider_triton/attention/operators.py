@@ -157,7 +157,7 @@ register(
 
 # -- exact attention ---------------------------------------------------------------------------------------------
 
-EXACT_CHUNK = 64
+EXACT_CHUNK = 256
 """Positions of each of the first chunks of :mod:`outrider_triton.attention.jit.exact`."""
 
 

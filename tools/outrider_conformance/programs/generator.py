@@ -217,7 +217,7 @@ class _ProgramDraft:
 
     def _download(self) -> Step | None:
         found = self.crossing()
-        return lang.Download(self.pick(self.streams), found[1], found[0], self.chance(15)) if found else None
+        return lang.Download(self.pick(self.streams), found[1], found[0]) if found else None
 
     def _send(self) -> Step:
         of = self.pick(self.buffers)

@@ -7,6 +7,7 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from typing import NamedTuple
 from weakref import ReferenceType, ref
 
 from outrider.device import Operation
@@ -34,15 +35,12 @@ class TaskToken(SingleUseToken):
     __slots__ = ()
 
 
-class LastWait:
+class LastWait(NamedTuple):
     """The last wait that ordered one actor after another, for the hints of a finding."""
 
-    __slots__ = ("event", "generation", "location")
-
-    def __init__(self, event: str, generation: int, location: str) -> None:
-        self.event = event
-        self.generation = generation
-        self.location = location
+    event: str
+    generation: int
+    location: str
 
 
 class LaunchEpochs:

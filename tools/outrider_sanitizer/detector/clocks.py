@@ -10,6 +10,7 @@ reports a wait for that record as redundant.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from outrider.device import Operation
 
@@ -62,43 +63,23 @@ class Actor:
         return f"<Actor {self.name!r} {dict(self.clock)}>"
 
 
+@dataclass(eq=False, slots=True)
 class GraphReplay:
     """One replay of a graph, named by the points of its operations. ``step`` names its launch in schedules."""
 
-    __slots__ = ("generation", "graph", "location", "step")
-
-    def __init__(self, graph: str, generation: int, location: str, step: tuple[str, int] | None = None) -> None:
-        self.graph = graph
-        self.generation = generation
-        self.location = location
-        self.step = step
+    graph: str
+    generation: int
+    location: str
+    step: tuple[str, int] | None = None
 
 
 class Point:
     """One operation, or one access of the host, with the clock of its actor at that time; all its accesses share it."""
 
-    __slots__ = (
-        "actor",
-        "between",
-        "clock",
-        "epoch",
-        "location",
-        "name",
-        "number",
-        "operation",
-        "replay",
-        "sequence",
-        "step",
-    )
+    __slots__ = ("actor", "between", "clock", "epoch", "location", "name", "number")
+    __slots__ += ("operation", "replay", "sequence", "step")
 
-    def __init__(
-        self,
-        actor: Actor,
-        name: str,
-        location: str,
-        sequence: int,
-        operation: Operation | None = None,
-    ) -> None:
+    def __init__(self, actor: Actor, name: str, location: str, sequence: int, operation: Operation | None = None) -> None:
         if actor.taken:
             actor.open_epoch()
         self.actor = actor

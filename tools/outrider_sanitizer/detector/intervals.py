@@ -10,6 +10,7 @@ all future operations are ordered after it.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator
 
 from outrider.device import Access
 from outrider_sanitizer.detector.clocks import Clock, Point
@@ -126,25 +127,20 @@ class IntervalMap:
         for interval in self.intervals[first:last]:
             interval.over = over
 
-    def last_write(self, start: int, end: int) -> Record | None:
-        """Return the latest write to any of the bytes, in program order."""
-        best: Record | None = None
+    def writes(self, start: int, end: int) -> Iterator[tuple[int, int, Point, Access]]:
+        """Yield the writes to [start, end), with the part of it that they may have written last."""
         for interval in self.within(start, end):
-            for record in interval.writes:
-                if record[1] is not None and (best is None or record[0].sequence > best[0].sequence):
-                    best = record
-        for record in self.holed_writes(start, end):
-            if best is None or record[0].sequence > best[0].sequence:
-                best = record
-        return best
+            for point, access in interval.writes:
+                if access is not None:
+                    yield max(interval.start, start), min(interval.end, end), point, access
+        for point, access in self.holed:
+            if access is not None and access.write and access.start < end and start < access.end:
+                yield max(access.start, start), min(access.end, end), point, access
 
-    def holed_writes(self, start: int, end: int) -> list[Record]:
-        """Return the writes with holes, or by rows, that may touch [start, end)."""
-        return [
-            record
-            for record in self.holed
-            if record[1] is not None and record[1].write and record[1].start < end and start < record[1].end
-        ]
+    def last_write(self, start: int, end: int) -> tuple[Point, Access] | None:
+        """Return the latest write to any of the bytes, in program order."""
+        found = ((point, access) for _, _, point, access in self.writes(start, end))
+        return max(found, key=lambda write: write[0].sequence, default=None)
 
     def within(self, start: int, end: int) -> list[Interval]:
         """Return the intervals that share a byte with [start, end)."""

@@ -19,10 +19,13 @@ class Listener:
     """Callbacks of the ordering detector; the default of each does nothing.
 
     ``conflict`` and ``stale`` also get the owner of the history: the shadow of a storage, or the name of a graph.
+
+    ``steps`` returns the name of a stream in schedules and the number of its steps so far, or None.
     """
 
     conflict: Callable[[Record, Point, Access | None, Any], None] = lambda *_: None
     settled: Callable[[], Clock] = lambda: NOTHING
+    steps: Callable[[str], tuple[str, int] | None] = lambda _: None
     reused: Callable[[Shadow, Record, Point, str], None] = lambda *_: None
     stale: Callable[[str, Record | None, Point, Access, Any], None] = lambda *_: None
     read: Callable[[Point, Access, Shadow], None] | None = None

@@ -8,7 +8,7 @@ held, with all later operations on it, until the set is enqueued.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -29,15 +29,8 @@ if TYPE_CHECKING:
 class Ordering(StreamOrdering):
     """The ordering detector. Not thread-safe: the caller holds a lock around each call."""
 
-    def __init__(
-        self,
-        listener: Listener,
-        *,
-        rows_follow: bool = False,
-        steps: Callable[[str], tuple[str, int] | None] = lambda stream: None,
-        ranks: RankClocks | None = None,
-    ) -> None:
-        super().__init__(listener, rows_follow=rows_follow, steps=steps, ranks=ranks)
+    def __init__(self, listener: Listener, *, rows_follow: bool = False, ranks: RankClocks | None = None) -> None:
+        super().__init__(listener, rows_follow=rows_follow, ranks=ranks)
         self._graphs: WeakKeyDictionary[Graph, CapturedGraph] = WeakKeyDictionary()
         self._params: WeakKeyDictionary[Graph, IntervalMap] = WeakKeyDictionary()
         self._params_sink = Listener(conflict=lambda old, new, how, graph: listener.rebind(old, new, how, str(graph)))

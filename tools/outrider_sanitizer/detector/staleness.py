@@ -153,29 +153,16 @@ class Staleness:
     def _padding(self, age: Age, name: str, place: Access, stream: str, generation: int, location: str) -> None:
         """Report input bytes that a statement wrote for an earlier replay and did not write for this replay."""
         shadow = self._ordering.memory.shadow(place.storage)
-        fresh: list[Record] = []
-        old: list[tuple[int, int, Record]] = []  # bytes that it wrote last; of one with holes, between which it wrote some
+        fresh: list[tuple[Point, Access]] = []
+        old: list[tuple[int, int, Point, Access]] = []
         for begin, finish in dense_parts(place, _MAX_ENUMERATED_RUNS) or ((place.start, place.end),):
-            for interval in shadow.within(begin, finish):
-                for record in interval.writes:
-                    if record[1] is None:
-                        continue
-                    if record[0].sequence > age.sequence:
-                        fresh.append(record)
-                    else:
-                        old.append((max(interval.start, begin), min(interval.end, finish), record))
-            for record in shadow.holed_writes(begin, finish):
-                access = record[1]
-                assert access is not None
-                if record[0].sequence > age.sequence:
-                    fresh.append(record)
+            for start, end, point, access in shadow.writes(begin, finish):
+                if point.sequence > age.sequence:
+                    fresh.append((point, access))
                 else:
-                    old.append((max(access.start, begin), min(access.end, finish), record))
-        for start, end, record in old:
-            before, was = record
-            assert was is not None
+                    old.append((start, end, point, access))
+        for start, end, before, was in old:
             for point, now in fresh:
-                assert now is not None
                 left = _left_behind(was, now, start, end) if _shrunk(before, was, point, now) else None
                 if left is not None:
                     self._add(

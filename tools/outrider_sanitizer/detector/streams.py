@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -53,14 +52,7 @@ class _EventState:
 class StreamOrdering(Lanes):
     """The order of operations on streams and host threads; inside a capture, operations are recorded for the replays."""
 
-    def __init__(
-        self,
-        listener: Listener,
-        *,
-        rows_follow: bool = False,
-        steps: Callable[[str], tuple[str, int] | None] = lambda stream: None,
-        ranks: RankClocks | None = None,
-    ) -> None:
+    def __init__(self, listener: Listener, *, rows_follow: bool = False, ranks: RankClocks | None = None) -> None:
         super().__init__(ranks.number if ranks is not None else None)
         self.ranks = ranks
         if ranks is not None:
@@ -68,7 +60,7 @@ class StreamOrdering(Lanes):
         self.listener = listener
         listener.settled = self.settled
         self.rows_follow = rows_follow
-        self.steps = steps
+        self.steps = listener.steps
         self.memory = ShadowMemory(listener.reused, strict=rows_follow)
         if ranks is not None and rows_follow:  # such devices number their memory in one sequence, and ranks may read it
             self.memory.shadows = ranks.shadows
@@ -347,11 +339,6 @@ class StreamOrdering(Lanes):
         if clock is not None:
             self.thread().join(clock)
 
-    def event_queried(self, event: Event, generation: int, done: bool) -> None:
-        """Order the calling thread after that generation if the query returned True."""
-        if done:
-            self.event_synchronized(event, generation)
-
     def stream_synchronized(self, stream: str) -> None:
         """Order the calling thread after all operations enqueued on the stream."""
         lane = self.lane(stream)
@@ -360,11 +347,6 @@ class StreamOrdering(Lanes):
         thread = self.thread()
         thread.join(self._ordered_launches(lane.release(), thread, thread.clock))
         self._last = self.sequence
-
-    def stream_queried(self, stream: str, done: bool) -> None:
-        """Order the calling thread after the stream if the query found it empty."""
-        if done:
-            self.stream_synchronized(stream)
 
     def device_synchronized(self) -> None:
         """Order the calling thread after every stream."""

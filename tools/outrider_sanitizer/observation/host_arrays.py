@@ -31,11 +31,6 @@ class _MemoryView(metaclass=_MemoryViewMeta):
     """The name `memoryview` in a watched run."""
 
 
-def _read(value: PinnedArray, result: Any) -> Any:
-    read_array(value)
-    return result
-
-
 def _iterating(operands: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace `numpy.nditer`: its operands count as written if its flags let it write."""
     writes = "write" in str((args, kwargs.get("op_flags")))
@@ -52,7 +47,7 @@ def _filling(name: str) -> Any:
 class _WatchedGenerator(np.random.Generator):
     """A random generator whose `shuffle` and `out=` report writes."""
 
-    def shuffle(self, x: Any, axis: int = 0) -> None:  # type: ignore[override]
+    def shuffle(self, x: Any, axis: int = 0) -> None:
         call_reporting(super().shuffle, (x, axis), {}, True, None)
 
 
@@ -103,9 +98,12 @@ def converted_names() -> Generator[None]:
             value = value._array if isinstance(value, BufferView) else value
             if not isinstance(value, PinnedArray):
                 return original(value, *args, **kwargs)
-            made = original(plain_array(value), *args, **kwargs)
-            shared = np.may_share_memory(made.numpy(), value) if made.device.type == "cpu" else False
-            return value._alloc.tensor_over(made.numpy()) if shared and value._alloc is not None else _read(value, made)
+            plain = plain_array(value)
+            made = original(plain, *args, **kwargs)
+            if value._alloc is not None and made.device.type == "cpu" and np.may_share_memory(made.numpy(), plain):
+                return value._alloc.tensor_over(made.numpy())
+            read_array(value)
+            return made
 
         return make
 

@@ -45,6 +45,7 @@ class Sanitizer(Observer):
         self._advisor = Advisor()
         self._ordering = Ordering(
             Listener(
+                steps=self._steps,
                 conflict=lambda *of: self._add(self._diagnosis.conflict(*of)),
                 reused=lambda *of: self._add(self._diagnosis.reused(*of)),
                 dead=lambda *of: self._add(self._diagnosis.dead(*of)),
@@ -54,7 +55,6 @@ class Sanitizer(Observer):
                 waited=self._advisor.waited,
             ),
             rows_follow=backend.capabilities.row_exact_accesses,
-            steps=self._steps,
             ranks=self.ranks,
         )
         self._staleness = Staleness(self._ordering, self._diagnosis, self._add, self.locate)
@@ -157,16 +157,16 @@ class Sanitizer(Observer):
             self._ordering.event_synchronized(event, generation)
 
     def event_queried(self, event: Event, generation: int, done: bool) -> None:
-        with self._lock:
-            self._ordering.event_queried(event, generation, done)
+        if done:
+            self.event_synchronized(event, generation)
 
     def stream_synchronized(self, stream: Stream) -> None:
         with self._lock:
             self._ordering.stream_synchronized(stream.name)
 
     def stream_queried(self, stream: Stream, done: bool) -> None:
-        with self._lock:
-            self._ordering.stream_queried(stream.name, done)
+        if done:
+            self.stream_synchronized(stream)
 
     def device_synchronized(self) -> None:
         with self._lock:

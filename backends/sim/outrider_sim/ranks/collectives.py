@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import Collective, CollectiveError, DeadlockError, Group, Reduction
-from outrider_sim.machine.queue import Op, OperationKind
-from outrider_sim.machine.source_lines import python_line
+from outrider_sim.machine.queue import Op, OperationKind, python_line
 from outrider_sim.ranks.exchange import STUCK, CollectivePart, CollectiveRendezvous, Exchange, IssuedCollective
 from outrider_sim.torch_device.tensor import SimTensor
 

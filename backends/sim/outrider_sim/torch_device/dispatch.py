@@ -18,10 +18,9 @@ from torch import Tensor
 
 from outrider.device import ROW_ACCESS, Access
 from outrider_sim.machine.device_state import SimDeviceState
+from outrider_sim.machine.memory import Meta, Metas
 from outrider_sim.machine.pinned import PinnedTensor
-from outrider_sim.machine.queue import Op, OperationKind, StreamQueue
-from outrider_sim.machine.source_lines import SourceLines
-from outrider_sim.machine.tensor_meta import Meta, Metas
+from outrider_sim.machine.queue import Op, OperationKind, SourceLines, StreamQueue
 from outrider_sim.ranks.divergent_operators import divergent_implementation
 from outrider_sim.torch_device import composites, row_accesses
 from outrider_sim.torch_device.copies import CopyOperators

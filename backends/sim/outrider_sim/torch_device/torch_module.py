@@ -17,8 +17,7 @@ from torch import Tensor
 from outrider.device import CapabilityError, CaptureContext, CaptureError, ConfigError
 from outrider_sim.machine.graphs import OpenCapture
 from outrider_sim.machine.memory import Pool
-from outrider_sim.machine.queue import Op, OperationKind
-from outrider_sim.machine.source_lines import python_line
+from outrider_sim.machine.queue import Op, OperationKind, python_line
 from outrider_sim.streams import SimGraph, SimStream
 from outrider_sim.torch_device import launches
 from outrider_sim.torch_device.torch_slot import registered

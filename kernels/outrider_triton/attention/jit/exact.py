@@ -117,37 +117,32 @@ def exact_attention(
         best = tl.full([BLOCK_ROWS], -float("inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
         acc = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], dtype=tl.float32)
-        chunk_best, chunk_total, chunk_acc = best, total, acc
         chunk = own_chunk
-        start = tl.maximum(chunk_start(chunk, CHUNK), low)
-        if not SHARED:
-            while chunk_start(chunk + 1, CHUNK) <= start:  # a window begins in a later chunk
-                chunk += 1
-        chunk_end = chunk_start(chunk + 1, CHUNK)
+        start = chunk_start(chunk, CHUNK)
         end = high
         if SHARED:
-            end = tl.minimum(chunk_end, high)
-        for at in range(start, end, BLOCK_KV):
-            if at == chunk_end:
-                best, total, acc = _merge(best, total, acc, chunk_best, chunk_total, chunk_acc)
-                chunk_best = tl.full([BLOCK_ROWS], -float("inf"), dtype=tl.float32)
-                chunk_total = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
-                chunk_acc = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], dtype=tl.float32)
-                chunk += 1
-                chunk_end = chunk_start(chunk + 1, CHUNK)
-            new, inside, slot = cache_positions(table, at, high, context, kv_head, cache_slot, cache_head, PAGE, BLOCK_KV)
-            keys, values = keys_and_values(k_cache, v_cache, slot, lane, size, inside, q.dtype.element_ty)
-            visible = visible_positions(new, inside, query_index, row_mask, token, tree_mask, mask_width, WINDOW, TREE)
-            chunk_best, chunk_total, chunk_acc = attend(
-                queries, keys, values, visible, scale, chunk_best, chunk_total, chunk_acc
-            )
-        best, total, acc = _merge(best, total, acc, chunk_best, chunk_total, chunk_acc)
+            end = tl.minimum(chunk_start(chunk + 1, CHUNK), high)
+        while start < end:
+            chunk += 1
+            next_start = chunk_start(chunk, CHUNK)
+            chunk_best = tl.full([BLOCK_ROWS], -float("inf"), dtype=tl.float32)
+            chunk_total = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
+            chunk_acc = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], dtype=tl.float32)
+            for at in range(tl.maximum(start, low), tl.minimum(next_start, end), BLOCK_KV):
+                new, inside, slot = cache_positions(table, at, high, context, kv_head, cache_slot, cache_head, PAGE, BLOCK_KV)
+                keys, values = keys_and_values(k_cache, v_cache, slot, lane, size, inside, q.dtype.element_ty)
+                visible = visible_positions(new, inside, query_index, row_mask, token, tree_mask, mask_width, WINDOW, TREE)
+                chunk_best, chunk_total, chunk_acc = attend(
+                    queries, keys, values, visible, scale, chunk_best, chunk_total, chunk_acc
+                )
+            best, total, acc = _merge(best, total, acc, chunk_best, chunk_total, chunk_acc)
+            start = next_start
 
         place = token * heads + head
         mask = row_mask[:, None] & (lane[None, :] < size)
         if SHARED:
             if end == high:
-                tl.store(counts + place, tl.zeros([BLOCK_ROWS], dtype=tl.int32) + own_chunk + 1, mask=row_mask)
+                tl.store(counts + place, tl.zeros([BLOCK_ROWS], dtype=tl.int32) + chunk, mask=row_mask)
             place = place * chunks + own_chunk
             tl.store(parts + place[:, None] * size + lane[None, :], acc, mask=mask)
             tl.store(stats + place * 2, best, mask=row_mask)
