@@ -24,6 +24,7 @@ from outrider.device.kernels.indexed_operands import operands_by_index
 from outrider_sanitizer.detector.ranks import RankClocks
 from outrider_sanitizer.detector.streams import HOST
 from outrider_sanitizer.observation.host_arrays import converted_names
+from outrider_sanitizer.observation.replaced_names import replaced
 from outrider_sanitizer.observation.sanitizer import Sanitizer
 from outrider_sanitizer.observation.storages import KnownStorage, Storages, extent
 from outrider_sanitizer.report.source_locations import caller_location
@@ -208,23 +209,22 @@ class DerivedSanitizer(Sanitizer):
     @contextmanager
     def scope(self) -> Generator[None]:
         """Extend the scope to reads of host memory that bypass the dispatcher."""
-        tolist, numpy = Tensor.tolist, Tensor.numpy
 
-        def read(tensor: Tensor) -> Any:
-            self._host_read(tensor)
-            return tolist(tensor)
+        def tolist(original: Any) -> Any:
+            def read(tensor: Tensor) -> Any:
+                self._host_read(tensor)
+                return original(tensor)
 
-        def give(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return self._given(tensor, numpy(tensor, *args, **kwargs))
+            return read
 
-        changed: Any = Tensor
-        changed.tolist, changed.numpy = read, give
+        def numpy(original: Any) -> Any:
+            return lambda tensor, *args, **kwargs: self._given(tensor, original(tensor, *args, **kwargs))
+
         self.watches_arrays = True
         try:
-            with converted_names():
+            with replaced([(Tensor, "tolist", tolist), (Tensor, "numpy", numpy)]), converted_names():
                 yield
         finally:
-            changed.tolist, changed.numpy = tolist, numpy
             self.watches_arrays = False
 
     def _given(self, tensor: Tensor, array: Any) -> Any:
