@@ -382,13 +382,14 @@ def test_bounds_tell_a_dtype_from_the_next():
 @pytest.mark.sample(20, per="which")
 @pytest.mark.filterwarnings("ignore:divide by zero encountered in log")  # a residual of 0, in the interpreter's numpy
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("which", ["batch-invariant", "triton"])
+@pytest.mark.parametrize("which", ["batch-invariant", "triton", pytest.param("exact", marks=pytest.mark.slow)])
 def test_other_right_kernels_pass(name, which):
-    """The batch-invariant set, and Triton's by its interpreter."""
-    if which == "triton":
+    """The batch-invariant set, and Triton's by its interpreter, the exact ones too."""
+    kernels = KernelSet().batch_invariant()
+    if which != "batch-invariant":
         from outrider_triton.kernelset import TritonKernels
 
         kernels = TritonKernels(SMALL_DEVICE)
-    else:
-        kernels = KernelSet().batch_invariant()
+    if which == "exact":
+        kernels = kernels.batch_invariant()
     judge_with(kernels, small(name))

@@ -155,13 +155,14 @@ def test_a_wrong_byte_is_found_among_many():
         try_program(SharedStreams(Lab(backend)), model)
 
 
-@pytest.mark.parametrize("count", [pytest.param(250, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [pytest.param(60, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.soak)])
 def test_many_programs_convict_no_right_backend(count):
     command = [sys.executable, str(LONG), "--programs", str(count)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=4 * 3600, check=False)
     assert done.returncode == 0, done.stdout[-4000:]
 
 
+@pytest.mark.slow
 def test_long_programs_run_by_one_command():
     """One command, two processes, a program a family; a backend that is written for it, and one on its emulation."""
     command = [sys.executable, str(LONG), "--backend", "own-queue", "--backend", "npu", "--programs", "6", "--processes", "2"]

@@ -8,8 +8,7 @@ from tests.engine.conftest import Tiny, replayed_prefill
 from outrider import Engine, SamplingParams
 from outrider.device import MemoryInfo
 from outrider.engine.config import EngineConfig
-from outrider.engine.prefill import Prefill
-from outrider.engine.prefill_graphs import PrefillGraphs, token_buckets
+from outrider.engine.prefill import Prefill, PrefillGraphs, token_buckets
 from outrider.engine.requests.batch import Batch, PrefillChunk
 from outrider.registry import get_backend
 from outrider_proof import tiny

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from outrider import Engine, SamplingParams
-from outrider.device import AttentionShape, BackendLoadError, KernelSet
+from outrider.device import AttentionShape, BackendLoadError, CapabilityError, KernelSet
 from outrider.registry import get_backend
 from outrider_conformance.lab import Lab
 from outrider_conformance.random_kernels.paged_batch import check_planned_graph, check_renewed, check_unplanned, planned_batch
@@ -152,6 +152,11 @@ def test_what_is_planned_is_computed_by_flashinfer(make, monkeypatch):
         assert len(calls) == 1
     assert isinstance(backend.kernels_in_use, KernelSet)
     assert backend.kernels_in_use.plans_on_host
+
+
+def test_it_cant_be_batch_invariant(make):
+    with pytest.raises(CapabilityError, match="FlashInfer plans the order of a row's sums for the whole batch"):
+        make("cpu").kernels_in_use.batch_invariant()
 
 
 def test_without_flashinfer_it_says_what_to_install(monkeypatch):

@@ -58,7 +58,6 @@ def drivers() -> Iterator[Unseen]:
         _pinned_ring,
         ("Backend.empty_pinned",),
         ("test_l1_reuse",),
-        fast=True,
     )
     yield Unseen(
         "a copy above 1 MiB blocks", THREADS, 1, _blocking_copy, ("Backend.copy_async",), ("test_l1_copies",), "block"
@@ -73,7 +72,6 @@ def drivers() -> Iterator[Unseen]:
             ("Capabilities.asynchronous",),
             ("test_l1_operators",),
             f"[{operator}]",
-            fast=operator == "sort",
         )
     yield Unseen("a wait that does nothing", THREADS, 1, _idle_wait, ("Stream.wait",), (), causes=("Stream._wait",))
     yield Unseen("a rebind rebinds all graphs of the name", NPU, 3, _rebinds_all, ("Backend",), ("test_l3_params",))
