@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from outrider.device import QUANTIZED_FORMATS, KernelSet
+from outrider.device import QUANTIZED_FORMATS, KernelSet, QuantizedWeight
 from outrider.device.kernels.formats import INT8, ElementFormat
 from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.dimensions import among, between
@@ -74,7 +74,9 @@ def _linear_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: Rando
             "activation_group": 16 if shape["active"] == 2 else 0,
             "input_scale": o.get("input_scale"),
         }
-        return {"out": kernels.linear_quantized(o["x"], weight.weight(o, **quantized), o.get("bias"))}
+        own = weight.weight(o, **quantized)
+        assert isinstance(own, QuantizedWeight)
+        return {"out": kernels.linear_quantized(o["x"], own, o.get("bias"))}
 
     return Problem(operands, call, {"out": bounds.product(weight.operand(number), weight.values, bias, dtype)})
 

@@ -17,7 +17,7 @@ _MAX_TOKENS = 4096
 _MAX_LAUNCH_EPOCHS = 4096
 
 # The original method: in a watched run, a program's call of is_alive is reported as a synchronization.
-_ALIVE = threading.Thread.is_alive
+THREAD_IS_ALIVE = threading.Thread.is_alive
 
 Step = Callable[[], bool]
 """An enqueued step of a stream; returns False while the step, or a step before it, waits for a flag."""
@@ -324,4 +324,4 @@ def _current() -> threading.Thread:
 
 
 def _lives(thread: threading.Thread | None) -> bool:
-    return thread is not None and _ALIVE(thread)
+    return thread is not None and THREAD_IS_ALIVE(thread)

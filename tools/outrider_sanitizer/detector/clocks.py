@@ -76,7 +76,7 @@ class GraphReplay:
 class Point:
     """One operation, or one access of the host, with the clock of its actor at that time; all its accesses share it."""
 
-    __slots__ = ("actor", "between", "clock", "epoch", "location", "name", "number")
+    __slots__ = ("actor", "between", "clock", "conflicts", "epoch", "location", "name", "number")
     __slots__ += ("operation", "replay", "sequence", "step")
 
     def __init__(self, actor: Actor, name: str, location: str, sequence: int, operation: Operation | None = None) -> None:
@@ -92,6 +92,7 @@ class Point:
         self.operation = operation
         self.replay: GraphReplay | None = None
         self.step: tuple[str, int] | None = None
+        self.conflicts = False  # with another access, which was reported
         self.between = False  # before ``step``, and no step itself
 
     def happened_before(self, other: Point) -> bool:

@@ -75,10 +75,9 @@ class IntervalMap:
         """
         record = (point, access)
         if access.shape is None and not access.by_rows:
-            if late or self.holed or not self._whole(record, point, access):
-                self._dense(access.start, access.end, record, sink, late)
-                if self.holed:
-                    self._meet(point, access, sink, late)
+            self._dense(access.start, access.end, record, sink, late)
+            if self.holed:
+                self._meet(point, access, sink, late)
             return
         parts = None
         if not access.by_rows:
@@ -91,35 +90,6 @@ class IntervalMap:
             self._dense(start, end, record, sink, late)
         if self.holed:
             self._meet(point, access, sink, late)
-
-    def _whole(self, record: Record, point: Point, access: Access) -> bool:
-        """Handle an access to all of an undivided storage without a conflict. Returns False for any other access."""
-        if len(self.intervals) != 1:
-            return False
-        interval = self.intervals[0]
-        if access.start or access.end != interval.end:
-            return False
-        clock = point.clock
-        for old in interval.writes:
-            if old[0].epoch > clock.get(old[0].number, 0):
-                return False
-        reads = interval.reads
-        if access.write:
-            for old in reads:
-                if old[0].epoch > clock.get(old[0].number, 0):
-                    return False
-            if interval.over is not None and _later(interval.over, point):
-                return False
-            interval.writes = (record,)
-            interval.reads = ()
-            interval.over = None
-        elif interval.over is not None:
-            return False
-        elif not reads or (len(reads) == 1 and reads[0][0].number == point.number):
-            interval.reads = (record,)
-        else:
-            interval.reads = (*_unless_covered(reads, point), record)
-        return True
 
     def expire(self, start: int, end: int, over: Over) -> None:
         """Mark the contents of the bytes as stale."""
@@ -303,6 +273,7 @@ class IntervalMap:
         if known is not None and ((known.by_rows and access.by_rows) or not overlap(known, access)):
             return
         reported.add(id(old))
+        old[0].conflicts = point.conflicts = True
         sink.conflict(old, point, access, self.owner or self)
 
 
