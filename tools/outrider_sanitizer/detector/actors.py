@@ -7,6 +7,7 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import ReferenceType, ref
 
@@ -43,16 +44,16 @@ class LastWait(NamedTuple):
     location: str
 
 
+@dataclass(eq=False, slots=True)
 class LaunchEpochs:
     """The launches of one host thread on one stream: the stream's epoch at which each epoch of the thread began to launch."""
 
-    __slots__ = ("number", "own", "thread", "threads")
-
-    def __init__(self, number: int, thread: Actor) -> None:
-        self.number = number
-        self.thread = thread
-        self.threads: list[int] = []
-        self.own: list[int] = []
+    number: int
+    thread: Actor
+    threads: list[int] = field(default_factory=list)
+    """Epochs of the thread."""
+    own: list[int] = field(default_factory=list)
+    """Epochs of the stream."""
 
     def begin(self, epoch: int, own: int) -> bool:
         """Record the stream's epoch ``own`` before the launches of the thread's ``epoch``. Returns False after its first."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from outrider.device import Access
 from outrider_sanitizer.detector.clocks import Clock, Point
@@ -40,17 +41,15 @@ _MERGE_ABOVE_INTERVALS = 4
 """A read over more intervals than this tries to merge them."""
 
 
+@dataclass(eq=False, slots=True)
 class Interval:
     """Bytes [start, end) with one history. ``over`` is the reason why their contents are stale, or None."""
 
-    __slots__ = ("end", "over", "reads", "start", "writes")
-
-    def __init__(self, start: int, end: int, writes: Records, reads: Records, over: Over | None) -> None:
-        self.start = start
-        self.end = end
-        self.writes = writes
-        self.reads = reads
-        self.over = over
+    start: int
+    end: int
+    writes: Records
+    reads: Records
+    over: Over | None
 
 
 class IntervalMap:
