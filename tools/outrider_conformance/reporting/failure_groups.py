@@ -91,7 +91,8 @@ def ranked_causes(tests: Verdicts, called: Mapping[str, Iterable[str]]) -> list[
             count = by_failed[verb]  # noqa: B023  (called in this turn of the loop)
             return count / sqrt(total * (count + by_passed[verb])) + _PROMISED * own[verb] / total  # noqa: B023
 
-        verb = max(sorted(by_failed), key=suspicion)
+        # Of equals, a verb that makes an object is the last: the test calls it to prepare.
+        verb = max(sorted(by_failed), key=lambda verb: (suspicion(verb), "._create_" not in verb))
         explained = [test for test, verbs in left.items() if verb in verbs]
         member = verb.replace("._", ".")
         causes.append(
