@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.device import QUANTIZED_FORMATS, KernelSet, QuantizedWeight
 from outrider.device.kernels.formats import INT8, ElementFormat
 from outrider_conformance.random_kernels import bounds
-from outrider_conformance.random_kernels.dimensions import among, between
+from outrider_conformance.random_kernels.dimensions import among, between, row_counts
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape
 from outrider_conformance.random_kernels.weights import random_matrix
 
@@ -82,7 +82,7 @@ def _linear_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: Rando
 
 
 _DIMENSIONS = {
-    "tokens": between(1, 20, 32, 33, 63, 64, 65, 128, 129),
+    "tokens": row_counts(1, 20, 63),
     "inner": among(8, 40, 96, 264),
     "outer": between(1, 80, 129),
     "blocks": between(0, 2),

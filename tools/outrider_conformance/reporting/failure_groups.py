@@ -22,6 +22,7 @@ _MAX_NAMED_TESTS = 4
 _MAX_REASON_LINES = 12
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?(e[+-]?\d+)?")
 _ABSTRACT = re.compile(r"Can't instantiate abstract class (\w+) .*abstract methods? '?([\w, ']+\w)")
+_PARAMETER = re.compile(r"\[([A-Z]\w+\.\w+)\]$")
 _PROMISED = 0.05
 """Weight of the share of failures that break the promise of the verb itself. It decides between verbs that the same tests
 call.
@@ -91,7 +92,8 @@ def ranked_causes(tests: Verdicts, called: Mapping[str, Iterable[str]]) -> list[
             count = by_failed[verb]  # noqa: B023  (called in this turn of the loop)
             return count / sqrt(total * (count + by_passed[verb])) + _PROMISED * own[verb] / total  # noqa: B023
 
-        verb = max(sorted(by_failed), key=suspicion)
+        # Of equals, a verb that makes an object is the last: the test calls it to prepare.
+        verb = max(sorted(by_failed), key=lambda verb: (suspicion(verb), "._create_" not in verb))
         explained = [test for test, verbs in left.items() if verb in verbs]
         member = verb.replace("._", ".")
         causes.append(
@@ -103,9 +105,11 @@ def ranked_causes(tests: Verdicts, called: Mapping[str, Iterable[str]]) -> list[
 
 def _promised(test: Mapping[str, Any]) -> str:
     """Return the verb whose promise the test checks, or the member if no verb keeps its promise (a kernel, a capability), or
-    an empty string for a whole class of verbs.
+    an empty string for a whole class of verbs. A parameter of the test may name the verb.
     """
+    named = _PARAMETER.search(str(test["id"]))
     member = str((test["promise"] or {}).get("member", ""))
+    member = named[1] if named is not None and verb_of(named[1]) else member
     if verb := verb_of(member):
         return f"{member.partition('.')[0]}.{verb}"
     return "" if member in {base.__name__ for base in VERBS} else member
