@@ -1,8 +1,8 @@
 """ExactKernels: Triton's kernels with one order of each row's sums, so that a row's bits don't depend on the batch.
 
-A product of 16-bit operands adds its columns one instruction after the other, within parts whose number depends on the
-weight alone. Tiles may have any number of rows where one instruction of the matrix unit sums equally for each number
-(Hopper); elsewhere they have 16. ``tests/kernels/test_exact.py`` compares the bits of all tiles on the device.
+A product of 16-bit operands adds its columns in order, within parts whose number depends on the weight alone. On Hopper all
+instructions of the matrix unit then compute the same bits, so that a tile may have any size; elsewhere it has 16 tokens.
+``tests/kernels/test_exact.py`` compares the bits of all tiles on the device.
 """
 
 from __future__ import annotations
@@ -11,46 +11,40 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
-import triton
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, KernelSet, RotaryArgs
-from outrider.device.kernels.checks import expect
+from outrider.device import AttentionMetadata, KernelSet
 from outrider.device.kernels.invariant import InvariantKernels
 from outrider.device.kernels.weights import quantized_products
+from outrider_triton.attention.operators import EXACT_CHUNK
 from outrider_triton.blocks import TritonBlocks
-from outrider_triton.define import define
-from outrider_triton.experts import sorted_block_tokens
-from outrider_triton.jit import exact
+from outrider_triton.experts.kernels import sorted_block_tokens
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.launch import compile_only, launch, power_of_two, vocabulary_shares
-from outrider_triton.products import Product
-from outrider_triton.rows.rotary import rotates
-from outrider_triton.tiles.configs import BUCKETS, LARGE_M, STREAMED, MatmulConfig, bucket
+from outrider_triton.launch import compile_only, power_of_two, vocabulary_shares
+from outrider_triton.tiles.configs import BUCKETS, STREAMED, MatmulConfig, bucket
 from outrider_triton.tiles.derive.attention import AttentionHeads, attention_bytes
-from outrider_triton.tiles.derive.products import MAX_TOKENS_TUNED, rank_configs
+from outrider_triton.tiles.derive.products import fold_factor, rank_configs
 from outrider_triton.tiles.derive.quantized import OperandStorage
 from outrider_triton.tiles.facts import DeviceFacts
 
 _TRITON = torch.ops.outrider
-_CHUNK = 256
-"""Positions of the first chunks of attention."""
 _ROWS = 64
 """Rows of an attention tile: the matrix unit's height on Hopper."""
-_WEIGHT_ROWS = (64, 128)
-"""Weight rows of a tile that the matrix unit multiplies with the same instruction on Hopper."""
 _FEW = 16
 """Tokens of a tile where every tile must have the same number."""
 _PREFILL = {
-    "linear": MatmulConfig(128, 128, 64, 1, 8, 4, 0, 0, 0),
-    "linear_parts": MatmulConfig(128, 128, 64, 1, 8, 4, 0, 0, 0),
-    "linear_silu_mul": MatmulConfig(128, 64, 64, 1, 4, 4, 0, 0, 0),
+    "linear": MatmulConfig(256, 128, 64, 1, 8, 3, 0, 0, 0),
+    "linear_parts": MatmulConfig(256, 128, 64, 1, 8, 3, 0, 0, 0),
+    "linear_rope": MatmulConfig(128, 128, 64, 1, 8, 4, 0, 0, 0),
+    "linear_silu_mul": MatmulConfig(256, 64, 64, 1, 8, 3, 0, 0, 0),
 }
-"""Tiles of products with more than :data:`~outrider_triton.tiles.derive.products.MAX_TOKENS_TUNED` tokens, by operator."""
+"""Tiles of products with more than :data:`_MAX_DECODED` tokens, by operator: measured on one H200."""
+_MAX_DECODED = 1024
+"""Tokens above which larger tiles keep all multiprocessors busy."""
 _PART_COLUMNS = 256
 """Columns of a part are a multiple, so that parts begin at the same column with every tile."""
-_BUSY = 0.7
-"""Fraction of the multiprocessors that a product of 128 tokens occupies with its parts."""
+_BUSY = 0.35
+"""Fraction of the multiprocessors that tiles of 128 weight rows occupy with all parts of a product."""
 
 
 def split_of(facts: DeviceFacts, n: int, k: int) -> int:
@@ -62,12 +56,8 @@ def split_of(facts: DeviceFacts, n: int, k: int) -> int:
 
 
 def has_fixed_order(operator: str, config: MatmulConfig, split: int) -> bool:
-    """Return True if a tile configuration adds the columns of each part in order, with Hopper's instruction."""
-    if config.split != split or config.descriptor == LARGE_M:
-        return config.split == split
-    if config.descriptor == STREAMED:  # others fold a row's halves into one tile
-        return operator == "linear_silu_mul" or (operator == "linear_parts" and split > 1)
-    return config.block_n in _WEIGHT_ROWS and config.block_m >= _FEW
+    """Return True if a tile configuration adds the columns of each of ``split`` parts in order."""
+    return config.split == split and (config.descriptor != STREAMED or fold_factor(operator, config) == 1)
 
 
 class ExactKernels(TritonKernels, InvariantKernels):
@@ -100,55 +90,43 @@ class ExactKernels(TritonKernels, InvariantKernels):
 
     def matmul_config(self, operator: str, x: Tensor, weight: Tensor, *, half: int = 0) -> MatmulConfig | None:
         """Return a configuration with the weight's order of sums, or None for operators that aren't used."""
-        del half
         is_half = x.dtype in (torch.bfloat16, torch.float16) and x.dtype is weight.dtype and weight.is_contiguous()
         if not is_half or operator not in _PREFILL or not x.numel():
             return None
-        return self._exact_config(operator, x.numel() // x.shape[-1], *weight.shape)
+        n, k = weight.shape
+        return self._exact_config(operator, x.numel() // x.shape[-1], n, k, half)
 
     def every_config(self, operator: str, dtype: str, n: int, k: int, *, half: int = 0) -> Iterable[MatmulConfig]:
         """Return the configurations of a weight for any number of tokens."""
-        del dtype, half
+        del dtype
         if operator not in _PREFILL:
             return ()
-        sizes = (*BUCKETS, MAX_TOKENS_TUNED + 1)
-        return dict.fromkeys(self._exact_config(operator, m, n, k) for m in sizes)
+        return dict.fromkeys(self._exact_config(operator, m, n, k, half) for m in (*BUCKETS, _MAX_DECODED + 1))
 
-    def _exact_config(self, operator: str, m: int, n: int, k: int) -> MatmulConfig:
+    def _exact_config(self, operator: str, m: int, n: int, k: int, half: int = 0) -> MatmulConfig:
         split = split_of(self.facts, n, k) if operator == "linear_parts" else 1
-        if self._any_rows and m > MAX_TOKENS_TUNED:
+        if self._any_rows and m > _MAX_DECODED:
             return replace(_PREFILL[operator], split=split)
-        key = operator, n, k, 0, bucket(m)
+        key = operator, n, k, half, bucket(m)
         config = self._derived.get(key)
         if config is None:
-            config = self._derived[key] = self._choose(operator, bucket(m), n, k, split)
+            config = self._derived[key] = self._choose(operator, bucket(m), n, k, split, half=half)
         return config
 
-    def _choose(self, operator: str, m: int, n: int, k: int, split: int = 1, *, whole: bool = False) -> MatmulConfig:
+    def _choose(
+        self, operator: str, m: int, n: int, k: int, split: int = 1, *, half: int = 0, whole: bool = False
+    ) -> MatmulConfig:
         """Return the tiles with a fixed order whose time is estimated to be the least; ``whole``: of whole, loaded blocks."""
-        for size in (m, _FEW) if self._any_rows else (_FEW,):
-            for config in rank_configs(self.facts, operator, m=size, n=n, k=k):
-                is_whole = not config.rows_per_program and not config.descriptor
-                if has_fixed_order(operator, config, split) and (is_whole or not whole):
-                    return config
-        return MatmulConfig(_FEW, _WEIGHT_ROWS[0], 64, split, 4, 2, 0, 0, 0)
+        for config in rank_configs(self.facts, operator, m=m if self._any_rows else _FEW, n=n, k=k, half=half):
+            is_whole = not config.rows_per_program and not config.descriptor
+            if has_fixed_order(operator, config, split) and (is_whole or not whole):
+                return config
+        return MatmulConfig(_FEW, 32, 64, split, 4, 2, 0, 0, 0)
 
     def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         """Add the product in the kernel of the norm, in whose order other passes add it; the norm itself is dropped."""
         self.linear_add_rms_norm(x, weight, bias, residual, residual.new_ones(residual.shape[-1:]), 1.0)
         return residual
-
-    def linear_rope_write_cache(self, product: Product, rotary: RotaryArgs) -> Tensor:
-        """Multiply to queries, keys and values in parts, which the kernel that rotates them adds up."""
-        config = self.matmul_config("linear_parts", product.x, product.weight)
-        if config is None or not rotates(rotary, product.x, partly=True):
-            return self.head_norm_rope_write_cache(self.linear(*product), None, rotary)
-        for config_list in self._products("linear_parts", product.x, product.weight, rotary=rotary):
-            _TRITON.linear_parts.triton(product.x[:_FEW], product.weight, config_list, self.pdl)
-        parts = _TRITON.linear_parts.triton(product.x, product.weight, config.as_list(), self.pdl)
-        return _TRITON.rope_write_cache.triton_parts(  # type: ignore[no-any-return]  # torch.ops has no types
-            parts, product.bias, *rotary, product.x.dtype, self.pdl
-        )
 
     linear_quantized = InvariantKernels.linear_quantized
 
@@ -197,7 +175,7 @@ class ExactKernels(TritonKernels, InvariantKernels):
             return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
         config = self._tiles(q, k_cache)
         groups = -(-metadata.max_query // (config[0] // config[2])) * metadata.seq_lens.shape[0] * k_cache.shape[2]
-        shares_chunks = metadata.max_kv > _CHUNK and groups < 2 * self.processors
+        shares_chunks = metadata.max_kv > EXACT_CHUNK and groups < 2 * self.processors
         operands = q, k_cache, v_cache, metadata.query_start, metadata.seq_lens, metadata.block_table, metadata.tree_mask
         limits = metadata.max_query, metadata.max_kv, scale, window
         is_tree, cache = metadata.tree_mask is not None, k_cache.dtype
@@ -225,78 +203,3 @@ class ExactKernels(TritonKernels, InvariantKernels):
     all_reduce_rms_norm = InvariantKernels.all_reduce_rms_norm
     attention_block, mlp_block = TritonBlocks.attention_block, TritonBlocks.mlp_block
     experts_block, recurrent_block = TritonBlocks.experts_block, TritonBlocks.recurrent_block
-
-
-# -- the operator ------------------------------------------------------------------------------------------------------
-
-
-def _exact_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    tree_mask: Tensor | None,
-    max_query: int,
-    max_kv: int,
-    scale: float,
-    window: int,
-    shared: bool,
-    config: list[int],
-    pdl: bool,
-) -> Tensor:
-    rows, block_kv, group = config
-    (tokens, heads, size), batch = q.shape, seq_lens.shape[0]
-    expect(
-        k_cache.is_contiguous() and v_cache.is_contiguous() and q.stride(-1) == 1 and block_table.stride(-1) == 1,
-        lambda: "paged_attention: caches must be contiguous, and the last dimension of q and of the block table",
-    )
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    parts = stats = counts = out
-    chunks = _chunk_count(max_kv) if shared else 1
-    if shared:
-        parts = torch.empty((tokens, heads, chunks, size), dtype=torch.float32, device=q.device)
-        stats = torch.empty((tokens, heads, chunks, 2), dtype=torch.float32, device=q.device)
-        counts = torch.empty((tokens, heads), dtype=torch.int32, device=q.device)
-    mask = out if tree_mask is None else tree_mask.view(torch.uint8)
-    block_size = max(power_of_two(size), 16)
-    launch(
-        exact.exact_attention,
-        (triton.cdiv(max_query, rows // group), batch * k_cache.shape[2], chunks),
-        *(q, k_cache, v_cache, query_start, seq_lens, block_table, mask, out, parts, stats, counts),
-        *(tokens, batch, heads, scale, size, chunks, q.stride(0), q.stride(1), block_table.stride(0), mask.stride(0)),
-        *(k_cache.stride(1), k_cache.stride(2)),
-        PAGE=k_cache.shape[1],
-        GROUP=group,
-        WINDOW=window,
-        TREE=tree_mask is not None,
-        SHARED=shared,
-        CHUNK=_CHUNK,
-        BLOCK_ROWS=rows,
-        BLOCK_KV=block_kv,
-        BLOCK_SIZE=block_size,
-        num_stages=3 if q.dtype.itemsize == 2 else 2,
-        pdl=pdl,
-        warps=4,
-    )
-    if shared:
-        operands = parts, stats, counts, query_start, out, batch, heads, chunks, size
-        launch(exact.merge_chunks, (tokens, heads), *operands, BLOCK_SIZE=block_size, pdl=pdl, warps=1)
-    return out
-
-
-def _chunk_count(positions: int) -> int:
-    """Return the number of chunks (:func:`outrider_triton.jit.exact.chunk_start`) that begin before ``positions``."""
-    count = 0
-    each: int = exact.CHUNKS_PER_DOUBLING.value
-    length, start = _CHUNK, 0
-    while start < positions:
-        start += length
-        count += 1
-        if count >= 2 * each and count % each == 0:
-            length *= 2
-    return count
-
-
-define("paged_attention.exact", _exact_attention, lambda q, *rest: q.new_empty(q.shape))

@@ -108,6 +108,11 @@ def test_doctor_where_torch_does_not_import(child, extension_without_runtime):
         "torch_npu (torch_npu 2.13.0)",
     ):
         assert text in result.out
+
+
+@pytest.mark.slow
+def test_doctor_where_torch_loads_no_extension(child, extension_without_runtime):
+    """What doctor advises helps."""
     healed = child("doctor", path=(extension_without_runtime,), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert healed.code == 0
     assert "cpu: can run" in healed.out

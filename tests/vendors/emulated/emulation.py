@@ -7,6 +7,7 @@ simulated machine's schedule, and the machine's own reports of memory accesses.
 from dataclasses import replace
 
 import torch
+import torch_npu
 from tools import Emulated
 from torch_npu import operators
 
@@ -32,8 +33,22 @@ def lift_limits():
     module.CAPABILITIES = replace(module.CAPABILITIES, dtypes=module.CAPABILITIES.dtypes | {torch.float64})
 
 
+def attended_pages(call):
+    """Return the pages of the sequences.
+
+    Page 0 holds padding, which operations write in no order; results of padding are dropped.
+    """
+    table, cache = call["block_table"], call["k_cache"] if "k_cache" in call else call["key"]
+    used = -(-torch.as_tensor(call["seq_lens"]) // cache.shape[1])
+    pages = table[torch.arange(table.shape[1]) < used.unsqueeze(1)].unique()
+    return pages[pages > 0]
+
+
 def make():
     return EmulatedNpu(0)
 
 
+ATTENTION = {"outrider_npu::fused_attention": ("key", "value"), "outrider::paged_attention": ("k_cache", "v_cache")}
+for operator, operands in ATTENTION.items():
+    torch_npu.registered.dispatcher.declare_rows(operator, dict.fromkeys(operands, attended_pages))
 module.NpuBackend = EmulatedNpu

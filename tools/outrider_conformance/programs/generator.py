@@ -7,13 +7,11 @@ more than necessary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from random import Random
-from typing import Any, TypeVar
-
-from hypothesis import strategies as st
+from typing import TypeVar
 
 from outrider_conformance.programs import language as lang
 from outrider_conformance.programs.families import COMMON, FAMILIES, Abilities
@@ -27,14 +25,9 @@ _MAX_GRAPHS, _MAX_DELAYS = 3, 6
 _HOST_STEPS = ("host_read", "host_write", "query", "item", "send")
 
 
-@st.composite
-def programs(draw: Callable[[Any], Any], abilities: Abilities, family: str) -> Model:
-    """Generate a program of ``family`` for a backend with these abilities, applied to the model.
-
-    Hypothesis draws one source of randomness per program, since one draw per choice takes ten times as long. A failing
-    program is shrunk as a program (:mod:`outrider_conformance.programs.shrinking`).
-    """
-    return _ProgramDraft(draw(st.randoms(use_true_random=True)), abilities, family).program()
+def random_program(random: Random, abilities: Abilities, family: str) -> Model:
+    """Return a program of ``family`` for a backend with these abilities, applied to the model."""
+    return _ProgramDraft(random, abilities, family).program()
 
 
 class _ProgramDraft:
@@ -224,7 +217,7 @@ class _ProgramDraft:
 
     def _download(self) -> Step | None:
         found = self.crossing()
-        return lang.Download(self.pick(self.streams), found[1], found[0], self.chance(15)) if found else None
+        return lang.Download(self.pick(self.streams), found[1], found[0]) if found else None
 
     def _send(self) -> Step:
         of = self.pick(self.buffers)

@@ -97,14 +97,11 @@ class Upload:
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """A copy from the device to pinned memory by ``copy_async``. ``racy``: earlier writes need not be ordered before the
-    copy.
-    """
+    """A copy from the device to pinned memory by ``copy_async``."""
 
     stream: int
     slot: ElementSpan
     source: ElementSpan
-    racy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +231,7 @@ class HostWrite:
 
 @dataclass(frozen=True, slots=True)
 class HostRead:
-    """The host reads a slot, which must hold an allowed value."""
+    """The host reads a slot, which must hold the expected value."""
 
     slot: int
 

@@ -99,7 +99,9 @@ def ranked_causes(tests: Verdicts, called: Mapping[str, Iterable[str]]) -> list[
 
 def _promised(test: Mapping[str, Any]) -> str:
     """Return the verb whose promise the test found broken, or an empty string."""
-    member = (test["promise"] or {}).get("member", "")
+    member = str((test["promise"] or {}).get("member", ""))
+    if member.startswith("KernelSet."):
+        return member
     verb = verb_of(member)
     return f"{member.partition('.')[0]}.{verb}" if verb else ""
 

@@ -10,11 +10,11 @@ all future operations are ordered after it.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Iterator
 
 from outrider.device import Access
 from outrider_sanitizer.detector.clocks import Clock, Point
+from outrider_sanitizer.detector.listener import Listener
 from outrider_sanitizer.detector.regions import dense_parts, overlap
 
 Record = tuple[Point, Access | None]
@@ -25,22 +25,6 @@ Over = tuple[str, Record | None, int]
 """Why contents may no longer be read, since which record, and the place of that in the trace; no reason: they were never
 written.
 """
-
-
-class Sink(Protocol):
-    """The receiver of conflicts that a history finds; the last argument is the owner of the history."""
-
-    @property
-    def conflict(self) -> Callable[[Record, Point, Access | None, Any], None]:
-        """Function that receives an older record, and the point and access that are not ordered after it."""
-
-    @property
-    def stale(self) -> Callable[[str, Record | None, Point, Access, Any], None]:
-        """Function that receives a read of stale bytes, with the reason and the time of the staleness."""
-
-    @property
-    def settled(self) -> Callable[[], Clock]:
-        """Function that returns a clock which every future operation comes after."""
 
 
 UNKNOWN_END = 1 << 62
@@ -84,7 +68,7 @@ class IntervalMap:
         self.limit = _MIN_HOLED_LIMIT
         self.forgotten = 0
 
-    def touch(self, point: Point, access: Access, sink: Sink, late: bool = False) -> None:
+    def touch(self, point: Point, access: Access, sink: Listener, late: bool = False) -> None:
         """Check an access against the history, then add the access to the history.
 
         ``late``: the access is reported after accesses of later operations, so it may also precede records of the history.
@@ -143,25 +127,20 @@ class IntervalMap:
         for interval in self.intervals[first:last]:
             interval.over = over
 
-    def last_write(self, start: int, end: int) -> Record | None:
-        """Return the latest write to any of the bytes, in program order."""
-        best: Record | None = None
+    def writes(self, start: int, end: int) -> Iterator[tuple[int, int, Point, Access]]:
+        """Yield the writes to [start, end), with the part of it that they may have written last."""
         for interval in self.within(start, end):
-            for record in interval.writes:
-                if record[1] is not None and (best is None or record[0].sequence > best[0].sequence):
-                    best = record
-        for record in self.holed_writes(start, end):
-            if best is None or record[0].sequence > best[0].sequence:
-                best = record
-        return best
+            for point, access in interval.writes:
+                if access is not None:
+                    yield max(interval.start, start), min(interval.end, end), point, access
+        for point, access in self.holed:
+            if access is not None and access.write and access.start < end and start < access.end:
+                yield max(access.start, start), min(access.end, end), point, access
 
-    def holed_writes(self, start: int, end: int) -> list[Record]:
-        """Return the writes with holes, or by rows, that may touch [start, end)."""
-        return [
-            record
-            for record in self.holed
-            if record[1] is not None and record[1].write and record[1].start < end and start < record[1].end
-        ]
+    def last_write(self, start: int, end: int) -> tuple[Point, Access] | None:
+        """Return the latest write to any of the bytes, in program order."""
+        found = ((point, access) for _, _, point, access in self.writes(start, end))
+        return max(found, key=lambda write: write[0].sequence, default=None)
 
     def within(self, start: int, end: int) -> list[Interval]:
         """Return the intervals that share a byte with [start, end)."""
@@ -210,7 +189,7 @@ class IntervalMap:
         interval.end = offset
         self.intervals.insert(at, right)
 
-    def _dense(self, start: int, end: int, record: Record, sink: Sink, late: bool) -> None:
+    def _dense(self, start: int, end: int, record: Record, sink: Listener, late: bool) -> None:
         if start >= end:
             return
         point, access = record
@@ -260,7 +239,7 @@ class IntervalMap:
         if len(kept) < last - first:
             intervals[first:last] = kept
 
-    def _scattered(self, record: Record, access: Access, sink: Sink, late: bool) -> None:
+    def _scattered(self, record: Record, access: Access, sink: Listener, late: bool) -> None:
         point = record[0]
         reported: set[int] = set()
         met = self.within(access.start, access.end)
@@ -281,7 +260,7 @@ class IntervalMap:
             self.holed = kept[-_MAX_HOLED_RECORDS:]
             self.limit = max(_MIN_HOLED_LIMIT, 2 * len(self.holed))
 
-    def _meet(self, point: Point, access: Access, sink: Sink, late: bool) -> None:
+    def _meet(self, point: Point, access: Access, sink: Listener, late: bool) -> None:
         """Check an access against the accesses with holes, and drop those that it covers."""
         clock = point.clock
         reported: set[int] = set()
@@ -298,7 +277,9 @@ class IntervalMap:
             kept.append(old)
         self.holed = kept
 
-    def _check(self, interval: Interval, point: Point, access: Access, sink: Sink, late: bool, reported: set[int]) -> None:
+    def _check(
+        self, interval: Interval, point: Point, access: Access, sink: Listener, late: bool, reported: set[int]
+    ) -> None:
         clock = point.clock
         for old in interval.writes:
             before = old[0]
@@ -315,7 +296,7 @@ class IntervalMap:
             reported.add(id(interval.over))
             sink.stale(interval.over[0], interval.over[1], point, access, self.owner or self)
 
-    def _compare(self, old: Record, point: Point, access: Access, sink: Sink, late: bool, reported: set[int]) -> None:
+    def _compare(self, old: Record, point: Point, access: Access, sink: Listener, late: bool, reported: set[int]) -> None:
         if id(old) in reported or (late and point.happened_before(old[0])):
             return
         known = old[1]

@@ -34,22 +34,11 @@ if TYPE_CHECKING:
 _AMBIENT = "default"
 _FROM_NUMPY = torch.from_numpy
 _BORN = "_outrider_born"
-_WAITING = frozenset(
-    f"aten::{name}"
-    for name in (
-        "_local_scalar_dense",
-        "_unique2",
-        "allclose",
-        "equal",
-        "is_nonzero",
-        "item",
-        "masked_select",
-        "nonzero",
-        "unique_consecutive",
-        "unique_dim",
-    )
-)
-"""Operators that give the host a value, or a result whose size it has to know. Composite ones are met in inference mode."""
+_WAITING_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_WAITING = ("aten.is_nonzero.default", "aten.where.default")
+"""Operators that give the host a value or a shape, though no tag says so."""
+_PICKING = "aten::index"
+"""The operator that has such a tag because boolean indices, and no others, decide its shape."""
 _COPIES = frozenset(("aten::copy_", "aten::to", "aten::_to_copy"))
 _APART = "which rows an operator takes by data: two such accesses to one memory are taken to be disjoint"
 _BLIND = (
@@ -86,7 +75,7 @@ def _operands(func: Any) -> _Operands:
         writes=writes,
         fresh=fresh,
         empty=fresh and name.split("::")[-1].startswith(("empty", "new_empty")),
-        waits=name in _WAITING or str(func) == "aten.where.default",
+        waits=str(func) in _WAITING or (name != _PICKING and any(tag in func.tags for tag in _WAITING_TAGS)),
         rows=frozenset(ROW_ACCESS.get(name) or operands_by_index(func)),
         at_once=names.index("non_blocking") if "non_blocking" in names else -1,
         views=bool(schema.returns)

@@ -242,7 +242,7 @@ class CachingAllocator:
         made = Allocation(self, block, self.next_id(), nbytes, stream)
         tap = self.machine.tap
         if tap is not None:
-            made.line = self.machine.line
+            made.line = self.machine.local.line
             tap.allocated(made, block.last)
         if self.machine.strategy.needs_accesses:  # not for a tool that only listens: it would grow with the run
             self.machine.bases[self._ids] = block.address
@@ -315,7 +315,7 @@ class CachingAllocator:
         self.peak = max(self.peak, self.allocated)
         tap = self.machine.tap
         if tap is not None:
-            allocation.line = self.machine.line
+            allocation.line = self.machine.local.line
             tap.allocated(allocation, None)
 
     def _return_held(self) -> None:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 class _MachineThread(threading.local):
     stream: StreamQueue | None = None
     fresh: bool | None = None  # a thread of Python's that chose no stream
+    line = ""  # of the torch call that is being carried out
 
 
 class StreamMachine(FaultState):
@@ -53,7 +54,6 @@ class StreamMachine(FaultState):
         self.lost = None
         self.tracks = self.tells = False  # operations carry their accesses, and the line that issued them
         self.eager = self.asks = False  # as the scheduler has it
-        self.line = ""  # of the torch call that is being carried out
         self._failed = None
         self.local = _MachineThread()
         self._main_ident = threading.get_ident()

@@ -107,12 +107,12 @@ class SimGroup(Group):
         stream = machine.stream
         collective = self.last_call
         assert collective is not None
-        machine.line = python_line()
+        machine.local.line = python_line()
         call = IssuedCollective(
             name=collective.kind,
             channel=channel,
             facts=matching_facts(collective, in_graph=stream.capture is not None),
-            line=machine.line,
+            line=machine.local.line,
             compute=compute,
             operands=Operands(_inner(read), _inner(write)),
             collective=collective,

@@ -97,7 +97,7 @@ class Dispatcher:
         """Run one operator call on the current device."""
         machine = self.current.machine
         if machine.tells:
-            machine.line = self._lines.now()
+            machine.local.line = self._lines.now()
         handler = self._handlers.get(func)
         if handler is None:
             handler = self._learn(func)
@@ -334,7 +334,7 @@ class Dispatcher:
                 accesses.append(extent(made, True, "out"))  # noqa: PERF401  (once for most operations)
         op.accesses = tuple(accesses)
         machine = self.current.machine
-        op.line = machine.line
+        op.line = machine.local.line
         if info.resolvers and machine.tap is not None:
             bound = dict(zip(info.names, args, strict=False)) | dict(kwargs)
             op.rows = row_accesses.RowResolver(info.resolvers, bound, op.accesses, info.native, info.name)
@@ -346,7 +346,7 @@ class Dispatcher:
         machine = self.current.machine
         if machine.tracks:
             op.accesses = accesses
-            op.line = machine.line
+            op.line = machine.local.line
 
     def _decompose(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         result = info.func.decompose(*args, **kwargs)

@@ -70,8 +70,9 @@ class SimTorchStream:
 
     def wait_event(self, event: SimTorchEvent) -> None:
         """Make later work on this stream wait for the event's latest record."""
-        if event.wrapped.generation:  # torch: a wait for an event that was never recorded does nothing
-            self.wrapped.wait(event.wrapped)
+        made = event.wrapped
+        if made.generation or made._captured_by is not None:  # torch: a wait for an event never recorded does nothing
+            self.wrapped.wait(made)
 
     def wait_stream(self, other: SimTorchStream) -> None:
         """Make later work on this stream wait for the work now queued on `other`."""

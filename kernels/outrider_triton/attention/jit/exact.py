@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outrider_triton.jit.attention import (
+from outrider_triton.attention.jit.paged import (
     attend,
     cache_positions,
     keys_and_values,
@@ -92,7 +92,7 @@ def exact_attention(
     PDL: tl.constexpr,
 ):
     """Attend; program (block of queries, sequence and key head, chunk). Rows: see
-    :func:`outrider_triton.jit.attention.paged_attention`.
+    :func:`outrider_triton.attention.jit.paged.paged_attention`.
 
     SHARED: each program has one chunk. It stores its result to ``parts [token, head, chunks, size]`` and its maximum and sum
     to ``stats [token, head, chunks, 2]``, all float32; the last one stores the number of chunks to ``counts [token, head]``.
