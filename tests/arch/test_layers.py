@@ -99,10 +99,10 @@ ROOMS = {
     "graphs": "step",
     "prefill": "step",
     "state.rows": "stages",
-    "recovery.watchdog": "state.rows",
+    "recovery": "state.rows",
     "requests.pages": "ranks.records",
     "fences": "setup.checks",
-    "config": "recovery.watchdog",
+    "config": "recovery",
 }
 """Rooms of the engine, and one that each must not know: the next one above, or one beside it."""
 
