@@ -3,7 +3,8 @@
 Non-speculative decoding is the proposer that drafts nothing.
 
 Letters: B requests of a batch, K drafted tokens, N = K+1 nodes of a draft with its root. D is the longest path from the root
-(D = K for a chain). M rows of a flat token batch, H hidden size, V vocabulary, P pages.
+(D = K for a chain). M rows of a flat token batch, H hidden size, V vocabulary, Vd draft vocabulary, P
+pages.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The server's log, as JSON or as text, and OpenTelemetry spans of its requests.
 
-A span needs the extra ``otel``. OpenTelemetry's environment variables (``OTEL_EXPORTER_OTLP_ENDPOINT`` and others) configure the export.
+A span needs the extra ``otel``. OpenTelemetry's environment variables (``OTEL_EXPORTER_OTLP_ENDPOINT`` and others) configure
+the export.
 """
 
 from __future__ import annotations
