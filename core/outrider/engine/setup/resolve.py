@@ -421,7 +421,7 @@ def situation_of(
     captures = backend.capabilities.captures_graphs
     if backend.capabilities.captures_in_part:
         no_fused = no_graphs = "the device's graphs can't hold every operator of a model"
-    if model.ranks is not None and not backend.capabilities.captures_collectives:
+    if not model.ranks.is_single and not backend.capabilities.captures_collectives:
         no_fused = no_graphs = "the device captures no collectives, and several ranks have some in every stage"
     return DeviceModelFacts(
         capabilities=backend.capabilities,

@@ -111,10 +111,13 @@ class ModelRanks(RankBoundary):
     the same methods in the same order.
     """
 
-    reduces = True
-
-    def __init__(self, shards: Shards, *, tensor: Group | None = None, data: Group | None = None) -> None:
+    def __init__(
+        self, shards: Shards, *, tensor: Group | None = None, data: Group | None = None, is_single: bool = False
+    ) -> None:
         self.shards = shards
+        self.is_single = is_single
+        """True if the model is whole on this rank, which runs it alone."""
+        self.reduces = not is_single
         self.tensor = tensor
         self.data = data
         self._stream: Stream | None = None
@@ -223,4 +226,4 @@ class ModelRanks(RankBoundary):
 
 def or_single_rank(ranks: ModelRanks | None) -> ModelRanks:
     """Return ``ranks``, or for None a single rank, whose collectives change nothing."""
-    return ModelRanks(Shards()) if ranks is None else ranks
+    return ModelRanks(Shards(), is_single=True) if ranks is None else ranks
