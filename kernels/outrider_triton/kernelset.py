@@ -78,7 +78,7 @@ class TritonKernels(KernelSet):
 
     ``facts`` describes the device. ``table`` has its measurements, or is None. Configurations that the table lacks are
     derived from the facts (:mod:`outrider_triton.tiles`). ``device`` is where tuning runs. ``takes_over`` uses choices that
-    an earlier process stored on this machine.
+    an earlier process stored on this machine. ``tiles`` selects configurations by another rule.
 
     The references compute float64, which they do exactly, and shapes that a kernel's docstring excludes. The library
     computes float32 products.
@@ -98,11 +98,12 @@ class TritonKernels(KernelSet):
         table: Table | None = None,
         device: torch.device | None = None,
         takes_over: bool = True,
+        tiles: TileSelection | None = None,
     ) -> None:
         self.facts, self.pdl, self.device, self.takes_over = facts, facts.pdl, device, takes_over
         self.mixtures = ExpertProducts(facts)
         self._exchanges: WeakKeyDictionary[Group, PeerExchange] = WeakKeyDictionary()
-        self._compose(TileSelection(facts, table), PromptAttention(facts))
+        self._compose(tiles or TileSelection(facts, table), PromptAttention(facts))
         kinds = type(self).__mro__
         declared = {name for kind in kinds[: kinds.index(TritonKernels)] for name in vars(kind)}
         if "cache_formats" not in declared:  # a subclass with its own cache kernels states its own formats
@@ -137,6 +138,12 @@ class TritonKernels(KernelSet):
     def chosen(self) -> Mapping[str, str]:
         """Return the name of the kernel that computes prefill attention, and unusable candidates with reasons."""
         return self.attention.prompts.reports
+
+    def batch_invariant(self) -> KernelSet:
+        """Return kernels with a fixed order of each row's sums (:mod:`outrider_triton.exact`)."""
+        from outrider_triton.exact import ExactKernels
+
+        return ExactKernels(self)
 
     # -- measurements ----------------------------------------------------------------------------------------------
 

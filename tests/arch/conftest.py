@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from arch.parsing import parsed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,3 +32,10 @@ def core_files() -> dict[str, str]:
 def source_files(core_files: dict[str, str]) -> dict[str, str]:
     """All of the project's modules."""
     return core_files | _texts("backends", "kernels", "tools", "training", "examples", "tests")
+
+
+@pytest.fixture(scope="package", autouse=True)
+def forget_parsed_modules() -> Iterator[None]:
+    """Give up the parsed modules after the last rule: millions of objects slow each later collection of garbage."""
+    yield
+    parsed.cache_clear()

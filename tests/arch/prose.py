@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ast
 import collections
-import functools
 import io
 import re
 import tokenize
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+
+from arch.parsing import parsed
 
 MAX_SENTENCE_WORDS = 32
 MIN_DOCSTRING_CHARACTERS = 26
@@ -55,23 +56,22 @@ class Finding:
     text: str
 
 
-@functools.cache
-def parsed(source: str) -> ast.Module:
-    """Return the tree of a module. Several rules ask for the same files."""
-    return ast.parse(source)
-
-
 def prose_of_python(source: str) -> Iterator[tuple[int, str, str]]:
-    """Yield line, kind (``public``, ``private`` or ``comment``) and text of each docstring and comment."""
+    """Yield line, kind (``public``, ``private`` or ``comment``) and text of each docstring and comment.
+
+    Comments of a module without a suspect line are left out.
+    """
     for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
             text := ast.get_docstring(node)
         ):
             private = not isinstance(node, ast.Module) and node.name.startswith("_")
             yield node.body[0].lineno, "private" if private else "public", text
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT and re.match(r"# [A-Za-z]", token.string):
-            yield token.start[0], "comment", token.string[2:]
+    # Splitting a module into tokens takes longer than all else here: only a module with a suspect line is worth it.
+    if any(list(findings_in_text("comment", text)) for text in re.findall(r"(?=# ([A-Za-z].*))", source)):
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type == tokenize.COMMENT and re.match(r"# [A-Za-z]", token.string):
+                yield token.start[0], "comment", token.string[2:]
 
 
 def prose_of_markdown(source: str) -> Iterator[tuple[int, str, str]]:

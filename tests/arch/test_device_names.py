@@ -8,6 +8,8 @@ import re
 
 import pytest
 
+from arch.parsing import parsed
+
 VENDORS = frozenset(
     [
         "cuda",
@@ -39,7 +41,7 @@ WORD = re.compile(rf"(?<![a-z0-9])({'|'.join(sorted(VENDORS | PACKAGES))})(?![a-
 
 def offences(source: str) -> list[str]:
     """``line: what`` for each place that names a device."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     docstrings = {
         id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from arch import prose
+from arch.parsing import parsed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,7 +31,7 @@ def pages() -> dict[str, str]:
 
 def _parses(text: str) -> bool:
     try:
-        prose.parsed(text)
+        parsed(text)
     except SyntaxError:
         return False
     return True

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from arch.parsing import parsed
+
 MAKERS = frozenset(
     [
         "list",
@@ -42,7 +44,7 @@ ENVIRONMENT = Path("outrider/cli/terminal/environment.py")
 
 def mutable_state(source: str) -> list[str]:
     """Constants are tables in capitals that nothing changes; everything else that could change is an offence."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     found = [f"{n.lineno}: global {', '.join(n.names)}" for n in ast.walk(tree) if isinstance(n, ast.Global)]
     tables: set[str] = set()
     for node in tree.body:
@@ -77,7 +79,7 @@ def _mutated(node: ast.AST) -> str:
 
 def environment_reads(source: str) -> list[str]:
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         match node:
             case ast.Attribute(value=ast.Name(id="os"), attr="environ" | "environb" | "getenv" | "putenv" | "unsetenv"):
                 found.append(f"{node.lineno}: os.{node.attr}")

@@ -14,8 +14,10 @@ from outrider.engine.requests.batch import Batch, PrefillChunk
 from outrider.registry import get_backend
 from outrider_proof import tiny
 from outrider_proof.decode_program import implied_by
+from outrider_proof.engine_setups import HYBRID, host_models
 from outrider_proof.fence_log import Drop, FenceLog
 from outrider_proof.proposers import MAKERS
+from outrider_proof.tiny import plain_config
 from outrider_sanitizer import watch
 
 MODES = {"graphs": {"graphs": True}, "fused": {"mode": "fused"}}
@@ -67,6 +69,25 @@ def test_the_same_tokens_as_without(bundle, tiny_tokens, mode, speculate, monkey
     assert not report.findings
     assert {size for size, _ in found} == {16, 40}
     assert max(count for _, count in found) > 2
+
+
+@pytest.mark.parametrize("proposer", ["mtp-chain", "ngram"])
+def test_prompts_of_a_hybrid_are_replayed_by_kernels_of_its_own(proposer, monkeypatch):
+    """Prompts continue states that earlier chunks and cached prefixes left. Padding sequences have the reserved row."""
+    loaded, found = host_models(proposer + HYBRID), noted_replays(monkeypatch)
+    prompts, params = (
+        [(3, 1, 4, 1, 5, 9, 2), (3,), (3, 1, 4, 1, 5, 9, 2, 6, 5)],
+        SamplingParams(max_tokens=8, ignore_eos=True),
+    )
+    made = []
+    for size in (0, 16):
+        config = plain_config(max_context=40, max_requests=3, page_size=4, prefill_chunk=6, dtype="float64", graphs=True)
+        with replayed_prefill(size):
+            engine = Engine(loaded.target, loaded.backend, proposer=loaded.make(), config=config)
+        made.append([done.token_ids for _ in range(2) for done in engine.generate(prompts, params)])
+        assert engine.stats.prefix_hits > 0
+        assert bool(found) == bool(size)
+    assert made[0] == made[1]
 
 
 @pytest.mark.sample(6)

@@ -167,6 +167,17 @@ def a_state_is_kept_between_boundaries():
     return patch.object(Scheduler, "_checkpoint", checkpoint)
 
 
+def a_decoded_state_is_kept_at_any_length():
+    real = Scheduler._publish_decoded
+
+    def publish(self, request):
+        if not request.decoded_state.awaited and not request.finished:
+            request.decoded_state.is_exact = request.decoded_state.length > 0
+        real(self, request)
+
+    return patch.object(Scheduler, "_publish_decoded", publish)
+
+
 def a_hit_restores_keys_alone():
     return patch.object(Scheduler, "_restore", lambda self, request, key: None)
 

@@ -1,18 +1,21 @@
 """Random programs over a hybrid model: the tokens of non-speculative decoding, and faults put back that they find."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.engine.requests.hand_over import RequestState
+from outrider.engine.requests.pages import PageKey
+from outrider.engine.requests.state_checkpoints import DecodedState, StateCheckpoints
 from outrider.engine.state.transfer import StateCopies
 from outrider_proof import tiny
 from outrider_proof.engine_setups import HYBRID, host_models, random_host_program, reference_tokens, without_schedule
 from outrider_proof.proposers import MAKERS
 from outrider_proof.tiny import plain_config
-from proof.hybrid_faults import FAULTS, PROPOSERS, wrong_requests
+from proof.hybrid_faults import FAULTS, PROPOSERS, a_decoded_state_is_kept_at_any_length, wrong_requests
 from proof.program_checks import prove_program
 from proof.setups import EngineSetup
 
@@ -47,13 +50,55 @@ def test_samples_of_one_prompt_and_their_log_probabilities():
         (first,), (second,) = engine.generate([prompt], params), engine.generate([prompt], params)
         assert first.token_ids == second.token_ids
         assert engine.stats.prefix_hits == 8
-        assert engine.load.state_checkpoints == 2
         engine.generate([prompt[::-1]], replace(params, n=2, temperature=1.0))
         assert engine.stats.prefix_hits == 16
         found.append(first)
     assert found[0].token_ids == found[1].token_ids
     for one, other in zip(found[0].logprobs, found[1].logprobs, strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-9)
+
+
+def served_turns(proposer):
+    """Cached tokens of each turn of a chat, and the turns whose tokens aren't those of an engine without a prefix cache."""
+    loaded, params = host_models(proposer + HYBRID), SamplingParams(max_tokens=16, ignore_eos=True)
+    config = plain_config(max_context=96, max_requests=2, page_size=4, prefill_chunk=8, dtype="float64", overlap=True)
+    engine = Engine(loaded.target, loaded.backend, proposer=loaded.make(), config=config)
+    alone = Engine(loaded.target, loaded.backend, config=replace(config, prefix_cache=False))
+    text, hits, wrong = [3, 1, 4, 1, 5, 9, 2, 6, 5], [0], []
+    for turn in range(3):
+        (done,), (wanted,) = engine.generate([text], params), alone.generate([text], params)
+        hits.append(engine.stats.prefix_hits)
+        wrong += [] if done.token_ids == wanted.token_ids else [turn]
+        text = [*text, *wanted.token_ids, 7, 8, turn]
+    return [after - before for before, after in pairwise(hits)], wrong
+
+
+@pytest.mark.parametrize(("proposer", "cached"), [("none", [0, 20, 32]), ("mtp-chain", [0, 8, 40])])
+def test_turns_of_a_chat_continue_what_was_decoded(proposer, cached):
+    """A checkpoint is where an iteration ended at a multiple of four tokens: at each without drafts, at some with drafts."""
+    assert served_turns(proposer) == (cached, [])
+
+
+def test_a_decoded_state_kept_at_an_unaccepted_length_is_found():
+    """The fault of sglang 35821: a boundary within the rejected drafts."""
+    with a_decoded_state_is_kept_at_any_length():
+        assert served_turns("mtp-chain")[1] != []
+
+
+def test_decoding_takes_one_row_of_another_prefix_at_most():
+    """Many tokens of one request leave the checkpoints of other prompts alone. A row goes from checkpoint to checkpoint."""
+    checkpoints = StateCheckpoints(first_row=3, count=2, interval=4)
+    keys = [PageKey(None, (index,), ()) for index in range(5)]
+    rows = [checkpoints.allocate_row(key) for key in keys[:2]]
+    assert checkpoints.row_of(keys[0]) == rows[0]
+    decoded = DecodedState()
+    for key in keys[2:]:
+        if checkpoints.provide_row(decoded):
+            checkpoints.publish(decoded, key)
+    assert checkpoints.row_of(keys[0]) == rows[0]
+    assert not checkpoints.has(keys[1])
+    assert checkpoints.row_of(keys[2]) == rows[1]
+    assert not checkpoints.has(keys[3])
 
 
 def test_what_hybrids_refuse():

@@ -9,9 +9,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from outrider.device import Access, Operation
-from outrider_sanitizer.clocks import Actor, Point
-from outrider_sanitizer.ordering import Ordering
-from outrider_sanitizer.streams import Listener
+from outrider_sanitizer.detector.clocks import Actor, Point
+from outrider_sanitizer.detector.ordering import Ordering
+from outrider_sanitizer.detector.streams import Listener
 
 ITEM = 1
 SIZE = 12

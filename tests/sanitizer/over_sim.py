@@ -12,9 +12,9 @@ from torch.cuda import _gpu_trace as trace
 
 from outrider.device import Capabilities, KernelSet, Observer, SpeculativeSync, TorchDeviceBackend
 from outrider.device.torch_backend import TorchStream
-from outrider_sanitizer.hostsync import host_edges
-from outrider_sanitizer.storages import KnownStorage
-from outrider_sanitizer.torch_calls import TorchSanitizer
+from outrider_sanitizer.observation.hostsync import host_edges
+from outrider_sanitizer.observation.storages import KnownStorage
+from outrider_sanitizer.observation.torch_calls import TorchSanitizer
 from outrider_sim.backend import SimBackend
 from outrider_sim.machine.pinned import PinnedTensor
 from outrider_sim.torch_device import torch_module

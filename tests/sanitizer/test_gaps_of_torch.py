@@ -169,7 +169,7 @@ def test_torch_keeps_every_read_and_we_do_not() -> None:
     backend.detach()
     assert max(len(info.reads) for info in observer.handler.tensors_accessed.accesses.values()) == 2000
 
-    from outrider_sanitizer.sanitizer import Sanitizer
+    from outrider_sanitizer.observation.sanitizer import Sanitizer
 
     sanitizer = Sanitizer(backend)
     backend.attach(sanitizer)

@@ -9,7 +9,7 @@ import torch
 
 from outrider_sanitizer import FindingKind, watch
 from outrider_sanitizer.cuda_names import map_cuda_names
-from outrider_sanitizer.dispatch import DerivedSanitizer
+from outrider_sanitizer.observation.dispatch import DerivedSanitizer
 from outrider_sim.backend import SimBackend
 from sanitizer.over_sim import OverNames
 

@@ -9,8 +9,8 @@ from hypothesis import Phase, find, given, settings
 from hypothesis.errors import NoSuchExample
 
 from drawing import some_and_many
-from outrider_sanitizer import intervals
-from outrider_sanitizer.clocks import Actor
+from outrider_sanitizer.detector import intervals
+from outrider_sanitizer.detector.clocks import Actor
 from sanitizer.ordering_oracle import Oracle, Recorder, programs, run
 
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from outrider_sanitizer import FindingKind
 from outrider_sanitizer.cuda_names import map_cuda_names
-from outrider_sanitizer.storages import Storages, extent
+from outrider_sanitizer.observation.storages import Storages, extent
 from outrider_sim.backend import SimBackend
 from outrider_sim.machine.device_state import SimDeviceState
 from sanitizer.over_sim import watched

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider_sanitizer.triton_launches import launches, pointers
+from outrider_sanitizer.observation.triton_launches import launches, pointers
 
 pytest.importorskip("triton")
 

@@ -15,6 +15,7 @@ from outrider.cli.options.models import (
     DraftTopkOption,
     DraftVocabularyOption,
     DtypeOption,
+    ExactOption,
     KvDtypeOption,
     KvMemoryOption,
     MaxContextOption,
@@ -169,6 +170,7 @@ class LaunchOptions:
     mode: ModeOption = None
     graphs: GraphsOption = None
     overlap: OverlapOption = None
+    exact: ExactOption = False
     max_context: MaxContextOption = None
     kv_memory: KvMemoryOption = None
     kv_dtype: KvDtypeOption = "auto"
@@ -178,7 +180,7 @@ class LaunchOptions:
 
     def running(self) -> Running:
         """Return the launch settings for :func:`~outrider.cli.options.models.load`."""
-        return Running(mode=self.mode, graphs=self.graphs, overlap=self.overlap)
+        return Running(mode=self.mode, graphs=self.graphs, overlap=self.overlap, batch_invariant=self.exact)
 
     def sizes(self) -> Sizes:
         """Return the engine sizes for :func:`~outrider.cli.options.models.load`."""

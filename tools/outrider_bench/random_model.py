@@ -90,7 +90,13 @@ class RandomModel:
         }
 
     def make(
-        self, device: Backend, dtype: torch.dtype, ranks: ModelRanks | None = None, *, kv_dtype: str = "auto"
+        self,
+        device: Backend,
+        dtype: torch.dtype,
+        ranks: ModelRanks | None = None,
+        *,
+        kv_dtype: str = "auto",
+        batch_invariant: bool = False,
     ) -> tuple[LanguageModel, Proposer | None]:
         """Return the model and its proposer on a device, or this rank's part of them."""
         from outrider.cli.options.models import vocabulary_of
@@ -112,10 +118,10 @@ class RandomModel:
         whole = shape_config(self.shape)
         weights = None if self.quantize is None else RandomQuantization(name=self.quantize, head=self.quantize_head)
         model = random_decoder(whole, backend=device, dtype=dtype, ranks=ranks, quantization=weights, kv_dtype=kv_dtype)
+        kernels = model.kernels.batch_invariant() if batch_invariant else model.kernels
         if self.accept_length is not None:
-            kernels = with_synthetic_acceptance(
-                model.kernels, self.accept_length, self.draft_tokens, context=whole.max_context
-            )
+            kernels = with_synthetic_acceptance(kernels, self.accept_length, self.draft_tokens, context=whole.max_context)
+        if kernels is not model.kernels:
             model = Decoder(model.config, model.weights, kernels, ranks)
         if self.speculate == "none":
             return model, None
@@ -176,7 +182,9 @@ class RandomModel:
             pages = cached_tokens // (config.page_size or device.capabilities.page_size) + max_requests + 2
             config = replace(config, num_pages=pages)
         part = part_of_model(ranks)
-        model, proposer = self.make(device, config.torch_dtype, part, kv_dtype=config.kv_dtype)
+        model, proposer = self.make(
+            device, config.torch_dtype, part, kv_dtype=config.kv_dtype, batch_invariant=config.batch_invariant
+        )
         config = resolve(config, situation_of(device, model, proposer or NonSpeculativeProposer()), own)
         with show_progress(joined.leads) as tell:
             engine = Engine(

@@ -165,9 +165,16 @@ def _image_eagle(target: Decoder, backend: Backend) -> Proposer:
 
 
 class _ShortIntervals(WrappedKernels):
-    """Kernels that keep recurrent states at multiples of four tokens: the programs have short prompts."""
+    """Kernels that keep recurrent states at multiples of four tokens: the programs have short prompts.
+
+    They count as native, so that engines replay short prefills from graphs.
+    """
 
     state_interval = 4
+
+    def is_native(self, name: str, block: object = None) -> bool:
+        """Return True for the rule of prompts."""
+        return name == "chunk_gated_delta_rule" or super().is_native(name, block)
 
 
 def with_short_intervals(backend: Backend) -> KernelSet:

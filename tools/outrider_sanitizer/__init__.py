@@ -9,9 +9,9 @@ Example::
     report.raise_if_any()
 """
 
-from outrider_sanitizer.advisor import Advice
-from outrider_sanitizer.findings import AccessSite, Finding, FindingKind, RaceError, Report
-from outrider_sanitizer.sanitizer import Sanitizer
+from outrider_sanitizer.observation.sanitizer import Sanitizer
+from outrider_sanitizer.report.advisor import Advice
+from outrider_sanitizer.report.findings import AccessSite, Finding, FindingKind, RaceError, Report
 from outrider_sanitizer.session import watch, watch_ranks, watching
 
 __all__ = [

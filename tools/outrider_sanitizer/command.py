@@ -106,7 +106,7 @@ def _run(registry: Registry, spec: BackendSpec, path: Path, argv: Sequence[str])
 def _run_ranks(
     registry: Registry, spec: BackendSpec, path: Path, argv: Sequence[str], ranks: int
 ) -> tuple[list[Findings], list[ScriptEnd]]:
-    from outrider_sanitizer.ranks import RankClocks
+    from outrider_sanitizer.detector.ranks import RankClocks
     from outrider_sanitizer.session import watching
 
     if spec.ordinal:

@@ -6,10 +6,10 @@ from collections.abc import Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from outrider_sanitizer.findings import Report
-from outrider_sanitizer.hostsync import host_edges
-from outrider_sanitizer.ranks import RankClocks
-from outrider_sanitizer.sanitizer import Sanitizer
+from outrider_sanitizer.detector.ranks import RankClocks
+from outrider_sanitizer.observation.hostsync import host_edges
+from outrider_sanitizer.observation.sanitizer import Sanitizer
+from outrider_sanitizer.report.findings import Report
 
 if TYPE_CHECKING:
     from outrider.device import Backend
@@ -19,12 +19,14 @@ def _make(backend: Backend, rows_apart: bool, ranks: RankClocks | None, torch_ca
     if backend.capabilities.reports_accesses:
         return Sanitizer(backend, ranks)
     if torch_calls:
-        from outrider_sanitizer.torch_calls import TorchSanitizer, torch_trace_module
+        from outrider_sanitizer.observation.torch_calls import TorchSanitizer, torch_trace_module
 
         trace = torch_trace_module(backend)
         if trace is not None:
             return TorchSanitizer(backend, trace, ranks, rows_apart=rows_apart)
-    from outrider_sanitizer.dispatch import DerivedSanitizer  # it imports torch, which a command's help does without
+    from outrider_sanitizer.observation.dispatch import (
+        DerivedSanitizer,  # it imports torch, which a command's help does without
+    )
 
     return DerivedSanitizer(backend, ranks, rows_apart=rows_apart)
 

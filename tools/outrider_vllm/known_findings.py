@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider_sanitizer.findings import Finding, FindingKind, Report
+from outrider_sanitizer.report.findings import Finding, FindingKind, Report
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from outrider.engine.requests.batch import Batch
 from outrider.engine.stages import Iteration
 from outrider.engine.state.frame import build_frame
 from outrider.engine.state.parts import EngineParts
-from outrider.engine.state.results import PendingResult
+from outrider.engine.state.staging import Packer
 from outrider.engine.step import Step
 
 
@@ -32,12 +32,12 @@ class FusedStep(Step):
         super().__init__(parts, iteration.stages, runner, prefill, guided)
         self._iteration = iteration
 
-    def launch(self, requested: Batch) -> PendingResult:
-        """Enqueue one iteration and return the pending result. One with a guided request is staged."""
+    def _upload_inputs(self, requested: Batch, packer: Packer, entry: int) -> None:
+        """Upload the host's decisions on schedule, and unpack them on forward. A guided request needs the staged upload."""
         if requested.features.guided:
-            return super().launch(requested)
+            super()._upload_inputs(requested, packer, entry)
+            return
         streams, fences, batch = self._streams, self._fences, requested.launched
-        entry, bucket, packer = self._begin(batch)
         # A copy between two graphs costs time, so unchanged inputs are not copied again. Forward has already waited for the
         # upload that wrote them.
         inputs_unchanged = self._input_upload.matches_previous(packer)
@@ -51,12 +51,12 @@ class FusedStep(Step):
         fences.inputs_ready.wait(streams.forward)
         with self._backend.on(streams.forward):
             self._input_upload.unpack(batch, packer, None if inputs_unchanged else entry)
-        filled = self._launch_prompts(batch, packer, bucket)
-        if not batch.decode:
-            return self._finish_prefill_only(requested, filled, entry)
-        if filled is not None:
-            self._prefill.extend(filled)
-        decode = self._decode_batch(self._runner, batch, requested.features)
+
+    def _decode(self, requested: Batch, entry: int) -> None:
+        """Replay the graph of the whole iteration. One with a guided request is staged."""
+        if requested.features.guided:
+            super()._decode(requested, entry)
+            return
+        decode = self._decode_batch(self._runner, requested.launched, requested.features)
         self._runner.run(self._iteration, decode, build_frame(self._parts.buffers, decode))
-        fences.shared_reads_done.signal(streams.forward)
-        return self._copy_results_to_host(requested, entry)
+        self._fences.shared_reads_done.signal(self._streams.forward)

@@ -79,20 +79,24 @@ class Step:
             fences.params_free.signal(streams.forward)
 
     def launch(self, requested: Batch) -> PendingResult:
-        """Enqueue one iteration and return the pending result.
-
-        Its decode is draft, verify, accept, publish, extend and stash on forward, and the plan concurrently with the draft.
-        """
-        streams, fences, stages, batch = self._streams, self._fences, self._stages, requested.launched
-        entry, bucket, packer = self._begin(batch)
-        self._upload_inputs(batch, packer, entry)
-
-        fences.inputs_ready.wait(streams.forward)
+        """Enqueue one iteration and return the pending result."""
+        batch = requested.launched
+        entry = self._launched % self._entries
+        self._launched += 1
+        bucket = self._prefill.bucket(batch)
+        packer = self._input_upload.pack(batch, bucket)
+        self._upload_inputs(requested, packer, entry)
         filled = self._launch_prompts(batch, packer, bucket)
         if not batch.decode:
             return self._finish_prefill_only(requested, filled, entry)
         if filled is not None:
             self._prefill.extend(filled)
+        self._decode(requested, entry)
+        return self._copy_results_to_host(requested, entry)
+
+    def _decode(self, requested: Batch, entry: int) -> None:
+        """Enqueue draft, verify, accept, publish, extend and stash on forward, and the plan concurrently with the draft."""
+        streams, fences, stages, batch = self._streams, self._fences, self._stages, requested.launched
         lengths = self._exact_seq_lens(batch, entry) if self._sync.exact_host_lengths else None
         runner = self._called if requested.features.guided else self._runner
         decode = self._decode_batch(runner, batch, requested.features, lengths)
@@ -142,18 +146,12 @@ class Step:
             run(stages.extend, decode, frame)
         if streams.update is not None:
             fences.params_free.signal(streams.forward)
-        return self._copy_results_to_host(requested, entry)
 
-    def _begin(self, batch: Batch) -> tuple[int, PrefillBucket | None, Packer]:
-        """Return the iteration's ring entry, the size of its replayed prompts, and its packed inputs."""
-        entry = self._launched % self._entries
-        self._launched += 1
-        bucket = self._prefill.bucket(batch)
-        return entry, bucket, self._input_upload.pack(batch, bucket)
-
-    def _upload_inputs(self, batch: Batch, packer: Packer, entry: int) -> None:
-        """Upload the host's decisions on schedule, unpack them, and resolve the lengths that the last iteration published."""
-        fences, schedule = self._fences, self._streams.schedule
+    def _upload_inputs(self, requested: Batch, packer: Packer, entry: int) -> None:
+        """Upload the host's decisions on schedule, unpack them, and resolve the lengths that the last iteration published.
+        Forward waits for all of that.
+        """
+        fences, schedule, batch = self._fences, self._streams.schedule, requested.launched
         self._input_upload.upload(packer, entry, schedule)
         fences.shared_reads_done.wait(schedule)
         self._guided.upload_prompt_masks(batch, entry)
@@ -166,6 +164,8 @@ class Step:
         with self._backend.on(schedule):
             self._input_upload.resolve_seq_lens(batch)
         fences.inputs_ready.signal(schedule)
+
+        fences.inputs_ready.wait(self._streams.forward)
 
     def _launch_prompts(self, batch: Batch, packer: Packer, bucket: PrefillBucket | None) -> PrefilledChunks | None:
         """Enqueue on forward all work that precedes decode. Return the prompt chunks that the draft has not read."""

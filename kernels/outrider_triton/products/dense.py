@@ -14,7 +14,6 @@ from outrider_triton.products.operands import Product
 from outrider_triton.rows import operators as _ops  # noqa: F401
 from outrider_triton.rows.rotary import rotates
 from outrider_triton.tiles.configs import STREAMED, MatmulConfig
-from outrider_triton.tiles.derive.products import MAX_TOKENS_TUNED
 from outrider_triton.tiles.selection import TileSelection
 
 _TRITON = torch.ops.outrider
@@ -54,10 +53,10 @@ class DenseProducts:
         gate and up. The consumer of ``linear_parts`` adds the parts of a split product. ``half`` is half a head's size, for
         ``linear_rope``.
         """
-        m, (n, k) = x.numel() // x.shape[-1], weight.shape
-        if not _has_product(x, weight) or not 0 < m <= MAX_TOKENS_TUNED:
+        if not _has_product(x, weight):
             return None
-        return self._tiles.product(operator, str(x.dtype)[6:], m=m, n=n, k=k, half=half)
+        n, k = weight.shape
+        return self._tiles.product(operator, str(x.dtype)[6:], m=x.numel() // x.shape[-1], n=n, k=k, half=half)
 
     def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply by the gate and up weights and apply SwiGLU, in one kernel if that was faster."""

@@ -46,6 +46,8 @@ class TileSelection:
 
     def product(self, operator: str, dtype: str, *, m: int, n: int, k: int, half: int = 0) -> MatmulConfig | None:
         """Return the configuration for ``m`` tokens and an unquantized weight [n, k], or None for the library's product."""
+        if not 0 < m <= MAX_TOKENS_TUNED:
+            return None
         table = self.table
         entry = None if table is None else table.entry(operator, dtype, n=n, k=k, m=m, layer=self.layer)
         return self.derived(operator, m=m, n=n, k=k, half=half) if entry is None else entry.config

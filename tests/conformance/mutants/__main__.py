@@ -60,7 +60,7 @@ def main() -> int:
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
     # Everything heavy is imported once, before the processes part.
-    import outrider_sanitizer.sanitizer  # noqa: F401
+    import outrider_sanitizer.observation.sanitizer  # noqa: F401
     from conformance.mutants import harness, table
 
     harness.warm_up()

@@ -23,6 +23,7 @@ from processes import run_concurrently
 
 PATIENCE = 8.0  # for one test: what hangs, hangs
 LONGEST = 180.0  # for a process
+_UNMADE = 70  # exit code of a process whose plugin can't be made
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,8 @@ class _Process:
         broke = ""
         if done:
             code = os.waitstatus_to_exitcode(status)
+            if code == _UNMADE:
+                raise RuntimeError(f"a broken plugin can't be made:\n{self._output.read_text(errors='replace')[-2000:]}")
             broke = f"the process ended with {code}" if code else ""
         elif seconds > self._longest:
             os.kill(self._pid, signal.SIGKILL)
@@ -180,7 +183,7 @@ def _read(entries, seconds, broke, text) -> Outcome:
 
 
 def _child(base, apply, level, tests, first, journal, output, scratch, seed, near, patience):
-    code = 70
+    code = _UNMADE
     try:
         fd = os.open(output, os.O_WRONLY | os.O_CREAT)
         os.dup2(fd, 1)

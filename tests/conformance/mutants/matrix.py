@@ -39,7 +39,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
-    import outrider_sanitizer.sanitizer  # noqa: F401  (heavy imports once, before the processes part)
+    import outrider_sanitizer.observation.sanitizer  # noqa: F401  (heavy imports once, before the processes part)
     from conformance.mutants import generated, harness
 
     table = generated.mutants()

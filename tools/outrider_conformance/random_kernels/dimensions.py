@@ -27,16 +27,17 @@ class Dimension:
     """The values that every run includes."""
 
 
-def between(low: int, high: int, *more: int) -> Dimension:
+def between(low: int, high: int, *more: int, rare: Sequence[int] = ()) -> Dimension:
     """Return the dimension of the values from ``low`` to ``high``, and ``more`` values above.
 
-    Boundaries are the two lowest values, powers of two and their successors, the highest value, and ``more``.
+    Boundaries are the two lowest values, powers of two and their successors, the highest value, ``more``, and ``rare``, which
+    is never random: a product of several large dimensions takes long.
     """
     powers = [1 << bit for bit in range(2, high.bit_length())]
     near = [value for power in powers for value in (power, power + 1) if low < value < high]
     random = st.integers(low, high)
     values = st.one_of(random, st.sampled_from(more)) if more else random
-    return Dimension(values, tuple(dict.fromkeys((low, min(low + 1, high), *near, high, *more))))
+    return Dimension(values, tuple(dict.fromkeys((low, min(low + 1, high), *near, high, *more, *rare))))
 
 
 def among(*values: int, rare: Sequence[int] = ()) -> Dimension:

@@ -265,7 +265,7 @@ _FLAG = between(0, 1)
 _SHAPE = {
     "batch": between(1, 6, 16, 17, 32, 33, 64, 65),
     "nodes": between(1, 9),
-    "vocabulary": between(9, 70, 1023, 1025, 2049, 2**15 + 1),
+    "vocabulary": between(9, 70, 1023, 1025, rare=(2049, 2**15 + 1)),
     "layout": _FLAG,
 }
 _SMALL = {"batch": 6, "nodes": 4, "vocabulary": 37, "layout": 1}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from outrider.device import Backend, DeadlockError
-from outrider_sanitizer.findings import FindingKind
 from outrider_sanitizer.races.race import Race, WrongValue, expect, filled, order, race
+from outrider_sanitizer.report.findings import FindingKind
 
 RACES: list[Race] = []
 

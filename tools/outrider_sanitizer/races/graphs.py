@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from outrider.device import Backend, CaptureContext, Graph, Stream
-from outrider_sanitizer.findings import FindingKind
 from outrider_sanitizer.races.race import Race, expect, filled, order, race
+from outrider_sanitizer.report.findings import FindingKind
 
 RACES: list[Race] = []
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 
 from outrider.device import Backend
-from outrider_sanitizer.findings import FindingKind
 from outrider_sanitizer.races.race import Race, expect, expect_values, filled, order, race
+from outrider_sanitizer.report.findings import FindingKind
 
 RACES: list[Race] = []
 

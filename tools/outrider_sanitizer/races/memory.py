@@ -8,8 +8,8 @@ import time
 import torch
 
 from outrider.device import Backend, CapabilityError, CaptureContext
-from outrider_sanitizer.findings import FindingKind
 from outrider_sanitizer.races.race import Race, expect, filled, order, race
+from outrider_sanitizer.report.findings import FindingKind
 
 RACES: list[Race] = []
 _WRITERS_NAMED = ("record an event on 'first'", "make 'second' wait")

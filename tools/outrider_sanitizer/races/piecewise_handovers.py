@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from outrider.device import Backend
-from outrider_sanitizer.findings import FindingKind
 from outrider_sanitizer.races.race import Race, expect, filled
 from outrider_sanitizer.races.threads import Ends, handover
+from outrider_sanitizer.report.findings import FindingKind
 
 RACES: list[Race] = []
 

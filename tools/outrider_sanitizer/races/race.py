@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import Backend, Stream
-from outrider_sanitizer.findings import FindingKind
+from outrider_sanitizer.report.findings import FindingKind
 
 Body = Callable[[Backend, bool], None]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from outrider.device import Backend, ControllableDevice, Group, Stream
-from outrider_sanitizer.findings import FindingKind, Report
 from outrider_sanitizer.races.race import first_line
+from outrider_sanitizer.report.findings import FindingKind, Report
 
 if TYPE_CHECKING:
     from outrider.registry import Registry

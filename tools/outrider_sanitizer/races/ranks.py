@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 from outrider.device import Reduction
-from outrider_sanitizer.findings import FindingKind
 from outrider_sanitizer.races.race import order
 from outrider_sanitizer.races.rank_program import ProgramRank, RankRace, rank_race
+from outrider_sanitizer.report.findings import FindingKind
 
 RANK_RACES: list[RankRace] = []
 _DIFFERENT = frozenset({FindingKind.DECISION, FindingKind.COLLECTIVE})

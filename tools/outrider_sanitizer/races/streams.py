@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from outrider.device import Backend
-from outrider_sanitizer.findings import FindingKind
 from outrider_sanitizer.races.race import Race, expect, filled, order, race
+from outrider_sanitizer.report.findings import FindingKind
 
 RACES: list[Race] = []
 

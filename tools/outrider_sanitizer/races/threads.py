@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from outrider.device import Backend
-from outrider_sanitizer.findings import FindingKind
 from outrider_sanitizer.races.race import Race, expect, expect_values, filled, race
+from outrider_sanitizer.report.findings import FindingKind
 
 RACES: list[Race] = []
 

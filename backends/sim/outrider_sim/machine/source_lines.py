@@ -21,7 +21,7 @@ _NUMPY = os.path.dirname(numpy.__file__) + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _PACKAGES = sysconfig.get_path("purelib") + os.sep
 _PARTS = tuple(os.sep.join(("", *parts, "")) for parts in (("outrider", "device"), ("triton", "runtime"), ("outrider_vllm",)))
-_CONSTRUCTORS = os.path.join("outrider_sanitizer", "host_arrays.py")
+_CONSTRUCTORS = os.path.join("outrider_sanitizer", "observation", "host_arrays.py")
 _MODES = ("__torch_function__", "__torch_dispatch__")
 """What torch calls on the way to an operator, in whoever's file: the line that matters is further out."""
 

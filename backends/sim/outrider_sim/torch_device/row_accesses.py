@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import Access
+from outrider.device.kernels.indexed_operands import index_arguments, operands_by_index
 from outrider_sim.torch_device.tensor import SimTensor
 
 
@@ -24,71 +26,85 @@ Found = Tensor | Elements | None
 """Rows of the first dimension, or elements; None: it may touch everything."""
 
 Resolver = Callable[[Mapping[str, Any]], Found]
-_NONE: Mapping[str, Resolver] = MappingProxyType({})
 
+_CPU = torch.device("cpu")
 _MOST = 1 << 18
-"""Elements of an operand up to which its elements are told apart."""
+"""Maximum number of an operand's elements that are told apart where they are read; of more, rows are."""
+_MOST_WRITTEN = 1 << 22
+"""Maximum number of an operand's elements that are told apart where they are written."""
 
 
 def _offsets(operand: Tensor) -> Tensor:
     """Return the byte offset of each element of the operand, in the operand's shape."""
     size = operand.element_size()
-    made = torch.zeros((), dtype=torch.int64)
+    made = torch.zeros((), dtype=torch.int64, device=_CPU)
     for dim, (count, stride) in enumerate(zip(operand.shape, operand.stride(), strict=True)):
-        steps = torch.arange(count, dtype=torch.int64) * (stride * size)
+        steps = torch.arange(count, device=_CPU) * (stride * size)
         made = made + steps.view([-1 if d == dim else 1 for d in range(operand.dim())])
     return made.expand(operand.shape)
 
 
-def _picked(name: str, pick: Callable[[Tensor, Mapping[str, Any]], Tensor]) -> Callable[[Mapping[str, Any]], Found]:
-    """Return the elements of operand `name` that `pick` selects, by applying `pick` to a tensor of byte offsets."""
+def _read_elements(func: Any, name: str, arguments: Mapping[str, Any]) -> Found:
+    """Return the elements of operand `name` that an operator reads at its index arguments.
 
-    def elements(arguments: Mapping[str, Any]) -> Found:
-        operand: Tensor = arguments[name]
-        if operand.numel() > _MOST:
-            return None
-        return Elements(pick(_offsets(operand), arguments).flatten())
-
-    return elements
-
-
-def _along(index: str) -> Callable[[Mapping[str, Any]], Found]:
-    """Return the elements of whole slices of the operand at `indices` along dimension `dim`."""
-    others = _picked("self", lambda offsets, a: offsets.index_select(a.get("dim", 0), a[index].flatten()))
-
-    def found(arguments: Mapping[str, Any]) -> Found:
-        if arguments["self"].dim() == 0:
-            return None
-        if arguments.get("dim", 0) % arguments["self"].dim() == 0:
-            rows: Tensor = arguments[index].flatten()
-            return rows
-        return others(arguments)
-
-    return found
+    The operator itself runs on labels in place of the operand's elements, and on the labels counted backwards. If it copies
+    elements, its two results name them. Otherwise the rows that the indices name are the elements read if the operator's
+    result stays the same when every other row is overwritten.
+    """
+    operand: Tensor = arguments[name]
+    if operand.numel() <= _MOST:
+        labels = _offsets(operand)
+    else:  # one label for each row, without memory for each element
+        labels = torch.arange(operand.shape[0], device=_CPU).view(-1, *(1,) * (operand.dim() - 1)).expand(operand.shape)
+    last = int(labels.max()) if labels.numel() else 0
+    try:
+        found, backwards = (_first(func, arguments, {name: each}) for each in (labels, last - labels))
+    except (NotImplementedError, RuntimeError):  # it doesn't take integers
+        return _read_rows(func, name, arguments)
+    if found.dtype != torch.int64 or not torch.equal(found, last - backwards):
+        return _read_rows(func, name, arguments)
+    return Elements(found.flatten()) if operand.numel() <= _MOST else found.flatten().unique()
 
 
-def _rows_of_weight(arguments: Mapping[str, Any]) -> Found:
-    index: Tensor = arguments["indices"]
-    return index.flatten()
-
-
-def _by_indices(arguments: Mapping[str, Any]) -> Found:
-    indices, operand = arguments["indices"], arguments["self"]
-    first = indices[0]
-    if len(indices) == 1 and first is not None and first.dtype not in (torch.bool, torch.uint8):
-        index: Tensor = first.flatten()
-        return torch.where(index < 0, index + operand.shape[0], index)
-    if operand.numel() > _MOST:
+def _read_rows(func: Any, name: str, arguments: Mapping[str, Any]) -> Found:
+    operand: Tensor = arguments[name]
+    index = [arguments[each] for each in index_arguments(func) if isinstance(arguments.get(each), Tensor)]
+    if not index or not operand.dim() or not operand.is_floating_point() or index[0].dtype in (torch.bool, torch.uint8):
         return None
-    kept = [slice(None) if i is None else i for i in indices]
-    return Elements(_offsets(operand)[tuple(kept)].flatten())
+    rows = torch.cat([each.flatten() for each in index])
+    others = torch.full_like(operand, torch.nan)
+    others[rows] = operand[rows]
+    same = torch.equal(*(_first(func, arguments, {name: each}).nan_to_num(1.5) for each in (operand, others)))
+    return rows if same else None
 
 
-_INDICES = MappingProxyType({"self": _by_indices})
-_SCATTERS = MappingProxyType({"self": _picked("self", lambda offsets, a: _reached(offsets, a["dim"], a["index"]))})
-_TAKES = MappingProxyType({"self": _picked("self", lambda offsets, a: offsets.take(a["index"]))})
-_MASKS = MappingProxyType({"self": _picked("self", lambda offsets, a: offsets[a["mask"].expand(offsets.shape)])})
-_ALONG = MappingProxyType({"self": _along("index")})
+def _first(func: Any, arguments: Mapping[str, Any], replaced: Mapping[str, Any]) -> Tensor:
+    """Return the first result of an operator's call with other operands, and with new memory for `out=`."""
+    dtype = next(iter(replaced.values())).dtype
+    outs = {a.name: torch.empty(0, dtype=dtype, device=_CPU) for a in func._schema.arguments if a.is_out}
+    result = func._op(**{**arguments, **replaced, **outs})
+    first: Tensor = result if isinstance(result, Tensor) else result[0]
+    return first
+
+
+def _written_elements(func: Any, name: str, arguments: Mapping[str, Any]) -> Found:
+    """Return the elements of operand `name` that an in-place operator writes at its index arguments.
+
+    The operator itself runs twice: with zeros in the operand and ones in the values, and the other way round. The elements
+    that differ afterwards are written.
+    """
+    operand: Tensor = arguments[name]
+    if operand.numel() > _MOST_WRITTEN:
+        return None
+    indices = index_arguments(func)
+    values = {k: v for k, v in arguments.items() if isinstance(v, Tensor) and k != name and k not in indices}
+    changed = torch.zeros(operand.shape, dtype=torch.bool, device=_CPU)
+    for before in (0, 1):
+        place = torch.full(operand.shape, before, dtype=operand.dtype, device=_CPU)
+        func._op(**{**arguments, **{k: torch.full_like(v, 1 - before) for k, v in values.items()}, name: place})
+        changed |= place != before
+    steps = torch.tensor(operand.stride(), dtype=torch.int64, device=_CPU) * operand.element_size()
+    return Elements((changed.nonzero() * steps).sum(1))
 
 
 def _reached(offsets: Tensor, dim: int, index: Tensor) -> Tensor:
@@ -97,55 +113,18 @@ def _reached(offsets: Tensor, dim: int, index: Tensor) -> Tensor:
     return offsets.gather(dim, index)
 
 
-_BAGS = MappingProxyType({"weight": _rows_of_weight})
-_PICKS: Mapping[str, Mapping[str, Resolver]] = MappingProxyType(
-    {
-        "_embedding_bag": _BAGS,
-        "_embedding_bag_forward_only": _BAGS,
-        "_unsafe_index": _INDICES,
-        "embedding": _BAGS,
-        "embedding_bag": _BAGS,
-        "gather": _SCATTERS,
-        "index": _INDICES,
-        "index_select": _ALONG,
-        "masked_select": _MASKS,
-        "take": _TAKES,
-    }
-)
-"""Operators that read the elements that an index picks, whatever their overload; `out` is written as a whole."""
-_WRITES: Mapping[str, Mapping[str, Resolver]] = MappingProxyType(
-    {
-        "_index_put_impl_": _INDICES,
-        "_unsafe_index_put_": _INDICES,
-        "index_add_": _ALONG,
-        "index_copy_": _ALONG,
-        "index_fill_": _ALONG,
-        "index_put_": _INDICES,
-        "index_reduce_": _ALONG,
-        "masked_fill_": _MASKS,
-        "masked_scatter_": _MASKS,
-        "put_": _TAKES,
-        "scatter_": _SCATTERS,
-        "scatter_add_": _SCATTERS,
-        "scatter_reduce_": _SCATTERS,
-    }
-)
-"""Operators that write the elements that an index picks, in place."""
-
-
 def resolvers_of(func: Any) -> Mapping[str, Resolver]:
-    """Return how to find the rows of an overload's operands that are indexed by data, by operand."""
-    namespace, name = func._schema.name.split("::")
-    if namespace != "aten":
-        return _NONE
-    return _PICKS.get(name) or _WRITES.get(name) or _NONE
+    """Return how to find the elements of an overload's operands that are accessed at indices, by operand."""
+    writes = any(argument.alias_info is not None and not argument.is_out for argument in func._schema.arguments)
+    find = _written_elements if writes else _read_elements
+    return {name: partial(find, func, name) for name in operands_by_index(func)}
 
 
 def declared(operands: Mapping[str, Callable[..., Tensor]]) -> Mapping[str, Resolver]:
     """Return the resolvers of a custom operator from functions that return the rows of the first dimension."""
 
     def resolver(name: str, rows: Callable[[Mapping[str, Any]], Tensor]) -> Resolver:
-        return Declared(_picked(name, lambda offsets, arguments: offsets[rows(arguments).flatten().long()]))
+        return Declared(lambda call: Elements(_offsets(call[name])[rows(call).flatten().long()].flatten()))
 
     return {name: resolver(name, rows) for name, rows in operands.items()}
 

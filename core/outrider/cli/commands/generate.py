@@ -60,8 +60,8 @@ def generate(
         bool,
         option(
             "--compare",
-            help="Also decode greedily without speculation; exit code 1 if the tokens differ. In float32 unless --dtype is "
-            "given; a difference is shown with the gap of the logits.",
+            help="Also decode greedily without speculation; exit code 1 if the tokens differ. In float32 unless --dtype or "
+            "--exact is given; a difference is shown with the gap of the logits.",
         ),
     ] = False,
     sampling: SamplingOptions,
@@ -89,7 +89,7 @@ def generate(
 
     speculation, dtype = options.speculation(), options.dtype
     command_choices = [Choice("max_requests", 1, "this command makes one request")]
-    if compare and dtype is None:
+    if compare and dtype is None and not options.exact:
         dtype = "float32"
         command_choices.insert(0, Choice("dtype", dtype, "--compare compares tokens, and coarser rounding makes others"))
     template = None if conversation is None else conversation.template(speculation.model)

@@ -15,6 +15,7 @@ from outrider.cli.options.models import (
     DraftTopkOption,
     DraftVocabularyOption,
     DtypeOption,
+    ExactOption,
     KvDtypeOption,
     KvMemoryOption,
     MaxContextOption,
@@ -23,6 +24,7 @@ from outrider.cli.options.models import (
     PageSizeOption,
     QuantizedOption,
     QuantizeOption,
+    Running,
     Sizes,
     SpeculateOption,
     Speculation,
@@ -54,6 +56,7 @@ class ModelOptions:
     dtype: DtypeOption = None
     kv_dtype: KvDtypeOption = "auto"
     max_context: MaxContextOption = None
+    exact: ExactOption = False
     through_transformers: TransformersOption = False
     trust_remote_code: TrustOption = False
     verbose: VerboseOption = False
@@ -88,6 +91,7 @@ class ModelOptions:
     def loader(self, speculation: Speculation, **overrides: Any) -> Callable[..., Engine]:
         """Return :func:`~outrider.cli.options.models.load` bound to these options; ``overrides`` replace them."""
         given: dict[str, Any] = {"dtype": self.dtype, "sizes": self.sizes(), "verbose": self.verbose}
+        given["running"] = Running(batch_invariant=self.exact)
         return partial(load, self.backend, speculation, **given | overrides)
 
 

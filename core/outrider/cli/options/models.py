@@ -173,6 +173,14 @@ MaxRequestsOption = Annotated[
         help="Maximum number of requests that run at the same time. Default: chosen by the device's memory.",
     ),
 ]
+ExactOption = Annotated[
+    bool,
+    option(
+        "--exact",
+        help="Add up the sums of each token in one order: output is equal in every bit, with and without speculation on a "
+        "chain, alone and in any batch.",
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,6 +193,7 @@ class Running:
     graphs: bool | None = None
     overlap: bool | None = None
     draft_length: str | None = None
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,7 +32,7 @@ _HEADINGS: Mapping[str, str] = MappingProxyType(
         "Speculation": "--draft --draft-tokens --draft-topk --draft-length --draft-layers --draft-output-head "
         "--draft-vocabulary --draft-quantize --accept-length",
         "Engine": "--dtype --kv-dtype --kv-memory --page-size --max-context --max-requests --prefill-chunk --mode --graphs "
-        "--overlap --quantize --quantized --through-transformers --trust-remote-code",
+        "--overlap --exact --quantize --quantized --through-transformers --trust-remote-code",
         "Server": "--served-model-name --api-key-file --allow-origin --chat-template --tool-format --reasoning-format "
         "--kv-events --drain-seconds",
         "Prefill and decode in separate processes": "--role --prefill-server --decode-server --decode-secret-file "

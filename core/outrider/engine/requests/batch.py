@@ -115,7 +115,7 @@ class Batch:
     restored_states: tuple[tuple[int, int], ...] = ()
     """Copies of recurrent states before the prefill, as (checkpoint row, request row)."""
     saved_states: tuple[tuple[int, int], ...] = ()
-    """Copies of recurrent states after the prefill, as (request row, checkpoint row)."""
+    """Copies of recurrent states after the prefill and before the decode, as (request row, checkpoint row)."""
 
     @property
     def group_batches(self) -> tuple[Batch, ...]:

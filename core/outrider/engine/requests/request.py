@@ -12,6 +12,7 @@ from outrider.engine.requests.hand_over import ArrivedPages, HandOver
 from outrider.engine.requests.media import RequestMedia
 from outrider.engine.requests.pages import PageKey
 from outrider.engine.requests.sampling import SamplingParams, TokenLogprobs
+from outrider.engine.requests.state_checkpoints import DecodedState
 from outrider.engine.requests.stop_text import StopText, Transcript
 
 
@@ -114,6 +115,7 @@ class Request:
     """Number of leading pages that are registered in the prefix cache."""
     page_key: PageKey | None = None
     """The key of the last registered page."""
+    decoded_state: DecodedState = field(default_factory=DecodedState)
     prefilled: int = 0
     """Number of context tokens whose prefill is launched or whose pages were cached."""
     prefill_start: int = 0

@@ -10,6 +10,7 @@ from outrider.engine.requests.batch import Batch, Features, PrefillChunk
 from outrider.engine.requests.draft_length import DraftLengthPolicy
 from outrider.engine.requests.pages import FreeList, PageKey, PagePool
 from outrider.engine.requests.request import Request
+from outrider.engine.requests.state_checkpoints import DecodedState
 
 _GREEDY = Features()
 
@@ -130,7 +131,7 @@ class Scheduler:
         arrivals = tuple((r, r.arrival) for r in admitted if r.arrival is not None)
         if not decode and not prefill and not arrivals:
             return None
-        saved_states = []
+        saved_states = [copy for request in decode for copy in self._save_decoded(request)]  # (request row, checkpoint row)
         for chunk in prefill:
             chunk.request.prefilled = chunk.end
             self.register(chunk.request, chunk.end)
@@ -147,7 +148,8 @@ class Scheduler:
             drafted,
             decode_features=features,
             restored_states=tuple(self._restored_states),
-            saved_states=tuple(saved_states),
+            # Of two prefixes that got one row, the later one has it.
+            saved_states=tuple({target: (row, target) for row, target in saved_states}.values()),
         )
         self._table_updates.clear()
         self._restored_states.clear()
@@ -164,6 +166,40 @@ class Scheduler:
         row = checkpoints.allocate_row(request.page_key)
         return [] if row is None else [(request.row, row)]
 
+    def _save_decoded(self, request: Request) -> list[tuple[int, int]]:
+        """Return the copy of the state of a request that decodes, if the iterations in flight can end at a checkpoint.
+
+        The copy precedes the next iteration. :meth:`register` publishes it, once the host knows the length.
+        """
+        checkpoints, decoded = self.pages.checkpoints, request.decoded_state
+        if checkpoints is None or decoded.length:
+            return []
+        length = -(-(request.known_length + request.decodes_in_flight) // checkpoints.interval) * checkpoints.interval
+        if length > request.length_bound(self._limits.growth) or not checkpoints.provide_row(decoded):
+            return []
+        decoded.length, decoded.awaited = length, request.decodes_in_flight
+        copy = request.row, decoded.row
+        self._publish_decoded(request)
+        return [copy]
+
+    def _publish_decoded(self, request: Request) -> None:
+        """Publish the copy of a request's state if its length is the expected one; forget the copy if not.
+
+        The results of the last iteration of a request can have more tokens than the request, so they decide nothing.
+        """
+        checkpoints, decoded = self.pages.checkpoints, request.decoded_state
+        if checkpoints is None or not decoded.length or decoded.awaited:
+            return
+        if not decoded.is_exact and (request.finished or request.known_length != decoded.length):
+            decoded.length = 0
+            return
+        decoded.is_exact = True
+        key, later_pages = request.page_key, request.registered - decoded.length // self.pages.page_size
+        for _ in range(later_pages):
+            key = None if key is None else key.parent
+        if key is not None and later_pages >= 0:
+            checkpoints.publish(decoded, key)
+
     @staticmethod
     def _can_decode(request: Request) -> bool:
         """Return True if one more iteration can add tokens to the request."""
@@ -175,6 +211,8 @@ class Scheduler:
         ``accepted``: number of accepted draft tokens of each decoding request that continues.
         """
         self._count(batch, -1)
+        for request in batch.decode:
+            request.decoded_state.awaited = max(0, request.decoded_state.awaited - 1)
         if self._draft_length is not None:
             report_accepted(self._draft_length, batch, accepted)
 
@@ -200,6 +238,7 @@ class Scheduler:
         request.page_key, request.registered = self.pages.register(
             request.pages, tokens, filled, request.page_key, request.registered, request.extra_identity
         )
+        self._publish_decoded(request)
 
     def retire(self) -> None:
         """Free rows and pages of finished requests that no iteration in flight reads or writes."""
@@ -270,6 +309,9 @@ class Scheduler:
         pages = request.pages
         request.pages, request.row = [], 0
         request.registered, request.page_key = 0, None
+        if self.pages.checkpoints is not None:
+            self.pages.checkpoints.release(request.decoded_state)
+            request.decoded_state = DecodedState()
         return pages
 
     def reserve(self, request: Request) -> bool:

@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 
 from outrider.engine.requests.pages import PageKey
+
+
+@dataclass(slots=True)
+class DecodedState:
+    """The checkpoint that decoding gives to one request: its newest one, and a copy that may become the next.
+
+    An iteration decides on the device how many tokens it accepts. The host therefore enqueues a copy where the request's
+    length may be a multiple of the interval, and keeps the copy if the results say that the length was.
+    """
+
+    row: int = 0
+    """The row that the next copy goes to; 0 if the request has none."""
+    length: int = 0
+    """The length that the last copy must have; 0 if there is no copy to decide about."""
+    awaited: int = 0
+    """Number of results after which the host knows the length of the copy."""
+    is_exact: bool = False
+    """True if the copy has the expected length. It is published once the pages before it are registered."""
+    key: PageKey | None = None
+    """The prefix of the newest checkpoint."""
+    has_evicted: bool = False
+    """True if the request has taken the row of another prefix. It does so once at most, since text is decoded for long."""
 
 
 class StateCheckpoints:
     """The rows of states that no request has, and the prefixes whose states they hold.
 
     A recurrent state can't be cut to a shorter prefix, so a prefix hits only where a checkpoint was taken: at a multiple of
-    ``interval`` tokens at which a chunk of a prompt ended. All copies are on one stream, in the order in which the scheduler
-    decides them, so a row may be given to another prefix while a copy from it is enqueued.
+    ``interval`` tokens at which a chunk of a prompt or an iteration of decoding ended. All copies are on one stream, in the
+    order in which the scheduler decides them, so a row may be given to another prefix while a copy from it is enqueued.
     """
 
     def __init__(self, *, first_row: int, count: int, interval: int) -> None:
@@ -45,9 +68,30 @@ class StateCheckpoints:
         """
         if not self.count or key in self._row_of:
             return None
-        row = self._free.pop() if self._free else self._row_of.popitem(last=False)[1]
-        self._row_of[key] = row
+        row = self._row_of[key] = self._free.pop() if self._free else self._row_of.popitem(last=False)[1]
         return row
+
+    def provide_row(self, decoded: DecodedState) -> bool:
+        """Give a decoding request a row for a copy of its state, if it has none. Return False if there is no row for it."""
+        if not decoded.row and self._free:
+            decoded.row = self._free.pop()
+        elif not decoded.row and self._row_of and not decoded.has_evicted:
+            decoded.row, decoded.has_evicted = self._row_of.popitem(last=False)[1], True
+        return decoded.row > 0
+
+    def publish(self, decoded: DecodedState, key: PageKey) -> None:
+        """Make the copy of a decoding request the checkpoint after the page ``key``, in place of the request's last one."""
+        decoded.length, decoded.is_exact = 0, False
+        if key in self._row_of:
+            return
+        self._row_of[key] = decoded.row
+        decoded.row = 0 if decoded.key is None else self._row_of.pop(decoded.key, 0)
+        decoded.key = key
+
+    def release(self, decoded: DecodedState) -> None:
+        """Free the row of a request that ends. Its checkpoint stays."""
+        if decoded.row:
+            self._free.append(decoded.row)
 
     def drop(self, key: PageKey) -> None:
         """Free the row of a prefix whose last page is no longer cached, if it has one."""

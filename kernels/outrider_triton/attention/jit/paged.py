@@ -47,7 +47,7 @@ def program_share(
 
 
 @triton.jit
-def _cache_positions(table, at, high, context, kv_head, cache_slot, cache_head, PAGE: tl.constexpr, BLOCK_KV: tl.constexpr):
+def cache_positions(table, at, high, context, kv_head, cache_slot, cache_head, PAGE: tl.constexpr, BLOCK_KV: tl.constexpr):
     """Return, for positions from ``at`` to ``high``, their indices among the new tokens, a mask, and their cache offsets.
 
     Indices are negative in the context. The mask is False from ``high`` on.
@@ -59,7 +59,7 @@ def _cache_positions(table, at, high, context, kv_head, cache_slot, cache_head, 
 
 
 @triton.jit
-def _keys_and_values(k_cache, v_cache, slot, lane, size, which, TYPE: tl.constexpr):
+def keys_and_values(k_cache, v_cache, slot, lane, size, which, TYPE: tl.constexpr):
     """Load keys [size, BLOCK_KV] and values [BLOCK_KV, size] of the slots selected by ``which``, zeros elsewhere, as TYPE."""
     keys = tl.load(k_cache + slot[None, :] + lane[:, None], mask=which[None, :] & (lane[:, None] < size), other=0.0)
     values = tl.load(v_cache + slot[:, None] + lane[None, :], mask=which[:, None] & (lane[None, :] < size), other=0.0)
@@ -67,8 +67,10 @@ def _keys_and_values(k_cache, v_cache, slot, lane, size, which, TYPE: tl.constex
 
 
 @triton.jit
-def _visible(new, inside, query_index, row_mask, token, tree_mask, mask_width, WINDOW: tl.constexpr, TREE: tl.constexpr):
-    """Return the mask [BLOCK_ROWS, BLOCK_KV] of positions that each row attends to; ``new``: see :func:`_places`."""
+def visible_positions(
+    new, inside, query_index, row_mask, token, tree_mask, mask_width, WINDOW: tl.constexpr, TREE: tl.constexpr
+):
+    """Return the mask [BLOCK_ROWS, BLOCK_KV] of positions that each row attends to; ``new``: see :func:`cache_positions`."""
     if TREE:
         mask_bits = (new[None, :] >= 0) & row_mask[:, None] & inside[None, :]
         bits = tl.load(tree_mask + token[:, None] * mask_width + new[None, :], mask=mask_bits, other=0)
@@ -82,7 +84,50 @@ def _visible(new, inside, query_index, row_mask, token, tree_mask, mask_width, W
 
 
 @triton.jit
-def _attend(queries, keys, values, visible, scale, best, total, acc):
+def zero_padding(out, token, tokens, step, heads, kv_head, size, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Store zeros for padding tokens after the last sequence, so that no later kernel reads uninitialised memory.
+
+    The program stores the heads of one group for every ``step``-th token from ``token`` on.
+    """
+    lane = tl.arange(0, BLOCK_SIZE)
+    for at in range(token, tokens, step):
+        heads_before = (tl.zeros([], dtype=tl.int64) + at) * heads + kv_head * GROUP
+        for head in tl.static_range(GROUP):
+            offset = (heads_before + head) * size + lane
+            tl.store(out + offset, tl.zeros([BLOCK_SIZE], dtype=out.dtype.element_ty), mask=lane < size)
+
+
+@triton.jit
+def load_queries(
+    q,
+    first,
+    count,
+    begin_query,
+    kv_head,
+    q_token,
+    q_head,
+    size,
+    GROUP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Return each row's index among the new tokens, its token, its head, the mask of valid rows, and the queries."""
+    row = tl.arange(0, BLOCK_ROWS)
+    lane = tl.arange(0, BLOCK_SIZE)
+    query_index = begin_query + row // GROUP
+    token = (first + query_index).to(tl.int64)
+    head = kv_head * GROUP + row % GROUP
+    row_mask = (query_index < count) & (row < BLOCK_ROWS // GROUP * GROUP)
+    queries = tl.load(
+        q + token[:, None] * q_token + head[:, None] * q_head + lane[None, :],
+        mask=row_mask[:, None] & (lane[None, :] < size),
+        other=0.0,
+    )
+    return query_index, token, head, row_mask, queries
+
+
+@triton.jit
+def attend(queries, keys, values, visible, scale, best, total, acc):
     """Attend to a block of keys [size, BLOCK_KV] and values [BLOCK_KV, size].
 
     Return the updated maximum, sum and weighted values of each row.
@@ -158,46 +203,34 @@ def paged_attention(
     has_tokens = low < high
     table = block_table + sequence.to(tl.int64) * table_width
     if SETTLED:
-        new, inside, slot = _cache_positions(table, low, high, context, kv_head, cache_slot, cache_head, PAGE, BLOCK_KV)
+        new, inside, slot = cache_positions(table, low, high, context, kv_head, cache_slot, cache_head, PAGE, BLOCK_KV)
         is_old = inside & (new < 0)
-        old_keys, old_values = _keys_and_values(k_cache, v_cache, slot, lane, size, is_old, q.dtype.element_ty)
+        old_keys, old_values = keys_and_values(k_cache, v_cache, slot, lane, size, is_old, q.dtype.element_ty)
         wait_for_previous_kernel(PDL)
 
     if (sequence == batch - 1) & (tl.program_id(0) == 0):
-        # Padding tokens after the last sequence get zeros, so that no later kernel reads uninitialised memory.
-        for at in range(first + count + split, tokens, SPLITS):
-            token = tl.zeros([], dtype=tl.int64) + at
-            for head in tl.static_range(GROUP):
-                offset = (token.to(tl.int64) * heads + kv_head * GROUP + head) * size + lane
-                tl.store(out + offset, tl.zeros([BLOCK_SIZE], dtype=out.dtype.element_ty), mask=lane < size)
+        zero_padding(out, first + count + split, tokens, SPLITS, heads, kv_head, size, GROUP, BLOCK_SIZE)
 
     if begin_query < count:
-        row = tl.arange(0, BLOCK_ROWS)
-        query_index = begin_query + row // GROUP  # index among the new tokens
-        token = (first + query_index).to(tl.int64)
-        head = kv_head * GROUP + row % GROUP
-        row_mask = (query_index < count) & (row < QUERIES * GROUP)
-        queries = tl.load(
-            q + token[:, None] * q_token + head[:, None] * q_head + lane[None, :],
-            mask=row_mask[:, None] & (lane[None, :] < size),
-            other=0.0,
+        query_index, token, head, row_mask, queries = load_queries(
+            q, first, count, begin_query, kv_head, q_token, q_head, size, GROUP, BLOCK_ROWS, BLOCK_SIZE
         )
         best = tl.full([BLOCK_ROWS], -float("inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
         acc = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], dtype=tl.float32)
         if SETTLED:
             is_new = inside & (new >= 0)
-            keys, values = _keys_and_values(k_cache, v_cache, slot, lane, size, is_new, q.dtype.element_ty)
+            keys, values = keys_and_values(k_cache, v_cache, slot, lane, size, is_new, q.dtype.element_ty)
             keys = tl.where(is_old[None, :], old_keys, keys)
             values = tl.where(is_old[:, None], old_values, values)
-            visible = _visible(new, inside, query_index, row_mask, token, tree_mask, mask_width, WINDOW, TREE)
-            best, total, acc = _attend(queries, keys, values, visible, scale, best, total, acc)
+            visible = visible_positions(new, inside, query_index, row_mask, token, tree_mask, mask_width, WINDOW, TREE)
+            best, total, acc = attend(queries, keys, values, visible, scale, best, total, acc)
             low += BLOCK_KV
         for at in range(low, high, BLOCK_KV):
-            new, inside, slot = _cache_positions(table, at, high, context, kv_head, cache_slot, cache_head, PAGE, BLOCK_KV)
-            keys, values = _keys_and_values(k_cache, v_cache, slot, lane, size, inside, q.dtype.element_ty)
-            visible = _visible(new, inside, query_index, row_mask, token, tree_mask, mask_width, WINDOW, TREE)
-            best, total, acc = _attend(queries, keys, values, visible, scale, best, total, acc)
+            new, inside, slot = cache_positions(table, at, high, context, kv_head, cache_slot, cache_head, PAGE, BLOCK_KV)
+            keys, values = keys_and_values(k_cache, v_cache, slot, lane, size, inside, q.dtype.element_ty)
+            visible = visible_positions(new, inside, query_index, row_mask, token, tree_mask, mask_width, WINDOW, TREE)
+            best, total, acc = attend(queries, keys, values, visible, scale, best, total, acc)
 
         place = token * heads + head
         if SPLITS == 1:

@@ -18,7 +18,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from outrider.device import Observer
-from outrider_sanitizer.actors import SingleUseToken
+from outrider_sanitizer.detector.actors import SingleUseToken
 
 Wrapped = tuple[Any, str, Callable[[Any], Any]]
 

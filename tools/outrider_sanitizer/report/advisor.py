@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from outrider_sanitizer.actors import Lane
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +39,10 @@ class Advisor:
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str, str], list[int]] = {}
 
-    def waited(self, lane: Lane, event: str, generation: int, location: str, new: bool) -> None:
-        """Count a wait of a stream; ``new`` is True if the wait added an order."""
+    def waited(self, stream: str, event: str, generation: int, location: str, new: bool) -> None:
+        """Count a wait of ``stream``; ``new`` is True if the wait added an order."""
         del generation
-        counts = self._seen.setdefault((lane.name, event, location), [0, 0])
+        counts = self._seen.setdefault((stream, event, location), [0, 0])
         counts[0] += 1
         counts[1] += new
 

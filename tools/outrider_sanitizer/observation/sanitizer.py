@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from outrider.device import Access, CapabilityError, InterfaceError, Observer, Operation
-from outrider_sanitizer.advisor import Advisor
-from outrider_sanitizer.clocks import Point
-from outrider_sanitizer.diagnose import Diagnoser
-from outrider_sanitizer.findings import Finding, Report
-from outrider_sanitizer.ordering import Ordering
-from outrider_sanitizer.ranks import RankClocks
-from outrider_sanitizer.source_locations import caller_location
-from outrider_sanitizer.staleness import Staleness
-from outrider_sanitizer.streams import HOST, Listener
+from outrider_sanitizer.detector.clocks import Point
+from outrider_sanitizer.detector.diagnose import Diagnoser
+from outrider_sanitizer.detector.ordering import Ordering
+from outrider_sanitizer.detector.ranks import RankClocks
+from outrider_sanitizer.detector.staleness import Staleness
+from outrider_sanitizer.detector.streams import HOST, Listener
+from outrider_sanitizer.report.advisor import Advisor
+from outrider_sanitizer.report.findings import Finding, Report
+from outrider_sanitizer.report.source_locations import caller_location
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from outrider.device import Backend, Collective, Decision, Event, Flag, Graph, Group, Stream
-    from outrider_sanitizer.memory import Shadow
+    from outrider_sanitizer.detector.memory import Shadow
 
 
 class Sanitizer(Observer):
@@ -85,7 +85,9 @@ class Sanitizer(Observer):
 
     def scope(self) -> AbstractContextManager[Any]:
         """Return the scope of a whole watched run: constructors report the pinned arrays that they read."""
-        from outrider_sanitizer.host_arrays import converted_names  # it imports torch, which a command's help does without
+        from outrider_sanitizer.observation.host_arrays import (
+            converted_names,  # it imports torch, which a command's help does without
+        )
 
         return converted_names()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider_sanitizer.clocks import NOTHING, Clock, Point
+from outrider_sanitizer.detector.clocks import NOTHING, Clock, Point
 
 
 class FlagProgress:

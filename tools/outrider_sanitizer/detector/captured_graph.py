@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from outrider.device import Access, Operation
-from outrider_sanitizer.clocks import Actor
-from outrider_sanitizer.memory import Shadow
+from outrider_sanitizer.detector.clocks import Actor
+from outrider_sanitizer.detector.memory import Shadow
 
 
 class Verb(NamedTuple):

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
 from outrider.device import Access, Operation
-from outrider_sanitizer.actors import Lane
-from outrider_sanitizer.captured_graph import CapturedGraph
-from outrider_sanitizer.clocks import NOTHING, Actor, Clock, GraphReplay, Point
-from outrider_sanitizer.intervals import IntervalMap
-from outrider_sanitizer.ranks import RankClocks, WatchedCollectivePart
-from outrider_sanitizer.source_locations import caller_location
-from outrider_sanitizer.streams import Listener, StreamOrdering
+from outrider_sanitizer.detector.actors import Lane
+from outrider_sanitizer.detector.captured_graph import CapturedGraph
+from outrider_sanitizer.detector.clocks import NOTHING, Actor, Clock, GraphReplay, Point
+from outrider_sanitizer.detector.intervals import IntervalMap
+from outrider_sanitizer.detector.ranks import RankClocks, WatchedCollectivePart
+from outrider_sanitizer.detector.streams import Listener, StreamOrdering
+from outrider_sanitizer.report.source_locations import caller_location
 
 if TYPE_CHECKING:
     from outrider.device import Event, Graph

@@ -21,8 +21,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from outrider.device import Observer
-from outrider_sanitizer.actors import SingleUseToken
-from outrider_sanitizer.handed_over import HandOverTokens, Wrapped
+from outrider_sanitizer.detector.actors import SingleUseToken
+from outrider_sanitizer.observation.handed_over import HandOverTokens, Wrapped
 
 
 def _started() -> bool:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
 from outrider.device import Access, Operation
-from outrider_sanitizer.actors import Lane, Lanes, LastWait
-from outrider_sanitizer.captured_graph import CapturedGraph, Verb
-from outrider_sanitizer.clocks import NOTHING, Actor, Clock, GraphReplay, Point
-from outrider_sanitizer.flags import FlagProgress
-from outrider_sanitizer.intervals import UNKNOWN_END, Record
-from outrider_sanitizer.memory import Shadow, ShadowMemory
-from outrider_sanitizer.ranks import RankClocks, WatchedCollectivePart
-from outrider_sanitizer.source_locations import caller_location
+from outrider_sanitizer.detector.actors import Lane, Lanes, LastWait
+from outrider_sanitizer.detector.captured_graph import CapturedGraph, Verb
+from outrider_sanitizer.detector.clocks import NOTHING, Actor, Clock, GraphReplay, Point
+from outrider_sanitizer.detector.flags import FlagProgress
+from outrider_sanitizer.detector.intervals import UNKNOWN_END, Record
+from outrider_sanitizer.detector.memory import Shadow, ShadowMemory
+from outrider_sanitizer.detector.ranks import RankClocks, WatchedCollectivePart
+from outrider_sanitizer.report.source_locations import caller_location
 
 if TYPE_CHECKING:
     from outrider.device import Collective, Event, Flag, Group
@@ -40,7 +40,7 @@ class Listener:
     dead: Callable[[Shadow, Point, str], None] = lambda *_: None
     flag: Callable[[str, str, Point | None, Point], None] = lambda *_: None
     rebind: Callable[[Record, Point, Access | None, str], None] = lambda *_: None
-    waited: Callable[[Lane, str, int, str, bool], None] = lambda *_: None
+    waited: Callable[[str, str, int, str, bool], None] = lambda *_: None
 
 
 @dataclass
@@ -363,7 +363,7 @@ class StreamOrdering(Lanes):
         edge = LastWait(state.name, generation, location)
         for number in (*clock, state.recorders[generation]):
             lane.edges[number] = edge
-        self.listener.waited(lane, state.name, generation, location, new)
+        self.listener.waited(lane.name, state.name, generation, location, new)
         return True
 
     def event_synchronized(self, event: Event, generation: int) -> None:

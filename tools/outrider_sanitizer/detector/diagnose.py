@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from outrider.device import Access, ControllableDevice
-from outrider_sanitizer.actors import Lane
-from outrider_sanitizer.clocks import Actor, Point
-from outrider_sanitizer.findings import AccessSite, Finding, FindingKind
-from outrider_sanitizer.intervals import Record
-from outrider_sanitizer.memory import Shadow
+from outrider_sanitizer.detector.actors import Lane
+from outrider_sanitizer.detector.clocks import Actor, Point
+from outrider_sanitizer.detector.intervals import Record
+from outrider_sanitizer.detector.memory import Shadow
+from outrider_sanitizer.report.findings import AccessSite, Finding, FindingKind
 
 _CASTS = ("aten::_to_copy", "aten::to.", "aten::type_as")
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from weakref import ReferenceType, ref
 
 from outrider.device import Operation
-from outrider_sanitizer.clocks import NOTHING, Actor, Clock, Point
+from outrider_sanitizer.detector.clocks import NOTHING, Actor, Clock, Point
 
 _MAX_TOKENS = 4096
 

@@ -20,12 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.device import ROW_ACCESS, Access, Operation
 from outrider.device.arrays import watched
-from outrider_sanitizer.host_arrays import converted_names
-from outrider_sanitizer.ranks import RankClocks
-from outrider_sanitizer.sanitizer import Sanitizer
-from outrider_sanitizer.source_locations import caller_location
-from outrider_sanitizer.storages import KnownStorage, Storages, extent
-from outrider_sanitizer.streams import HOST
+from outrider.device.kernels.indexed_operands import operands_by_index
+from outrider_sanitizer.detector.ranks import RankClocks
+from outrider_sanitizer.detector.streams import HOST
+from outrider_sanitizer.observation.host_arrays import converted_names
+from outrider_sanitizer.observation.sanitizer import Sanitizer
+from outrider_sanitizer.observation.storages import KnownStorage, Storages, extent
+from outrider_sanitizer.report.source_locations import caller_location
 
 if TYPE_CHECKING:
     from outrider.device import Backend, Event, Graph, Stream
@@ -33,28 +34,6 @@ if TYPE_CHECKING:
 _AMBIENT = "default"
 _FROM_NUMPY = torch.from_numpy
 _BORN = "_outrider_born"
-_INDEXED = frozenset(
-    f"aten::{name}"
-    for name in (
-        "embedding",
-        "gather",
-        "index",
-        "index_add_",
-        "index_copy_",
-        "index_fill_",
-        "index_put_",
-        "index_reduce_",
-        "_index_put_impl_",
-        "index_select",
-        "masked_fill_",
-        "masked_scatter_",
-        "put_",
-        "scatter_",
-        "scatter_add_",
-        "scatter_reduce_",
-        "take",
-    )
-)
 _WAITING = frozenset(
     f"aten::{name}"
     for name in (
@@ -108,7 +87,7 @@ def _operands(func: Any) -> _Operands:
         fresh=fresh,
         empty=fresh and name.split("::")[-1].startswith(("empty", "new_empty")),
         waits=name in _WAITING or str(func) == "aten.where.default",
-        rows=frozenset(ROW_ACCESS.get(name, ("self", "weight") if name in _INDEXED else ())),
+        rows=frozenset(ROW_ACCESS.get(name) or operands_by_index(func)),
         at_once=names.index("non_blocking") if "non_blocking" in names else -1,
         views=bool(schema.returns)
         and not writes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from outrider_sanitizer.clocks import Actor, Point
-from outrider_sanitizer.intervals import UNWRITTEN, IntervalMap, Over, Record
+from outrider_sanitizer.detector.clocks import Actor, Point
+from outrider_sanitizer.detector.intervals import UNWRITTEN, IntervalMap, Over, Record
 
 _MAX_FREED_STORAGES = 256
 """Freed storages that are remembered for the reuse of their addresses."""

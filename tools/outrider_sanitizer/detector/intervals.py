@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from outrider.device import Access
-from outrider_sanitizer.clocks import Clock, Point
-from outrider_sanitizer.regions import dense_parts, overlap
+from outrider_sanitizer.detector.clocks import Clock, Point
+from outrider_sanitizer.detector.regions import dense_parts, overlap
 
 Record = tuple[Point, Access | None]
 """Who accessed it, and how; None is an allocation or release of the whole storage."""

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from outrider_sanitizer.clocks import Clock, Point
-from outrider_sanitizer.findings import AccessSite, Finding, FindingKind, Report
+from outrider_sanitizer.detector.clocks import Clock, Point
+from outrider_sanitizer.report.findings import AccessSite, Finding, FindingKind, Report
 
 if TYPE_CHECKING:
     from outrider.device import Collective, Decision, Group
-    from outrider_sanitizer.memory import Shadow
-    from outrider_sanitizer.ordering import Ordering
+    from outrider_sanitizer.detector.memory import Shadow
+    from outrider_sanitizer.detector.ordering import Ordering
 
 Key = tuple[str, tuple[int, ...], int]
 """A group: name, ranks, and which group of that name and those ranks it is."""

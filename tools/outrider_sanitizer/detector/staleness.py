@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 from outrider.device import Access
-from outrider_sanitizer.clocks import Point
-from outrider_sanitizer.findings import Finding, FindingKind
-from outrider_sanitizer.intervals import Record
-from outrider_sanitizer.regions import dense_parts
-from outrider_sanitizer.streams import TWO_WRITERS
+from outrider_sanitizer.detector.clocks import Point
+from outrider_sanitizer.detector.intervals import Record
+from outrider_sanitizer.detector.regions import dense_parts
+from outrider_sanitizer.detector.streams import TWO_WRITERS
+from outrider_sanitizer.report.findings import Finding, FindingKind
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from outrider.device import Graph
-    from outrider_sanitizer.diagnose import Diagnoser
-    from outrider_sanitizer.memory import Shadow
-    from outrider_sanitizer.ordering import Ordering
+    from outrider_sanitizer.detector.diagnose import Diagnoser
+    from outrider_sanitizer.detector.memory import Shadow
+    from outrider_sanitizer.detector.ordering import Ordering
 
 
 _MAX_ENUMERATED_RUNS = 256

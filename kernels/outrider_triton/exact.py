@@ -1,0 +1,240 @@
+"""ExactKernels: Triton's kernels with one order of each row's sums, so that a row's bits don't depend on the batch.
+
+A product of 16-bit operands adds its columns one instruction after the other, within parts whose number depends on the
+weight alone. Tiles may have any number of rows where one instruction of the matrix unit sums equally for each number
+(Hopper); elsewhere they have 16. ``tests/kernels/test_exact.py`` compares the bits of all tiles on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from outrider.device import AttentionMetadata, KernelSet, RotaryArgs
+from outrider.device.kernels.invariant import InvariantKernels
+from outrider.device.kernels.weights import quantized_products
+from outrider_triton.attention import exact_operator
+from outrider_triton.attention.cached import attends
+from outrider_triton.attention.prefill import PromptAttention
+from outrider_triton.blocks import FusedBlocks
+from outrider_triton.experts.mixtures import ExpertProducts, sorted_block_tokens
+from outrider_triton.kernelset import TritonKernels
+from outrider_triton.launch import compile_only, power_of_two, vocabulary_shares
+from outrider_triton.products.dense import DenseProducts
+from outrider_triton.products.operands import Product
+from outrider_triton.rows.rotary import rotates
+from outrider_triton.tiles.configs import BUCKETS, LARGE_M, STREAMED, MatmulConfig, bucket
+from outrider_triton.tiles.derive.attention import AttentionHeads, attention_bytes
+from outrider_triton.tiles.derive.products import MAX_TOKENS_TUNED, rank_configs
+from outrider_triton.tiles.derive.quantized import OperandStorage
+from outrider_triton.tiles.facts import DeviceFacts
+from outrider_triton.tiles.selection import TileSelection
+
+_TRITON = torch.ops.outrider
+_ROWS = 64
+"""Rows of an attention tile: the matrix unit's height on Hopper."""
+_WEIGHT_ROWS = (64, 128)
+"""Weight rows of a tile that the matrix unit multiplies with the same instruction on Hopper."""
+_FEW = 16
+"""Tokens of a tile where every tile must have the same number."""
+_PREFILL = {
+    "linear": MatmulConfig(128, 128, 64, 1, 8, 4, 0, 0, 0),
+    "linear_parts": MatmulConfig(128, 128, 64, 1, 8, 4, 0, 0, 0),
+    "linear_silu_mul": MatmulConfig(128, 64, 64, 1, 4, 4, 0, 0, 0),
+}
+"""Tiles of products with more than :data:`~outrider_triton.tiles.derive.products.MAX_TOKENS_TUNED` tokens, by operator."""
+_PART_COLUMNS = 256
+"""Columns of a part are a multiple, so that parts begin at the same column with every tile."""
+_BUSY = 0.7
+"""Fraction of the multiprocessors that a product of 128 tokens occupies with its parts."""
+
+
+def split_of(facts: DeviceFacts, n: int, k: int) -> int:
+    """Return the number of parts of a product with a weight [n, k] that the next kernel adds up."""
+    split = 1
+    while split < 8 and -(-n // 128) * split < _BUSY * facts.processors and k % (2 * split * _PART_COLUMNS) == 0:
+        split *= 2
+    return split
+
+
+def has_fixed_order(operator: str, config: MatmulConfig, split: int) -> bool:
+    """Return True if a tile configuration adds the columns of each part in order, with Hopper's instruction."""
+    if config.split != split or config.descriptor == LARGE_M:
+        return config.split == split
+    if config.descriptor == STREAMED:  # others fold a row's halves into one tile
+        return operator == "linear_silu_mul" or (operator == "linear_parts" and split > 1)
+    return config.block_n in _WEIGHT_ROWS and config.block_m >= _FEW
+
+
+class ExactTiles(TileSelection):
+    """Tile configurations with one order of each row's sums."""
+
+    def __init__(self, facts: DeviceFacts) -> None:
+        super().__init__(facts)
+        self.any_rows = facts.capability // 10 == 9
+        """True if tiles may have any number of rows."""
+        self._exact: dict[tuple[str, int, int, int], MatmulConfig] = {}
+
+    def product(self, operator: str, dtype: str, *, m: int, n: int, k: int, half: int = 0) -> MatmulConfig | None:
+        """Return a configuration with the weight's order of sums, or None for operators that aren't used."""
+        del dtype, half
+        return self._exact_config(operator, m, n, k) if operator in _PREFILL and m else None
+
+    def every_product(self, operator: str, dtype: str, *, n: int, k: int, half: int = 0) -> tuple[MatmulConfig, ...]:
+        """Return the configurations of a weight for any number of tokens."""
+        del dtype, half
+        if operator not in _PREFILL:
+            return ()
+        sizes = (*BUCKETS, MAX_TOKENS_TUNED + 1)
+        return tuple(dict.fromkeys(self._exact_config(operator, m, n, k) for m in sizes))
+
+    def _exact_config(self, operator: str, m: int, n: int, k: int) -> MatmulConfig:
+        split = split_of(self.facts, n, k) if operator == "linear_parts" else 1
+        if self.any_rows and m > MAX_TOKENS_TUNED:
+            return replace(_PREFILL[operator], split=split)
+        key = operator, n, k, bucket(m)
+        if key not in self._exact:
+            self._exact[key] = self.choose(operator, bucket(m), n, k, split)
+        return self._exact[key]
+
+    def choose(self, operator: str, m: int, n: int, k: int, split: int = 1, *, whole: bool = False) -> MatmulConfig:
+        """Return the tiles with a fixed order whose time is estimated to be the least; ``whole``: of whole, loaded blocks."""
+        for size in (m, _FEW) if self.any_rows else (_FEW,):
+            for config in rank_configs(self.facts, operator, m=size, n=n, k=k):
+                is_whole = not config.rows_per_program and not config.descriptor
+                if has_fixed_order(operator, config, split) and (is_whole or not whole):
+                    return config
+        return MatmulConfig(_FEW, _WEIGHT_ROWS[0], 64, split, 4, 2, 0, 0, 0)
+
+    def vocabulary_shares(self, shape: Sequence[int]) -> Iterator[int]:
+        """Yield the one number of programs that share a row."""
+        yield vocabulary_shares(1, shape[-1], self.facts.processors)
+
+
+class ExactProducts(DenseProducts):
+    """Unquantized products whose sums have one order, in the forms that each number of tokens shares."""
+
+    def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        """Add the product in the kernel of the norm, in whose order other passes add it; the norm itself is dropped."""
+        self.linear_add_rms_norm(x, weight, bias, residual, residual.new_ones(residual.shape[-1:]), 1.0)
+        return residual
+
+    def linear_rope_write_cache(self, product: Product, rotary: RotaryArgs) -> Tensor:
+        """Multiply to queries, keys and values in parts, which the kernel that rotates them adds up."""
+        config = self.matmul_config("linear_parts", product.x, product.weight)
+        if config is None or not rotates(rotary, product.x, partly=True):
+            return self._kernels.head_norm_rope_write_cache(self._kernels.linear(*product), None, rotary)
+        for config_list in self.uncompiled("linear_parts", product.x, product.weight, rotary=rotary):
+            _TRITON.linear_parts.triton(product.x[:_FEW], product.weight, config_list, self._pdl)
+        parts = _TRITON.linear_parts.triton(product.x, product.weight, config.as_list(), self._pdl)
+        return _TRITON.rope_write_cache.triton_parts(  # type: ignore[no-any-return]  # torch.ops has no types
+            parts, product.bias, *rotary, product.x.dtype, self._pdl
+        )
+
+
+class ExactExperts(ExpertProducts):
+    """Products of experts whose sums have one order."""
+
+    def __init__(self, tiles: ExactTiles) -> None:
+        super().__init__(tiles.facts)
+        self._tiles = tiles
+
+    def _configs(
+        self,
+        tokens: int,
+        chosen: int,
+        shape: tuple[int, int, int],
+        operators: tuple[str, str],
+        storages: tuple[OperandStorage, OperandStorage],
+    ) -> tuple[int, MatmulConfig, MatmulConfig]:
+        """Return the tokens of a sorted block (0: unsorted), and the tile configurations of gates and outputs."""
+        del storages  # unquantized: the base class computes others
+        experts, inner, hidden = shape
+        block_tokens = _FEW
+        if tokens > _FEW and self._tiles.any_rows:
+            block_tokens = max(_FEW, sorted_block_tokens(tokens, chosen, experts))
+        key = block_tokens, chosen, *shape
+        if key not in self._derived:
+            used = min(experts, block_tokens * chosen)
+            gates = self._tiles.choose(operators[0], block_tokens, 2 * inner * used, hidden, whole=True)
+            outputs = self._tiles.choose(operators[1], block_tokens, hidden * used, inner, whole=True)
+            self._derived[key] = block_tokens, gates, outputs
+        return (block_tokens if tokens > _FEW else 0, *self._derived[key][1:])
+
+
+class ExactKernels(TritonKernels, InvariantKernels):
+    """The batch-invariant kernels of the set ``inner``.
+
+    Triton's kernels compute 16-bit products, experts, attention, norms and token choice. The base class
+    :class:`~outrider.device.kernels.invariant.InvariantKernels` computes everything that they delegate, with the kernels of
+    ``inner``: other dtypes, and quantised weights in tiles of 16 rows. Blocks with quantised weights are composed.
+    """
+
+    row_invariant = True
+    tunes = False
+    tune, use_tuned = KernelSet.tune, KernelSet.use_tuned
+
+    def __init__(self, inner: TritonKernels) -> None:
+        tiles = ExactTiles(inner.facts)
+        TritonKernels.__init__(self, inner.facts, device=inner.device, takes_over=False, tiles=tiles)
+        InvariantKernels.__init__(self, inner)
+        self.mixtures = ExactExperts(tiles)
+
+    def _compose(self, tiles: TileSelection, prompts: PromptAttention) -> None:
+        super()._compose(tiles, prompts)
+        self.dense = ExactProducts(self, tiles)
+        self.fused = FusedBlocks(self, self.dense, self.quantized, self.attention)
+
+    def batch_invariant(self) -> KernelSet:
+        """Return this kernel set, which is already invariant."""
+        return self
+
+    def is_native(self, name: str, block: object = None) -> bool:
+        """Return False also for a block with quantised weights."""
+        return super().is_native(name, block) and not quantized_products(block)
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        window: int = 0,
+    ) -> Tensor:
+        """Attend in chunks of positions; programs share the chunks of few queries."""
+        if not attends(q):
+            return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
+        config = self._attention_tiles(q, k_cache)
+        groups = -(-metadata.max_query // (config[0] // config[2])) * metadata.seq_lens.shape[0] * k_cache.shape[2]
+        shares_chunks = metadata.max_kv > exact_operator.FIRST_CHUNK and groups < 2 * self.facts.processors
+        operands = q, k_cache, v_cache, metadata.query_start, metadata.seq_lens, metadata.block_table, metadata.tree_mask
+        limits = metadata.max_query, metadata.max_kv, scale, window
+        is_tree, cache = metadata.tree_mask is not None, k_cache.dtype
+        if self.tiles.scope.must_compile(
+            ("exact_attention", q.dtype, q.shape[1:], cache, k_cache.shape[1:], window, is_tree)
+        ):
+            for shared in (False, True):
+                with compile_only():
+                    _TRITON.paged_attention.exact(*operands, *limits, shared, config, self.pdl)
+        return _TRITON.paged_attention.exact(*operands, *limits, shares_chunks, config, self.pdl)  # type: ignore[no-any-return]
+
+    def _attention_tiles(self, q: Tensor, k_cache: Tensor) -> list[int]:
+        """Return rows of a tile, positions of a tile, and query heads of a key head."""
+        group = q.shape[1] // k_cache.shape[2]
+        heads = AttentionHeads(group=group, kv_heads=k_cache.shape[2], size=q.shape[2], bytes=q.dtype.itemsize)
+        rows, block_kv = max(_ROWS, power_of_two(group)), 64
+        while attention_bytes(self.facts, heads, rows, block_kv) > self.facts.shared_bytes and block_kv > 16:
+            block_kv //= 2
+        return [rows, block_kv, group]
+
+    # Quantised products, prefill of recurrent layers and sums over ranks have no exact kernel in Triton.
+    linear_quantized, experts_quantized = InvariantKernels.linear_quantized, InvariantKernels.experts_quantized
+    chunk_gated_delta_rule = InvariantKernels.chunk_gated_delta_rule
+    all_reduce_rms_norm = InvariantKernels.all_reduce_rms_norm
+    attention_block, mlp_block = TritonKernels.attention_block, TritonKernels.mlp_block
+    experts_block, recurrent_block = TritonKernels.experts_block, TritonKernels.recurrent_block

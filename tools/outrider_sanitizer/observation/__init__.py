@@ -1,0 +1,1 @@
+"""Observation of accesses and orders: reports of backends, operators of torch, numpy, Triton, and host threads."""
