@@ -217,12 +217,6 @@ class TritonKernels(KernelSet):
 
     # -- rows ------------------------------------------------------------------------------------------------------
 
-    def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        """Look up embeddings by gathering rows."""
-        if tokens.dim() != 1 or not has_kernel(weight) or not weight.is_contiguous():
-            return super().embedding(tokens, weight)
-        return _TRITON.gather_rows.triton(weight, tokens, self.pdl)  # type: ignore[no-any-return]
-
     def fuse_embedding(
         self, tokens: Tensor, table: Tensor, hidden: Tensor, weight: Weight, bias: Tensor | None = None
     ) -> Tensor:
@@ -235,7 +229,7 @@ class TritonKernels(KernelSet):
     def _embed_beside(self, tokens: Tensor, weight: Tensor, hidden: Tensor) -> Tensor:
         """Concatenate embeddings and features, one program per token and block of columns."""
         if not has_kernel(weight, hidden) or weight.dtype is not hidden.dtype or hidden.stride(-1) != 1:
-            return torch.cat((self.embedding(tokens, weight), hidden), dim=-1)
+            return torch.cat((self.gather_rows(weight, tokens), hidden), dim=-1)
         return _TRITON.embed_beside.triton(tokens, weight, hidden, self.pdl)  # type: ignore[no-any-return]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -57,7 +57,7 @@ class UnfusedProducts(KernelSet):
         )
 
     def embed_beside(self, tokens, weight, hidden):
-        return torch.cat((self.embedding(tokens, weight), hidden), dim=-1)
+        return torch.cat((self.gather_rows(weight, tokens), hidden), dim=-1)
 
     def _turned(self, qkv, rotary):
         q, k, v = rotary.split(qkv)
