@@ -27,8 +27,8 @@ from outrider_triton.products.operands import QuantizedProduct
 from outrider_triton.tiles import variants
 from outrider_triton.tiles.derive.products import rank_configs
 from outrider_triton.tiles.facts import facts_of
+from outrider_triton.tiles.measure.timing import microseconds
 from outrider_triton.tiles.store.table import load
-from outrider_tune.timing import microseconds
 
 HIDDEN, INNER, HEADS, KV_HEADS, SIZE = 4096, 14336, 32, 8, 128
 CONTEXT, CAPACITY, PAGE, LAYERS = 640, 1024, 16, 6
