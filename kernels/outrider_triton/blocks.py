@@ -146,21 +146,23 @@ class FusedBlocks:
             call = PrefillOperands(*pending.operands, attention.scale, attention.window)
             normed = self._attention.attention_normed(call, pending.output, attention.output_bias, *following)
         if normed is None:
-            return self.down(self._quantized.norm_linear_quantized(pending.attended().product, *following), block)
+            return self.down_product(self._quantized.norm_linear_quantized(pending.attended().product, *following), block)
         if isinstance(block.down, QuantizedWeight):
             activated = self._quantized.activated(normed, x.rows, gate_up, block.gate_up_bias)
             if activated is not None:
                 gated, maxima = activated
                 return DeferredQuantized(self._quantized, QuantizedProduct(gated, block.down, block.down_bias, maxima=maxima))
-        return self.down(self._quantized.second_product(normed, x.rows, gate_up, block.gate_up_bias, parts=False), block)
+        return self.down_product(
+            self._quantized.second_product(normed, x.rows, gate_up, block.gate_up_bias, parts=False), block
+        )
 
-    def down(self, both: Tensor, block: MlpBlock) -> Contribution:
+    def down_product(self, both: Tensor, block: MlpBlock) -> Contribution:
         """Return the contribution of an MLP for ``both`` [T, 2 I], the results of gate and up."""
         if isinstance(block.down, QuantizedWeight):
             return DeferredQuantized(self._quantized, QuantizedProduct(both, block.down, block.down_bias, gated=True))
         return self.contribution(self._kernels.silu_mul(both), block.down, block.down_bias)
 
-    def gated(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    def gated_product(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         """Multiply by gate and up and apply SwiGLU."""
         if isinstance(weight, Tensor):
             return self._dense.linear_silu_mul(x, weight, bias)
@@ -168,7 +170,7 @@ class FusedBlocks:
 
     def mlp(self, x: Tensor, block: MlpBlock) -> Tensor:
         """Return the whole MLP for normalised rows."""
-        return linear(self._kernels, self.gated(x, block.gate_up, block.gate_up_bias), block.down, block.down_bias)
+        return linear(self._kernels, self.gated_product(x, block.gate_up, block.gate_up_bias), block.down, block.down_bias)
 
     def contribution(self, x: Tensor, weight: Weight, bias: Tensor | None, ranks: RankBoundary = SINGLE_RANK) -> Contribution:
         """Return the product as a contribution: deferred on one rank."""

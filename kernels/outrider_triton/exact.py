@@ -97,10 +97,10 @@ class ExactTiles(TileSelection):
             return replace(_PREFILL[operator], split=split)
         key = operator, n, k, bucket(m)
         if key not in self._exact:
-            self._exact[key] = self.choose(operator, bucket(m), n, k, split)
+            self._exact[key] = self.choose_config(operator, bucket(m), n, k, split)
         return self._exact[key]
 
-    def choose(self, operator: str, m: int, n: int, k: int, split: int = 1, *, whole: bool = False) -> MatmulConfig:
+    def choose_config(self, operator: str, m: int, n: int, k: int, split: int = 1, *, whole: bool = False) -> MatmulConfig:
         """Return the tiles with a fixed order whose time is estimated to be the least; ``whole``: of whole, loaded blocks."""
         for size in (m, _FEW) if self.any_rows else (_FEW,):
             for config in rank_configs(self.facts, operator, m=size, n=n, k=k):
@@ -159,8 +159,8 @@ class ExactExperts(ExpertProducts):
         key = block_tokens, chosen, *shape
         if key not in self._derived:
             used = min(experts, block_tokens * chosen)
-            gates = self._tiles.choose(operators[0], block_tokens, 2 * inner * used, hidden, whole=True)
-            outputs = self._tiles.choose(operators[1], block_tokens, hidden * used, inner, whole=True)
+            gates = self._tiles.choose_config(operators[0], block_tokens, 2 * inner * used, hidden, whole=True)
+            outputs = self._tiles.choose_config(operators[1], block_tokens, hidden * used, inner, whole=True)
             self._derived[key] = block_tokens, gates, outputs
         return (block_tokens if tokens > _FEW else 0, *self._derived[key][1:])
 

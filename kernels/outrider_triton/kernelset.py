@@ -213,7 +213,7 @@ class TritonKernels(KernelSet):
             return _TRITON.linear_quantized.library(  # type: ignore[no-any-return]  # torch.ops has no types
                 x, *library_operands(weight, bias), scaled, self.facts.fp8, self.pdl
             )
-        return self.quantized.launch(x, weight, bias, product_plan, config)
+        return self.quantized.launch_product(x, weight, bias, product_plan, config)
 
     # -- rows ------------------------------------------------------------------------------------------------------
 
@@ -377,8 +377,8 @@ class TritonKernels(KernelSet):
         if self.tiles.scope.must_compile(("experts", x.dtype, gate_up.shape, chosen.shape[1])):
             for sample in self.mixtures.samples(x, weights, chosen, gate_up.shape[0]):
                 with compile_only():
-                    self.mixtures.launch(*sample, gate_up, down)
-        return self.mixtures.launch(x, weights, chosen, gate_up, down)
+                    self.mixtures.launch_experts(*sample, gate_up, down)
+        return self.mixtures.launch_experts(x, weights, chosen, gate_up, down)
 
     def experts_quantized(
         self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight
@@ -395,8 +395,8 @@ class TritonKernels(KernelSet):
         if self.tiles.scope.must_compile(("experts_quantized", x.dtype, gate_up.label, gate_up.shape, chosen.shape[1])):
             for sample in self.mixtures.samples(x, weights, chosen, down.shape[0] // x.shape[1]):
                 with compile_only():
-                    self.mixtures.launch_quantized(*sample, gate_up, down, first, second)
-        return self.mixtures.launch_quantized(x, weights, chosen, gate_up, down, first, second)
+                    self.mixtures.launch_quantized_experts(*sample, gate_up, down, first, second)
+        return self.mixtures.launch_quantized_experts(x, weights, chosen, gate_up, down, first, second)
 
     def short_convolution(
         self, x: Tensor, weight: Tensor, state: Tensor, batch: RecurrentBatch, commit: Tensor | None = None
@@ -459,7 +459,7 @@ class TritonKernels(KernelSet):
         norm, down = (x.rows, block.norm, block.eps), (block.down, block.down_bias)
         if block.ranks.reduces:
             normed = block.ranks.gather_tokens(x.norm(block.norm, block.eps))
-            value = linear(self, self.fused.gated(normed, gate_up, bias), *down)
+            value = linear(self, self.fused.gated_product(normed, gate_up, bias), *down)
             made: Contribution = Computed(self, block.ranks.scatter_tokens(value, x.rows.shape[0]), block.ranks)
         elif isinstance(pending, DeferredAttention) and isinstance(gate_up, QuantizedWeight):
             made = self.fused.attended_mlp(pending, x, block, gate_up)
@@ -467,9 +467,9 @@ class TritonKernels(KernelSet):
             made = self.fused.contribution(self.dense.norm_linear_silu_mul(pending.product, *norm, gate_up, bias), *down)
         elif isinstance(pending, DeferredQuantized) and isinstance(gate_up, QuantizedWeight):
             both = self.quantized.norm_linear_quantized(pending.product, *norm, gate_up, bias)
-            made = self.fused.down(both, block)
+            made = self.fused.down_product(both, block)
         else:
-            made = self.fused.contribution(self.fused.gated(x.norm(block.norm, block.eps), gate_up, bias), *down)
+            made = self.fused.contribution(self.fused.gated_product(x.norm(block.norm, block.eps), gate_up, bias), *down)
         return ResidualStream(x.kernels, x.rows, made)
 
     def experts_block(self, x: ResidualStream, block: ExpertsBlock) -> ResidualStream:

@@ -108,12 +108,12 @@ def test_rows_of_products_are_alike(kernels_of, device, facts):
 @pytest.mark.slow
 def test_a_tile_chosen_by_the_batch_shows(kernels_of, device, monkeypatch):
     """The net catches: parts whose number depends on the number of rows."""
-    choose = ExactTiles.choose
+    choose = ExactTiles.choose_config
 
     def by_rows(self, operator, m, n, k, split=1, *, whole=False):
         return choose(self, operator, m, n, k, split if m <= 16 else 1, whole=whole)
 
-    monkeypatch.setattr(ExactTiles, "choose", by_rows)
+    monkeypatch.setattr(ExactTiles, "choose_config", by_rows)
     with pytest.raises(AssertionError):
         rows_are_alike(kernels_of, device, HOPPER, 1024, 40, 3, 1, 0)
 

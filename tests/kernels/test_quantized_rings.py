@@ -159,7 +159,7 @@ def test_of_more_than_64_tokens_e4m3_by_rows_alone_is_the_librarys(form, dtype, 
         x = FakeTensor(torch.device("cuda"), dtype, (m, columns))
         most.append(kernels.quantized.quantized_config(x, weight, way) is None)
     assert most == [False, librarys, librarys, True]
-    assert (128 in {each.block_m for each in kernels.quantized.every(x, weight, way)}) is not librarys
+    assert (128 in {each.block_m for each in kernels.quantized.every_config(x, weight, way)}) is not librarys
 
 
 @pytest.mark.parametrize("m", [1, 4, 16, 32])

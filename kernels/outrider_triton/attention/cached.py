@@ -82,14 +82,20 @@ class CacheAttention:
         def attention_rows(product_plan: ProductPlan, config: MatmulConfig) -> TokenRows:
             # Larger batches aren't split: their rows keep the ordinary layout.
             layouts = (
-                {0, *(_planes(call, product_plan, other) for other in self._quantized.every(call.q, output, product_plan))}
+                {
+                    0,
+                    *(
+                        _planes(call, product_plan, other)
+                        for other in self._quantized.every_config(call.q, output, product_plan)
+                    ),
+                }
                 if self._tiles.scope.depth
                 else ()
             )
             return self._joined(call, _planes(call, product_plan, config), layouts)
 
         added = QuantizedProduct(projected, output, output_bias)
-        return self._quantized.normed(added, residual, norm, eps, weight, bias, parts=False, taken=attention_rows)
+        return self._quantized.normed_rows(added, residual, norm, eps, weight, bias, parts=False, taken=attention_rows)
 
     def _joined(self, call: PrefillOperands, planes: int, layouts: Iterable[int]) -> TokenRows:
         """Return attention rows [T, Hq D]: in the nibble-plane layout ``planes`` if attention is split, else row-major.

@@ -43,7 +43,7 @@ class ExpertProducts:
         self._facts, self._pdl = facts, facts.pdl
         self._derived: dict[tuple[object, ...], tuple[int, MatmulConfig, MatmulConfig]] = {}
 
-    def launch_quantized(
+    def launch_quantized_experts(
         self,
         x: Tensor,
         weights: Tensor,
@@ -118,7 +118,7 @@ class ExpertProducts:
             config for config in ranked if not config.rows_per_program and not config.descriptor and config.split == 1
         )
 
-    def launch(self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def launch_experts(self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """Launch experts with unquantized weights."""
         size, gates, outputs = self.experts_config(x.shape[0], chosen.shape[1], gate_up)
         return _TRITON.experts.triton(  # type: ignore[no-any-return]  # torch.ops has no types

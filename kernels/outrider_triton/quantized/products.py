@@ -99,7 +99,7 @@ class QuantizedProducts:
         is_half = x.dtype in (torch.bfloat16, torch.float16)
         return is_half and weight.format in TRITON_FORMATS and bool(x.numel()) and has_kernel(x, weight.scales)
 
-    def launch(
+    def launch_product(
         self,
         x: Tensor,
         weight: QuantizedWeight,
@@ -151,7 +151,7 @@ class QuantizedProducts:
 
         The norm kernel adds the parts of the first product and quantises the rows for the second.
         """
-        normed = self.normed(added, residual, norm, eps, weight, bias, parts=False)
+        normed = self.normed_rows(added, residual, norm, eps, weight, bias, parts=False)
         if normed is None:
             return self._kernels.linear_quantized(
                 self.linear_quantized_add_rms_norm(added, residual, norm, eps), weight, bias
@@ -175,7 +175,7 @@ class QuantizedProducts:
         """
         normed = None
         if rotates(rotary, residual):
-            normed = self.normed(added, residual, norm, eps, weight, bias, parts=True)
+            normed = self.normed_rows(added, residual, norm, eps, weight, bias, parts=True)
         if normed is None:
             qkv = self.norm_linear_quantized(added, residual, norm, eps, weight, bias)
             return self._kernels.head_norm_rope_write_cache(qkv, None, rotary)
@@ -256,7 +256,7 @@ class QuantizedProducts:
         """Compile the rotation of this weight's product for any number of tokens: streamed products, and sums of parts."""
         cos, sin, k_cache, v_cache, slots = rotary
         sample, sample_rotary, (n, k) = residual[:4], (cos[:4], sin[:4], k_cache, v_cache, slots[:4]), weight.shape
-        for split in {tiling.split for tiling in self.every(residual, weight, product_plan)}:
+        for split in {tiling.split for tiling in self.every_config(residual, weight, product_plan)}:
             shape = sample.shape[0], n
             product = sample.new_empty((split, *shape), dtype=torch.float32) if split > 1 else sample.new_empty(shape)
             with compile_only():
@@ -277,9 +277,9 @@ class QuantizedProducts:
     def second_product(
         self, normed: NormedRows, residual: Tensor, weight: QuantizedWeight, bias: Tensor | None, *, parts: bool
     ) -> Tensor:
-        """Launch the product that follows a norm; ``parts`` as in :meth:`launch`."""
+        """Launch the product that follows a norm; ``parts`` as in :meth:`launch_product`."""
         laid = normed.scales is None and normed.product_plan.planes
-        return self.launch(
+        return self.launch_product(
             normed.rows,
             weight,
             bias,
@@ -291,7 +291,7 @@ class QuantizedProducts:
             laid=laid,
         )
 
-    def normed(
+    def normed_rows(
         self,
         added: QuantizedProduct,
         residual: Tensor,
@@ -353,10 +353,10 @@ class QuantizedProducts:
         taken: Callable[[ProductPlan, MatmulConfig], TokenRows] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the product for a norm that adds its parts, and the bias that the parts lack. ``taken``: see
-        :meth:`normed`.
+        :meth:`normed_rows`.
         """
         x, scales, laid, gated = self._taken(added, product_plan, config) if taken is None else taken(product_plan, config)
-        product = self.launch(
+        product = self.launch_product(
             x, added.weight, added.bias, product_plan, config, dtype=dtype, scales=scales, parts=True, laid=laid, gated=gated
         )
         return product, added.bias if config.split > 1 else None
@@ -435,11 +435,11 @@ class QuantizedProducts:
                 by_row = sample.new_empty((sample.shape[0], 1), dtype=torch.float32)
                 _TRITON.scale_products.triton(sums, by_row, weight.scales, bias, weight.block[0], x.dtype, self._pdl)
         if product_plan is not None:
-            for tiling in self.every(x, weight, product_plan):
+            for tiling in self.every_config(x, weight, product_plan):
                 with compile_only():
-                    self.launch(sample, weight, bias, product_plan, tiling)
+                    self.launch_product(sample, weight, bias, product_plan, tiling)
 
-    def every(self, like: Tensor, weight: QuantizedWeight, product_plan: ProductPlan) -> tuple[MatmulConfig, ...]:
+    def every_config(self, like: Tensor, weight: QuantizedWeight, product_plan: ProductPlan) -> tuple[MatmulConfig, ...]:
         """Return every configuration of this weight for any number of tokens with the dtype and device of ``like``."""
         (n, k), stored = weight.shape, product_plan.stored(weight.format)
         library_buckets = [
@@ -454,14 +454,16 @@ class QuantizedProducts:
     def _compile_activation(self, added: QuantizedProduct, product_plan: ProductPlan) -> None:
         """Compile SwiGLU with each row layout that the following product may take."""
         if added.gated and product_plan.planes and not has_dynamic_activations(added.weight):
-            configs = self.every(added.x, added.weight, product_plan)
+            configs = self.every_config(added.x, added.weight, product_plan)
             for layout in {row_layout(tiling) for tiling in configs}:
                 with compile_only():
                     _TRITON.silu_mul.triton(added.x[:4], self._pdl, layout)
             for tiling in configs:
                 if computes_swiglu(tiling, 1):
                     with compile_only():
-                        self.launch(added.x[:1], added.weight, added.bias, product_plan, tiling, parts=True, gated=True)
+                        self.launch_product(
+                            added.x[:1], added.weight, added.bias, product_plan, tiling, parts=True, gated=True
+                        )
 
     def _compile_norms(
         self,
@@ -474,8 +476,8 @@ class QuantizedProducts:
     ) -> None:
         """Compile the norm with every number of parts of the first product and every row layout of the products."""
         self._compile_activation(added, first)
-        layouts = {row_layout(each) if second.planes else 0 for each in self.every(residual, weight, second)}
-        splits = {each.split for each in self.every(residual, added.weight, first)}
+        layouts = {row_layout(each) if second.planes else 0 for each in self.every_config(residual, weight, second)}
+        splits = {each.split for each in self.every_config(residual, added.weight, first)}
         for split, layout in itertools.product(splits, layouts):
             sample = residual[:4].clone()
             parts = sample.new_empty((split, *sample.shape), dtype=torch.float32) if split > 1 else sample
@@ -506,7 +508,7 @@ class QuantizedProducts:
             return None
         row_format = activation_format(weight, product_plan)
         x, scales = _TRITON.embed_beside.triton_quantize(tokens, embedding, hidden, *row_format, self._pdl)
-        return self.launch(x, weight, bias, product_plan, config, dtype=hidden.dtype, scales=scales)
+        return self.launch_product(x, weight, bias, product_plan, config, dtype=hidden.dtype, scales=scales)
 
     def linear_quantized_add(self, added: QuantizedProduct, residual: Tensor) -> Tensor:
         """Add a quantised product to the residual.
@@ -522,7 +524,7 @@ class QuantizedProducts:
         if self._scope.must_compile(("linear_quantized_add", residual.dtype, weight.shape, weight.label, added.bias is None)):
             self._compile_activation(added, product_plan)
             sample = residual[:4]
-            for tiling in self.every(residual, weight, product_plan):
+            for tiling in self.every_config(residual, weight, product_plan):
                 if can_stream and tiling.descriptor == STREAMED:
                     with compile_only():
                         self._launch_add(
@@ -536,7 +538,7 @@ class QuantizedProducts:
             self._launch_add(rows, added, residual, config)
             return residual
         x, scales, laid, gated = rows
-        product = self.launch(
+        product = self.launch_product(
             x, weight, added.bias, product_plan, config, dtype=residual.dtype, scales=scales, laid=laid, gated=gated
         )
         return residual.add_(product)
@@ -559,7 +561,7 @@ class QuantizedProducts:
         weight_key = weight.shape, weight.label, added.bias is None
         if self._scope.must_compile(("linear_quantized_add_rms_norm", residual.dtype, *weight_key)):
             self._compile_activation(added, product_plan)
-            for split in {each.split for each in self.every(residual, weight, product_plan)}:
+            for split in {each.split for each in self.every_config(residual, weight, product_plan)}:
                 sample = residual[:4].clone()
                 parts = sample.new_empty((split, *sample.shape), dtype=torch.float32) if split > 1 else sample
                 with compile_only():
