@@ -19,6 +19,7 @@ from outrider.device import (
     AttentionTokens,
     Backend,
     BackendLoadError,
+    CapabilityError,
     KernelSet,
     ResidualStream,
     Stream,
@@ -144,6 +145,13 @@ class FlashInferKernels(WrappedKernels):
         super().__init__(inner)
         self.name = f"{inner.name}, attention of flashinfer"
         self.attention = Attention(backend, processors)
+
+    def batch_invariant(self) -> KernelSet:
+        """Raise :class:`CapabilityError`: a plan divides the work of the whole batch, and so the sums of each row."""
+        raise CapabilityError(
+            f"the kernels {self.name!r} can't be batch-invariant: FlashInfer plans the order of a row's sums for the whole "
+            "batch; choose the backend's own kernels for batch_invariant (--exact)"
+        )
 
     def plan_attention(self, metadata: AttentionMetadata, *, stream: Stream) -> AttentionMetadata:
         """Return the metadata with FlashInfer's plan for the shapes that FlashInfer supports."""

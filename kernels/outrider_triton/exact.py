@@ -1,8 +1,8 @@
 """ExactKernels: Triton's kernels with one order of each row's sums, so that a row's bits don't depend on the batch.
 
-A product of 16-bit operands adds its columns one instruction after the other, within parts whose number depends on the
-weight alone. Tiles may have any number of rows where one instruction of the matrix unit sums equally for each number
-(Hopper); elsewhere they have 16. ``tests/kernels/test_exact.py`` compares the bits of all tiles on the device.
+A product of 16-bit operands adds its columns in order, within parts whose number depends on the weight alone. On Hopper all
+instructions of the matrix unit then compute the same bits, so that a tile may have any size; elsewhere it has 16 tokens.
+``tests/kernels/test_exact.py`` compares the bits of all tiles on the device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, KernelSet, RotaryArgs
+from outrider.device import AttentionMetadata, KernelSet
 from outrider.device.kernels.invariant import InvariantKernels
 from outrider.device.kernels.weights import quantized_products
 from outrider_triton.attention import exact_operator
@@ -24,11 +24,9 @@ from outrider_triton.experts.mixtures import ExpertProducts, sorted_block_tokens
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import compile_only, power_of_two, vocabulary_shares
 from outrider_triton.products.dense import DenseProducts
-from outrider_triton.products.operands import Product
-from outrider_triton.rows.rotary import rotates
-from outrider_triton.tiles.configs import BUCKETS, LARGE_M, STREAMED, MatmulConfig, bucket
+from outrider_triton.tiles.configs import BUCKETS, STREAMED, MatmulConfig, bucket
 from outrider_triton.tiles.derive.attention import AttentionHeads, attention_bytes
-from outrider_triton.tiles.derive.products import MAX_TOKENS_TUNED, rank_configs
+from outrider_triton.tiles.derive.products import fold_factor, rank_configs
 from outrider_triton.tiles.derive.quantized import OperandStorage
 from outrider_triton.tiles.facts import DeviceFacts
 from outrider_triton.tiles.selection import TileSelection
@@ -36,20 +34,21 @@ from outrider_triton.tiles.selection import TileSelection
 _TRITON = torch.ops.outrider
 _ROWS = 64
 """Rows of an attention tile: the matrix unit's height on Hopper."""
-_WEIGHT_ROWS = (64, 128)
-"""Weight rows of a tile that the matrix unit multiplies with the same instruction on Hopper."""
 _FEW = 16
 """Tokens of a tile where every tile must have the same number."""
 _PREFILL = {
-    "linear": MatmulConfig(128, 128, 64, 1, 8, 4, 0, 0, 0),
-    "linear_parts": MatmulConfig(128, 128, 64, 1, 8, 4, 0, 0, 0),
-    "linear_silu_mul": MatmulConfig(128, 64, 64, 1, 4, 4, 0, 0, 0),
+    "linear": MatmulConfig(256, 128, 64, 1, 8, 3, 0, 0, 0),
+    "linear_parts": MatmulConfig(256, 128, 64, 1, 8, 3, 0, 0, 0),
+    "linear_rope": MatmulConfig(128, 128, 64, 1, 8, 4, 0, 0, 0),
+    "linear_silu_mul": MatmulConfig(256, 64, 64, 1, 8, 3, 0, 0, 0),
 }
-"""Tiles of products with more than :data:`~outrider_triton.tiles.derive.products.MAX_TOKENS_TUNED` tokens, by operator."""
+"""Tiles of products with more than :data:`_MAX_DECODED` tokens, by operator: measured on one H200."""
+_MAX_DECODED = 1024
+"""Tokens above which larger tiles keep all multiprocessors busy."""
 _PART_COLUMNS = 256
 """Columns of a part are a multiple, so that parts begin at the same column with every tile."""
-_BUSY = 0.7
-"""Fraction of the multiprocessors that a product of 128 tokens occupies with its parts."""
+_BUSY = 0.35
+"""Fraction of the multiprocessors that tiles of 128 weight rows occupy with all parts of a product."""
 
 
 def split_of(facts: DeviceFacts, n: int, k: int) -> int:
@@ -61,12 +60,8 @@ def split_of(facts: DeviceFacts, n: int, k: int) -> int:
 
 
 def has_fixed_order(operator: str, config: MatmulConfig, split: int) -> bool:
-    """Return True if a tile configuration adds the columns of each part in order, with Hopper's instruction."""
-    if config.split != split or config.descriptor == LARGE_M:
-        return config.split == split
-    if config.descriptor == STREAMED:  # others fold a row's halves into one tile
-        return operator == "linear_silu_mul" or (operator == "linear_parts" and split > 1)
-    return config.block_n in _WEIGHT_ROWS and config.block_m >= _FEW
+    """Return True if a tile configuration adds the columns of each of ``split`` parts in order."""
+    return config.split == split and (config.descriptor != STREAMED or fold_factor(operator, config) == 1)
 
 
 class ExactTiles(TileSelection):
@@ -76,38 +71,39 @@ class ExactTiles(TileSelection):
         super().__init__(facts)
         self.any_rows = facts.capability // 10 == 9
         """True if tiles may have any number of rows."""
-        self._exact: dict[tuple[str, int, int, int], MatmulConfig] = {}
+        self._exact: dict[tuple[object, ...], MatmulConfig] = {}
 
     def product(self, operator: str, dtype: str, *, m: int, n: int, k: int, half: int = 0) -> MatmulConfig | None:
         """Return a configuration with the weight's order of sums, or None for operators that aren't used."""
-        del dtype, half
-        return self._exact_config(operator, m, n, k) if operator in _PREFILL and m else None
+        del dtype
+        return self._exact_config(operator, m, n, k, half) if operator in _PREFILL and m else None
 
     def every_product(self, operator: str, dtype: str, *, n: int, k: int, half: int = 0) -> tuple[MatmulConfig, ...]:
         """Return the configurations of a weight for any number of tokens."""
-        del dtype, half
+        del dtype
         if operator not in _PREFILL:
             return ()
-        sizes = (*BUCKETS, MAX_TOKENS_TUNED + 1)
-        return tuple(dict.fromkeys(self._exact_config(operator, m, n, k) for m in sizes))
+        sizes = (*BUCKETS, _MAX_DECODED + 1)
+        return tuple(dict.fromkeys(self._exact_config(operator, m, n, k, half) for m in sizes))
 
-    def _exact_config(self, operator: str, m: int, n: int, k: int) -> MatmulConfig:
+    def _exact_config(self, operator: str, m: int, n: int, k: int, half: int = 0) -> MatmulConfig:
         split = split_of(self.facts, n, k) if operator == "linear_parts" else 1
-        if self.any_rows and m > MAX_TOKENS_TUNED:
+        if self.any_rows and m > _MAX_DECODED:
             return replace(_PREFILL[operator], split=split)
-        key = operator, n, k, bucket(m)
+        key = operator, n, k, half, bucket(m)
         if key not in self._exact:
-            self._exact[key] = self.choose_config(operator, bucket(m), n, k, split)
+            self._exact[key] = self.choose_config(operator, bucket(m), n, k, split, half=half)
         return self._exact[key]
 
-    def choose_config(self, operator: str, m: int, n: int, k: int, split: int = 1, *, whole: bool = False) -> MatmulConfig:
+    def choose_config(
+        self, operator: str, m: int, n: int, k: int, split: int = 1, *, half: int = 0, whole: bool = False
+    ) -> MatmulConfig:
         """Return the tiles with a fixed order whose time is estimated to be the least; ``whole``: of whole, loaded blocks."""
-        for size in (m, _FEW) if self.any_rows else (_FEW,):
-            for config in rank_configs(self.facts, operator, m=size, n=n, k=k):
-                is_whole = not config.rows_per_program and not config.descriptor
-                if has_fixed_order(operator, config, split) and (is_whole or not whole):
-                    return config
-        return MatmulConfig(_FEW, _WEIGHT_ROWS[0], 64, split, 4, 2, 0, 0, 0)
+        for config in rank_configs(self.facts, operator, m=m if self.any_rows else _FEW, n=n, k=k, half=half):
+            is_whole = not config.rows_per_program and not config.descriptor
+            if has_fixed_order(operator, config, split) and (is_whole or not whole):
+                return config
+        return MatmulConfig(_FEW, 32, 64, split, 4, 2, 0, 0, 0)
 
     def vocabulary_shares(self, shape: Sequence[int]) -> Iterator[int]:
         """Yield the one number of programs that share a row."""
@@ -115,24 +111,12 @@ class ExactTiles(TileSelection):
 
 
 class ExactProducts(DenseProducts):
-    """Unquantized products whose sums have one order, in the forms that each number of tokens shares."""
+    """Unquantized products, of which every number of tokens takes the same form."""
 
     def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         """Add the product in the kernel of the norm, in whose order other passes add it; the norm itself is dropped."""
         self.linear_add_rms_norm(x, weight, bias, residual, residual.new_ones(residual.shape[-1:]), 1.0)
         return residual
-
-    def linear_rope_write_cache(self, product: Product, rotary: RotaryArgs) -> Tensor:
-        """Multiply to queries, keys and values in parts, which the kernel that rotates them adds up."""
-        config = self.matmul_config("linear_parts", product.x, product.weight)
-        if config is None or not rotates(rotary, product.x, partly=True):
-            return self._kernels.head_norm_rope_write_cache(self._kernels.linear(*product), None, rotary)
-        for config_list in self.uncompiled("linear_parts", product.x, product.weight, rotary=rotary):
-            _TRITON.linear_parts.triton(product.x[:_FEW], product.weight, config_list, self._pdl)
-        parts = _TRITON.linear_parts.triton(product.x, product.weight, config.as_list(), self._pdl)
-        return _TRITON.rope_write_cache.triton_parts(  # type: ignore[no-any-return]  # torch.ops has no types
-            parts, product.bias, *rotary, product.x.dtype, self._pdl
-        )
 
 
 class ExactExperts(ExpertProducts):
@@ -215,9 +199,8 @@ class ExactKernels(TritonKernels, InvariantKernels):
         operands = q, k_cache, v_cache, metadata.query_start, metadata.seq_lens, metadata.block_table, metadata.tree_mask
         limits = metadata.max_query, metadata.max_kv, scale, window
         is_tree, cache = metadata.tree_mask is not None, k_cache.dtype
-        if self.tiles.scope.must_compile(
-            ("exact_attention", q.dtype, q.shape[1:], cache, k_cache.shape[1:], window, is_tree)
-        ):
+        key = "exact_attention", q.dtype, q.shape[1:], cache, k_cache.shape[1:], window, is_tree
+        if self.tiles.scope.must_compile(key):
             for shared in (False, True):
                 with compile_only():
                     _TRITON.paged_attention.exact(*operands, *limits, shared, config, self.pdl)

@@ -425,7 +425,7 @@ class TritonKernels(KernelSet):
     def chunk_gated_delta_rule(
         self, mixed: Tensor, gates: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, batch: RecurrentBatch
     ) -> Tensor:
-        """Compute the rule for 64 tokens at once: a kernel over all chunks, and one that goes through each sequence."""
+        """Compute the rule for 64 tokens at once. Of three kernels, only the second goes through each sequence."""
         if not _has_rule(mixed, gates, state):
             return super().chunk_gated_delta_rule(mixed, gates, a_log, dt_bias, state, batch)
         operands = mixed, gates, a_log, dt_bias, state, *batch.operands

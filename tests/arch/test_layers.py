@@ -51,8 +51,8 @@ def tree(tmp_path):
         ),
         ("core/outrider/serve/command.py", "import outrider.cli.commands.table", "terminal, not commands BROKEN"),
         ("core/outrider/model/layers/cache.py", "import outrider.engine.engine", "Imports point downward only BROKEN"),
-        ("core/outrider/speculative/slots.py", "import outrider.registry", "Imports point downward only BROKEN"),
-        ("core/outrider/speculative/slots.py", "from outrider import get_backend", "Imports point downward only BROKEN"),
+        ("core/outrider/speculative/proposer.py", "import outrider.registry", "Imports point downward only BROKEN"),
+        ("core/outrider/speculative/proposer.py", "from outrider import get_backend", "Imports point downward only BROKEN"),
         (
             "core/outrider/registry/plugins.py",
             "import outrider.model.layers.cache",
@@ -60,7 +60,7 @@ def tree(tmp_path):
         ),
         (
             "tools/outrider_sanitizer/__init__.py",
-            "import outrider.speculative.slots",
+            "import outrider.speculative.proposer",
             "knows the backend interface alone BROKEN",
         ),
         ("tools/outrider_trace/timeline.py", "import outrider.engine.step", "knows the backend interface alone BROKEN"),

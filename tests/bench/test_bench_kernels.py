@@ -79,7 +79,7 @@ def test_a_backend_without_graphs_is_refused(outrider):
 
 def test_attention_is_measured_with_its_plan(outrider, monkeypatch):
     """As an engine would have it planned: the kernels beside it, and torch's, plan nothing."""
-    from outrider_sim.planned_attention import HostPlan
+    from outrider_sim.kernels import HostPlan
 
     planned = []
     fill = HostPlan.fill

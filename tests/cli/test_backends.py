@@ -108,6 +108,11 @@ def test_doctor_where_torch_does_not_import(child, extension_without_runtime):
         "torch_npu (torch_npu 2.13.0)",
     ):
         assert text in result.out
+
+
+@pytest.mark.slow
+def test_doctor_where_torch_loads_no_extension(child, extension_without_runtime):
+    """What doctor advises helps."""
     healed = child("doctor", path=(extension_without_runtime,), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert healed.code == 0
     assert "cpu: can run" in healed.out
@@ -139,7 +144,7 @@ def test_doctor_survives_a_torch_that_crashes(child, tmp_path):
 
 def test_harmful_plugins_are_listed_and_noted(outrider, install, monkeypatch):
     probe = PluginProbe(limit_s=1.0)  # one for all runs: its verdicts hold as long as it does
-    monkeypatch.setattr("outrider.cli.commands.listing.plugin_probe", lambda: probe)
+    monkeypatch.setattr("outrider.cli.commands.backends.plugin_probe", lambda: probe)
     for name, (source, _) in HARMFUL.items():
         install(name, source, probed=True)
     (next(install("bad", probed=True).glob("*.dist-info")) / "entry_points.txt").write_text("[outrider.backends]\nbad\n")
@@ -183,3 +188,5 @@ def test_doctor_lists_what_computes_a_model(outrider):
     assert (found["primitives"]["paged_attention"], found["primitives"]["move_cache"]) == ("native", "reference")
     shown = outrider("doctor", "--model", str(bundled), "--backend", "cpu").out
     assert "attention_block: composed in layers 0, 1, 2, 3, 4" in shown
+    assert found["memory"]["weights"] > 0 == found["memory"]["states"]
+    assert "memory, predicted from the headers" in shown

@@ -127,6 +127,7 @@ def test_outrider_help_shows_the_reason(outrider, monkeypatch):
         (
             "serve",
             {
+                "--exact",
                 "--role",
                 "--tool-format",
                 "--reasoning-format",

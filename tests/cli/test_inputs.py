@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli.terminal import inputs
+from outrider.cli.terminal import files
 from outrider.device import ConfigError, OutOfDeviceMemory
 from outrider.engine.config import SIZES, EngineConfig
 from outrider.errors import RequestError
@@ -20,7 +20,7 @@ from outrider.errors import RequestError
     ],
 )
 def test_files_that_hold_no_prompt(outrider, tmp_path, monkeypatch, name, kind, says):
-    monkeypatch.setattr(inputs, "_PIPE_S", 0.05)
+    monkeypatch.setattr(files, "_PIPE_S", 0.05)
     path = tmp_path / name
     if kind:
         os.mkfifo(path) if kind == "pipe" else path.mkdir()
@@ -34,7 +34,7 @@ def test_a_pipe_that_is_written_to_is_read():
     os.write(write, b"def")
     os.close(write)
     try:
-        assert inputs.read_bounded(Path(f"/dev/fd/{read}")) == b"def"
+        assert files.read_bounded(Path(f"/dev/fd/{read}")) == b"def"
     finally:
         os.close(read)
 
@@ -48,7 +48,7 @@ def test_text_that_is_not_utf_8(outrider, option):
         "message": f"{option}: not UTF-8 text at character 1; use the encoding UTF-8",
     }
     with pytest.raises(RequestError):
-        inputs.check_utf8(option, "\ud800")
+        files.check_utf8(option, "\ud800")
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -37,8 +37,7 @@ def test_a_mode_that_the_backend_lacks_is_refused():
 
 
 def test_a_request_that_ends_with_an_error_is_exit_1(outrider, monkeypatch):
-    from outrider.engine.state.probes import BadValue
-    from outrider.engine.state.results import Results
+    from outrider.engine.state.results import BadValue, Results
 
     redeem = Results.read_results
 

@@ -8,7 +8,7 @@ import torch
 
 from model.gguf_files import write_gguf
 from outrider.bundled import bundled
-from outrider.cli.options.quantized_copy import find_quantized_copy
+from outrider.cli.options.models import find_quantized_copy
 from outrider.model import find_checkpoint, load_decoder
 from outrider.model.checkpoint.files import GGUF_LIST
 from outrider.registry import get_backend

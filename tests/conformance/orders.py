@@ -1,7 +1,7 @@
 """Every order in which a small program may run, by brute force: what each read of the host can find.
 
 It shares nothing with the model but the language, of which it knows a part: no graphs, flags or scopes; the host waits for a
-stream or for the device, and asks a stream. A racy copy is carried out element by element.
+stream or for the device, and asks a stream.
 """
 
 from __future__ import annotations
@@ -124,16 +124,8 @@ class _Orders:
             return [("item", path, ("buffer", step.of))]
         if isinstance(step, lang.FillStep):
             return [("move", _value(step.value, step.to.count), ("buffer", step.to.of), _places(step.to), None)]
-        if isinstance(step, lang.Download):
-            to, source = (("slot", step.slot.of), step.slot), (("buffer", step.source.of), step.source)
-        else:
-            slot = isinstance(step, lang.Upload)
-            to = ("buffer", step.to.of), step.to
-            source = (("slot", step.slot.of), step.slot) if slot else (("buffer", step.source.of), step.source)
+        to, source = ((span.key, span) for span in (step.to, step.source))
         make = _tripled(step.add) if isinstance(step, lang.Mix) else _same
-        pairs = list(zip(_places(to[1]), _places(source[1]), strict=True))
-        if isinstance(step, lang.Download) and step.racy:
-            return [("move", make, to[0], (one,), (source[0], (other,))) for one, other in pairs]
         return [("move", make, to[0], _places(to[1]), (source[0], _places(source[1])))]
 
 

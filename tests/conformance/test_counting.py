@@ -84,7 +84,7 @@ def test_a_block_that_is_composed_though_declared_native_is_found(composes):
     observed = observed_kernels.ObservedKernels(calls, layers, plans_on_host=False)
     # test_l4_declared fails for an override with no call that it computed.
     assert observed.overriding_layer("mlp_block") == ("declares", "")
-    assert (observed.calls_computed("mlp_block") == 0, observed.calls_left("mlp_block") > 0) == (composes, composes)
+    assert (observed.count("mlp_block", own=True) == 0, observed.count("mlp_block", own=False) > 0) == (composes, composes)
 
 
 def test_a_set_without_overrides_leaves_everything():

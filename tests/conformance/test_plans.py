@@ -7,15 +7,15 @@ import pytest
 from outrider.device import HostParam
 from outrider.registry import get_backend
 from outrider_conformance.lab import Lab
-from outrider_conformance.random_kernels.planned_attention import check_in_graph, check_renewed, check_unplanned
-from outrider_sim.planned_attention import HostPlan
+from outrider_conformance.random_kernels.paged_batch import check_planned_graph, check_renewed, check_unplanned
+from outrider_sim.kernels import HostPlan
 
 
 def run(lab):
     for new in ((1, 1, 1), (4, 4, 4), (5, 1, 30)):
         check_renewed(lab, new, 0)
     check_renewed(lab, (4, 4, 4), 8)
-    check_in_graph(lab)
+    check_planned_graph(lab)
     check_unplanned(lab)
 
 
@@ -37,9 +37,9 @@ def shorter(inner):
 
 
 @pytest.mark.parametrize("fault", [once, shorter])
-@pytest.mark.parametrize("test", [lambda lab: check_renewed(lab, (4, 4, 4), 0), check_in_graph], ids=["called", "graph"])
+@pytest.mark.parametrize("test", [lambda lab: check_renewed(lab, (4, 4, 4), 0), check_planned_graph], ids=["called", "graph"])
 def test_wrong_plans_are_found(fault, test, monkeypatch):
     monkeypatch.setattr(HostPlan, "fill", fault(HostPlan.fill))
-    monkeypatch.setattr("outrider_sim.planned_attention._check_plan", lambda planned, seq_lens: None)
+    monkeypatch.setattr("outrider_sim.kernels._check_plan", lambda planned, seq_lens: None)
     with pytest.raises(Exception, match=r"off by|plan of another batch"):
         test(Lab(get_backend("sim:kernels=host-plans")))

@@ -20,7 +20,7 @@ from outrider_conformance.programs.nodes import ForbiddenStep, Unordered
 from outrider_conformance.programs.trial import ProgramFailed, program_count, try_program, try_programs
 
 WHOLE = ElementSpan(0, 0, 4)
-WRITE, READ = lang.FillStep(0, WHOLE, 7), lang.Download(1, WHOLE, WHOLE)
+WRITE, READ = lang.FillStep(0, WHOLE, 7), lang.Copy(1, ElementSpan(0, 0, 4, pinned=True), WHOLE, True)
 RECORD, WAIT = lang.RecordStep(0, 0), lang.WaitStep(1, 0)
 LONG = Path(__file__).parent / "long_programs.py"
 
@@ -70,20 +70,12 @@ def test_the_model_refuses_what_the_contract_forbids():
             judge(program(*steps))
 
 
-def test_a_racy_read_may_find_each_write_that_nothing_orders_it_with():
-    steps = [lang.FillStep(0, WHOLE, 1), RECORD, WAIT, lang.FillStep(0, WHOLE, 2)]
-    steps += [lang.Download(1, WHOLE, WHOLE, racy=True), lang.FillStep(0, WHOLE, 3), lang.Synchronize("device")]
-    model = judge(program(*steps, lang.FillStep(0, WHOLE, 4)))
-    found = {int(allowed[0]) for allowed in expected(model, ("slot", 0)).allowed}
-    assert found == {1, 2, 3}  # not what was there before, nor what was written when it was over
-
-
 def test_replays_count_and_scalars_are_frozen():
     buffers = (ProgramMemory("int64", 2), ProgramMemory("int64", 2))
     body = (lang.Mix(0, ElementSpan(0, 0, 2), ElementSpan(0, 0, 2), "scalar"),)
     steps = (lang.CaptureStep(0, 0, body, scalar=5, value=1), lang.ReplayStep(0, 0, times=3))
     model = judge(program(*steps, buffers=buffers))
-    assert expected(model, ("buffer", 0)).allowed[0].tolist() == [92, 92]  # 1 → 8 → 29 → 92
+    assert expected(model, ("buffer", 0)).wanted.tolist() == [92, 92]  # 1 → 8 → 29 → 92
     for name in ("cpu", "sim"):
         try_program(SharedStreams(Lab(get_backend(name))), model)
 
@@ -163,13 +155,14 @@ def test_a_wrong_byte_is_found_among_many():
         try_program(SharedStreams(Lab(backend)), model)
 
 
-@pytest.mark.parametrize("count", [pytest.param(250, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [pytest.param(60, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.soak)])
 def test_many_programs_convict_no_right_backend(count):
     command = [sys.executable, str(LONG), "--programs", str(count)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=4 * 3600, check=False)
     assert done.returncode == 0, done.stdout[-4000:]
 
 
+@pytest.mark.slow
 def test_long_programs_run_by_one_command():
     """One command, two processes, a program a family; a backend that is written for it, and one on its emulation."""
     command = [sys.executable, str(LONG), "--backend", "own-queue", "--backend", "npu", "--programs", "6", "--processes", "2"]

@@ -10,7 +10,7 @@ from outrider_conformance.reporting.page import badge, page
 from outrider_conformance.reporting.publish import FILES, junit
 from outrider_conformance.reporting.report import levels_of, seal, verify
 from outrider_conformance.run import passed
-from outrider_trace.html_page import prose
+from outrider_trace.picture import prose
 
 
 def test_the_reference_passes_and_its_report_holds(cpu_run):

@@ -30,7 +30,7 @@ def test_half_of_the_generated_plugins_are_subtle_and_no_two_are_equal():
     assert len({one.name for one in made}) == len(made) == 200
     assert sum(one.subtle for one in made) == 100
     assert [one.name for one in random_plugins.plugins()] == [one.name for one in made]
-    assert {one.base for one in made} == {"cpu", "threads", "sim"}
+    assert {one.base for one in made} == {"cpu", "threads", "sim", "sim like npu"}
 
 
 @pytest.mark.slow

@@ -224,6 +224,23 @@ def test_plain_sampling_follows_the_distribution():
     assert chi_square(counts, torch.softmax(logits / 1.3, -1).double()) < critical(3)
 
 
+def test_draws_are_independent():
+    """Of the target and of a draft, of neighbouring seeds and positions, and of seeds that differ in their upper half."""
+    draws = 12_000
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0])
+    law = torch.softmax(logits.double(), -1)
+    seeds, positions = torch.arange(draws), torch.arange(draws) % 97
+
+    def drawn(seeds, positions, draft=False):
+        return KERNELS.sample(logits.expand(draws, 4), torch.ones(draws), seeds, positions, draft=draft)
+
+    first = drawn(seeds, positions)
+    others = [drawn(seeds, positions, True), drawn(seeds + 1, positions), drawn(seeds + (1 << 40), positions)]
+    for other in (*others, drawn(seeds, positions + 1), drawn(seeds, positions + (1 << 16))):
+        counts = torch.bincount(first * 4 + other, minlength=16).double()
+        assert chi_square(counts, (law.unsqueeze(1) * law).flatten()) < critical(15)
+
+
 def test_schemas_hold():
     """torch's own checker runs each operator and compares what it reads and writes with its schema."""
     x, weight = torch.randn(3, 8), torch.randn(8)

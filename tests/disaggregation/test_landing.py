@@ -7,7 +7,7 @@ from disaggregation.test_sides import NEW, prompts, state
 from outrider import Engine
 from outrider.device import ConfigError, EngineStopped
 from outrider.disaggregation.page_landing import FollowerLinks
-from outrider.engine.ranks.parallel import ParallelConfig
+from outrider.engine.ranks.ranks import ParallelConfig
 from outrider.engine.ranks.records import RanksFailed
 from outrider.errors import RequestError
 from outrider.transports.local_transport import LocalTransport

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from outrider import Engine, SamplingParams
-from outrider.engine import prefill_graphs
+from outrider.engine import prefill
 from outrider.model import load_decoder, load_eagle
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.proposer import NonSpeculativeProposer
@@ -73,7 +73,7 @@ class Tiny(Bundle):
 def replayed_prefill(tokens):
     """Let engines that are built in this scope replay chunks of prompts of up to ``tokens`` tokens, also on the host."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(prefill_graphs, "max_graph_tokens", lambda _: tokens)
+        patched.setattr(prefill, "max_graph_tokens", lambda _: tokens)
         yield
 
 

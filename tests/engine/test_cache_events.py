@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from outrider import SamplingParams
 from outrider.device import ConfigError
-from outrider.engine.requests.cache_events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvents
-from outrider.engine.requests.pages import PagePool
+from outrider.engine.requests.pages import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvents, PagePool
 from outrider.speculative.eagle import EagleProposer
 from outrider_proof import tiny
 

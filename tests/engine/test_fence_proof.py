@@ -39,7 +39,7 @@ def test_with_every_fence_the_sanitizer_is_silent(backend):
         explorer.run_program(explorer.program(seed), backend)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("half", [Drop.WAIT, pytest.param(Drop.RECORD, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fence", USED)
 def test_a_fence_left_out_is_found_and_named(backend, fence, half):

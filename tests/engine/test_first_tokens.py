@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.engine.conftest import Tiny
 
 from outrider import SamplingParams
-from outrider.engine import prefill_graphs
+from outrider.engine import prefill
 from outrider.engine.requests.batch import PrefillChunk
 from outrider.engine.state.staging import _range_array, _slots
 from outrider.registry import get_backend
@@ -21,7 +21,7 @@ PROMPT = [index % tiny.VOCABULARY for index in range(1, 40)]
 
 @pytest.mark.parametrize("mode", ["staged", "fused"])
 def test_a_first_token_does_not_wait_for_the_draft(mode, monkeypatch):
-    monkeypatch.setattr(prefill_graphs, "max_graph_tokens", lambda _: 0)
+    monkeypatch.setattr(prefill, "max_graph_tokens", lambda _: 0)
     backend = get_backend("sim")
     engine = Tiny(backend).engine(max_requests=2, max_context=128, mode=mode)
     engine.add_request(PROMPT, SamplingParams(max_tokens=1, ignore_eos=True))

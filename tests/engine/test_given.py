@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.requests.argument_checks import checked_int, checked_tokens
+from outrider.engine.requests.admission import checked_int, checked_tokens
 from outrider.errors import RequestError
 
 

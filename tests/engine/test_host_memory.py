@@ -3,7 +3,7 @@
 import pytest
 
 from outrider import get_backend
-from outrider.engine.setup import device_model_facts
+from outrider.engine.setup import resolve
 
 GIB = 1 << 30
 
@@ -11,8 +11,8 @@ GIB = 1 << 30
 @pytest.fixture
 def groups(tmp_path, monkeypatch):
     """Writes control groups as Linux shows them, and says which of them the process is in."""
-    monkeypatch.setattr(device_model_facts, "_GROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(device_model_facts, "_GROUP_FILES", tmp_path / "fs")
+    monkeypatch.setattr(resolve, "_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(resolve, "_GROUP_FILES", tmp_path / "fs")
 
     def write(line, files):
         (tmp_path / "cgroup").write_text(f"{line}\n")
@@ -20,7 +20,7 @@ def groups(tmp_path, monkeypatch):
             file = tmp_path / "fs" / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(f"{text}\n")
-        return device_model_facts.memory_of(get_backend("cpu"))
+        return resolve.memory_of(get_backend("cpu"))
 
     return write
 

@@ -19,7 +19,7 @@ from outrider_proof.tiny import plain_config
 from outrider_sanitizer import RaceError, watch
 from outrider_sim.explore.exploration import run_once
 from outrider_sim.explore.strategies import Strategy, make_strategy
-from outrider_sim.planned_attention import HostPlan
+from outrider_sim.kernels import HostPlan
 
 PROPOSERS = ["eagle", "eagle-tree", "eagle3", "mtp", "draft-model", "draft-model-tree", "ngram-tree", "none"]
 

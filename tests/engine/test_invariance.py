@@ -9,6 +9,7 @@ from drawing import some_and_many
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
+from outrider.speculative.ngram import NgramProposer
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_cpu.backend import CpuBackend
@@ -139,6 +140,8 @@ def makers(bundle, *, invariant):
         config = plain_config(dtype="float32", batch_invariant=invariant, draft_tokens=3, **config)
         if speculate == "tree":
             proposer = EagleTreeProposer(head, DynamicTree(topk=2, depth=3, nodes=5))
+        elif speculate == "ngram":
+            proposer = NgramProposer(vocab_size=target.config.vocab_size, draft_tokens=3)
         else:
             proposer = EagleProposer(head, draft_tokens=3) if speculate == "eagle" else NonSpeculativeProposer()
         return Engine(target, bundle.backend, proposer=proposer, config=config)
@@ -163,6 +166,18 @@ BITS = given(company=company, number=st.integers(0, 39), temperature=st.sampled_
 test_every_bit_is_the_same_in_the_invariant_mode, test_every_bit_is_the_same_in_many_companies = some_and_many(
     same_bits, BITS, PROPOSERS, pytest.mark.sample(1), some=2, many=8
 )
+
+
+@pytest.mark.parametrize("speculate", ["eagle", pytest.param("ngram", marks=pytest.mark.slow)])
+def test_speculation_leaves_every_bit_of_the_logits(bundle32, prompt_tokens, speculate):
+    """Verification of several rows, with the prefix cache and short chunks, against decoding of one row without them."""
+    make = makers(bundle32, invariant=True)
+    prompts = [prompt_tokens[0][:20], prompt_tokens[0][:20] + prompt_tokens[1][:9]]
+    params = SamplingParams(max_tokens=9, logprobs=3)
+    plain = make("none", max_context=64, max_requests=1, prefix_cache=False).generate(prompts, params)
+    made = make(speculate, max_context=64, max_requests=2, prefill_chunk=7).generate(prompts, params)
+    assert [(each.token_ids, each.logprobs) for each in made] == [(each.token_ids, each.logprobs) for each in plain]
+    assert max(each.acceptance_length for each in made) > 1
 
 
 def test_bits_differ_without_the_mode(bundle32, prompt_tokens):

@@ -10,7 +10,7 @@ from outrider import SamplingParams
 from outrider.device import InterfaceError
 from outrider.engine.requests.pages import FreeList, PageKey, PagePool
 from outrider.engine.requests.request import FinishReason, Request
-from outrider.engine.requests.scheduler import Scheduler, SchedulerLimits
+from outrider.engine.requests.scheduler import OutOfPages, Scheduler, SchedulerLimits
 
 
 def test_a_row_is_never_free_twice():
@@ -134,9 +134,9 @@ def test_a_page_is_known_by_all_that_its_contents_depend_on():
     assert not [name for name, other in others.items() if key == replace(key, **{name: other})]
 
 
-def hand_made(*, pages, spare=0, growth=1, prefill_chunk=64):
+def hand_made(*, pages, spare=0, growth=1, prefill_chunk=64, rows=4):
     return Scheduler(
-        rows=FreeList("request row", 4),
+        rows=FreeList("request row", rows),
         pages=PagePool(count=pages + 1, page_size=4, ahead=0, share=False),
         limits=SchedulerLimits(growth=growth, slots=1, spare=spare, prefill_chunk=prefill_chunk),
     )
@@ -166,6 +166,30 @@ def test_a_request_that_is_over_takes_no_more_pages():
     request.finish_reason = FinishReason.LENGTH  # an iteration is in flight
     made.next_batch()
     assert len(request.pages) == held
+
+
+def test_a_row_that_changes_its_owner_between_two_batches_has_no_updates_of_the_first():
+    """One operation writes all updates in no order, so the first owner's page could replace the second's."""
+    made = hand_made(pages=7, growth=4, rows=3)
+    first, second, third = (Request(i, (1,) * 4, SamplingParams(max_tokens=20), frozenset()) for i in range(3))
+    made.add(first)
+    made.add(second)
+    batches = [made.next_batch()]
+    assert batches[0].admitted == (first, second)
+    with pytest.raises(OutOfPages):  # the first one gets a page, the second one none
+        batches.extend(iter(made.next_batch, None))
+    assert len(first.pages) > len(second.pages)
+    for batch in batches:
+        made.handle_landed(batch, [])
+    first.finish_reason = FinishReason.LENGTH
+    row = first.row
+    made.retire()
+    made.add(third)
+    batch = made.next_batch()
+    assert (batch.admitted, third.row) == ((third,), row)
+    entries = [update[:2] for update in batch.table_updates]
+    assert len(set(entries)) == len(entries)
+    assert sum(update[0] == row for update in batch.table_updates) == len(third.pages)
 
 
 def test_giving_back_what_nobody_holds_raises():

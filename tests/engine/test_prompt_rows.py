@@ -105,7 +105,7 @@ test_tokens_and_drafts_are_the_same, test_many_tokens_and_drafts_are_the_same = 
         graphs=st.booleans(),
     ),
     pytest.mark.parametrize("name", ["eagle", "eagle3", "eagle-tree", "mtp", "peagle", "draft-model", "suffix", "none"]),
-    pytest.mark.sample(4),
+    pytest.mark.sample(2),
     some=2,
     many=20,
 )

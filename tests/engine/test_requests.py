@@ -7,8 +7,7 @@ import pytest
 from outrider import EngineConfig, SamplingParams
 from outrider.device import ConfigError
 from outrider.engine import loop
-from outrider.engine.requests.media import _spans
-from outrider.engine.requests.request import FinishReason, Request
+from outrider.engine.requests.request import FinishReason, Request, _spans
 from outrider.errors import RequestError
 from outrider.speculative.eagle import EagleProposer
 from outrider_proof import tiny

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from outrider import EngineConfig
 from outrider.device import Capabilities, ConfigError, OutOfDeviceMemory, StepMode
 from outrider.engine.config import DecidedConfig
-from outrider.engine.ranks.engine_agreement import common_config
-from outrider.engine.setup.device_model_facts import situation_of
-from outrider.engine.setup.resolve import GIB, CacheMemory, DeviceModelFacts, choose_dtype, resolve
+from outrider.engine.ranks.ranks import common_config
+from outrider.engine.setup.resolve import GIB, CacheMemory, DeviceModelFacts, choose_dtype, resolve, situation_of
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_sim.plugin import create_backend
 

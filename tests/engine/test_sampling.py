@@ -21,7 +21,7 @@ from outrider.speculative.eagle import EagleProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.tiny import plain_config
 
-VOCABULARY, DRAWS, TEMPERATURE = 5, 8_000, 0.8
+VOCABULARY, DRAWS, TEMPERATURE = 5, 4_000, 0.8
 PROMPT = (1, 3, 2, 4)
 
 

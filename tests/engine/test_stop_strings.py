@@ -67,7 +67,9 @@ def test_a_stop_string_across_tokens_ends_the_request(engine, bundle64, prompt_t
         assert stop in engine.tokenizer.decode(result.token_ids)
         assert stop not in engine.tokenizer.decode(result.token_ids[:-1])
         checked += 1
-    assert checked >= 4
+        if checked == 4:
+            return
+    pytest.fail(f"only {checked} texts have a stop string of their own")
 
 
 def test_a_stop_that_never_comes_changes_nothing(engine, bundle64, prompt_tokens):

@@ -13,7 +13,7 @@ import torch
 from outrider import Engine, EngineConfig, SamplingParams
 from outrider.device import ConfigError, DeadlockError, DeviceLost, DeviceStuck, EngineStopped, Fence, polling
 from outrider.device.polling import poll
-from outrider.engine.recovery.watchdog import Watchdog
+from outrider.engine.recovery import Watchdog
 from outrider.model import load_decoder, load_eagle
 from outrider.speculative.eagle import EagleProposer
 from outrider_cpu.backend import CpuBackend

@@ -288,7 +288,8 @@ KERNELS = [
     (recurrent.gated_rms_norm, {}, {"E": 128, "ROWS": 16, "BLOCK_E": 128}),
     (recurrent.sigmoid_mul, {}, {"BLOCK": 1024}),
     (recurrent_chunks.corrections, {"tokens": "i32"}, OF_RULE),
-    (recurrent_chunks.chunk_states, {"state": WIDE, "tokens": "i32"}, {**OF_RULE, "BLOCK_E": 64}),
+    (recurrent_chunks.chunk_states, {"state": WIDE, "tokens": "i32"}, {**OF_RULE, "BLOCK_E": 32}),
+    (recurrent_chunks.chunk_results, {"tokens": "i32"}, OF_RULE),
 ]
 NARROW = dict.fromkeys(("k_cache", "v_cache"), E4M3)
 IN_E4M3 = [

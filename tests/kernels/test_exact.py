@@ -4,6 +4,7 @@ The interpreter multiplies by a library whose order of sums depends on the shape
 replaces it by sums in the order of columns, as the matrix unit of a device adds.
 """
 
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,10 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 
 from drawing import some_and_many
 from kernels.devices import DEVICES, SMALL
+from outrider import Engine, EngineConfig, SamplingParams
+from outrider.bundled import bundled
 from outrider.device import AttentionMetadata, KernelSet, RecurrentBatch
+from outrider.registry import get_backend
 from outrider_triton import exact
 from outrider_triton.attention import exact_operator
 from outrider_triton.exact import ExactTiles, has_fixed_order, split_of
@@ -48,6 +52,7 @@ def kernels_of(device, pdl, monkeypatch):
             return interpreter.TensorHandle(total, d.dtype.scalar)
 
         monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
     monkeypatch.setattr(exact_operator, "FIRST_CHUNK", 64)  # several chunks in a short context
 
     def make(facts):
@@ -97,12 +102,11 @@ ROWS = given(
     seed=st.integers(0, 99),
 )
 FACTS = pytest.mark.parametrize("facts", [pytest.param(SMALL, id="small"), pytest.param(HOPPER, id="hopper")])
-_, test_rows_of_many_products_are_alike = some_and_many(rows_are_alike, ROWS, FACTS, some=1, many=10)
+_, test_rows_of_many_products_are_alike = some_and_many(rows_are_alike, ROWS, FACTS, some=1, many=4)
 
 
-@FACTS
-def test_rows_of_products_are_alike(kernels_of, device, facts):
-    rows_are_alike(kernels_of, device, facts, 1024, 40, 3, 1, 0)
+def test_rows_of_products_are_alike(kernels_of, device):
+    rows_are_alike(kernels_of, device, HOPPER, 1024, 17, 3, 1, 0)
 
 
 @pytest.mark.slow
@@ -110,8 +114,8 @@ def test_a_tile_chosen_by_the_batch_shows(kernels_of, device, monkeypatch):
     """The net catches: parts whose number depends on the number of rows."""
     choose = ExactTiles.choose_config
 
-    def by_rows(self, operator, m, n, k, split=1, *, whole=False):
-        return choose(self, operator, m, n, k, split if m <= 16 else 1, whole=whole)
+    def by_rows(self, operator, m, n, k, split=1, **options):
+        return choose(self, operator, m, n, k, split if m <= 16 else 1, **options)
 
     monkeypatch.setattr(ExactTiles, "choose_config", by_rows)
     with pytest.raises(AssertionError):
@@ -164,7 +168,7 @@ def attention_is_alike(kernels_of, device, length, chunks, window, padding, seed
     q = normal(device, tokens, 6, 16, seed=seed)
     whole = attend(kernels, q, caches, table[:1], [length], [tokens], window=window)
     company = torch.cat((normal(device, 2, 6, 16, seed=seed), q, normal(device, 5, 6, 16, seed=seed)))
-    own = attend(kernels, company, caches, table.roll(1, 0), [9, length, 300], [2, tokens, 5], window=window, padding=padding)
+    own = attend(kernels, company, caches, table.roll(1, 0), [9, length, 100], [2, tokens, 5], window=window, padding=padding)
     assert same(own[2 : 2 + tokens], whole)
     done = 0
     for count in chunks:
@@ -175,17 +179,17 @@ def attention_is_alike(kernels_of, device, length, chunks, window, padding, seed
 
 
 CONTEXTS = given(
-    length=st.integers(0, 330),
+    length=st.integers(0, 300),
     chunks=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     window=st.sampled_from([0, 0, 5, 100]),
     padding=st.integers(0, 3),
     seed=st.integers(0, 99),
 )
-_, test_attention_is_alike_in_many_contexts = some_and_many(attention_is_alike, CONTEXTS, some=1, many=15)
+_, test_attention_is_alike_in_many_contexts = some_and_many(attention_is_alike, CONTEXTS, some=1, many=6)
 
 
 def test_attention_is_alike(kernels_of, device):
-    attention_is_alike(kernels_of, device, 128, [1, 2], 0, 1, 0)
+    attention_is_alike(kernels_of, device, 62, [1, 2], 0, 1, 0)
 
 
 @pytest.mark.slow
@@ -227,9 +231,8 @@ def test_every_configuration_of_a_weight_is_compiled_beforehand():
     kernels = TritonKernels(DEVICES["H200"]).batch_invariant()
     for operator, n, k in WEIGHTS:
         every = set(kernels.tiles.every_product(operator, "bfloat16", n=n, k=k))
-        assert {
-            kernels.tiles.product(operator, "bfloat16", m=m, n=n, k=k) for m in (1, 4, 9, 33, 100, 128, 129, 5000)
-        } <= every
+        counts = (1, 4, 9, 33, 100, 128, 129, 5000)
+        assert {kernels.tiles.product(operator, "bfloat16", m=m, n=n, k=k) for m in counts} <= every
         assert len({config.split for config in every}) == 1
     assert len({kernels.tiles.product("linear", "bfloat16", m=m, n=5120, k=2048).block_m for m in BUCKETS}) > 1
     elsewhere = TritonKernels(DEVICES["A100"]).batch_invariant()
@@ -247,7 +250,7 @@ def test_what_isnt_exact_by_triton_is_delegated_to_the_wrapper():
 
 @pytest.mark.parametrize(("operator", "n", "k"), WEIGHTS)
 def test_every_tile_computes_the_same_bits_on_the_device(operator, n, k, hopper):
-    """All candidates with a fixed order, not only the chosen ones; the first rows of 1, 4, 16, 100 and 300."""
+    """The best candidates with a fixed order, and the tiles of prefill; the first rows of 1, 4, 16, 100 and 300."""
     facts, op = facts_of(torch.cuda.get_device_properties(hopper)), getattr(torch.ops.outrider, operator).triton
     x = normal(hopper, 300, k).bfloat16()
     weight = normal(hopper, n, k, scale=k**-0.5).bfloat16()
@@ -255,9 +258,35 @@ def test_every_tile_computes_the_same_bits_on_the_device(operator, n, k, hopper)
     split = split_of(facts, n, k) if operator == "linear_parts" else 1
     right = op(x, weight, *bias, replace(exact._PREFILL[operator], split=split).as_list(), True)
     for m in BUCKETS:
-        for config in rank_configs(facts, operator, m=m, n=n, k=k)[:40]:
-            if has_fixed_order(operator, config, split):
-                for rows in (1, 4, 16, 100, 300):
-                    made = op(x[:rows], weight, *bias, config.as_list(), True)
-                    wanted = right[:, :rows] if operator == "linear_parts" else right[:rows]
-                    assert torch.equal(made, wanted), (config, rows)
+        ranked = rank_configs(facts, operator, m=m, n=n, k=k)
+        for config in [each for each in ranked if has_fixed_order(operator, each, split)][:4]:
+            for rows in (1, 4, 16, 100, 300):
+                made = op(x[:rows], weight, *bias, config.as_list(), True)
+                wanted = right[:, :rows] if operator == "linear_parts" else right[:rows]
+                assert torch.equal(made, wanted), (config, rows)
+
+
+def outputs(backend, dtype, speculate, prompts, **config):
+    """Tokens and log-probabilities of the bundled model, with a small cache in which requests are preempted."""
+    engine = Engine.from_checkpoint(
+        bundled("target"),
+        get_backend(backend),
+        draft_dir=bundled("eagle") if speculate == "eagle" else None,
+        speculate=speculate,
+        config=EngineConfig(max_context=256, dtype=dtype, batch_invariant=True, draft_tokens=3, **config),
+    )
+    with closing(engine):
+        made = engine.generate(prompts, SamplingParams(max_tokens=32, logprobs=1, ignore_eos=True))
+    return [(each.token_ids, each.logprobs) for each in made]
+
+
+@pytest.mark.usefixtures("hopper")
+def test_speculation_leaves_every_bit_on_the_device():
+    """EAGLE and n-gram lookup, in several batches, chunks and with prefix hits, against decoding one request at a time."""
+    random = torch.Generator().manual_seed(0)
+    stem = torch.randint(5, 2000, (40,), generator=random).tolist()
+    prompts = [stem[: 8 * (n % 5)] + torch.randint(5, 2000, (n + 3,), generator=random).tolist() for n in range(48)]
+    plain = outputs("cuda", "bfloat16", "none", prompts, max_requests=1, prefix_cache=False)
+    for speculate in ("eagle", "ngram"):
+        for batch, more in ((1, {}), (7, {"num_pages": 40, "page_size": 16}), (32, {"prefill_chunk": 48})):
+            assert outputs("cuda", "bfloat16", speculate, prompts, max_requests=batch, **more) == plain

@@ -136,7 +136,7 @@ def test_a_norm_and_queries_behind_it(format, split, kernels):
         same(mine, its)
 
 
-@pytest.mark.sample(1, per="format")
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("format", "split"), [("int4", 2), ("int4", 1), ("fp8", 1), ("fp8", 2)])
 def test_queries_behind_no_norm(format, split, kernels):
     """As the product and the rotation one after the other have it."""
@@ -219,7 +219,7 @@ def attention(batch, width, *, padding=0, seed=21):
     return queries.to(there), *(cache.to(there) for cache in caches), metadata
 
 
-@pytest.mark.sample(1, per="format")
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("format", "batch", "padding"), [("int4", 1, 0), ("int4", 2, 3), ("fp8", 2, 0), ("fp8", 1, 1)])
 def test_a_norm_behind_attention(format, batch, padding, kernels):
     """As attention, and what follows it, one after the other have it, where attention is shared out among programs."""

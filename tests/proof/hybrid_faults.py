@@ -11,8 +11,8 @@ from outrider.device.kernels import blocks
 from outrider.device.kernels.recurrent_kernels import RecurrentKernels
 from outrider.device.kernels.reference import recurrent
 from outrider.engine import stages
+from outrider.engine.requests.pages import StateCheckpoints
 from outrider.engine.requests.scheduler import Scheduler
-from outrider.engine.requests.state_checkpoints import StateCheckpoints
 from outrider.engine.state import parts
 from outrider.engine.state.buffers import StaticBuffers
 from outrider.engine.state.transfer import StateCopies, StateTransfer

@@ -12,7 +12,7 @@ from outrider.device import Backend, OutriderError
 from outrider_proof.decode_program import HostProgram, WrongTokens, check_tokens, draft_length_of, implied_by
 from outrider_proof.engine_setups import random_host_program, reference_tokens, without_schedule
 from outrider_proof.fence_log import Drop, FenceLog
-from outrider_proof.overlap_monitor import OverlapMonitor
+from outrider_proof.monitors import OverlapMonitor
 from outrider_sanitizer import RaceError, watch
 from outrider_sanitizer import Report as Findings
 from outrider_sim.explore.exploration import run_once

@@ -93,6 +93,7 @@ def test_schedules_cannot_be_asked_for(outrider):
     assert "order of the program alone" in shown.err
 
 
+@pytest.mark.slow
 def test_eagle_over_images_and_axes_with_graphs(outrider):
     """Positions on three axes, in graphs whose parameters are rebound, under drawn schedules."""
     command = ("explore", "decode", "--images", "--iterations", "2", "--json")

@@ -8,8 +8,7 @@ import pytest
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.engine.requests.hand_over import RequestState
-from outrider.engine.requests.pages import PageKey
-from outrider.engine.requests.state_checkpoints import DecodedState, StateCheckpoints
+from outrider.engine.requests.pages import DecodedState, PageKey, StateCheckpoints
 from outrider.engine.state.transfer import StateCopies
 from outrider_proof import tiny
 from outrider_proof.engine_setups import HYBRID, host_models, random_host_program, reference_tokens, without_schedule

@@ -6,7 +6,7 @@ from outrider import Engine, SamplingParams
 from outrider.device import Observer
 from outrider.engine.stages import STAGES, Extend, PlanTokens, Verify
 from outrider_proof.engine_setups import random_host_program, text_proposer, text_target
-from outrider_proof.stage_monitor import StageMonitor
+from outrider_proof.monitors import StageMonitor
 from outrider_proof.tiny import plain_config
 from outrider_sim.plugin import create_backend
 from proof.program_checks import run_once_checked

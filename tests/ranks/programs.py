@@ -10,8 +10,7 @@ from threads import run
 
 from outrider import Engine, SamplingParams
 from outrider.engine.guides.guides import Regex
-from outrider.engine.ranks.parallel import ParallelConfig
-from outrider.engine.ranks.ranks import Ranks
+from outrider.engine.ranks.ranks import ParallelConfig, Ranks
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import proposers, tiny
 from outrider_proof.guides import ResidueGrammars

@@ -9,7 +9,7 @@ from threads import failing, run, run_bodies
 from outrider import Engine, SamplingParams
 from outrider.engine.guides.guidance import Guidance
 from outrider.engine.guides.guides import Regex
-from outrider.engine.ranks.parallel import ParallelConfig
+from outrider.engine.ranks.ranks import ParallelConfig
 from outrider.engine.ranks.records import RanksDiffer, RanksFailed
 from outrider.model import load_decoder, load_vision
 from outrider.speculative.ngram import NgramProposer

@@ -16,12 +16,10 @@ from outrider.device import DeviceError
 from outrider.engine.config import Choice as Chosen
 from outrider.engine.config import DecidedConfig, EngineConfig
 from outrider.engine.guides.guides import GUIDES, ChoiceGuide, Ebnf, JsonObject, JsonSchema, Regex
-from outrider.engine.ranks import commands
-from outrider.engine.ranks.commands import Command
-from outrider.engine.ranks.parallel import ParallelConfig
+from outrider.engine.ranks import records
 from outrider.engine.ranks.processes import LoadingArguments, RankWork
-from outrider.engine.ranks.record_text import RecordError, decode, encode
-from outrider.engine.ranks.records import DecisionRecord
+from outrider.engine.ranks.ranks import ParallelConfig
+from outrider.engine.ranks.records import Command, DecisionRecord, RecordError, decode, encode
 from outrider.engine.requests.hand_over import RequestState
 from outrider.engine.requests.sampling import TokenLogprobs
 from outrider.model import Media, MediaGrid
@@ -78,26 +76,26 @@ STATE = st.builds(
     logprobs=st.lists(LOGPROBS, max_size=2).map(tuple),
 )
 COMMANDS = {
-    commands.AddCommand: st.builds(commands.AddCommand, TOKENS, st.none() | PARAMS, st.integers(), MEDIA_TUPLE),
-    commands.QueueCommand: st.builds(
-        commands.QueueCommand,
+    records.AddCommand: st.builds(records.AddCommand, TOKENS, st.none() | PARAMS, st.integers(), MEDIA_TUPLE),
+    records.QueueCommand: st.builds(
+        records.QueueCommand,
         st.lists(TOKENS, max_size=3).map(tuple),
         st.none() | PARAMS | st.lists(st.none() | PARAMS, max_size=2).map(tuple),
         st.none() | st.lists(MEDIA_TUPLE, max_size=2).map(tuple),
     ),
-    commands.AbortCommand: st.builds(commands.AbortCommand, st.integers()),
-    commands.DropCommand: st.builds(commands.DropCommand, TOKENS),
-    commands.HandOverCommand: st.builds(commands.HandOverCommand, st.integers()),
-    commands.TakeOverCommand: st.builds(commands.TakeOverCommand, st.text()),
-    commands.ResumeCommand: st.builds(commands.ResumeCommand, STATE),
-    commands.ExpectPagesCommand: st.builds(commands.ExpectPagesCommand, STATE, st.integers(0, 9)),
-    commands.PagesArrivedCommand: st.builds(
-        commands.PagesArrivedCommand,
+    records.AbortCommand: st.builds(records.AbortCommand, st.integers()),
+    records.DropCommand: st.builds(records.DropCommand, TOKENS),
+    records.HandOverCommand: st.builds(records.HandOverCommand, st.integers()),
+    records.TakeOverCommand: st.builds(records.TakeOverCommand, st.text()),
+    records.ResumeCommand: st.builds(records.ResumeCommand, STATE),
+    records.ExpectPagesCommand: st.builds(records.ExpectPagesCommand, STATE, st.integers(0, 9)),
+    records.PagesArrivedCommand: st.builds(
+        records.PagesArrivedCommand,
         st.integers(),
         st.dictionaries(TEXT, DTYPES.map(lambda dtype: torch.arange(3).to(dtype)[None]), max_size=2),
     ),
-    commands.ReleasePagesCommand: st.builds(commands.ReleasePagesCommand, st.integers()),
-    commands.VoteRequest: st.builds(commands.VoteRequest, st.integers(), st.text()),
+    records.ReleasePagesCommand: st.builds(records.ReleasePagesCommand, st.integers()),
+    records.VoteRequest: st.builds(records.VoteRequest, st.integers(), st.text()),
 }
 
 
@@ -175,7 +173,7 @@ def changed(text, change):
     return json.dumps(read)
 
 
-ADD = encode(commands.AddCommand((1, 2), SamplingParams(guide=Regex("a")), 0, ()), Command)
+ADD = encode(records.AddCommand((1, 2), SamplingParams(guide=Regex("a")), 0, ()), Command)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +216,7 @@ def test_other_text_is_refused(text, match):
 )
 def test_bytes_that_are_no_tensor_are_refused(pixels, match):
     media = Media(MediaGrid(kind="image", frames=1, rows=1, columns=1), torch.zeros(1), b"")
-    text = encode(commands.AddCommand((1,), None, 0, (media,)), Command)
+    text = encode(records.AddCommand((1,), None, 0, (media,)), Command)
     described = {"dtype": "float32", "shape": [1]}
     pixels = pixels if pixels == 5 else described | pixels
     with pytest.raises(RecordError, match=match):
@@ -226,7 +224,7 @@ def test_bytes_that_are_no_tensor_are_refused(pixels, match):
 
 
 @pytest.mark.parametrize(
-    "value", [print, commands.AbortCommand("1"), commands.AbortCommand(None), commands.AddCommand((1.5,), None, 0, ())]
+    "value", [print, records.AbortCommand("1"), records.AbortCommand(None), records.AddCommand((1.5,), None, 0, ())]
 )
 def test_what_is_no_command_is_not_written(value):
     with pytest.raises(RecordError, match="a message can't hold; expected"):

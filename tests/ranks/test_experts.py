@@ -4,7 +4,7 @@ import pytest
 from threads import run
 
 from outrider import Engine, SamplingParams
-from outrider.engine.ranks.parallel import ParallelConfig
+from outrider.engine.ranks.ranks import ParallelConfig
 from outrider_proof import tiny
 from outrider_proof.proposers import MAKERS, decoder
 from outrider_proof.tiny import plain_config

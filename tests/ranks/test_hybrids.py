@@ -5,7 +5,7 @@ from threads import run
 
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
-from outrider.engine.ranks.parallel import ParallelConfig
+from outrider.engine.ranks.ranks import ParallelConfig
 from outrider.model import Shard, Shards
 from outrider_proof import tiny
 from outrider_proof.engine_setups import with_short_intervals

@@ -9,7 +9,7 @@ from killing import HOW, TIMES, children, lose_one
 from outrider import Engine, EngineConfig, SamplingParams
 from outrider.bundled import bundled
 from outrider.device import EngineStopped
-from outrider.engine.ranks.parallel import ParallelConfig
+from outrider.engine.ranks.ranks import ParallelConfig
 from outrider.engine.ranks.records import RanksFailed
 from outrider_cpu.backend import CpuBackend
 

@@ -6,7 +6,7 @@ from threads import run
 
 from model.cached_checkpoints import write_cached
 from outrider import Engine, SamplingParams
-from outrider.engine.ranks.parallel import ParallelConfig
+from outrider.engine.ranks.ranks import ParallelConfig
 from outrider.engine.ranks.records import RanksDiffer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.tiny import plain_config

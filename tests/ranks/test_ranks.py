@@ -6,7 +6,7 @@ from threads import failing, run, run_bodies
 
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError, OutOfDeviceMemory
-from outrider.engine.ranks.parallel import ParallelConfig
+from outrider.engine.ranks.ranks import ParallelConfig
 from outrider.engine.ranks.records import RanksDiffer, RanksFailed
 from outrider.model import load_decoder
 from outrider.model.checkpoint import bulk

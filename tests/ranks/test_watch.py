@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
-from outrider.engine.ranks.key_value_store import STORE_LOST, KeyValueStore
-from outrider.engine.ranks.parallel import ParallelConfig
+from outrider.engine.ranks.ranks import STORE_LOST, KeyValueStore, ParallelConfig
 from outrider.engine.ranks.watch import RankWatch, first_rank_is_lost
 
 

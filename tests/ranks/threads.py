@@ -9,8 +9,7 @@ from typing import Any
 from torch.distributed import HashStore
 
 from outrider import Engine
-from outrider.engine.ranks.parallel import ParallelConfig
-from outrider.engine.ranks.ranks import Ranks
+from outrider.engine.ranks.ranks import ParallelConfig, Ranks
 from outrider_cpu.backend import CpuBackend
 
 _LIMIT_S = 120

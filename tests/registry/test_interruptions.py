@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 
 from outrider.cli.terminal.files import write_whole
-from outrider.registry.interruptions import accepted_interruptions, interruptions_held
+from outrider.registry.children import accepted_interruptions, interruptions_held
 from outrider_sanitizer.scratch_files import scratch_directory
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from outrider.device import Access, Operation
 from outrider_sanitizer.detector.clocks import Actor, Point
+from outrider_sanitizer.detector.listener import Listener
 from outrider_sanitizer.detector.ordering import Ordering
-from outrider_sanitizer.detector.streams import Listener
 
 ITEM = 1
 SIZE = 12
@@ -71,7 +71,6 @@ instruction = st.one_of(
     st.tuples(st.just("record"), threads, streams, events),
     st.tuples(st.just("wait"), threads, streams, events),
     st.tuples(st.just("sync_event"), threads, events),
-    st.tuples(st.just("query_event"), threads, events),
     st.tuples(st.just("sync_stream"), threads, streams),
     st.tuples(st.just("host"), threads, accesses),
     st.tuples(st.just("replay"), threads, streams, st.integers(0, 1)),
@@ -88,14 +87,33 @@ class Oracle:
     touched: list[list[tuple[frozenset[tuple[int, int]], bool]]] = field(default_factory=list)
     names: dict[str, int] = field(default_factory=dict)
     last_of: dict[str, int] = field(default_factory=dict)
+    launched: list[int] = field(default_factory=list)
+    """The host's node that launched each node; a host's node launched itself."""
 
-    def node(self, actor: str | None, after: list[int | None], touched: Any = (), name: str = "") -> int:
+    def node(
+        self,
+        actor: str | None,
+        after: list[int | None],
+        touched: Any = (),
+        name: str = "",
+        *,
+        launch: int | None = None,
+        waits_for: int | None = None,
+    ) -> int:
+        """Add a node after others, and after what ``waits_for`` has behind it that was launched before the node in every
+        schedule.
+        """
         me = len(self.before)
         mask = 0
-        known = [*after, self.last_of.get(actor) if actor else None]
+        known = [*after, launch, self.last_of.get(actor) if actor else None]
         for other in known:
             if other is not None:
                 mask |= self.before[other] | (1 << other)
+        self.launched.append(me if launch is None else launch)
+        if waits_for is not None:
+            host = mask if launch is None else self.before[launch] | 1 << launch
+            covered = self.before[waits_for] | 1 << waits_for
+            mask |= sum(1 << n for n in range(me) if covered >> n & 1 and host >> self.launched[n] & 1)
         self.before.append(mask)
         self.touched.append([(region.bytes, write) for region, write in touched])
         if actor:
@@ -114,6 +132,11 @@ class Oracle:
                 if not self.ordered(one, two) and self.racing_bytes(one, two):
                     found.add((one, two))
         return found
+
+    def hidden(self, one: int, two: int, byte: tuple[int, int]) -> bool:
+        """Return True if an access to ``byte`` comes after ``one``, by the order of a stream alone, and before ``two``."""
+        between = (n for n in range(one + 1, two) if self.ordered(one, n) and self.ordered(n, two))
+        return any(byte in region for n in between for region, _ in self.touched[n])
 
     def racing_bytes(self, one: int, two: int) -> set[tuple[int, int]]:
         shared: set[tuple[int, int]] = set()
@@ -138,6 +161,7 @@ class Recorder(Ordering):
     def thread(self) -> Actor:
         if self.acting not in self.hosts:
             self.hosts[self.acting] = Actor(self._number(), f"thread {self.acting}", host=True)
+            self._hosts.add(self.hosts[self.acting].number)
         return self.hosts[self.acting]
 
 
@@ -167,23 +191,21 @@ def run(program: Any) -> tuple[Recorder, Oracle]:
         if what == "op":
             index += 1
             name = f"op{at}"
-            oracle.node(stream, [launch], rest[1], name)
+            oracle.node(stream, [], rest[1], name, launch=launch)
             detector.launched(Operation(name, stream, index, tuple(r.access(w) for r, w in rest[1])))
         elif what == "record":
-            recorded[rest[1]].append((oracle.node(stream, [launch]), launch))
+            record = oracle.node(None, [], launch=launch, waits_for=oracle.last_of.get(stream))
+            recorded[rest[1]].append((record, launch))
             generations[rest[1]] += 1
             detector.recorded(stream, named[rest[1]], generations[rest[1]])  # type: ignore[arg-type]
         elif what == "wait" and recorded[rest[1]]:
-            oracle.node(stream, [launch, covered(oracle, recorded[rest[1]], launch)])
+            oracle.node(stream, [covered(oracle, recorded[rest[1]], launch)], launch=launch)
             detector.waited(stream, named[rest[1]], generations[rest[1]])  # type: ignore[arg-type]
-        elif what in ("sync_event", "query_event") and recorded[rest[0]]:
+        elif what == "sync_event" and recorded[rest[0]]:
             oracle.node(host, [covered(oracle, recorded[rest[0]], oracle.node(host, []))])
-            if what == "sync_event":
-                detector.event_synchronized(named[rest[0]], generations[rest[0]])  # type: ignore[arg-type]
-            else:
-                detector.event_queried(named[rest[0]], generations[rest[0]], True)  # type: ignore[arg-type]
+            detector.event_synchronized(named[rest[0]], generations[rest[0]])  # type: ignore[arg-type]
         elif what == "sync_stream":
-            oracle.node(host, [oracle.last_of.get(f"s{rest[0]}")])
+            oracle.node(host, [], waits_for=oracle.last_of.get(f"s{rest[0]}"))
             detector.stream_synchronized(f"s{rest[0]}")
         elif what == "host":
             for number, (region, write) in enumerate(rest[0]):
@@ -235,19 +257,19 @@ def capture(detector: Recorder, item: Any, name: str, fork: Any, join: Any) -> N
 def replay(oracle: Oracle, body: Any, stream: str, graph: str, at: int, launch: int) -> None:
     side = f"{graph} side"
     # One name for all replays of a captured operation: only the last one is known by it, so names carry the replay.
-    oracle.node(stream, [launch])
+    oracle.node(stream, [], launch=launch)
     for part, item in enumerate(body):
         name = f"{graph}p{part}"
         if item[0] == "op":
-            oracle.node(stream, [], item[2], f"{name}@{at + 1}")
+            oracle.node(stream, [], item[2], f"{name}@{at + 1}", launch=launch)
             continue
         _, one, two, joined = item
-        fork = oracle.node(stream, [])
-        oracle.node(side, [fork], one, f"{name}side@{at + 1}")
-        oracle.node(stream, [], two, f"{name}main@{at + 1}")
+        fork = oracle.node(stream, [], launch=launch)
+        oracle.node(side, [fork], one, f"{name}side@{at + 1}", launch=launch)
+        oracle.node(stream, [], two, f"{name}main@{at + 1}", launch=launch)
         if joined:
-            oracle.node(stream, [oracle.last_of[side]])
-    oracle.node(stream, [oracle.last_of.get(side)])
+            oracle.node(stream, [oracle.last_of[side]], launch=launch)
+    oracle.node(stream, [oracle.last_of.get(side)], launch=launch)
 
 
 def point_name(point: Point) -> str:

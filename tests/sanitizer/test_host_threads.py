@@ -14,9 +14,12 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from outrider_sanitizer import FindingKind, watch
+from outrider_sanitizer import FindingKind, Report, watch
 from outrider_sim.backend import SimBackend
+from outrider_sim.explore.exploration import run_once
+from outrider_sim.explore.strategies import Strategy, make_strategy
 from outrider_sim.options import parse_options
+from sanitizer.handover_programs import PROGRAMS
 
 Fill = Callable[[], None]
 Way = Callable[[Fill, ExitStack], None]
@@ -136,6 +139,25 @@ def test_what_another_thread_fills_is_sent(way: Way) -> None:
         copy.synchronize()
     kinds = [finding.kind for finding in report]
     assert kinds == ([FindingKind.READ_AFTER_WRITE] if way is variable else []), str(report)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_hand_over_is_seen_and_its_lack_is_named(name: str) -> None:
+    def report_of(backend: SimBackend, strategy: Strategy, *, fixed: bool) -> Report:
+        with watch(backend) as report:
+            error = run_once(backend, lambda device: PROGRAMS[name](device, fixed), strategy)
+        assert error is None
+        return report
+
+    backend = SimBackend(parse_options({}))
+    report = report_of(backend, Strategy(), fixed=False)
+    assert [finding.kind for finding in report] == [FindingKind.READ_AFTER_WRITE], str(report)
+    thread = "MainThread" if name == "started_thread" else "filler"
+    assert f"order host thread {thread}" in str(report)
+    assert "hand over" in str(report)
+    for seed in range(5):
+        report = report_of(backend, make_strategy("mixed", seed, {}), fixed=True)
+        assert report.clean, str(report)
 
 
 def test_a_thread_that_collects_memory_while_it_starts_keeps_its_name() -> None:

@@ -85,6 +85,49 @@ for thread in threads:
 torch.cuda.synchronize()
 """
 
+THREADS_THAT_WAIT = """
+x, q = torch.zeros(8, device="cuda"), torch.zeros(8, pin_memory=True)
+other, ready = torch.cuda.Stream(), threading.Event()
+torch.cuda.synchronize()
+
+def write():
+    with torch.cuda.stream(side):
+        q.copy_(x.add_(1), non_blocking=True)  #first
+    ready.set()  #right
+
+def read():
+    ready.wait()  #right
+    WAIT
+    q.sum()  #second
+
+threads = [threading.Thread(target=body) for body in BODIES]
+threads[0].start()
+import time
+time.sleep(0.02)  #racy
+threads[1].start()
+for thread in threads:
+    thread.join()
+torch.cuda.synchronize()
+"""
+HOST_WAITS = {
+    "stream": "side.synchronize()",
+    "device": "torch.cuda.synchronize()",
+    "query": "while not side.query(): pass",
+    "stream-by-stream": "other.wait_stream(side); other.synchronize()",
+    "event": "event = torch.cuda.Event(); event.record(side); event.synchronize()",
+    "event-query": "event = torch.cuda.Event(); event.record(side)\n    while not event.query(): pass",
+}
+
+RELEASED_AT_THE_END = """
+x = torch.ones(8, device="cuda")
+torch.cuda.synchronize()
+with torch.cuda.stream(side):
+    y = x * 2  #first
+torch.cuda.current_stream().wait_stream(side)  #right
+del x  #second
+torch.cuda.synchronize()
+"""
+
 NEVER_RECORDED = """
 x = torch.zeros(8, device="cuda")
 event = torch.cuda.Event()
@@ -151,6 +194,43 @@ with torch.cuda.stream(side):
 torch.cuda.synchronize()
 """
 
+FORKED_CAPTURE = """
+x, z = torch.ones(8, device="cuda"), torch.ones(8, device="cuda")
+graph = torch.cuda.CUDAGraph()
+torch.cuda.synchronize()
+with torch.cuda.graph(graph):
+    main = torch.cuda.current_stream()
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        x.add_(z)  #first
+    main.wait_stream(side)  #right
+    y = x + z  #second
+    main.wait_stream(side)  #racy
+graph.replay()
+torch.cuda.synchronize()
+"""
+
+ARRAY_OF_DLPACK = """
+x, p = torch.ones(8, device="cuda"), torch.zeros(8, pin_memory=True)
+torch.cuda.synchronize()
+array = torch.from_dlpack(p).numpy()
+p.copy_(x, non_blocking=True)  #first
+torch.cuda.synchronize()  #right
+array.dumps()  #second
+torch.cuda.synchronize()
+"""
+
+TRANSPOSED_INDEX = """
+x = torch.zeros(3, 16, device="cuda")
+columns, cells = torch.tensor([2, 3], device="cuda"), torch.tensor([[5]] * 3, device="cuda")
+cells = torch.tensor([[3]] * 3, device="cuda")  #racy
+torch.cuda.synchronize()
+y = x.movedim(1, 0)[columns]  #first
+with torch.cuda.stream(side):
+    x.scatter_(1, cells, 3.0)  #second
+torch.cuda.synchronize()
+"""
+
 NUMPY_LINE = """
 p, x = torch.zeros(8, pin_memory=True), torch.ones(8, device="cuda")
 torch.cuda.synchronize()
@@ -208,6 +288,11 @@ torch.cuda.synchronize()
 """
 
 
+def _turned(text: str) -> str:
+    """Swap the marks of the two accesses, for a run in which the second comes first."""
+    return text.replace("#first", "#then").replace("#second", "#first").replace("#then", "#second")
+
+
 def pairs() -> dict[str, Pair]:
     """Return the pairs by name."""
     kinds = FindingKind
@@ -216,18 +301,16 @@ def pairs() -> dict[str, Pair]:
         "storage-released-under-a-reader": Pair(kinds.REUSE, RELEASED_STORAGE),
         "pinned-released-under-a-kernel": Pair(kinds.REUSE, PINNED_RELEASED),
         "threads-record-first": Pair(kinds.READ_AFTER_WRITE, THREADS.replace("BODIES", "(write, read)")),
-        "threads-wait-first": Pair(
-            kinds.WRITE_AFTER_READ,
-            THREADS.replace("BODIES", "(read, write)")
-            .replace("#first", "#then")
-            .replace("#second", "#first")
-            .replace("#then", "#second"),
-        ),
+        "threads-wait-first": Pair(kinds.WRITE_AFTER_READ, _turned(THREADS.replace("BODIES", "(read, write)"))),
+        "released-at-the-end": Pair(kinds.REUSE, RELEASED_AT_THE_END),
         "event-never-recorded": Pair(kinds.READ_AFTER_WRITE, NEVER_RECORDED),
         "copy-that-no-stream-orders": Pair(kinds.WRITE_AFTER_READ, UNORDERED_COPY),
         "remapped-and-not-written": Pair(kinds.STALE, REMAPPED),
         "unmapped-under-a-transfer": Pair(kinds.WRITE_AFTER_READ, UNMAPPED_UNDER_TRANSFER),
         "piecewise-graphs": Pair(kinds.WRITE_AFTER_READ, PIECEWISE),
+        "fork-in-a-capture": Pair(kinds.READ_AFTER_WRITE, FORKED_CAPTURE),
+        "array-of-a-dlpack-tensor": Pair(kinds.READ_AFTER_WRITE, ARRAY_OF_DLPACK),
+        "index-of-a-transposed-view": Pair(kinds.WRITE_AFTER_READ, TRANSPOSED_INDEX),
         "line-of-a-numpy-read": Pair(kinds.READ_AFTER_WRITE, NUMPY_LINE),
     }
     for name, slots in (("custom-slots-overlap", "1, 2"), ("custom-slots-apart", "2, 3")):
@@ -237,6 +320,11 @@ def pairs() -> dict[str, Pair]:
         apart = ROWS.replace("OPERATION", operation)
         found[f"{name}-same-row"] = Pair(kinds.READ_AFTER_WRITE, apart.replace("ROW", "0"))
         found[f"{name}-other-row"] = Pair(None, apart.replace("ROW", "5"))
+    for name, wait in HOST_WAITS.items():
+        waits = THREADS_THAT_WAIT.replace("WAIT", wait)
+        found[f"host-waits-for-{name}"] = Pair(kinds.READ_AFTER_WRITE, waits.replace("BODIES", "(write, read)"))
+        turned = _turned(waits.replace("BODIES", "(read, write)"))
+        found[f"host-waited-before-for-{name}"] = Pair(kinds.WRITE_AFTER_READ, turned)
     for name, operation in WRITERS.items():
         found[f"two-writers-{name}"] = Pair(kinds.TWO_WRITERS, TWO_WRITERS.replace("OPERATION", operation))
     return found

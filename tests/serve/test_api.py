@@ -10,7 +10,7 @@ import pytest
 
 from outrider.serve.api.api_errors import ApiError
 from outrider.serve.config import ServeConfig
-from outrider.serve.monitoring.metric_aliases import ALIASES
+from outrider.serve.monitoring.metrics import ALIASES
 
 ASKED = {"model": "m", "prompt": "def f():", "max_tokens": 4, "temperature": 0}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}

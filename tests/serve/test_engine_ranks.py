@@ -12,8 +12,7 @@ pytest.importorskip("fastapi", reason="not run: the extra serve isn't installed"
 from outrider import SamplingParams
 from outrider.cli.options.models import Sizes, Speculation, load
 from outrider.serve.connection.engine_client import EngineGone, Inbox
-from outrider.serve.connection.engine_process import EngineProcess
-from outrider.serve.connection.engine_ranks import EngineRanks, create_engine_client
+from outrider.serve.connection.engine_process import EngineProcess, EngineRanks, create_engine_client
 
 PARAMS = SamplingParams(max_tokens=16)
 PROMPT = [521, 1019, 9, 66, 13, 309]

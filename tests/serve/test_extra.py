@@ -7,20 +7,20 @@ import pytest
 from outrider.cli.main import main
 from outrider.cli.terminal.environment import spans_from_environment
 from outrider.device import ConfigError
-from outrider.serve import optional_packages
+from outrider.serve import config
 from outrider.serve.command import _read_tool_format
 
 
 def test_what_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr(optional_packages, "find_spec", lambda name: None if name in ("fastapi", "uvicorn") else object())
+    monkeypatch.setattr(config, "find_spec", lambda name: None if name in ("fastapi", "uvicorn") else object())
     with pytest.raises(
         ConfigError, match=r"needs fastapi, uvicorn, which are not installed; run: pip install 'outrider\[serve\]'"
     ):
-        optional_packages.require_serve()
+        config.require_serve()
 
 
 def test_the_command_says_so_too(monkeypatch, capsys):
-    monkeypatch.setattr(optional_packages, "find_spec", lambda name: None if name == "fastapi" else object())
+    monkeypatch.setattr(config, "find_spec", lambda name: None if name == "fastapi" else object())
     assert main(["serve"]) == 1
     assert "pip install 'outrider[serve]'" in capsys.readouterr().err
 
@@ -49,7 +49,7 @@ def unloaded(monkeypatch):
     def load(*arguments, **options):
         raise AssertionError("the model was loaded first")
 
-    monkeypatch.setattr("outrider.serve.connection.engine_ranks.create_engine_client", load)
+    monkeypatch.setattr("outrider.serve.connection.engine_process.create_engine_client", load)
     monkeypatch.setattr("outrider.cli.options.engine_options.load", load)
 
 

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from outrider.serve.api.prompt_builder import PromptBuilder
 from outrider.serve.api.request_fields import MAX_MESSAGES, ChatRequest, CompletionRequest
-from outrider.serve.translation.messages_request import MessagesRequest
-from outrider.serve.translation.responses_request import ResponsesRequest
+from outrider.serve.translation.messages_api import MessagesRequest
+from outrider.serve.translation.responses_api import ResponsesRequest
 from outrider.serve.translation.tokenize_route import DetokenizeRequest
 from serve.bodies import random_body
 from serve.conftest import TEMPLATE

@@ -11,9 +11,8 @@ from openai.types.responses import response_create_params
 
 from outrider.model import Tokenizer
 from outrider.serve.api.api_errors import ApiError
-from outrider.serve.translation.messages_request import MessagesRequest
-from outrider.serve.translation.response_store import ResponseStore
-from outrider.serve.translation.responses_request import ResponsesRequest
+from outrider.serve.translation.messages_api import MessagesRequest
+from outrider.serve.translation.responses_api import ResponsesRequest, ResponseStore
 from serve.conftest import BUNDLED
 from serve.running import running
 from serve.scripted import ScriptedEngine

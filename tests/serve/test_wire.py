@@ -18,13 +18,18 @@ from outrider.serve.connection.engine_messages import (
     EngineInfo,
     EngineReady,
     EngineSnapshot,
+    FrameDecoder,
     RequestAdmitted,
     RequestRefused,
     SampleOutput,
     StopEngine,
     SubmitRequest,
+    command_of_wire,
+    command_to_wire,
+    event_of_wire,
+    event_to_wire,
+    frame,
 )
-from outrider.serve.connection.wire import FrameDecoder, command_of_wire, command_to_wire, event_of_wire, event_to_wire, frame
 
 
 def over(wire, item, size):

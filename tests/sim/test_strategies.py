@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from outrider.device import ConfigError, ControllableDevice
-from outrider_sim.explore.delay_schedule import Schedule
 from outrider_sim.explore.exploration import explore, run_once
-from outrider_sim.explore.strategies import ReplaySchedule, make_strategy, parse_strategy
+from outrider_sim.explore.strategies import ReplaySchedule, Schedule, make_strategy, parse_strategy
 
 
 def relay(backend, *, waits=True, rounds=3):

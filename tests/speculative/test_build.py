@@ -23,7 +23,7 @@ CHAINS = ("dflash", "peagle", "suffix")
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("name", "topk"), [(n, k) for n in sorted(BUILDERS) for k in (1, 3) if k == 1 or n not in CHAINS])
 def test_every_name_builds_a_proposer_that_changes_no_token(checkpoints, name, topk):
     config = plain_config(dtype="float64", draft_tokens=3, draft_topk=topk, max_context=48)

@@ -8,8 +8,7 @@ import torch
 from outrider import SamplingParams
 from outrider.device import ConfigError
 from outrider.speculative.ngram import NgramProposer
-from outrider.speculative.suffix import SuffixProposer
-from outrider.speculative.suffix_table import SuffixTable
+from outrider.speculative.suffix import SuffixProposer, SuffixTable
 from outrider_proof import tiny
 
 LENGTHS = (1, 2, 4)

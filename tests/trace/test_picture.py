@@ -9,8 +9,7 @@ from outrider.engine.fences import FENCES
 from outrider_proof import tiny
 from outrider_proof.proposers import program
 from outrider_sim.plugin import create_backend
-from outrider_trace.picture import PAGE_WIDTHS, WIDTH, render_page, render_svg, sort_lanes
-from outrider_trace.stages import STAGES, stage_spans
+from outrider_trace.picture import PAGE_WIDTHS, STAGES, WIDTH, render_page, render_svg, sort_lanes, stage_spans
 from outrider_trace.timeline import FenceMark, OperationSpan, Timeline, WaitArrow, record_timeline
 
 

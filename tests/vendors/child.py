@@ -17,7 +17,7 @@ def child(*command, **environment):
         env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
-        timeout=580,
+        timeout=1800,
         check=False,
     )
 

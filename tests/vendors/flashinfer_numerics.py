@@ -12,7 +12,7 @@ from outrider.device import AttentionMetadata, AttentionShape, HostParam, Kernel
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.ngram import NgramProposer
 from outrider.speculative.tree import DynamicTree
-from outrider_bench.random_weights import random_decoder, random_eagle, shape_config
+from outrider_bench.random_model import random_decoder, random_eagle, shape_config
 from outrider_proof.tiny import plain_config
 
 PAGE, PAGES = 16, 40

@@ -58,8 +58,7 @@ def alone(place: Any, *, count: int, tokens: int) -> Any:
 
 def together(place: Any, *, count: int, tokens: int, tensor: int, data: int, watched: bool) -> Any:
     """What two ranks make, and what the sanitizer found on this one."""
-    from outrider.engine.ranks.parallel import ParallelConfig
-    from outrider.engine.ranks.ranks import Ranks
+    from outrider.engine.ranks.ranks import ParallelConfig, Ranks
     from outrider_sanitizer import watch
 
     ranks = Ranks(place.backend, ParallelConfig(tensor=tensor, data=data, timeout_s=60.0), rank=place.rank, store=place.store)

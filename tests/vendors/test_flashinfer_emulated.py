@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from outrider import Engine, SamplingParams
-from outrider.device import AttentionShape, BackendLoadError, KernelSet
+from outrider.device import AttentionShape, BackendLoadError, CapabilityError, KernelSet
 from outrider.registry import get_backend
 from outrider_conformance.lab import Lab
-from outrider_conformance.random_kernels.planned_attention import PlannedBatch, check_in_graph, check_renewed, check_unplanned
+from outrider_conformance.random_kernels.paged_batch import check_planned_graph, check_renewed, check_unplanned, planned_batch
 from outrider_flashinfer.buffers import fill_indices, fill_mask, mask_bytes
 from outrider_proof import tiny
 from outrider_proof.proposers import NEW_TOKENS, PROMPTS, program
@@ -112,7 +112,7 @@ def test_the_kit_passes(make, name):
     for new in ((1, 1, 1), (4, 4, 4), (5, 1, 30)):
         check_renewed(lab, new, 0)
         check_renewed(lab, new, 8)
-    check_in_graph(lab)
+    check_planned_graph(lab)
     check_unplanned(lab)
 
 
@@ -138,21 +138,25 @@ def test_what_is_planned_is_computed_by_flashinfer(make, monkeypatch):
     import flashinfer
 
     backend = make("cpu")
-    (stream,) = Lab(backend).streams("s")
     calls = []
     run = flashinfer.BatchPrefillWithPagedKVCacheWrapper.run
     monkeypatch.setattr(
         flashinfer.BatchPrefillWithPagedKVCacheWrapper, "run", lambda *a, **k: (calls.append(1), run(*a, **k))[1]
     )
-    batch = PlannedBatch(Lab(backend), stream, (4, 4, 4))
+    batch = planned_batch(Lab(backend), (4, 4, 4))
     planned = batch.planned((17, 40, 3))
-    with backend.on(stream):
-        batch.attend(backend.kernels_in_use, batch.made, planned)
+    with backend.on(batch.stream):
+        batch.attend(planned)
         assert len(calls) == 1
-        batch.attend(backend.kernels_in_use, batch.made, batch.metadata((17, 40, 3), batch.made))
+        batch.attend(batch.metadata(batch.made, (17, 40, 3)))
         assert len(calls) == 1
     assert isinstance(backend.kernels_in_use, KernelSet)
     assert backend.kernels_in_use.plans_on_host
+
+
+def test_it_cant_be_batch_invariant(make):
+    with pytest.raises(CapabilityError, match="FlashInfer plans the order of a row's sums for the whole batch"):
+        make("cpu").kernels_in_use.batch_invariant()
 
 
 def test_without_flashinfer_it_says_what_to_install(monkeypatch):
@@ -177,11 +181,10 @@ def test_another_version_is_refused(kernelset, monkeypatch):
 
 def test_starting_says_what_is_compiled(make, caplog):
     backend = make()
-    (stream,) = Lab(backend).streams("s")
     importlib.import_module("flashinfer.jit").BUILT.clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            PlannedBatch(Lab(backend), stream, (4, 4, 4)).planned((1, 1, 1))
+            planned_batch(Lab(backend), (4, 4, 4)).planned((1, 1, 1))
     (said,) = [record.message for record in caplog.records]
     assert (
         said == "FlashInfer compiles its attention for head size 64, bfloat16 with nvcc, once on this machine: about a minute"
@@ -211,9 +214,8 @@ def test_a_failed_compilation_is_an_error_with_advice(make, monkeypatch):
         raise RuntimeError("Ninja build failed.\nnvcc: not found\n")
 
     monkeypatch.setattr(jit.Spec, "build_and_load", fails)
-    (stream,) = Lab(backend).streams("s")
     with pytest.raises(BackendLoadError, match="head size 64, bfloat16: RuntimeError: nvcc: not found; it needs ninja"):
-        PlannedBatch(Lab(backend), stream, (4, 4, 4)).planned((1, 1, 1))
+        planned_batch(Lab(backend), (4, 4, 4)).planned((1, 1, 1))
 
 
 def test_scratch_is_shared_by_what_is_planned_on_one_stream(make, kernelset):

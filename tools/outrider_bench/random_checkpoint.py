@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from outrider.device.errors import ConfigError
-from outrider.registry.interruptions import interruptions_held
+from outrider.registry.children import interruptions_held
 
 if TYPE_CHECKING:
     from outrider.model import ModelConfig

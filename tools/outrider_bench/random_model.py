@@ -165,8 +165,7 @@ class RandomModel:
         """
         from outrider.engine.engine import Engine
         from outrider.engine.ranks.ranks import part_of_model
-        from outrider.engine.setup.device_model_facts import situation_of
-        from outrider.engine.setup.resolve import resolve
+        from outrider.engine.setup.resolve import resolve, situation_of
         from outrider.model.config.shapes import shape_config
         from outrider.speculative.proposer import NonSpeculativeProposer
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import cast
+from unittest.mock import patch
 
 import torch
 
 from outrider import Engine, EngineConfig, SamplingParams
 from outrider.bundled import bundled
-from outrider.device import Backend, Fence, Stream
+from outrider.device import Backend, Fence, SpeculativeSync, Stream
 from outrider.engine.config import DtypeName
 from outrider.registry import get_backend
 
@@ -32,6 +34,8 @@ REFERENCE = "cpu"
 _MAX_ROUNDING_GAP = {"float64": 1e-6, "float32": 1e-3, "float16": 3e-2, "bfloat16": 0.2}
 """The largest log-probability gap between the likeliest token and a token that rounding may put first, by dtype."""
 _TOP_LOGPROBS = 4
+_DELAYED_SHARE = 0.25
+"""Share of the signals and waits of a jittered fence that delay the stream."""
 
 
 @dataclass(frozen=True)
@@ -134,43 +138,31 @@ def first_wrong_token(found: EngineRun, wanted: EngineRun, dtype: str) -> str:
     return ""
 
 
-class JitteredFence(Fence):
-    """A fence that delays its streams at random around each signal and wait, so that a test sees work without an order."""
+@contextmanager
+def jittered(sync: SpeculativeSync, seed: int, cycles: int) -> Generator[None]:
+    """In this scope, new fences of the policy delay their streams at random before each signal and after each wait, so that
+    a test sees work without an order.
+    """
+    create = sync.create_fence
 
-    def __init__(self, inner: Fence, backend: Backend, seed: int, cycles: int) -> None:
-        super().__init__(inner.name)
-        self._inner = inner
-        self._backend = backend
-        self._random = random.Random(f"{seed} {inner.name}")
-        self._cycles = cycles
+    def create_jittered(name: str) -> Fence:
+        fence, dice = create(name), random.Random(f"{seed} {name}")
+        signal, wait = fence.signal, fence.wait
 
-    @property
-    def mechanism(self) -> str:
-        """The mechanism of the inner fence."""
-        return self._inner.mechanism
+        def delay_sometimes(stream: Stream) -> None:
+            if dice.random() < _DELAYED_SHARE:
+                sync.backend.delay(stream, dice.randrange(1, max(cycles, 2)))
 
-    def signal(self, stream: Stream) -> None:
-        """Signal the inner fence, at random after a delay of the stream."""
-        self._delay_sometimes(stream)
-        self._inner.signal(stream)
+        def signal_late(stream: Stream) -> None:
+            delay_sometimes(stream)
+            signal(stream)
 
-    def wait(self, stream: Stream) -> None:
-        """Make ``stream`` wait for the inner fence, and delay the following work of the stream at random."""
-        self._inner.wait(stream)
-        self._delay_sometimes(stream)
+        def wait_longer(stream: Stream) -> None:
+            wait(stream)
+            delay_sometimes(stream)
 
-    def wait_host(self) -> None:
-        """Wait on the host for the inner fence, without a delay."""
-        self._inner.wait_host()
+        fence.signal, fence.wait = signal_late, wait_longer  # type: ignore[method-assign]
+        return fence
 
-    def wait_host_within(self, seconds: float) -> bool:
-        """Wait on the host for the inner fence, for at most ``seconds``."""
-        return self._inner.wait_host_within(seconds)
-
-    def done(self) -> bool:
-        """Return whether the inner fence is done."""
-        return self._inner.done()
-
-    def _delay_sometimes(self, stream: Stream) -> None:
-        if self._random.random() < 0.25:
-            self._backend.delay(stream, self._random.randrange(1, self._cycles))
+    with patch.object(sync, "create_fence", create_jittered):
+        yield

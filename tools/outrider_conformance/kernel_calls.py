@@ -18,6 +18,8 @@ from outrider.device.kernels import kernel_names
 
 KERNELS: tuple[str, ...] = kernel_names()
 """The methods of a KernelSet that compute, in the order of its parts."""
+IN_A_GRAPH = ", in a graph"
+"""Suffix of the use of a call that is captured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +56,22 @@ class KernelCalls:
         with self._lock:
             return Counter(self._counts)
 
-    def count(self, kernel: str, *, own: bool, use: str = "") -> int:
-        """Return the number of calls of ``kernel``, for one ``use`` if given.
-
-        Counts the calls that the plugin computed if ``own`` is set, else the calls that it left to the overridden method.
+    def shapes(
+        self, kernel: str, *, own: bool | None = None, kernels: str | None = None, use: str | None = None
+    ) -> Counter[str]:
+        """Return the number of calls of ``kernel`` by shape: calls that the plugin computed if ``own`` is set, calls that
+        it left to the overridden method if ``own`` is False; of one kernel set and for one ``use``, if given.
         """
-        return sum(
-            count
-            for call, count in self.counts.items()
-            if call.kernel == kernel and call.own is own and use in ("", call.use)
-        )
+        found: Counter[str] = Counter()
+        for call, count in self.counts.items():
+            chosen = call.kernel == kernel and own in (None, call.own) and kernels in (None, call.kernels)
+            if chosen and use in (None, call.use, call.use.removesuffix(IN_A_GRAPH)):
+                found[call.shape] += count
+        return found
+
+    def count(self, kernel: str, *, own: bool | None = None, kernels: str | None = None, use: str | None = None) -> int:
+        """Return the number of calls that :meth:`shapes` returns by shape."""
+        return self.shapes(kernel, own=own, kernels=kernels, use=use).total()
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the counts as plain data: one row per kernel set, kernel, use and ``own``, with the calls of each shape."""

@@ -14,7 +14,7 @@ from outrider.device import Backend, StepMode
 from outrider.engine.prefill import Prefill
 from outrider.engine.stages import DraftStage, Extend, Verify
 from outrider_conformance import engines
-from outrider_conformance.kernel_calls import KernelCalls, counting, layers_of
+from outrider_conformance.kernel_calls import IN_A_GRAPH, KernelCalls, counting, layers_of
 from outrider_conformance.random_kernels.kernels import KERNELS as DRAWN
 from outrider_conformance.random_kernels.kernels import corners
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 USES = ("prefill", "draft", "decode", "verify", "extend")
 """Purposes of the engine's attention calls. decode is a verification without draft tokens."""
-IN_A_GRAPH = ", in a graph"
 ALONE = "alone"
 """The use of a call that the kit makes itself, outside the engine."""
 
@@ -41,14 +40,6 @@ class ObservedKernels:
     plans_on_host: bool
     """Whether the outermost kernel set plans attention on the host. Draft passes aren't planned then."""
 
-    def calls_served(self, kernel: str, use: str) -> int:
-        """Return the number of calls for ``use`` that any of the kernel sets computed itself."""
-        return sum(
-            count
-            for call, count in self.calls.counts.items()
-            if (call.kernel, call.own, call.use.removesuffix(IN_A_GRAPH)) == (kernel, True, use)
-        )
-
     def overriding_layer(self, kernel: str) -> tuple[str, str] | None:
         """Return the outermost kernel set that overrides ``kernel``, and why its override isn't used (empty if it is used).
 
@@ -59,28 +50,16 @@ class ObservedKernels:
                 return name, unused.get(kernel, "")
         return None
 
-    def calls_computed(self, kernel: str, use: str = "") -> int:
-        """Return the number of calls that the kernel set of :meth:`overriding_layer` computed itself."""
-        return self._count(kernel, use, own=True)
-
-    def calls_left(self, kernel: str, use: str = "") -> int:
-        """Return the number of calls that the kernel set of :meth:`overriding_layer` left to the overridden method."""
-        return self._count(kernel, use, own=False)
-
-    def _count(self, kernel: str, use: str, *, own: bool) -> int:
+    def count(self, kernel: str, *, own: bool, use: str | None = None) -> int:
+        """Return the number of calls that the kernel set of :meth:`overriding_layer` computed itself, or left to the
+        overridden method.
+        """
         judged = self.overriding_layer(kernel)
-        return sum(
-            count
-            for call, count in self.calls.counts.items()
-            if judged is not None
-            and (call.kernels, call.kernel, call.own) == (judged[0], kernel, own)
-            and use in ("", call.use.removesuffix(IN_A_GRAPH))
-        )
+        return 0 if judged is None else self.calls.count(kernel, own=own, kernels=judged[0], use=use)
 
-    def shapes(self, kernel: str) -> str:
+    def shapes_left(self, kernel: str) -> str:
         """Return up to four shapes of calls that were left to the overridden method, for a message."""
-        found = {call.shape for call in self.calls.counts if call.kernel == kernel and not call.own}
-        return "; ".join(sorted(found)[:4])
+        return "; ".join(sorted(self.calls.shapes(kernel, own=False))[:4])
 
 
 def modes_of(backend: Backend) -> tuple[str, ...]:

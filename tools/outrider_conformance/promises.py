@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import pytest
 
 import outrider.device
+
+Promise = tuple[str, str]
+"""(member, words): a name of the backend interface, and a passage of its docstring."""
 
 _Test = TypeVar("_Test", bound=Callable[..., Any])
 
@@ -33,6 +37,12 @@ def needs(*abilities: str) -> Callable[[_Test], _Test]:
         return pytest.mark.needs(*abilities)(test)  # type: ignore[no-any-return]
 
     return mark
+
+
+def first_sentence(member: str) -> Promise:
+    """Return a member with the first sentence of its docstring; the words are empty if it has none."""
+    sentence = re.split(r"(?<! al)\. ", docstring(member))[0].rstrip(".")
+    return member, f"{sentence}." if sentence else ""
 
 
 def docstring(member: str) -> str:

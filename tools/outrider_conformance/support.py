@@ -13,7 +13,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from outrider.cli.terminal.inputs import read_utf8
+from outrider.cli.terminal.files import read_utf8
 from outrider.device.errors import ConfigError
 
 

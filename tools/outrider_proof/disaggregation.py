@@ -125,8 +125,7 @@ def child(
     if data > 1:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        from outrider.engine.ranks.parallel import ParallelConfig
-        from outrider.engine.ranks.ranks import Ranks
+        from outrider.engine.ranks.ranks import ParallelConfig, Ranks
 
         store = TCPStore("127.0.0.1", port, is_master=not rank, wait_for_workers=False)
         if not rank:

@@ -21,8 +21,7 @@ from rich.text import Text
 
 from outrider.cli.terminal.report import CommandReport
 from outrider.device import ConfigError
-from outrider_proof.decode_program import HostProgram, Serving, check_tokens, limited_prefill_graphs
-from outrider_proof.watched_ranks import run_watched
+from outrider_proof.decode_program import HostProgram, Serving, WrongTokens, check_tokens, limited_prefill_graphs
 
 if TYPE_CHECKING:
     from outrider import Engine
@@ -31,7 +30,41 @@ if TYPE_CHECKING:
     from outrider.engine.requests.sampling import SamplingParams
     from outrider_proof.decode_program import Arrival
     from outrider_proof.rank_exploration import RanksWanted
+    from outrider_sanitizer import Report
     from outrider_sanitizer import Report as Findings
+
+
+def run_watched(
+    backends: Sequence[Backend],
+    body: Callable[[int], None],
+    *,
+    lost: Sequence[str],
+    on_report: Callable[[Report], None] = lambda report: None,
+) -> None:
+    """Run ``body(rank)`` for each of ``backends`` in its own thread, on the current schedule.
+
+    ``on_report`` receives the sanitizer's report before the threads start. Raises :class:`RaceError` if the sanitizer has a
+    finding, then the error of a body, then :class:`WrongTokens` if ``lost`` names pages or rows.
+    """
+    from outrider_sanitizer import RaceError, watch_ranks
+    from outrider_sanitizer.races.rank_program import control_of
+
+    # The engine orders accesses to whole tensors of rows, not to single rows.
+    with watch_ranks(backends, rows_apart=False) as report:
+        on_report(report)
+        problem: Exception | None = None
+        try:
+            control_of(backends[0]).run_threads(*((lambda rank=rank: body(rank)) for rank in range(len(backends))))
+        except Exception as error:
+            problem = error
+    if not report.clean:
+        # A race explains wrong tokens, so it is the error; the error that ended the run may explain a missing collective.
+        raise RaceError(report) from problem
+    if problem is not None:
+        raise problem
+    if lost:
+        raise WrongTokens("; ".join(lost))
+
 
 TOLERATED = ("tie", "ulp", "slow", "memory")
 """Divergences that the engine must tolerate."""
@@ -174,8 +207,7 @@ class RankExplorer:
 
     def run_program(self, setup: RankSetup, program: HostProgram, *, inject: str | None = None) -> dict[str, int]:
         """Run one program on the current schedule and return counts of its requests. Raises the first error found."""
-        from outrider.engine.ranks.parallel import ParallelConfig
-        from outrider.engine.ranks.ranks import Ranks
+        from outrider.engine.ranks.ranks import ParallelConfig, Ranks
         from outrider_proof.engine_setups import prompt_and_media, reference_tokens, without_schedule
         from outrider_sanitizer.races.rank_program import control_of
 
@@ -239,8 +271,7 @@ def _serve(
 
 def _inject_divergence(engine: Engine, inject: str) -> None:
     """Change the decisions that a follower rank receives, or the bucket that it picks."""
-    from outrider.engine.ranks.commands import AbortCommand, Command
-    from outrider.engine.ranks.record_text import decode
+    from outrider.engine.ranks.records import AbortCommand, Command, decode
 
     decision_log: Any = engine._decision_log
     next_record = decision_log.next

@@ -24,15 +24,14 @@ from outrider.disaggregation.decode_worker import DecodeWorker
 from outrider.disaggregation.page_landing import FollowerLinks, LandingRegistry
 from outrider.disaggregation.prefill_worker import PrefillWorker
 from outrider.disaggregation.wire import WireMessage
-from outrider.engine.ranks.parallel import ParallelConfig
-from outrider.engine.ranks.ranks import Ranks
+from outrider.engine.ranks.ranks import ParallelConfig, Ranks
 from outrider.engine.requests.hand_over import RequestState
 from outrider.registry import Registry
 from outrider.transports.local_transport import LocalTransport
 from outrider_proof import engine_setups
 from outrider_proof.decode_program import HostProgram, WrongTokens, check_tokens, limited_prefill_graphs
 from outrider_proof.fence_log import FenceLog
-from outrider_proof.watched_ranks import run_watched
+from outrider_proof.rank_engine import run_watched
 
 if TYPE_CHECKING:
     from outrider.device import Backend

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _REQUIRED_COUNTS = ("operations", "streams", "replays")
 """Counts of a report that ``--require`` can name."""
+_STYLES = MappingProxyType({"fix": "green", "replay": "cyan"})
 
 
 def sanitize(
@@ -144,16 +146,6 @@ def show(console: Console, report: Findings, advice: bool, failed: bool) -> None
 
 
 def _show_finding(console: Console, number: int, finding: Finding) -> None:
-    times = f" ({finding.count} times)" if finding.count > 1 else ""
-    console.print(Text(f"\n{number}. {finding.kind.value}{times}", style="bold"))
-    rows = (
-        ("first", finding.first, ""),
-        ("then" if finding.first else "at", finding.second, ""),
-        ("memory", finding.memory, ""),
-        ("now", finding.hint, ""),
-        ("fix", finding.missing, "green"),
-        ("replay", finding.schedule, "cyan"),
-    )
-    for title, text, style in rows:
-        if text:
-            console.print(Text(f"   {title:<7} ", style="dim") + Text(str(text), style=style))
+    console.print(Text(f"\n{number}. {finding.heading}", style="bold"))
+    for title, text in finding.rows:
+        console.print(Text(f"   {title:<7} ", style="dim") + Text(text, style=_STYLES.get(title, "")))

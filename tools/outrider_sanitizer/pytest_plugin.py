@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -70,12 +71,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(watcher, "outrider-sanitize")
 
 
+@dataclass
 class _WatchedTest:
-    """The device and the report of one watched test."""
+    """The device's scope and the reports of one watched test."""
 
-    def __init__(self, stack: ExitStack, reports: list[Report]) -> None:
-        self.stack = stack
-        self.reports = reports
+    stack: ExitStack
+    reports: list[Report]
 
 
 class _Watcher:

@@ -7,7 +7,7 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from outrider.registry.interruptions import interruptions_held
+from outrider.registry.children import interruptions_held
 
 
 @contextmanager

@@ -6,15 +6,135 @@ picture into a self-contained HTML page.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import permutations
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from outrider_trace.html_page import html_page
-from outrider_trace.stages import stage_spans
 from outrider_trace.timeline import Timeline, WaitArrow
+
+if TYPE_CHECKING:
+    from outrider_trace.timeline import FenceMark, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class StageFence:
+    """The start or the end of a stage: the position where its stream waits for a fence or records it."""
+
+    fence: str
+    waited: bool
+    """True: the stream waits for the fence. False: the stream records it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpan:
+    """One run of a stage, from the start of its first operation to the end of its last operation, in microseconds."""
+
+    stream: str
+    name: str
+    start: float
+    end: float
+
+
+def _waits(fence: str) -> StageFence:
+    return StageFence(fence, True)
+
+
+def _records(fence: str) -> StageFence:
+    return StageFence(fence, False)
+
+
+STAGES: tuple[tuple[str, str, StageFence, StageFence], ...] = (
+    ("upload", "schedule", _records("inputs_ready"), _waits("shared_reads_done")),
+    ("unpack", "schedule", _waits("shared_reads_done"), _waits("published")),
+    ("resolve lengths", "schedule", _waits("published"), _records("inputs_ready")),
+    ("gather", "forward", _waits("inputs_ready"), _records("shared_reads_done")),
+    ("draft", "forward", _records("shared_reads_done"), _records("draft_outputs_ready")),
+    ("verify", "forward", _waits("plan_ready"), _records("published")),
+    ("extend", "forward", _waits("extend_plan_ready"), _records("results_ready")),
+    ("plan 1", "plan", _waits("shared_reads_done"), _waits("draft_outputs_ready")),
+    ("plan 2", "plan", _waits("draft_outputs_ready"), _records("plan_ready")),
+    ("plan extend", "plan", _waits("accept_ready"), _records("extend_plan_ready")),
+    ("copy lengths", "copy", _waits("published"), _records("lengths_on_host")),
+    ("copy", "copy", _waits("results_ready"), _records("results_copied")),
+)
+"""(stage, stream, start, end) of each stage of an iteration that isn't fused."""
+
+ITERATION = "iteration"
+"""Name of the stage *gather* in an iteration that has no further stage: a fused iteration, or a prefill iteration."""
+
+
+def stage_spans(timeline: Timeline) -> list[StageSpan]:
+    """Return the stages that ran in ``timeline``, stream by stream. A stage without an operation is left out."""
+    stages: list[StageSpan] = []
+    for stream, spans in timeline.spans.items():
+        marks = [mark for mark in timeline.marks if mark.stream == stream]
+        for name, first, end in _stage_ranges(stream, marks):
+            if first < end <= len(spans):
+                stages.append(StageSpan(stream, name, spans[first].start, spans[end - 1].end))
+    return stages
+
+
+def _stage_ranges(stream: str, marks: list[FenceMark]) -> Iterator[tuple[str, int, int]]:
+    """Yield (stage, index of its first span, index after its last span) for each run of a stage."""
+    for name, stage_stream, start_edge, end_edge in STAGES:
+        if stage_stream != stream:
+            continue
+        first_span: int | None = None
+        for number, mark in enumerate(marks):
+            edge = StageFence(mark.fence, mark.waited)
+            if edge == end_edge and first_span is not None:
+                yield (name if name != "gather" or _has_planned_stages(marks[number:]) else ITERATION), first_span, mark.at
+                first_span = None
+            if edge == start_edge:
+                first_span = mark.at
+
+
+def _has_planned_stages(marks: list[FenceMark]) -> bool:
+    """Return whether the iteration waits for a plan before the next iteration starts."""
+    for mark in marks:
+        if mark.waited and mark.fence in ("plan_ready", "inputs_ready"):
+            return mark.fence == "plan_ready"
+    return True
+
+
+_REPORT_STYLE = """
+:root { color-scheme: light dark; --line: #d0d7de; --soft: #f6f8fa; --text: #1f2328; --dim: #59636e; --back: #fff; }
+@media (prefers-color-scheme: dark) {
+  :root { --line: #3d444d; --soft: #151b23; --text: #f0f6fc; --dim: #9198a1; --back: #0d1117; }
+}
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 2rem 1rem 4rem; color: var(--text); background: var(--back); overflow-wrap: anywhere;
+  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
+h1 { font-size: 1.75rem; line-height: 1.25; margin: 0 0 .25rem; } h2 { font-size: 1.2rem; margin: 2.25rem 0 .5rem; }
+p { margin: .25rem 0 .75rem; } .dim { color: var(--dim); }
+table { border-collapse: collapse; width: 100%; } th, td { text-align: left; padding: .4rem .75rem .4rem 0;
+  border-bottom: 1px solid var(--line); vertical-align: top; } th { font-weight: 600; overflow-wrap: normal; }
+th:last-child, td:last-child { padding-right: 0; }
+.number { text-align: right; font-variant-numeric: tabular-nums; } td.number { white-space: nowrap; }
+code, pre { font: .875em/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
+"""
+_MARKED = re.compile(r"(?::[a-z:]+:)?(`{1,2})(?:~(?:[\w.]*\.)?)?(?P<code>[^`]+)\1")
+"""Code in a text between one or two backticks. Before it may stand a docstring's role, and ``~`` with a module."""
+
+
+def html_page(title: str, body: str, style: str = "") -> str:
+    """Return a page. ``body`` is HTML below the title, ``style`` is CSS in addition to that of every page."""
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>{head}<title>{escape(title)}</title>\n'
+        f"<style>{_REPORT_STYLE}{style}</style></head>\n"
+        f"<body><h1>{escape(title)}</h1>\n{body}\n</body></html>\n"
+    )
+
+
+def prose(text: str) -> str:
+    """Return ``text`` as HTML. Code between backticks becomes a ``code`` element."""
+    return _MARKED.sub(r"<code>\g<code></code>", escape(text, quote=False))
+
 
 WIDTH = 960
 PAGE_WIDTHS = {"wide": 1248, "narrow": 368}

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from outrider_vllm.known_findings import split_known_findings
-from outrider_vllm.workloads import Workload
+from outrider_vllm.workloads import Workload, split_known_findings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from outrider.device import BackendLoadError
 if TYPE_CHECKING:
     from outrider_vllm.triton_launches import TritonLaunches
 
+
 VLLM_VERSION = "0.33.0"
 """The vLLM version that this package supports."""
 
@@ -76,3 +77,11 @@ def install_triton() -> TritonLaunches:
     driver.is_active = staticmethod(lambda: True)
     del triton
     return launches
+
+
+def platform() -> str | None:
+    """Return the qualified name of the simulated platform if the program has called `install()`, else None.
+
+    vLLM calls this plugin of the entry-point group `vllm.platform_plugins`.
+    """
+    return None if _InstallState.launches is None else "outrider_vllm.platform.SimPlatform"

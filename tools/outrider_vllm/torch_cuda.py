@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from outrider_sim.machine.tensor_meta import Metas
+from outrider_sim.machine.memory import Metas
 from outrider_sim.torch_device.tensor import SimTensor, wrap
 from outrider_sim.torch_device.torch_module import SimTorchStream
 

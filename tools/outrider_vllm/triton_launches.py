@@ -1,21 +1,191 @@
 """Launches of Triton kernels on tensors of the simulated device.
 
 Triton's interpreter runs the unmodified kernel when the simulated stream reaches the launch. At the launch, each tensor is
-declared as one that the kernel may read and write. After the run, the interpreter reports the accessed bytes
-(`triton_recorder`). They include memory that the kernel reached through a table of addresses.
+declared as one that the kernel may read and write. After the run, the interpreter reports the accessed bytes: it has the
+addresses of each load and store as an array, and a mask of the elements that are accessed. The bytes include memory that the
+kernel reached through a table of addresses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
+from numpy.typing import NDArray
 
 from outrider.device import Access, ConfigError
 from outrider_sim.torch_device.launches import host_view, launch
 from outrider_sim.torch_device.tensor import SimTensor
-from outrider_vllm.triton_recorder import AccessRecorder, RecordedAccesses, StorageRange
+
+Addresses = NDArray[numpy.uint64]
+Ranges = tuple[NDArray[numpy.int64], NDArray[numpy.int64]]
+"""Start and end (exclusive) of each range: sorted, with a gap between consecutive ranges."""
+
+MAX_RANGES = 512
+"""Maximum number of ranges for one storage and direction. More ranges are joined across the smallest gaps."""
+_MAX_RAW_ADDRESSES = 1 << 18
+"""Number of recorded addresses above which they are merged into ranges, to limit memory."""
+_EMPTY: Ranges = (numpy.empty(0, numpy.int64), numpy.empty(0, numpy.int64))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageRange:
+    """The address range of a storage: bytes `[base, base + nbytes)` of the host's memory."""
+
+    base: int
+    nbytes: int
+    storage: int
+    """Id of the storage for the sanitizer."""
+    argument: str
+    """Name of the kernel's parameter, for reports."""
+
+
+class RecordedAccesses:
+    """The loads and stores of one launch, recorded while the kernel runs."""
+
+    def __init__(self) -> None:
+        self._raw: dict[bool, dict[int, list[Addresses]]] = {False: {}, True: {}}
+        """Recorded addresses, by direction (True: write) and by element size in bytes."""
+        self._ranges: dict[bool, Ranges] = {False: _EMPTY, True: _EMPTY}
+        """Merged ranges of earlier addresses, by direction."""
+        self._num_raw = 0
+
+    def record_access(self, pointers: Addresses, mask: Any, size: int, *, write: bool) -> None:
+        """Record an access to elements of `size` bytes at `pointers` where `mask` is true. The mask may broadcast."""
+        addresses = pointers[numpy.broadcast_to(mask, pointers.shape).astype(bool)]
+        if not addresses.size:
+            return
+        self._raw[write].setdefault(size, []).append(addresses)
+        self._num_raw += addresses.size
+        if self._num_raw > _MAX_RAW_ADDRESSES:
+            self._merge_raw()
+
+    def ranges(self, *, write: bool) -> Ranges:
+        """Return the ranges that have been stored (`write`) or loaded so far."""
+        self._merge_raw()
+        return self._ranges[write]
+
+    def accesses(self, places: Iterable[StorageRange]) -> tuple[list[Access], int]:
+        """Return the accesses to the storages at `places`, and the number of ranges outside of them.
+
+        The address ranges of `places` must be disjoint.
+        """
+        storages = sorted(places, key=lambda place: place.base)
+        bases = numpy.array([place.base for place in storages], dtype=numpy.int64)
+        accesses: list[Access] = []
+        num_outside = 0
+        for write in (False, True):
+            starts, ends = self.ranges(write=write)
+            owners = numpy.searchsorted(bases, starts, side="right") - 1
+            for owner in numpy.unique(owners).tolist():
+                has_owner = owners == owner
+                place = storages[owner] if owner >= 0 else None
+                if place is None:
+                    num_outside += int(has_owner.sum())
+                    continue
+                inside = has_owner & (starts < place.base + place.nbytes)
+                num_outside += int(has_owner.sum()) - int(inside.sum())
+                if inside.any():
+                    accesses += _storage_accesses(place, starts[inside] - place.base, ends[inside] - place.base, write)
+        return accesses, num_outside
+
+    def _merge_raw(self) -> None:
+        for write, sizes in self._raw.items():
+            parts = [self._ranges[write]]
+            for size, arrays in sizes.items():
+                parts.append(merge_adjacent(numpy.concatenate(arrays), size))
+            self._ranges[write] = _union(parts)
+            sizes.clear()
+        self._num_raw = 0
+
+
+def merge_adjacent(addresses: Addresses, size: int) -> Ranges:
+    """Return the ranges of elements of `size` bytes at `addresses`. Adjacent elements form one range."""
+    low = numpy.unique(addresses).astype(numpy.int64)
+    gaps = numpy.flatnonzero(numpy.diff(low) > size) + 1
+    return low[numpy.concatenate(([0], gaps))], low[numpy.concatenate((gaps - 1, [-1]))] + size
+
+
+def _union(parts: list[Ranges]) -> Ranges:
+    if len(parts) == 1:
+        return parts[0]
+    starts = numpy.concatenate([p[0] for p in parts])
+    ends = numpy.concatenate([p[1] for p in parts])
+    if not starts.size:
+        return starts, ends
+    order = numpy.argsort(starts, kind="stable")
+    starts, ends = starts[order], numpy.maximum.accumulate(ends[order])
+    first = numpy.concatenate(([0], numpy.flatnonzero(starts[1:] > ends[:-1]) + 1))
+    return starts[first], ends[numpy.concatenate((first[1:] - 1, [-1]))]
+
+
+def _storage_accesses(
+    place: StorageRange, starts: NDArray[numpy.int64], ends: NDArray[numpy.int64], write: bool
+) -> list[Access]:
+    """Return one strided access for ranges of equal length and distance. Else return one access per range.
+
+    At most `MAX_RANGES` accesses are returned.
+    """
+    ends = numpy.minimum(ends, place.nbytes)
+    if len(starts) > 2:
+        step, length = int(starts[1] - starts[0]), int(ends[0] - starts[0])
+        if bool((numpy.diff(starts) == step).all()) and bool((ends - starts == length).all()):
+            shape, stride = (len(starts), length), (step, 1)
+            return [Access(place.storage, int(starts[0]), int(ends[-1]), write, shape, stride, place.argument)]
+    if len(starts) > MAX_RANGES:
+        largest_gaps = numpy.sort(numpy.argsort(starts[1:] - ends[:-1], kind="stable")[-(MAX_RANGES - 1) :])
+        starts = starts[numpy.concatenate(([0], largest_gaps + 1))]
+        ends = ends[numpy.concatenate((largest_gaps, [-1]))]
+    return [
+        Access(place.storage, start, end, write, None, None, place.argument)
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
+    ]
+
+
+class AccessRecorder:
+    """A wrapper of the loads, stores and atomics of Triton's interpreter, which records them for the running launch.
+
+    `builder` is the interpreter's builder, whose methods are replaced.
+    """
+
+    def __init__(self, builder: Any) -> None:
+        self._current: RecordedAccesses | None = None
+        for name, write in (("create_masked_load", False), ("create_masked_store", True)):
+            setattr(builder, name, self._recorded(getattr(builder, name), (write,), mask=1 + write))
+        builder.create_atomic_rmw = self._recorded(builder.create_atomic_rmw, (False, True), pointer=1, mask=3)
+        builder.create_atomic_cas = self._recorded(builder.create_atomic_cas, (False, True), mask=None)
+
+    @contextmanager
+    def recording(self, touched: RecordedAccesses) -> Generator[None]:
+        """Record the interpreter's accesses in `touched` for the duration of the context."""
+        outer, self._current = self._current, touched
+        try:
+            yield
+        finally:
+            self._current = outer
+
+    def _recorded(
+        self, method: Callable[..., Any], directions: tuple[bool, ...], *, pointer: int = 0, mask: int | None
+    ) -> Callable[..., Any]:
+        """Return `method` with recording. `pointer` and `mask` are the indices of these arguments."""
+
+        def record_and_call(*args: Any) -> Any:
+            if self._current is not None:
+                pointers = args[pointer]
+                size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+                for write in directions:
+                    # In the interpreter, addresses are unsigned numbers of 64 bits.
+                    self._current.record_access(
+                        numpy.asarray(pointers.data, dtype=numpy.uint64),
+                        True if mask is None else args[mask].data, size, write=write,
+                    )  # fmt: skip
+            return method(*args)
+
+        return record_and_call
 
 
 class TritonLaunches:

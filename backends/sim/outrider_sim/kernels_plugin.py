@@ -20,6 +20,6 @@ def kernel_info() -> KernelInfo:
 @hookimpl
 def create_kernels(backend: Backend) -> KernelSet:
     """Create the kernel set around the backend's own kernels."""
-    from outrider_sim.planned_attention import HostPlanKernels
+    from outrider_sim.kernels import HostPlanKernels
 
     return HostPlanKernels(backend.kernels, backend)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from outrider.device import Access, Observer, Operation
 from outrider_sim.machine.pinned import HostAllocation
@@ -12,39 +12,11 @@ if TYPE_CHECKING:
     from outrider_sim.backend import SimBackend
 
 
-class Tap(Protocol):
-    """Callbacks that the machine calls. Each runs on the host thread that caused it, in the order of that thread's calls."""
-
-    def launched(self, op: Op, stream: StreamQueue, index: int) -> None:
-        """Report that `op` was enqueued as operation `index` of `stream`."""
-
-    def ran(self, op: Op, stream: StreamQueue, index: int, start: float, end: float) -> None:
-        """Report that `op` has run, with its start and end in virtual microseconds."""
-
-    def synchronized(self, stream: StreamQueue) -> None:
-        """Report that the host waited for `stream` inside a torch call (`.item()`, a pageable copy)."""
-
-    def allocated(self, allocation: Any, previous: int | None) -> None:
-        """Report a new allocation; `previous` is the identity of the bytes' previous allocation."""
-
-    def shared(self, allocation: Any, stream: StreamQueue) -> None:
-        """Report `record_stream`: the memory isn't reused before `stream` has run its work queued at the release."""
-
-    def freed(self, allocation: Any) -> None:
-        """Report that the last reference to an allocation was dropped."""
-
-    def host_accessed(self, access: Access, line: Any) -> None:
-        """Report a host thread's direct access to pinned memory."""
-
-    def remapped(self, allocation: Any) -> None:
-        """Report that other pages lie under an allocation's addresses."""
-
-    def rows(self, op: Op, stream: StreamQueue, index: int) -> None:
-        """Report the indices of `op` right before it runs, or right after it has run if `Op.after` is set."""
-
-
 class ObserverTap:
-    """Reports operations and memory to an observer. The interface reports streams, events, flags and captures."""
+    """The callbacks of the machine. Each runs on the host thread that caused it, in the order of that thread's calls.
+
+    Reports operations and memory to an observer. The interface reports streams, events, flags and captures.
+    """
 
     def __init__(self, backend: SimBackend, observer: Observer) -> None:
         self._backend = backend

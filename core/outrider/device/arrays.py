@@ -36,6 +36,11 @@ _IN_PLACE = frozenset(
 """Methods and functions that write their first operand. Functions of these names that return a copy are reads, too."""
 _RETURNS_COPY = frozenset({"partition", "resize", "sort"})
 """Names in `_IN_PLACE` whose function, unlike the method, returns a changed copy."""
+_SHAPE_ALONE = frozenset(
+    {"common_type", "empty_like", "full_like", "iscomplexobj", "isrealobj", "may_share_memory", "ndim", "ones_like"}
+    | {"result_type", "shape", "shares_memory", "size", "zeros_like"}
+)
+"""Functions that look at an array's shape, dtype or address, and at none of its elements."""
 _SPECIAL = (
     *("__bool__", "__complex__", "__contains__", "__copy__", "__deepcopy__", "__float__", "__format__"),
     *("__index__", "__int__", "__reduce__", "__reduce_ex__", "__repr__", "__setstate__", "__str__"),
@@ -93,6 +98,8 @@ class PinnedArray(np.ndarray):
         """Report the arguments of a numpy function as read, `out` and the operand of an in-place function as written."""
         del types
         name = getattr(func, "__name__", "")
+        if name in _SHAPE_ALONE:
+            return func(*_plain_deep(args), **_plain_deep(kwargs))
         return call_reporting(func, args, kwargs, name in _IN_PLACE - _RETURNS_COPY, _out_position(func))
 
     def byteswap(self, inplace: bool = False) -> Any:

@@ -9,16 +9,14 @@ from outrider.engine.fused_step import FusedStep
 from outrider.engine.graphs import CaptureProgress, GraphRunner, Runner
 from outrider.engine.guided import GuidedDecoding
 from outrider.engine.loop import IterationLauncher, Loop
-from outrider.engine.prefill import Prefill
-from outrider.engine.prefill_graphs import PrefillLauncher, build_prefill_graphs
+from outrider.engine.prefill import Prefill, PrefillLauncher, build_prefill_graphs
 from outrider.engine.ranked import DecidersGuides, FollowersGuides, RankedPrefill, RankedStages, RankedStep
 from outrider.engine.ranks.decision_log import DecisionLog
-from outrider.engine.recovery.watchdog import Watchdog
+from outrider.engine.recovery import Watchdog
 from outrider.engine.requests.draft_length import DraftLengthPolicy
 from outrider.engine.requests.groups import AgreedLength, GroupScheduler
-from outrider.engine.requests.pages import FreeList, PagePool
+from outrider.engine.requests.pages import FreeList, PagePool, StateCheckpoints
 from outrider.engine.requests.scheduler import Scheduler, SchedulerLimits
-from outrider.engine.requests.state_checkpoints import StateCheckpoints
 from outrider.engine.stages import Iteration, Stages
 from outrider.engine.state.parts import EngineParts
 from outrider.engine.step import Step

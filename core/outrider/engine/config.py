@@ -116,9 +116,10 @@ class EngineConfig:
     Only models with recurrent layers have such states. A prefix without its state can't be shared.
     """
     batch_invariant: bool = False
-    """The output of a request is bitwise independent of the other requests, with slower kernels.
+    """Each sum of a token has one order: output is equal in every bit alone and in any batch, with and without speculation on
+    a chain.
 
-    The output still depends on ``max_context`` and ``page_size``.
+    Kernels are slower. Without exact kernels of the device, output still depends on ``max_context`` and ``page_size``.
     """
     mode: ModeName | None = None
     """``staged`` launches stages on their own streams; ``fused`` replays the whole iteration from one graph."""

@@ -19,8 +19,11 @@ from outrider.engine.guides.grammars import Grammars
 from outrider.engine.guides.guides import Guide
 from outrider.engine.lending import PageLending
 from outrider.engine.loop import EngineLoad, EngineStats
-from outrider.engine.prefill_graphs import PrefillGraphs
-from outrider.engine.ranks.commands import (
+from outrider.engine.prefill import PrefillGraphs
+from outrider.engine.ranks.decision_log import DecisionLog, RankedDecisionLog
+from outrider.engine.ranks.processes import LoadingArguments, RankProcesses, absolute, check_one_rank, start_ranks
+from outrider.engine.ranks.ranks import ParallelConfig, Ranks, join_engine
+from outrider.engine.ranks.records import (
     AbortCommand,
     AddCommand,
     DropCommand,
@@ -33,24 +36,18 @@ from outrider.engine.ranks.commands import (
     TakeOverCommand,
     VoteRequest,
 )
-from outrider.engine.ranks.decision_log import DecisionLog, RankedDecisionLog
-from outrider.engine.ranks.engine_agreement import join_engine
-from outrider.engine.ranks.parallel import ParallelConfig
-from outrider.engine.ranks.processes import LoadingArguments, RankProcesses, absolute, check_one_rank, start_ranks
-from outrider.engine.ranks.ranks import Ranks
-from outrider.engine.recovery.watchdog import Watchdog
+from outrider.engine.recovery import Watchdog
 from outrider.engine.requests.admission import Admission
-from outrider.engine.requests.cache_events import CacheEvent, CacheEvents
 from outrider.engine.requests.draft_length import DraftLengthPolicy, LengthSchedule
 from outrider.engine.requests.hand_over import HandOver, RequestState
 from outrider.engine.requests.output_queue import RequestStream
+from outrider.engine.requests.pages import CacheEvent, CacheEvents
 from outrider.engine.requests.request import Completion, FinishReason, Request, StepOutput
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.session import Answer, Session, answering, follow
 from outrider.engine.setup.checks import check_engine_types, check_invariance, check_loading_types, check_policy, check_tree
-from outrider.engine.setup.device_model_facts import situation_of
 from outrider.engine.setup.loading import load_checkpoint
-from outrider.engine.setup.resolve import resolve
+from outrider.engine.setup.resolve import resolve, situation_of
 from outrider.engine.state.parts import EngineParts
 from outrider.engine.warm_up import WarmUp, warm_up
 from outrider.errors import RequestError

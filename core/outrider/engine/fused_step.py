@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from outrider.engine.graphs import Runner
 from outrider.engine.guided import GuidedDecoding
-from outrider.engine.prefill_graphs import PrefillLauncher
+from outrider.engine.prefill import PrefillLauncher
 from outrider.engine.requests.batch import Batch
-from outrider.engine.stages import Iteration
-from outrider.engine.state.frame import build_frame
+from outrider.engine.stages import Iteration, build_frame
 from outrider.engine.state.parts import EngineParts
 from outrider.engine.state.staging import Packer
 from outrider.engine.step import Step

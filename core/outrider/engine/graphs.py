@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 from outrider.device import CaptureContext, Graph, GraphPool, Stream
 from outrider.engine.config import MAX_LOGPROBS
 from outrider.engine.requests.batch import Features
-from outrider.engine.stages import Stages
+from outrider.engine.stages import DecodeBatch, Frame, Stage, Stages, build_frame
 from outrider.engine.state.buffers import EXTEND, INPUTS, VERIFY
-from outrider.engine.state.frame import DecodeBatch, Frame, Stage, build_frame
 from outrider.engine.state.parts import EngineParts
-from outrider.speculative.host_seq_lens import HostSeqLens
+from outrider.speculative.proposer import HostSeqLens
 
 CaptureProgress = Callable[[int, int], None]
 

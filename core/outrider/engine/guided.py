@@ -17,7 +17,7 @@ from torch import Tensor
 from outrider.device import KernelSet
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.request import Request
-from outrider.engine.state.frame import DecodeBatch, Frame
+from outrider.engine.stages import DecodeBatch, Frame
 from outrider.engine.state.parts import EngineParts
 
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from outrider.device import ConfigError
 from outrider.engine.loop import Loop
-from outrider.engine.ranks.commands import ExpectPagesCommand, PagesArrivedCommand, ReleasePagesCommand
-from outrider.engine.ranks.records import RanksDiffer
+from outrider.engine.ranks.records import ExpectPagesCommand, PagesArrivedCommand, RanksDiffer, ReleasePagesCommand
 from outrider.engine.requests.admission import Admission
 from outrider.engine.requests.hand_over import ArrivedPages, ExpectedPages, LentPages, RequestState
 from outrider.engine.requests.pages import FreeList

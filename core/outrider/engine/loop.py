@@ -10,8 +10,7 @@ from typing import Protocol
 
 from outrider.device import Decision, DeviceFault
 from outrider.engine.ranks.decision_log import DecisionLog
-from outrider.engine.recovery.failure_recovery import FailureRecovery
-from outrider.engine.recovery.watchdog import Watchdog
+from outrider.engine.recovery import FailureRecovery, Watchdog
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.groups import GroupScheduler
 from outrider.engine.requests.output_queue import OutputQueue

@@ -11,7 +11,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's 
 from outrider.engine.engine import Engine
 from outrider.engine.ranks.processes import RankWork
 from outrider.engine.ranks.ranks import Ranks
-from outrider.engine.ranks.record_text import decode
+from outrider.engine.ranks.records import decode
 from outrider.registry import Registry
 from outrider.registry.backends import BackendSpec
 

@@ -16,16 +16,13 @@ from torch import Tensor
 from outrider.device import Decision
 from outrider.engine.graphs import Runner
 from outrider.engine.guided import GuidedDecoding
-from outrider.engine.prefill import Prefill
-from outrider.engine.prefill_graphs import PrefillLauncher
+from outrider.engine.prefill import Prefill, PrefillLauncher
 from outrider.engine.requests.batch import Batch, PrefillChunk
 from outrider.engine.requests.request import Request
-from outrider.engine.stages import DraftStage, Stages, Verify
-from outrider.engine.state.frame import DecodeBatch, Frame
+from outrider.engine.stages import DecodeBatch, DraftStage, Frame, Stages, Verify
 from outrider.engine.state.masks import late_guidance_indices
 from outrider.engine.state.parts import EngineParts
-from outrider.engine.state.probes import GUIDE_LATE, MEDIA_FAILED
-from outrider.engine.state.results import PendingResult
+from outrider.engine.state.results import GUIDE_LATE, MEDIA_FAILED, PendingResult
 from outrider.engine.state.staging import PrefillInputs
 from outrider.engine.step import Step
 from outrider.model import ModelRanks

@@ -11,9 +11,8 @@ from typing import Any
 
 from outrider.device import ConfigError, OutriderError
 from outrider.engine.loop import Loop
-from outrider.engine.ranks.commands import Command, DropCommand, HandOverCommand, ResumeCommand, VoteRequest
 from outrider.engine.ranks.decision_log import RankedDecisionLog
-from outrider.engine.ranks.records import RanksDiffer
+from outrider.engine.ranks.records import Command, DropCommand, HandOverCommand, RanksDiffer, ResumeCommand, VoteRequest
 from outrider.engine.requests.groups import GroupScheduler
 from outrider.engine.requests.request import Request
 from outrider.errors import RequestError

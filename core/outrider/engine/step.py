@@ -24,17 +24,15 @@ from collections.abc import Mapping
 from outrider.device import Decision, Waiter
 from outrider.engine.graphs import Runner
 from outrider.engine.guided import GuidedDecoding
-from outrider.engine.prefill import PrefilledChunks
-from outrider.engine.prefill_graphs import PrefillLauncher
+from outrider.engine.prefill import PrefilledChunks, PrefillLauncher
 from outrider.engine.requests.batch import Batch, Features
-from outrider.engine.stages import Stages
-from outrider.engine.state.frame import DecodeBatch, build_frame
+from outrider.engine.stages import DecodeBatch, Stages, build_frame
 from outrider.engine.state.parts import EngineParts, ring_entries
 from outrider.engine.state.plans import PlanAtJoin
 from outrider.engine.state.results import PendingResult
 from outrider.engine.state.staging import RESTORED_STATES, SAVED_STATES, Packer, PrefillBucket
 from outrider.engine.state.transfer import StateCopies
-from outrider.speculative.host_seq_lens import HostSeqLens
+from outrider.speculative.proposer import HostSeqLens
 
 
 class Step:

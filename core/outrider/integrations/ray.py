@@ -33,7 +33,7 @@ from outrider.device import ConfigError
 from outrider.serve.api.api_errors import SERVER, ApiError
 from outrider.serve.api.prompt_builder import PromptBuilder, PromptResources
 from outrider.serve.config import ServeConfig
-from outrider.serve.connection.engine_ranks import create_engine_client
+from outrider.serve.connection.engine_process import create_engine_client
 from outrider.serve.http.app import create_app
 
 _LOG = logging.getLogger("outrider.ray")

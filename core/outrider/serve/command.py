@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.options.chat_options import ChatTemplateOption, read_template
 from outrider.cli.options.engine_options import ServerOptions, with_options
 from outrider.cli.options.option_values import (
     INPUT_FILE,
@@ -34,13 +33,14 @@ from outrider.cli.options.option_values import (
     whole,
 )
 from outrider.cli.options.rank_processes import DataParallelOption, TensorParallelOption
+from outrider.cli.options.request_options import ChatTemplateOption, read_template
 from outrider.cli.terminal.environment import api_keys_from_environment, spans_from_environment
-from outrider.cli.terminal.inputs import check_listening, read_utf8
+from outrider.cli.terminal.files import check_listening, read_utf8
 from outrider.cli.terminal.report import CommandReport
 from outrider.cli.terminal.starting import show_progress
 from outrider.device.errors import ConfigError
 from outrider.disaggregation.connections import PeerAddress
-from outrider.serve.optional_packages import require_kv_events, require_serve
+from outrider.serve.config import require_kv_events, require_serve
 from outrider.serve.roles import check_address, read_secret, serve_decode, serve_prefill
 
 if TYPE_CHECKING:
@@ -298,7 +298,7 @@ def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: Server
     with show_progress() as tell:
         tell("importing the server", 0, 0)
         from outrider.serve.api.prompt_builder import PromptBuilder, PromptResources
-        from outrider.serve.connection.engine_ranks import create_engine_client
+        from outrider.serve.connection.engine_process import create_engine_client
         from outrider.serve.http.server import HttpAddress
         from outrider.serve.http.server import serve_http as serve_until_ended
         from outrider.serve.monitoring.log_formats import log_to_stderr

@@ -1,8 +1,9 @@
-"""The configuration of an HTTP server: limits, API keys and the model's names."""
+"""The configuration of an HTTP server: limits, API keys and the model's names; and checks that its packages are installed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from outrider.device import ConfigError
 from outrider.errors import shown
@@ -48,3 +49,26 @@ class ServeConfig:
             raise ConfigError(f"names is {shown(self.names)}; expected at least one name of the model")
         if not all(isinstance(key, str) and key and key.isascii() and key.isprintable() for key in self.api_keys):
             raise ConfigError("an API key is empty or has characters that a header can't carry; expected printable ASCII")
+
+
+SERVE_PACKAGES = ("fastapi", "uvicorn", "httptools", "pydantic", "prometheus_client")
+KV_EVENTS_PACKAGES = ("zmq", "msgspec")
+
+
+def require_serve() -> None:
+    """Raise :class:`ConfigError` if a package of the extra ``serve`` is missing."""
+    _require_packages("the server", SERVE_PACKAGES, "serve")
+
+
+def require_kv_events() -> None:
+    """Raise :class:`ConfigError` if a package of the extra ``kv-events`` is missing."""
+    _require_packages("--kv-events", KV_EVENTS_PACKAGES, "kv-events")
+
+
+def _require_packages(feature: str, packages: tuple[str, ...], extra: str) -> None:
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"{feature} needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed; "
+            f"run: pip install 'outrider[{extra}]'"
+        )

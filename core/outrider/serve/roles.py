@@ -14,13 +14,17 @@ from rich.console import Console
 from outrider.cli.options.engine_options import ServerOptions
 from outrider.cli.options.option_values import checking_options
 from outrider.cli.options.rank_processes import Joined, RankPlacement
-from outrider.cli.terminal.inputs import check_listening, read_bounded
+from outrider.cli.terminal.files import check_listening, read_bounded
 from outrider.cli.terminal.report import CommandReport
 from outrider.cli.terminal.stopping import SignalStop
 from outrider.cli.terminal.streams import note
 from outrider.device.errors import ConfigError
-from outrider.registry.children import end_with_parent, ignore_interruptions, interruptions_blocked_in_children
-from outrider.registry.interruptions import accepted_interruptions
+from outrider.registry.children import (
+    accepted_interruptions,
+    end_with_parent,
+    ignore_interruptions,
+    interruptions_blocked_in_children,
+)
 
 if TYPE_CHECKING:
     from outrider.disaggregation.server import DisaggregationServer

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from outrider.device import AttentionMetadata, Backend, ConfigError, KernelSet
 from outrider.model import BaseDraftHead, ForwardInput, KVCache, ModelConfig, RopeConfig, speculative_positions
-from outrider.speculative.proposer import MAX_BATCH_REQUESTS, DraftInputs, ExtendInputs, Proposer
-from outrider.speculative.slots import slots_of
+from outrider.speculative.proposer import MAX_BATCH_REQUESTS, DraftInputs, ExtendInputs, Proposer, slots_of
 from outrider.speculative.tree import Level, TreeShape
 
 UNBOUNDED = 1 << 62

@@ -21,8 +21,7 @@ from outrider.speculative.cached_proposer import (
     extend_rope_positions,
     text_rope_positions,
 )
-from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, sample_draft
-from outrider.speculative.slots import slots_of
+from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, sample_draft, slots_of
 from outrider.speculative.tree import Level, TreeShape, most_likely
 
 

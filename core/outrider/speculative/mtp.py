@@ -23,8 +23,7 @@ from outrider.speculative.cached_proposer import (
     target_tokens,
     too_many_branches,
 )
-from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, sample_draft
-from outrider.speculative.slots import slots_of
+from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, sample_draft, slots_of
 from outrider.speculative.tree import Tree
 
 

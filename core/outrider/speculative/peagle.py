@@ -18,8 +18,15 @@ from outrider.device import AttentionMetadata, Backend, ConfigError
 from outrider.model import ForwardInput, PEagleHead
 from outrider.speculative.cached_proposer import text_rope_positions
 from outrider.speculative.eagle import HeadDrafts
-from outrider.speculative.proposer import MAX_BATCH_REQUESTS, Draft, DraftInputs, ExtendInputs, RelaySpec, sample_draft_rows
-from outrider.speculative.slots import slots_of
+from outrider.speculative.proposer import (
+    MAX_BATCH_REQUESTS,
+    Draft,
+    DraftInputs,
+    ExtendInputs,
+    RelaySpec,
+    sample_draft_rows,
+    slots_of,
+)
 
 _MAX_TOKENS = 63
 

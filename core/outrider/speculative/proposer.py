@@ -14,10 +14,48 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, AttentionShape, Backend, CapabilityError, KernelSet
+from outrider.device import AttentionMetadata, AttentionShape, Backend, CapabilityError, HostParam, KernelSet
 from outrider.model import KeptRows
-from outrider.speculative.host_seq_lens import HostSeqLens
 from outrider.speculative.tree import Tree
+
+
+@dataclass(frozen=True, slots=True)
+class HostSeqLens:
+    """Sequence lengths of a batch on the host."""
+
+    values: tuple[int, ...]
+    """Number of cached tokens of each request."""
+    capacity: int
+    """Number of tokens that a block table covers. Lengths are clamped to it; only finished requests exceed it."""
+    captured: Mapping[str, HostParam] | None = None
+    """Parameters of the open capture, which are rebound before each replay."""
+
+    def host_param(self, name: str, ahead: int, *, least: int = 0) -> HostParam:
+        """Return the lengths plus ``ahead``, at least ``least``, as a host parameter of an attention kernel."""
+        if self.captured is not None:
+            return self.captured[name]
+        return HostParam(name, self.lengths_after(ahead, least))
+
+    def lengths_after(self, ahead: int, least: int = 0) -> tuple[int, ...]:
+        """Return the lengths plus ``ahead``, at least ``least``."""
+        return tuple(max(min(value + ahead, self.capacity), least) for value in self.values)
+
+    def padded(self, count: int) -> HostSeqLens:
+        """Return the lengths for ``count`` requests; the additional ones have no cached tokens."""
+        return HostSeqLens((*self.values, *[0] * (count - len(self.values))), self.capacity)
+
+
+def slots_of(positions: Tensor, tables: Tensor, page_size: int) -> Tensor:
+    """Return the cache slots int64 [B, Q] of ``positions`` int64 [B, Q] under block tables [B, pages].
+
+    A slot is page * page size + offset. Positions beyond the table map to the reserved page 0; they belong to finished
+    requests, whose tokens the host discards.
+    """
+    index = positions // page_size
+    inside = index < tables.shape[1]
+    page = tables.gather(1, index.clamp(max=tables.shape[1] - 1)).to(torch.int64)
+    return torch.where(inside, page, 0) * page_size + positions % page_size
+
 
 MAX_BATCH_REQUESTS = 4096
 """Maximum number of requests in a batch, padding included."""

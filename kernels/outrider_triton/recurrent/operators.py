@@ -16,6 +16,8 @@ from outrider_triton.recurrent.jit import steps as jit
 _FEW_TOKENS = 8
 """Maximum number of tokens of a sequence for which the convolution has small blocks."""
 _CHUNK = 64
+_CHUNK_VALUES_PER_PROGRAM = 32
+"""Values of a head whose states one program carries from chunk to chunk."""
 _ROWS_PER_PROGRAM = 4
 _VALUES_PER_PROGRAM = 16
 """Values of a head whose states one warp holds in registers."""
@@ -132,33 +134,44 @@ def _chunks(
     """Compute the delta rule of prompts."""
     _expect_rows(mixed, gates, state)
     out = _allocate(mixed, _values(mixed, state), uniform=False)
-    tokens, (heads, key_size, value_size) = mixed.shape[0], state.shape[1:]
+    tokens, sequences, (heads, key_size, value_size) = mixed.shape[0], rows.shape[0], state.shape[1:]
     key_width = (mixed.shape[1] - heads * value_size) // 2
-    w, u = mixed.new_empty((tokens, heads, key_size)), mixed.new_empty((tokens, heads, value_size))
+    keys, w, u = (mixed.new_empty(tokens, size) for size in (key_width, heads * key_size, heads * value_size))
     totals = mixed.new_empty((heads, tokens), dtype=torch.float32)
-    sizes = key_width, heads, heads * key_size // key_width, mixed.stride(0)
+    chunk_state = mixed.new_empty(tokens // _CHUNK + sequences, *state.shape[1:])
+    sizes = key_width, heads, heads * key_size // key_width
     # The matrix unit multiplies 16 rows and columns or more.
     block_d, block_e = max(power_of_two(key_size), 16), max(power_of_two(value_size), 16)
     constants = {"D": key_size, "E": value_size, "BLOCK_D": block_d}
+    chunks = heads, triton.cdiv(max_query, _CHUNK), sequences
     launch(
         jit_chunks.corrections,
-        (heads, triton.cdiv(max_query, _CHUNK), rows.shape[0]),
-        *(mixed, gates, a_log, dt_bias, query_start, w, u, totals, tokens, *sizes, gates.stride(0)),
+        chunks,
+        *(mixed, gates, a_log, dt_bias, query_start, keys, w, u, totals, tokens, *sizes, mixed.stride(0), gates.stride(0)),
         **constants,
         BLOCK_E=block_e,
         pdl=pdl,
-        warps=8,
+        warps=4,
     )
-    block_e = min(block_e, 32 if block_d > 128 else 64)
+    values = min(block_e, _CHUNK_VALUES_PER_PROGRAM)
     launch(
         jit_chunks.chunk_states,
-        (heads, triton.cdiv(value_size, block_e), rows.shape[0]),
-        *(mixed, w, u, totals, state, rows, query_start, seq_lens, out, tokens, *sizes),
+        (heads, triton.cdiv(value_size, values), sequences),
+        *(keys, w, u, totals, state, rows, query_start, seq_lens, chunk_state, out, tokens, *sizes),
         **constants,
-        BLOCK_E=block_e,
+        BLOCK_E=values,
         num_stages=2,
         pdl=pdl,
         warps=4,
+    )
+    launch(
+        jit_chunks.chunk_results,
+        chunks,
+        *(mixed, keys, totals, query_start, chunk_state, out, tokens, *sizes, mixed.stride(0)),
+        **constants,
+        BLOCK_E=block_e,
+        pdl=pdl,
+        warps=4 if block_d <= 128 else 8,
     )
     return out
 

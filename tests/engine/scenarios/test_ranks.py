@@ -116,6 +116,7 @@ def test_an_edge_that_another_engine_lacked_is_missed_on_two_ranks_too(explorer,
     assert {FindingKind.READ_AFTER_WRITE, FindingKind.WRITE_AFTER_READ} & {finding.kind for finding in error.report}
 
 
+@pytest.mark.slow
 def test_padding_that_is_left_out_is_found_on_two_ranks_too(explorer):
     def change(_, engine):
         engine._parts.buffers.pad = lambda *arguments, **named: None
@@ -126,6 +127,7 @@ def test_padding_that_is_left_out_is_found_on_two_ranks_too(explorer):
     assert {finding.kind for finding in error.report} & STALENESS
 
 
+@pytest.mark.slow
 def test_positions_on_three_axes_that_no_graph_is_told_are_found_on_two_ranks_too(explorer):
     """What the plan computes from where images are must come into the buffer that the graph reads (mrope)."""
     pictured = replace(IDLE, proposer="eagle, images")
@@ -141,6 +143,7 @@ def test_positions_on_three_axes_that_no_graph_is_told_are_found_on_two_ranks_to
     assert {finding.kind for finding in error.report} <= STALENESS
 
 
+@pytest.mark.slow
 def test_a_relay_on_another_stream_is_found_on_two_ranks_too(explorer):
     """What an iteration relays to the next is written beside forward, where the next one reads it."""
 

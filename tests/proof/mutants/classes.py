@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from proof.mutants.mutation_sites import MutationSite
 
 CLASSES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
-    ("fences", (".fences", ".probes"), ("fence", "signal(", "wait", "_done", "_ready", "_free.", "record(")),
-    ("graph keys", (".graphs", ".prefill_graphs", ".frame"), ("graph", "capture", "replay", "bucket")),
-    ("padding", (".staging", ".slots", ".host_seq_lens"), ("pad", "bucket", "_MULTIPLE", "cumsum", "fill_(", "zero_(")),
+    ("fences", (".fences",), ("fence", "signal(", "wait", "_done", "_ready", "_free.", "record(")),
+    ("graph keys", (".graphs",), ("graph", "capture", "replay", "bucket")),
+    ("padding", (".staging",), ("pad", "bucket", "_MULTIPLE", "cumsum", "fill_(", "zero_(")),
     (
         "policies",
-        (".options", ".device_model_facts", ".resolve", ".draft_length", ".draft_costs", ".assembly"),
+        (".options", ".resolve", ".draft_length", ".draft_costs", ".assembly"),
         ("sync.", "policy", "overlap", "waiter", "exact", "plans_on_host", "mode"),
     ),
     (

@@ -23,7 +23,7 @@ from outrider.cli.options.option_values import (
     whole,
 )
 from outrider.cli.terminal.environment import backend_from_environment
-from outrider.cli.terminal.inputs import read_utf8
+from outrider.cli.terminal.files import read_utf8
 from outrider.cli.terminal.report import CommandReport
 from outrider_conformance.levels import parse_level
 

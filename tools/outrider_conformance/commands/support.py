@@ -9,8 +9,7 @@ from typing import Annotated
 from rich.console import Console
 
 from outrider.cli.options.option_values import DIRECTORY, INPUT_FILE, JsonOption, option, output_file, text
-from outrider.cli.terminal.files import write_whole
-from outrider.cli.terminal.inputs import read_utf8
+from outrider.cli.terminal.files import read_utf8, write_whole
 from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import ConfigError
 

@@ -15,47 +15,26 @@ from outrider_conformance.programs import language as lang
 from outrider_conformance.programs.execution import StepFailed, WrongProgramValue
 from outrider_conformance.programs.model import Model
 from outrider_conformance.programs.nodes import LAUNCH, ORDER, Cell, Effect, Expectation, Key, Node
+from outrider_conformance.promises import Promise, first_sentence
 
-PROMISES: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "Stream": ("Stream", "A queue of device work that runs in the order in which it was enqueued."),
-        "Stream.record": (
-            "Stream.record",
-            "Complete a new generation of ``event`` after everything that was enqueued on this stream so far.",
-        ),
-        "Stream.wait": (
-            "Stream.wait",
-            "Run what is enqueued on this stream from now on after the event's generation that is visible now.",
-        ),
-        "Stream.synchronize": (
-            "Stream.synchronize",
-            "Block the calling thread until everything enqueued on this stream so far has run.",
-        ),
-        "Stream.query": ("Stream.query", "Return True if everything enqueued on this stream so far has run."),
-        "Event.synchronize": ("Event.synchronize", "Block the calling thread until the latest generation has completed."),
-        "Event.synchronize_within": ("Event.synchronize_within", "return True if the generation has completed."),
-        "Event.query": ("Event.query", "Return True if the latest generation has completed."),
-        "Backend.synchronize": ("Backend.synchronize", "Block the calling thread until every stream is empty."),
+_FIRST_SENTENCES = (
+    *("Stream", "Stream.record", "Stream.wait", "Stream.synchronize", "Stream.query"),
+    *("Event.synchronize", "Event.synchronize_within", "Event.query"),
+    *("Backend.synchronize", "Backend.on", "Backend.delay", "Backend.empty_pinned", "Backend.capture"),
+    *("Graph.update_params", "Flag.set", "Flag.wait", "Flag.reset"),
+)
+PROMISES: Mapping[str, Promise] = MappingProxyType(
+    {verb: first_sentence(verb) for verb in _FIRST_SENTENCES}
+    | {
         "Backend.copy_async": (
             "Backend.copy_async",
             "The bytes of the source are read, and those of the destination written, in stream order",
         ),
-        "Backend.on": ("Backend.on", "Place the calling thread's torch work on ``stream``"),
-        "Backend.delay": ("Backend.delay", "Keep ``stream`` busy for about ``cycles`` device clocks."),
         "Backend.keep_alive": (
             "Backend.keep_alive",
             "Use it to pass memory to another stream: the allocator can't reuse memory that is held.",
         ),
-        "Backend.empty_pinned": ("Backend.empty_pinned", "Allocate page-locked host memory with undefined contents."),
-        "Backend.capture": ("Backend.capture", "Capture the device work of ``fn(context)`` on ``stream`` as a graph."),
         "Graph.replay": ("Graph", "``replay`` enqueues the whole graph on a stream like one operation."),
-        "Graph.update_params": ("Graph.update_params", "Rebind host parameters for the replays enqueued after this call."),
-        "Flag.set": (
-            "Flag.set",
-            "Raise the flag after everything enqueued on ``stream`` so far. The set is lost if the flag is up by then.",
-        ),
-        "Flag.wait": ("Flag.wait", "Hold ``stream`` until the flag is up."),
-        "Flag.reset": ("Flag.reset", "Lower the flag, in the order of ``stream``."),
         "event": ("Event", "A wait that is enqueued stays valid when the Python object is dropped."),
         "graph": ("Graph", "An enqueued replay runs even if the Python object is dropped meanwhile."),
     }
@@ -67,8 +46,6 @@ _STEPS: Mapping[type, str] = MappingProxyType(
     {
         lang.RecordStep: "Stream.record",
         lang.WaitStep: "Stream.wait",
-        lang.Upload: "Backend.copy_async",
-        lang.Download: "Backend.copy_async",
         lang.Lend: "Backend.keep_alive",
         lang.CaptureStep: "Backend.capture",
         lang.ReplayStep: "Graph.replay",
@@ -82,7 +59,7 @@ _STEPS: Mapping[type, str] = MappingProxyType(
 )
 
 
-def broken_promise(model: Model, error: BaseException) -> tuple[str, str]:
+def broken_promise(model: Model, error: BaseException) -> Promise:
     """Return (member, words) of the promise that a program found broken.
 
     An older value blames the wait that should order the write before the read. A newer value blames the wait that should

@@ -7,13 +7,11 @@ more than necessary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from random import Random
-from typing import Any, TypeVar
-
-from hypothesis import strategies as st
+from typing import TypeVar
 
 from outrider_conformance.programs import language as lang
 from outrider_conformance.programs.families import COMMON, FAMILIES, Abilities
@@ -27,14 +25,9 @@ _MAX_GRAPHS, _MAX_DELAYS = 3, 6
 _HOST_STEPS = ("host_read", "host_write", "query", "item", "send")
 
 
-@st.composite
-def programs(draw: Callable[[Any], Any], abilities: Abilities, family: str) -> Model:
-    """Generate a program of ``family`` for a backend with these abilities, applied to the model.
-
-    Hypothesis draws one source of randomness per program, since one draw per choice takes ten times as long. A failing
-    program is shrunk as a program (:mod:`outrider_conformance.programs.shrinking`).
-    """
-    return _ProgramDraft(draw(st.randoms(use_true_random=True)), abilities, family).program()
+def random_program(random: Random, abilities: Abilities, family: str) -> Model:
+    """Return a program of ``family`` for a backend with these abilities, applied to the model."""
+    return _ProgramDraft(random, abilities, family).program()
 
 
 class _ProgramDraft:
@@ -197,7 +190,8 @@ class _ProgramDraft:
         buffer, slot = self.pick(pairs)
         length = program.buffers[buffer].count
         count = self.count(length)
-        return self.span(buffer, length, count, dense=True), self.span(slot, length, count, dense=True)
+        pinned = replace(self.span(slot, length, count, dense=True), pinned=True)
+        return self.span(buffer, length, count, dense=True), pinned
 
     # -- kinds -----------------------------------------------------------------------------------------------------
 
@@ -220,11 +214,11 @@ class _ProgramDraft:
 
     def _upload(self) -> Step | None:
         found = self.crossing()
-        return lang.Upload(self.pick(self.streams), *found) if found else None
+        return lang.Copy(self.pick(self.streams), *found, True) if found else None
 
     def _download(self) -> Step | None:
         found = self.crossing()
-        return lang.Download(self.pick(self.streams), found[1], found[0], self.chance(15)) if found else None
+        return lang.Copy(self.pick(self.streams), found[1], found[0], True) if found else None
 
     def _send(self) -> Step:
         of = self.pick(self.buffers)
@@ -306,11 +300,11 @@ class _ProgramDraft:
             return
         self.emit(lang.FillStep(a, buffer, self.fresh() % 100))
         self.emit(lang.Slow(a))
-        self.emit(lang.Download(a, slot, buffer))
+        self.emit(lang.Copy(a, slot, buffer, True))
         self._perhaps_elsewhere(lang.RecordStep(a, event))
         if self.chance(30):  # pinned memory is read when the copy runs, not when it is enqueued
             self.emit(lang.WaitStep(b, event))
-            self.emit(lang.Upload(b, buffer, slot))
+            self.emit(lang.Copy(b, buffer, slot, True))
             return
         if self.chance(50):
             self._perhaps_elsewhere(lang.Query(*self.pick((("event", event), ("stream", a))), slot.of))

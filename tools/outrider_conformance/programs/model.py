@@ -3,22 +3,18 @@
 Each step becomes *nodes*, one per action of a stream or of the host, with a vector clock of the completed earlier nodes.
 Edges come only from the sentences of the interface: the order of a stream, a wait for a generation, a host wait, and a
 launch after earlier host actions. Two accesses of one memory, of which one is a write, must be ordered by edges. The
-model refuses an unordered step with :class:`Unordered`, so an accepted program has one outcome per read. Only a racy
-download may meet unordered writes: each element of its result has several allowed values, and so has everything computed
-from it.
+model refuses an unordered step with :class:`Unordered`, so an accepted program has one outcome per read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from outrider_conformance.programs import language as lang
-from outrider_conformance.programs.flows import Flows
 from outrider_conformance.programs.language import DeviceProgram, ElementSpan, Path, Step
 from outrider_conformance.programs.nodes import (
     LAUNCH,
@@ -30,7 +26,6 @@ from outrider_conformance.programs.nodes import (
     Key,
     ModelState,
     Node,
-    RacyDownload,
     Unordered,
     join,
 )
@@ -47,9 +42,7 @@ class Model:
         for kind, memories in (("buffer", program.buffers), ("slot", program.slots)):
             for index, memory in enumerate(memories):
                 cells[kind, index] = Cell(lang.pattern(index, memory.count, lang.dtype_of(memory)))
-        self.state = ModelState(
-            [zero] * count, [None] * count, [None] * program.events, cells, Flows({}, {}), host=program.streams
-        )
+        self.state = ModelState([zero] * count, [None] * count, [None] * program.events, cells, host=program.streams)
 
     # -- nodes -----------------------------------------------------------------------------------------------------
 
@@ -85,7 +78,7 @@ class Model:
 
     # -- accesses --------------------------------------------------------------------------------------------------
 
-    def _check(self, clock: tuple[int, ...], reads: Sequence[Key], writes: Sequence[Key], *, frees: bool = False) -> None:
+    def _check(self, clock: tuple[int, ...], reads: Sequence[Key], writes: Sequence[Key]) -> None:
         missing: list[Node] = []
         for key in (*reads, *writes):
             cell = self.state.cells.get(key)
@@ -94,7 +87,6 @@ class Model:
             missing += [cell.writer] if cell.writer is not None else []
             if key in writes:
                 missing += cell.readers
-                missing += cell.peeks if frees else ()
         missing = [node for node in missing if not self.covers(clock, node)]
         if missing:
             raise Unordered(missing)
@@ -105,48 +97,16 @@ class Model:
 
     def _write(self, node: Node, effects: Sequence[Effect]) -> None:
         for effect in effects:
-            cells, flows = self.state.cells, self.state.flows
+            cells = self.state.cells
             source = cells[effect.source] if effect.source is not None else None
             before = cells[effect.target]
             assert before.data is not None
-            glanced = any(before.data is glance.version for glance in self.state.glances)
-            # Only the host may read a value with several outcomes, and only a whole write may replace it.
-            if (source is not None and self._others(source)) or (glanced and effect.to.count < len(before.data)):
-                raise ForbiddenStep("several outcomes are for the host alone, and replaced as a whole")
             read = source.data if source is not None else None
             made = effect.make(read[effect.span.view] if read is not None and effect.span else None)
             node.effect = replace(effect, seen=source)
             if effect.source is not None:
                 self._read(node, effect.source)
-            data = _patched(before.data, effect.to, made)
-            cells[effect.target] = Cell(data, node, before=before, peeks=before.peeks)
-            flows.join(before.data, data, partial(_around, effect, made), itself=False)
-            if read is not None:
-                flows.join(read, data, partial(_within, effect, data), itself=False)
-            self._widen(node, effect.target)
-
-    def _others(self, cell: Cell) -> tuple[Tensor, ...]:
-        """Return the contents that a racy read may find in a memory in addition to the regular contents."""
-        return self.state.flows.others(cell.data) if cell.data is not None else ()
-
-    def _widen(self, node: Node, key: Key) -> None:
-        """Add this write to the contents that unordered racy downloads may have read."""
-        for glance in self.state.glances:
-            if glance.source == key and not self.covers(node.clock, glance.node):
-                self._allow(node, glance, self.state.cells[key])
-
-    def _allow(self, node: Node, glance: RacyDownload, found: Cell) -> None:
-        """Add ``found`` to the values that an earlier racy download may have read.
-
-        Host reads of the download that completed before ``node`` keep their allowed values.
-        """
-        assert found.data is not None
-        effect = Effect(glance.source, glance.to, _same, glance.source, glance.span)
-        opened = self.state.flows.join(found.data, glance.version, partial(_within, effect, glance.version), itself=True)
-        for path, seen in self.state.expectations.items() if opened else ():
-            if seen.cell.data in opened and not self.covers(node.clock, seen.reader):
-                allowed = (seen.allowed[0], *self._others(seen.cell))
-                self.state.expectations[path] = replace(seen, allowed=allowed)
+            cells[effect.target] = Cell(_patched(before.data, effect.to, made), node, before=before)
 
     def work(self, stream: int, path: Path, verb: str, effects: Sequence[Effect], *more: Key) -> Node:
         """Add an operation of a stream whose accesses must be ordered. ``more`` are written keys other than memory."""
@@ -184,7 +144,7 @@ class Model:
         cell = self.state.cells[key]
         reader = reader or self._node(self.state.host, path, "read")
         assert cell.data is not None
-        self.state.expectations[path] = Expectation(reader, key, (cell.data, *self._others(cell)), cell, certain)
+        self.state.expectations[path] = Expectation(reader, key, cell.data, cell, certain)
 
     def _slow(self, step: lang.Slow, path: Path) -> None:
         self._node(step.stream, path, "Backend.delay")
@@ -202,45 +162,15 @@ class Model:
 
     def effect(self, step: lang.FillStep | lang.Copy | lang.Mix, scalar: int = 0, param: int = 0) -> Effect:
         """Return the write that a kernel step makes: target, source and the function between them."""
-        target: Key = ("buffer", step.to.of)
+        target = step.to.key
         if isinstance(step, lang.FillStep):
             kind, value = lang.dtype_of(self.program.buffers[step.to.of]), step.value
             return Effect(target, step.to, lambda _: torch.full((step.to.count,), value, dtype=torch.int64).to(kind))
-        source: Key = ("buffer", step.source.of)
+        source = step.source.key
         if isinstance(step, lang.Copy):
             return Effect(target, step.to, _same, source, step.source)
         add = {"scalar": scalar, "param": param}[step.add] if isinstance(step.add, str) else step.add
         return Effect(target, step.to, lambda x: _mixed(x, add), source, step.source)
-
-    def _upload(self, step: lang.Upload, path: Path) -> None:
-        effect = Effect(("buffer", step.to.of), step.to, _same, ("slot", step.slot.of), step.slot)
-        self.work(step.stream, path, "Backend.copy_async", [effect])
-
-    def _download(self, step: lang.Download, path: Path) -> None:
-        source, slot = ("buffer", step.source.of), ("slot", step.slot.of)
-        effect = Effect(slot, step.slot, _same, source, step.source)
-        if not step.racy:
-            self.work(step.stream, path, "Backend.copy_async", [effect])
-            return
-        # All states from the last write that has completed for this stream to the latest write.
-        clock, found = self.clock_of(step.stream), self.state.cells[source]
-        chain = [found]
-        while chain[-1].writer is not None and not self.covers(clock, chain[-1].writer):
-            assert chain[-1].before is not None
-            if chain[-1].writer.opaque:
-                raise Unordered([chain[-1].writer])
-            chain.append(chain[-1].before)
-        self._check(clock, (), (slot,))
-        node = self._node(step.stream, path, "Backend.copy_async")
-        now = self.state.cells[source]
-        self._write(node, [effect])
-        self.state.cells[source] = replace(now, peeks=(*now.peeks, node))
-        version = self.state.cells[slot].data
-        assert version is not None
-        glance = RacyDownload(node, version, step.slot, source, step.source)
-        for cell in chain[1:]:
-            self._allow(node, glance, cell)
-        self.state.glances = (*self.state.glances, glance)
 
     def _send(self, step: lang.Send, path: Path) -> None:
         dtype = lang.dtype_of(self.program.buffers[step.to.of])
@@ -278,12 +208,12 @@ class Model:
             raise ForbiddenStep("a graph keeps it alive")
         clock = self.clock_of(home)
         cell = self.state.cells[key]
-        self._check(clock, (), (key,), frees=True)
+        self._check(clock, (), (key,))
         dtype, count = lang.dtype_of(self.program.buffers[step.of]), self.program.buffers[step.of].count
         node = self._node(home, path, "Backend.on")
         data = torch.full((count,), step.value, dtype=torch.int64).to(dtype)
         whole = ElementSpan(step.of, 0, count)
-        node.effect, node.opaque = Effect(key, whole, lambda _: data), True
+        node.effect = Effect(key, whole, lambda _: data)
         self.state.cells[key] = Cell(data, node, before=cell)
 
     # -- order -----------------------------------------------------------------------------------------------------
@@ -381,7 +311,7 @@ class Model:
             raise ForbiddenStep("there is such a graph already")
         # A device may run the work to warm up: its accesses must be ordered, and its outputs are filled afterwards.
         reads, writes = _accessed(step)
-        self._check(self.clock_of(step.stream), reads, writes, frees=True)
+        self._check(self.clock_of(step.stream), reads, writes)
         node = self._node(step.stream, path, "Backend.capture")
         for key in reads:
             self._read(node, key)
@@ -394,7 +324,7 @@ class Model:
         for _, index in sorted(set(writes)):
             memory = self.program.buffers[index]
             fill = lang.FillStep(step.stream, ElementSpan(index, 0, memory.count), step.value)
-            self.work(step.stream, path, "Backend.on", [self.effect(fill)]).opaque = True
+            self.work(step.stream, path, "Backend.on", [self.effect(fill)])
 
     def _replay(self, step: lang.ReplayStep, path: Path) -> None:
         graph = self._graph(step.graph)
@@ -453,17 +383,6 @@ def _patched(tensor: Tensor, to: ElementSpan, made: Tensor) -> Tensor:
     return tensor
 
 
-def _around(effect: Effect, made: Tensor, before: Tensor) -> Tensor:
-    """Return the contents of a memory after a write to part of it, whose other elements come from ``before``."""
-    return _patched(before, effect.to, made)
-
-
-def _within(effect: Effect, after: Tensor, source: Tensor) -> Tensor:
-    """Return the contents of a memory after a write that read ``source``; other elements come from ``after``."""
-    assert effect.span is not None
-    return _patched(after, effect.to, effect.make(source[effect.span.view]))
-
-
 def _mixed(tensor: Tensor | None, add: int) -> Tensor:
     assert tensor is not None
     return tensor * 3 + add
@@ -486,8 +405,7 @@ def _used(steps: Sequence[Step]) -> set[tuple[str, int]]:
         for name in step.__dataclass_fields__:
             value = getattr(step, name)
             if isinstance(value, ElementSpan):
-                kind = "slot" if name == "slot" else "buffer"
-                found.add((kind, value.of))
+                found.add(("slot", value.of) if name == "slot" else value.key)
             elif name in ("stream", "maker", "user", "fork", "setter", "waiter") and value is not None:
                 found.add(("stream", value))
             elif name in ("event", "graph", "slot", "flag") and value is not None:

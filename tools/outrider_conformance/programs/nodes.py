@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from outrider_conformance.programs import language as lang
 from outrider_conformance.programs.language import ElementSpan, Path
-
-if TYPE_CHECKING:
-    from outrider_conformance.programs.flows import Flows
 
 Key = tuple[str, int]
 """A resource that is read and written, such as ``("buffer", 2)``: memory, a graph, its host parameter or a flag."""
@@ -35,10 +31,7 @@ class ForbiddenStep(Exception):
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """One action of a stream or of a host thread. ``verb`` is the member of the backend interface that performs it.
-
-    ``opaque``: the contents just before the write are not defined, so that not even a racy read may meet the write.
-    """
+    """One action of a stream or of a host thread. ``verb`` is the member of the backend interface that performs it."""
 
     actor: int
     clock: tuple[int, ...]
@@ -46,7 +39,6 @@ class Node:
     path: Path
     verb: str
     effect: Effect | None = None
-    opaque: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,30 +60,18 @@ class Cell:
     data: Tensor | None
     writer: Node | None = None
     readers: tuple[Node, ...] = ()
-    peeks: tuple[Node, ...] = ()
     before: Cell | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Expectation:
-    """The allowed values of a host read, element by element. ``certain``: a query must return True."""
+    """The contents that a host read must find. ``certain``: a query must return True."""
 
     reader: Node
     key: Key
-    allowed: tuple[Tensor, ...]
+    wanted: Tensor
     cell: Cell
     certain: bool = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RacyDownload:
-    """A racy download: ``node`` wrote ``span`` of ``source`` to ``to`` of its slot, which became ``version``."""
-
-    node: Node
-    version: Tensor
-    to: ElementSpan
-    source: Key
-    span: ElementSpan
 
 
 @dataclass(slots=True)
@@ -102,10 +82,8 @@ class ModelState:
     lasts: list[Node | None]
     events: list[Node | None]
     cells: dict[Key, Cell]
-    flows: Flows
     graphs: dict[int, lang.CaptureStep] = field(default_factory=dict)
     params: dict[int, int] = field(default_factory=dict)
-    glances: tuple[RacyDownload, ...] = ()
     host: int = 0
     expectations: dict[Path, Expectation] = field(default_factory=dict)
 
@@ -117,7 +95,6 @@ class ModelState:
             lasts=list(self.lasts),
             events=list(self.events),
             cells=dict(self.cells),
-            flows=self.flows.copy(),
             graphs=dict(self.graphs),
             params=dict(self.params),
             expectations=dict(self.expectations),

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from random import Random
 from types import MappingProxyType
+from typing import NoReturn
 
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from outrider.device import Backend, ControllableDevice, ExplorationResult
 from outrider_conformance.lab import Lab, StreamDelay
 from outrider_conformance.programs.execution import SharedStreams, run
 from outrider_conformance.programs.explanation import broken_promise, report_text, script
 from outrider_conformance.programs.families import Abilities
-from outrider_conformance.programs.generator import programs
+from outrider_conformance.programs.generator import random_program
 from outrider_conformance.programs.model import Model
 from outrider_conformance.programs.shrinking import shrink
 
@@ -42,10 +42,6 @@ class ProgramFailed(AssertionError):
     def __init__(self, report_text: str, promise: tuple[str, str]) -> None:
         super().__init__(report_text)
         self.promise = promise
-
-
-class _Caught(Exception):
-    """The exception that leaves hypothesis's loop at the first failure."""
 
 
 def try_program(stage: SharedStreams, model: Model, number: int = 0, *, brief: bool = False) -> None:
@@ -95,49 +91,22 @@ def try_programs(
     ``opened`` returns a new backend, ``backend`` is its name in scripts, and ``alive`` is called around each program.
     Raises :class:`ProgramFailed` for the first failing program, shrunk.
     """
-    numbers = itertools.count()
-    stages: list[SharedStreams] = []
-    caught: list[tuple[Model, int, Exception]] = []
-    hung: list[BaseException] = []
     first = opened()
     abilities, pace = Abilities.declared_by(first), pace or _pace(first)
-
-    @seed(start)
-    @settings(
-        max_examples=count,
-        database=None,
-        deadline=None,
-        phases=(Phase.generate,),
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(programs(abilities, family))
-    def each(model: Model) -> None:
-        number = next(numbers)
-        if number % _PROGRAMS_PER_BACKEND == 0:
-            stages[:] = [SharedStreams(Lab(opened(), pace))]
+    stage = SharedStreams(Lab(first, pace))
+    for number in range(count):
+        if number and number % _PROGRAMS_PER_BACKEND == 0:
+            stage = SharedStreams(Lab(opened(), pace))
         alive()
+        model = random_program(Random(f"{start} {family} {number}"), abilities, family)
         try:
-            try_program(stages[0], model, number, brief=True)
+            try_program(stage, model, number, brief=True)
         except Exception as error:
-            caught.append((model, number, error))
-            raise _Caught from None
-        except BaseException as error:
+            _explain(opened, pace, backend, alive, model, number, error)
+        except BaseException:
             print(script(model.program, backend))  # a program that hangs is printed without shrinking
-            hung.append(error)
             raise
-        finally:
-            alive()
-
-    try:
-        each()
-    except BaseException:
-        if hung:
-            raise hung[0] from None
-        if not caught:
-            raise
-    if caught:
-        _explain(opened, pace, backend, alive, *caught[0])
-    return next(numbers)
+    return count
 
 
 def _pace(backend: Backend) -> StreamDelay:
@@ -161,7 +130,7 @@ def _explain(
     model: Model,
     number: int,
     error: Exception,
-) -> None:
+) -> NoReturn:
     def fails(smaller: Model) -> BaseException | None:
         # Each run gets a new device: the last one may be stuck or lost. Without schedules, chance decides, so try twice.
         for orders in (number, 0):

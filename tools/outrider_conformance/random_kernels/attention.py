@@ -11,7 +11,6 @@ from torch import Tensor
 
 from outrider.device import CACHE_FORMATS, AttentionMetadata, HeadNorms, KernelSet, RotaryArgs
 from outrider_conformance.random_kernels import bounds
-from outrider_conformance.random_kernels.attention_operands import attention_metadata
 from outrider_conformance.random_kernels.dense import EPS, TOKENS
 from outrider_conformance.random_kernels.dimensions import MANY, among, between
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
@@ -117,7 +116,8 @@ def random_batch(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: st
 
     def metadata(o: Mapped) -> AttentionMetadata:
         uniform = not padding and len(set(new)) == 1 and most == new[0]
-        return attention_metadata(o, max_query=most, max_kv=longest, tree_mask=o.get("tree_mask"), uniform=uniform)
+        operands = o["query_start"], o["seq_lens"], o["block_table"]
+        return AttentionMetadata(*operands, most, longest, tree_mask=o.get("tree_mask"), uniform=uniform)
 
     sequences, first = [], 0
     for (keys, values), count in zip(kept, new, strict=True):

@@ -37,7 +37,7 @@ from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.dense import EPS
 from outrider_conformance.random_kernels.dimensions import Dimension, among, between
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape
-from outrider_conformance.random_kernels.quantized import random_weight, weight_record
+from outrider_conformance.random_kernels.weights import random_matrix
 
 Mapped = Mapping[str, Tensor]
 _TOLERANCE = MappingProxyType({torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2})
@@ -58,14 +58,9 @@ class _ProblemOperands:
 
     def matrix(self, name: str, rows: int, columns: int) -> Callable[[Mapped], Weight]:
         """Add a weight [rows, columns]; return the function that finds it among the operands of a call."""
-        format = self.format
-        if format is None:
-            self.made[name] = Operand(self.dice.factors(rows, columns, dtype=self.dtype, scale=columns**-0.5))
-            return lambda o: o[name]
-        form = {**self.shape, "outer": rows, "inner": columns}
-        parts, _ = random_weight(form, format, self.dice)
-        self.made |= {f"{name} {key}": each for key, each in parts.items()}
-        return lambda o: weight_record(format, form, o, name, (rows, columns))
+        made = random_matrix(name, rows, columns, self.shape, self.dtype, self.dice, self.format)
+        self.made |= made.operands
+        return made.weight
 
     def vector(self, name: str, size: int, scale: float = 1.0) -> str:
         """Add a vector, such as a norm or a bias."""

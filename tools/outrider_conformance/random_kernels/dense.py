@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from outrider.device import KernelSet
+from outrider.device import QUANTIZED_FORMATS, KernelSet
 from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.dimensions import MANY, among, between
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
+from outrider_conformance.random_kernels.weights import random_matrix
 
 TOKENS = between(1, 40, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300)
 _INNER = among(8, 40, 96, 256, 520, 1032)
@@ -60,15 +62,22 @@ def _tokens(shape: Shape, dice: RandomValues) -> Tensor:
     return tokens
 
 
-def _fuse_embedding(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
-    tokens, table = _tokens(shape, dice), dice.factors(shape["vocabulary"], shape["inner"], dtype=dtype)
-    hidden = dice.factors(shape["tokens"], shape["outer"], dtype=dtype)
-    weight = _weights(dice, 24, shape["inner"] + shape["outer"], dtype)
-    bias = dice.normal(24, dtype=dtype) if shape["bias"] else None
+def _fuse_embedding(shape: Shape, dtype: torch.dtype, dice: RandomValues, format: str | None = None) -> Problem:
+    """Return a problem with embeddings joined with hidden states, half and half or a quarter of embeddings."""
+    wide = shape["inner"] // (4 if shape["layout"] else 2)
+    tokens, table = _tokens(shape, dice), dice.factors(shape["vocabulary"], wide, dtype=dtype)
+    hidden = dice.factors(shape["tokens"], shape["inner"] - wide, dtype=dtype)
+    weight = random_matrix("weight", shape["outer"], shape["inner"], shape, dtype, dice, format)
+    bias = dice.normal(shape["outer"], dtype=dtype) if shape["bias"] else None
     operands = {"tokens": Operand(tokens), "table": Operand(table), "hidden": Operand(hidden, _LAYOUTS[shape["layout"]])}
-    operands |= {"weight": Operand(weight)} | ({} if bias is None else {"bias": Operand(bias)})
-    wanted = bounds.product(bounds.exact(torch.cat((table[tokens], hidden), dim=-1)), weight, bias, dtype)
-    return Problem(operands, kernel_call("fuse_embedding", "tokens", "table", "hidden", "weight", "bias"), {"out": wanted})
+    operands |= weight.operands
+    operands |= {} if bias is None else {"bias": Operand(bias)}
+    x = weight.operand(bounds.exact(torch.cat((table[tokens], hidden), dim=-1)))
+
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        return {"out": kernels.fuse_embedding(o["tokens"], o["table"], o["hidden"], weight.weight(o), o.get("bias"))}
+
+    return Problem(operands, call, {"out": bounds.product(x, weight.values, bias, dtype)})
 
 
 def _row_scales(x: Tensor, dice: RandomValues) -> Tensor:
@@ -125,10 +134,10 @@ _DECODE = {"tokens": 16, "inner": 2048, "outer": 2048, "layout": 0, "bias": 0, "
 
 def _drawn(
     kernel: str,
-    make: Callable[[Shape, torch.dtype, RandomValues], Problem],
+    make: Callable[..., Problem],
     *names: str,
     more: Sequence[Shape] = (),
-    **fixed: int,
+    format: str | None = None,
 ) -> KernelProblems:
     known = {
         "tokens": TOKENS,
@@ -139,21 +148,30 @@ def _drawn(
         "bias": _BIAS,
         "levels": _LEVELS,
         "heads": among(0, 0, 1, 5),
+        "blocks": between(0, 2),
+        "zeros": between(0, 1),
         "vocabulary": among(2, 37, 1025, 2051, rare=(2**15 + 1, MANY)),
     }
     small = {"tokens": 3, "inner": 40, "outer": 24, "hidden": 64, "layout": 0, "bias": 1, "levels": 0}
-    small |= {"heads": 3, "vocabulary": 37}
+    small |= {"heads": 3, "vocabulary": 37, "blocks": 1, "zeros": 1}
     large = {"tokens": 257, "inner": 520, "outer": 129, "hidden": 4104, "layout": 1, "bias": 0, "levels": 0}
-    large |= {"heads": 0, "vocabulary": 2051}
+    large |= {"heads": 0, "vocabulary": 2051, "blocks": 2, "zeros": 0}
     tall = {**small, "tokens": 65, "layout": 2, "hidden": 576}
-    one = {**large, "tokens": 1, "bias": 1, "layout": 0}
-    corners = [{**{name: corner[name] for name in names}, **fixed} for corner in (small, large, tall, one, *more)]
-    return KernelProblems(kernel, make, {name: known[name] for name in names if name not in fixed}, corners)
+    one = {**large, "tokens": 1, "bias": 1, "layout": 0, "blocks": 0}
+    corners = [{name: corner[name] for name in names} for corner in (small, large, tall, one, *more)]
+    dimensions = {name: known[name] for name in names}
+    if format is None:
+        return KernelProblems(kernel, make, dimensions, corners)
+    return KernelProblems(f"{kernel}, {format}", partial(make, format=format), dimensions, corners, format=format)
 
 
+_FUSED = ("tokens", "inner", "outer", "vocabulary", "layout", "bias")
 DENSE = (
     _drawn("linear", _linear, "tokens", "inner", "outer", "layout", "bias", "levels", more=(_DECODE, {**_DECODE, "bias": 1})),
-    _drawn("fuse_embedding", _fuse_embedding, "tokens", "inner", "outer", "vocabulary", "layout", "bias"),
+    *(
+        _drawn("fuse_embedding", _fuse_embedding, *_FUSED, *(("blocks", "zeros") if format else ()), format=format)
+        for format in (None, *QUANTIZED_FORMATS)
+    ),
     _drawn("rms_norm", _rms_norm, "tokens", "heads", "hidden", "layout"),
     _drawn("add_rms_norm", _add_rms_norm, "tokens", "hidden", "layout"),
     _drawn("silu_mul", _silu_mul, "tokens", "outer", "layout"),

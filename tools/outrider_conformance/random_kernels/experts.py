@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from outrider.device import QUANTIZED_FORMATS, KernelSet, QuantizedWeight
 from outrider_conformance.random_kernels import bounds
-from outrider_conformance.random_kernels.dense import halves
+from outrider_conformance.random_kernels.dense import Mapped, halves
 from outrider_conformance.random_kernels.dimensions import among, between
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
+from outrider_conformance.random_kernels.weights import random_matrix
 
 _MIN_LOGIT_GAP = 0.25
 """Smallest gap between router logits of a token, so that only one choice of experts is right."""
@@ -71,30 +74,57 @@ def weighted_sum(
     return bounds.rounded(bounds.Number(value, error + chosen.shape[1] * bounds.UNIT[dtype] * magnitude), dtype)
 
 
-def _experts(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
+def _experts(shape: Shape, dtype: torch.dtype, dice: RandomValues, format: str | None = None) -> Problem:
+    """Return a problem with the stacked weights of all experts."""
     tokens, count, inner, hidden = shape["tokens"], shape["experts"], shape["outer"], shape["inner"]
     k = min(shape["chosen"], count)
     x = dice.factors(tokens, hidden, dtype=dtype)
-    gate_up = dice.factors(count, 2 * inner, hidden, dtype=dtype, scale=hidden**-0.5)
-    down = dice.factors(count, hidden, inner, dtype=dtype, scale=inner**-0.5)
+    gate_up = random_matrix("gate_up", count * 2 * inner, hidden, shape, dtype, dice, format)
+    down = random_matrix("down", count * hidden, inner, shape, dtype, dice, format)
     chosen = torch.stack([dice.permutation(count)[:k] for _ in range(tokens)])
     if shape["flag"]:  # all tokens go to the same experts
         chosen = chosen[:1].expand(tokens, k).contiguous()
     kept = torch.float64 if dtype is torch.float64 else torch.float32
     weights = dice.positive(tokens, k, dtype=kept)
     operands = {"x": Operand(x), "weights": Operand(weights), "chosen": Operand(chosen)}
-    operands |= {"gate_up": Operand(gate_up), "down": Operand(down)}
+    operands |= {**gate_up.operands, **down.operands}
+    gates, outputs = gate_up.values.view(count, -1, hidden), down.values.view(count, hidden, inner)
 
     def one(expert: int, rows: Tensor) -> bounds.Number:
-        both = bounds.product(bounds.exact(x[rows]), gate_up[expert], None, dtype)
-        return bounds.product(bounds.silu_mul(*halves(both), dtype), down[expert], None, dtype)
+        both = bounds.product(gate_up.operand(bounds.exact(x[rows])), gates[expert], None, dtype)
+        return bounds.product(down.operand(bounds.silu_mul(*halves(both), dtype)), outputs[expert], None, dtype)
 
-    wanted = weighted_sum(one, weights, chosen, hidden, dtype)
+    def call(kernels: KernelSet, o: Mapped) -> Mapped:
+        first, second = gate_up.weight(o), down.weight(o)
+        if isinstance(first, Tensor) and isinstance(second, Tensor):
+            first, second = first.view(count, -1, hidden), second.view(count, hidden, inner)
+            return {"out": kernels.experts(o["x"], o["weights"], o["chosen"], first, second)}
+        assert isinstance(first, QuantizedWeight)
+        assert isinstance(second, QuantizedWeight)
+        return {"out": kernels.experts_quantized(o["x"], o["weights"], o["chosen"], first, second)}
 
-    return Problem(operands, kernel_call("experts", *operands), {"out": wanted})
+    return Problem(operands, call, {"out": weighted_sum(one, weights, chosen, hidden, dtype)})
 
 
 _FLAG = between(0, 1)
+_EXPERTS_SHAPE = {
+    "tokens": _TOKENS,
+    "experts": among(1, 2, 5, 8),
+    "chosen": between(1, 4),
+    "inner": _SIZES,
+    "outer": _SIZES,
+    "flag": _FLAG,
+}
+_ALIGNED_CORNERS = (
+    {"tokens": 3, "experts": 5, "chosen": 2, "inner": 40, "outer": 24, "flag": 0},
+    {"tokens": 65, "experts": 8, "chosen": 2, "inner": 264, "outer": 136, "flag": 0},
+    {"tokens": 65, "experts": 60, "chosen": 4, "inner": 40, "outer": 24, "flag": 1},
+)
+_EXPERTS_CORNERS = (
+    *_ALIGNED_CORNERS,
+    {"tokens": 257, "experts": 8, "chosen": 2, "inner": 520, "outer": 136, "flag": 0},
+    {"tokens": 1, "experts": 8, "chosen": 2, "inner": 520, "outer": 129, "flag": 0},
+)
 EXPERTS = (
     KernelProblems(
         "route",
@@ -107,16 +137,15 @@ EXPERTS = (
             {"tokens": 1, "experts": 1, "chosen": 1, "flag": 1},
         ],
     ),
-    KernelProblems(
-        "experts",
-        _experts,
-        {"tokens": _TOKENS, "experts": among(1, 2, 5, 8), "chosen": between(1, 4)}
-        | {"inner": _SIZES, "outer": _SIZES, "flag": _FLAG},
-        [
-            {"tokens": 3, "experts": 5, "chosen": 2, "inner": 40, "outer": 24, "flag": 0},
-            {"tokens": 257, "experts": 8, "chosen": 2, "inner": 520, "outer": 136, "flag": 0},
-            {"tokens": 65, "experts": 60, "chosen": 4, "inner": 40, "outer": 24, "flag": 1},
-            {"tokens": 1, "experts": 8, "chosen": 2, "inner": 520, "outer": 129, "flag": 0},
-        ],
+    KernelProblems("experts", _experts, _EXPERTS_SHAPE, _EXPERTS_CORNERS),
+    *(
+        KernelProblems(
+            f"experts_quantized, {format}",
+            partial(_experts, format=format),
+            _EXPERTS_SHAPE | {"blocks": between(0, 1), "zeros": _FLAG},
+            [{**corner, "blocks": number % 2, "zeros": number // 2} for number, corner in enumerate(_ALIGNED_CORNERS)],
+            format=format,
+        )
+        for format in QUANTIZED_FORMATS
     ),
 )

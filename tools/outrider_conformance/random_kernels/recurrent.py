@@ -144,12 +144,14 @@ def _rule(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, chunks: bool)
     made, after = _apply_rule(operands, sequences)
     real = sequences[-1][1] + sequences[-1][2]
     writes = chunks or not shape["uncommitted"]
+    counts = operands["commit"].tensor.tolist() if writes else [count for _, _, count, _ in sequences]
+    defined = [start + i for (_, start, _, _), count in zip(sequences, counts, strict=True) for i in range(count)]
 
     def call(kernels: KernelSet, o: Mapped) -> Mapped:
         given = o["mixed"], o["gates"], o["a_log"], o["dt_bias"], o["state"], _batch(o, shape["new"])
         if chunks:
             return {"out": kernels.chunk_gated_delta_rule(*given)[:real]}
-        return {"out": kernels.gated_delta_rule(*given, o["commit"] if writes else None)[:real]}
+        return {"out": kernels.gated_delta_rule(*given, o["commit"] if writes else None)[defined]}
 
     steps = shape["new"] + shape["key_size"]
     if chunks and dtype.itemsize < 4:  # the products of a chunk may round their operands
@@ -157,7 +159,7 @@ def _rule(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, chunks: bool)
         errors = [torch.full_like(each, factor * (1.0 + float(each.abs().max()))) for each in (made[:real], after)]
         out = bounds.rounded(bounds.Number(made[:real], errors[0]), dtype)
         return Problem(operands, call, {"out": out, "state": bounds.Number(after, errors[1])})
-    wanted: dict[str, bounds.Number | Tensor] = {"out": bounds.rounded(_near(made[:real], steps, dtype), dtype)}
+    wanted: dict[str, bounds.Number | Tensor] = {"out": bounds.rounded(_near(made[defined], steps, dtype), dtype)}
     wanted["state"] = _near(after, steps, dtype) if writes else operands["state"].tensor
     return Problem(operands, call, wanted)
 

@@ -25,10 +25,7 @@ from outrider.device import (
     Stream,
 )
 from outrider.errors import CheckpointError
-from outrider_conformance.promises import docstring
-
-Promise = tuple[str, str]
-"""(member, words): a name of the backend interface, and a passage of its docstring."""
+from outrider_conformance.promises import Promise, first_sentence
 
 CAUSES: Mapping[str, str] = MappingProxyType(
     {
@@ -155,7 +152,7 @@ def diagnose(checked: Promise | None, error: BaseException, phase: str = "call")
     where = "while loading a checkpoint" if loading or isinstance(error, CheckpointError) else _phase(phase)
     if member is not None:
         where = ", ".join(filter(None, [where, f"raised in {member}", place]))
-        promise = checked if checked is not None and checked[0] == member else _first_sentence(member)
+        promise = checked if checked is not None and checked[0] == member else _quoted(member)
         return Diagnosis(promise, where, _causes(promise, error))
     outside = "not in a verb of the backend interface, so no promise is quoted"
     return Diagnosis(None, ", ".join(filter(None, [where, place, outside])), _causes(None, error))
@@ -216,9 +213,9 @@ def _raised_in(frames: list[FrameType]) -> str | None:
     return None
 
 
-def _first_sentence(member: str) -> Promise | None:
-    sentence = docstring(member).partition(". ")[0].rstrip(".")
-    return (member, f"{sentence}.") if sentence else None
+def _quoted(member: str) -> Promise | None:
+    promise = first_sentence(member)
+    return promise if promise[1] else None
 
 
 def _plugin_line(error: BaseException) -> str:

@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from outrider_conformance.reporting.failure_groups import cause_line
-from outrider_trace.html_page import html_page, prose
+from outrider_trace.picture import html_page, prose
 
 _COLOURS = {
     "passed": "#1a7f37",

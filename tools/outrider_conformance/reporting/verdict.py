@@ -13,7 +13,8 @@ import pytest
 
 from outrider.device import Capabilities, CaptureError
 from outrider_conformance.levels import level_of
-from outrider_conformance.reporting.causes import Diagnosis, Promise, diagnose
+from outrider_conformance.promises import Promise
+from outrider_conformance.reporting.causes import Diagnosis, diagnose
 from outrider_conformance.reporting.waivers import Waiver
 
 VERDICT = "verdict"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from outrider.cli.terminal.inputs import read_utf8
+from outrider.cli.terminal.files import read_utf8
 from outrider.device import ConfigError
 
 _KEYS = ("test", "reason", "link", "expires")

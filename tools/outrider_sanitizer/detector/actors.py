@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import itertools
 import threading
+from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from typing import NamedTuple
 from weakref import ReferenceType, ref
 
 from outrider.device import Operation
 from outrider_sanitizer.detector.clocks import NOTHING, Actor, Clock, Point
 
 _MAX_TOKENS = 4096
+_MAX_LAUNCH_EPOCHS = 4096
 
 # The original method: in a watched run, a program's call of is_alive is reported as a synchronization.
-_ALIVE = threading.Thread.is_alive
+THREAD_IS_ALIVE = threading.Thread.is_alive
 
 Step = Callable[[], bool]
 """An enqueued step of a stream; returns False while the step, or a step before it, waits for a flag."""
@@ -26,26 +29,63 @@ class SingleUseToken:
     __slots__ = ()
 
 
-class LastWait:
+class TaskToken(SingleUseToken):
+    """A token of a task that any thread of a pool may take: the task knows nothing of that thread's earlier tasks."""
+
+    __slots__ = ()
+
+
+class LastWait(NamedTuple):
     """The last wait that ordered one actor after another, for the hints of a finding."""
 
-    __slots__ = ("event", "generation", "location")
+    event: str
+    generation: int
+    location: str
 
-    def __init__(self, event: str, generation: int, location: str) -> None:
-        self.event = event
-        self.generation = generation
-        self.location = location
+
+class LaunchEpochs:
+    """The launches of one host thread on one stream: the stream's epoch at which each epoch of the thread began to launch."""
+
+    __slots__ = ("number", "own", "thread", "threads")
+
+    def __init__(self, number: int, thread: Actor) -> None:
+        self.number = number
+        self.thread = thread
+        self.threads: list[int] = []
+        self.own: list[int] = []
+
+    def begin(self, epoch: int, own: int) -> bool:
+        """Record the stream's epoch ``own`` before the launches of the thread's ``epoch``. Returns False after its first."""
+        if self.threads and self.threads[-1] == epoch:
+            return False
+        self.threads.append(epoch)
+        self.own.append(own)
+        if len(self.own) > _MAX_LAUNCH_EPOCHS:
+            del self.threads[: _MAX_LAUNCH_EPOCHS // 2], self.own[: _MAX_LAUNCH_EPOCHS // 2]
+        return True
+
+    def last_known(self, epoch: int) -> int | None:
+        """Return the stream's last epoch that the thread launched up to its ``epoch``, or None if that is every launch."""
+        at = bisect_right(self.threads, epoch)
+        return self.own[at] if at < len(self.own) else None
 
 
 class Lane(Actor):
-    """A stream: an actor whose steps may be held."""
+    """A stream: an actor whose steps may be held. Its operations have a number for each host thread that launches."""
 
-    __slots__ = ("edges", "held")
+    __slots__ = ("edges", "held", "launcher", "launches", "thread")
 
     def __init__(self, number: int, name: str) -> None:
         super().__init__(number, name, host=False)
         self.held: deque[Step] | None = None
         self.edges: dict[int, LastWait] = {}
+        self.thread: Actor | None = None  # which launched last
+        self.launcher: Clock = NOTHING  # the host clock that this stream joined last
+        self.launches: dict[int, LaunchEpochs] = {}  # by the number of the host thread
+
+    def launches_numbered(self, number: int) -> LaunchEpochs | None:
+        """Return the launches whose operations have this number, or None."""
+        return next((launches for launches in self.launches.values() if launches.number == number), None)
 
 
 class Lanes:
@@ -61,6 +101,8 @@ class Lanes:
         self._local = threading.local()
         self._threads: list[tuple[ReferenceType[threading.Thread], Actor]] = []
         self._tokens: OrderedDict[int, tuple[object, Clock]] = OrderedDict()
+        self._launches: dict[int, LaunchEpochs] = {}  # by their number
+        self._hosts: set[int] = set()  # numbers of the host threads
         self._held: list[Lane] = []
         self._later: list[Callable[[], None]] = []
 
@@ -96,6 +138,7 @@ class Lanes:
         number = self._number() if free is None else self._free_numbers.pop(free)[0]
         new = Actor(number, f"host thread {current.name}", host=True)
         new.clock = known
+        self._hosts.add(number)
         self._threads.append((ref(current), new))
         return new
 
@@ -112,7 +155,9 @@ class Lanes:
     def host_released(self, token: object) -> None:
         """Release the clock of the calling thread to ``token``."""
         known = self._tokens.get(id(token))
-        clock = self.thread().release()
+        thread = self.thread()
+        thread.handed = True
+        clock = thread.release()
         if known is not None:
             merged = dict(known[1])
             for number, epoch in clock.items():
@@ -127,28 +172,81 @@ class Lanes:
         """Join the clock that was released to ``token`` into the calling thread."""
         known = self._tokens.get(id(token))
         if known is not None:
-            if getattr(self._local, "actor", None) is None:
+            actor: Actor | None = getattr(self._local, "actor", None)
+            if isinstance(token, TaskToken):
+                self._begin_task(actor, known[1])
+            elif actor is None:
                 self._local.actor = self._new_thread(known[1])
             self.thread().join(known[1])
             if isinstance(token, SingleUseToken):
                 del self._tokens[id(token)]
 
+    def _begin_task(self, before: Actor | None, known: Clock) -> None:
+        """Give the calling thread of a pool a new actor, which knows the thread's start and the submission alone."""
+        if not hasattr(self._local, "pool_start"):
+            self._local.pool_start = NOTHING if before is None else before.clock
+        if before is not None:
+            self._threads = [(thread, actor) for thread, actor in self._threads if actor is not before]
+            self._free_numbers.append((before.number, before.clock.get(before.number, 0)))
+        self._local.actor = self._new_thread(known)
+        self._local.actor.join(self._local.pool_start)
+
     # -- steps of streams --------------------------------------------------------------------------------------------
+
+    def _launch_from(self, lane: Lane, thread: Actor, known: Clock | None = None) -> None:
+        """Order the next operations of ``lane`` after the steps of ``thread`` that ``known``, by default its clock, has."""
+        if thread.handed:
+            thread.open_epoch()  # the threads that it handed over to know its launches up to here
+        clock = thread.clock if known is None else known
+        if lane.launcher is not clock or lane.thread is not thread:
+            lane.join(clock)
+            lane.launcher, lane.thread = clock, thread
+            launches = lane.launches.get(thread.number)
+            if launches is None:
+                number = self._number() if lane.launches else lane.number
+                launches = lane.launches[thread.number] = self._launches[number] = LaunchEpochs(number, thread)
+            lane.taken = launches.begin(clock.get(thread.number, 0), lane.clock.get(launches.number, 0)) or lane.taken
+            lane.taken = lane.taken or lane.number != launches.number
+            lane.number = launches.number
+        thread.taken = True
+
+    def _ordered_launches(self, clock: Clock, thread: Actor, known: Clock) -> Clock:
+        """Return the part of a stream's ``clock`` that was launched before a step of ``thread`` in every schedule.
+
+        ``known`` is the clock of the thread at that step. A launch of another thread may come later in another schedule
+        unless an order of the threads puts it before the step.
+        """
+        if all(launches.thread is thread for launches in self._launches.values()):
+            return clock
+        kept = {}
+        for number, epoch in clock.items():
+            launches = self._launches.get(number)
+            if launches is None:
+                if number not in self._hosts:  # of another rank: its threads are ordered by collectives alone
+                    kept[number] = epoch
+            elif launches.thread is thread:
+                kept[number] = epoch
+            else:
+                last = launches.last_known(known.get(launches.thread.number, 0))
+                kept[number] = epoch if last is None else min(epoch, last)
+        return kept
 
     def _enqueue(self, lane: Lane, step: Step) -> None:
         """Run a step on ``lane`` now, or after the flag that holds the lane."""
         thread = self.thread()
         if lane.held is None:
-            lane.launched_by(thread)
+            self._launch_from(lane, thread)
             if not step():
                 lane.held = deque([self._as_of_now(step)])
                 self._held.append(lane)
             return
+        if thread.handed:
+            thread.open_epoch()
         known = thread.release()
         stamped = self._as_of_now(step)
 
         def later() -> bool:
-            lane.join(known)
+            self._launch_from(lane, thread, known)
             return stamped()
 
         lane.held.append(later)
@@ -226,4 +324,4 @@ def _current() -> threading.Thread:
 
 
 def _lives(thread: threading.Thread | None) -> bool:
-    return thread is not None and _ALIVE(thread)
+    return thread is not None and THREAD_IS_ALIVE(thread)

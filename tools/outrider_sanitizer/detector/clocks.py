@@ -10,6 +10,7 @@ reports a wait for that record as redundant.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from outrider.device import Operation
 
@@ -22,7 +23,7 @@ NOTHING: Clock = {}
 class Actor:
     """A stream, a branch of a graph, or a host thread."""
 
-    __slots__ = ("clock", "host", "launcher", "name", "number", "taken")
+    __slots__ = ("clock", "handed", "host", "name", "number", "taken")
 
     def __init__(self, number: int, name: str, *, host: bool) -> None:
         self.number = number
@@ -30,14 +31,14 @@ class Actor:
         self.host = host
         self.clock: Clock = NOTHING
         self.taken = True  # another actor may hold this clock, so the next access opens a new epoch
-        self.launcher: Clock = NOTHING  # the host clock that this stream joined last
+        self.handed = True  # another host thread may hold this clock, so the next launch opens a new epoch
 
     def open_epoch(self) -> None:
         """Begin a new epoch of this actor: no other actor's clock covers its next access."""
         clock = dict(self.clock)
         clock[self.number] = clock.get(self.number, 0) + 1
         self.clock = clock
-        self.taken = False
+        self.taken = self.handed = False
 
     def join(self, other: Clock) -> bool:
         """Merge the clock ``other`` into this actor's clock; return True if this clock has changed."""
@@ -53,14 +54,6 @@ class Actor:
         self.clock = new
         return True
 
-    def launched_by(self, thread: Actor) -> None:
-        """Order the next operations of this stream after all past steps of ``thread``."""
-        clock = thread.clock
-        if self.launcher is not clock:
-            self.join(clock)
-            self.launcher = clock
-        thread.taken = True
-
     def release(self) -> Clock:
         """Return this actor's current clock, for another actor to join later."""
         self.taken = True
@@ -70,43 +63,23 @@ class Actor:
         return f"<Actor {self.name!r} {dict(self.clock)}>"
 
 
+@dataclass(eq=False, slots=True)
 class GraphReplay:
     """One replay of a graph, named by the points of its operations. ``step`` names its launch in schedules."""
 
-    __slots__ = ("generation", "graph", "location", "step")
-
-    def __init__(self, graph: str, generation: int, location: str, step: tuple[str, int] | None = None) -> None:
-        self.graph = graph
-        self.generation = generation
-        self.location = location
-        self.step = step
+    graph: str
+    generation: int
+    location: str
+    step: tuple[str, int] | None = None
 
 
 class Point:
     """One operation, or one access of the host, with the clock of its actor at that time; all its accesses share it."""
 
-    __slots__ = (
-        "actor",
-        "between",
-        "clock",
-        "epoch",
-        "location",
-        "name",
-        "number",
-        "operation",
-        "replay",
-        "sequence",
-        "step",
-    )
+    __slots__ = ("actor", "between", "clock", "conflicts", "epoch", "location", "name", "number")
+    __slots__ += ("operation", "replay", "sequence", "step")
 
-    def __init__(
-        self,
-        actor: Actor,
-        name: str,
-        location: str,
-        sequence: int,
-        operation: Operation | None = None,
-    ) -> None:
+    def __init__(self, actor: Actor, name: str, location: str, sequence: int, operation: Operation | None = None) -> None:
         if actor.taken:
             actor.open_epoch()
         self.actor = actor
@@ -119,6 +92,7 @@ class Point:
         self.operation = operation
         self.replay: GraphReplay | None = None
         self.step: tuple[str, int] | None = None
+        self.conflicts = False  # with another access, which was reported
         self.between = False  # before ``step``, and no step itself
 
     def happened_before(self, other: Point) -> bool:

@@ -145,8 +145,10 @@ class Diagnoser:
                 f"inside graph {first.replay.graph!r}: record an event on {one.name!r} after {_brief(first)} and make "
                 f"{two.name!r} wait for it before {_brief(second)}"
             )
-        if one.host:
-            thread = f"{one.name} at {first.location}" if first.location else one.name
+        launcher = _unordered_launcher(first, second)
+        if one.host or launcher is not None:
+            name = launcher.name if launcher is not None else one.name
+            thread = f"{name} at {first.location}" if first.location else name
             rest = f"{two.name} does {before}" if two.host else f"{before} is enqueued on {two.name!r}"
             return f"order {thread} before {rest}: hand over through a queue, a join or an event of the host"
         if two.host:
@@ -156,7 +158,13 @@ class Diagnoser:
     def hint(self, first: Point, second: Point) -> str:
         """Return the orderings that are present, and the reason why they are not enough."""
         parts = []
-        if isinstance(second.actor, Lane) and not first.actor.host:
+        launcher = _unordered_launcher(first, second)
+        if launcher is not None:
+            parts.append(
+                f"waits cover {_brief(first)} in some schedules alone: {launcher.name} launched it, and nothing orders that "
+                f"before {_brief(second)}"
+            )
+        elif isinstance(second.actor, Lane) and not first.actor.host:
             edge = second.actor.edges.get(first.number)
             if edge is None and second.clock.get(first.number, 0):
                 parts.append(
@@ -198,6 +206,14 @@ class Diagnoser:
             return (launch[0], launch[1] + operation.index + 1) if launch and _on_main(point) else None
         label = self._labels.get(operation.stream)
         return (label, operation.index) if label is not None else None
+
+
+def _unordered_launcher(first: Point, second: Point) -> Actor | None:
+    """Return the host thread that launched ``first``, if nothing orders that launch before ``second``."""
+    launches = first.actor.launches_numbered(first.number) if isinstance(first.actor, Lane) else None
+    if launches is None or first.clock.get(launches.thread.number, 0) <= second.clock.get(launches.thread.number, 0):
+        return None
+    return launches.thread
 
 
 def _on_main(point: Point) -> bool:

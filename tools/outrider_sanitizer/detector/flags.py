@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from outrider_sanitizer.detector.clocks import NOTHING, Clock, Point
+from dataclasses import dataclass, field
+
+from outrider_sanitizer.detector.clocks import Clock, Point
 
 
+@dataclass(eq=False, slots=True)
 class FlagProgress:
     """The state of one flag after the steps that were able to run.
 
@@ -12,13 +15,10 @@ class FlagProgress:
     after the reset. Otherwise the device may execute them in the opposite order.
     """
 
-    __slots__ = ("clock", "lowered", "raised", "seen")
-
-    def __init__(self) -> None:
-        self.raised: Point | None = None
-        self.clock: Clock = NOTHING
-        self.seen: list[Point] = []
-        self.lowered: Point | None = None
+    raised: Point | None = None
+    clock: Clock = field(default_factory=dict)
+    seen: list[Point] = field(default_factory=list)
+    lowered: Point | None = None
 
     @property
     def is_set(self) -> bool:

@@ -10,11 +10,11 @@ all future operations are ordered after it.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Iterator
 
 from outrider.device import Access
 from outrider_sanitizer.detector.clocks import Clock, Point
+from outrider_sanitizer.detector.listener import Listener
 from outrider_sanitizer.detector.regions import dense_parts, overlap
 
 Record = tuple[Point, Access | None]
@@ -25,22 +25,6 @@ Over = tuple[str, Record | None, int]
 """Why contents may no longer be read, since which record, and the place of that in the trace; no reason: they were never
 written.
 """
-
-
-class Sink(Protocol):
-    """The receiver of conflicts that a history finds; the last argument is the owner of the history."""
-
-    @property
-    def conflict(self) -> Callable[[Record, Point, Access | None, Any], None]:
-        """Function that receives an older record, and the point and access that are not ordered after it."""
-
-    @property
-    def stale(self) -> Callable[[str, Record | None, Point, Access, Any], None]:
-        """Function that receives a read of stale bytes, with the reason and the time of the staleness."""
-
-    @property
-    def settled(self) -> Callable[[], Clock]:
-        """Function that returns a clock which every future operation comes after."""
 
 
 UNKNOWN_END = 1 << 62
@@ -84,17 +68,16 @@ class IntervalMap:
         self.limit = _MIN_HOLED_LIMIT
         self.forgotten = 0
 
-    def touch(self, point: Point, access: Access, sink: Sink, late: bool = False) -> None:
+    def touch(self, point: Point, access: Access, sink: Listener, late: bool = False) -> None:
         """Check an access against the history, then add the access to the history.
 
         ``late``: the access is reported after accesses of later operations, so it may also precede records of the history.
         """
         record = (point, access)
         if access.shape is None and not access.by_rows:
-            if late or self.holed or not self._whole(record, point, access):
-                self._dense(access.start, access.end, record, sink, late)
-                if self.holed:
-                    self._meet(point, access, sink, late)
+            self._dense(access.start, access.end, record, sink, late)
+            if self.holed:
+                self._meet(point, access, sink, late)
             return
         parts = None
         if not access.by_rows:
@@ -108,60 +91,26 @@ class IntervalMap:
         if self.holed:
             self._meet(point, access, sink, late)
 
-    def _whole(self, record: Record, point: Point, access: Access) -> bool:
-        """Handle an access to all of an undivided storage without a conflict. Returns False for any other access."""
-        if len(self.intervals) != 1:
-            return False
-        interval = self.intervals[0]
-        if access.start or access.end != interval.end:
-            return False
-        clock = point.clock
-        for old in interval.writes:
-            if old[0].epoch > clock.get(old[0].number, 0):
-                return False
-        reads = interval.reads
-        if access.write:
-            for old in reads:
-                if old[0].epoch > clock.get(old[0].number, 0):
-                    return False
-            if interval.over is not None and _later(interval.over, point):
-                return False
-            interval.writes = (record,)
-            interval.reads = ()
-            interval.over = None
-        elif interval.over is not None:
-            return False
-        elif not reads or (len(reads) == 1 and reads[0][0].number == point.number):
-            interval.reads = (record,)
-        else:
-            interval.reads = (*_unless_covered(reads, point), record)
-        return True
-
     def expire(self, start: int, end: int, over: Over) -> None:
         """Mark the contents of the bytes as stale."""
         first, last = self._cut(start, end)
         for interval in self.intervals[first:last]:
             interval.over = over
 
-    def last_write(self, start: int, end: int) -> Record | None:
-        """Return the latest write to any of the bytes, in program order."""
-        best: Record | None = None
+    def writes(self, start: int, end: int) -> Iterator[tuple[int, int, Point, Access]]:
+        """Yield the writes to [start, end), with the part of it that they may have written last."""
         for interval in self.within(start, end):
-            for record in interval.writes:
-                if record[1] is not None and (best is None or record[0].sequence > best[0].sequence):
-                    best = record
-        for record in self.holed_writes(start, end):
-            if best is None or record[0].sequence > best[0].sequence:
-                best = record
-        return best
+            for point, access in interval.writes:
+                if access is not None:
+                    yield max(interval.start, start), min(interval.end, end), point, access
+        for point, access in self.holed:
+            if access is not None and access.write and access.start < end and start < access.end:
+                yield max(access.start, start), min(access.end, end), point, access
 
-    def holed_writes(self, start: int, end: int) -> list[Record]:
-        """Return the writes with holes, or by rows, that may touch [start, end)."""
-        return [
-            record
-            for record in self.holed
-            if record[1] is not None and record[1].write and record[1].start < end and start < record[1].end
-        ]
+    def last_write(self, start: int, end: int) -> tuple[Point, Access] | None:
+        """Return the latest write to any of the bytes, in program order."""
+        found = ((point, access) for _, _, point, access in self.writes(start, end))
+        return max(found, key=lambda write: write[0].sequence, default=None)
 
     def within(self, start: int, end: int) -> list[Interval]:
         """Return the intervals that share a byte with [start, end)."""
@@ -210,7 +159,7 @@ class IntervalMap:
         interval.end = offset
         self.intervals.insert(at, right)
 
-    def _dense(self, start: int, end: int, record: Record, sink: Sink, late: bool) -> None:
+    def _dense(self, start: int, end: int, record: Record, sink: Listener, late: bool) -> None:
         if start >= end:
             return
         point, access = record
@@ -260,7 +209,7 @@ class IntervalMap:
         if len(kept) < last - first:
             intervals[first:last] = kept
 
-    def _scattered(self, record: Record, access: Access, sink: Sink, late: bool) -> None:
+    def _scattered(self, record: Record, access: Access, sink: Listener, late: bool) -> None:
         point = record[0]
         reported: set[int] = set()
         met = self.within(access.start, access.end)
@@ -281,7 +230,7 @@ class IntervalMap:
             self.holed = kept[-_MAX_HOLED_RECORDS:]
             self.limit = max(_MIN_HOLED_LIMIT, 2 * len(self.holed))
 
-    def _meet(self, point: Point, access: Access, sink: Sink, late: bool) -> None:
+    def _meet(self, point: Point, access: Access, sink: Listener, late: bool) -> None:
         """Check an access against the accesses with holes, and drop those that it covers."""
         clock = point.clock
         reported: set[int] = set()
@@ -298,7 +247,9 @@ class IntervalMap:
             kept.append(old)
         self.holed = kept
 
-    def _check(self, interval: Interval, point: Point, access: Access, sink: Sink, late: bool, reported: set[int]) -> None:
+    def _check(
+        self, interval: Interval, point: Point, access: Access, sink: Listener, late: bool, reported: set[int]
+    ) -> None:
         clock = point.clock
         for old in interval.writes:
             before = old[0]
@@ -315,13 +266,14 @@ class IntervalMap:
             reported.add(id(interval.over))
             sink.stale(interval.over[0], interval.over[1], point, access, self.owner or self)
 
-    def _compare(self, old: Record, point: Point, access: Access, sink: Sink, late: bool, reported: set[int]) -> None:
+    def _compare(self, old: Record, point: Point, access: Access, sink: Listener, late: bool, reported: set[int]) -> None:
         if id(old) in reported or (late and point.happened_before(old[0])):
             return
         known = old[1]
         if known is not None and ((known.by_rows and access.by_rows) or not overlap(known, access)):
             return
         reported.add(id(old))
+        old[0].conflicts = point.conflicts = True
         sink.conflict(old, point, access, self.owner or self)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from outrider_sanitizer.detector.clocks import Actor, Point
+from outrider_sanitizer.detector.clocks import Actor, Clock, Point
 from outrider_sanitizer.detector.intervals import UNWRITTEN, IntervalMap, Over, Record
 
 _MAX_FREED_STORAGES = 256
@@ -100,30 +100,37 @@ class ShadowMemory:
                     self._reused(shadow, record, freed, freed.location)
 
     def finish(self, last: int) -> None:
-        """Report the early releases before step ``last`` of the program that no later allocation has judged."""
+        """Report the early releases before step ``last`` of the program that no later allocation has judged.
+
+        An access that was reported with another one is no reason a second time.
+        """
         for waiting in self._loose.values() if self._strict else ():
             for shadow, records, freed in waiting:
                 for record in records if freed.sequence <= last else ():
-                    self._reused(shadow, record, freed, freed.location)
+                    if not record[0].conflicts:
+                        self._reused(shadow, record, freed, freed.location)
         self._loose.clear()
 
-    def free(self, storage: int, stream: str, releaser: Actor, release: Callable[[Actor], Point]) -> None:
+    def free(
+        self, storage: int, stream: str, releaser: Actor, release: Callable[[Actor], Point], then: Clock | None = None
+    ) -> None:
         """Return the memory of ``storage`` to the allocator's pool of ``stream``.
 
         An access that is not ordered before the release is a fault if the stream reuses the memory before that order
         exists. The next allocation of the stream decides. The allocator may choose any block, so every allocation counts.
-        ``release`` makes the point of the release.
+        ``release`` makes the point of the release; ``then`` is the clock of ``releaser`` at that time, by default its present
+        one.
         """
         shadow = self.shadows.pop(storage, None)
         if shadow is None:
             return
-        clock = releaser.clock
+        clock = releaser.clock if then is None else then
         loose = [
             record
             for record in shadow.records()
             if record[0].epoch > clock.get(record[0].number, 0)
             and record[1] is not None
-            and record[0].number != releaser.number
+            and record[0].actor is not releaser
             and record[0].actor.name not in shadow.shared
         ]
         if loose:

@@ -8,7 +8,7 @@ held, with all later operations on it, until the set is enqueued.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -17,8 +17,9 @@ from outrider_sanitizer.detector.actors import Lane
 from outrider_sanitizer.detector.captured_graph import CapturedGraph
 from outrider_sanitizer.detector.clocks import NOTHING, Actor, Clock, GraphReplay, Point
 from outrider_sanitizer.detector.intervals import IntervalMap
+from outrider_sanitizer.detector.listener import Listener
 from outrider_sanitizer.detector.ranks import RankClocks, WatchedCollectivePart
-from outrider_sanitizer.detector.streams import Listener, StreamOrdering
+from outrider_sanitizer.detector.streams import StreamOrdering
 from outrider_sanitizer.report.source_locations import caller_location
 
 if TYPE_CHECKING:
@@ -28,15 +29,8 @@ if TYPE_CHECKING:
 class Ordering(StreamOrdering):
     """The ordering detector. Not thread-safe: the caller holds a lock around each call."""
 
-    def __init__(
-        self,
-        listener: Listener,
-        *,
-        rows_follow: bool = False,
-        steps: Callable[[str], tuple[str, int] | None] = lambda stream: None,
-        ranks: RankClocks | None = None,
-    ) -> None:
-        super().__init__(listener, rows_follow=rows_follow, steps=steps, ranks=ranks)
+    def __init__(self, listener: Listener, *, rows_follow: bool = False, ranks: RankClocks | None = None) -> None:
+        super().__init__(listener, rows_follow=rows_follow, ranks=ranks)
         self._graphs: WeakKeyDictionary[Graph, CapturedGraph] = WeakKeyDictionary()
         self._params: WeakKeyDictionary[Graph, IntervalMap] = WeakKeyDictionary()
         self._params_sink = Listener(conflict=lambda old, new, how, graph: listener.rebind(old, new, how, str(graph)))
@@ -89,7 +83,7 @@ class Ordering(StreamOrdering):
 
             self._enqueue(lane, step)
             return
-        walk = self._walk(graph, captured, lane, replay, self._issue(captured))
+        walk = self._walk(graph, captured, lane, replay, self._issue(captured), self.thread())
         self._enqueue(lane, lambda: next(walk, True))
         self.resume_all()
 
@@ -130,20 +124,27 @@ class Ordering(StreamOrdering):
         return iter(halves)
 
     def _walk(
-        self, graph: Graph, captured: CapturedGraph, lane: Lane, replay: GraphReplay, halves: Iterator[WatchedCollectivePart]
+        self,
+        graph: Graph,
+        captured: CapturedGraph,
+        lane: Lane,
+        replay: GraphReplay,
+        halves: Iterator[WatchedCollectivePart],
+        thread: Actor,
     ) -> Generator[bool]:
         """Run a replay's captured steps one after the other; yields False while a flag holds the graph."""
         edges: dict[Event, Clock] = {}
-        touched: dict[str, Actor] = {captured.main: lane}
+        touched: dict[str, Lane] = {captured.main: lane}
         params_read = False
 
-        def actor(branch: str) -> Actor:
+        def actor(branch: str) -> Lane:
             known = touched.get(branch)
             if known is None:
                 known = captured.branches.get(branch)
                 if known is None:
                     known = captured.branches[branch] = Lane(self._number(), f"{branch} in graph {graph.name}")
                 touched[branch] = known
+                self._launch_from(known, thread, lane.launcher)
             return known
 
         if not captured.waits_for_flags:
@@ -168,7 +169,6 @@ class Ordering(StreamOrdering):
                 while not self._meet(branch, verb.subject[0], half):
                     yield False
             elif verb.what in ("set", "await", "reset"):
-                assert isinstance(branch, Lane)
                 while not self._flag_verb(verb.what, branch, verb.subject, replay.location, replay):
                     yield False
                 if verb.what == "await" and not params_read:

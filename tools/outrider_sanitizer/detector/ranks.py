@@ -29,6 +29,11 @@ Key = tuple[str, tuple[int, ...], int]
 _MAX_MESSAGES = 64
 """Messages between two ranks among which a cycle of sends is looked for."""
 
+
+def _rank_site(operation: str, rank: int, location: str = "", index: int = -1) -> AccessSite:
+    return AccessSite(operation, f"rank {rank}", True, index, location, rank=rank)
+
+
 _ALIKE_HINT = "then every rank makes the same calls in the same order, with the same operands"
 
 
@@ -83,7 +88,7 @@ class WatchedCollectivePart:
         """Return the site of this half for a report."""
         how = " in a graph" if self.in_graph else ""
         call = replace(self.call, sequence=self.number)  # in a graph it was counted once, and is called again and again
-        return AccessSite(f"{call}{how} of group {group!r}", f"rank {self.rank}", True, -1, self.location, rank=self.rank)
+        return _rank_site(f"{call}{how} of group {group!r}", self.rank, self.location)
 
 
 @dataclass(eq=False, slots=True)
@@ -126,14 +131,8 @@ class Decided:
 
     def site(self, group: str) -> AccessSite:
         """Return the site of this decision for a report."""
-        return AccessSite(
-            f"decision {self.name} = {self.value!r} of group {group!r}",
-            f"rank {self.rank}",
-            True,
-            self.number,
-            self.location,
-            rank=self.rank,
-        )
+        decision = f"decision {self.name} = {self.value!r} of group {group!r}"
+        return _rank_site(decision, self.rank, self.location, self.number)
 
     def __str__(self) -> str:
         where = f" at {self.location}" if self.location else ""
@@ -424,11 +423,7 @@ class RankClocks:
             if len(theirs) < len(mine):
                 extra = mine[len(theirs)]
                 rank = state.key[1][index]
-                site = (
-                    theirs[-1].site(state.name)
-                    if theirs
-                    else AccessSite("no decision", f"rank {rank}", True, -1, "", rank=rank)
-                )
+                site = theirs[-1].site(state.name) if theirs else _rank_site("no decision", rank)
                 state.differs = True
                 self.differing = self.differing or (
                     f"the first decision in which ranks differ: {extra}, and none on rank {rank}"

@@ -7,6 +7,7 @@ stale. One run therefore finds as much as many runs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -30,20 +31,22 @@ _MAX_ENUMERATED_RUNS = 256
 """Runs of a strided region that are looked at one by one; one of more runs counts as the whole of its extent."""
 
 
+@dataclass(eq=False, slots=True)
 class Age:
-    """The last replay of a graph: its number over all graphs of the device, and its position in the trace."""
+    """The replays of a graph, numbered over all graphs of the device."""
 
-    __slots__ = ("before", "first", "generation", "inputs", "last", "name", "rebound", "sequence")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.first = 0
-        self.last = 0
-        self.generation = 0
-        self.sequence = 0
-        self.before = 0
-        self.inputs: list[tuple[str, Access]] = []
-        self.rebound: dict[str, int] = {}
+    name: str
+    before: int
+    """Position in the trace at which the graph was seen first."""
+    first: int = 0
+    last: int = 0
+    generation: int = 0
+    """Generation of the last replay."""
+    sequence: int = 0
+    """Position of the last replay in the trace."""
+    inputs: list[tuple[str, Access]] = field(default_factory=list)
+    rebound: dict[str, int] = field(default_factory=dict)
+    """Position in the trace at which each host parameter was rebound last."""
 
 
 class Mirror(NamedTuple):
@@ -110,8 +113,7 @@ class Staleness:
     def _age(self, graph: Graph) -> Age:
         age = self._ages.get(graph)
         if age is None:
-            age = self._ages[graph] = Age(graph.name)
-            age.before = self._ordering.sequence
+            age = self._ages[graph] = Age(graph.name, self._ordering.sequence)
             inputs = {id(tensor) for tensor in graph.inputs.values()}
             for kind, tensors in (("input", graph.inputs), ("output", graph.outputs)):
                 for name, tensor in tensors.items():
@@ -151,29 +153,16 @@ class Staleness:
     def _padding(self, age: Age, name: str, place: Access, stream: str, generation: int, location: str) -> None:
         """Report input bytes that a statement wrote for an earlier replay and did not write for this replay."""
         shadow = self._ordering.memory.shadow(place.storage)
-        fresh: list[Record] = []
-        old: list[tuple[int, int, Record]] = []  # bytes that it wrote last; of one with holes, between which it wrote some
+        fresh: list[tuple[Point, Access]] = []
+        old: list[tuple[int, int, Point, Access]] = []
         for begin, finish in dense_parts(place, _MAX_ENUMERATED_RUNS) or ((place.start, place.end),):
-            for interval in shadow.within(begin, finish):
-                for record in interval.writes:
-                    if record[1] is None:
-                        continue
-                    if record[0].sequence > age.sequence:
-                        fresh.append(record)
-                    else:
-                        old.append((max(interval.start, begin), min(interval.end, finish), record))
-            for record in shadow.holed_writes(begin, finish):
-                access = record[1]
-                assert access is not None
-                if record[0].sequence > age.sequence:
-                    fresh.append(record)
+            for start, end, point, access in shadow.writes(begin, finish):
+                if point.sequence > age.sequence:
+                    fresh.append((point, access))
                 else:
-                    old.append((max(access.start, begin), min(access.end, finish), record))
-        for start, end, record in old:
-            before, was = record
-            assert was is not None
+                    old.append((start, end, point, access))
+        for start, end, before, was in old:
             for point, now in fresh:
-                assert now is not None
                 left = _left_behind(was, now, start, end) if _shrunk(before, was, point, now) else None
                 if left is not None:
                     self._add(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -13,7 +13,8 @@ from outrider_sanitizer.detector.actors import Lane, Lanes, LastWait
 from outrider_sanitizer.detector.captured_graph import CapturedGraph, Verb
 from outrider_sanitizer.detector.clocks import NOTHING, Actor, Clock, GraphReplay, Point
 from outrider_sanitizer.detector.flags import FlagProgress
-from outrider_sanitizer.detector.intervals import UNKNOWN_END, Record
+from outrider_sanitizer.detector.intervals import UNKNOWN_END
+from outrider_sanitizer.detector.listener import Listener
 from outrider_sanitizer.detector.memory import Shadow, ShadowMemory
 from outrider_sanitizer.detector.ranks import RankClocks, WatchedCollectivePart
 from outrider_sanitizer.report.source_locations import caller_location
@@ -29,25 +30,9 @@ _MAX_AWAITED = 4096
 
 
 @dataclass
-class Listener:
-    """Callbacks of the ordering detector; the default of each does nothing."""
-
-    conflict: Callable[[Record, Point, Access | None, Shadow], None] = lambda *_: None
-    settled: Callable[[], Clock] = lambda: NOTHING
-    reused: Callable[[Shadow, Record, Point, str], None] = lambda *_: None
-    stale: Callable[[str, Record | None, Point, Access, Shadow], None] = lambda *_: None
-    read: Callable[[Point, Access, Shadow], None] | None = None
-    dead: Callable[[Shadow, Point, str], None] = lambda *_: None
-    flag: Callable[[str, str, Point | None, Point], None] = lambda *_: None
-    rebind: Callable[[Record, Point, Access | None, str], None] = lambda *_: None
-    waited: Callable[[str, str, int, str, bool], None] = lambda *_: None
-
-
-@dataclass
 class _EventState:
     name: str
     clocks: OrderedDict[int, Clock | None] = field(default_factory=OrderedDict)
-    recorders: OrderedDict[int, int] = field(default_factory=OrderedDict)  # generation → number of the stream
     hosts: OrderedDict[int, Point] = field(default_factory=OrderedDict)  # generation → the host's call
 
     def covered(self, generation: int, thread: Actor) -> int:
@@ -67,14 +52,7 @@ class _EventState:
 class StreamOrdering(Lanes):
     """The order of operations on streams and host threads; inside a capture, operations are recorded for the replays."""
 
-    def __init__(
-        self,
-        listener: Listener,
-        *,
-        rows_follow: bool = False,
-        steps: Callable[[str], tuple[str, int] | None] = lambda stream: None,
-        ranks: RankClocks | None = None,
-    ) -> None:
+    def __init__(self, listener: Listener, *, rows_follow: bool = False, ranks: RankClocks | None = None) -> None:
         super().__init__(ranks.number if ranks is not None else None)
         self.ranks = ranks
         if ranks is not None:
@@ -82,7 +60,7 @@ class StreamOrdering(Lanes):
         self.listener = listener
         listener.settled = self.settled
         self.rows_follow = rows_follow
-        self.steps = steps
+        self.steps = listener.steps
         self.memory = ShadowMemory(listener.reused, strict=rows_follow)
         if ranks is not None and rows_follow:  # such devices number their memory in one sequence, and ranks may read it
             self.memory.shadows = ranks.shadows
@@ -92,9 +70,9 @@ class StreamOrdering(Lanes):
         self._users: dict[int, WeakSet[CapturedGraph]] = {}
         self._awaited: OrderedDict[int, deque[Point]] = OrderedDict()
         self._lost: set[str] = set()
-        self._last = 0  # sequence number of the last operation or host access
+        self._last = 0  # sequence number of the last operation, host access or wait of a host thread
         self._pooled: set[int] = set()  # storages from the pools of graphs, whose addresses later captures alone reuse
-        self._waiting_flag: dict[int, tuple[str, Point]] = {}
+        self._waiting_flag: dict[Lane, tuple[str, Point]] = {}
 
     # -- accesses ----------------------------------------------------------------------------------------------------
 
@@ -104,12 +82,8 @@ class StreamOrdering(Lanes):
         if capture is not None:
             capture.verbs.append(Verb("launch", operation.stream, operation))
             return
-        lane = self.lanes.get(operation.stream) or self.lane(operation.stream)
-        if lane.held is not None:
-            self._enqueue(lane, lambda: self._launch(lane, operation))
-            return
-        lane.launched_by(self.thread())
-        self._launch(lane, operation)
+        lane = self.lane(operation.stream)
+        self._enqueue(lane, lambda: self._launch(lane, operation))
 
     def _launch(self, lane: Lane, operation: Operation) -> bool:
         self._access(Point(lane, operation.name, operation.location, self.place(), operation), operation.accesses)
@@ -204,12 +178,8 @@ class StreamOrdering(Lanes):
         if stream == HOST:
             self._allocate(self.thread(), storage, nbytes, stream, location)
             return
-        lane = self.lanes.get(stream) or self.lane(stream)
-        if lane.held is not None:
-            self._enqueue(lane, lambda: self._allocate(lane, storage, nbytes, stream, location))
-            return
-        lane.launched_by(self.thread())
-        self._allocate(lane, storage, nbytes, stream, location)
+        lane = self.lane(stream)
+        self._enqueue(lane, lambda: self._allocate(lane, storage, nbytes, stream, location))
 
     def _allocate(self, actor: Actor, storage: int, nbytes: int, stream: str, location: str) -> bool:
         point = Point(actor, "allocation", location, self.place())
@@ -234,23 +204,18 @@ class StreamOrdering(Lanes):
         if stream == HOST:
             self.memory.free(storage, stream, self.thread(), self._release)
             return
-        lane = self.lanes.get(stream) or self.lane(stream)
-        if lane.held is None:
-            lane.launched_by(self.thread())
-            if not self._held:
-                self.memory.free(storage, stream, lane, self._release)
-                return
-            # Accesses that came before wait to be looked at, on other streams: the memory's history must stay that long.
-            then, location = Actor(lane.number, lane.name, host=False), caller_location()
-            then.clock = lane.release()
-            self.when_none_held(lambda: self.memory.free(storage, stream, then, lambda by: self._release(by, location)))
-            return
+        lane, location = self.lane(stream), caller_location() if self._held else ""
+        self._enqueue(lane, lambda: self._free(lane, storage, location))
 
-        def step() -> bool:
-            self.memory.free(storage, stream, lane, self._release)
-            return True
-
-        self._enqueue(lane, step)
+    def _free(self, lane: Lane, storage: int, location: str) -> bool:
+        """Release memory in the order of a stream: after the accesses before it, which held streams have yet to check."""
+        then = lane.release() if self._held else None
+        free = partial(self.memory.free, storage, lane.name, lane, lambda by: self._release(by, location), then)
+        if self._held:
+            self.when_none_held(free)
+        else:
+            free()
+        return True
 
     def _release(self, releaser: Actor, location: str = "") -> Point:
         return Point(releaser, "release of memory", location or caller_location(), self.place())
@@ -325,18 +290,17 @@ class StreamOrdering(Lanes):
         if capture is not None:
             capture.verbs.append(Verb("record", stream, event))
             return
-        lane = self.lane(stream)
+        lane, thread = self.lane(stream), self.thread()
         state = self._event(event)
         state.clocks[generation] = None
-        state.recorders[generation] = lane.number
-        state.hosts[generation] = self._point(self.thread(), "record")
+        state.hosts[generation] = self._point(thread, "record")
+        known = thread.clock
         while len(state.clocks) > _MAX_GENERATIONS:
             state.clocks.popitem(last=False)
-            state.recorders.popitem(last=False)
             state.hosts.popitem(last=False)
 
         def step() -> bool:
-            state.clocks[generation] = lane.release()
+            state.clocks[generation] = self._ordered_launches(lane.release(), thread, known)
             return True
 
         self._enqueue(lane, step)
@@ -361,8 +325,7 @@ class StreamOrdering(Lanes):
             return False
         new = lane.join(clock)
         edge = LastWait(state.name, generation, location)
-        for number in (*clock, state.recorders[generation]):
-            lane.edges[number] = edge
+        lane.edges.update(dict.fromkeys(clock, edge))
         self.listener.waited(lane.name, state.name, generation, location, new)
         return True
 
@@ -376,22 +339,14 @@ class StreamOrdering(Lanes):
         if clock is not None:
             self.thread().join(clock)
 
-    def event_queried(self, event: Event, generation: int, done: bool) -> None:
-        """Order the calling thread after that generation if the query returned True."""
-        if done:
-            self.event_synchronized(event, generation)
-
     def stream_synchronized(self, stream: str) -> None:
         """Order the calling thread after all operations enqueued on the stream."""
         lane = self.lane(stream)
         if lane.held is not None:
             self._force()
-        self.thread().join(lane.release())
-
-    def stream_queried(self, stream: str, done: bool) -> None:
-        """Order the calling thread after the stream if the query found it empty."""
-        if done:
-            self.stream_synchronized(stream)
+        thread = self.thread()
+        thread.join(self._ordered_launches(lane.release(), thread, thread.clock))
+        self._last = self.sequence
 
     def device_synchronized(self) -> None:
         """Order the calling thread after every stream."""
@@ -422,11 +377,11 @@ class StreamOrdering(Lanes):
         state = self._flag(flag)
         name = f"{'wait for' if what == 'await' else what} flag {flag.name!r}"
         if what == "await" and not state.is_set:
-            if lane.number not in self._waiting_flag:
-                self._waiting_flag[lane.number] = (flag.name, self._point(lane, name, location))
+            if lane not in self._waiting_flag:
+                self._waiting_flag[lane] = (flag.name, self._point(lane, name, location))
             return False
         if what == "await":
-            self._waiting_flag.pop(lane.number, None)
+            self._waiting_flag.pop(lane, None)
             lane.join(state.clock)
         # A point of its own epoch: resets and sets are ordered against it.
         lane.taken = True
@@ -453,7 +408,7 @@ class StreamOrdering(Lanes):
             held = lane.held
             if held:
                 held.popleft()
-                self._waiting_flag.pop(lane.number, None)
+                self._waiting_flag.pop(lane, None)
         if self.ranks is None or not self.ranks.broken:
             self._blind("a flag was raised outside the backend interface", 1)
         self.resume_all()

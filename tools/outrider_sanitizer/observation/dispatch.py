@@ -20,10 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.device import ROW_ACCESS, Access, Operation
 from outrider.device.arrays import watched
-from outrider.device.kernels.operators import operands_by_index
+from outrider.device.kernels.operators import operands_by_index, reads_no_elements
 from outrider_sanitizer.detector.ranks import RankClocks
 from outrider_sanitizer.detector.streams import HOST
 from outrider_sanitizer.observation.host_arrays import converted_names
+from outrider_sanitizer.observation.replaced_names import replaced
 from outrider_sanitizer.observation.sanitizer import Sanitizer
 from outrider_sanitizer.observation.storages import KnownStorage, Storages, extent
 from outrider_sanitizer.report.source_locations import caller_location
@@ -34,22 +35,11 @@ if TYPE_CHECKING:
 _AMBIENT = "default"
 _FROM_NUMPY = torch.from_numpy
 _BORN = "_outrider_born"
-_WAITING = frozenset(
-    f"aten::{name}"
-    for name in (
-        "_local_scalar_dense",
-        "_unique2",
-        "allclose",
-        "equal",
-        "is_nonzero",
-        "item",
-        "masked_select",
-        "nonzero",
-        "unique_consecutive",
-        "unique_dim",
-    )
-)
-"""Operators that give the host a value, or a result whose size it has to know. Composite ones are met in inference mode."""
+_WAITING_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_WAITING = ("aten.is_nonzero.default", "aten.where.default")
+"""Operators that give the host a value or a shape, though no tag says so."""
+_PICKING = "aten::index"
+"""The operator that has such a tag because boolean indices, and no others, decide its shape."""
 _COPIES = frozenset(("aten::copy_", "aten::to", "aten::_to_copy"))
 _APART = "which rows an operator takes by data: two such accesses to one memory are taken to be disjoint"
 _BLIND = (
@@ -68,6 +58,7 @@ class _Operands(NamedTuple):
     writes: frozenset[str]
     fresh: bool  # some return is memory of its own
     empty: bool  # it allocates and writes nothing
+    like: bool  # it looks at its operand's shape, not at its bytes
     waits: bool  # it gives a value to the host
     rows: frozenset[str]
     at_once: int  # where `non_blocking` is among the arguments, -1 where it isn't
@@ -86,7 +77,8 @@ def _operands(func: Any) -> _Operands:
         writes=writes,
         fresh=fresh,
         empty=fresh and name.split("::")[-1].startswith(("empty", "new_empty")),
-        waits=name in _WAITING or str(func) == "aten.where.default",
+        like=reads_no_elements(func),
+        waits=str(func) in _WAITING or (name != _PICKING and any(tag in func.tags for tag in _WAITING_TAGS)),
         rows=frozenset(ROW_ACCESS.get(name) or operands_by_index(func)),
         at_once=names.index("non_blocking") if "non_blocking" in names else -1,
         views=bool(schema.returns)
@@ -219,23 +211,22 @@ class DerivedSanitizer(Sanitizer):
     @contextmanager
     def scope(self) -> Generator[None]:
         """Extend the scope to reads of host memory that bypass the dispatcher."""
-        tolist, numpy = Tensor.tolist, Tensor.numpy
 
-        def read(tensor: Tensor) -> Any:
-            self._host_read(tensor)
-            return tolist(tensor)
+        def tolist(original: Any) -> Any:
+            def read(tensor: Tensor) -> Any:
+                self._host_read(tensor)
+                return original(tensor)
 
-        def give(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return self._given(tensor, numpy(tensor, *args, **kwargs))
+            return read
 
-        changed: Any = Tensor
-        changed.tolist, changed.numpy = read, give
+        def numpy(original: Any) -> Any:
+            return lambda tensor, *args, **kwargs: self._given(tensor, original(tensor, *args, **kwargs))
+
         self.watches_arrays = True
         try:
-            with converted_names():
+            with replaced([(Tensor, "tolist", tolist), (Tensor, "numpy", numpy)]), converted_names():
                 yield
         finally:
-            changed.tolist, changed.numpy = tolist, numpy
             self.watches_arrays = False
 
     def _given(self, tensor: Tensor, array: Any) -> Any:
@@ -310,8 +301,8 @@ class DerivedSanitizer(Sanitizer):
             if found[1]:
                 self._storages.note(tensor)
             write = name in operands.writes
-            if operands.empty and not write:
-                continue  # its shape is looked at, not its bytes
+            if operands.like and not write:
+                continue
             born = getattr(tensor, _BORN, -1)
             by_rows = self._rows_apart and name in operands.rows
             accesses.append(extent(tensor, found[0], write, name, born, by_rows))

@@ -12,15 +12,15 @@ import threading
 from asyncio import BaseEventLoop
 from collections import defaultdict, deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import _base as futures
 from multiprocessing import connection
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from outrider.device import Observer
-from outrider_sanitizer.detector.actors import SingleUseToken
-
-Wrapped = tuple[Any, str, Callable[[Any], Any]]
+from outrider_sanitizer.detector.actors import SingleUseToken, TaskToken
+from outrider_sanitizer.observation.replaced_names import Replacement
 
 _MAX_PENDING_MESSAGES = 4096
 """Messages of a pipe that nobody here has taken: another process may have."""
@@ -37,7 +37,7 @@ class HandOverTokens:
         self._peers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._elsewhere: list[object] = []  # a token: what other processes may have been told
 
-    def changes(self) -> list[Wrapped]:
+    def changes(self) -> list[Replacement]:
         """Return (owner, attribute name, wrapper factory) of each method to wrap."""
         return [
             (queue.Queue, "put", self.put),
@@ -52,14 +52,14 @@ class HandOverTokens:
             (connection._ConnectionBase, "recv_bytes", self._receive),
             (connection._ConnectionBase, "recv_bytes_into", self._receive),
             (connection, "Pipe", self._pipe),
-            (futures.Future, "add_done_callback", self._done_callback),
+            (futures.Future, "add_done_callback", self.calling(lambda future: future)),
             (futures._AcquireFutures, "__exit__", self._looked_at),
-            (futures._AllCompletedWaiter, "_decrement_pending_calls", self._one_of_all),
-            (BaseEventLoop, "call_soon_threadsafe", self._callback),
+            (BaseEventLoop, "call_soon_threadsafe", self.calling()),
+            (ThreadPoolExecutor, "submit", self.calling()),
         ]
 
-    def _give(self) -> SingleUseToken:
-        token = SingleUseToken()
+    def _give(self, taker: Any = None) -> SingleUseToken:
+        token = TaskToken() if getattr(taker, "_max_workers", 1) > 1 else SingleUseToken()
         self._observer.host_released(token)
         return token
 
@@ -164,17 +164,25 @@ class HandOverTokens:
 
     # -- futures and event loops -------------------------------------------------------------------------------------
 
-    def _done_callback(self, original: Any) -> Any:
-        """Wrap ``add_done_callback``: on a finished future, the adding thread calls the callback at once."""
+    def calling(self, token_of: Callable[[Any], object] | None = None) -> Callable[[Any], Any]:
+        """Return a wrapper of a method that takes a function: the function first acquires the calling thread's clock.
 
-        def add(this: Any, fn: Callable[[Any], object]) -> None:
-            def call(future: Any) -> object:
-                self._observer.host_acquired(this)
-                return fn(future)
+        With ``token_of``, it acquires the clock of that token of the method's object instead.
+        """
 
-            original(this, call)
+        def wrap(original: Any) -> Any:
+            def call(this: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+                token = self._give(this) if token_of is None else token_of(this)
 
-        return add
+                def body(*inner: Any, **named: Any) -> Any:
+                    self._observer.host_acquired(token)
+                    return fn(*inner, **named)
+
+                return original(this, body, *args, **kwargs)
+
+            return call
+
+        return wrap
 
     def _looked_at(self, original: Any) -> Any:
         """Wrap the check for finished futures with which `wait` and `as_completed` begin: the thread acquires
@@ -188,24 +196,3 @@ class HandOverTokens:
             original(this, *args)
 
         return leave
-
-    def _one_of_all(self, original: Any) -> Any:
-        """Wrap the waiter of all futures: the waiting thread acquires each future, though only the last one wakes it."""
-
-        def count(this: Any) -> None:
-            self._observer.host_released(this.event)
-            original(this)
-
-        return count
-
-    def _callback(self, original: Any) -> Any:
-        def call_soon_threadsafe(this: Any, callback: Any, *args: Any, **kwargs: Any) -> Any:
-            token = self._give()
-
-            def call(*inner: Any) -> Any:
-                self._observer.host_acquired(token)
-                return callback(*inner)
-
-            return original(this, call, *args, **kwargs)
-
-        return call_soon_threadsafe

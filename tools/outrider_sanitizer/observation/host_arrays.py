@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import builtins
+import struct
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from outrider.device.arrays import BufferView, PinnedArray, call_reporting, plain_array, read_array
+from outrider_sanitizer.observation.replaced_names import Replacement, replaced
 
 _MEMORYVIEW = memoryview
+_NDITER = np.nditer
+_DEFAULT_RNG = np.random.default_rng
 
 
 class _MemoryViewMeta(type):
@@ -27,13 +32,59 @@ class _MemoryView(metaclass=_MemoryViewMeta):
     """The name `memoryview` in a watched run."""
 
 
+def _iterating(operands: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace `numpy.nditer`: its operands count as written if its flags let it write."""
+    writes = "write" in str((args, kwargs.get("op_flags")))
+    return call_reporting(_NDITER, (operands, *args), kwargs, writes, None)
+
+
+def _filling(name: str) -> Any:
+    def fill(self: np.random.Generator, *args: Any, **kwargs: Any) -> Any:
+        return call_reporting(partial(getattr(np.random.Generator, name), self), args, kwargs, False, None)
+
+    return fill
+
+
+class _WatchedGenerator(np.random.Generator):
+    """A random generator whose `shuffle` and `out=` report writes."""
+
+    def shuffle(self, x: Any, axis: int = 0) -> None:
+        call_reporting(super().shuffle, (x, axis), {}, True, None)
+
+
+for _name in ("random", "standard_normal", "standard_exponential", "standard_gamma", "permuted"):
+    setattr(_WatchedGenerator, _name, _filling(_name))
+
+
+def _random(seed: Any = None) -> np.random.Generator:
+    """Replace `numpy.random.default_rng`."""
+    made = _DEFAULT_RNG(seed)
+    return made if made is seed else _WatchedGenerator(made.bit_generator)
+
+
+def _packing(original: Any) -> Any:
+    """Wrap a function of `struct` that takes a buffer as its second argument."""
+
+    def call(layout: str, buffer: Any, *args: Any, **kwargs: Any) -> Any:
+        def swapped(buffer: Any, *args: Any, **kwargs: Any) -> Any:
+            return original(layout, buffer, *args, **kwargs)
+
+        return call_reporting(swapped, (buffer, *args), kwargs, original.__name__ == "pack_into", None)
+
+    return call
+
+
+def _is_pinned(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.is_pinned()
+
+
 @contextmanager
 def converted_names() -> Generator[None]:
     """Let the constructors of numpy and torch that read a pinned array or tensor in C report it inside the scope."""
 
     def array(original: Any) -> Any:
         def make(value: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.is_pinned():
+            if _is_pinned(value):
                 value = value.numpy()
             if not isinstance(value, PinnedArray):
                 return original(*(() if value is None and not args else (value,)), *args, **kwargs)
@@ -41,25 +92,37 @@ def converted_names() -> Generator[None]:
 
         return make
 
-    def tensor(original: Any, *, shares: bool) -> Any:
+    def tensor(original: Any) -> Any:
         def make(value: Any, *args: Any, **kwargs: Any) -> Any:
+            if original.__name__ == "from_dlpack" and _is_pinned(value):
+                return value.detach()  # by the buffer protocol it would have a storage of its own
             value = value._array if isinstance(value, BufferView) else value
             if not isinstance(value, PinnedArray):
                 return original(value, *args, **kwargs)
-            if shares and value._alloc is not None and not args and not kwargs:
-                return value._alloc.tensor_over(plain_array(value))
-            return original(read_array(value), *args, **kwargs)
+            plain = plain_array(value)
+            made = original(plain, *args, **kwargs)
+            if value._alloc is not None and made.device.type == "cpu" and np.may_share_memory(made.numpy(), plain):
+                return value._alloc.tensor_over(made.numpy())
+            read_array(value)
+            return made
 
         return make
 
-    torch_names = ("from_numpy", "as_tensor", "from_dlpack", "asarray")
-    numpy_names = ("asarray", "asanyarray", "ascontiguousarray", "asfortranarray", "frombuffer", "require", "from_dlpack")
-    changes: list[tuple[Any, str, Any]] = [(torch, name, tensor(getattr(torch, name), shares=True)) for name in torch_names]
-    changes += [(torch, name, tensor(getattr(torch, name), shares=False)) for name in ("tensor", "frombuffer")]
-    changes += [(np, name, array(getattr(np, name))) for name in numpy_names]
-    changes += [(np, "array", array(np.array)), (builtins, "memoryview", _MemoryView)]
-    with ExitStack() as stack:
-        for owner, name, made in changes:
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, made)
+    torch_names = ("from_numpy", "as_tensor", "from_dlpack", "asarray", "tensor", "frombuffer")
+    numpy_names = (
+        "asarray",
+        "asanyarray",
+        "ascontiguousarray",
+        "asfortranarray",
+        "frombuffer",
+        "require",
+        "from_dlpack",
+        "array",
+    )
+    changes: list[Replacement] = [(torch, name, tensor) for name in torch_names]
+    changes += [(np, name, array) for name in (*numpy_names, "require")]
+    changes += [(builtins, "memoryview", lambda _: _MemoryView), (np, "nditer", lambda _: _iterating)]
+    changes += [(np.random, "default_rng", lambda _: _random)]
+    changes += [(struct, name, _packing) for name in ("pack_into", "unpack_from")]
+    with replaced(changes):
         yield

@@ -15,14 +15,16 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Generator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from concurrent.futures._base import _AllCompletedWaiter
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from outrider.device import Observer
-from outrider_sanitizer.detector.actors import SingleUseToken
-from outrider_sanitizer.observation.handed_over import HandOverTokens, Wrapped
+from outrider_sanitizer.detector.actors import THREAD_IS_ALIVE
+from outrider_sanitizer.observation.handed_over import HandOverTokens
+from outrider_sanitizer.observation.replaced_names import Replacement, replaced
 
 
 def _started() -> bool:
@@ -94,42 +96,8 @@ def _start(observer: Observer, around: Callable[[], AbstractContextManager[Any]]
     return wrap
 
 
-def _submit(observer: Observer) -> Callable[[Any], Any]:
-    def wrap(original: Any) -> Any:
-        def submit(self: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-            token = SingleUseToken()
-            observer.host_released(token)
-
-            def body(*inner: Any, **named: Any) -> Any:
-                observer.host_acquired(token)
-                return fn(*inner, **named)
-
-            return original(self, body, *args, **kwargs)
-
-        return submit
-
-    return wrap
-
-
-def _join(original: Any) -> Any:
-    def join(self: threading.Thread, timeout: float | None = None) -> None:
-        original(self, timeout)
-        self.is_alive()  # which tells
-
-    return join
-
-
-def _alive(observer: Observer) -> Callable[[Any], Any]:
-    def wrap(original: Any) -> Any:
-        def is_alive(self: threading.Thread) -> bool:
-            alive: bool = original(self)
-            if not alive and _started():
-                observer.host_acquired(self)
-            return alive
-
-        return is_alive
-
-    return wrap
+def _ended(thread: threading.Thread) -> object | None:
+    return None if THREAD_IS_ALIVE(thread) else thread
 
 
 def _lock_of(condition: threading.Condition) -> object | None:
@@ -164,74 +132,43 @@ class _Lock:
     tells = False
 
 
-def _locks(observer: Observer, before: Any) -> Any:
-    """Return a replacement of `threading.Lock` that reports each hand-over."""
+def _locks(observer: Observer) -> Callable[[Any], Any]:
+    """Return a replacement of `threading.Lock` or `RLock` that reports each hand-over, and holds for conditions."""
 
-    class Lock(_Lock):
-        def __init__(self) -> None:
-            self._lock = before()
-            self._owner = 0
-            self._handed = False
+    def wrap(before: Any) -> Any:
+        class Lock(_Lock):
+            def __init__(self) -> None:
+                self._lock = before()
+                self._owner = 0
+                self._handed = False
 
-        def acquire(self, *args: Any, **kwargs: Any) -> bool:
-            taken: bool = self._lock.acquire(*args, **kwargs)
-            if taken:
-                self._owner = threading.get_ident()
-                if (self._handed or self.tells) and _started():
-                    self._handed = False
-                    observer.host_acquired(self)
-            return taken
+            def acquire(self, *args: Any, **kwargs: Any) -> bool:
+                taken: bool = self._lock.acquire(*args, **kwargs)
+                if taken:
+                    self._owner = threading.get_ident()
+                    if (self._handed or self.tells) and _started():
+                        self._handed = False
+                        observer.host_acquired(self)
+                return taken
 
-        def release(self) -> None:
-            if (self.tells or self._owner != threading.get_ident()) and _started():
-                observer.host_released(self)
-                self._handed = True
-            self._lock.release()
+            def release(self) -> None:
+                if (self.tells or self._owner != threading.get_ident()) and _started():
+                    observer.host_released(self)
+                    self._handed = True
+                self._lock.release()
 
-        def locked(self) -> bool:
-            found: bool = self._lock.locked()
-            return found
+            def __enter__(self) -> bool:
+                return self.acquire()
 
-        def _at_fork_reinit(self) -> None:
-            self._lock._at_fork_reinit()
+            def __exit__(self, *error: object) -> None:
+                self.release()
 
-        def __enter__(self) -> bool:
-            return self.acquire()
+            def __getattr__(self, name: str) -> Any:  # what a condition or a fork asks of its lock
+                return getattr(self._lock, name)
 
-        def __exit__(self, *error: object) -> None:
-            self.release()
+        return Lock
 
-    return Lock
-
-
-def _recursive_locks(observer: Observer, before: Any) -> Any:
-    """Return a replacement of `threading.RLock` that reports holds if a condition was created from it."""
-
-    class RLock(_Lock):
-        def __init__(self) -> None:
-            self._lock = before()
-
-        def acquire(self, *args: Any, **kwargs: Any) -> bool:
-            taken: bool = self._lock.acquire(*args, **kwargs)
-            if taken and self.tells and _started():
-                observer.host_acquired(self)
-            return taken
-
-        def release(self) -> None:
-            if self.tells and _started():
-                observer.host_released(self)
-            self._lock.release()
-
-        def __enter__(self) -> bool:
-            return self.acquire()
-
-        def __exit__(self, *error: object) -> None:
-            self.release()
-
-        def __getattr__(self, name: str) -> Any:  # what a condition asks of its lock
-            return getattr(self._lock, name)
-
-    return RLock
+    return wrap
 
 
 def _simple_queues(pieces: HandOverTokens, before: Any) -> Any:
@@ -263,10 +200,10 @@ def host_edges(observer: Observer, around: Callable[[], AbstractContextManager[A
         return second.setdefault(told, [])
 
     pieces = HandOverTokens(observer)
-    changes: list[Wrapped] = [
+    changes: list[Replacement] = [
         (threading.Thread, "start", _start(observer, around)),
-        (threading.Thread, "join", _join),
-        (threading.Thread, "is_alive", _alive(observer)),
+        (threading.Thread, "join", _told(observer, acquired=_ended)),
+        (threading.Thread, "is_alive", _told(observer, acquired=_ended, after_false=True)),
         (threading.Event, "set", _told(observer, released=_itself)),
         (threading.Event, "wait", _told(observer, acquired=_itself)),
         (threading.Event, "is_set", _told(observer, acquired=_itself)),
@@ -277,22 +214,16 @@ def host_edges(observer: Observer, around: Callable[[], AbstractContextManager[A
         (threading.Condition, "wait", _told(observer, released=_lock_of, acquired=_lock_of, after_false=True)),
         (queue.Queue, "task_done", _told(observer, released=done)),
         (queue.Queue, "join", _told(observer, acquired=done)),
-        (ThreadPoolExecutor, "submit", _submit(observer)),
+        (_AllCompletedWaiter, "_decrement_pending_calls", _told(observer, released=lambda waiter: waiter.event)),
         (Future, "set_result", _told(observer, released=_itself)),
         (Future, "set_exception", _told(observer, released=_itself)),
         (Future, "result", _told(observer, acquired=_itself)),
         (Future, "exception", _told(observer, acquired=_itself)),
         (Future, "done", _told(observer, acquired=_itself)),
         *pieces.changes(),
-        (threading, "Lock", lambda before: _locks(observer, before)),
-        (threading, "RLock", lambda before: _recursive_locks(observer, before)),
+        (threading, "Lock", _locks(observer)),
+        (threading, "RLock", _locks(observer)),
         (queue, "SimpleQueue", lambda before: _simple_queues(pieces, before)),
     ]
-    before = [(owner, name, owner.__dict__[name]) for owner, name, _ in changes]
-    for owner, name, wrap in changes:
-        setattr(owner, name, wrap(owner.__dict__[name]))
-    try:
+    with replaced(changes):
         yield
-    finally:
-        for owner, name, original in before:
-            setattr(owner, name, original)

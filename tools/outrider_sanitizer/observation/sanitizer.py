@@ -11,10 +11,11 @@ from weakref import WeakValueDictionary
 from outrider.device import Access, CapabilityError, InterfaceError, Observer, Operation
 from outrider_sanitizer.detector.clocks import Point
 from outrider_sanitizer.detector.diagnose import Diagnoser
+from outrider_sanitizer.detector.listener import Listener
 from outrider_sanitizer.detector.ordering import Ordering
 from outrider_sanitizer.detector.ranks import RankClocks
 from outrider_sanitizer.detector.staleness import Staleness
-from outrider_sanitizer.detector.streams import HOST, Listener
+from outrider_sanitizer.detector.streams import HOST
 from outrider_sanitizer.report.advisor import Advisor
 from outrider_sanitizer.report.findings import Finding, Report
 from outrider_sanitizer.report.source_locations import caller_location
@@ -44,6 +45,7 @@ class Sanitizer(Observer):
         self._advisor = Advisor()
         self._ordering = Ordering(
             Listener(
+                steps=self._steps,
                 conflict=lambda *of: self._add(self._diagnosis.conflict(*of)),
                 reused=lambda *of: self._add(self._diagnosis.reused(*of)),
                 dead=lambda *of: self._add(self._diagnosis.dead(*of)),
@@ -53,10 +55,9 @@ class Sanitizer(Observer):
                 waited=self._advisor.waited,
             ),
             rows_follow=backend.capabilities.row_exact_accesses,
-            steps=self._steps,
             ranks=self.ranks,
         )
-        self._staleness = Staleness(self._ordering, self._diagnosis, self._add, self._locate)
+        self._staleness = Staleness(self._ordering, self._diagnosis, self._add, self.locate)
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
@@ -97,9 +98,6 @@ class Sanitizer(Observer):
             return self.backend.locate(tensor)
         except (CapabilityError, InterfaceError):
             return None
-
-    def _locate(self, tensor: Tensor) -> Access | None:
-        return self.locate(tensor)
 
     def _read(self, point: Point, access: Access, shadow: Shadow) -> None:
         self._staleness.check_read(point, access, shadow)
@@ -159,16 +157,16 @@ class Sanitizer(Observer):
             self._ordering.event_synchronized(event, generation)
 
     def event_queried(self, event: Event, generation: int, done: bool) -> None:
-        with self._lock:
-            self._ordering.event_queried(event, generation, done)
+        if done:
+            self.event_synchronized(event, generation)
 
     def stream_synchronized(self, stream: Stream) -> None:
         with self._lock:
             self._ordering.stream_synchronized(stream.name)
 
     def stream_queried(self, stream: Stream, done: bool) -> None:
-        with self._lock:
-            self._ordering.stream_queried(stream.name, done)
+        if done:
+            self.stream_synchronized(stream)
 
     def device_synchronized(self) -> None:
         with self._lock:
@@ -211,9 +209,9 @@ class Sanitizer(Observer):
         self, group: Group, call: Collective, stream: Stream, reads: tuple[Tensor, ...], writes: tuple[Tensor, ...]
     ) -> None:
         with self._lock:
-            accesses = [replace(at, argument="input") for tensor in reads if (at := self._locate(tensor)) is not None]
+            accesses = [replace(at, argument="input") for tensor in reads if (at := self.locate(tensor)) is not None]
             accesses += [
-                replace(at, write=True, argument="output") for tensor in writes if (at := self._locate(tensor)) is not None
+                replace(at, write=True, argument="output") for tensor in writes if (at := self.locate(tensor)) is not None
             ]
             self.report.operations += 1
             self._uses(stream.name)
@@ -253,7 +251,7 @@ class Sanitizer(Observer):
 
     def renewed(self, owner: str, tensor: Tensor, generation: int) -> None:
         with self._lock:
-            place = self._locate(tensor)
+            place = self.locate(tensor)
             if place is None:
                 return
             # Renewal claims that all readers and writers have finished: model it as a write, which checks the claim.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right, insort
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -20,19 +21,18 @@ if TYPE_CHECKING:
     from outrider.device import Backend
 
 
+@dataclass(eq=False, slots=True)
 class KnownStorage:
     """A storage that was seen. ``base`` is its offset, in bytes, in the memory that its number identifies."""
 
-    __slots__ = ("base", "device", "home", "mapped", "number", "pinned", "weak")
-
-    def __init__(self, number: int, weak: StorageWeakRef, device: bool, pinned: bool, home: str) -> None:
-        self.base = 0
-        self.mapped = False  # pinned memory of another storage, as the device sees it
-        self.number = number
-        self.weak = weak
-        self.device = device
-        self.pinned = pinned
-        self.home = home
+    number: int
+    weak: StorageWeakRef
+    device: bool
+    pinned: bool
+    home: str
+    base: int = 0
+    mapped: bool = False
+    """True for pinned memory of another storage, as the device sees it."""
 
 
 class Storages:

@@ -85,7 +85,7 @@ def stale_mirror(backend: Backend, fixed: bool) -> None:
     expect_values(mirror.tensor.tolist(), 3.0)
 
 
-@race(RACES, FindingKind.WRITE_AFTER_READ, names=("synchronize host thread",))
+@race(RACES, FindingKind.WRITE_AFTER_READ, names=("order host thread", "hand over"))
 def beside_another_thread(backend: Backend, fixed: bool) -> None:
     """A host thread writes pinned memory for whose copy only another thread has waited.
 
@@ -142,3 +142,49 @@ def branch_on_query(backend: Backend, fixed: bool) -> None:
     value = results.tensor.tolist() if landed.query() else [0.0]
     backend.synchronize()
     expect_values(value, 7.0)
+
+
+@race(RACES, FindingKind.READ_AFTER_WRITE, names=("record an event on 'side'", "make 'default' wait"))
+def thread_on_the_default_stream(backend: Backend, fixed: bool) -> None:
+    """A new thread begins on the default stream, whichever stream was current where it started.
+
+    A thread started inside a stream scope works on the default stream, not on the scope's.
+    """
+    side = backend.create_stream("side")
+    with backend.on(side):
+        x = torch.zeros(4, device=backend.device)
+        backend.synchronize()
+        x.fill_(7.0)
+        seen: list[torch.Tensor] = []
+
+        def use() -> None:
+            if fixed:
+                with backend.on(side):
+                    seen.append(x * 1.0)
+            else:
+                seen.append(x * 1.0)
+
+        thread = threading.Thread(target=use, name="user")
+        thread.start()
+        thread.join()
+    expect(backend, seen[0], 7.0)
+
+
+@race(RACES, FindingKind.READ_AFTER_WRITE, names=("record an event on 'copy'",))
+def loop_over_query(backend: Backend, fixed: bool) -> None:
+    """The host reads a result without a successful query.
+
+    The corrected host polls until the copy is complete; the wrong one queries once and reads the result anyway.
+    """
+    copy = backend.create_stream("copy")
+    landed = backend.create_event("results_copied")
+    results = backend.empty_pinned("results", (4,), torch.float32)
+    results.tensor.zero_()
+    x = filled(backend, copy, 7.0)
+    backend.copy_async(results.tensor, x, stream=copy)
+    if fixed:
+        copy.record(landed)
+        while not landed.query():
+            pass
+    expect_values(results.tensor.tolist(), 7.0)
+    backend.synchronize()

@@ -11,25 +11,22 @@ from typing import Any
 class Advice:
     """A wait that added no order in any of the ``count`` times that its line ran in the watched run.
 
-    An earlier wait of the stream, or a wait of the host, had already ordered the stream after the record. ``cost_us`` is the
-    wait's cost on the critical path in microseconds, or None without a timeline.
+    An earlier wait of the stream, or a wait of the host, had already ordered the stream after the record.
     """
 
     stream: str
     event: str
     location: str
     count: int
-    cost_us: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as JSON-compatible values."""
         return {name: getattr(self, name) for name in Advice.__slots__}
 
     def __str__(self) -> str:
-        cost = f", {self.cost_us:.1f} us on the critical path" if self.cost_us is not None else ""
         return (
             f"{self.stream!r} waits for event {self.event!r} at {self.location} ({self.count} times), which orders nothing "
-            f"that wasn't ordered already{cost}"
+            "that wasn't ordered already"
         )
 
 

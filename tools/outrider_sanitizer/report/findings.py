@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -139,33 +139,28 @@ class Finding:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as JSON-compatible values."""
-        return {
-            "kind": self.kind.name.lower(),
-            "title": self.kind.value,
-            "first": _site_dict(self.first),
-            "second": _site_dict(self.second),
-            "missing": self.missing,
-            "memory": self.memory,
-            "hint": self.hint,
-            "schedule": self.schedule,
-            "count": self.count,
-        }
+        return {**asdict(self), "kind": self.kind.name.lower(), "title": self.kind.value}
+
+    @property
+    def heading(self) -> str:
+        """The kind, and the number of occurrences of more than one."""
+        return f"{self.kind.value}{f' ({self.count} times)' if self.count > 1 else ''}"
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """Title and text of each part that the finding has."""
+        parts = (
+            ("first", self.first),
+            ("then" if self.first else "at", self.second),
+            ("memory", self.memory),
+            ("now", self.hint),
+            ("fix", self.missing),
+            ("replay", self.schedule),
+        )
+        return [(title, str(text)) for title, text in parts if text]
 
     def __str__(self) -> str:
-        lines = [f"{self.kind.value}{f' ({self.count} times)' if self.count > 1 else ''}"]
-        if self.first is not None:
-            lines.append(f"  first:   {self.first}")
-        lines.append(f"  {'then' if self.first else 'at'}:    {self.second}")
-        for title, text in (("memory", self.memory), ("now", self.hint), ("fix", self.missing), ("replay", self.schedule)):
-            if text:
-                lines.append(f"  {title + ':':<8} {text}")
-        return "\n".join(lines)
-
-
-def _site_dict(site: AccessSite | None) -> dict[str, Any] | None:
-    if site is None:
-        return None
-    return {name: getattr(site, name) for name in AccessSite.__slots__}
+        return "\n".join([self.heading, *(f"  {title + ':':<8} {text}" for title, text in self.rows)])
 
 
 @dataclass

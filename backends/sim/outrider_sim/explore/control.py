@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from outrider.device import Backend, ConfigError, ProcessView, Stream
-from outrider_sim.explore.delay_schedule import Delay, Schedule, ScheduleStep
 from outrider_sim.explore.exploration import SimExploration, explore
-from outrider_sim.explore.strategies import ReplaySchedule, Strategy
+from outrider_sim.explore.strategies import Delay, ReplaySchedule, Schedule, ScheduleStep, Strategy
 from outrider_sim.machine.queue import FREE, StreamQueue
 from outrider_sim.options import FAULTS
 from outrider_sim.ranks.divergent_operators import DIVERGENCES
-from outrider_sim.ranks.store import SimStore
+from outrider_sim.ranks.rank_processes import SimStore
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it

@@ -7,8 +7,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from outrider_sim.explore.delay_schedule import Delay, Schedule, ScheduleStep
-from outrider_sim.explore.strategies import Exhaustive, Pruned, ReplaySchedule, Strategy, make_strategy, parse_strategy
+from outrider_sim.explore.strategies import (
+    Delay,
+    Exhaustive,
+    Pruned,
+    ReplaySchedule,
+    Schedule,
+    ScheduleStep,
+    Strategy,
+    make_strategy,
+    parse_strategy,
+)
 
 if TYPE_CHECKING:
     from outrider_sim.backend import SimBackend

@@ -13,8 +13,7 @@ import torch
 from outrider.device import Access, CaptureError
 from outrider_sim.machine.memory import CachingAllocator
 from outrider_sim.machine.pinned import HostAllocation, PinnedTensor, pin
-from outrider_sim.machine.queue import Action, StreamQueue
-from outrider_sim.machine.source_lines import python_line
+from outrider_sim.machine.queue import Action, StreamQueue, python_line
 from outrider_sim.machine.stream_machine import StreamMachine
 from outrider_sim.options import SimOptions
 

@@ -11,11 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from outrider.device import CapabilityError, DeadlockError, DeviceError
-from outrider_sim.explore.delay_schedule import Schedule, safe_name
-from outrider_sim.explore.strategies import Strategy
+from outrider_sim.explore.strategies import Schedule, Strategy, safe_name
 from outrider_sim.machine.faults import FaultState, make_endless
-from outrider_sim.machine.host_scheduler import HostScheduler
-from outrider_sim.machine.host_threads import HostThreads
+from outrider_sim.machine.host_scheduler import HostScheduler, HostThreads
 from outrider_sim.machine.queue import (
     ENQUEUE,
     Action,
@@ -31,12 +29,13 @@ from outrider_sim.machine.queue import (
 from outrider_sim.options import SimOptions
 
 if TYPE_CHECKING:
-    from outrider_sim.tap import Tap
+    from outrider_sim.tap import ObserverTap
 
 
 class _MachineThread(threading.local):
     stream: StreamQueue | None = None
     fresh: bool | None = None  # a thread of Python's that chose no stream
+    line = ""  # of the torch call that is being carried out
 
 
 class StreamMachine(FaultState):
@@ -50,12 +49,11 @@ class StreamMachine(FaultState):
         self.like = options.like
         self.scheduler = scheduler or HostScheduler(options)
         self.rank = rank
-        self.tap: Tap | None = None
+        self.tap: ObserverTap | None = None
         self.sim: Any = None  # what has this machine
         self.lost = None
         self.tracks = self.tells = False  # operations carry their accesses, and the line that issued them
         self.eager = self.asks = False  # as the scheduler has it
-        self.line = ""  # of the torch call that is being carried out
         self._failed = None
         self.local = _MachineThread()
         self._main_ident = threading.get_ident()

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import Collective, CollectiveError, DeadlockError, Group, Reduction
-from outrider_sim.machine.queue import Op, OperationKind
-from outrider_sim.machine.source_lines import python_line
+from outrider_sim.machine.queue import Op, OperationKind, python_line
 from outrider_sim.ranks.exchange import STUCK, CollectivePart, CollectiveRendezvous, Exchange, IssuedCollective
 from outrider_sim.torch_device.tensor import SimTensor
 
@@ -108,12 +107,12 @@ class SimGroup(Group):
         stream = machine.stream
         collective = self.last_call
         assert collective is not None
-        machine.line = python_line()
+        machine.local.line = python_line()
         call = IssuedCollective(
             name=collective.kind,
             channel=channel,
             facts=matching_facts(collective, in_graph=stream.capture is not None),
-            line=machine.line,
+            line=machine.local.line,
             compute=compute,
             operands=Operands(_inner(read), _inner(write)),
             collective=collective,

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from outrider.device import CaptureError
 from outrider_sim.machine.device_state import host_extent
+from outrider_sim.machine.memory import Meta, contiguous
 from outrider_sim.machine.pinned import PinnedTensor, alias
 from outrider_sim.machine.queue import Op, OperationKind
-from outrider_sim.machine.tensor_meta import Meta, contiguous
 from outrider_sim.torch_device.operands import CPU, META, extent
 from outrider_sim.torch_device.tensor import SimTensor
 

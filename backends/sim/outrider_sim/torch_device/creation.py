@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from outrider_sim.machine.memory import contiguous
 from outrider_sim.machine.queue import Op, OperationKind
-from outrider_sim.machine.tensor_meta import contiguous
 from outrider_sim.torch_device.operands import CPU, META, Seeded, extent, without_generator
 from outrider_sim.torch_device.opinfo import OpInfo
 from outrider_sim.torch_device.tensor import SimTensor

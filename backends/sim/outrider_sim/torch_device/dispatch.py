@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from outrider.device import ROW_ACCESS, Access
+from outrider.device.kernels.operators import reads_no_elements
 from outrider_sim.machine.device_state import SimDeviceState
+from outrider_sim.machine.memory import Meta, Metas
 from outrider_sim.machine.pinned import PinnedTensor
-from outrider_sim.machine.queue import Op, OperationKind, StreamQueue
-from outrider_sim.machine.source_lines import SourceLines
-from outrider_sim.machine.tensor_meta import Meta, Metas
+from outrider_sim.machine.queue import Op, OperationKind, SourceLines, StreamQueue
 from outrider_sim.ranks.divergent_operators import divergent_implementation
 from outrider_sim.torch_device import composites, row_accesses
 from outrider_sim.torch_device.copies import CopyOperators
@@ -98,7 +98,7 @@ class Dispatcher:
         """Run one operator call on the current device."""
         machine = self.current.machine
         if machine.tells:
-            machine.line = self._lines.now()
+            machine.local.line = self._lines.now()
         handler = self._handlers.get(func)
         if handler is None:
             handler = self._learn(func)
@@ -335,7 +335,7 @@ class Dispatcher:
                 accesses.append(extent(made, True, "out"))  # noqa: PERF401  (once for most operations)
         op.accesses = tuple(accesses)
         machine = self.current.machine
-        op.line = machine.line
+        op.line = machine.local.line
         if info.resolvers and machine.tap is not None:
             bound = dict(zip(info.names, args, strict=False)) | dict(kwargs)
             op.rows = row_accesses.RowResolver(info.resolvers, bound, op.accesses, info.native, info.name)
@@ -347,7 +347,7 @@ class Dispatcher:
         machine = self.current.machine
         if machine.tracks:
             op.accesses = accesses
-            op.line = machine.line
+            op.line = machine.local.line
 
     def _decompose(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         result = info.func.decompose(*args, **kwargs)
@@ -385,7 +385,8 @@ def _plain(info: OpInfo, name: str, value: Any, owners: list[PinnedTensor]) -> A
     # No closure: one that calls itself would keep the tensors until the next garbage collection.
     if isinstance(value, PinnedTensor):
         owners.append(value)
-        return value.plain(write=None if info.way in (OperatorKind.VIEW, OperatorKind.DECOMPOSE) else name in info.writes)
+        untouched = info.way in (OperatorKind.VIEW, OperatorKind.DECOMPOSE) or reads_no_elements(info.func)
+        return value.plain(write=None if untouched else name in info.writes)
     if isinstance(value, list | tuple):
         return type(value)(_plain(info, name, item, owners) for item in value)
     return value

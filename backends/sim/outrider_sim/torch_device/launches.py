@@ -38,7 +38,7 @@ def launch(
     core = found.dispatcher
     machine = core.current.machine
     if machine.tells:
-        machine.line = core.line_now()
+        machine.local.line = core.line_now()
     op = Op(OperationKind.KERNEL, name, run, cost=machine.like.kernel_us)
     if machine.tracks:
         accesses: list[Access] = []
@@ -49,7 +49,7 @@ def launch(
             accesses = [replace(access, by_rows=True) for access in accesses]
             op.rows, op.after = touched, True
         op.accesses = tuple(accesses)
-        op.line = machine.line
+        op.line = machine.local.line
     machine.enqueue(op, machine.stream)
 
 

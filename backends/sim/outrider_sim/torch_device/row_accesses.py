@@ -79,10 +79,10 @@ def _read_rows(func: Any, name: str, arguments: Mapping[str, Any]) -> Found:
 
 
 def _first(func: Any, arguments: Mapping[str, Any], replaced: Mapping[str, Any]) -> Tensor:
-    """Return the first result of an operator's call with other operands, and with new memory for `out=`."""
-    dtype = next(iter(replaced.values())).dtype
-    outs = {a.name: torch.empty(0, dtype=dtype, device=_CPU) for a in func._schema.arguments if a.is_out}
-    result = func._op(**{**arguments, **replaced, **outs})
+    """Return the first result of an operator's call with other operands, in new memory."""
+    outs = [argument.name for argument in func._schema.arguments if argument.is_out]
+    call = {k: v for k, v in {**arguments, **replaced}.items() if k not in outs}
+    result = (func.overloadpacket if outs else func._op)(**call)
     first: Tensor = result if isinstance(result, Tensor) else result[0]
     return first
 

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from outrider.device import CapabilityError
-from outrider_sim.machine.tensor_meta import Meta
+from outrider_sim.machine.memory import Meta
 
 if TYPE_CHECKING:
     from outrider.device import Access
-    from outrider_sim.machine.memory import Allocation
-    from outrider_sim.machine.tensor_meta import Meta
+    from outrider_sim.machine.memory import Allocation, Meta
 
 
 _BEFORE_TORCHS = 9

@@ -17,8 +17,7 @@ from torch import Tensor
 from outrider.device import CapabilityError, CaptureContext, CaptureError, ConfigError
 from outrider_sim.machine.graphs import OpenCapture
 from outrider_sim.machine.memory import Pool
-from outrider_sim.machine.queue import Op, OperationKind
-from outrider_sim.machine.source_lines import python_line
+from outrider_sim.machine.queue import Op, OperationKind, python_line
 from outrider_sim.streams import SimGraph, SimStream
 from outrider_sim.torch_device import launches
 from outrider_sim.torch_device.torch_slot import registered
@@ -71,8 +70,9 @@ class SimTorchStream:
 
     def wait_event(self, event: SimTorchEvent) -> None:
         """Make later work on this stream wait for the event's latest record."""
-        if event.wrapped.generation:  # torch: a wait for an event that was never recorded does nothing
-            self.wrapped.wait(event.wrapped)
+        made = event.wrapped
+        if made.generation or made._captured_by is not None:  # torch: a wait for an event never recorded does nothing
+            self.wrapped.wait(made)
 
     def wait_stream(self, other: SimTorchStream) -> None:
         """Make later work on this stream wait for the work now queued on `other`."""

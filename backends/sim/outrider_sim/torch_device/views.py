@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from outrider_sim.machine.tensor_meta import Meta, contiguous
+from outrider_sim.machine.memory import Meta, contiguous
 from outrider_sim.torch_device.opinfo import PLAN_LIMIT, OpInfo
 from outrider_sim.torch_device.tensor import HostStorage, SimStorage, SimTensor, bytes_of, to_device, wrap
 

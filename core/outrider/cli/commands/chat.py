@@ -12,13 +12,18 @@ from typing import TYPE_CHECKING, Annotated
 from rich.console import Console
 
 from outrider.cli.commands.streamed_output import StreamedOutput
-from outrider.cli.options.chat_options import ChatTemplateOption, find_template, read_template
 from outrider.cli.options.engine_options import ModelOptions, with_options
-from outrider.cli.options.images import EncodedPrompt
 from outrider.cli.options.models import launched
 from outrider.cli.options.option_values import JsonOption, checking_options, option, text
-from outrider.cli.options.request_options import MaxTokensOption, SamplingOptions
-from outrider.cli.terminal.inputs import MAX_BYTES, check_utf8
+from outrider.cli.options.request_options import (
+    ChatTemplateOption,
+    EncodedPrompt,
+    MaxTokensOption,
+    SamplingOptions,
+    find_template,
+    read_template,
+)
+from outrider.cli.terminal.files import MAX_BYTES, check_utf8
 from outrider.cli.terminal.report import CommandReport, Interrupted, Unfinished
 from outrider.cli.terminal.stopping import SignalStop
 from outrider.cli.terminal.streams import note

@@ -13,14 +13,22 @@ import typer
 from rich.console import Console
 
 from outrider.cli.commands.streamed_output import StreamedOutput
-from outrider.cli.options.chat_options import ChatOption, ConversationPrompt, MessagesOption
 from outrider.cli.options.engine_options import ModelOptions, with_options
-from outrider.cli.options.images import EncodedPrompt, ImageOption
 from outrider.cli.options.models import launched
 from outrider.cli.options.option_values import INPUT_FILE, JsonOption, checking_options, option, parsed, text
 from outrider.cli.options.rank_processes import DataParallelOption, Joined, TensorParallelOption, run_on_ranks
-from outrider.cli.options.request_options import GuideOption, MaxTokensOption, SamplingOptions, build_guide
-from outrider.cli.terminal.inputs import read_text
+from outrider.cli.options.request_options import (
+    ChatOption,
+    ConversationPrompt,
+    EncodedPrompt,
+    GuideOption,
+    ImageOption,
+    MaxTokensOption,
+    MessagesOption,
+    SamplingOptions,
+    build_guide,
+)
+from outrider.cli.terminal.files import read_text
 from outrider.cli.terminal.report import CommandReport, Interrupted
 from outrider.device.errors import ConfigError
 from outrider.errors import RequestError

@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
-from outrider.cli.options.images import EncodedPrompt
+from outrider.cli.options.request_options import EncodedPrompt
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,8 +26,10 @@ from outrider.cli.options.option_values import (
 from outrider.cli.terminal.environment import backend_from_environment, plugin_probe, tuned_directory
 from outrider.cli.terminal.files import check_directory
 from outrider.cli.terminal.starting import chosen, print_engine, show_progress, sum_of_loads
+from outrider.cli.terminal.streams import note
 from outrider.cli.terminal.torch_probe import require_torch
 from outrider.device.scopes import uncollected
+from outrider.errors import CheckpointError
 from outrider.registry import Registry
 from outrider.speculative.names import BUILTIN_PROPOSERS, DRAFTLESS, SUFFIX_PREFIX
 from outrider.speculative.plugin import PROPOSERS_GROUP
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
     from outrider.engine.engine import Engine
     from outrider.model import ModelConfig
     from outrider.model.layers.tuning import PreparedKernels
+
 
 ModelOption = Annotated[
     Path | None,
@@ -259,8 +264,6 @@ class Speculation:
             reads_heads = model is not None and not others.get("through_transformers")
             kind = "mtp" if reads_heads and has_mtp_heads(target) else "none"
         if quantize is not None:
-            from outrider.cli.options.quantized_copy import find_quantized_copy
-
             target = find_quantized_copy(target, quantize)
         return cls(
             kind=kind or "eagle",
@@ -393,3 +396,49 @@ def launched(engine: Engine, command_choices: Sequence[Choice] = ()) -> dict[str
     config = engine.config
     modes = {"mode": config.mode, "graphs": config.graphs, "overlap": config.overlap}
     return {"dtype": config.dtype, **modes, "chosen": chosen(engine, command_choices)}
+
+
+_COPY_FORMAT = 1
+"""Number of the copies' format; part of the name of the cache entry."""
+_MIB = 1 << 20
+
+
+def find_quantized_copy(source: Path, weight_format: str) -> Path:
+    """Return the copy of the checkpoint ``source`` with weights in ``weight_format``, and write it if there is none.
+
+    A note says what was chosen and how many bytes the weights have. The copy is reused while the files of ``source`` are
+    unchanged. Raises :class:`CheckpointError` for a checkpoint that is quantised already or can't be, and for a cache that
+    can't be written.
+    """
+    from huggingface_hub import cached_assets_path
+
+    from outrider.model.quantization.writing import fitting_group, quantize_checkpoint
+
+    group = fitting_group(source, weight_format)
+    files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(source.iterdir()) if file.is_file()]
+    state = json.dumps([_COPY_FORMAT, weight_format, group, str(source.resolve()), files])
+    shared = weight_format if group is None else f"{weight_format} with a scale for {group} columns"
+    try:
+        root = cached_assets_path(library_name="outrider", namespace="quantized")
+        target = Path(root) / hashlib.sha256(state.encode()).hexdigest()[:32]
+        if target.exists():
+            note(f"outrider: weights in {shared}: the copy in {target}\n")
+            return target
+        with show_progress() as tell:
+            written = quantize_checkpoint(
+                source,
+                target,
+                format=weight_format,
+                group=group,
+                progress=lambda key, done, total: tell("quantising", done, total),
+            )
+    except OSError as error:
+        raise CheckpointError(
+            f"{source}: its copy in {weight_format} can't be written into the cache: {error}; set HF_HOME to another one"
+        ) from error
+    before, after = written.bytes_before / _MIB, written.bytes_after / _MIB
+    note(
+        f"outrider: weights in {shared}, rounded without calibration, so answers differ a little: {after:.0f} MiB instead of "
+        f"{before:.0f}; the copy in {target} is used again\n"
+    )
+    return target

@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
 
     from outrider.device import Backend
-    from outrider.engine.ranks.key_value_store import KeyValueStore
-    from outrider.engine.ranks.parallel import ParallelConfig
-    from outrider.engine.ranks.ranks import Ranks
+    from outrider.engine.ranks.ranks import KeyValueStore, ParallelConfig, Ranks
     from outrider.engine.ranks.watch import RankWatch
     from outrider.registry import Registry
 
@@ -163,9 +161,7 @@ class Joined:
         place = self.place
         if place is None or self.ranks is not None:
             return self.ranks
-        from outrider.engine.ranks.key_value_store import KeyValueStore
-        from outrider.engine.ranks.parallel import ParallelConfig
-        from outrider.engine.ranks.ranks import Ranks
+        from outrider.engine.ranks.ranks import KeyValueStore, ParallelConfig, Ranks
         from outrider.engine.ranks.watch import RankWatch, end_with_pipe
 
         parallel = ParallelConfig(tensor=self._tensor, data=self._data)
@@ -239,7 +235,7 @@ def run_on_ranks(arguments: Sequence[str] | None, tensor: int, data: int, *, jso
         return None
     if arguments is None:
         raise ConfigError("this command was called from Python; start ranks with torchrun, or run the command in a shell")
-    from outrider.engine.ranks.parallel import ParallelConfig
+    from outrider.engine.ranks.ranks import ParallelConfig
 
     parallel = ParallelConfig(tensor=tensor, data=data)
     with _Processes(parallel, arguments, json_output=json_output) as processes:
@@ -260,7 +256,7 @@ class _Processes:
     def __enter__(self) -> _Processes:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs don't list it
 
-        from outrider.engine.ranks.key_value_store import KeyValueStore
+        from outrider.engine.ranks.ranks import KeyValueStore
 
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._store = store

@@ -95,10 +95,10 @@ class KernelSet(BlockKernels, SamplingKernels):
         return getattr(self, name) if self.is_native(name, block) else partial(getattr(KernelSet, name), self)
 
     def batch_invariant(self) -> KernelSet:
-        """Return slower kernels of this device that are ``row_invariant``.
+        """Return slower kernels of this device that are ``row_invariant``: the order of a row's sums is fixed.
 
         The default wraps this kernel set in :class:`~outrider.device.kernels.invariant.InvariantKernels`. A backend with
-        better invariant kernels overrides the method.
+        better invariant kernels overrides the method. Raises :class:`CapabilityError` if the kernels can't be invariant.
         """
         from outrider.device.kernels.invariant import InvariantKernels
 

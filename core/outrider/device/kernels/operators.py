@@ -1,4 +1,4 @@
-"""Torch operators: registration by the type hints of implementations, and operands that are accessed at indices."""
+"""Torch operators: registration by the type hints of implementations, and the operands that operators read at indices."""
 
 from __future__ import annotations
 
@@ -80,3 +80,9 @@ def operands_by_index(func: Any) -> tuple[str, ...]:
         return written
     operands = (a.name for a in schema.arguments if str(a.type) == "Tensor" and a.name not in indices and not a.is_out)
     return tuple(operands)[:1]
+
+
+def reads_no_elements(func: Any) -> bool:
+    """Return True for an operator that makes a tensor like another one: it looks at the other's shape and dtype alone."""
+    names = [argument.name for argument in func._schema.arguments]
+    return names[:1] == ["self"] and {"layout", "device"} <= {*names} and "non_blocking" not in names

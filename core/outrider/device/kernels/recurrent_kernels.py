@@ -63,8 +63,9 @@ class RecurrentKernels:
     C channels are q and k of Hk heads of size D, then v of Hv heads of size E. R state rows, K kernel size.
 
     *Commit.* ``commit`` int64 [B] is a number of new tokens for each sequence, from 1 to its own. The kernel then writes the
-    state after that many tokens to the sequence's row. None leaves all states unchanged: so drafts are verified. A second
-    call with the same inputs and the number of accepted tokens then commits exactly what the first call computed.
+    state after that many tokens to the sequence's row; results of later tokens are undefined. None leaves all states
+    unchanged: so drafts are verified. A second call with the same inputs and the number of accepted tokens then commits
+    exactly what the first call computed.
 
     *Equal bits.* The results of a token in :meth:`short_convolution` and :meth:`gated_delta_rule` don't depend on the number
     of new tokens after it, nor on ``commit``.

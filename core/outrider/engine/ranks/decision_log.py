@@ -9,10 +9,18 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from outrider.device import ConfigError, DeviceError
-from outrider.engine.ranks.commands import Command, VoteRequest
 from outrider.engine.ranks.ranks import Ranks
-from outrider.engine.ranks.record_text import decode, encode
-from outrider.engine.ranks.records import DecisionRecord, Decisions, RankAct, RanksDiffer, RanksFailed
+from outrider.engine.ranks.records import (
+    Command,
+    DecisionRecord,
+    Decisions,
+    RankAct,
+    RanksDiffer,
+    RanksFailed,
+    VoteRequest,
+    decode,
+    encode,
+)
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.draft_length import DraftLengthPolicy
 from outrider.engine.requests.hand_over import HandOver
@@ -131,7 +139,7 @@ class RankedDecisionLog(DecisionLog):
     def append_command(self, command: Command) -> None:
         """On the leading rank: add ``command`` to the next record. Followers ignore the call.
 
-        Raises :class:`~outrider.engine.ranks.record_text.RecordError` if a field has a value that a record can't hold.
+        Raises :class:`~outrider.engine.ranks.records.RecordError` if a field has a value that a record can't hold.
         """
         if self.leads:
             self._commands.append(encode(command, Command))

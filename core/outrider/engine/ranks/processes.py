@@ -13,9 +13,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's 
 
 from outrider.device import Backend, ConfigError
 from outrider.engine.config import DecidedConfig, EngineConfig
-from outrider.engine.ranks.parallel import ParallelConfig
-from outrider.engine.ranks.ranks import Ranks
-from outrider.engine.ranks.record_text import encode
+from outrider.engine.ranks.ranks import ParallelConfig, Ranks
+from outrider.engine.ranks.records import encode
 
 _EXIT_TIMEOUT_S = 5.0
 

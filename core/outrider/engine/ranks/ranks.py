@@ -1,4 +1,7 @@
-"""Ranks: this process's rank and its connections to the other ranks of an engine."""
+"""Ranks: their number and shares, this process's rank, and its connections to the other ranks of an engine.
+
+Ranks publish heartbeats and the first failure in a key-value store, and agree on the config of a new engine.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,126 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
 
-from outrider.device import Backend, CollectiveError, Decision, DeviceStuck, Group, OutriderError
-from outrider.engine.ranks.key_value_store import STORE_LOST, KeyValueStore
-from outrider.engine.ranks.parallel import ParallelConfig
-from outrider.engine.ranks.record_text import decode, encode
-from outrider.engine.ranks.records import RanksDiffer, RanksFailed, RecordLog, wait_for_key
+from outrider.device import (
+    Backend,
+    CapabilityError,
+    CollectiveError,
+    ConfigError,
+    Decision,
+    DeviceStuck,
+    Group,
+    OutriderError,
+    StepMode,
+)
+from outrider.engine.config import Choice, DecidedConfig
+from outrider.engine.ranks.records import RanksDiffer, RanksFailed, RecordLog, decode, encode, wait_for_key
 from outrider.engine.requests.hand_over import HandOver
-from outrider.model import ModelRanks
+from outrider.errors import shown
+from outrider.model import LanguageModel, ModelRanks, Shard, Shards
+from outrider.speculative.proposer import Proposer
+
+STORE_LOST = "the process where the ranks meet has ended"
+
+
+class KeyValueStore:
+    """Heartbeats of all ranks and the first failure, as text in the store that all ranks share."""
+
+    ENDED = "ended"
+    """The last heartbeat of a rank that ended normally."""
+    STARTING_SUFFIX = "+"
+    """The suffix of a heartbeat's first word from a rank that hasn't made a decision yet."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        self._store = store
+        self._name = name
+
+    def publish_heartbeat(self, rank: int, said: str) -> None:
+        """Publish a heartbeat of ``rank`` with the text ``said``, its progress."""
+        self._store.set(f"{self._name}/beat/{rank}", said)
+
+    def last_heartbeat(self, rank: int) -> str:
+        """Return the last heartbeat of ``rank``, or an empty string before the first one."""
+        return self._get(f"{self._name}/beat/{rank}") or ""
+
+    def publish_failure(self, said: str) -> str:
+        """Publish the failure ``said`` unless another failure is published. Return the published failure."""
+        first: bytes = self._store.compare_set(f"{self._name}/failed", "", said)
+        return first.decode()
+
+    @property
+    def failure(self) -> str | None:
+        """The published failure; None while all ranks work."""
+        return self._get(f"{self._name}/failed")
+
+    def announce_first_rank_prints(self) -> None:
+        """Announce that the first rank prints the failure itself."""
+        self._store.set(f"{self._name}/speaks", "yes")
+
+    @property
+    def first_rank_prints(self) -> bool:
+        """Return True if the first rank has announced that it prints the failure."""
+        return self._store.check([f"{self._name}/speaks"])
+
+    def wait_for_failure(self, seconds: float) -> None:
+        """Wait for a published failure. Raises RuntimeError if there is none within ``seconds``."""
+        self._store.wait([f"{self._name}/failed"], timedelta(seconds=seconds))
+
+    def _get(self, key: str) -> str | None:
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+
+MAX_RANKS = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """The ranks of an engine. A rank is one device with its own host thread. There are ``tensor * data`` ranks.
+
+    Raises :class:`ConfigError` for invalid values. All ranks share the MLPs: each layer gathers the tokens of all groups and
+    scatters the results.
+    """
+
+    tensor: int = 1
+    """Tensor parallelism: the ranks of a group, which share the attention heads and the vocabulary of the same requests."""
+    data: int = 1
+    """Data parallelism: the number of groups. Each group has its own requests and KV cache."""
+    timeout_s: float = 8.0
+    """Seconds after which a rank counts another one as lost. An iteration must not take longer."""
+
+    def __post_init__(self) -> None:
+        for name in ("tensor", "data"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_RANKS:
+                raise ConfigError(f"{name} is {shown(value)}; expected a whole number of ranks, 1 to {MAX_RANKS}")
+        seconds = self.timeout_s
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
+            raise ConfigError(f"timeout_s is {shown(seconds)}; expected a positive number of seconds")
+
+    @property
+    def world(self) -> int:
+        """The total number of ranks."""
+        return self.tensor * self.data
+
+    def group_and_index(self, rank: int) -> tuple[int, int]:
+        """Return the data-parallel group of ``rank`` and its index in this group."""
+        if not 0 <= rank < self.world:
+            raise ConfigError(f"rank {rank} isn't one of the {self.world} ranks of {self}; expected 0 to {self.world - 1}")
+        return divmod(rank, self.tensor)
+
+    def shards(self, rank: int) -> Shards:
+        """Return the parts of the model's weights that ``rank`` holds."""
+        _, tensor = self.group_and_index(rank)
+        within = Shard(tensor, self.tensor)
+        return Shards(attention=within, mlp=Shard(rank, self.world), vocabulary=within)
+
+    def __str__(self) -> str:
+        return f"tensor {self.tensor}, data {self.data}"
+
 
 _START_TIMEOUT_S = 600.0
 """Seconds that ranks wait for each other during the start. One of them may read its weights from a slower disk."""
@@ -206,3 +318,56 @@ class Ranks:
 def part_of_model(ranks: Ranks | None) -> ModelRanks | None:
     """Return this rank's part of the model; None if the model is not split."""
     return None if ranks is None else ranks.model
+
+
+def common_config(ranks: Ranks, config: DecidedConfig) -> DecidedConfig:
+    """Return the config of the first rank, with the least that any rank's memory holds: pages, context, checkpoints."""
+    configs: list[DecidedConfig] = ranks.exchange("the engine's config", config, DecidedConfig)
+    first = configs[0]
+    names = ("num_pages", "max_context", "state_checkpoints")
+    least: dict[str, Any] = {name: min(getattr(each, name) for each in configs) for name in names}
+    lowered = {name: value for name, value in least.items() if value < getattr(first, name)}
+    reason = "the rank with the least memory has room for no more"
+    choices = tuple(choice for choice in first.chosen if choice.name not in lowered)
+    choices += tuple(Choice(name, value, reason) for name, value in lowered.items())
+    return replace(first, **least, chosen=choices)
+
+
+def join_engine(
+    ranks: Ranks | None, backend: Backend, model: LanguageModel, proposer: Proposer, config: DecidedConfig
+) -> DecidedConfig:
+    """Return the config that all ranks share, after checking that several ranks can run this engine.
+
+    Raises :class:`ConfigError` for a model of other ranks, :class:`CapabilityError` for a backend or kernels that can't run
+    on several ranks, and :class:`~outrider.engine.ranks.records.RanksDiffer` if ranks have other models or proposers.
+    """
+    if ranks is None and model.ranks is None:
+        return config
+    if ranks is None or model.ranks is not ranks.model:
+        raise ConfigError("an engine of several ranks has a model that was shared out among them; give both the same ranks")
+    config = common_config(ranks, config)
+    uses_graphs = config.graphs or config.step_mode is StepMode.FUSED
+    if uses_graphs and backend.capabilities.captures_graphs and not backend.capabilities.captures_collectives:
+        raise CapabilityError(
+            f"{backend.label} captures graphs, but no collectives in them (captures_collectives), and several ranks have "
+            "some in every stage; use mode staged without graphs"
+        )
+    if ranks.data is not None and model.kernels.plans_on_host:
+        raise CapabilityError(
+            f"the kernels {model.kernels.name!r} plan each batch on the host, which idle data-parallel groups have no batch "
+            "for; use other kernels, or tensor parallelism alone"
+        )
+    if ranks.data is not None and proposer.extends:
+        proposer.prompt_passes(1, 1, 1)  # raises if the proposer doesn't declare its passes
+    ranks.check_same(
+        "the engine",
+        {
+            "model": model.config,
+            "dtype": model.dtype,
+            "KV cache": model.cache_dtype,
+            "proposer": proposer.name,
+            "drafts": (proposer.depth, proposer.nodes, proposer.relay),
+            "kernels": model.kernels.name,
+        },
+    )
+    return config

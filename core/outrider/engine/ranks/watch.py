@@ -9,8 +9,7 @@ import time
 from contextlib import suppress
 
 from outrider.device import DeviceError
-from outrider.engine.ranks.key_value_store import STORE_LOST, KeyValueStore
-from outrider.engine.ranks.ranks import Ranks
+from outrider.engine.ranks.ranks import STORE_LOST, KeyValueStore, Ranks
 
 _HEARTBEAT_PERIOD_S = 0.4
 _MAX_MISSED_HEARTBEATS = 10

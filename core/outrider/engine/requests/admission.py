@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Collection, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,10 +15,8 @@ import torch
 from outrider.device import ConfigError
 from outrider.engine.config import MAX_LOGPROBS, DecidedConfig
 from outrider.engine.guides.grammars import Grammars
-from outrider.engine.requests.argument_checks import checked_int, checked_tokens
 from outrider.engine.requests.hand_over import HandOver, RequestState
-from outrider.engine.requests.media import expand_prompt, request_media
-from outrider.engine.requests.request import Request
+from outrider.engine.requests.request import Request, expand_prompt, request_media
 from outrider.engine.requests.sampling import MAX_LOGIT_BIAS, SamplingParams
 from outrider.engine.requests.stop_text import Transcript, watch_stop_strings
 from outrider.errors import RequestError, shown
@@ -233,3 +233,41 @@ def _check_options(params: SamplingParams, stops: set[int], *, config: DecidedCo
     max_logprobs = min(MAX_LOGPROBS, vocabulary)
     if params.logprobs is not None and params.logprobs > max_logprobs:
         raise RequestError(f"logprobs is {params.logprobs}, an engine reports {max_logprobs} at most")
+
+
+_MAX_ABS_INT = 2**62
+
+
+def checked_tokens(prompt: Any, *, limit: int) -> tuple[int, ...]:
+    """Return token ids as Python ints, from a sequence, a one-dimensional array or a one-dimensional tensor.
+
+    Raises :class:`RequestError` for text, fractions, booleans, mappings, sets, and for more than ``limit`` tokens.
+    """
+    listed = prompt.tolist() if callable(getattr(prompt, "tolist", None)) else prompt
+    if isinstance(listed, str | bytes | bytearray | Mapping | Set) or not isinstance(listed, Iterable):
+        raise RequestError(
+            f"the prompt is {_describe(prompt)}; expected token ids, a sequence of whole numbers (encode text first)"
+        )
+    tokens = tuple(islice(listed, limit + 1))
+    # A prompt usually consists of ints alone: this check of the whole tuple avoids one call per token.
+    if set(map(type, tokens)) != {int} or not (min(tokens) > -_MAX_ABS_INT and max(tokens) < _MAX_ABS_INT):
+        tokens = tuple(checked_int(token, f"token {index} of the prompt") for index, token in enumerate(tokens))
+    if len(tokens) > limit:
+        count = len(listed) if isinstance(listed, Sized) else f"more than {limit}"
+        raise RequestError(f"the prompt has {count} tokens: they don't fit in the context of {limit}; shorten the prompt")
+    return tokens
+
+
+def checked_int(argument: Any, name: str) -> int:
+    """Return ``argument`` as an int within 63 bits. Raises :class:`RequestError`, also for booleans."""
+    try:
+        value = None if isinstance(argument, bool) else operator.index(argument)
+    except TypeError:
+        value = None
+    if value is None or not -_MAX_ABS_INT < value < _MAX_ABS_INT:
+        raise RequestError(f"{name} is {_describe(argument)}; expected a whole number")
+    return value
+
+
+def _describe(argument: object) -> str:
+    return f"{shown(argument)} (a {type(argument).__name__})"

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from outrider.engine.requests.batch import Batch, Features, PrefillChunk
 from outrider.engine.requests.draft_length import DraftLengthPolicy
-from outrider.engine.requests.pages import FreeList, PageKey, PagePool
+from outrider.engine.requests.pages import DecodedState, FreeList, PageKey, PagePool
 from outrider.engine.requests.request import Request
-from outrider.engine.requests.state_checkpoints import DecodedState
 
 _GREEDY = Features()
 
@@ -288,8 +287,6 @@ class Scheduler:
 
     def _requeue(self, request: Request) -> None:
         """Free the request's row and pages and queue it, to prefill its prompt and its output again."""
-        self._table_updates = [update for update in self._table_updates if update[0] != request.row]
-        self._restored_states = [copy for copy in self._restored_states if copy[1] != request.row]
         self._release(request)
         request.context = (*request.prompt, *request.output)
         request.prefilled = 0
@@ -305,6 +302,9 @@ class Scheduler:
         The caller holds the pages from now on and gives them back to the pool.
         """
         self._running.remove(request)
+        # Writes to the row that no batch has taken yet would meet those of its next owner in one operation.
+        self._table_updates = [update for update in self._table_updates if update[0] != request.row]
+        self._restored_states = [copy for copy in self._restored_states if copy[1] != request.row]
         self.rows.give_back(request.row)
         pages = request.pages
         request.pages, request.row = [], 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from outrider.device import Backend, CapabilityError, ConfigError, KernelSet, OutOfDeviceMemory, StepMode
 from outrider.engine.config import DecidedConfig, EngineConfig, state_rows
-from outrider.engine.setup.device_model_facts import memory_of
+from outrider.engine.setup.resolve import memory_of
 from outrider.errors import shown
 from outrider.model import KVCache, LanguageModel
 from outrider.speculative.proposer import Proposer
@@ -68,6 +68,12 @@ def check_invariance(config: DecidedConfig, model: LanguageModel) -> None:
         raise ConfigError(
             "batch_invariant is set, but the model doesn't run on kernels that are; use Engine.from_checkpoint with a "
             "model of a supported family, or make the Decoder with backend.kernels_in_use.batch_invariant()"
+        )
+    data = None if model.ranks is None else model.ranks.data
+    if config.batch_invariant and data is not None and data.size > 2:
+        raise ConfigError(
+            f"batch_invariant is set, and {data.size} data-parallel ranks each compute a part of the MLPs: the order in "
+            "which a collective adds the parts depends on the batch; expected at most 2 ranks, whose sum has one order"
         )
 
 

@@ -11,9 +11,7 @@ from torch import Tensor
 from outrider.device import AttentionMetadata, HostParam, KernelSet, Recompute, SpeculativeSync, Stream
 from outrider.engine.state.buffers import DecodeInputs, ExtendPlan, PathInputs, VerifyInputs, VerifyOutputs
 from outrider.model import LanguageModel, attention_shapes, speculative_positions
-from outrider.speculative.host_seq_lens import HostSeqLens
-from outrider.speculative.proposer import Draft, Proposer
-from outrider.speculative.slots import slots_of
+from outrider.speculative.proposer import Draft, HostSeqLens, Proposer, slots_of
 
 
 class Plans:

@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.device import AttentionMetadata, Backend, Stream
 from outrider.engine.requests.batch import Batch, PrefillChunk
 from outrider.model import RopeConfig
-from outrider.speculative.host_seq_lens import HostSeqLens
+from outrider.speculative.proposer import HostSeqLens
 
 
 @dataclass(frozen=True, slots=True)

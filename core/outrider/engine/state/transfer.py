@@ -15,8 +15,7 @@ from outrider.engine.requests.request import Request
 from outrider.engine.state.rows import FutureMap, RowTable
 from outrider.engine.state.staging import Packer, Staging
 from outrider.model import KVCache, LanguageModel
-from outrider.speculative.proposer import Proposer
-from outrider.speculative.slots import slots_of
+from outrider.speculative.proposer import Proposer, slots_of
 
 
 class StateTransfer:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from outrider.serve.optional_packages import require_serve
+from outrider.serve.config import require_serve
 
 require_serve()
 
@@ -33,8 +33,8 @@ from outrider.serve.http.request_middleware import LOG_FIELDS_KEY, RequestMiddle
 from outrider.serve.http.web_page import add_page  # noqa: E402
 from outrider.serve.monitoring.metrics import PROMETHEUS_CONTENT_TYPE  # noqa: E402
 from outrider.serve.monitoring.tracing import RequestSpans  # noqa: E402
-from outrider.serve.translation.messages_route import add_messages_routes  # noqa: E402
-from outrider.serve.translation.responses_route import add_responses_routes  # noqa: E402
+from outrider.serve.translation.messages_api import add_messages_routes  # noqa: E402
+from outrider.serve.translation.responses_api import add_responses_routes  # noqa: E402
 from outrider.serve.translation.tokenize_route import add_tokenize_routes  # noqa: E402
 
 _ERROR_SCHEMA = {

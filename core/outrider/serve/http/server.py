@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.device import ConfigError, OutriderError
-from outrider.registry.interruptions import accepted_interruptions
+from outrider.registry.children import accepted_interruptions
 from outrider.serve.api.prompt_builder import PromptBuilder
 from outrider.serve.config import ServeConfig
 from outrider.serve.connection.engine_client import EngineClient, EngineGone

@@ -20,7 +20,7 @@ import zmq
 
 from outrider.device import ConfigError
 from outrider.engine.engine import Engine
-from outrider.engine.requests.cache_events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
+from outrider.engine.requests.pages import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 
 REPLAY_BATCHES = 10_000
 """Number of latest batches that a subscriber can request again."""

@@ -3,8 +3,9 @@
 Letters: D key size and E value size of a head, L tokens of a chunk, S the state before it. G_t is the sum of the log decays
 up to token t of the chunk.
 
-The corrections of a chunk are u - w S, where u and w solve one triangular system (:func:`corrections`). All chunks of a
-prompt are prepared at once. Then one program per head goes through its chunks (:func:`chunk_states`).
+The corrections of a chunk are u - w S, where u and w solve one triangular system. All chunks are prepared at once
+(:func:`corrections`). One program per head and block of values then goes through the chunks, and computes only corrections
+and S (:func:`chunk_states`). The results follow from both, again for all chunks at once (:func:`chunk_results`).
 """
 
 from __future__ import annotations
@@ -42,11 +43,23 @@ def between_tokens(total, lane):
 
 
 @triton.jit
-def inverse_of_triangle(system, lane):
+def _dot_wide(a, b, NARROW: tl.constexpr):
+    """Multiply operands in float32. With a narrower dtype, each is the sum of two numbers in that dtype."""
+    if NARROW.primitive_bitwidth == 32:
+        product = _dot(a, b)
+    else:
+        a_high, b_high = a.to(NARROW), b.to(NARROW)
+        a_low, b_low = (a - a_high.to(tl.float32)).to(NARROW), (b - b_high.to(tl.float32)).to(NARROW)
+        product = _dot(a_high, b_low) + _dot(a_low, b_high) + _dot(a_high, b_high)
+    return product
+
+
+@triton.jit
+def inverse_of_triangle(system, lane, NARROW: tl.constexpr):
     """Return the inverse of I + ``system`` [L, L], which is strictly lower triangular.
 
-    Diagonal blocks are inverted row by row, all at once. The other blocks N then satisfy (I + N)^-1 = (I - N) (I + N^2),
-    because N^4 = 0.
+    Diagonal blocks are inverted row by row, all at once. Pairs of inverted blocks A and B with C below A then make one block
+    of twice the size, twice: below A comes -B C A.
     """
     BLOCKS: tl.constexpr = _CHUNK // _BLOCK
     block = tl.arange(0, BLOCKS)
@@ -61,11 +74,17 @@ def inverse_of_triangle(system, lane):
         row = tl.sum(factors[:, :, None] * inverses, axis=1)
         inverses = tl.where(is_row, identity - row[:, None, :], inverses)
     inverse = tl.reshape(tl.where(on_diagonal, inverses[:, :, None, :], 0.0), [_CHUNK, _CHUNK])
-    same_block = lane[:, None] // _BLOCK == lane[None, :] // _BLOCK
-    identity = tl.where(lane[:, None] == lane[None, :], 1.0, 0.0)
-    others = _dot(inverse, tl.where(same_block, 0.0, system))
-    squared = _dot(others, others)
-    return _dot(_dot(identity - others, identity + squared), inverse)
+    for doublings in tl.static_range(2):
+        row, column = lane[:, None] // (_BLOCK << doublings), lane[None, :] // (_BLOCK << doublings)
+        below = tl.where((row == column + 1) & (column % 2 == 0), system, 0.0)
+        inverse -= _dot_wide(_dot_wide(inverse, below, NARROW), inverse, NARROW)
+    return inverse
+
+
+@triton.jit
+def first_chunk(start, sequence):
+    """Return the number of a sequence's first chunk. Numbers of chunks are distinct; some belong to no chunk."""
+    return (start // _CHUNK + sequence).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -75,6 +94,7 @@ def corrections(
     a_log,
     dt_bias,
     query_start,
+    keys,
     w,
     u,
     totals,
@@ -92,7 +112,8 @@ def corrections(
 ):
     """Solve the triangular system of one chunk; program (value head, chunk, sequence).
 
-    Stores w [T, Hv, D] and u [T, Hv, E] in their dtype, and G [Hv, T] in float32 to ``totals``.
+    Stores normalised ``keys`` [T, Hk, D], w [T, Hv, D] and u [T, Hv, E] in their dtype, and G [Hv, T] in float32 to
+    ``totals``.
     """
     begin(PDL)
     head = tl.program_id(0)
@@ -105,10 +126,10 @@ def corrections(
         inside = first + lane < count
         d = tl.arange(0, BLOCK_D)
         e = tl.arange(0, BLOCK_E)
-        keys = inside[:, None] & (d < D)[None, :]
+        in_keys = inside[:, None] & (d < D)[None, :]
         values = inside[:, None] & (e < E)[None, :]
-        k = load_normalized(mixed, rows, key_width + head // values_per_key * D + d, keys, mixed_stride)
-        v = tl.load(mixed + rows[:, None] * mixed_stride + 2 * key_width + head * E + e[None, :], mask=values, other=0.0)
+        key_head = head // values_per_key
+        k_lane = key_width + key_head * D + d
         b = tl.load(gates + rows * gates_stride + head, mask=inside, other=0.0).to(tl.float32)
         a = tl.load(gates + rows * gates_stride + value_heads + head, mask=inside, other=0.0).to(tl.float32)
         rate = tl.exp(tl.load(a_log + head).to(tl.float32))
@@ -116,14 +137,20 @@ def corrections(
         total = tl.cumsum(tl.where(inside, decay, 0.0), axis=0)
         beta = tl.where(inside, 1.0 / (1.0 + tl.exp(-b)), 0.0)
 
-        narrow = k.to(mixed.dtype.element_ty)
+        narrow = load_normalized(mixed, rows, k_lane, in_keys, mixed_stride).to(mixed.dtype.element_ty)
+        if head % values_per_key == 0:
+            tl.store(keys + rows[:, None] * key_width + key_head * D + d[None, :], narrow, mask=in_keys)
         products = _dot(narrow, tl.trans(narrow))
         system = beta[:, None] * products * between_tokens(total, lane)
         system = tl.where(lane[:, None] > lane[None, :], system, 0.0)
-        inverse = inverse_of_triangle(system, lane).to(mixed.dtype.element_ty)
+        inverse = inverse_of_triangle(system, lane, mixed.dtype.element_ty).to(mixed.dtype.element_ty)
+        # Keys are read again: the registers hold the system in between.
+        k = load_normalized(mixed, rows, k_lane, in_keys, mixed_stride)
         scaled = (k * (beta * tl.exp(total))[:, None]).to(mixed.dtype.element_ty)
         place = rows[:, None] * value_heads + head
-        tl.store(w + place * D + d[None, :], _dot(inverse, scaled).to(w.dtype.element_ty), mask=keys)
+        tl.store(w + place * D + d[None, :], _dot(inverse, scaled).to(w.dtype.element_ty), mask=in_keys)
+        v_lane = 2 * key_width + head * E + e
+        v = tl.load(mixed + rows[:, None] * mixed_stride + v_lane[None, :], mask=values, other=0.0)
         scaled = (v.to(tl.float32) * beta[:, None]).to(mixed.dtype.element_ty)
         tl.store(u + place * E + e[None, :], _dot(inverse, scaled).to(u.dtype.element_ty), mask=values)
         tl.store(totals + head.to(tl.int64) * tokens + rows, total, mask=inside)
@@ -131,7 +158,7 @@ def corrections(
 
 @triton.jit(do_not_specialize=["tokens"])
 def chunk_states(
-    mixed,
+    keys,
     w,
     u,
     totals,
@@ -139,6 +166,67 @@ def chunk_states(
     rows,
     query_start,
     seq_lens,
+    chunk_state,
+    out,
+    tokens,
+    key_width,
+    value_heads,
+    values_per_key,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Go through the chunks of a sequence and write its state; program (value head, block of values, sequence).
+
+    Operands are the results of :func:`corrections`. Stores the state before each chunk to ``chunk_state`` [N, Hv, D, E], and
+    the corrections to ``out``: only what a chunk needs of the chunk before is computed here.
+    """
+    begin(PDL)
+    head = tl.program_id(0)
+    sequence = tl.program_id(2)
+    start = tl.load(query_start + sequence)
+    count = tl.load(query_start + sequence + 1) - start
+    row = tl.load(rows + sequence)
+    has_state = tl.load(seq_lens + sequence) > count
+    lane = tl.arange(0, _CHUNK)
+    d = tl.arange(0, BLOCK_D)
+    e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    cells = d[:, None] * E + e[None, :]
+    own = state + (row * value_heads + head) * D * E + cells
+    before = chunk_state + (first_chunk(start, sequence) * value_heads + head) * D * E + cells
+    in_state = (d < D)[:, None] & (e < E)[None, :]
+    current = tl.load(own, mask=in_state & has_state, other=0.0).to(tl.float32)
+    for first in range(0, count, _CHUNK):
+        tokens_of = (start + first + lane).to(tl.int64)
+        inside = first + lane < count
+        in_keys = inside[:, None] & (d < D)[None, :]
+        values = inside[:, None] & (e < E)[None, :]
+        place = tokens_of[:, None] * value_heads + head
+        total = tl.load(totals + head.to(tl.int64) * tokens + tokens_of, mask=inside, other=0.0)
+        last = tl.load(totals + head.to(tl.int64) * tokens + start + tl.minimum(first + _CHUNK, count) - 1)
+        narrow = current.to(w.dtype.element_ty)
+        tl.store(before, narrow, mask=in_state)
+        before += value_heads * D * E
+        correction = tl.load(u + place * E + e[None, :], mask=values, other=0.0).to(tl.float32)
+        correction -= _dot(tl.load(w + place * D + d[None, :], mask=in_keys, other=0.0), narrow)
+        tl.store(out + place * E + e[None, :], correction.to(out.dtype.element_ty), mask=values)
+        to_end = tl.where(inside, tl.exp(tl.where(inside, last - total, 0.0)), 0.0)
+        k_lane = head // values_per_key * D + d[None, :]
+        k = tl.load(keys + tokens_of[:, None] * key_width + k_lane, mask=in_keys, other=0.0)
+        added = _dot(tl.trans(k), (correction * to_end[:, None]).to(k.dtype))
+        current = current * tl.exp(last) + added
+    tl.store(own, current.to(state.dtype.element_ty), mask=in_state)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def chunk_results(
+    mixed,
+    keys,
+    totals,
+    query_start,
+    chunk_state,
     out,
     tokens,
     key_width,
@@ -151,42 +239,28 @@ def chunk_states(
     BLOCK_E: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Go through the chunks of a sequence and write its results and its state; program (value head, block of values,
-    sequence). Operands are the results of :func:`corrections`.
-    """
+    """Replace the corrections in ``out`` by the results of one chunk; program (value head, chunk, sequence)."""
     begin(PDL)
-    head = tl.program_id(0)
-    sequence = tl.program_id(2)
+    head, sequence = tl.program_id(0), tl.program_id(2)
     start = tl.load(query_start + sequence)
     count = tl.load(query_start + sequence + 1) - start
-    row = tl.load(rows + sequence)
-    has_state = tl.load(seq_lens + sequence) > count
-    lane = tl.arange(0, _CHUNK)
-    d = tl.arange(0, BLOCK_D)
-    e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
-    cells = state + ((row * value_heads + head) * D + d[:, None]) * E + e[None, :]
-    in_state = (d < D)[:, None] & (e < E)[None, :]
-    current = tl.load(cells, mask=in_state & has_state, other=0.0).to(tl.float32)
-    q_lane = head // values_per_key * D + d
-    for first in range(0, count, _CHUNK):
+    first = tl.program_id(1) * _CHUNK
+    if first < count:
+        lane = tl.arange(0, _CHUNK)
+        d = tl.arange(0, BLOCK_D)
+        e = tl.arange(0, BLOCK_E)
         tokens_of = (start + first + lane).to(tl.int64)
         inside = first + lane < count
-        keys = inside[:, None] & (d < D)[None, :]
+        in_keys = inside[:, None] & (d < D)[None, :]
         values = inside[:, None] & (e < E)[None, :]
-        place = tokens_of[:, None] * value_heads + head
-        q = (load_normalized(mixed, tokens_of, q_lane, keys, mixed_stride) * (D**-0.5)).to(mixed.dtype.element_ty)
-        k = load_normalized(mixed, tokens_of, key_width + q_lane, keys, mixed_stride)
+        q_lane = head // values_per_key * D + d
+        q = (load_normalized(mixed, tokens_of, q_lane, in_keys, mixed_stride) * (D**-0.5)).to(mixed.dtype.element_ty)
+        k = tl.load(keys + tokens_of[:, None] * key_width + q_lane[None, :], mask=in_keys, other=0.0)
         total = tl.load(totals + head.to(tl.int64) * tokens + tokens_of, mask=inside, other=0.0)
-        last = tl.load(totals + head.to(tl.int64) * tokens + start + tl.minimum(first + _CHUNK, count) - 1)
-        narrow = current.to(mixed.dtype.element_ty)
-        correction = tl.load(u + place * E + e[None, :], mask=values, other=0.0).to(tl.float32)
-        correction -= _dot(tl.load(w + place * D + d[None, :], mask=keys, other=0.0), narrow)
-        correction = correction.to(mixed.dtype.element_ty)
-        scores = _dot(q, tl.trans(k.to(mixed.dtype.element_ty))) * between_tokens(total, lane)
-        made = _dot(q, narrow) * tl.exp(total)[:, None]
-        made += _dot(scores.to(mixed.dtype.element_ty), correction)
-        tl.store(out + place * E + e[None, :], made.to(out.dtype.element_ty), mask=values)
-        to_end = tl.where(inside, tl.exp(tl.where(inside, last - total, 0.0)), 0.0)
-        added = (k * to_end[:, None]).to(mixed.dtype.element_ty)
-        current = current * tl.exp(last) + _dot(tl.trans(added), correction)
-    tl.store(cells, current.to(state.dtype.element_ty), mask=in_state)
+        scores = (_dot(q, tl.trans(k)) * between_tokens(total, lane)).to(q.dtype)
+        chunk = first_chunk(start, sequence) + tl.program_id(1)
+        before = chunk_state + ((chunk * value_heads + head) * D + d[:, None]) * E + e[None, :]
+        made = _dot(q, tl.load(before, mask=(d < D)[:, None] & (e < E)[None, :], other=0.0)) * tl.exp(total)[:, None]
+        place = out + (tokens_of[:, None] * value_heads + head) * E + e[None, :]
+        made += _dot(scores, tl.load(place, mask=values, other=0.0))
+        tl.store(place, made.to(out.dtype.element_ty), mask=values)

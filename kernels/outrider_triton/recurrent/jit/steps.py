@@ -136,7 +136,8 @@ def delta_rule(
     """Compute the gated delta rule of a sequence's few tokens; program (value head, block of values, sequence).
 
     One warp has all keys of a few values, so no sum crosses warps. With ``writes_state``, the state after ``commit`` tokens
-    is written. Decoding, verification and replay run the same machine code, so their bits are equal. ``reads_early``: no
+    is written, and later tokens aren't computed. Decoding, verification and replay run the same machine code, so their bits
+    are equal. ``reads_early``: no
     kernel that may still run writes the state or the lengths, so their loads precede the wait.
     """
     allow_next_kernel(PDL)
@@ -158,9 +159,8 @@ def delta_rule(
     if reads_early != 0:
         wait_for_previous_kernel(PDL)
 
-    committed = count
     if writes_state != 0:
-        committed = tl.load(commit + sequence).to(tl.int32)
+        count = tl.load(commit + sequence).to(tl.int32)
     q_lane = head // values_per_key * D + d
     k_lane = key_width + q_lane
     v_lane = 2 * key_width + head * E + e
@@ -180,13 +180,12 @@ def delta_rule(
         read = tl.sum(current * q[:, None], axis=0) * decay
         correction = (v - found) / (1.0 + tl.exp(-b))
         current = current * decay + k[:, None] * correction[None, :]
-        if writes_state != 0:
-            if token + 1 == committed:
-                tl.store(cells, current.to(state.dtype.element_ty), mask=inside)
         result = read + tl.sum(q * k, axis=0) * correction
         place = out + ((start + token).to(tl.int64) * value_heads + head) * E + e
         tl.store(place, result.to(out.dtype.element_ty), mask=in_e)
         q, k, v, a, b = q_next, k_next, v_next, a_next, b_next
+    if writes_state != 0:
+        tl.store(cells, current.to(state.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -4,8 +4,9 @@ overridden.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -30,6 +31,18 @@ from outrider_conformance.kit import Kit
 from outrider_conformance.lab import expect
 from outrider_conformance.promises import promise
 from outrider_conformance.reporting.verdict import not_applicable
+
+BUILDS_ON: Mapping[str, str] = MappingProxyType(
+    {
+        "concurrent_streams": "asynchronous",
+        "forks_in_capture": "captures_graphs",
+        "waits_inside_graphs": "captures_graphs",
+        "captures_in_part": "captures_graphs",
+        "updates_graph_params": "captures_graphs",
+        "row_exact_accesses": "reports_accesses",
+    }
+)
+"""The ability on which an ability builds."""
 
 
 @promise("Backend.capabilities", "Return the capabilities of the device. Constant over the backend's life.")
@@ -92,14 +105,7 @@ def test_formats_of_a_cache_exist(backend: Backend) -> None:
 def test_declared_abilities_fit_together(backend: Backend) -> None:
     """An ability is declared only together with the ability on which it builds."""
     has = backend.capabilities
-    for ability, base in (
-        ("concurrent_streams", "asynchronous"),
-        ("forks_in_capture", "captures_graphs"),
-        ("waits_inside_graphs", "captures_graphs"),
-        ("captures_in_part", "captures_graphs"),
-        ("updates_graph_params", "captures_graphs"),
-        ("row_exact_accesses", "reports_accesses"),
-    ):
+    for ability, base in BUILDS_ON.items():
         assert getattr(has, base) or not getattr(has, ability), f"{ability} is declared without {base}"
     assert not (has.asynchronous and has.host_writes_memory), "host_writes_memory is declared together with asynchronous"
 

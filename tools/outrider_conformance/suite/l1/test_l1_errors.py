@@ -43,9 +43,12 @@ def test_every_way_to_wait_raises_what_failed(lab: Lab, wait: str) -> None:
 
 
 @promise("Backend.provoke_fault", "also if the wait covers the operation through other streams.")
+@pytest.mark.parametrize("dropped", [False, True], ids=["of a stream", "of a dropped stream"])
 @pytest.mark.parametrize("wait", WAITS)
-def test_a_fault_crosses_streams_with_the_work_behind_it(lab: Lab, wait: str) -> None:
-    """A host wait for a stream raises the error of work on another stream for which that stream waited."""
+def test_a_fault_crosses_streams_with_the_work_behind_it(lab: Lab, wait: str, dropped: bool) -> None:
+    """A host wait for a stream raises the error of work on another stream for which that stream waited, also of a stream
+    that is dropped.
+    """
     fallible(lab)
 
     def program(backend: Backend) -> None:
@@ -53,6 +56,8 @@ def test_a_fault_crosses_streams_with_the_work_behind_it(lab: Lab, wait: str) ->
         lab.slow(a)
         backend.provoke_fault(a)
         b.wait(lab.record(a, "made"))
+        if dropped:
+            del a
         event = lab.record(b, "used")
         with pytest.raises(DeviceFault):
             WAITS[wait](backend, b, event)
@@ -79,24 +84,3 @@ def test_work_around_a_fault_is_done(lab: Lab) -> None:
         expect([lab.current_values(t) for t in (x, y, z)], [1.0, 2.0, 3.0], "work before it, after it and on another stream")
 
     lab.check_in_every_order(program, schedules=6)
-
-
-@promise("Stream", "dropping the object neither cancels nor waits for its work.")
-@pytest.mark.parametrize("wait", WAITS)
-def test_a_fault_outlives_its_stream(lab: Lab, wait: str) -> None:
-    """The error of a dropped stream reaches a host that waits for dependent work of another stream."""
-    fallible(lab)
-
-    def program(backend: Backend) -> None:
-        (b,) = lab.streams("b")
-        a = backend.create_stream("dropped")
-        lab.slow(a)
-        backend.provoke_fault(a)
-        b.wait(lab.record(a, "made"))
-        del a
-        event = lab.record(b, "used")
-        with pytest.raises(DeviceFault):
-            WAITS[wait](backend, b, event)
-        backend.synchronize()
-
-    lab.check_in_every_order(program, schedules=3)

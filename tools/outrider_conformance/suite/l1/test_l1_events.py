@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
-from functools import partial
 
-from outrider.device import Backend
-from outrider_conformance.lab import Lab, call_on_new_thread, expect, in_every_order, in_some_order
+from outrider_conformance.lab import Lab, expect, in_every_order, in_some_order
 from outrider_conformance.promises import needs, promise
 
 
@@ -131,21 +128,6 @@ def test_one_event_fences_a_long_exchange(lab: Lab) -> None:
     expect(lab.read_tensor(a, x), 139.0, "1 tripled and increased by 1, 2, 3, 4 in turn, by two streams")
 
 
-@promise("Event", "A wait that is enqueued stays valid when the Python object is dropped.")
-@in_every_order()
-def test_a_wait_outlives_the_event_object(lab: Lab) -> None:
-    """A queued wait holds after its event object is dropped and further events are created."""
-    a, b, c = lab.streams("a", "b", "c")
-    x, y = lab.full(a, 0), lab.full(b, 0)
-    lab.fill_late(a, x, 1)
-    event = lab.record(a)
-    b.wait(event)
-    del event
-    others = [lab.record(c, f"other {number}") for number in range(4)]
-    lab.expect_read(b, y, x, 1.0, "what was read after an event whose object is gone")
-    del others
-
-
 @promise("Event.synchronize", "Block the calling thread until the latest generation has completed.")
 @in_every_order()
 def test_synchronize_waits_for_the_latest_generation(lab: Lab) -> None:
@@ -158,18 +140,6 @@ def test_synchronize_waits_for_the_latest_generation(lab: Lab) -> None:
     event.synchronize()
     expect(lab.current_values(x), 1.0, "what the host read after the second generation")
     assert event.query(), "query is False right after synchronize"
-
-
-@promise("Event.synchronize_within", "return True if the generation has completed.")
-@in_every_order()
-def test_synchronize_within_waits_like_synchronize(lab: Lab) -> None:
-    """With a distant limit, the wait orders the host after several long operations."""
-    a, x = lab.one_stream()
-    for piece in (1, 2, 3):
-        lab.fill_late(a, x, piece)
-    event = lab.record(a)
-    assert event.synchronize_within(60.0), "a minute wasn't enough"
-    expect(lab.current_values(x), 3.0, "what the host read after the generation")
 
 
 @needs("asynchronous")
@@ -214,19 +184,6 @@ def test_synchronize_waits_for_what_the_record_covers(lab: Lab) -> bool:
     event = lab.record(a)
     lab.fill_late(a, x, 1)
     event.synchronize()
-    return not a.query()
-
-
-@needs("asynchronous")
-@promise("Stream.wait", "Never blocks the host.")
-@in_some_order("the producing stream was always empty after a record and a wait: one of them blocks the host")
-def test_records_and_waits_do_not_block_the_host(lab: Lab) -> bool:
-    """The producing stream is still busy after the calls of a record and a wait."""
-    a, b = lab.streams("a", "b")
-    x = lab.full(a, 0)
-    lab.fill_late(a, x, 1)
-    event = lab.record(a)
-    b.wait(event)
     return not a.query()
 
 
@@ -281,92 +238,6 @@ def test_longer_work_measures_longer(lab: Lab) -> bool:
     """No work, one delay and three delays take increasing times in at least one run."""
     nothing, once, thrice, *_ = _measured_ms(lab)
     return nothing < once < thrice
-
-
-@promise("Fence", "a ``wait`` takes the generation that is visible when the wait is enqueued.")
-@in_every_order()
-def test_the_policys_fences_order_streams_and_the_host(lab: Lab) -> None:
-    """Fences of the policy order two streams and the host over three rounds."""
-    backend = lab.backend
-    a, b, x, y = lab.two_streams()
-    ready = backend.speculative_sync.create_fence("ready")
-    taken = backend.speculative_sync.create_fence("taken")
-    expect(ready.name, "ready", "the fence's name")
-    assert ready.mechanism.strip(), "the fence doesn't say what it's made of"
-    taken.signal(b)
-    for turn in (1.0, 2.0, 3.0):
-        taken.wait(a)
-        lab.fill_late(a, x, turn)
-        ready.signal(a)
-        ready.wait(b)
-        lab.copy(b, y, x)
-        taken.signal(b)
-        taken.wait_host()
-        assert taken.done(), "done is False after wait_host"
-        expect(lab.current_values(y), turn, "what crossed the fence")
-
-
-@promise("Fence", "a ``wait`` takes the generation that is visible when the wait is enqueued.")
-def test_fences_serve_every_thread_behind_much_work(lab: Lab) -> None:
-    """Fences order after thirty queued operations, with calls from this thread and, without a controlled schedule, other
-    threads.
-    """
-
-    def here(call: Callable[[], None]) -> None:
-        call()
-
-    def program(backend: Backend) -> None:
-        a, b = lab.streams("a", "b")
-        x, y, z = lab.full(a, 0), lab.full(b, 0), lab.full(b, 0)
-        ready, taken = (backend.speculative_sync.create_fence(name) for name in ("ready", "taken"))
-        ready.signal(a)
-        taken.signal(b)
-        for turn, by in enumerate((here, call_on_new_thread, here) if backend.control is None else (here, here), 1):
-            for stream in (a, b, a, a):  # both have much to do, and the one that signals has more
-                lab.slow(stream)
-            for _ in range(30):
-                lab.fill(a, x, turn)
-                lab.fill(b, z, turn)
-            by(partial(ready.signal, a))
-            by(partial(ready.wait, b))
-            lab.copy(b, y, x)
-            by(partial(taken.signal, b))
-            by(taken.wait_host)
-            expect(lab.current_values(y), float(turn), "what crossed the fence")
-
-    lab.check_in_every_order(program)
-
-
-@promise("SpeculativeSync.create_fence", "Create the mechanism of the fence ``name``; called once per fence and engine.")
-@in_every_order()
-def test_two_fences_are_two(lab: Lab) -> None:
-    """A wait for a fence with a late signal does not pass when another fence is signalled."""
-    a, b, c = lab.streams("a", "b", "c")
-    x, y = lab.full(a, 0), lab.full(c, 0)
-    late, early = (lab.backend.speculative_sync.create_fence(name) for name in ("late", "early"))
-    lab.fill_late(a, x, 1)
-    late.signal(a)
-    early.signal(b)
-    late.wait(c)
-    lab.expect_read(c, y, x, 1.0, "what was read after one fence while another was open")
-
-
-@needs("asynchronous")
-@promise("Fence.done", "Return True if the visible generation has completed. Never blocks.")
-@in_some_order("a fence was never pending while its stream was busy")
-def test_a_fence_is_pending_while_the_work_runs(lab: Lab) -> bool:
-    """A fence after slow work is pending: neither its signal nor its query blocks."""
-    a, x = lab.one_stream()
-    fence = lab.backend.speculative_sync.create_fence("fence")
-    fence.signal(a)
-    fence.wait_host()
-    lab.fill_late(a, x, 1)
-    fence.signal(a)
-    if not fence.done() and not a.query():
-        return True
-    if fence.done():
-        expect(lab.current_values(x), 1.0, "the write before the signal that is done")
-    return False
 
 
 @promise("Stream.wait", "Run what is enqueued on this stream from now on after the event's generation that is visible now.")

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.device import Backend
 from outrider_conformance.lab import Lab, expect, in_every_order
 from outrider_conformance.promises import promise
 
@@ -121,30 +120,3 @@ def test_copies_of_many_buffers_are_pending_at_once(lab: Lab) -> None:
         backend.copy_async(buffer, x, stream=stream)
     stream.synchronize()
     expect([lab.current_values(buffer) for buffer in buffers], [float(n) for n in range(len(buffers))], "of all buffers")
-
-
-@promise("Backend", "*Names* are for reports: two objects with one name share nothing.")
-@in_every_order(schedules=4)
-def test_events_of_one_name_are_two(lab: Lab) -> None:
-    """A wait for an event does not wait for a later record of another event with the same name."""
-    a, b = lab.streams("a", "b")
-    x, y = lab.full(a, 0), lab.full(b, 0)
-    first, second = lab.backend.create_event("same"), lab.backend.create_event("same")
-    lab.fill_late(a, x, 1)
-    expect(a.record(first), 1, "the generation of the first event")
-    expect(b.record(second), 1, "the generation of the second event")
-    b.wait(first)
-    lab.expect_read(b, y, x, 1.0, "what the wait for the first event ordered")
-
-
-@promise("Backend", "*Names* are for reports: two objects with one name share nothing.")
-def test_fences_of_one_name_are_two(backend: Backend) -> None:
-    """Two fences, as two engines make them under one name, have generations of their own."""
-    sync, (a, b) = backend.speculative_sync, (backend.create_stream("a"), backend.create_stream("b"))
-    first, second = sync.create_fence("same"), sync.create_fence("same")
-    assert first is not second, "one fence for two engines"
-    first.signal(a)
-    second.signal(b)
-    first.wait_host()
-    second.wait_host()
-    assert first.done(), "a fence that the host has waited for isn't done"

@@ -2,180 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import pytest
 import torch
 
-from outrider.device import CaptureContext
-from outrider_conformance.lab import Lab, expect, observing
-from outrider_conformance.observer_log import log_cache_write
+from outrider.device import Backend
+from outrider_conformance.lab import Lab, expect
 from outrider_conformance.promises import promise
 from outrider_conformance.reporting.verdict import not_applicable
-
-_WORDS = "and so does a working ability that isn't declared."
-
-
-def _asynchronous(lab: Lab) -> bool:
-    def is_pending() -> bool:
-        a, x = lab.one_stream()
-        lab.fill_late(a, x, 1)
-        return not a.query()
-
-    return lab.sees(observing(is_pending))
+from outrider_conformance.suite.l0.test_l0_identity import BUILDS_ON
+from outrider_conformance.suite.l1 import test_l1_events as events
+from outrider_conformance.suite.l1 import test_l1_rules as rules
+from outrider_conformance.suite.l1 import test_l1_streams as streams
+from outrider_conformance.suite.l2 import test_l2_graphs as graphs
+from outrider_conformance.suite.l3 import test_l3_flags as flags
+from outrider_conformance.suite.l3 import test_l3_params as params
 
 
-def _concurrent(lab: Lab) -> bool:
-    def second_finishes_first() -> bool:
-        a, b, x, y = lab.two_streams()
-        lab.fill_late(a, x, 1)
-        lab.fill(b, y, 2)
-        b.synchronize()
-        return not a.query()
-
-    return lab.sees(observing(second_finishes_first))
+def _delays(backend: Backend) -> None:
+    backend.delay(backend.create_stream("s"), 1 << 20)
+    backend.synchronize()
 
 
-def _event_timing(lab: Lab) -> bool:
-    (stream,) = lab.streams("s")
-    start, end = (lab.backend.create_event(name, timing=True) for name in ("start", "end"))
-    stream.record(start)
-    lab.slow(stream)
-    stream.record(end)
-    stream.synchronize()
-    return start.elapsed_ms(end) > 0
+def _limits_memory(backend: Backend) -> None:
+    assert backend.memory_info().total > 0
 
 
-def _flags(lab: Lab) -> bool:
-    a, b, x, y = lab.two_streams()
-    flag = lab.backend.create_flag("f")
-    lab.fill_late(a, x, 1)
-    flag.set(a)
-    flag.wait(b)
-    lab.copy(b, y, x)
-    return bool(lab.read_tensor(b, y) == 1.0)
-
-
-def _perturbs_timing(lab: Lab) -> bool:
-    (stream,) = lab.streams("s")
-    lab.backend.delay(stream, 1 << 20)
-    stream.synchronize()
-    return True
-
-
-def _memory_limit(lab: Lab) -> bool:
-    return lab.backend.memory_info().total > 0
-
-
-def _captures_graphs(lab: Lab) -> bool:
-    backend = lab.backend
-    (stream,) = lab.streams("s")
-    x, y = lab.full(stream, 1), lab.full(stream, 0)
-    calls = []
-
-    def fn(context: CaptureContext) -> None:
-        calls.append(1)
-        context.outputs["y"].copy_(context.inputs["x"])
-
-    graph = backend.capture("probe", fn, stream=stream, inputs={"x": x}, outputs={"y": y})
-    before = len(calls)
-    lab.fill(stream, x, 3)
-    graph.replay(stream)
-    return bool(lab.read_tensor(stream, y) == 3.0) and len(calls) == before
-
-
-def _forks_in_capture(lab: Lab) -> bool:
-    backend = lab.backend
-    a, b = lab.streams("a", "b")
-    x, y = lab.full(a, 1), lab.full(a, 0)
-    fork, join = backend.create_event("fork"), backend.create_event("join")
-
-    def fn(context: object) -> None:
-        del context
-        a.record(fork)
-        b.wait(fork)
-        with backend.on(b):
-            y.copy_(x)
-        b.record(join)
-        a.wait(join)
-
-    graph = backend.capture("probe", fn, stream=a, inputs={"x": x}, outputs={"y": y})
-    lab.fill(a, x, 3)
-    graph.replay(a)
-    return bool(lab.read_tensor(a, y) == 3.0)
-
-
-def _waits_inside_graphs(lab: Lab) -> bool:
-    backend = lab.backend
-    a, b = lab.streams("a", "b")
-    x, y = lab.full(b, 1), lab.full(a, 0)
-    event = lab.record(b)
-
-    def fn(context: object) -> None:
-        del context
-        a.wait(event)
-        y.copy_(x)
-
-    graph = backend.capture("probe", fn, stream=a, inputs={"x": x}, outputs={"y": y})
-    lab.fill_late(b, x, 3)
-    b.record(event)
-    graph.replay(a)
-    return bool(lab.read_tensor(a, y) == 3.0)
-
-
-def _updates_graph_params(lab: Lab) -> bool:
-    backend = lab.backend
-    (stream,) = lab.streams("s")
-    y = lab.full(stream, 0)
-
-    def fn(context: CaptureContext) -> None:
-        context.outputs["y"].fill_(context.params["value"].value[0])
-
-    graph = backend.capture("probe", fn, stream=stream, inputs={}, outputs={"y": y}, params={"value": [1]})
-    graph.update_params({"value": [4]}, stream=stream)
-    graph.replay(stream)
-    return bool(lab.read_tensor(stream, y) == 4.0)
-
-
-def _reports_accesses(lab: Lab) -> bool:
-    return any(operation.accesses for operation in log_cache_write(lab.backend, (3,))[0].operations)
-
-
-def _row_exact_accesses(lab: Lab) -> bool:
-    return bool(log_cache_write(lab.backend, (3,))[0].rows)
-
-
-@promise("Capabilities", _WORDS)
-@pytest.mark.parametrize(
-    ("ability", "base", "works"),
-    [
-        ("asynchronous", None, _asynchronous),
-        ("concurrent_streams", "asynchronous", _concurrent),
-        ("event_timing", None, _event_timing),
-        ("flags", None, _flags),
-        ("perturbs_timing", None, _perturbs_timing),
-        ("memory_limit", None, _memory_limit),
-        ("captures_graphs", None, _captures_graphs),
-        ("forks_in_capture", "captures_graphs", _forks_in_capture),
-        ("waits_inside_graphs", "captures_graphs", _waits_inside_graphs),
-        ("updates_graph_params", "captures_graphs", _updates_graph_params),
-        ("reports_accesses", None, _reports_accesses),
-        ("row_exact_accesses", "reports_accesses", _row_exact_accesses),
-    ],
-    ids=lambda value: value if isinstance(value, str) and value else "",
+PROBES: Mapping[str, Callable[..., None]] = MappingProxyType(
+    {
+        "asynchronous": streams.test_work_returns_before_it_has_run,
+        "concurrent_streams": streams.test_streams_run_beside_each_other,
+        "event_timing": events.test_time_is_measured,
+        "flags": flags.test_a_wait_after_the_set_passes,
+        "perturbs_timing": _delays,
+        "memory_limit": _limits_memory,
+        "captures_graphs": graphs.test_a_replay_does_not_run_the_callable,
+        "forks_in_capture": graphs.test_a_capture_may_fork,
+        "waits_inside_graphs": graphs.test_a_graph_may_wait_for_an_event_outside,
+        "updates_graph_params": params.test_a_rebind_changes_the_next_replay,
+        "reports_accesses": rules.test_accesses_are_reported,
+        "row_exact_accesses": rules.test_rows_are_reported_exactly,
+    }
 )
-def test_what_works_is_declared(lab: Lab, ability: str, base: str | None, works: Callable[[Lab], bool]) -> None:
-    """An undeclared ability does not work. Stream priorities are left out, since their effect cannot be observed."""
-    declared = lab.backend.capabilities
+"""A test of each ability. The effect of stream priorities can't be observed."""
+
+
+@promise("Capabilities", "and so does a working ability that isn't declared.")
+@pytest.mark.parametrize("ability", PROBES)
+def test_what_works_is_declared(lab: Lab, ability: str) -> None:
+    """A test of an undeclared ability fails, on a backend that is told to declare the ability."""
+    declared, base = lab.backend.capabilities, BUILDS_ON.get(ability)
     if getattr(declared, ability):
         not_applicable(f"{ability} is declared")
     if base is not None and not getattr(declared, base):
         not_applicable(f"{ability} means nothing without {base}")
+    told = Lab(lab.backend.with_capabilities(**{ability: True}), lab.pace, longest_delays=False)
+    given = {"lab": told, "backend": told.backend}
     try:
-        found = works(Lab(lab.backend.with_capabilities(**{ability: True}), lab.pace))
+        PROBES[ability](**{name: given[name] for name in inspect.signature(PROBES[ability]).parameters})
     except Exception:  # whatever the device says when it can't: that's the right answer here
-        found = False
-    assert not found, f"{ability} works but isn't declared: set Capabilities({ability}=True), so that it's used and tested"
+        return
+    raise AssertionError(
+        f"{ability} works but isn't declared: set Capabilities({ability}=True), so that it's used and tested"
+    )
 
 
 @promise("Capabilities.dtypes", "Floating dtypes in which every kernel of the backend's KernelSet works.")

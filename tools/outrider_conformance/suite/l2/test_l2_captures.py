@@ -17,6 +17,7 @@ from outrider.device import (
     CaptureError,
     DeviceError,
     DeviceFault,
+    Stream,
     StreamOrderError,
 )
 from outrider_conformance.lab import Lab, call_on_new_thread, expect, in_every_order
@@ -248,52 +249,46 @@ def test_edges_of_a_graph_stay_inside(lab: Lab) -> None:
             use()
 
 
-@needs("captures_graphs")
-@promise("Stream.wait", "outside it unless the backend declares ``waits_inside_graphs``.")
-def test_a_wait_for_the_outside_is_refused_where_it_is_not_declared(lab: Lab) -> None:
-    """A captured wait for an outside event raises an error, since the graph would drop it silently."""
-    from outrider_conformance.reporting.verdict import not_applicable
-
+def _check_refused(
+    lab: Lab, ability: str, cause: type[Exception], use: Callable[[CaptureContext, Stream, Stream], None]
+) -> None:
+    """Fail unless a capture that uses the undeclared ability fails with this cause, after which all works."""
     backend = lab.backend
-    if backend.capabilities.waits_inside_graphs:
-        not_applicable("waits_inside_graphs is declared")
+    if getattr(backend.capabilities, ability):
+        not_applicable(f"{ability} is declared")
     stream, other = lab.streams("s", "other")
     y = lab.full(stream, 0)
-    event = lab.record(other)
 
     def fn(context: CaptureContext) -> None:
         context.outputs["y"].add_(1)
         if backend.active_capture is not None:
-            stream.wait(event)
+            use(context, stream, other)
 
     with pytest.raises(CaptureError) as caught:
-        backend.capture("waits", fn, stream=stream, inputs={}, outputs={"y": y})
-    assert isinstance(caught.value.__cause__, StreamOrderError), caught.value.__cause__
+        backend.capture("refused", fn, stream=stream, inputs={}, outputs={"y": y})
+    assert isinstance(caught.value.__cause__, cause), caught.value.__cause__
     _still_works(lab, backend)
+
+
+@needs("captures_graphs")
+@promise("Stream.wait", "outside it unless the backend declares ``waits_inside_graphs``.")
+def test_a_wait_for_the_outside_is_refused_where_it_is_not_declared(lab: Lab) -> None:
+    """A captured wait for an event recorded outside raises without ``waits_inside_graphs``."""
+    (outside,) = lab.streams("outside")
+    event = lab.record(outside)
+    _check_refused(lab, "waits_inside_graphs", StreamOrderError, lambda context, stream, other: stream.wait(event))
 
 
 @needs("captures_graphs")
 @promise("Backend.on", "In a capture, a scope of another stream than the captured one needs ``forks_in_capture``.")
 def test_a_fork_is_refused_where_it_is_not_declared(lab: Lab) -> None:
-    """A captured scope of another stream raises an error, since its work would run once, outside the graph."""
-    from outrider_conformance.reporting.verdict import not_applicable
+    """Work on another stream in a capture raises without ``forks_in_capture``."""
 
-    backend = lab.backend
-    if backend.capabilities.forks_in_capture:
-        not_applicable("forks_in_capture is declared")
-    stream, other = lab.streams("s", "other")
-    y = lab.full(stream, 0)
+    def fork(context: CaptureContext, stream: Stream, other: Stream) -> None:
+        with lab.backend.on(other):
+            context.outputs["y"].add_(1)
 
-    def fn(context: CaptureContext) -> None:
-        context.outputs["y"].add_(1)
-        if backend.active_capture is not None:
-            with backend.on(other):
-                context.outputs["y"].add_(1)
-
-    with pytest.raises(CaptureError) as caught:
-        backend.capture("forks", fn, stream=stream, inputs={}, outputs={"y": y})
-    assert isinstance(caught.value.__cause__, CapabilityError), caught.value.__cause__
-    _still_works(lab, backend)
+    _check_refused(lab, "forks_in_capture", CapabilityError, fork)
 
 
 @promise("Backend.capture", "``inputs`` and ``outputs`` are static device tensors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from torch import Tensor
 
 from outrider.device import CaptureContext, Graph, GraphPool, Stream
@@ -49,39 +50,27 @@ def test_a_replay_does_the_work_again(lab: Lab) -> None:
 
 
 @promise("Graph", "``replay`` enqueues the whole graph on a stream like one operation.")
+@pytest.mark.parametrize("sent", [False, True], ids=["written by a kernel", "sent by the host"])
 @in_every_order()
-def test_a_replay_keeps_the_order_of_its_stream(lab: Lab) -> None:
-    """Three replays in a row run after the late writes before them and before the reads that follow."""
+def test_a_replay_keeps_the_order_of_its_stream(lab: Lab, sent: bool) -> None:
+    """A replay runs between work enqueued before it, a kernel or a copy from the host, and work enqueued after it."""
     (stream,) = lab.streams("s")
     graph = triple(lab, stream)
+    x = graph.inputs["x"]
     kept = [lab.full(stream, 0) for _ in range(3)]
-    for turn, keep in enumerate(kept, 1):
-        lab.fill_late(stream, graph.inputs["x"], turn)
+    buffers = [lab.backend.empty_pinned(f"sent {turn}", tuple(x.shape), x.dtype) for turn in range(3)]
+    for turn, (keep, buffer) in enumerate(zip(kept, buffers, strict=True), 1):
+        if sent:
+            buffer.tensor.fill_(turn)
+            lab.slow(stream)
+            lab.backend.copy_async(x, buffer.tensor, stream=stream)
+        else:
+            lab.fill_late(stream, x, turn)
         graph.replay(stream)
         lab.copy(stream, keep, graph.outputs["y"])
-    lab.fill(stream, graph.inputs["x"], 50)
+    lab.fill(stream, x, 50)
     stream.synchronize()
     expect([lab.current_values(keep) for keep in kept], [4.0, 7.0, 10.0], "outputs of three replays in a row")
-
-
-@promise("Graph", "``replay`` enqueues the whole graph on a stream like one operation.")
-@in_every_order()
-def test_a_replay_reads_what_the_host_sent_before(lab: Lab) -> None:
-    """A replay reads inputs that were copied from pinned memory on the same stream."""
-    backend = lab.backend
-    (stream,) = lab.streams("s")
-    graph = triple(lab, stream)
-    kept = [lab.full(stream, 0) for _ in range(2)]
-    for turn, keep in enumerate(kept, 1):
-        x = graph.inputs["x"]
-        sent = backend.empty_pinned(f"sent {turn}", tuple(x.shape), x.dtype)
-        sent.tensor.fill_(turn)
-        lab.slow(stream)
-        backend.copy_async(x, sent.tensor, stream=stream)
-        graph.replay(stream)
-        lab.copy(stream, keep, graph.outputs["y"])
-        stream.synchronize()
-    expect([lab.current_values(keep) for keep in kept], [4.0, 7.0], "outputs of replays after copies from the host")
 
 
 def _scale(context: CaptureContext) -> None:
@@ -310,19 +299,3 @@ def test_a_graph_may_wait_for_an_event_outside(lab: Lab) -> None:
         b.record(event)
         graph.replay(a)
         expect(lab.read_tensor(a, y), turn, "what the graph read after its wait")
-
-
-@promise("GraphPool", "Memory shared by graphs that never run at the same time.")
-@in_every_order()
-def test_intermediates_of_graphs_stay_apart_for_long(lab: Lab) -> None:
-    """Two slow graphs with separate pools, replayed concurrently, keep their intermediates."""
-    backend = lab.backend
-    streams = lab.streams("a", "b")
-    pools = [backend.create_graph_pool(f"pool {stream.name}") for stream in streams]
-    graphs = [triple(lab, stream, stream.name, pool, slow=True) for stream, pool in zip(streams, pools, strict=True)]
-    backend.synchronize()
-    for value, (stream, graph) in enumerate(zip(streams, graphs, strict=True), 1):
-        lab.fill(stream, graph.inputs["x"], value)
-        graph.replay(stream)
-    backend.synchronize()
-    expect([lab.current_values(graph.outputs["y"]) for graph in graphs], [4.0, 7.0], "outputs of two graphs at a time")

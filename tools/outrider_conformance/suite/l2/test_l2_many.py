@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from outrider.device import CaptureContext, Graph, InterfaceError, Stream
+from outrider.device import CaptureContext, Graph, GraphPool, InterfaceError, Stream
 from outrider_conformance.lab import Lab, expect, in_every_order
 from outrider_conformance.promises import needs, promise
 
@@ -18,7 +18,7 @@ _TEMPORARY = 1 << 18
 """Numbers of a temporary tensor of a graph, 1 MiB."""
 
 
-def _adding(lab: Lab, stream: Stream, number: int) -> Graph:
+def _adding(lab: Lab, stream: Stream, number: int, pool: GraphPool | None = None) -> Graph:
     """Capture a graph that adds ``number`` to its output, through a temporary."""
     y = lab.full(stream, 0, dtype=torch.int64)
 
@@ -26,7 +26,7 @@ def _adding(lab: Lab, stream: Stream, number: int) -> Graph:
         out = context.outputs["y"]
         out.copy_(out + number)
 
-    graph = lab.backend.capture(f"adds {number}", fn, stream=stream, inputs={}, outputs={"y": y})
+    graph = lab.backend.capture("adds", fn, stream=stream, inputs={}, outputs={"y": y}, pool=pool)
     lab.fill(stream, y, 0)
     return graph
 
@@ -64,16 +64,7 @@ def test_a_released_graph_leaves_the_others_alone(lab: Lab, together: bool) -> N
     """A released graph raises an error at a replay, can be released again, and other graphs with its name still work."""
     (stream,) = lab.streams("s")
     pool = lab.backend.create_graph_pool("pool") if together else None
-    graphs = []
-    for number in range(1, 4):
-        y = lab.full(stream, 0, dtype=torch.int64)
-
-        def fn(context: CaptureContext, number: int = number) -> None:
-            out = context.outputs["y"]
-            out.copy_(out + number)
-
-        graphs.append(lab.backend.capture("same", fn, stream=stream, inputs={}, outputs={"y": y}, pool=pool))
-        lab.fill(stream, y, 0)
+    graphs = [_adding(lab, stream, number, pool) for number in range(1, 4)]
     released = graphs.pop(1)
     released.replay(stream)
     expect(lab.read_tensor(stream, released.outputs["y"]), 2, "the output of a graph before its release")

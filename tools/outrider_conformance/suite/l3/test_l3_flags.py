@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor
 
 from outrider.device import CaptureContext, Stream
-from outrider_conformance.lab import Lab, call_on_new_thread, expect, in_every_order
+from outrider_conformance.lab import CALLS, Lab, call_on_new_thread, expect, in_every_order
 from outrider_conformance.promises import needs, promise
 
 _MANY = 32
@@ -53,11 +53,11 @@ def test_a_wait_after_the_set_passes(lab: Lab) -> None:
 @promise("Flag.reset", "Lower the flag, in the order of ``stream``.")
 @in_every_order()
 def test_a_reset_makes_the_next_wait_wait_again(lab: Lab) -> None:
-    """Three rounds of set, wait and reset transfer the value of each round."""
+    """Many rounds of set, wait and reset of one flag transfer the value of each round."""
     backend = lab.backend
     a, b, x, y = lab.two_streams()
     flag, done = backend.create_flag("f"), backend.create_event("done")
-    for turn in (1.0, 2.0, 3.0):
+    for turn in map(float, range(1, CALLS + 1)):
         flag.wait(b)
         lab.copy(b, y, x)
         flag.reset(b)

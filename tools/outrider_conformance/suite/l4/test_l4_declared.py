@@ -44,14 +44,14 @@ def test_an_overridden_kernel_computes_something_itself(observed: ObservedKernel
     if judged is None:
         not_applicable("the kernel set doesn't override it")
     name, unused = judged
-    own, left = observed.calls_computed(kernel), observed.calls_left(kernel)
+    own, left = observed.count(kernel, own=True), observed.count(kernel, own=False)
     if unused:
         expect(own, 0, f"calls of {kernel} that {name!r} computed, though it says that it never does ({unused})")
         not_applicable(f"never used here: {unused}")
     assert own, (
         f"{kernel} of {name!r} never computed anything: {left} calls were left to what it overrides, with operands "
-        f"{observed.shapes(kernel)}. Declare in Capabilities the page_size and preferred_dtypes that it takes, name it in "
-        "unused_overrides, or remove an override that only passes calls on"
+        f"{observed.shapes_left(kernel)}. Declare in Capabilities the page_size and preferred_dtypes that it takes, name it "
+        "in unused_overrides, or remove an override that only passes calls on"
     )
 
 
@@ -62,10 +62,13 @@ def test_own_attention_serves_the_engine(observed: ObservedKernels, use: str) ->
     judged = observed.overriding_layer("paged_attention")
     if judged is None or judged[1]:
         not_applicable("attention is the reference's")
-    own, left = observed.calls_served("paged_attention", use), observed.calls_left("paged_attention", use)
+    own, left = (
+        observed.calls.count("paged_attention", own=True, use=use),
+        observed.count("paged_attention", own=False, use=use),
+    )
     if use == "draft" and observed.plans_on_host and not own:
         not_applicable("these kernels plan on the host, and passes of a draft aren't planned")
     assert own, (
         f"attention for {use} was left to the reference each of {left} times, with the page_size and dtype that the backend "
-        f"prefers: {observed.shapes('paged_attention')}"
+        f"prefers: {observed.shapes_left('paged_attention')}"
     )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from outrider.device import Backend, CapabilityError, Fence, Recompute, SpeculativeSync
+from outrider.device import Backend, CapabilityError, Recompute
 from outrider_conformance import engines
 from outrider_conformance.lab import BrokenPromiseError, Lab, expect
 from outrider_conformance.observed_kernels import modes_of
@@ -99,29 +97,12 @@ def test_tokens_are_the_same_in_every_order(lab: Lab) -> None:
     elif has.perturbs_timing and has.asynchronous:
         for seed in range(_JITTERS):
             try:
-                with jittered(lab.backend.speculative_sync, seed, lab.delay_cycles // 8):
+                with engines.jittered(lab.backend.speculative_sync, seed, lab.delay_cycles // 8):
                     program(lab.backend)
             except AssertionError as error:
                 raise BrokenPromiseError(f"{error}\nwith delays around the fences, seed {seed}") from error
     else:
         not_applicable("neither the schedule nor the timing of this device can be changed")
-
-
-class jittered:  # noqa: N801  (a context manager, used like a function)
-    """Replace the policy's fences by :class:`~outrider_conformance.engines.JitteredFence` inside the scope."""
-
-    def __init__(self, sync: SpeculativeSync, seed: int, cycles: int) -> None:
-        self._sync, self._seed, self._cycles = sync, seed, max(cycles, 2)
-        self._create: Callable[[str], Fence] = sync.create_fence
-
-    def __enter__(self) -> None:
-        def create(name: str) -> Fence:
-            return engines.JitteredFence(self._create(name), self._sync.backend, self._seed, self._cycles)
-
-        self._sync.create_fence = create  # type: ignore[method-assign]
-
-    def __exit__(self, *_: object) -> None:
-        del self._sync.create_fence  # the class's own again
 
 
 class _Joined:

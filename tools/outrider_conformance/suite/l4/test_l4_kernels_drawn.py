@@ -5,6 +5,9 @@ Kernels are called directly, in a graph, and in the scope that runs every varian
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
+
 import hypothesis
 import pytest
 import torch
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 
 from outrider_conformance.lab import Lab, expect
 from outrider_conformance.plugin import Figure
-from outrider_conformance.promises import promise
+from outrider_conformance.promises import first_sentence, promise
 from outrider_conformance.random_kernels.bounds import Number, compare
 from outrider_conformance.random_kernels.checks import judge, judge_in_graph
 from outrider_conformance.random_kernels.dimensions import boundary_shapes
@@ -50,6 +53,17 @@ def _applies(lab: Lab, drawn: KernelProblems, dtype: torch.dtype) -> None:
         not_applicable(f"{dtype} isn't declared")
 
 
+@contextmanager
+def _check_of(drawn: KernelProblems, case: str) -> Generator[None]:
+    """Name the kernel, its promise and the case in an error of a check in this scope."""
+    try:
+        yield
+    except AssertionError as error:
+        found = AssertionError(f"{drawn.kernel} {case}: {error}")
+        found.promise = first_sentence(f"KernelSet.{drawn.kernel.partition(',')[0]}")  # type: ignore[attr-defined]
+        raise found from error
+
+
 @promise("KernelSet", "*Numerics.* A result may differ from the reference by rounding alone.")
 @pytest.mark.parametrize("dtype", _DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("drawn", KERNELS.values(), ids=lambda drawn: drawn.kernel)
@@ -60,10 +74,8 @@ def test_a_kernel_is_right_at_its_corners(lab: Lab, drawn: KernelProblems, dtype
     _applies(lab, drawn, dtype)
     (stream,) = lab.streams("s")
     for number, (shape, made) in enumerate(corners(drawn, dtype, lab.seed)):
-        try:
+        with _check_of(drawn, f"in {dtype} of {dict(shape)}"):
             judge(lab, stream, made, again=True, slow=not number)
-        except AssertionError as error:
-            raise AssertionError(f"{drawn.kernel} in {dtype} of {dict(shape)}: {error}") from error
 
 
 @promise("KernelSet", "*Numerics.* A result may differ from the reference by rounding alone.")
@@ -81,10 +93,8 @@ def test_a_kernel_is_right_at_boundaries(lab: Lab, drawn: KernelProblems, dtype:
         part = _DTYPES.index(dtype) + lab.seed
         shapes = shapes[part % _SHARES :: max(_SHARES, lab.draws // lab.draws_in(dtype))]
     for shape in shapes:
-        try:
+        with _check_of(drawn, f"in {dtype} of {dict(shape)}"):
             judge(lab, stream, problem(drawn, shape, dtype, lab.seed))
-        except AssertionError as error:
-            raise AssertionError(f"{drawn.kernel} in {dtype} of {dict(shape)}: {error}") from error
 
 
 @promise("KernelSet", "*Numerics.* A result may differ from the reference by rounding alone.")
@@ -121,10 +131,8 @@ def test_a_kernel_is_right_on_drawn_operands(lab: Lab, drawn: KernelProblems, dt
     )
     @hypothesis.given(st.fixed_dictionaries(dimensions), st.integers(0, 1 << 30))
     def check(shape: Shape, seed: int) -> None:
-        try:
+        with _check_of(drawn, f"in {dtype} of {dict(shape)}, seed {seed}"):
             judge(lab, stream, problem(drawn, shape, dtype, seed))
-        except AssertionError as error:
-            raise AssertionError(f"{drawn.kernel} in {dtype} of {dict(shape)}, seed {seed}: {error}") from error
 
     check()
 
@@ -138,7 +146,8 @@ def test_a_kernel_is_right_while_every_variant_is_run(lab: Lab, drawn: KernelPro
     if scope is None:
         not_applicable("none of these kernels is compiled when it's first used")
     (stream,) = lab.streams("s")
-    judge(lab, stream, problem(drawn, drawn.corners[0], torch.float32, lab.seed), scope=scope)
+    with _check_of(drawn, "while every variant is run"):
+        judge(lab, stream, problem(drawn, drawn.corners[0], torch.float32, lab.seed), scope=scope)
 
 
 @promise("KernelSet", "*Capture.* Every method may be captured; none reads a device value on the host.")
@@ -147,7 +156,7 @@ def test_a_kernel_is_right_in_a_graph(lab: Lab, drawn: KernelProblems) -> None:
     """A kernel that was captured with other values gives right results at its replay."""
     _applies(lab, drawn, torch.float32)
     (stream,) = lab.streams("s")
-    with refusals_left_out(lab.backend.capabilities):
+    with refusals_left_out(lab.backend.capabilities), _check_of(drawn, "in a graph"):
         judge_in_graph(lab, stream, problem(drawn, drawn.corners[0], torch.float32, lab.seed), drawn.kernel)
 
 

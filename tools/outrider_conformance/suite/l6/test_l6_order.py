@@ -6,8 +6,7 @@ import pytest
 
 from outrider_conformance.kit import Kit
 from outrider_conformance.promises import needs, promise
-from outrider_conformance.ranks import faults as host_waits
-from outrider_conformance.ranks import programs as programs
+from outrider_conformance.ranks import faults, programs
 from outrider_conformance.ranks.runner import RankRunner
 from outrider_conformance.reporting.verdict import not_applicable
 
@@ -87,7 +86,7 @@ def test_calls_in_a_capture_that_is_not_declared(kit: Kit, ranks: RankRunner) ->
 @promise("Group", "Wrong operands, another backend's stream and a closed group raise :class:`InterfaceError`")
 def test_misuse_raises_before_anything_is_sent(ranks: RankRunner) -> None:
     """Wrong shapes, dtypes, strides, devices, roots and peers raise errors. A closed group can be closed again."""
-    ranks.run_program(host_waits.misuse, schedules=1)
+    ranks.run_program(faults.misuse, schedules=1)
 
 
 @needs("collectives")
@@ -99,7 +98,7 @@ def test_misuse_raises_before_anything_is_sent(ranks: RankRunner) -> None:
 )
 def test_ranks_that_are_no_group(ranks: RankRunner) -> None:
     """Ranks without this one, a repeated rank, and no ranks at all raise errors."""
-    ranks.run_program(host_waits.bad_groups, schedules=1)
+    ranks.run_program(faults.bad_groups, schedules=1)
 
 
 @needs("collectives")
@@ -111,7 +110,7 @@ def test_ranks_that_are_no_group(ranks: RankRunner) -> None:
 )
 def test_a_group_that_a_rank_never_joins(ranks: RankRunner) -> None:
     """Creating a group that one rank never joins fails within the limit."""
-    ranks.run_program(host_waits.peer_never_joins, timeout_s=0.5, schedules=1)
+    ranks.run_program(faults.peer_never_joins, timeout_s=0.5, schedules=1)
 
 
 @needs("collectives")
@@ -124,9 +123,9 @@ def test_a_peer_that_leaves(kit: Kit, ranks: RankRunner, how: str) -> None:
     if how == "hangs" and kit.open().control is not None:
         not_applicable("a simulated device has no clock: what never ends is known at once")
     if how == "exits":
-        ranks.run_leaving(host_waits.peer_dies, how, leaving=1, timeout_s=1.0)
+        ranks.run_leaving(faults.peer_dies, how, leaving=1, timeout_s=1.0)
     else:
-        ranks.run_program(host_waits.peer_dies, how, timeout_s=1.0, schedules=1)
+        ranks.run_program(faults.peer_dies, how, timeout_s=1.0, schedules=1)
     ranks.end_ranks()  # the state that such a group leaves on a device can't be used again
 
 
@@ -136,11 +135,11 @@ def test_a_peer_that_is_late_is_waited_for(kit: Kit, ranks: RankRunner) -> None:
     """A peer that is late within the limit causes no error."""
     if kit.open().control is not None:
         not_applicable("a simulated device has no clock")
-    ranks.run_program(host_waits.peer_is_late, timeout_s=2.0)
+    ranks.run_program(faults.peer_is_late, timeout_s=2.0)
 
 
 @needs("collectives")
 @promise("Observer.collective", "Reported before the call is enqueued")
 def test_tools_are_told(ranks: RankRunner) -> None:
     """An observer receives calls and decisions in their order."""
-    ranks.run_program(host_waits.calls_are_reported, schedules=1)
+    ranks.run_program(faults.calls_are_reported, schedules=1)

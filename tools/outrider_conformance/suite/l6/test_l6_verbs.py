@@ -8,8 +8,7 @@ import torch
 from outrider_conformance.kit import Kit
 from outrider_conformance.lab import expect
 from outrider_conformance.promises import needs, promise
-from outrider_conformance.ranks import faults as host_waits
-from outrider_conformance.ranks import programs as programs
+from outrider_conformance.ranks import faults, programs
 from outrider_conformance.ranks.runner import RankRunner
 from outrider_conformance.reporting.verdict import not_applicable
 
@@ -31,7 +30,7 @@ def _reduced(kit: Kit, dtype: str) -> None:
 def test_reductions(kit: Kit, ranks: RankRunner, dtype: str, reduction: str) -> None:
     """all_reduce and reduce_scatter are right for odd sizes, empty tensors and tensors larger than a block."""
     _reduced(kit, dtype)
-    ranks.run_program(programs.reduces, dtype, _SHAPES, reduction, schedules=1)
+    ranks.run_program(programs.computes, ["all_reduce", "reduce_scatter"], dtype, _SHAPES, reduction, schedules=1)
 
 
 @needs("collectives")
@@ -39,7 +38,8 @@ def test_reductions(kit: Kit, ranks: RankRunner, dtype: str, reduction: str) -> 
 @pytest.mark.parametrize("dtype", _ANY)
 def test_moves(ranks: RankRunner, dtype: str) -> None:
     """all_gather, broadcast, all_to_all and messages transfer the bytes in the order of the group."""
-    ranks.run_program(programs.moves, dtype, _SHAPES, schedules=1)
+    kinds = ["all_gather", "broadcast", "all_to_all", "send"]
+    ranks.run_program(programs.computes, kinds, dtype, _SHAPES, schedules=1)
 
 
 @needs("collectives")
@@ -80,7 +80,7 @@ def test_the_fused_norm_is_the_sum_and_its_norm(kit: Kit, ranks: RankRunner, dty
     """Repeated fused calls are right with either rank late, and give the same bits on each rank."""
     _reduced(kit, dtype)
     shapes = [[1, 64], [3, 130], [5, 4096], [64, 1024], [2, 33]]
-    first, second = ranks.run_program(host_waits.fused_norm, dtype, shapes, schedules=2)
+    first, second = ranks.run_program(faults.fused_norm, dtype, shapes, schedules=2)
     expect(second, first, "the norms on rank 1, against those on rank 0")
 
 
@@ -91,6 +91,6 @@ def test_the_fused_norm_is_the_sum_and_its_norm(kit: Kit, ranks: RankRunner, dty
 )
 def test_ranks_reach_each_others_memory(ranks: RankRunner) -> None:
     """A value that a rank writes into another rank's buffer is visible there."""
-    reached = ranks.run_program(host_waits.shared_memory)
+    reached = ranks.run_program(faults.shared_memory)
     if not any(reached):
         not_applicable("these devices don't reach each other's memory")

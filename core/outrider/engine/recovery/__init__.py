@@ -1,1 +1,0 @@
-"""Failure recovery of an engine whose device fails or hangs."""

@@ -1,0 +1,201 @@
+"""Sequences with a KV cache in pages, for tests of attention as the engine calls it: planned, and in graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from outrider.device import AttentionMetadata, AttentionShape, CaptureContext, HostParam, KernelSet, Stream
+from outrider_conformance.lab import Lab
+
+HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 64
+SCALE = 0.125
+CONTEXTS = ((17, 40, 3), (61, 5, 16))
+"""Cached tokens of three sequences before their new tokens, for two batches in turn."""
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+_LENGTHS = "lengths"
+
+Operands = Mapping[str, Tensor]
+
+
+class PagedBatch:
+    """Operands of sequences that may grow by ``room`` tokens. Keys and values after that, and in page 0, are NaN.
+
+    ``new`` and ``context`` are each sequence's new tokens and cached tokens before them, ``padding`` the rows after all
+    sequences. The default dtype is bfloat16, or float32 if bfloat16 isn't declared.
+    """
+
+    def __init__(
+        self,
+        lab: Lab,
+        stream: Stream,
+        new: Sequence[int],
+        context: Sequence[int],
+        *,
+        dtype: torch.dtype | None = None,
+        page_size: int = 16,
+        room: int = 0,
+        tree: bool = False,
+        window: int = 0,
+        padding: int = 0,
+    ) -> None:
+        self.lab, self.stream, self.new, self.window = lab, stream, tuple(new), window
+        self.dtype = dtype or (torch.bfloat16 if torch.bfloat16 in lab.backend.capabilities.dtypes else torch.float32)
+        self.page_size, self.uniform = page_size, len(set(new)) == 1 and not padding
+        draw = torch.Generator().manual_seed(11)
+        lengths = torch.tensor(self.lengths(context), dtype=torch.int32)
+        columns = max(2, -(-(int(lengths.max()) + room) // page_size))
+        self.max_kv = columns * page_size
+        pages = 1 + len(new) * columns
+        table = (torch.randperm(pages - 1, generator=draw) + 1).view(len(new), columns)
+        used = torch.zeros(pages, page_size, dtype=torch.bool)
+        used[table] = (lengths.unsqueeze(1) + room > torch.arange(self.max_kv)).view(len(new), columns, page_size)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=draw).to(self.dtype)
+
+        caches = [normal(pages, page_size, KV_HEADS, HEAD_SIZE).masked_fill(~used[..., None, None], torch.nan) for _ in "kv"]
+        self.starts = tuple(sum(new[:index]) for index in range(len(new) + 1))
+        self.host: dict[str, Tensor] = {
+            "q": normal(sum(new) + padding, HEADS, HEAD_SIZE),
+            "k_cache": caches[0],
+            "v_cache": caches[1],
+            "query_start": torch.tensor(self.starts, dtype=torch.int32),
+            "seq_lens": lengths,
+            "block_table": table.to(torch.int32),
+        }
+        if tree:
+            lane = torch.arange(max(new))
+            branches = ((lane[:, None] - lane) % 2 == 0) & (lane[:, None] >= lane) | (lane == 0)
+            self.host["tree_mask"] = branches.repeat(len(new), 1)
+        self.made = lab.upload(stream, self.host)
+        self.plan: object | None = None
+
+    @property
+    def needs_host_lengths(self) -> bool:
+        """True if the device's attention takes lengths as host integers."""
+        return self.lab.backend.speculative_sync.exact_host_lengths
+
+    def lengths(self, context: Sequence[int]) -> list[int]:
+        """Return the length of each sequence, including its new tokens."""
+        return [n + c for n, c in zip(self.new, context, strict=True)]
+
+    def metadata(self, o: Operands, context: Sequence[int] | None = None) -> AttentionMetadata:
+        """Return the metadata of the operands ``o``, with host lengths if ``context`` is given."""
+        return AttentionMetadata(
+            query_start=o["query_start"],
+            seq_lens=o["seq_lens"],
+            block_table=o["block_table"],
+            max_query=max(self.new),
+            max_kv=self.max_kv,
+            tree_mask=o.get("tree_mask"),
+            uniform=self.uniform,
+            seq_lens_host=None if context is None else HostParam(_LENGTHS, self.lengths(context)),
+        )
+
+    def grown(self, context: Sequence[int]) -> AttentionMetadata:
+        """Copy the lengths to the device on the stream, and return the metadata with what the device's attention needs."""
+        with self.lab.backend.on(self.stream):
+            self.made["seq_lens"].copy_(torch.tensor(self.lengths(context), dtype=torch.int32))
+        return self.metadata(self.made, context if self.needs_host_lengths else None)
+
+    def planned(self, context: Sequence[int]) -> AttentionMetadata:
+        """Copy the lengths to the device, and make a plan for them or renew the existing plan."""
+        backend, stream = self.lab.backend, self.stream
+        shape = AttentionShape(
+            heads=HEADS,
+            kv_heads=KV_HEADS,
+            head_size=HEAD_SIZE,
+            page_size=self.page_size,
+            dtype=self.dtype,
+            scale=SCALE,
+            window=self.window,
+        )
+        self.grown(context)
+        batch = replace(self.metadata(self.made, context), host_query_start=self.starts, shapes=(shape,), plan=self.plan)
+        with backend.on(stream):
+            planned = backend.kernels_in_use.plan_attention(batch, stream=stream)
+        self.plan = planned.plan
+        return planned
+
+    def attend(self, metadata: AttentionMetadata, o: Operands | None = None, kernels: KernelSet | None = None) -> Tensor:
+        """Enqueue attention of the backend's kernels, or of ``kernels``, and return the rows without padding."""
+        o, kernels = o or self.made, kernels or self.lab.backend.kernels_in_use
+        out = kernels.paged_attention(o["q"], o["k_cache"], o["v_cache"], metadata, scale=SCALE, window=self.window)
+        return out[: sum(self.new)]
+
+    def check(self, found: Tensor, context: Sequence[int], how: str) -> None:
+        """Compare ``found`` with the reference on the host, which computes in float64."""
+        wide = {name: x.double() if x.is_floating_point() else x for name, x in self.host.items()}
+        wide["seq_lens"] = torch.tensor(self.lengths(context), dtype=torch.int32)
+        wanted = self.attend(self.metadata(wide), wide, KernelSet())
+        off = float((found.cpu().double() - wanted).abs().nan_to_num(nan=float("inf")).max())
+        where = f"attention in {self.dtype}, pages of {self.page_size}, {how}"
+        assert off <= _TOLERANCE[self.dtype], f"{where}: off by {off:.3g}"
+
+    def check_call(self, metadata: AttentionMetadata, context: Sequence[int], how: str) -> None:
+        """Enqueue attention on the stream, wait for the stream, and check the result."""
+        with self.lab.backend.on(self.stream):
+            out = self.attend(metadata)
+        self.stream.synchronize()
+        self.check(out, context, how)
+
+    def check_graph(self, captured: Sequence[int], contexts: Sequence[Sequence[int]], *, plans: bool = False) -> None:
+        """Capture attention once, and replay it for other contexts: rebind the host lengths, and renew the plan, before
+        each replay.
+        """
+        backend, stream = self.lab.backend, self.stream
+        follow = self.planned if plans else self.grown
+        metadata = follow(captured)
+        with backend.on(stream):
+            outputs = {"out": torch.zeros_like(self.made["q"][: sum(self.new)])}
+        stream.synchronize()
+
+        def fn(context: CaptureContext) -> None:
+            own = replace(metadata, seq_lens_host=context.params[_LENGTHS]) if self.needs_host_lengths else metadata
+            context.outputs["out"].copy_(self.attend(own))
+
+        params = {_LENGTHS: self.lengths(captured)} if self.needs_host_lengths else None
+        graph = backend.capture("attention", fn, stream=stream, inputs=self.made, outputs=outputs, params=params)
+        for context in contexts:
+            follow(context)
+            if self.needs_host_lengths:
+                graph.update_params({_LENGTHS: self.lengths(context)}, stream=stream)
+            graph.replay(stream)
+            stream.synchronize()
+            self.check(outputs["out"], context, f"in a graph, with {context} cached tokens")
+
+
+def planned_batch(lab: Lab, new: Sequence[int], window: int = 0) -> PagedBatch:
+    """Return a batch of three sequences on a new stream, with room for both of :data:`CONTEXTS`."""
+    (stream,) = lab.streams("s")
+    longest = [max(each) for each in zip(*CONTEXTS, strict=True)]
+    return PagedBatch(lab, stream, new, longest, window=window, room=1)
+
+
+def check_renewed(lab: Lab, new: Sequence[int], window: int = 0) -> None:
+    """Check attention with one plan: for a first batch, for a batch with other lengths, and for the first batch again."""
+    batch = planned_batch(lab, new, window)
+    for number, context in enumerate((*CONTEXTS, CONTEXTS[0])):
+        batch.check_call(batch.planned(context), context, f"planned for batch {number}")
+
+
+def check_planned_graph(lab: Lab) -> None:
+    """Capture attention once, and replay it for two batches whose plans replaced the captured plan in place."""
+    planned_batch(lab, (4, 4, 4)).check_graph((0, 0, 0), CONTEXTS, plans=True)
+
+
+def check_unplanned(lab: Lab) -> None:
+    """Call ``plan_attention`` without shapes on a new stream; attention must work with the returned metadata."""
+    batch = planned_batch(lab, (1, 1, 1))
+    (plan,) = lab.streams("plan")
+    batch.grown(CONTEXTS[0])
+    plan.wait(lab.record(batch.stream, "lengths"))
+    with lab.backend.on(plan):
+        planned = lab.backend.kernels_in_use.plan_attention(batch.metadata(batch.made), stream=plan)
+    assert isinstance(planned, AttentionMetadata), f"plan_attention returned a {type(planned).__name__}"
+    batch.stream.wait(lab.record(plan, "planned"))
+    batch.check_call(planned, CONTEXTS[0], "without a plan")
