@@ -49,6 +49,7 @@ def kernels(streamed):
         "load_queries",
         "attend",
         "chunk_start",
+        "first_chunk",
         "prefetch_gates",
         "load_angles",
         "write_rotated",
