@@ -346,14 +346,14 @@ def test_rows_that_attention_lays_out_are_judged(corner, cache, monkeypatch):
     kernels = TritonKernels(SMALL_DEVICE)
     drawn = KERNELS[", ".join(("attention_block, int4", *cache))]
     made = problem(drawn, drawn.corners[corner], torch.float16, 0)
-    joined, laid, scale = kernels._joined, [], 1.0
+    joined, laid, scale = kernels.attention._joined, [], 1.0
 
     def watched(call, planes, *ways):
         rows = joined(replace(call, scale=call.scale * scale), planes, *ways)
         laid.append(rows.in_planes)
         return rows
 
-    monkeypatch.setattr(kernels, "_joined", watched)
+    monkeypatch.setattr(kernels.attention, "_joined", watched)
     judge_with(kernels, made)
     scale = 40.0
     with pytest.raises(AssertionError, match="further off than rounding allows"):

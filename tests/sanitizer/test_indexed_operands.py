@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.device.kernels.schema_accesses import index_arguments, operands_by_index, reads_no_elements
+from outrider.device.kernels.operators import index_arguments, operands_by_index, reads_no_elements
 from outrider_sim.torch_device.row_accesses import Elements, resolvers_of
 
 X = torch.arange(1.0, 13.0).view(4, 3)

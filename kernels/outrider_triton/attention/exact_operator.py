@@ -8,8 +8,7 @@ from torch import Tensor
 
 from outrider.device.kernels.checks import expect
 from outrider_triton.attention.jit import exact
-from outrider_triton.define import define
-from outrider_triton.launch import launch, power_of_two
+from outrider_triton.launch import define, launch, power_of_two
 
 FIRST_CHUNK = 256
 """Positions of the first chunks of attention."""
@@ -84,4 +83,4 @@ def _chunk_count(positions: int) -> int:
     return count
 
 
-define("paged_attention.exact", _exact_attention, lambda q, *rest: q.new_empty(q.shape))
+define("paged_attention.exact", _exact_attention)

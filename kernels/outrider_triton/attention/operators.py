@@ -13,8 +13,7 @@ from torch import Tensor
 from outrider.device.kernels.checks import expect
 from outrider_triton.attention.jit import paged as attention
 from outrider_triton.attention.jit import paged_streamed as attention_streamed
-from outrider_triton.define import register
-from outrider_triton.launch import launch, power_of_two
+from outrider_triton.launch import launch, power_of_two, register
 from outrider_triton.products.streamed import descriptor
 from outrider_triton.quantized.nibble_planes import allocate_rows, row_stride
 
@@ -142,13 +141,5 @@ def _paged_attention_planes(q: Tensor, k_cache: Tensor, v_cache: Tensor, query_s
     return _join(parts, stats, query_start, q, out, operands[-1], grains=grains, planes=planes)
 
 
-register(
-    f"paged_attention.triton({_ATTENTION}) -> Tensor",
-    _paged_attention,
-    lambda q, *rest: q.new_empty(q.shape),
-)
-register(
-    f"paged_attention.triton_planes({_ATTENTION}, int planes) -> Tensor",
-    _paged_attention_planes,
-    lambda q, *rest: allocate_rows(q, (q.shape[0], q.shape[1] * q.shape[2]), rest[-1])[0],
-)
+register(f"paged_attention.triton({_ATTENTION}) -> Tensor", _paged_attention)
+register(f"paged_attention.triton_planes({_ATTENTION}, int planes) -> Tensor", _paged_attention_planes)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import ROW_ACCESS, Access
-from outrider.device.kernels.schema_accesses import reads_no_elements
+from outrider.device.kernels.operators import reads_no_elements
 from outrider_sim.machine.device_state import SimDeviceState
 from outrider_sim.machine.memory import Meta, Metas
 from outrider_sim.machine.pinned import PinnedTensor

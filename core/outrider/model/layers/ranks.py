@@ -193,11 +193,11 @@ class ModelRanks(RankBoundary):
     def embed(self, kernels: KernelSet, tokens: Tensor, weight: Tensor) -> Tensor:
         """Return embeddings [T, H] of int64 ``tokens`` [T]. ``weight`` holds this rank's rows of the table."""
         if self.tensor is None:
-            return kernels.embedding(tokens, weight)
+            return kernels.gather_rows(weight, tokens)
         width, rank = weight.shape[0], self.shards.vocabulary.rank
         local_tokens = tokens - rank * width
         is_local = (local_tokens >= 0) & (local_tokens < width)
-        embedded = kernels.embedding(torch.where(is_local, local_tokens, 0), weight)
+        embedded = kernels.gather_rows(weight, torch.where(is_local, local_tokens, 0))
         return self.reduce(embedded * is_local.unsqueeze(-1))
 
     def logits(self, own: Tensor, vocabulary: int) -> Tensor:
