@@ -41,7 +41,7 @@ def test_the_verb_that_failed_tests_call_and_passed_ones_do_not_comes_first():
 
 
 def test_a_member_that_no_verb_keeps_is_ranked_by_its_own_tests():
-    """Every test creates streams; two find no limit of memory, one a wrong kernel, one a blocking verb."""
+    """Every test creates streams. Two find that a declared limit of memory is missing, one a wrong kernel, one a wait."""
     tests = [verdict(f"m::{n}", member="Capabilities.memory_limit") for n in range(2)]
     tests.append(verdict("m::blocks[Stream.wait]", member="Capabilities.asynchronous"))
     tests += [verdict("m::kernel", member="KernelSet.silu_mul"), *(verdict(f"m::ok {n}", "passed") for n in range(6))]

@@ -80,7 +80,6 @@ ROWS = {  # the operand that has one row for each row of the result, and the ope
     "bias_logits": ("logits", "logits"),
     "count_tokens": ("tokens", ""),
     "fuse_embedding": ("tokens", "table"),
-    "embedding": ("tokens", "weight"),
     "experts": ("x", "x"),
     "gated_rms_norm": ("x", "x"),
     "gather_rows": ("rows", "state"),

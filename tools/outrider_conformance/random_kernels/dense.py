@@ -56,12 +56,6 @@ def halves(x: bounds.Number) -> tuple[bounds.Number, bounds.Number]:
     return bounds.Number(x.value[..., :size], x.error[..., :size]), bounds.Number(x.value[..., size:], x.error[..., size:])
 
 
-def _embedding(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
-    tokens, weight = _tokens(shape, dice), dice.normal(shape["vocabulary"], shape["inner"], dtype=dtype)
-    operands = {"tokens": Operand(tokens), "weight": Operand(weight)}
-    return Problem(operands, kernel_call("embedding", *operands), {"out": bounds.exact(weight[tokens])})
-
-
 def _tokens(shape: Shape, dice: RandomValues) -> Tensor:
     tokens = dice.integers(0, shape["vocabulary"], shape["tokens"])
     tokens[-1] = shape["vocabulary"] - 1
@@ -174,7 +168,6 @@ def _drawn(
 _FUSED = ("tokens", "inner", "outer", "vocabulary", "layout", "bias")
 DENSE = (
     _drawn("linear", _linear, "tokens", "inner", "outer", "layout", "bias", "levels", more=(_DECODE, {**_DECODE, "bias": 1})),
-    _drawn("embedding", _embedding, "tokens", "inner", "vocabulary"),
     *(
         _drawn("fuse_embedding", _fuse_embedding, *_FUSED, *(("blocks", "zeros") if format else ()), format=format)
         for format in (None, *QUANTIZED_FORMATS)
