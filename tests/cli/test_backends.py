@@ -188,3 +188,5 @@ def test_doctor_lists_what_computes_a_model(outrider):
     assert (found["primitives"]["paged_attention"], found["primitives"]["embedding"]) == ("native", "reference")
     shown = outrider("doctor", "--model", str(bundled), "--backend", "cpu").out
     assert "attention_block: composed in layers 0, 1, 2, 3, 4" in shown
+    assert found["memory"]["weights"] > 0 == found["memory"]["states"]
+    assert "memory, predicted from the headers" in shown

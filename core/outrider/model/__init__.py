@@ -9,7 +9,7 @@ from outrider.model.extra import require_models
 
 require_models()
 
-from outrider.model.checkpoint.loading import load_decoder
+from outrider.model.checkpoint.loading import DecoderPlan, header_bytes, load_decoder, plan_decoder
 from outrider.model.checkpoint.location import find_checkpoint
 from outrider.model.checkpoint.tensor_loading import Progress
 from outrider.model.checkpoint.transformers_loading import load_through_transformers
@@ -49,6 +49,7 @@ __all__ = [
     "DFlashHead",
     "DFlashWeights",
     "Decoder",
+    "DecoderPlan",
     "DecoderWeights",
     "DraftVocabulary",
     "Eagle3Head",
@@ -94,6 +95,7 @@ __all__ = [
     "find_checkpoint",
     "find_mtp_format",
     "has_tokenizer",
+    "header_bytes",
     "load_chained_mtp",
     "load_decoder",
     "load_dflash",
@@ -104,6 +106,7 @@ __all__ = [
     "load_through_transformers",
     "load_vision",
     "or_single_rank",
+    "plan_decoder",
     "prompt_positions",
     "side_by_side",
     "speculative_positions",

@@ -153,7 +153,7 @@ def _chunks(
     sizes = key_width, heads, heads * key_size // key_width
     # The matrix unit multiplies 16 rows and columns or more.
     block_d, block_e = max(power_of_two(key_size), 16), max(power_of_two(value_size), 16)
-    constants = {"D": key_size, "E": value_size, "BLOCK_D": block_d, "pdl": pdl}
+    constants = {"D": key_size, "E": value_size, "BLOCK_D": block_d}
     chunks = heads, triton.cdiv(max_query, _CHUNK), sequences
     launch(
         jit_chunks.corrections,
@@ -161,6 +161,7 @@ def _chunks(
         *(mixed, gates, a_log, dt_bias, query_start, keys, w, u, totals, tokens, *sizes, mixed.stride(0), gates.stride(0)),
         **constants,
         BLOCK_E=block_e,
+        pdl=pdl,
         warps=4,
     )
     values = min(block_e, _CHUNK_VALUES_PER_PROGRAM)
@@ -171,6 +172,7 @@ def _chunks(
         **constants,
         BLOCK_E=values,
         num_stages=2,
+        pdl=pdl,
         warps=4,
     )
     launch(
@@ -179,6 +181,7 @@ def _chunks(
         *(mixed, keys, totals, query_start, chunk_state, out, tokens, *sizes, mixed.stride(0)),
         **constants,
         BLOCK_E=block_e,
+        pdl=pdl,
         warps=4 if block_d <= 128 else 8,
     )
     return out

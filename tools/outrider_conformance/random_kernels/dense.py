@@ -10,11 +10,11 @@ from torch import Tensor
 
 from outrider.device import QUANTIZED_FORMATS, KernelSet
 from outrider_conformance.random_kernels import bounds
-from outrider_conformance.random_kernels.dimensions import MANY, among, between
+from outrider_conformance.random_kernels.dimensions import MANY, among, between, row_counts
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
 from outrider_conformance.random_kernels.weights import random_matrix
 
-TOKENS = between(1, 40, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300)
+TOKENS = row_counts(1, 40, 63, 127, 255, 300)
 _INNER = among(8, 40, 96, 256, 520, 1032)
 _OUTER = between(1, 80, 127, 129, 513, 1025)
 _HIDDEN = among(8, 24, 64, 136, 576, 1032, 4104)

@@ -33,8 +33,8 @@ def doctor(
 ) -> CommandReport:
     """Print for each installed backend why it can or can't run on this machine. The exit code is 1 if none can.
 
-    With --model, load the model and print which implementation computes each block of its layers and each primitive: the
-    kernels of the backend, the composition of primitives, or the torch reference.
+    With --model, predict the memory that an engine takes, then load the model and print which implementation computes each
+    block of its layers and each primitive: the kernels of the backend, the composition of primitives, or the torch reference.
     """
     del json_output
     if model is not None:
@@ -77,20 +77,33 @@ def _implementations(model: Path, backend: str | None) -> CommandReport:
     from outrider.cli.terminal.torch_probe import require_torch
 
     require_torch()
-    from outrider.engine.config import DTYPES
+    from outrider.engine.config import DTYPES, EngineConfig
+    from outrider.engine.setup.memory_prediction import predict_memory
     from outrider.engine.setup.resolve import choose_dtype
-    from outrider.model import checkpoint_dtype, find_checkpoint, load_decoder
+    from outrider.model import checkpoint_dtype, find_checkpoint, plan_decoder
 
     registry = Registry(probe=plugin_probe())
     directory, device = find_checkpoint(model), registry.create(registry.select(backend, backend_from_environment()))
     dtype = DTYPES[str(choose_dtype(device.capabilities, checkpoint_dtype(directory)).value)]
-    decoder = load_decoder(directory, backend=device, dtype=dtype)
-    data = {"model": str(directory), "backend": device.name, "kernels": decoder.kernels.name, **decoder.implementations()}
+    plan = plan_decoder(directory, backend=device, dtype=dtype)
+    memory = predict_memory(plan, device, EngineConfig())
+    decoder = plan.load()
+    data = {
+        "model": str(directory),
+        "backend": device.name,
+        "kernels": decoder.kernels.name,
+        "memory": {"weights": memory.weights, "kv_cache": memory.pages, "states": memory.states, "free": memory.free},
+        "memory_lines": memory.lines(),
+        **decoder.implementations(),
+    }
     return CommandReport(data=data, render=lambda console: _render_implementations(console, data))
 
 
 def _render_implementations(console: Console, data: Mapping[str, Any]) -> None:
-    console.print(f"{data['model']} on {data['backend']}, kernels {data['kernels']}\n\nblocks")
+    console.print(f"{data['model']} on {data['backend']}, kernels {data['kernels']}\n\nmemory, predicted from the headers")
+    for line in data["memory_lines"]:
+        console.print(f"  {line}")
+    console.print("\nblocks")
     layers: dict[tuple[str, str], list[int]] = {}
     for index, blocks in enumerate(data["blocks"]):
         for block in blocks.items():

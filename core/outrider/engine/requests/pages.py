@@ -301,10 +301,16 @@ class StateCheckpoints:
         return row
 
     def provide_row(self, decoded: DecodedState) -> bool:
-        """Give a decoding request a row for a copy of its state, if it has none. Return False if there is no row for it."""
-        if not decoded.row and self._free:
+        """Give a decoding request a row for a copy of its state, if it has none. Return False if there is no row for it.
+
+        Copies that aren't published have half of the rows at most, so that prompts always find a row.
+        """
+        num_copies = self.count - len(self._free) - len(self._row_of)
+        if decoded.row or num_copies >= self.count // 2:
+            return decoded.row > 0
+        if self._free:
             decoded.row = self._free.pop()
-        elif not decoded.row and self._row_of and not decoded.has_evicted:
+        elif not decoded.has_evicted:
             decoded.row, decoded.has_evicted = self._row_of.popitem(last=False)[1], True
         return decoded.row > 0
 

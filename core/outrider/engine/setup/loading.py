@@ -13,9 +13,11 @@ from outrider.device import Backend, ConfigError
 from outrider.device.kernels.weights import quantized_products
 from outrider.engine.config import DTYPES, Choice, DecidedConfig, DtypeName, EngineConfig
 from outrider.engine.ranks.ranks import Ranks, part_of_model
+from outrider.engine.setup.memory_prediction import predict_memory
 from outrider.engine.setup.resolve import choose_dtype, resolve, situation_of
 from outrider.model import (
     Decoder,
+    DecoderPlan,
     DraftVocabulary,
     LanguageModel,
     Progress,
@@ -27,9 +29,9 @@ from outrider.model import (
     checkpoint_dtype,
     find_checkpoint,
     has_tokenizer,
-    load_decoder,
     load_through_transformers,
     load_vision,
+    plan_decoder,
 )
 from outrider.model.quantization import read_quantization
 from outrider.registry.proposers import plugin_builders
@@ -105,7 +107,9 @@ def load_checkpoint(
             directory, backend=backend, dtype=dtype, trust_remote_code=trust_remote_code
         )
     else:
-        model = _load_native(directory, backend, dtype, config, progress, ranks, mode)
+        plan = _plan_native(directory, backend, dtype, config, ranks, mode)
+        predict_memory(plan, backend, config, None if speculate in builders else draft_dir)
+        model = plan.load(progress)
     options = DraftOptions(
         target=model,
         backend=backend,
@@ -141,24 +145,21 @@ def _checked_draft(directory: Path, draft_dir: Path | None, speculate: str) -> P
     return draft_dir
 
 
-def _load_native(
+def _plan_native(
     directory: Path,
     backend: Backend,
     dtype: torch.dtype,
     config: EngineConfig,
-    progress: Progress | None,
     ranks: Ranks | None,
     quantized: QuantizedMode,
-) -> Decoder:
-    """Load the model of a checkpoint with the kernels that the config selects."""
-    shared = part_of_model(ranks)
+) -> DecoderPlan:
+    """Read the headers of a checkpoint, to load the model with the kernels that the config selects."""
     kernels = backend.kernels_in_use
-    return load_decoder(
+    return plan_decoder(
         directory,
         backend=backend,
         dtype=dtype,
-        progress=progress,
-        ranks=shared,
+        ranks=part_of_model(ranks),
         quantized=quantized,
         kv_dtype=config.kv_dtype,
         kernels=kernels.batch_invariant() if config.batch_invariant else kernels,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -16,7 +16,7 @@ import torch
 
 from outrider.device import CACHE_FORMATS, Backend, Capabilities, ConfigError, OutOfDeviceMemory, StepMode
 from outrider.engine.config import DTYPES, Choice, DecidedConfig, EngineConfig, state_rows
-from outrider.model import KVCache, LanguageModel
+from outrider.model import DecoderPlan, KVCache, LanguageModel
 from outrider.speculative.proposer import Proposer
 
 GIB = 1 << 30
@@ -89,6 +89,8 @@ class DeviceModelFacts:
     """Bytes of the engine that do not depend on its requests."""
     memory: CacheMemory | None = None
     """Memory of the KV cache; None if it is unknown."""
+    weight_bytes: int = 0
+    """Bytes of weights that aren't loaded yet. The free memory is without them, so it can be negative."""
     no_fused: str = ""
     """Reason against fused mode; empty if it may be chosen."""
     no_graphs: str = ""
@@ -274,18 +276,14 @@ def _cache(choices: _Choices, known: DeviceModelFacts) -> None:
         pages = requests * _width(choices.number("max_context"), known.slots, page_size) + 1
         choices.add("num_pages", pages, f"each request at full context: {_holds(pages, page_size, page_bytes)}")
         return
+    if known.memory.free <= 0 and known.weight_bytes:
+        raise OutOfDeviceMemory(f"the weights leave no memory for a request; {_advice(choices, known)}")
     most, why = _most_pages(choices, known, page_bytes)
     holds = (most - 1) * page_size - known.slots
     if holds < 2:
-        todo = "take a smaller model, page_size, prefill_chunk or max_requests"
-        if config.kv_memory is not None:
-            todo = "raise kv_memory, or take a smaller page_size"
-        if known.state_bytes:
-            states = _count_state_bytes(choices, known) / GIB
-            todo += f"; recurrent states take {states:.1f} GiB: lower max_requests or state_checkpoints"
         raise OutOfDeviceMemory(
             f"the KV cache may take {max(most, 0)} pages of {page_bytes} bytes, {why}: room for no request; free memory, or "
-            f"{todo}"
+            f"{_advice(choices, known)}"
         )
     if holds < limit:
         choices.add("max_context", holds, f"the memory holds no more, the model's is {limit}")
@@ -310,6 +308,21 @@ def _cache(choices: _Choices, known: DeviceModelFacts) -> None:
     else:
         pages, why = enough, words
     choices.add("num_pages", pages, f"{why}: {_holds(pages, page_size, page_bytes)}")
+
+
+def _advice(choices: _Choices, known: DeviceModelFacts) -> str:
+    """Return which part of the memory to reduce for a first request: weights, recurrent states or the KV cache."""
+    memory, states, share = known.memory, _count_state_bytes(choices, known), choices.config.kv_memory
+    assert memory is not None
+    if known.weight_bytes > HOST_MOST * (memory.free + known.weight_bytes):
+        weights = f"the weights take {known.weight_bytes / GIB:.1f} of {(memory.free + known.weight_bytes) / GIB:.1f} GiB"
+        return f"reduce the weights: {weights}; take a smaller or quantised model, or more tensor-parallel ranks"
+    if states > (share or 1) * memory.free / 2:
+        raised = "" if share is None else ", or raise kv_memory"
+        return f"recurrent states take {states / GIB:.1f} GiB: lower max_requests or state_checkpoints{raised}"
+    if share is not None:
+        return "raise kv_memory, or take a smaller page_size"
+    return "reduce the KV cache: take a smaller page_size, prefill_chunk or max_requests"
 
 
 def _most_pages(choices: _Choices, known: DeviceModelFacts, page_bytes: int) -> tuple[int, str]:
@@ -384,11 +397,22 @@ _INNER_AT_ONCE = 3
 """Rows of a layer that a forward holds at the same time, of the model's width and of its inner width."""
 
 
-def situation_of(backend: Backend, model: LanguageModel, proposer: Proposer) -> DeviceModelFacts:
-    """Collect the facts for an engine of this model on this backend, after the weights were loaded."""
+def situation_of(
+    backend: Backend, model: LanguageModel | DecoderPlan, proposer: Proposer, *, unloaded_bytes: int = 0
+) -> DeviceModelFacts:
+    """Collect the facts for an engine of this model on this backend.
+
+    ``unloaded_bytes``: weights that the memory is still to hold.
+    """
     config, sync = model.config, backend.speculative_sync
+    memory = memory_of(backend)
+    if memory is not None:
+        memory = replace(memory, free=memory.free - unloaded_bytes)
     layers = len(config.attention_layers)
     kept = KVCache.page_bytes(layers, config.num_kv_heads, config.head_size, page_size=1, dtype=model.cache_dtype)
+    inner = _INNER_AT_ONCE * config.inner_width
+    if config.recurrent is not None:
+        inner = max(inner, config.recurrent.prompt_values)
     no_fused = no_graphs = "" if model.native else "the code of transformers may wait for the device"
     if model.kernels.plans_on_host:
         no_fused = no_fused or f"the kernels {model.kernels.name!r} plan each batch on the host"
@@ -409,15 +433,15 @@ def situation_of(backend: Backend, model: LanguageModel, proposer: Proposer) -> 
         context=config.max_context,
         slots=proposer.slots,
         token_bytes=kept + proposer.token_bytes,
-        prompt_token_bytes=model.dtype.itemsize
-        * (_HIDDEN_AT_ONCE * config.hidden_size + _INNER_AT_ONCE * config.inner_width),
+        prompt_token_bytes=model.dtype.itemsize * (_HIDDEN_AT_ONCE * config.hidden_size + inner),
         drafted_token_bytes=_LOGITS_AT_ONCE * torch.float32.itemsize * config.vocab_size,
         # counts for penalties
         request_bytes=torch.int32.itemsize * config.vocab_size
         + (_GRAPHS_REQUEST_BYTES if captures else 0)
         + sync.bytes_per_request,
         fixed_bytes=_GRAPHS_BYTES if captures else 0,
-        memory=memory_of(backend),
+        memory=memory,
+        weight_bytes=unloaded_bytes,
         no_fused=no_fused,
         no_graphs=no_graphs,
         no_overlap_fused=sync.fused_host_wait,

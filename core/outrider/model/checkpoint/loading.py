@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from outrider.device import Backend, KernelSet
+from outrider.device import CACHE_FORMATS, Backend, KernelSet
 from outrider.model.checkpoint.expert_mapping import check_count
 from outrider.model.checkpoint.files import CheckpointFiles
 from outrider.model.checkpoint.mapping import decoder_stem, decoder_targets, decoder_weights, is_mtp_tensor, vision_name
 from outrider.model.checkpoint.opening import open_checkpoint
+from outrider.model.checkpoint.pieces import Target
 from outrider.model.checkpoint.reading import wrap_read_errors
 from outrider.model.checkpoint.tensor_loading import Progress, check_tensors, load_tensors, loading_stream
 from outrider.model.config.checkpoint_config import read_model_config
@@ -20,7 +23,7 @@ from outrider.model.config.layer_configs import HYBRID_FAMILIES
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.layers.decoder import Decoder
 from outrider.model.layers.ranks import ModelRanks, or_single_rank
-from outrider.model.quantization import QuantizedMode, read_quantization
+from outrider.model.quantization import Quantization, QuantizedMode, read_quantization
 from outrider.model.quantization.cache import CacheScheme, cache_format, read_scales, resolve_cache_format, scale_keys
 
 _HEAD = "lm_head.weight"
@@ -50,6 +53,105 @@ def load_decoder(
     Raises :class:`CapabilityError` if the backend doesn't compute in ``dtype``, or has no kernels for the quantized weights
     or the KV cache.
     """
+    plan = plan_decoder(
+        directory,
+        backend=backend,
+        dtype=dtype,
+        ranks=ranks,
+        quantized=quantized,
+        kv_dtype=kv_dtype,
+        kernels=kernels,
+        drafts=drafts,
+        positions=positions,
+    )
+    return plan.load(progress)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderPlan:
+    """A decoder whose headers were read and checked, and whose weights weren't."""
+
+    native: ClassVar[bool] = True
+    """As :attr:`LanguageModel.native`."""
+    config: ModelConfig
+    """The part of this rank."""
+    backend: Backend
+    dtype: torch.dtype
+    kernels: KernelSet
+    ranks: ModelRanks | None
+    files: CheckpointFiles
+    targets: list[Target]
+    quantization: Quantization | None
+    format: str | None
+    """Format of the KV cache; None for the model's dtype."""
+    scales: tuple[tuple[Tensor, Tensor], ...]
+    """Scales of keys and values of each layer with attention; empty without stored scales."""
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Dtype of keys and values in the cache."""
+        return self.dtype if self.format is None else CACHE_FORMATS[self.format]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of this rank's weights on the device. Kernels may lay out quantized weights in a few more."""
+        return sum(map(self._target_bytes, self.targets))
+
+    def _target_bytes(self, target: Target) -> int:
+        quantization, files = self.quantization, self.files
+        if (
+            quantization is None
+            or quantization.mode is QuantizedMode.DEQUANTIZE
+            or not quantization.has_quantized_piece(files, target)
+        ):
+            stored = torch.promote_types(self.dtype, torch.float32) if target.wide else self.dtype
+            return math.prod(target.shape) * stored.itemsize
+        found = 0
+        for piece in target.pieces:
+            parts = quantization.stored_pieces(files, replace(target, pieces=(piece,)))
+            whole = sum(math.prod(part.shape) * (files.dtype(part.key) or torch.int8).itemsize for part in parts)
+            found += whole * math.prod(piece.read_shape) // math.prod(piece.shape)
+        return found
+
+    def load(self, progress: Progress | None = None) -> Decoder:
+        """Load the weights. Blocks until they are on the device."""
+        with loading_stream(self.backend, self.dtype) as stream:
+            weights = load_tensors(
+                self.files,
+                self.targets,
+                dtype=self.dtype,
+                backend=self.backend,
+                stream=stream,
+                progress=progress,
+                quantization=self.quantization,
+            )
+            record = decoder_weights(self.config, weights)
+            if self.format is not None:
+                attending = self.config.attention_layers
+                formats = [
+                    cache_format(self.format, scales, self.config, dtype=self.dtype, device=self.backend.device)
+                    for scales in self.scales or [None] * len(attending)
+                ]
+                by_layer = dict(zip(attending, formats, strict=True))
+                layers = enumerate(record.layers)
+                record = replace(record, layers=tuple(replace(layer, cache=by_layer.get(index)) for index, layer in layers))
+            with wrap_read_errors(self.files.origin, "a decoder"):
+                return Decoder(self.config, record, self.kernels, self.ranks)
+
+
+def plan_decoder(
+    directory: str | Path,
+    *,
+    backend: Backend,
+    dtype: torch.dtype,
+    ranks: ModelRanks | None = None,
+    quantized: QuantizedMode = QuantizedMode.KERNELS,
+    kv_dtype: str = "auto",
+    kernels: KernelSet | None = None,
+    drafts: bool = False,
+    positions: int = 0,
+) -> DecoderPlan:
+    """Read and check the headers of a decoder's checkpoint. Arguments and errors are those of :func:`load_decoder`."""
     kernels = backend.kernels_in_use if kernels is None else kernels
     config = read_model_config(Path(directory), drafts=drafts)
     files = open_checkpoint(Path(directory))
@@ -79,28 +181,34 @@ def load_decoder(
     check_tensors(
         files, decoder_targets(config, files.tensors), optional=optional, quantization=quantization, backend=backend
     )
-    with loading_stream(backend, dtype) as stream:
-        weights = load_tensors(
-            files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress, quantization=quantization
-        )
-        record = decoder_weights(local, weights)
-        if format is not None:
-            heads_of_rank = slice(*shards.kv_heads(config))
-            formats = [
-                cache_format(
-                    format,
-                    (scales[index][0][heads_of_rank], scales[index][1][heads_of_rank]) if scales else None,
-                    local,
-                    dtype=dtype,
-                    device=backend.device,
-                )
-                for index in range(len(config.attention_layers))
-            ]
-            by_layer = dict(zip(config.attention_layers, formats, strict=True))
-            layers = enumerate(record.layers)
-            record = replace(record, layers=tuple(replace(layer, cache=by_layer.get(index)) for index, layer in layers))
-        with wrap_read_errors(files.origin, "a decoder"):
-            return Decoder(local, record, kernels, ranks)
+    heads = slice(*shards.kv_heads(config))
+    return DecoderPlan(
+        config=local,
+        backend=backend,
+        dtype=dtype,
+        kernels=kernels,
+        ranks=ranks,
+        files=files,
+        targets=targets,
+        quantization=quantization,
+        format=format,
+        scales=tuple((keys[heads], values[heads]) for keys, values in scales),
+    )
+
+
+def header_bytes(plan: DecoderPlan, draft_dir: Path) -> int:
+    """Return the bytes of a draft's weights by the headers of its files, in the target's dtype unless stored in 8 bits.
+
+    Of the target's own checkpoint, only the heads of multi-token prediction count.
+    """
+    own = draft_dir.resolve() == plan.files.origin.parent.resolve()
+    files = plan.files if own else open_checkpoint(draft_dir)
+    found = 0
+    for key in files.tensors:
+        if is_mtp_tensor(key) or not own:
+            stored = files.dtype(key) or torch.int8
+            found += math.prod(files.shape(key)) * (1 if stored.itemsize == 1 else plan.dtype.itemsize)
+    return found
 
 
 def _untie(config: ModelConfig, files: CheckpointFiles) -> ModelConfig:

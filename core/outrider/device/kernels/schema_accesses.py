@@ -1,4 +1,4 @@
-"""Operands of torch's operators whose accessed elements depend on data, derived from operator schemas."""
+"""Accesses of torch's operators, derived from their schemas: operands that are read at indices, or not at all."""
 
 from __future__ import annotations
 
@@ -36,3 +36,9 @@ def operands_by_index(func: Any) -> tuple[str, ...]:
         return written
     operands = (a.name for a in schema.arguments if str(a.type) == "Tensor" and a.name not in indices and not a.is_out)
     return tuple(operands)[:1]
+
+
+def reads_no_elements(func: Any) -> bool:
+    """Return True for an operator that makes a tensor like another one: it looks at the other's shape and dtype alone."""
+    names = [argument.name for argument in func._schema.arguments]
+    return names[:1] == ["self"] and {"layout", "device"} <= {*names} and "non_blocking" not in names

@@ -1,0 +1,84 @@
+"""The memory that headers predict: that of the loaded engine, and errors that name the part to reduce."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from model.hybrid_checkpoints import random_model, save
+from outrider import Engine
+from outrider.device import OutOfDeviceMemory
+from outrider.engine.config import EngineConfig
+from outrider.engine.setup import resolve
+from outrider.engine.setup.memory_prediction import predict_memory
+from outrider.engine.setup.resolve import CacheMemory, situation_of
+from outrider.model import DecoderPlan, plan_decoder
+from outrider.model.config.shapes import shape_config
+from outrider.speculative.proposer import NonSpeculativeProposer
+from outrider_proof import tiny
+from outrider_proof.tiny import plain_config
+
+CONFIG = plain_config(max_requests=3, max_context=64, page_size=4, prefill_chunk=16, state_checkpoints=2)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("hybrid")
+    save(random_model("qwen3_5", 3, tie_word_embeddings=False), directory)
+    return directory
+
+
+def tensors_of(value):
+    """The tensors of nested records."""
+    if isinstance(value, torch.Tensor):
+        return {value.data_ptr(): value}
+    parts = value if isinstance(value, tuple) else [getattr(value, name) for name in getattr(value, "__slots__", ())]
+    return {address: tensor for part in parts for address, tensor in tensors_of(part).items()}
+
+
+def size(tensors):
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+def test_the_prediction_is_what_the_engine_takes(hybrid):
+    plan = plan_decoder(hybrid, backend=tiny.BACKEND, dtype=torch.float32)
+    predicted = predict_memory(plan, tiny.BACKEND, CONFIG)
+    model = plan.load()
+    assert predicted.weights == size(tensors_of(model.weights).values())
+    engine = Engine(model, tiny.BACKEND, config=CONFIG)
+    cache = engine._parts.cache
+    assert engine.config.num_pages == predicted.config.num_pages
+    assert predicted.pages == size(each for pair in cache.layers for each in pair)
+    assert predicted.states == size(each for layer in cache.states for each in layer) > 0
+    assert len(predicted.lines()) == 4
+
+
+def test_the_work_of_a_prompt_counts_recurrent_layers(hybrid):
+    """A mixture's inner width is small, and a recurrent layer then holds more."""
+    shape = shape_config("qwen3.5-35b-a3b")
+    assert shape.recurrent.prompt_values > 3 * shape.inner_width
+    plan = plan_decoder(hybrid, backend=tiny.BACKEND, dtype=torch.float32)
+    wide = replace(plan, config=replace(plan.config, recurrent=replace(plan.config.recurrent, value_size=1024)))
+    less, more = (situation_of(tiny.BACKEND, each, NonSpeculativeProposer()) for each in (plan, wide))
+    assert more.prompt_token_bytes > less.prompt_token_bytes
+
+
+@pytest.mark.parametrize(
+    ("free", "config", "message"),
+    [
+        (0.5, {}, "reduce the weights: the weights take"),
+        (1.02, {}, "reduce the weights: the weights take"),
+        (3, {"max_requests": 64, "state_checkpoints": 900}, "lower max_requests or state_checkpoints"),
+        (3, {"kv_memory": 1e-6}, "raise kv_memory"),
+        (3, {"page_size": 4096, "max_requests": 1}, "reduce the KV cache"),
+    ],
+)
+def test_too_little_memory_is_an_error_before_loading(hybrid, free, config, message, monkeypatch):
+    """``free``: as a multiple of the weights."""
+    weights = plan_decoder(hybrid, backend=tiny.BACKEND, dtype=torch.float32).weight_bytes
+    memory = CacheMemory(1 << 40, int(free * weights))
+    monkeypatch.setattr(resolve, "memory_of", lambda backend: memory)
+    monkeypatch.setattr(DecoderPlan, "load", lambda plan, progress: pytest.fail("it was loaded"))
+    sizes = {"dtype": "float32", "prefill_chunk": 1, "max_requests": 1, "state_checkpoints": 0}
+    with pytest.raises(OutOfDeviceMemory, match=message):
+        Engine.from_checkpoint(hybrid, tiny.BACKEND, config=EngineConfig(**sizes | config))
