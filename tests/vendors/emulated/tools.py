@@ -7,11 +7,11 @@ import torch_npu
 from torch_npu.npu.streams import Idle, Stream
 
 from outrider.device import InterfaceError, TorchEvent, TorchStream
+from outrider_sim.backend import ObserverTap
 from outrider_sim.explore.control import SimControl
 from outrider_sim.explore.strategies import Exhaustive
 from outrider_sim.machine.device_state import host_extent
 from outrider_sim.machine.pinned import PinnedTensor
-from outrider_sim.tap import ObserverTap
 from outrider_sim.torch_device.operands import extent
 from outrider_sim.torch_device.tensor import SimTensor
 
