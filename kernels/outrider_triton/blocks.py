@@ -15,70 +15,66 @@ from outrider.device import (
     AttentionMetadata,
     AttentionTokens,
     Contribution,
-    ExpertsBlock,
+    KernelSet,
     MlpBlock,
     QuantizedWeight,
     RankBoundary,
-    RecurrentBlock,
-    RecurrentTokens,
     ResidualStream,
     RotaryArgs,
     Weight,
 )
 from outrider.device.kernels.blocks import (
     Attend,
-    attended_rows,
-    continued_queries,
-    experts_stream,
-    recurrent_heads,
     split_gate,
     write_heads,
 )
 from outrider.device.kernels.residual import SINGLE_RANK, Computed
 from outrider.device.kernels.weights import linear
-from outrider_triton.attention.kernels import TritonAttention
+from outrider_triton.attention.cached import CacheAttention
 from outrider_triton.attention.prefill import PrefillOperands
-from outrider_triton.products.kernels import TritonProducts
+from outrider_triton.products.dense import DenseProducts
 from outrider_triton.products.operands import Product, QuantizedProduct
+from outrider_triton.quantized.products import QuantizedProducts
 
 
 @dataclass(frozen=True, slots=True)
 class DeferredProduct(Contribution):
     """A product that the norm after it adds to the stream."""
 
-    kernels: TritonBlocks
+    products: DenseProducts
     product: Product
 
     def add(self, rows: Tensor) -> Tensor:
         """Add the product in its own kernel, if that was faster."""
-        return self.kernels.linear_add(*self.product, rows)
+        return self.products.linear_add(*self.product, rows)
 
     def add_rms_norm(self, rows: Tensor, norm: Tensor, eps: float) -> Tensor:
         """Add the parts of a split product in the kernel of the norm."""
-        return self.kernels.linear_add_rms_norm(*self.product, rows, norm, eps)
+        return self.products.linear_add_rms_norm(*self.product, rows, norm, eps)
 
 
 @dataclass(frozen=True, slots=True)
 class DeferredQuantized(Contribution):
     """A product with a quantised weight that the norm after it adds to the stream."""
 
-    kernels: TritonBlocks
+    products: QuantizedProducts
     product: QuantizedProduct
 
     def add(self, rows: Tensor) -> Tensor:
         """Add the product in its own kernel if it is streamed."""
-        return self.kernels.linear_quantized_add(self.product, rows)
+        return self.products.linear_quantized_add(self.product, rows)
 
     def add_rms_norm(self, rows: Tensor, norm: Tensor, eps: float) -> Tensor:
         """Add the parts of a split product in the kernel of the norm."""
-        return self.kernels.linear_quantized_add_rms_norm(self.product, rows, norm, eps)
+        return self.products.linear_quantized_add_rms_norm(self.product, rows, norm, eps)
 
 
 @dataclass(frozen=True, slots=True)
 class DeferredAttention(Contribution):
     """Attention and its product with a quantised weight. The kernel that joins the splits may store rows for the product."""
 
-    kernels: TritonBlocks
+    kernels: KernelSet
+    products: QuantizedProducts
     operands: tuple[Tensor, Tensor, Tensor, AttentionMetadata]
     block: AttentionBlock
     output: QuantizedWeight
@@ -98,27 +94,18 @@ class DeferredAttention(Contribution):
         attend = self.attend or self.kernels.paged_attention
         out = attend(*self.operands, scale=self.block.scale, window=self.block.window)
         product = QuantizedProduct(out.reshape(out.shape[0], -1), self.output, self.block.output_bias)
-        return DeferredQuantized(self.kernels, product)
+        return DeferredQuantized(self.products, product)
 
 
-class TritonBlocks(TritonProducts, TritonAttention):
-    """Blocks whose products are fused with the norms, rotations and activations around them."""
+class FusedBlocks:
+    """The pieces of blocks whose products are fused with the norms, rotations and activations around them."""
 
-    def attention_block(
-        self, x: ResidualStream, block: AttentionBlock, tokens: AttentionTokens, *, attend: Attend | None = None
-    ) -> ResidualStream:
-        """Fuse norm, product and rotation where configurations allow it, and defer the output product."""
-        q, gate = self._queries(x, block, tokens)
-        scaled = block.gated or block.output_scales is not None or block.ranks.reduces
-        if isinstance(block.output, QuantizedWeight) and not scaled:
-            operands = continued_queries(self, q, tokens), *tokens.rotary[2:4], tokens.attention
-            pending: Contribution = DeferredAttention(self, operands, block, block.output, attend)
-        else:
-            attended = attended_rows(self, q, gate, block, tokens, attend or self.paged_attention)
-            pending = self._contribution(attended, block.output, block.output_bias, block.ranks)
-        return ResidualStream(x.kernels, tokens.rows.continued(self, x.rows), pending)
+    def __init__(
+        self, kernels: KernelSet, dense: DenseProducts, quantized: QuantizedProducts, attention: CacheAttention
+    ) -> None:
+        self._kernels, self._dense, self._quantized, self._attention = kernels, dense, quantized, attention
 
-    def _queries(self, x: ResidualStream, block: AttentionBlock, tokens: AttentionTokens) -> tuple[Tensor, Tensor | None]:
+    def queries(self, x: ResidualStream, block: AttentionBlock, tokens: AttentionTokens) -> tuple[Tensor, Tensor | None]:
         """Return rotated queries [T, Hq, D] and the gate [T, Hq D]; write keys and values to the cache."""
         pending, qkv, rotary = x.pending, block.qkv, tokens.rotary
         # Without norms, scales and a gate between the product and the rotation, one kernel can do both.
@@ -126,45 +113,28 @@ class TritonBlocks(TritonProducts, TritonAttention):
         if block.norm is not None:
             norm, bias = (x.rows, block.norm, block.eps), block.qkv_bias
             if isinstance(pending, DeferredProduct) and isinstance(qkv, Tensor) and rotates_product:
-                return self.norm_linear_rope_write_cache(pending.product, *norm, qkv, bias, rotary), None
+                return self._dense.norm_linear_rope_write_cache(pending.product, *norm, qkv, bias, rotary), None
             if isinstance(pending, DeferredQuantized) and isinstance(qkv, QuantizedWeight):
                 if rotates_product:
-                    return self.norm_linear_quantized_rope_write_cache(pending.product, *norm, qkv, bias, rotary), None
-                heads, gate = split_gate(self.norm_linear_quantized(pending.product, *norm, qkv, bias), block)
-                return write_heads(self, heads, block, tokens), gate
+                    return self._quantized.norm_linear_quantized_rope_write_cache(
+                        pending.product, *norm, qkv, bias, rotary
+                    ), None
+                heads, gate = split_gate(self._quantized.norm_linear_quantized(pending.product, *norm, qkv, bias), block)
+                return write_heads(self._kernels, heads, block, tokens), gate
         normed = x.norm(block.norm, block.eps)
         if rotates_product:
             return self._rotated(normed, qkv, block.qkv_bias, rotary), None
-        heads, gate = split_gate(linear(self, normed, qkv, block.qkv_bias), block)
-        return write_heads(self, heads, block, tokens), gate
+        heads, gate = split_gate(linear(self._kernels, normed, qkv, block.qkv_bias), block)
+        return write_heads(self._kernels, heads, block, tokens), gate
 
     def _rotated(self, x: Tensor, weight: Weight, bias: Tensor | None, rotary: RotaryArgs) -> Tensor:
         if isinstance(weight, Tensor):
-            return self.linear_rope_write_cache(Product(x, weight, bias), rotary)
+            return self._dense.linear_rope_write_cache(Product(x, weight, bias), rotary)
         if isinstance(weight, QuantizedWeight):
-            return self.linear_quantized_rope_write_cache(x, weight, bias, rotary)
-        return self.head_norm_rope_write_cache(linear(self, x, weight, bias), None, rotary)
+            return self._quantized.linear_quantized_rope_write_cache(x, weight, bias, rotary)
+        return self._kernels.head_norm_rope_write_cache(linear(self._kernels, x, weight, bias), None, rotary)
 
-    def mlp_block(self, x: ResidualStream, block: MlpBlock) -> ResidualStream:
-        """Fuse norm, gate and up product and activation where configurations allow it, and defer the down product."""
-        pending, gate_up, bias = x.pending, block.gate_up, block.gate_up_bias
-        norm, down = (x.rows, block.norm, block.eps), (block.down, block.down_bias)
-        if block.ranks.reduces:
-            normed = block.ranks.gather_tokens(x.norm(block.norm, block.eps))
-            value = linear(self, self._gated(normed, gate_up, bias), *down)
-            made: Contribution = Computed(self, block.ranks.scatter_tokens(value, x.rows.shape[0]), block.ranks)
-        elif isinstance(pending, DeferredAttention) and isinstance(gate_up, QuantizedWeight):
-            made = self._attended_mlp(pending, x, block, gate_up)
-        elif isinstance(pending, DeferredProduct) and isinstance(gate_up, Tensor):
-            made = self._contribution(self.norm_linear_silu_mul(pending.product, *norm, gate_up, bias), *down)
-        elif isinstance(pending, DeferredQuantized) and isinstance(gate_up, QuantizedWeight):
-            both = self.norm_linear_quantized(pending.product, *norm, gate_up, bias)
-            made = self._down(both, block)
-        else:
-            made = self._contribution(self._gated(x.norm(block.norm, block.eps), gate_up, bias), *down)
-        return ResidualStream(x.kernels, x.rows, made)
-
-    def _attended_mlp(
+    def attended_mlp(
         self, pending: DeferredAttention, x: ResidualStream, block: MlpBlock, gate_up: QuantizedWeight
     ) -> Contribution:
         """Attend, multiply, add and norm, then multiply by gate and up. A streamed product applies the activation itself and
@@ -174,46 +144,38 @@ class TritonBlocks(TritonProducts, TritonAttention):
         attention, normed = pending.block, None
         if pending.attend is None:
             call = PrefillOperands(*pending.operands, attention.scale, attention.window)
-            normed = self.attention_normed(call, pending.output, attention.output_bias, *following)
+            normed = self._attention.attention_normed(call, pending.output, attention.output_bias, *following)
         if normed is None:
-            return self._down(self.norm_linear_quantized(pending.attended().product, *following), block)
+            return self.down_product(self._quantized.norm_linear_quantized(pending.attended().product, *following), block)
         if isinstance(block.down, QuantizedWeight):
-            activated = self._activated(normed, x.rows, gate_up, block.gate_up_bias)
+            activated = self._quantized.activated(normed, x.rows, gate_up, block.gate_up_bias)
             if activated is not None:
                 gated, maxima = activated
-                return DeferredQuantized(self, QuantizedProduct(gated, block.down, block.down_bias, maxima=maxima))
-        return self._down(self._second_product(normed, x.rows, gate_up, block.gate_up_bias, parts=False), block)
+                return DeferredQuantized(self._quantized, QuantizedProduct(gated, block.down, block.down_bias, maxima=maxima))
+        return self.down_product(
+            self._quantized.second_product(normed, x.rows, gate_up, block.gate_up_bias, parts=False), block
+        )
 
-    def _down(self, both: Tensor, block: MlpBlock) -> Contribution:
+    def down_product(self, both: Tensor, block: MlpBlock) -> Contribution:
         """Return the contribution of an MLP for ``both`` [T, 2 I], the results of gate and up."""
         if isinstance(block.down, QuantizedWeight):
-            return DeferredQuantized(self, QuantizedProduct(both, block.down, block.down_bias, gated=True))
-        return self._contribution(self.silu_mul(both), block.down, block.down_bias)
+            return DeferredQuantized(self._quantized, QuantizedProduct(both, block.down, block.down_bias, gated=True))
+        return self.contribution(self._kernels.silu_mul(both), block.down, block.down_bias)
 
-    def _gated(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    def gated_product(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        """Multiply by gate and up and apply SwiGLU."""
         if isinstance(weight, Tensor):
-            return self.linear_silu_mul(x, weight, bias)
-        return self.silu_mul(linear(self, x, weight, bias))
+            return self._dense.linear_silu_mul(x, weight, bias)
+        return self._kernels.silu_mul(linear(self._kernels, x, weight, bias))
 
-    def _mlp(self, x: Tensor, block: MlpBlock) -> Tensor:
-        return linear(self, self._gated(x, block.gate_up, block.gate_up_bias), block.down, block.down_bias)
+    def mlp(self, x: Tensor, block: MlpBlock) -> Tensor:
+        """Return the whole MLP for normalised rows."""
+        return linear(self._kernels, self.gated_product(x, block.gate_up, block.gate_up_bias), block.down, block.down_bias)
 
-    def experts_block(self, x: ResidualStream, block: ExpertsBlock) -> ResidualStream:
-        """Mix the experts; the gate and up product of a shared expert applies the activation itself."""
-        return experts_stream(self, x, block, self._mlp)
-
-    def recurrent_block(self, x: ResidualStream, block: RecurrentBlock, tokens: RecurrentTokens) -> ResidualStream:
-        """Compose the block, and defer the output product until the next norm."""
-        heads = recurrent_heads(self, x.norm(block.norm, block.eps), block, tokens)
-        pending = self._contribution(heads, block.output, block.output_bias, block.ranks)
-        return ResidualStream(x.kernels, tokens.rows.continued(self, x.rows), pending)
-
-    def _contribution(
-        self, x: Tensor, weight: Weight, bias: Tensor | None, ranks: RankBoundary = SINGLE_RANK
-    ) -> Contribution:
+    def contribution(self, x: Tensor, weight: Weight, bias: Tensor | None, ranks: RankBoundary = SINGLE_RANK) -> Contribution:
         """Return the product as a contribution: deferred on one rank."""
         if not ranks.reduces and isinstance(weight, Tensor):
-            return DeferredProduct(self, Product(x, weight, bias))
+            return DeferredProduct(self._dense, Product(x, weight, bias))
         if not ranks.reduces and isinstance(weight, QuantizedWeight):
-            return DeferredQuantized(self, QuantizedProduct(x, weight, bias))
-        return Computed(self, linear(self, x, weight, bias), ranks)
+            return DeferredQuantized(self._quantized, QuantizedProduct(x, weight, bias))
+        return Computed(self._kernels, linear(self._kernels, x, weight, bias), ranks)

@@ -4,20 +4,55 @@ from __future__ import annotations
 
 from copy import copy
 from typing import TYPE_CHECKING, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from outrider.device import KernelSet, QuantizedWeight, Weight
+from outrider.device import (
+    LANE_ACCEPT,
+    LANE_DRAFT,
+    LANE_RESIDUAL,
+    LANE_SAMPLE,
+    AttentionBlock,
+    AttentionMetadata,
+    AttentionTokens,
+    Contribution,
+    ExpertsBlock,
+    Group,
+    HeadNorms,
+    KernelSet,
+    MlpBlock,
+    QuantizedWeight,
+    RecurrentBatch,
+    RecurrentBlock,
+    RecurrentTokens,
+    RequestInputs,
+    RequestRows,
+    ResidualStream,
+    RotaryArgs,
+    Stream,
+    Weight,
+)
+from outrider.device.kernels.blocks import Attend, attended_rows, continued_queries, experts_stream, recurrent_heads
+from outrider.device.kernels.residual import Computed
 from outrider.device.kernels.weights import linear
-from outrider_triton.blocks import TritonBlocks
-from outrider_triton.bookkeeping.kernels import TritonBookkeeping
-from outrider_triton.experts.kernels import TritonExperts
-from outrider_triton.recurrent.kernels import TritonRecurrent
-from outrider_triton.rows.kernels import TritonRows
-from outrider_triton.selection.kernels import TritonChoices
+from outrider_triton.attention.cached import CacheAttention, attends
+from outrider_triton.attention.prefill import PrefillOperands, PromptAttention
+from outrider_triton.blocks import DeferredAttention, DeferredProduct, DeferredQuantized, FusedBlocks
+from outrider_triton.bookkeeping import operators as _bookkeeping_ops  # noqa: F401  (these register the operators)
+from outrider_triton.experts.mixtures import ExpertProducts
+from outrider_triton.launch import compile_only, has_kernel
+from outrider_triton.peers.exchange import FUSED_BYTES, PeerExchange
+from outrider_triton.products.dense import DenseProducts, first_rows
+from outrider_triton.quantized.operators import plan
+from outrider_triton.quantized.products import QuantizedProducts, library_operands, library_scales
+from outrider_triton.recurrent import operators as _recurrent_ops  # noqa: F401
+from outrider_triton.rows.rotary import rotates
+from outrider_triton.selection import operators as _selection_ops  # noqa: F401
 from outrider_triton.tiles import variants
 from outrider_triton.tiles.facts import DeviceFacts
+from outrider_triton.tiles.selection import TileSelection
 from outrider_triton.tiles.store.choices import ChoiceRow, PromptStore, TunedStore, merge_choices
 from outrider_triton.tiles.store.table import Table, layer_of
 
@@ -28,19 +63,29 @@ if TYPE_CHECKING:
 
     from outrider.device import DecoderShape, TuningProgress, TuningResult
 
+_TRITON = torch.ops.outrider
+_MAX_MOVES = 256
+_MAX_EXPERTS = 1024
+"""Maximum number of experts that the routing kernel holds in one program."""
+_MAX_HEAD_SIZE = 256
+"""Maximum size of keys and values of a head of a recurrent layer, whose state or products must fit in one program."""
+_MAX_ELEMENTS_PER_PROGRAM = 1 << 14
+"""A row with more elements is too long for one program to check."""
 
-class TritonKernels(TritonChoices, TritonBookkeeping, TritonRows, TritonExperts, TritonRecurrent, TritonBlocks):
+
+class TritonKernels(KernelSet):
     """Kernels in Triton for one device.
 
     ``facts`` describes the device. ``table`` has its measurements, or is None. Configurations that the table lacks are
-    derived from the facts (:mod:`outrider_triton.tiles.derive.products`). ``device`` is where tuning runs. ``takes_over``
-    uses choices that an earlier process stored on this machine.
+    derived from the facts (:mod:`outrider_triton.tiles`). ``device`` is where tuning runs. ``takes_over`` uses choices that
+    an earlier process stored on this machine. ``tiles`` selects configurations by another rule.
 
     The references compute float64, which they do exactly, and shapes that a kernel's docstring excludes. The library
     computes float32 products.
 
-    Each base class is one part of the set, in a module of its own, with all attributes that it uses. Composed kernels stand
-    here, because a class that overrides their primitives has their defaults.
+    The methods decide which kernel computes a call. The parts hold the state of these decisions: ``tiles`` the tile
+    configurations, ``dense``, ``quantized``, ``attention`` and ``mixtures`` the launches that need them, and ``fused`` the
+    pieces of blocks.
     """
 
     name = "triton"
@@ -53,9 +98,12 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonRows, TritonExperts,
         table: Table | None = None,
         device: torch.device | None = None,
         takes_over: bool = True,
+        tiles: TileSelection | None = None,
     ) -> None:
-        super().__init__(facts, table)
-        self.device, self.takes_over = device, takes_over
+        self.facts, self.pdl, self.device, self.takes_over = facts, facts.pdl, device, takes_over
+        self.mixtures = ExpertProducts(facts)
+        self._exchanges: WeakKeyDictionary[Group, PeerExchange] = WeakKeyDictionary()
+        self._compose(tiles or TileSelection(facts, table), PromptAttention(facts))
         kinds = type(self).__mro__
         declared = {name for kind in kinds[: kinds.index(TritonKernels)] for name in vars(kind)}
         if "cache_formats" not in declared:  # a subclass with its own cache kernels states its own formats
@@ -65,6 +113,14 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonRows, TritonExperts,
             tuned = f"derived for {facts.architecture}" if table is None else f"tuned for {table.device}"
             self.name = f"triton, {tuned}"
 
+    def _compose(self, tiles: TileSelection, prompts: PromptAttention) -> None:
+        """Create the parts that depend on the layer."""
+        self.tiles = tiles
+        self.dense = DenseProducts(self, tiles)
+        self.quantized = QuantizedProducts(self, tiles)
+        self.attention = CacheAttention(self, tiles, self.quantized, prompts)
+        self.fused = FusedBlocks(self, self.dense, self.quantized, self.attention)
+
     def is_native(self, name: str, block: object = None) -> bool:
         """Return False also for a block with weights of 32 or 64 bits, whose products are the library's."""
         weight = getattr(block, "qkv", getattr(block, "gate_up", getattr(block, "projections", (None,))[0]))
@@ -73,7 +129,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonRows, TritonExperts,
 
     def every_variant(self) -> AbstractContextManager[None] | None:
         """Compile every table configuration of a weight, and every split of cached tokens and of the vocabulary."""
-        return self._scope.entered()
+        return self.tiles.scope.entered()
 
     def compiled(self) -> Mapping[str, int]:
         """Return the number of compiled variants per kernel, read from Triton's caches."""
@@ -81,7 +137,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonRows, TritonExperts,
 
     def chosen(self) -> Mapping[str, str]:
         """Return the name of the kernel that computes prefill attention, and unusable candidates with reasons."""
-        return self._prompts.reports
+        return self.attention.prompts.reports
 
     def batch_invariant(self) -> KernelSet:
         """Return kernels with a fixed order of each row's sums (:mod:`outrider_triton.exact`)."""
@@ -94,7 +150,7 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonRows, TritonExperts,
     def for_shape(self, shape: DecoderShape) -> Self:
         """Return a copy that shares all state and prefers choices measured in layers of this shape."""
         copied = copy(self)
-        copied._layer = layer_of(shape)
+        copied._compose(self.tiles.for_layer(layer_of(shape)), self.attention.prompts)
         return copied
 
     def tune(
@@ -121,12 +177,45 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonRows, TritonExperts,
         store = TunedStore(directory, self.facts)
         rows = store.load()
         self.use_choices(rows)
-        self._prompts.use_store(PromptStore(store.home / "prompts"))
+        self.attention.prompts.use_store(PromptStore(store.home / "prompts"))
         return len(rows)
 
     def use_choices(self, rows: Sequence[ChoiceRow]) -> None:
         """Use these tuned choices from now on, before those of the table and the estimates."""
-        self.table = merge_choices(self.table, self.facts, rows)
+        self.tiles.table = merge_choices(self.tiles.table, self.facts, rows)
+
+    # -- products --------------------------------------------------------------------------------------------------
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Multiply with Triton's kernel if it was measured to be faster than the library's for this weight shape and token
+        count.
+        """
+        for config_list in self.dense.uncompiled("linear", x, weight):
+            _TRITON.linear.triton(first_rows(x), weight, bias, config_list, self.pdl)
+        config = self.dense.matmul_config("linear", x, weight)
+        if config is None:
+            return super().linear(x, weight, bias)
+        return _TRITON.linear.triton(x, weight, bias, config.as_list(), self.pdl)  # type: ignore[no-any-return]
+
+    def linear_quantized(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+        """Multiply by a quantised weight.
+
+        Up to 128 tokens (64 in e4m3 with row scales) use one kernel, after one that quantises them. The library multiplies
+        more, with a dequantized weight if it doesn't take the stored format. The reference computes float32 and float64.
+        """
+        if not self.quantized.multiplies(x, weight):
+            return super().linear_quantized(x, weight, bias)
+        self.quantized.compile_configs(x, weight, bias)
+        product_plan = plan(self.facts, weight)
+        config = None if product_plan is None else self.quantized.quantized_config(x, weight, product_plan)
+        if product_plan is None or config is None:
+            scaled = library_scales(x, weight, product_plan)
+            return _TRITON.linear_quantized.library(  # type: ignore[no-any-return]  # torch.ops has no types
+                x, *library_operands(weight, bias), scaled, self.facts.fp8, self.pdl
+            )
+        return self.quantized.launch_product(x, weight, bias, product_plan, config)
+
+    # -- rows ------------------------------------------------------------------------------------------------------
 
     def fuse_embedding(
         self, tokens: Tensor, table: Tensor, hidden: Tensor, weight: Weight, bias: Tensor | None = None
@@ -134,8 +223,419 @@ class TritonKernels(TritonChoices, TritonBookkeeping, TritonRows, TritonExperts,
         """Join embeddings and states in one kernel before the product, which also quantises them for a quantised weight."""
         fused = None
         if isinstance(weight, QuantizedWeight):
-            fused = self.fuse_embedding_quantized(tokens, table, hidden, weight, bias)
-        return linear(self, self.embed_beside(tokens, table, hidden), weight, bias) if fused is None else fused
+            fused = self.quantized.fuse_embedding_quantized(tokens, table, hidden, weight, bias)
+        return linear(self, self._embed_beside(tokens, table, hidden), weight, bias) if fused is None else fused
 
-    attention_block, mlp_block = TritonBlocks.attention_block, TritonBlocks.mlp_block
-    experts_block, recurrent_block = TritonBlocks.experts_block, TritonBlocks.recurrent_block
+    def _embed_beside(self, tokens: Tensor, weight: Tensor, hidden: Tensor) -> Tensor:
+        """Concatenate embeddings and features, one program per token and block of columns."""
+        if not has_kernel(weight, hidden) or weight.dtype is not hidden.dtype or hidden.stride(-1) != 1:
+            return torch.cat((self.gather_rows(weight, tokens), hidden), dim=-1)
+        return _TRITON.embed_beside.triton(tokens, weight, hidden, self.pdl)  # type: ignore[no-any-return]
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Compute the RMS norm of each row, one program per row."""
+        if not has_kernel(x):
+            return super().rms_norm(x, weight, eps)
+        return _TRITON.rms_norm.triton(x, weight, eps, self.pdl)  # type: ignore[no-any-return]
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add ``x`` to the residual in place and return the norm of each row, one program per row."""
+        if not has_kernel(x) or not residual.is_contiguous():
+            return super().add_rms_norm(x, residual, weight, eps)
+        return _TRITON.add_rms_norm.triton(x, None, residual, weight, eps, self.pdl)  # type: ignore[no-any-return]
+
+    def all_reduce_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, group: Group, stream: Stream
+    ) -> Tensor:
+        """Sum rows over the ranks, add them to the residual and normalise, in one kernel if peer memory is accessible and
+        rows are few.
+        """
+        if group.has_peer_memory and group.size > 1:
+            exchange = self._exchanges.get(group)
+            if exchange is None:
+                exchange = self._exchanges[group] = PeerExchange(group, most_bytes=FUSED_BYTES, pdl=self.pdl)
+            if exchange.accepts_rows(x, residual, weight):
+                out = torch.empty_like(residual)
+                group.announce(x, stream=stream, reads=(residual, weight), writes=(residual, out))
+                exchange.all_reduce_rms_norm(x, residual, weight, eps, out)
+                return out
+        return super().all_reduce_rms_norm(x, residual, weight, eps, group=group, stream=stream)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """Compute SwiGLU of the gate half and the up half of each row."""
+        if not has_kernel(gate_up):
+            return super().silu_mul(gate_up)
+        return _TRITON.silu_mul.triton(gate_up, self.pdl)  # type: ignore[no-any-return]
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Multiply by the sigmoid of the gate, one program per row and block of columns."""
+        if not has_kernel(x, gate) or x.stride(-1) != 1 or gate.stride(-1) != 1:
+            return super().sigmoid_mul(x, gate)
+        return _TRITON.sigmoid_mul.triton(x, gate, self.pdl)  # type: ignore[no-any-return]
+
+    def rope_write_cache(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slots: Tensor,
+    ) -> None:
+        """Rotate queries and keys and write the cache, one program per token."""
+        contiguous = all(x.stride(-1) == 1 for x in (q, k, v, cos, sin))
+        if not has_kernel(q) or not contiguous or cos.shape[1] != q.shape[2]:
+            super().rope_write_cache(q, k, v, cos, sin, k_cache, v_cache, slots)
+            return
+        _TRITON.rope_write_cache.triton(q, k, v, cos, sin, k_cache, v_cache, slots, self.pdl)
+
+    def head_norm_rope_write_cache(self, qkv: Tensor, norms: HeadNorms | None, rotary: RotaryArgs) -> Tensor:
+        """Normalise the heads of queries and keys, rotate them and write the cache in one kernel, one program per token and
+        head.
+        """
+        supported = has_kernel(qkv) and rotates(rotary, qkv, partly=True) and qkv.stride(1) == 1
+        if norms is None or not supported or not has_kernel(*norms[:2]) or norms.queries.dtype is not norms.keys.dtype:
+            return super().head_norm_rope_write_cache(qkv, norms, rotary)
+        queries: Tensor = _TRITON.rope_write_cache.triton_parts(qkv, None, *rotary, qkv.dtype, self.pdl, *norms)
+        return queries
+
+    def move_cache(self, k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
+        """Move cache rows in one launch, up to 256 rows."""
+        if not has_kernel(k_cache) or sources.shape[0] > _MAX_MOVES:
+            super().move_cache(k_cache, v_cache, sources, destinations)
+            return
+        if self.tiles.scope.must_compile(("move_cache", k_cache.dtype, k_cache.stride(1))):
+            for count in (1 << exponent for exponent in range(_MAX_MOVES.bit_length())):
+                reserved = torch.zeros(count, dtype=sources.dtype, device=sources.device)
+                with compile_only():
+                    _TRITON.move_cache.triton(k_cache, v_cache, reserved, reserved, self.pdl)
+        _TRITON.move_cache.triton(k_cache, v_cache, sources, destinations, self.pdl)
+
+    def gather_rows(self, state: Tensor, rows: Tensor) -> Tensor:
+        """Copy the selected rows of ``state`` to a new tensor, one program per row and block of columns."""
+        if not has_kernel(state) or not state.is_contiguous():
+            return super().gather_rows(state, rows)
+        return _TRITON.gather_rows.triton(state, rows, self.pdl)  # type: ignore[no-any-return]
+
+    def copy_rows(self, source: Tensor, out: Tensor) -> None:
+        """Copy each row of ``source`` to ``out``, one program per row and block of columns."""
+        if not has_kernel(source) or source.stride(-1) != 1 or out.stride(-1) != 1:
+            super().copy_rows(source, out)
+            return
+        _TRITON.copy_rows.triton(source, out, self.pdl)
+
+    def scatter_rows(self, state: Tensor, rows: Tensor, values: Tensor) -> None:
+        """Write rows to the selected rows of ``state``, one program per row and block of columns."""
+        if not has_kernel(state) or not state.is_contiguous():
+            super().scatter_rows(state, rows, values)
+            return
+        _TRITON.scatter_rows.triton(state, rows, values, self.pdl)
+
+    # -- attention, experts and recurrent layers -------------------------------------------------------------------
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        window: int = 0,
+    ) -> Tensor:
+        """Compute attention over the cache's pages with an online softmax.
+
+        Few queries split the cached tokens among programs. Prefill uses the kernel that was measured to be fastest for it.
+        """
+        if not attends(q):
+            return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
+        call = PrefillOperands(q, k_cache, v_cache, metadata, scale, window)
+        self.attention.compile_variants(call, 0)
+        if self.attention.prompts.serves(q, metadata):
+            if self.tiles.scope.depth:
+                self.attention.prompts.measure(call)
+            return self.attention.prompts.attend(call)
+        config = self.attention.config(q, k_cache, metadata)
+        return _TRITON.paged_attention.triton(*self.attention.operands(call, config))  # type: ignore[no-any-return]
+
+    def route(self, logits: Tensor, count: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
+        """Route each token to its experts, one program per token; at most 1024 experts."""
+        if not has_kernel(logits) or logits.shape[1] > _MAX_EXPERTS or logits.stride(1) != 1:
+            return super().route(logits, count, renormalize=renormalize)
+        weights, chosen = _TRITON.route.triton(logits, count, renormalize, self.pdl)
+        return weights, chosen
+
+    def experts(self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """Compute the chosen experts in three kernels, above 32 tokens after one that sorts; float32 and float64 use the
+        reference.
+        """
+        is_half = x.dtype in (torch.bfloat16, torch.float16) and gate_up.dtype is x.dtype
+        if not is_half or not x.numel() or not has_kernel(x, weights) or not gate_up.is_contiguous():
+            return super().experts(x, weights, chosen, gate_up, down)
+        if self.tiles.scope.must_compile(("experts", x.dtype, gate_up.shape, chosen.shape[1])):
+            for sample in self.mixtures.samples(x, weights, chosen, gate_up.shape[0]):
+                with compile_only():
+                    self.mixtures.launch_experts(*sample, gate_up, down)
+        return self.mixtures.launch_experts(x, weights, chosen, gate_up, down)
+
+    def experts_quantized(
+        self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight
+    ) -> Tensor:
+        """Compute experts with quantised weights: :meth:`experts` plus a kernel that quantises activations.
+
+        The reference computes weights that ``linear_quantized`` would have to dequantise first.
+        """
+        plans = [plan(self.facts, each, planes=False) for each in (gate_up, down)]
+        is_half = x.dtype in (torch.bfloat16, torch.float16) and x.numel()
+        if None in plans or not is_half or not has_kernel(x, weights, gate_up.scales):
+            return super().experts_quantized(x, weights, chosen, gate_up, down)
+        first, second = (each for each in plans if each is not None)
+        if self.tiles.scope.must_compile(("experts_quantized", x.dtype, gate_up.label, gate_up.shape, chosen.shape[1])):
+            for sample in self.mixtures.samples(x, weights, chosen, down.shape[0] // x.shape[1]):
+                with compile_only():
+                    self.mixtures.launch_quantized_experts(*sample, gate_up, down, first, second)
+        return self.mixtures.launch_quantized_experts(x, weights, chosen, gate_up, down, first, second)
+
+    def short_convolution(
+        self, x: Tensor, weight: Tensor, state: Tensor, batch: RecurrentBatch, commit: Tensor | None = None
+    ) -> Tensor:
+        """Convolve one block of tokens and channels per program."""
+        if not has_kernel(x, weight, state) or x.stride(1) != 1 or not (weight.is_contiguous() and state.is_contiguous()):
+            return super().short_convolution(x, weight, state, batch, commit)
+        return _TRITON.short_convolution.triton(x, weight, state, *batch.operands, commit, batch.uniform, self.pdl)  # type: ignore[no-any-return]
+
+    def gated_delta_rule(
+        self,
+        mixed: Tensor,
+        gates: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        state: Tensor,
+        batch: RecurrentBatch,
+        commit: Tensor | None = None,
+    ) -> Tensor:
+        """Compute the rule token by token, one program per head and block of values."""
+        if not _has_rule(mixed, gates, state):
+            return super().gated_delta_rule(mixed, gates, a_log, dt_bias, state, batch, commit)
+        operands = mixed, gates, a_log, dt_bias, state, *batch.operands
+        return _TRITON.gated_delta_rule.triton(*operands, commit, batch.settled and self.pdl, batch.uniform, self.pdl)  # type: ignore[no-any-return]
+
+    def chunk_gated_delta_rule(
+        self, mixed: Tensor, gates: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, batch: RecurrentBatch
+    ) -> Tensor:
+        """Compute the rule for 64 tokens at once. Of three kernels, only the second goes through each sequence."""
+        if not _has_rule(mixed, gates, state):
+            return super().chunk_gated_delta_rule(mixed, gates, a_log, dt_bias, state, batch)
+        operands = mixed, gates, a_log, dt_bias, state, *batch.operands
+        return _TRITON.chunk_gated_delta_rule.triton(*operands, self.pdl)  # type: ignore[no-any-return]
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Compute the gated norm of several heads per program."""
+        if not has_kernel(x, gate, weight):
+            return super().gated_rms_norm(x, gate, weight, eps)
+        return _TRITON.gated_rms_norm.triton(x, gate, weight, eps, self.pdl)  # type: ignore[no-any-return]
+
+    # -- blocks ----------------------------------------------------------------------------------------------------
+
+    def attention_block(
+        self, x: ResidualStream, block: AttentionBlock, tokens: AttentionTokens, *, attend: Attend | None = None
+    ) -> ResidualStream:
+        """Fuse norm, product and rotation where configurations allow it, and defer the output product."""
+        q, gate = self.fused.queries(x, block, tokens)
+        scaled = block.gated or block.output_scales is not None or block.ranks.reduces
+        if isinstance(block.output, QuantizedWeight) and not scaled:
+            operands = continued_queries(self, q, tokens), *tokens.rotary[2:4], tokens.attention
+            pending: Contribution = DeferredAttention(self, self.quantized, operands, block, block.output, attend)
+        else:
+            attended = attended_rows(self, q, gate, block, tokens, attend or self.paged_attention)
+            pending = self.fused.contribution(attended, block.output, block.output_bias, block.ranks)
+        return ResidualStream(x.kernels, tokens.rows.continued(self, x.rows), pending)
+
+    def mlp_block(self, x: ResidualStream, block: MlpBlock) -> ResidualStream:
+        """Fuse norm, gate and up product and activation where configurations allow it, and defer the down product."""
+        pending, gate_up, bias = x.pending, block.gate_up, block.gate_up_bias
+        norm, down = (x.rows, block.norm, block.eps), (block.down, block.down_bias)
+        if block.ranks.reduces:
+            normed = block.ranks.gather_tokens(x.norm(block.norm, block.eps))
+            value = linear(self, self.fused.gated_product(normed, gate_up, bias), *down)
+            made: Contribution = Computed(self, block.ranks.scatter_tokens(value, x.rows.shape[0]), block.ranks)
+        elif isinstance(pending, DeferredAttention) and isinstance(gate_up, QuantizedWeight):
+            made = self.fused.attended_mlp(pending, x, block, gate_up)
+        elif isinstance(pending, DeferredProduct) and isinstance(gate_up, Tensor):
+            made = self.fused.contribution(self.dense.norm_linear_silu_mul(pending.product, *norm, gate_up, bias), *down)
+        elif isinstance(pending, DeferredQuantized) and isinstance(gate_up, QuantizedWeight):
+            both = self.quantized.norm_linear_quantized(pending.product, *norm, gate_up, bias)
+            made = self.fused.down_product(both, block)
+        else:
+            made = self.fused.contribution(self.fused.gated_product(x.norm(block.norm, block.eps), gate_up, bias), *down)
+        return ResidualStream(x.kernels, x.rows, made)
+
+    def experts_block(self, x: ResidualStream, block: ExpertsBlock) -> ResidualStream:
+        """Mix the experts; the gate and up product of a shared expert applies the activation itself."""
+        return experts_stream(self, x, block, self.fused.mlp)
+
+    def recurrent_block(self, x: ResidualStream, block: RecurrentBlock, tokens: RecurrentTokens) -> ResidualStream:
+        """Compose the block, and defer the output product until the next norm."""
+        heads = recurrent_heads(self, x.norm(block.norm, block.eps), block, tokens)
+        pending = self.fused.contribution(heads, block.output, block.output_bias, block.ranks)
+        return ResidualStream(x.kernels, tokens.rows.continued(self, x.rows), pending)
+
+    # -- selection of tokens ---------------------------------------------------------------------------------------
+
+    def apply_token_bitmask(self, logits: Tensor, bitmask: Tensor) -> Tensor:
+        """Mask logits by the grammar's bitmask, one program per row and block of tokens."""
+        if not has_kernel(logits):
+            return super().apply_token_bitmask(logits, bitmask)
+        return _TRITON.apply_token_bitmask.triton(logits, bitmask, self.pdl)  # type: ignore[no-any-return]
+
+    def sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, draft: bool = False) -> Tensor:
+        """Sample one token per row; several programs share the vocabulary."""
+        if not has_kernel(logits):
+            return super().sample(logits, temperature, seeds, positions, draft=draft)
+        lane = LANE_DRAFT if draft else LANE_SAMPLE
+        for count in self.tiles.vocabulary_shares(logits.shape):
+            tokens = _TRITON.sample.triton(logits, temperature, seeds, positions, lane, count, self.pdl)
+        return tokens  # type: ignore[no-any-return]
+
+    def verify_chain(
+        self,
+        target_logits: Tensor,
+        draft_tokens: Tensor,
+        draft_probs: Tensor | None,
+        temperature: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Verify a chain of drafts: two launches if no row samples, else three."""
+        if not has_kernel(target_logits) or not draft_tokens.numel():
+            return super().verify_chain(target_logits, draft_tokens, draft_probs, temperature, seeds, positions)
+        lanes = [LANE_ACCEPT, LANE_RESIDUAL]
+        for count in self.tiles.vocabulary_shares(target_logits.shape):
+            verdict = _TRITON.verify_chain.triton(
+                target_logits, draft_tokens, draft_probs, temperature, seeds, positions, lanes, count, self.pdl
+            )
+        return verdict  # type: ignore[no-any-return]
+
+    def verify_checked(
+        self,
+        target_logits: Tensor,
+        draft_tokens: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        found: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Verify drafts greedily and report NaN: two launches, of which one reads the logits."""
+        if not has_kernel(target_logits):
+            return super().verify_checked(target_logits, draft_tokens, temperature, seeds, positions, found)
+        if self.tiles.scope.depth and draft_tokens.numel():
+            with compile_only():  # a grammar or a penalty between logits and verification needs this kernel
+                self.verify_chain(target_logits, draft_tokens, None, temperature, seeds, positions)
+        for count in self.tiles.vocabulary_shares(target_logits.shape):
+            verdict = _TRITON.verify_checked.triton(target_logits, draft_tokens, found, count, self.pdl)
+        return verdict  # type: ignore[no-any-return]
+
+    def verify_tree(
+        self,
+        target_logits: Tensor,
+        tokens: Tensor,
+        parents: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        *,
+        depth: int,
+        sampling: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Choose a token at every node, then follow the accepted path."""
+        if not has_kernel(target_logits):
+            return super().verify_tree(
+                target_logits, tokens, parents, temperature, seeds, positions, depth=depth, sampling=sampling
+            )
+        for count in self.tiles.vocabulary_shares(target_logits.shape):
+            verdict = _TRITON.verify_tree.triton(
+                target_logits,
+                tokens,
+                parents,
+                temperature,
+                seeds,
+                positions,
+                depth,
+                sampling,
+                LANE_SAMPLE,
+                count,
+                self.pdl,
+            )
+        return verdict  # type: ignore[no-any-return]
+
+    # -- bookkeeping -----------------------------------------------------------------------------------------------
+
+    def gather_requests(
+        self,
+        rows: Tensor,
+        lens: Tensor,
+        state: RequestRows,
+        own: RequestInputs,
+        found: Tensor,
+        *,
+        lens_by_row: bool,
+    ) -> None:
+        """Copy each request's state rows to the iteration's own tensors, one program per request."""
+        _TRITON.gather_requests.triton(rows, lens, lens_by_row, *state, *own, found, self.pdl)
+
+    def gather_checked(
+        self, source: Tensor, rows: Tensor | None, out: Tensor, found: Tensor, *, bounds: tuple[int, int] | None
+    ) -> None:
+        """Copy rows and report invalid values, one program per row.
+
+        Distributions over a vocabulary are long: one pass finds NaN, another copies.
+        """
+        if not has_kernel(source) or not source.is_contiguous():
+            super().gather_checked(source, rows, out, found, bounds=bounds)
+        elif bounds is None and source[0].numel() > _MAX_ELEMENTS_PER_PROGRAM:
+            value = source if rows is None else source.index_select(0, rows)
+            self.find_nan(value.flatten(1), found)
+            out.copy_(value)
+        else:
+            low, high = bounds or (0, 0)
+            _TRITON.gather_checked.triton(source, rows, low, high, out, found, self.pdl)
+
+    def place_tokens(
+        self, lens: Tensor, tables: Tensor, page_size: int, last: int, positions: Tensor, slots: Tensor, seq_lens: Tensor
+    ) -> None:
+        """Compute positions, slots and lengths of the new tokens, one program per request."""
+        _TRITON.place_tokens.triton(lens, tables, page_size, last, positions, slots, seq_lens, self.pdl)
+
+    def publish_accepted(
+        self,
+        rows: Tensor,
+        lens: Tensor,
+        decided: tuple[Tensor, Tensor],
+        lengths: Tensor,
+        last_tokens: Tensor,
+        results: Tensor,
+        own: tuple[Tensor, Tensor],
+    ) -> None:
+        """Publish accepted tokens and lengths to state rows and results, one program per request."""
+        _TRITON.publish_accepted.triton(rows, lens, *decided, lengths, last_tokens, results, *own, self.pdl)
+
+    def place_accepted(
+        self, lens: Tensor, tokens: Tensor, accepted: Tensor, following: Tensor, last: Tensor, positions: Tensor
+    ) -> None:
+        """Compute the draft pass's tokens and positions from the accepted ones, one program per request."""
+        _TRITON.place_accepted.triton(lens, tokens, accepted, following, last, positions, self.pdl)
+
+    def find_nan(self, x: Tensor, found: Tensor) -> None:
+        """Report the first NaN of each row; several programs share a row."""
+        if not has_kernel(x) or not x.is_contiguous():
+            super().find_nan(x, found)
+            return
+        for count in self.tiles.vocabulary_shares(x.shape):
+            _TRITON.find_nan.triton(x, found, count, self.pdl)
+
+
+def _has_rule(mixed: Tensor, gates: Tensor, state: Tensor) -> bool:
+    is_laid_out = state.is_contiguous() and mixed.stride(1) == gates.stride(1) == 1
+    return has_kernel(mixed, gates, state) and is_laid_out and max(state.shape[2:]) <= _MAX_HEAD_SIZE

@@ -1,10 +1,11 @@
-"""Kernel launches: block sizes for shapes, the attribute of programmatic dependent launch, and the compiler's hash."""
+"""Operators and their kernel launches: registration, block sizes for shapes, dependent launch, and the compiler's hash."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -12,6 +13,14 @@ import torch
 from torch import Tensor
 from triton.runtime import cache
 
+from outrider.device.kernels.operators import define_operator, register_operator
+
+# torch unregisters an operator when its Library is collected, so this module must own it.
+_LIBRARY = torch.library.Library("outrider", "FRAGMENT")
+define = partial(define_operator, _LIBRARY)
+"""Register an operator by its name, its implementation and the operands that it writes."""
+register = partial(register_operator, _LIBRARY)
+"""Register an operator by its schema and its implementation."""
 _ahead = ContextVar("outrider_triton_ahead", default=False)
 
 

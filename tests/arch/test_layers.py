@@ -70,6 +70,11 @@ def tree(tmp_path):
         ("backends/cuda/outrider_cuda/backend.py", "import outrider_cpu.backend", "don't know each other BROKEN"),
         ("kernels/outrider_triton/tiles/facts.py", "import outrider_cuda.backend", "belong to no backend BROKEN"),
         ("kernels/outrider_triton/tiles/facts.py", "import outrider.registry", "outrider.device and nothing else BROKEN"),
+        (
+            "kernels/outrider_triton/tiles/derive/products.py",
+            "import outrider_triton.tiles.store.table",
+            "stored, or else derived from facts BROKEN",
+        ),
         ("core/outrider/stray.py", "", "must be declared as a layer"),
         ("core/outrider/registry/plugins.py", "import triton", "imports no vendor package and no tool BROKEN"),
         ("core/outrider/registry/plugins.py", "import outrider_cpu.backend", "imports no vendor package and no tool BROKEN"),
@@ -99,10 +104,10 @@ ROOMS = {
     "graphs": "step",
     "prefill": "step",
     "state.rows": "stages",
-    "recovery.watchdog": "state.rows",
+    "recovery": "state.rows",
     "requests.pages": "ranks.records",
     "fences": "setup.checks",
-    "config": "recovery.watchdog",
+    "config": "recovery",
 }
 """Rooms of the engine, and one that each must not know: the next one above, or one beside it."""
 

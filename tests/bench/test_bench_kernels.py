@@ -13,14 +13,13 @@ from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
 from outrider.model.config.shapes import SHAPES
 from outrider.registry import get_backend
 from outrider.speculative.block import BlockProposer
+from outrider_bench.kernel_cases import kernel_cases, product_cases, quantized_cases
 from outrider_bench.limits import iteration_bytes
 from outrider_bench.random_checkpoint import checkpoint_config
 from outrider_bench.random_weights import layers_read, random_decoder, random_dflash
 from outrider_bench.synthetic import with_synthetic_acceptance
 from outrider_proof import tiny
 from outrider_proof.tiny import plain_config
-from outrider_tune.measure import kernel_cases, product_cases
-from outrider_tune.quantized import quantized_cases
 
 SHAPE = DecoderShape(hidden=32, heads=4, kv_heads=2, head_size=8, inner=48, vocabulary=64, fused=64)
 HOST = torch.device("cpu")
@@ -36,8 +35,8 @@ def test_every_kernel_is_measured_and_every_case_runs():
         case.call(KernelSet(), 1)
         assert case.bytes > 0
     assert {case.kernel for case in cases if case.planned is not None} == {"paged_attention"}
-    # What shapes logits runs where a request asks for it; embeddings are a copy of a few rows.
-    untimed = {"embedding", "bias_logits", "penalize_logits", "count_tokens", "truncate_logits", "logprobs", "plan_attention"}
+    # What shapes logits runs where a request asks for it.
+    untimed = {"bias_logits", "penalize_logits", "count_tokens", "truncate_logits", "logprobs", "plan_attention"}
     # The shapes that are timed have no experts; products with quantised weights are timed by themselves (--quantized).
     untimed |= {"apply_token_bitmask", "route", "experts", "linear_quantized", "experts_quantized", "experts_block"}
     untimed |= {"short_convolution", "gated_delta_rule", "chunk_gated_delta_rule", "gated_rms_norm"}  # no recurrent layers

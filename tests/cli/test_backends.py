@@ -185,7 +185,7 @@ def test_doctor_lists_what_computes_a_model(outrider):
     bundled = Path(outrider_package.__file__).parent / "bundled" / "target"
     found = outrider("doctor", "--model", str(bundled), "--backend", "cpu", "--json").json
     assert found["blocks"] == [{"attention_block": "composed", "mlp_block": "composed"}] * 5
-    assert (found["primitives"]["paged_attention"], found["primitives"]["embedding"]) == ("native", "reference")
+    assert (found["primitives"]["paged_attention"], found["primitives"]["move_cache"]) == ("native", "reference")
     shown = outrider("doctor", "--model", str(bundled), "--backend", "cpu").out
     assert "attention_block: composed in layers 0, 1, 2, 3, 4" in shown
     assert found["memory"]["weights"] > 0 == found["memory"]["states"]

@@ -124,12 +124,7 @@ class _Orders:
             return [("item", path, ("buffer", step.of))]
         if isinstance(step, lang.FillStep):
             return [("move", _value(step.value, step.to.count), ("buffer", step.to.of), _places(step.to), None)]
-        if isinstance(step, lang.Download):
-            to, source = (("slot", step.slot.of), step.slot), (("buffer", step.source.of), step.source)
-        else:
-            slot = isinstance(step, lang.Upload)
-            to = ("buffer", step.to.of), step.to
-            source = (("slot", step.slot.of), step.slot) if slot else (("buffer", step.source.of), step.source)
+        to, source = ((span.key, span) for span in (step.to, step.source))
         make = _tripled(step.add) if isinstance(step, lang.Mix) else _same
         return [("move", make, to[0], _places(to[1]), (source[0], _places(source[1])))]
 

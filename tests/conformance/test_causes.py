@@ -11,19 +11,20 @@ from outrider_conformance import engines
 from outrider_conformance.lab import BrokenPromiseError, expect
 from outrider_conformance.programs.explanation import PROMISES
 from outrider_conformance.programs.trial import ProgramFailed
+from outrider_conformance.random_kernels.kernels import KERNELS
 from outrider_conformance.reporting.causes import CAUSES, cause_of, diagnose
 
 CHECKED = ("SpeculativeSync.step_modes", "The modes that are right on this device.")
 
 
 def promised():
-    """Every member that a test of the suite, or a random program, holds a backend to."""
+    """Every member that a test of the suite, a random program or a random kernel problem holds a backend to."""
     found = {member for member, _ in PROMISES.values()}
     for path in suite_modules():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "promise":
                 found.add(node.args[0].value)
-    return found
+    return found | {f"KernelSet.{name.partition(',')[0]}" for name in KERNELS}
 
 
 def caught(run):

@@ -38,6 +38,7 @@ def test_a_slow_dtype_gets_fewer_operand_sets(half_s, single_s, sets):
     assert (lab.draws_in(torch.float16), lab.draws_in(torch.float32)) == (sets, 6)
 
 
+@pytest.mark.slow
 def test_the_report_says_that_a_dtype_got_fewer_operand_sets(tmp_path, monkeypatch):
     (tmp_path / "slow_half.py").write_text(
         """
@@ -336,7 +337,7 @@ def test_wrong_norms_of_heads_are_told(fault, dtype):
         judge_with(NormedHeads(fault), made)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("corner", "cache"), [(0, ("cache fp8",)), (0, ())])
 def test_rows_that_attention_lays_out_are_judged(corner, cache, monkeypatch):
     """Triton's by its interpreter: the kit's corners reach them, and tell what is off there."""
@@ -345,14 +346,14 @@ def test_rows_that_attention_lays_out_are_judged(corner, cache, monkeypatch):
     kernels = TritonKernels(SMALL_DEVICE)
     drawn = KERNELS[", ".join(("attention_block, int4", *cache))]
     made = problem(drawn, drawn.corners[corner], torch.float16, 0)
-    joined, laid, scale = kernels._joined, [], 1.0
+    joined, laid, scale = kernels.attention._joined, [], 1.0
 
     def watched(call, planes, *ways):
         rows = joined(replace(call, scale=call.scale * scale), planes, *ways)
         laid.append(rows.in_planes)
         return rows
 
-    monkeypatch.setattr(kernels, "_joined", watched)
+    monkeypatch.setattr(kernels.attention, "_joined", watched)
     judge_with(kernels, made)
     scale = 40.0
     with pytest.raises(AssertionError, match="further off than rounding allows"):

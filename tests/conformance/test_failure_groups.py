@@ -5,7 +5,7 @@ import io
 import pytest
 
 from conformance.test_mutants import command
-from outrider_conformance.reporting.failure_groups import grouped, ranked_causes, summary_lines
+from outrider_conformance.reporting.failure_groups import cause_line, grouped, ranked_causes, summary_lines
 from outrider_conformance.run import conform
 
 
@@ -38,6 +38,20 @@ def test_the_verb_that_failed_tests_call_and_passed_ones_do_not_comes_first():
     called["m::copy"] = [copy]
     causes = ranked_causes(tests, called)
     assert [(cause["verb"], cause["failed"], cause["passed"]) for cause in causes] == [(wait, 4, 0), (copy, 1, 0)]
+
+
+def test_a_member_that_no_verb_keeps_is_ranked_by_its_own_tests():
+    """Every test creates streams. Two find that a declared limit of memory is missing, one a wrong kernel, one a wait."""
+    tests = [verdict(f"m::{n}", member="Capabilities.memory_limit") for n in range(2)]
+    tests.append(verdict("m::blocks[Stream.wait]", member="Capabilities.asynchronous"))
+    tests += [verdict("m::kernel", member="KernelSet.silu_mul"), *(verdict(f"m::ok {n}", "passed") for n in range(6))]
+    causes = ranked_causes(tests, {test["id"]: ["Backend._create_stream"] for test in tests})
+    assert [(cause["verb"], cause["failed"]) for cause in causes] == [
+        ("Capabilities.memory_limit", 2),
+        ("KernelSet.silu_mul", 1),
+        ("Stream._wait", 1),
+    ]
+    assert ["checked by" in cause_line(cause) for cause in causes] == [True, True, False]
 
 
 MISSPELT = """

@@ -89,11 +89,11 @@ def test_the_matrix_names_generated_mutants():
     assert len(set(convicted) - of_kernels) >= 60
 
 
-@pytest.mark.parametrize(("every", "least"), [(360, 1), pytest.param(12, 20, marks=pytest.mark.slow)], ids=["one", "many"])
-def test_a_sample_of_generated_mutants_is_convicted_by_the_tests_that_the_matrix_names(every, least):
-    code, output = command("--known", "--every", str(every), module=MATRIX, timeout=1200)
+@pytest.mark.slow
+def test_a_sample_of_generated_mutants_is_convicted_by_the_tests_that_the_matrix_names():
+    code, output = command("--known", "--every", "12", module=MATRIX, timeout=1200)
     assert code == 0, output
-    assert output.count("killed   ") >= least
+    assert output.count("killed   ") >= 20
 
 
 @pytest.mark.soak

@@ -1,5 +1,7 @@
 """The model against brute force: each order of a small program leaves what the model expects."""
 
+from dataclasses import replace
+
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -27,10 +29,10 @@ def steps(draw, within=False):
     stream = draw(STREAM)
     if kind == "download":
         slot, source = draw(spans(SLOT, STREAM))
-        return [lang.Download(stream, slot, source)]
+        return [lang.Copy(stream, replace(slot, pinned=True), source, True)]
     if kind == "upload":
         to, slot = draw(spans(STREAM, SLOT))
-        return [lang.Upload(stream, to, slot)]
+        return [lang.Copy(stream, to, replace(slot, pinned=True), True)]
     if kind in ("copy", "mix"):
         to, source = draw(spans(STREAM, STREAM))
         return [lang.Mix(stream, to, source, 1) if kind == "mix" else lang.Copy(stream, to, source, True)]

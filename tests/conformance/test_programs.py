@@ -20,7 +20,7 @@ from outrider_conformance.programs.nodes import ForbiddenStep, Unordered
 from outrider_conformance.programs.trial import ProgramFailed, program_count, try_program, try_programs
 
 WHOLE = ElementSpan(0, 0, 4)
-WRITE, READ = lang.FillStep(0, WHOLE, 7), lang.Download(1, WHOLE, WHOLE)
+WRITE, READ = lang.FillStep(0, WHOLE, 7), lang.Copy(1, ElementSpan(0, 0, 4, pinned=True), WHOLE, True)
 RECORD, WAIT = lang.RecordStep(0, 0), lang.WaitStep(1, 0)
 LONG = Path(__file__).parent / "long_programs.py"
 

@@ -30,12 +30,12 @@ def test_an_override_reaches_the_inner_kernels_and_keeps_its_own_flags():
     class Doubling(WrappedKernels):
         plans_on_host = False
 
-        def embedding(self, tokens, weight):
-            return 2 * super().embedding(tokens, weight)
+        def gather_rows(self, state, rows):
+            return 2 * super().gather_rows(state, rows)
 
     kernels = Doubling(Planning())
     assert (kernels.name, kernels.row_invariant, kernels.plans_on_host) == ("planning", True, False)
-    assert kernels.embedding(torch.tensor([1]), torch.eye(2)).tolist() == [[0.0, 2.0]]
+    assert kernels.gather_rows(torch.eye(2), torch.tensor([1])).tolist() == [[0.0, 2.0]]
     assert kernels.batch_invariant() is kernels
 
 
@@ -55,15 +55,15 @@ def test_kernels_for_a_shape_are_wrapped_too():
             super().__init__(inner)
             self.seen = []
 
-        def embedding(self, tokens, weight):
+        def gather_rows(self, state, rows):
             self.seen.append(self.inner.shape)
-            return 2 * super().embedding(tokens, weight)
+            return 2 * super().gather_rows(state, rows)
 
     shape = DecoderShape(hidden=64, heads=4, kv_heads=2, head_size=16, inner=128, vocabulary=100)
     kernels = Doubling(Choosing())
     made = kernels.for_shape(shape)
     assert (type(made), made.name, made.inner.shape, kernels.inner.shape) == (Doubling, "doubling", shape, None)
-    assert made.embedding(torch.tensor([1]), torch.eye(2)).tolist() == [[0.0, 2.0]]
+    assert made.gather_rows(torch.eye(2), torch.tensor([1])).tolist() == [[0.0, 2.0]]
     assert kernels.seen == [shape]  # what a subclass keeps is shared
     same = WrappedKernels(KernelSet())
     assert same.for_shape(shape) is same  # whose kernels choose nothing by layers

@@ -207,6 +207,7 @@ def test_pictures_are_small():
     assert all(path.stat().st_size < 200_000 for path in pictures)
 
 
+@pytest.mark.slow
 def test_broken_links_stop_the_build(tmp_path):
     """A site of two pages, with the settings of ours."""
     mistakes = ("nowhere.md", "home.md#no-such-heading", "images/none.png", "../examples/none")

@@ -1,5 +1,7 @@
 """The memory that headers predict: that of the loaded engine, and errors that name the part to reduce."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,8 +11,10 @@ from outrider.device import OutOfDeviceMemory
 from outrider.engine.config import EngineConfig
 from outrider.engine.setup import resolve
 from outrider.engine.setup.memory_prediction import predict_memory
-from outrider.engine.setup.resolve import CacheMemory
+from outrider.engine.setup.resolve import CacheMemory, situation_of
 from outrider.model import DecoderPlan, plan_decoder
+from outrider.model.config.shapes import shape_config
+from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_proof import tiny
 from outrider_proof.tiny import plain_config
 
@@ -47,6 +51,16 @@ def test_the_prediction_is_what_the_engine_takes(hybrid):
     assert predicted.pages == size(each for pair in cache.layers for each in pair)
     assert predicted.states == size(each for layer in cache.states for each in layer) > 0
     assert len(predicted.lines()) == 4
+
+
+def test_the_work_of_a_prompt_counts_recurrent_layers(hybrid):
+    """A mixture's inner width is small, and a recurrent layer then holds more."""
+    shape = shape_config("qwen3.5-35b-a3b")
+    assert shape.recurrent.prompt_values > 3 * shape.inner_width
+    plan = plan_decoder(hybrid, backend=tiny.BACKEND, dtype=torch.float32)
+    wide = replace(plan, config=replace(plan.config, recurrent=replace(plan.config.recurrent, value_size=1024)))
+    less, more = (situation_of(tiny.BACKEND, each, NonSpeculativeProposer()) for each in (plan, wide))
+    assert more.prompt_token_bytes > less.prompt_token_bytes
 
 
 @pytest.mark.parametrize(

@@ -70,10 +70,9 @@ def test_the_same_tokens_as_without(bundle, tiny_tokens, mode, speculate, monkey
     assert max(count for _, count in found) > 2
 
 
-@pytest.mark.parametrize("proposer", ["mtp-chain", "ngram"])
-def test_prompts_of_a_hybrid_are_replayed_by_kernels_of_its_own(proposer, monkeypatch):
+def test_prompts_of_a_hybrid_are_replayed_by_kernels_of_its_own(monkeypatch):
     """Prompts continue states that earlier chunks and cached prefixes left. Padding sequences have the reserved row."""
-    loaded, found = host_models(proposer + HYBRID), noted_replays(monkeypatch)
+    loaded, found = host_models("mtp-chain" + HYBRID), noted_replays(monkeypatch)
     prompts, params = (
         [(3, 1, 4, 1, 5, 9, 2), (3,), (3, 1, 4, 1, 5, 9, 2, 6, 5)],
         SamplingParams(max_tokens=8, ignore_eos=True),

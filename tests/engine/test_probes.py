@@ -101,12 +101,12 @@ def test_a_bad_relay_ends_its_request_alone(small, small_prompts_and_tokens, mod
 class NanFor(KernelSet):
     """Logits that are NaN wherever token ``marked`` comes in."""
 
-    def __init__(self, marked):
-        self.marked = marked
+    def __init__(self, marked, table):
+        self.marked, self.table = marked, table
 
-    def embedding(self, tokens, weight):
-        found = super().embedding(tokens, weight)
-        return torch.where((tokens == self.marked).unsqueeze(-1), float("nan"), found)
+    def gather_rows(self, state, rows):
+        found = super().gather_rows(state, rows)
+        return torch.where((rows == self.marked).unsqueeze(-1), float("nan"), found) if state is self.table else found
 
 
 @pytest.mark.sample(1)
@@ -115,7 +115,7 @@ def test_a_nan_from_the_model_ends_its_request_alone(bundle, prompts_and_tokens,
     prompts, plain = prompts_and_tokens
     free = [prompt for prompt in prompts if 7 not in prompt]
     assert len(free) == 3
-    model = Decoder(bundle.target.config, bundle.target.weights, NanFor(7))
+    model = Decoder(bundle.target.config, bundle.target.weights, NanFor(7, bundle.target.weights.embedding))
     config = plain_config(max_requests=3, max_context=64, page_size=4, overlap=True, **MODES[mode])
     engine = Engine(model, bundle.backend, proposer=EagleProposer(bundle.head, draft_tokens=4), config=config)
     tokens, last = served(engine, [prompts[0], [*prompts[1], 7, 5], prompts[2]])
@@ -128,7 +128,7 @@ def test_a_nan_from_the_model_ends_its_request_alone(bundle, prompts_and_tokens,
 
 
 def test_completions_say_what_was_found(bundle, prompt_tokens):
-    model = Decoder(bundle.target.config, bundle.target.weights, NanFor(7))
+    model = Decoder(bundle.target.config, bundle.target.weights, NanFor(7, bundle.target.weights.embedding))
     engine = Engine(model, bundle.backend, config=plain_config(max_requests=2, max_context=64))
     good, bad = engine.generate([prompt_tokens[0][:8], [7, 8]], SamplingParams(max_tokens=4))
     assert good.error is None

@@ -20,6 +20,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from outrider_triton.attention.jit import exact as exact_attention
 from outrider_triton.attention.jit import paged as attention
 from outrider_triton.attention.jit import paged_streamed as attention_streamed
 from outrider_triton.attention.jit import prefill as prefill_attention
@@ -84,6 +85,8 @@ TYPES = {
 }
 PRODUCT = {"bias": None, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "EVEN": True}
 ATTENTION = {"PAGE": 16, "GROUP": 4, "WINDOW": 0, "SPLITS": 4, "BLOCK_ROWS": 16, "BLOCK_KV": 64, "BLOCK_SIZE": 128}
+EXACT = {"PAGE": 16, "GROUP": 4, "WINDOW": 0, "CHUNK": 256, "BLOCK_ROWS": 64, "BLOCK_KV": 64, "BLOCK_SIZE": 128}
+EXACT_TYPES = {"tokens": "i32", "counts": "*i32"}
 PROMPT = {
     "PAGE": 16,
     "GROUP": 4,
@@ -237,6 +240,9 @@ KERNELS = [
     (attention.join_splits, {"like": HALF}, {"grains": None, "SPLITS": 4, "BLOCK_SIZE": 128, "PLANES": False}),
     (attention.join_splits, {"like": HALF}, {"grains": None, "SPLITS": 8, "BLOCK_SIZE": 128, "PLANES": True}),
     (attention.join_splits, {"like": HALF, "out": "*i8", "grains": WIDE}, {"SPLITS": 8, "BLOCK_SIZE": 128, "PLANES": True}),
+    (exact_attention.exact_attention, EXACT_TYPES, {**EXACT, "TREE": False, "SHARED": False}),
+    (exact_attention.exact_attention, EXACT_TYPES, {**EXACT, "TREE": True, "SHARED": True}),
+    (exact_attention.merge_chunks, {"counts": "*i32"}, {"BLOCK_SIZE": 128}),
     (prefill_attention.copy_context, {}, COPY),
     (prefill_attention.prompt_attention, {"tokens": "i32"}, {**PROMPT, "DESCRIPTOR": False}),
     (prefill_attention.prompt_attention, {"tokens": "i32"}, {**PROMPT, "DESCRIPTOR": False, "WINDOW": 100, "EVEN": False}),

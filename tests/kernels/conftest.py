@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 
 import pytest
 import torch
@@ -40,8 +41,8 @@ def instead_of_launching(monkeypatch):
     import outrider_triton
 
     def replace(called):
-        for found in iter_modules(outrider_triton.__path__):
-            module = import_module(f"outrider_triton.{found.name}")
+        for found in walk_packages(outrider_triton.__path__, "outrider_triton."):
+            module = import_module(found.name)
             if hasattr(module, "launch") and module.__name__ != "outrider_triton.launch":
                 monkeypatch.setattr(module, "launch", called)
 
@@ -60,6 +61,4 @@ def kernels(pdl):
     from kernels.devices import SMALL
     from outrider_triton.kernelset import TritonKernels
 
-    made = TritonKernels(SMALL)
-    made.pdl = pdl
-    return made
+    return TritonKernels(replace(SMALL, early_starts=pdl))

@@ -259,7 +259,7 @@ def swept(timing, kernels, m):
     """Fastest pairs of cuts of each block of tokens, as (us, gates, outputs)."""
     found = {}
     stack = timing.layers[0][0]
-    derived = kernels.experts_config(m, QWEN[1], stack)
+    derived = kernels.mixtures.experts_config(m, QWEN[1], stack)
     for size in BLOCKS[m]:
         gates, outputs = cuts(size, m)
         own = [each.as_list() for each in derived[1:]] if derived[0] == size else [gates[0], outputs[0]]
@@ -306,11 +306,11 @@ def jobs_of(kernels):
     for shape, m in itertools.product(SHAPES.values(), TOKENS):
         experts, count, hidden, inner = shape
         stack = torch.empty(experts, 2 * inner, hidden, dtype=torch.bfloat16, device="meta")
-        size, gates, outputs = kernels.experts_config(m, count, stack)
+        size, gates, outputs = kernels.mixtures.experts_config(m, count, stack)
         checked[shape, m] = shape, m, size, gates.as_list(), outputs.as_list()
     stack = torch.empty(QWEN[0], 2 * QWEN[3], QWEN[2], dtype=torch.bfloat16, device="meta")
     for m, sizes in BLOCKS.items():
-        own, *derived = kernels.experts_config(m, QWEN[1], stack)
+        own, *derived = kernels.mixtures.experts_config(m, QWEN[1], stack)
         tried = [(own, *([each.as_list()] for each in derived))]
         tried += [(size, *cuts(size, m)) for size in sizes if m in SWEPT or size]
         for size, gates, outputs in tried:

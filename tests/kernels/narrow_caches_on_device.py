@@ -114,12 +114,12 @@ class Cases:
             self.writes(
                 "linear_rope_write_cache",
                 tokens,
-                lambda rotary, x=x: kernels.linear_rope_write_cache(Product(x, weight, bias), rotary),
+                lambda rotary, x=x: kernels.dense.linear_rope_write_cache(Product(x, weight, bias), rotary),
             )
             self.writes(
                 "norm_linear_rope_write_cache",
                 tokens,
-                lambda rotary, x=x, residual=residual: kernels.norm_linear_rope_write_cache(
+                lambda rotary, x=x, residual=residual: kernels.dense.norm_linear_rope_write_cache(
                     Product(x, first, None), residual.clone(), norm, 1e-5, weight, bias, rotary
                 ),
             )
@@ -127,14 +127,18 @@ class Cases:
                 self.writes(
                     f"norm_linear_quantized_rope_write_cache, {name},",
                     tokens,
-                    lambda rotary, x=x, residual=residual, one=one, two=two: kernels.norm_linear_quantized_rope_write_cache(
-                        QuantizedProduct(x, one, None), residual.clone(), norm, 1e-5, two, bias * 50, rotary
+                    lambda rotary, x=x, residual=residual, one=one, two=two: (
+                        kernels.quantized.norm_linear_quantized_rope_write_cache(
+                            QuantizedProduct(x, one, None), residual.clone(), norm, 1e-5, two, bias * 50, rotary
+                        )
                     ),
                 )
                 self.writes(
                     f"linear_quantized_rope_write_cache, {name},",
                     tokens,
-                    lambda rotary, x=x, two=two: kernels.linear_quantized_rope_write_cache(x, two, bias * 50, rotary),
+                    lambda rotary, x=x, two=two: kernels.quantized.linear_quantized_rope_write_cache(
+                        x, two, bias * 50, rotary
+                    ),
                 )
 
     # -- reads -----------------------------------------------------------------------------------------------------

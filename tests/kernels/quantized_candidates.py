@@ -87,7 +87,9 @@ def main() -> None:
 
     def call_of(weights, x, way, config, beside):
         def call(number):
-            return kernels._skinny(x, weights[number % len(weights)], None, way, config, parts=True, **beside)
+            return kernels.quantized.launch_product(
+                x, weights[number % len(weights)], None, way, config, parts=True, **beside
+            )
 
         return call
 

@@ -27,8 +27,8 @@ from outrider_triton.products.operands import QuantizedProduct
 from outrider_triton.tiles import variants
 from outrider_triton.tiles.derive.products import rank_configs
 from outrider_triton.tiles.facts import facts_of
+from outrider_triton.tiles.measure.timing import microseconds
 from outrider_triton.tiles.store.table import load
-from outrider_tune.timing import microseconds
 
 HIDDEN, INNER, HEADS, KV_HEADS, SIZE = 4096, 14336, 32, 8, 128
 CONTEXT, CAPACITY, PAGE, LAYERS = 640, 1024, 16, 6
@@ -79,7 +79,7 @@ class Layers:
         behind = partial(attended_mlp if joined else unfused_mlp, kernels)
         for (qkv, output, gates, down), cache in zip(self.weights, self.caches, strict=True):
             rotary = RotaryArgs(*self.angles, *cache, self.slots)
-            q = kernels.norm_linear_quantized_rope_write_cache(added, residual, self.norm, 1e-5, qkv, None, rotary)
+            q = kernels.quantized.norm_linear_quantized_rope_write_cache(added, residual, self.norm, 1e-5, qkv, None, rotary)
             operands = q, *cache, self.metadata, output, None, residual, self.norm, 1e-5, gates, None, down, None
             added = behind(*operands, scale=SIZE**-0.5)
         return added.x
@@ -103,7 +103,9 @@ def right(facts, device):
             mlp = attended_mlp if isinstance(kernel_set, TritonKernels) else unfused_mlp
             made = mlp(kernel_set, *wide, *own, scale=SIZE**-0.5)
             rotary = RotaryArgs(*(each.to(dtype) for each in layers.angles), *wide[1:], layers.slots)
-            turned = kernel_set.norm_linear_quantized_rope_write_cache(made, residual, norm, 1e-5, qkv, None, rotary)
+            turned = kernel_set.quantized.norm_linear_quantized_rope_write_cache(
+                made, residual, norm, 1e-5, qkv, None, rotary
+            )
             written = (each.flatten(0, 1)[layers.slots] for each in wide[1:])
             return torch.cat([each.flatten(1) for each in (turned, *written)], dim=1)
 
@@ -176,12 +178,12 @@ def main():
             if time.monotonic() > deadline:
                 break
             layers.prepare(batch, width)
-            kernels._derived_quantized.clear()
+            kernels.tiles._derived.clear()
             derived, apart = layers.layer_us(), layers.layer_us(joined=False)
             print(f"{format} {batch}x{width}: {derived:.1f} as derived, {apart:.1f} with attention by itself", flush=True)
             if not searching:
                 continue
-            measured = search(layers, kernels._derived_quantized)
+            measured = search(layers, kernels.tiles._derived)
             best = layers.layer_us()
             print(f"{format} {batch}x{width}: {derived:.1f} as derived, {best:.1f} with the fastest of each", flush=True)
             found[f"{format} {batch}x{width}"] = {"derived": derived, "fastest": best, "measured": measured}

@@ -77,21 +77,22 @@ def layer(weights, given, kv_heads, kernel_set, dtype):
     caches = [torch.zeros(16, 16, kv_heads, angles.shape[1], device=x.device, dtype=dtype) for _ in range(2)]
     turned = RotaryArgs(angles.cos(), angles.sin(), *caches, slots)
     added = QuantizedProduct(x, weights[0], None)
-    gates = kernel_set.norm_linear_quantized(added, residual.clone(), norm, 1e-5, weights[1])
+    products = kernel_set.quantized
+    gates = products.norm_linear_quantized(added, residual.clone(), norm, 1e-5, weights[1])
     added = QuantizedProduct(gate_up, weights[2], None, gated=True)
-    q = kernel_set.norm_linear_quantized_rope_write_cache(added, residual.clone(), norm, 1e-5, weights[3], None, turned)
+    q = products.norm_linear_quantized_rope_write_cache(added, residual.clone(), norm, 1e-5, weights[3], None, turned)
     written = [cache.flatten(0, 1)[slots].flatten(1) for cache in caches]
-    first = kernel_set.linear_quantized_rope_write_cache(x, weights[3], None, turned)
+    first = products.linear_quantized_rope_write_cache(x, weights[3], None, turned)
     inner = kernel_set.silu_mul(gate_up)
     made = QuantizedProduct(inner, weights[2], None, maxima=inner.abs().amax(1).float()[None])
-    total = kernel_set.linear_quantized_add(made, residual.clone())
+    total = products.linear_quantized_add(made, residual.clone())
     return (
         gates,
         q.flatten(1),
         *written,
         first.flatten(1),
         total,
-        kernel_set.linear_quantized_add_rms_norm(added, residual.clone(), norm, 1e-5),
+        kernel_set.quantized.linear_quantized_add_rms_norm(added, residual.clone(), norm, 1e-5),
         kernel_set.embed_beside_linear_quantized(tokens, embedding, x, weights[4]),
     )
 

@@ -192,11 +192,11 @@ def test_derived_and_measured_live_together():
 
     kernels = TritonKernels(DEVICES["H200"], table=load("NVIDIA H200"))
     known, unknown = torch.empty(6144, 4096, dtype=torch.bfloat16), torch.empty(6144, 2048, dtype=torch.bfloat16)
-    assert kernels.matmul_config("linear", known[:4], known) == MatmulConfig(16, 64, 256, 1, 4, 5, 256, 0, 48)
-    assert kernels.matmul_config("linear", known[:128], known) is None  # the library won
+    assert kernels.dense.matmul_config("linear", known[:4], known) == MatmulConfig(16, 64, 256, 1, 4, 5, 256, 0, 48)
+    assert kernels.dense.matmul_config("linear", known[:128], known) is None  # the library won
     expected = choose_config(DEVICES["H200"], "linear", m=4, n=6144, k=2048)
-    assert kernels.matmul_config("linear", unknown[:4], unknown) == expected is not None
-    assert kernels.matmul_config("linear", unknown.float()[:4], unknown.float()) is None
+    assert kernels.dense.matmul_config("linear", unknown[:4], unknown) == expected is not None
+    assert kernels.dense.matmul_config("linear", unknown.float()[:4], unknown.float()) is None
     wide = torch.empty(4, 8, 128, dtype=torch.float32)
     assert has_kernel(wide), "attention in float32 is no reference's, either"
     assert not has_kernel(wide.double())

@@ -22,8 +22,8 @@ from outrider.bundled import bundled
 from outrider.device import AttentionMetadata, KernelSet, RecurrentBatch
 from outrider.registry import get_backend
 from outrider_triton import exact
-from outrider_triton.attention import operators
-from outrider_triton.exact import ExactKernels, has_fixed_order, split_of
+from outrider_triton.attention import exact_operator
+from outrider_triton.exact import ExactTiles, has_fixed_order, split_of
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.tiles.configs import BUCKETS
 from outrider_triton.tiles.derive.products import rank_configs
@@ -53,13 +53,11 @@ def kernels_of(device, pdl, monkeypatch):
 
         monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
-    for module in (exact, operators):
-        monkeypatch.setattr(module, "EXACT_CHUNK", 64)  # several chunks in a short context
+    monkeypatch.setattr(exact_operator, "FIRST_CHUNK", 64)  # several chunks in a short context
 
     def make(facts):
-        inner = TritonKernels(facts if device.type == "cpu" else facts_of(torch.cuda.get_device_properties(device)))
-        inner.pdl = pdl
-        return inner.batch_invariant()
+        own = facts if device.type == "cpu" else facts_of(torch.cuda.get_device_properties(device))
+        return TritonKernels(replace(own, early_starts=pdl)).batch_invariant()
 
     return make
 
@@ -82,10 +80,10 @@ def some_products(kernels, x, seed):
     weight, bias = normal(x.device, 96, k, seed=seed, scale=k**-0.5), normal(x.device, 96, seed=seed)
     residual, norm = x[:, :96].clone(), normal(x.device, 96, seed=seed + 1)
     added = residual.clone()
-    normed = kernels.linear_add_rms_norm(x, weight, bias, residual, norm, 1e-5)
-    kernels.linear_add(x, weight, bias, added)
+    normed = kernels.dense.linear_add_rms_norm(x, weight, bias, residual, norm, 1e-5)
+    kernels.dense.linear_add(x, weight, bias, added)
     assert same(added, residual)
-    return kernels.linear(x, weight, bias), kernels.linear_silu_mul(x, weight), normed, residual
+    return kernels.linear(x, weight, bias), kernels.dense.linear_silu_mul(x, weight), normed, residual
 
 
 def rows_are_alike(kernels_of, device, facts, k, rows, first, count, seed):
@@ -114,12 +112,12 @@ def test_rows_of_products_are_alike(kernels_of, device):
 @pytest.mark.slow
 def test_a_tile_chosen_by_the_batch_shows(kernels_of, device, monkeypatch):
     """The net catches: parts whose number depends on the number of rows."""
-    choose = ExactKernels._choose
+    choose = ExactTiles.choose_config
 
     def by_rows(self, operator, m, n, k, split=1, **options):
         return choose(self, operator, m, n, k, split if m <= 16 else 1, **options)
 
-    monkeypatch.setattr(ExactKernels, "_choose", by_rows)
+    monkeypatch.setattr(ExactTiles, "choose_config", by_rows)
     with pytest.raises(AssertionError):
         rows_are_alike(kernels_of, device, HOPPER, 1024, 40, 3, 1, 0)
 
@@ -232,12 +230,13 @@ WEIGHTS = [("linear", 5120, 2048), ("linear_parts", 4096, 4096), ("linear_parts"
 def test_every_configuration_of_a_weight_is_compiled_beforehand():
     kernels = TritonKernels(DEVICES["H200"]).batch_invariant()
     for operator, n, k in WEIGHTS:
-        every = set(kernels.every_config(operator, "bfloat16", n, k))
-        assert {kernels._exact_config(operator, m, n, k) for m in (1, 4, 9, 33, 100, 128, 129, 5000)} <= every
+        every = set(kernels.tiles.every_product(operator, "bfloat16", n=n, k=k))
+        counts = (1, 4, 9, 33, 100, 128, 129, 5000)
+        assert {kernels.tiles.product(operator, "bfloat16", m=m, n=n, k=k) for m in counts} <= every
         assert len({config.split for config in every}) == 1
-    assert len({kernels._exact_config("linear", m, 5120, 2048).block_m for m in BUCKETS}) > 1
+    assert len({kernels.tiles.product("linear", "bfloat16", m=m, n=5120, k=2048).block_m for m in BUCKETS}) > 1
     elsewhere = TritonKernels(DEVICES["A100"]).batch_invariant()
-    assert {elsewhere._exact_config("linear", m, 5120, 2048).block_m for m in (1, 128, 5000)} == {16}
+    assert {elsewhere.tiles.product("linear", "bfloat16", m=m, n=5120, k=2048).block_m for m in (1, 128, 5000)} == {16}
 
 
 def test_what_isnt_exact_by_triton_is_delegated_to_the_wrapper():
@@ -251,7 +250,7 @@ def test_what_isnt_exact_by_triton_is_delegated_to_the_wrapper():
 
 @pytest.mark.parametrize(("operator", "n", "k"), WEIGHTS)
 def test_every_tile_computes_the_same_bits_on_the_device(operator, n, k, hopper):
-    """All candidates with a fixed order, not only the chosen ones; the first rows of 1, 4, 16, 100 and 300."""
+    """The best candidates with a fixed order, and the tiles of prefill; the first rows of 1, 4, 16, 100 and 300."""
     facts, op = facts_of(torch.cuda.get_device_properties(hopper)), getattr(torch.ops.outrider, operator).triton
     x = normal(hopper, 300, k).bfloat16()
     weight = normal(hopper, n, k, scale=k**-0.5).bfloat16()
@@ -259,12 +258,12 @@ def test_every_tile_computes_the_same_bits_on_the_device(operator, n, k, hopper)
     split = split_of(facts, n, k) if operator == "linear_parts" else 1
     right = op(x, weight, *bias, replace(exact._PREFILL[operator], split=split).as_list(), True)
     for m in BUCKETS:
-        for config in rank_configs(facts, operator, m=m, n=n, k=k)[:40]:
-            if has_fixed_order(operator, config, split):
-                for rows in (1, 4, 16, 100, 300):
-                    made = op(x[:rows], weight, *bias, config.as_list(), True)
-                    wanted = right[:, :rows] if operator == "linear_parts" else right[:rows]
-                    assert torch.equal(made, wanted), (config, rows)
+        ranked = rank_configs(facts, operator, m=m, n=n, k=k)
+        for config in [each for each in ranked if has_fixed_order(operator, each, split)][:4]:
+            for rows in (1, 4, 16, 100, 300):
+                made = op(x[:rows], weight, *bias, config.as_list(), True)
+                wanted = right[:, :rows] if operator == "linear_parts" else right[:rows]
+                assert torch.equal(made, wanted), (config, rows)
 
 
 def outputs(backend, dtype, speculate, prompts, **config):

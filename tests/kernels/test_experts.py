@@ -120,9 +120,9 @@ def test_every_configuration_of_experts_is_known_beforehand(shape):
     kernels, config = TritonKernels(DEVICES["H200"]), SHAPES[shape]
     experts = config.experts
     stack = torch.empty(experts.count, 2 * experts.intermediate_size, config.hidden_size, dtype=torch.bfloat16, device="meta")
-    counts = kernels._token_counts(experts.count, experts.per_token)
-    known = {kernels.experts_config(tokens, experts.per_token, stack) for tokens in counts}
-    assert {kernels.experts_config(tokens, experts.per_token, stack) for tokens in range(1, 5000)} == known
+    counts = kernels.mixtures._token_counts(experts.count, experts.per_token)
+    known = {kernels.mixtures.experts_config(tokens, experts.per_token, stack) for tokens in counts}
+    assert {kernels.mixtures.experts_config(tokens, experts.per_token, stack) for tokens in range(1, 5000)} == known
 
 
 @pytest.mark.parametrize("name", ["H100", "L4", "MI300X", "RTX 3090"])
@@ -132,7 +132,7 @@ def test_what_is_derived_fits(name, shape):
     experts = config.experts
     stack = torch.empty(experts.count, 2 * experts.intermediate_size, config.hidden_size, dtype=torch.bfloat16, device="meta")
     for tokens in (1, 4, 8, 32, 33, 64, 65, 500, 4000):
-        size, *cuts = kernels.experts_config(tokens, experts.per_token, stack)
+        size, *cuts = kernels.mixtures.experts_config(tokens, experts.per_token, stack)
         assert bool(size) is (tokens > 32)
         for operator, cut in zip(("linear_silu_mul", "linear"), cuts, strict=True):
             assert isinstance(cut, MatmulConfig)

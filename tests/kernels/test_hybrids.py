@@ -44,7 +44,7 @@ def test_a_gated_mlp_after_a_norm_in_float32(kernels, device):
     )
     grown = [random(5, 48, seed=8, device=device) for _ in range(2)]
     made, wanted = (
-        each.norm_linear_silu_mul(Product(x, weight, None), own, norm, 1e-6, gates, None)
+        each.dense.norm_linear_silu_mul(Product(x, weight, None), own, norm, 1e-6, gates, None)
         for each, own in zip((kernels, PLAIN), grown, strict=True)
     )
     close(made / wanted.abs().max(), wanted / wanted.abs().max())

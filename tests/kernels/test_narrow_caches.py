@@ -24,9 +24,7 @@ ROWS = (HEADS + 2 * KV_HEADS) * SIZE
 @pytest.fixture
 def narrow(pdl):
     """Kernels of a device that has e4m3."""
-    made = TritonKernels(replace(SMALL, architecture="sm_89"))
-    made.pdl = pdl
-    return made
+    return TritonKernels(replace(SMALL, architecture="sm_89", early_starts=pdl))
 
 
 def rotary(tokens, device):
@@ -88,9 +86,9 @@ def test_parts_are_added_up_rounded_and_written(split, narrow, device):
 
 def test_a_product_ends_in_the_cache(narrow, device, monkeypatch):
     x, weight = numbers(5, 96, device=device) / 64, numbers(ROWS, 96, seed=3, device=device) / 64
-    monkeypatch.setattr(narrow, "matmul_config", lambda *given, **more: MatmulConfig(16, 16, 32, 1, 4, 2, 0, 0, 0))
+    monkeypatch.setattr(narrow.dense, "matmul_config", lambda *given, **more: MatmulConfig(16, 16, 32, 1, 4, 2, 0, 0, 0))
     own, right = rotary(5, device), rotary(5, "cpu")
-    narrow.linear_rope_write_cache(Product(x, weight, None), own)
+    narrow.dense.linear_rope_write_cache(Product(x, weight, None), own)
     REFERENCE.linear_rope_write_cache(Product(x.cpu(), weight.cpu(), None), right)
     same(own.k_cache, right.k_cache)
     same(own.v_cache, right.v_cache)

@@ -345,7 +345,7 @@ def test_a_table_decides(device):
     weight = torch.randn(48, 64, device=device, dtype=torch.float16)
 
     def config_for(rows, of=weight):
-        return chosen.matmul_config("linear", torch.zeros(rows, 64, dtype=of.dtype), of)
+        return chosen.dense.matmul_config("linear", torch.zeros(rows, 64, dtype=of.dtype), of)
 
     assert config_for(1) == config_for(4) == MatmulConfig(*config)
     assert config_for(9) is config_for(16) is None  # torch's own was faster there

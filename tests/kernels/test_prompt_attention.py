@@ -226,7 +226,7 @@ def test_kernels_keep_it_beside_what_was_tuned(tmp_path):
 
     made, alone = TritonKernels(SMALL), TritonKernels(SMALL, takes_over=False)
     assert (made.use_tuned(tmp_path), alone.use_tuned(tmp_path)) == (0, 0)
-    made._prompts._store.write(["key", torch.bfloat16], {128: ("pages",)})
-    assert alone._prompts._store is None
+    made.attention.prompts._store.write(["key", torch.bfloat16], {128: ("pages",)})
+    assert alone.attention.prompts._store is None
     assert (TunedStore(tmp_path, SMALL).home / "prompts" / "key-bfloat16.json").is_file()
     assert TritonKernels(SMALL).use_tuned(tmp_path) == 0

@@ -16,9 +16,9 @@ from outrider.device.kernels.reference.quantized import dequantize, quantize_act
 from outrider.device.kernels.weight_formats import WeightFormat
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.products.operands import QuantizedProduct
-from outrider_triton.quantized import kernels as quantized
 from outrider_triton.quantized import library as library_ops
 from outrider_triton.quantized import operators as quantized_ops
+from outrider_triton.quantized import products as quantized
 from outrider_triton.quantized.nibble_planes import INT8_COMPONENTS, NIBBLE_PLANES, permute_rows
 from outrider_triton.quantized.operators import ProductPlan, plan
 from outrider_triton.tiles.configs import MatmulConfig
@@ -52,9 +52,7 @@ def either(request, device, pdl):
     """Kernels of a device without instructions for e4m3, and with."""
     if device.type == "cuda":
         pytest.skip("a device has them or not: tests/kernels/quantized_on_device.py")
-    made = TritonKernels(SMALL if request.param == "without" else replace(SMALL, architecture="sm_89"))
-    made.pdl = pdl
-    return made
+    return TritonKernels(replace(SMALL, architecture="sm_80" if request.param == "without" else "sm_89", early_starts=pdl))
 
 
 def drawn(way, k, seed=3):
@@ -95,7 +93,7 @@ def test_each_way(name, either):
     weight, x, bias = drawn(way, k), normal(3, k), normal(COLUMNS, seed=6)
     found = plan(either.facts, weight)
     assert (found.mode, found.at_once) == expected
-    assert either.quantized_config(x, weight, found) is not None
+    assert either.quantized.quantized_config(x, weight, found) is not None
     check(either.linear_quantized(x, weight, bias), x, weight, bias)
 
 
@@ -105,7 +103,7 @@ def test_each_way(name, either):
 def test_of_many_tokens_the_most_are_the_librarys(tokens, ours, name, either):
     way, k, _ = WAYS[name]
     weight, x, bias = drawn(way, k), normal(2, tokens, k), normal(COLUMNS, seed=6)
-    config = either.quantized_config(x, weight, plan(either.facts, weight))
+    config = either.quantized.quantized_config(x, weight, plan(either.facts, weight))
     assert (config is not None) is ours
     assert config is None or config.block_m == 128
     made = either.linear_quantized(x, weight, bias)
@@ -120,10 +118,9 @@ def test_parts_are_added(name, split, either):
     way, k, _ = WAYS[name]
     weight, x, bias = drawn(way, k), normal(5, k), normal(COLUMNS, seed=6)
     found = plan(either.facts, weight)
-    either._derived_quantized = dict.fromkeys(  # whatever it asks
-        [(found.stored(weight.format), COLUMNS, k, size) for size in (8, 16)],
-        MatmulConfig(16, 16, 128, split, 1, 2, 0, 0, 8),
-    )
+    for size in (4, 8):
+        key = "linear_parts", found.stored(weight.format), COLUMNS, k, size, 0
+        either.tiles._derived[key] = MatmulConfig(16, 16, 128, split, 1, 2, 0, 0, 8)
     check(either.linear_quantized(x, weight, bias), x, weight, bias)
 
 
@@ -184,12 +181,13 @@ def test_a_norm_between_two_products(name, gated, split, either):
         stored = plan(either.facts, weight).stored(weight.format)
         split_of = split if weight is first else 1
         config = MatmulConfig(16, 16, 128, split_of, 1, 2, 0, 0, 16)
-        either._derived_quantized[stored, *weight.shape, 8] = config
+        for operator in ("linear_parts", "linear"):
+            either.tiles._derived[operator, stored, *weight.shape, 8, 0] = config
     x, residual, norm = normal(tokens, k * (1 + gated)), normal(tokens, hidden, seed=12), normal(hidden, seed=13)
     added = QuantizedProduct(x, first, normal(hidden, seed=14), gated)
     exact = QuantizedProduct(x.double(), first, added.bias.double(), gated)
     kept, wide = residual.clone(), residual.double()
-    made = either.norm_linear_quantized(added, kept, norm, 1e-5, second, normal(COLUMNS, seed=15))
+    made = either.quantized.norm_linear_quantized(added, kept, norm, 1e-5, second, normal(COLUMNS, seed=15))
     right = REFERENCE.norm_linear_quantized(exact, wide, norm.double(), 1e-5, second, normal(COLUMNS, seed=15).double())
     # Of activations near the border of two steps a few go another way than from float64.
     loose = 0.06 if first.activations else 4e-3
@@ -290,7 +288,6 @@ def test_a_format_that_is_not_registered_runs_by_the_reference(device, monkeypat
     for module in (quantized_ops, quantized):
         monkeypatch.setattr(module, "TRITON_FORMATS", {})
     kernels = TritonKernels(SMALL)
-    kernels.pdl = False
     with monkeypatch.context() as patched:
         patched.setattr(quantized_ops, "launch", None)
         assert torch.equal(kernels.linear_quantized(x, weight), REFERENCE.linear_quantized(x, weight))
@@ -309,7 +306,6 @@ def test_what_the_kernel_does_not_take(device):
         "row", False, 256, 0
     )
     kernels = TritonKernels(SMALL)
-    kernels.pdl = False
     weight, x = drawn(odd, 240), normal(3, 240)
     right = REFERENCE.linear_quantized(x.double(), weight)
     tensors = {each.name: getattr(weight, each.name) for each in fields(weight)}

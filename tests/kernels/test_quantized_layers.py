@@ -61,8 +61,7 @@ def rotary(m, seed=1):
 
 @pytest.fixture
 def kernels(device, pdl):
-    made = TritonKernels(SMALL)
-    made.pdl = pdl
+    made = TritonKernels(replace(SMALL, early_starts=pdl))
     torch.set_default_device(device)
     yield made
     torch.set_default_device(None)
@@ -97,9 +96,7 @@ def split_in(kernels, split, *weights):
         stored = plan(kernels.facts, each).stored(each.format)
         for m in (1, 2, 4, 8):
             for operator in ("linear_parts", "linear"):
-                kernels._derived_quantized[operator, stored, *each.shape, m, 0] = MatmulConfig(
-                    16, 64, 128, split, 1, 2, 0, 0, 64
-                )
+                kernels.tiles._derived[operator, stored, *each.shape, m, 0] = MatmulConfig(16, 64, 128, split, 1, 2, 0, 0, 64)
 
 
 @pytest.mark.sample(1)
@@ -133,7 +130,7 @@ def test_a_norm_and_queries_behind_it(format, split, kernels):
     added = QuantizedProduct(normal(5, INNER), first, normal(HIDDEN, seed=14))
     bias, norm, once, again = normal(ROWS, seed=15), normal(HIDDEN, seed=13), rotary(5), rotary(5)
     kept, residual = normal(5, HIDDEN, seed=12), normal(5, HIDDEN, seed=12)
-    made = kernels.norm_linear_quantized_rope_write_cache(added, kept, norm, 1e-5, second, bias, once)
+    made = kernels.quantized.norm_linear_quantized_rope_write_cache(added, kept, norm, 1e-5, second, bias, once)
     right = UnfusedProducts.norm_linear_quantized_rope_write_cache(kernels, added, residual, norm, 1e-5, second, bias, again)
     for mine, its in ((made, right), (kept, residual), (once.k_cache, again.k_cache), (once.v_cache, again.v_cache)):
         same(mine, its)
@@ -146,7 +143,7 @@ def test_queries_behind_no_norm(format, split, kernels):
     qkv, bias, x = weight(format, ROWS, HIDDEN, seed=4), normal(ROWS, seed=15), normal(5, HIDDEN)
     split_in(kernels, split, qkv)
     once, again = rotary(5), rotary(5)
-    made = kernels.linear_quantized_rope_write_cache(x, qkv, bias, once)
+    made = kernels.quantized.linear_quantized_rope_write_cache(x, qkv, bias, once)
     right = UnfusedProducts.linear_quantized_rope_write_cache(kernels, x, qkv, bias, again)
     for mine, its in ((made, right), (once.k_cache, again.k_cache), (once.v_cache, again.v_cache)):
         same(mine, its)
@@ -192,7 +189,7 @@ def test_what_a_last_layer_adds(format, left, split, kernels):
     made = QuantizedProduct(x, down, bias, left == "gated", largest_of(x) if left == "maxima" else None)
     for behind in (("linear_quantized_add",), ("linear_quantized_add_rms_norm", norm, 1e-5)):
         kept, residual = normal(5, HIDDEN, seed=12), normal(5, HIDDEN, seed=12)
-        mine = getattr(kernels, behind[0])(made, kept, *behind[1:])
+        mine = getattr(kernels.quantized, behind[0])(made, kept, *behind[1:])
         its = getattr(UnfusedProducts, behind[0])(kernels, made, residual, *behind[1:])
         if split == 1 or len(behind) == 1:
             same(mine, its)
@@ -227,7 +224,7 @@ def attention(batch, width, *, padding=0, seed=21):
 def test_a_norm_behind_attention(format, batch, padding, kernels):
     """As attention, and what follows it, one after the other have it, where attention is shared out among programs."""
     operands = attention(batch, 2, padding=padding)
-    assert kernels.attention_config(operands[0], operands[1], operands[3])[2] > 1
+    assert kernels.attention.config(operands[0], operands[1], operands[3])[2] > 1
     output, gates = weight(format, HIDDEN, HEADS * SIZE), weight(format, 2 * INNER, HIDDEN, seed=4)
     split_in(kernels, 1, output, gates)
     m, norm, bias = operands[0].shape[0], normal(HIDDEN, seed=13), normal(HIDDEN, seed=14)

@@ -76,7 +76,7 @@ def kernels():
 def gates(kernels, weights, m):
     added = QuantizedProduct(torch.zeros(m, HIDDEN, dtype=BF16), weights["output"], None)
     residual, norm = torch.zeros(m, HIDDEN, dtype=BF16), torch.ones(HIDDEN, dtype=BF16)
-    return kernels.norm_linear_quantized(added, residual, norm, 1e-5, weights["gates"])
+    return kernels.quantized.norm_linear_quantized(added, residual, norm, 1e-5, weights["gates"])
 
 
 def turns(kernels, weights, m):
@@ -85,7 +85,9 @@ def turns(kernels, weights, m):
     caches = (torch.zeros(2, 64, KV_HEADS, SIZE, dtype=BF16) for _ in range(2))
     angles = torch.zeros(m, SIZE, dtype=BF16)
     rotary = RotaryArgs(angles, angles, *caches, torch.arange(m))
-    return kernels.norm_linear_quantized_rope_write_cache(added, residual, norm, 1e-5, weights["turned"], None, rotary)
+    return kernels.quantized.norm_linear_quantized_rope_write_cache(
+        added, residual, norm, 1e-5, weights["turned"], None, rotary
+    )
 
 
 @pytest.mark.parametrize("m", [1, 4, 8, 9, 16, 32])
@@ -122,7 +124,7 @@ def activated(kernels, weights, batch, width):
     made = attended_mlp(kernels, *operands, weights["down"], None, scale=0.1)
     angles = torch.zeros(m, SIZE, dtype=BF16)
     rotary = RotaryArgs(angles, angles, *caches, torch.arange(m))
-    kernels.norm_linear_quantized_rope_write_cache(made, residual, norm, 1e-5, weights["turned"], None, rotary)
+    kernels.quantized.norm_linear_quantized_rope_write_cache(made, residual, norm, 1e-5, weights["turned"], None, rotary)
     return made
 
 
@@ -155,9 +157,9 @@ def test_of_more_than_64_tokens_e4m3_by_rows_alone_is_the_librarys(form, dtype, 
     way, most = plan(kernels.facts, weight), []
     for m in (64, 65, 128, 129):
         x = FakeTensor(torch.device("cuda"), dtype, (m, columns))
-        most.append(kernels.quantized_config(x, weight, way) is None)
+        most.append(kernels.quantized.quantized_config(x, weight, way) is None)
     assert most == [False, librarys, librarys, True]
-    assert (128 in {each.block_m for each in kernels._every(x, weight, way)}) is not librarys
+    assert (128 in {each.block_m for each in kernels.quantized.every_config(x, weight, way)}) is not librarys
 
 
 @pytest.mark.parametrize("m", [1, 4, 16, 32])
@@ -199,11 +201,11 @@ def ends(kernels, weights, m):
     rotary = RotaryArgs(angles, angles, *attending(1, 1)[1], torch.arange(m))
     tokens, embedding = torch.zeros(m, dtype=torch.int64), torch.zeros(3, INNER - HIDDEN, dtype=BF16)
     assert kernels.fuse_embedding(tokens, embedding, x, weights["down"]).shape == x.shape
-    kernels.linear_quantized_rope_write_cache(x, weights["turned"], None, rotary)
+    kernels.quantized.linear_quantized_rope_write_cache(x, weights["turned"], None, rotary)
     few = torch.zeros(m, INNER, dtype=BF16), torch.zeros(132, m)
     made = QuantizedProduct(few[0], weights["down"], None, maxima=few[1])
-    assert kernels.linear_quantized_add(made, x) is x
-    kernels.linear_quantized_add_rms_norm(made, x, norm, 1e-5)
+    assert kernels.quantized.linear_quantized_add(made, x) is x
+    kernels.quantized.linear_quantized_add_rms_norm(made, x, norm, 1e-5)
 
 
 @pytest.mark.parametrize("m", [1, 4, 16, 32])
@@ -295,7 +297,9 @@ def test_queries_and_keys_of_four_bits_turn_in_the_ring(m, turned, launched, ker
 @pytest.mark.parametrize(("m", "turned"), [(1, True), (16, True), (17, False)])
 def test_queries_and_keys_of_four_bits_turn_without_a_norm(m, turned, launched, kernels, four_bits):
     rotary = RotaryArgs(*[torch.zeros(m, SIZE, dtype=BF16)] * 2, *attending(1, 1)[1], torch.arange(m))
-    made = kernels.linear_quantized_rope_write_cache(torch.zeros(m, HIDDEN, dtype=BF16), four_bits["turned"], None, rotary)
+    made = kernels.quantized.linear_quantized_rope_write_cache(
+        torch.zeros(m, HIDDEN, dtype=BF16), four_bits["turned"], None, rotary
+    )
     assert made.shape == (m, HEADS, SIZE)
     behind = ["streamed_planes"] if turned else ["linear_planes", "add_parts_rope_write_cache"]
     assert [name for name, _, _ in launched] == ["lay_in_planes", *behind]

@@ -4,6 +4,7 @@ The interpreter knows Triton, not Gluon, in which these are written. They are co
 """
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from outrider.device import RotaryArgs
 from outrider.model.config.shapes import decoder_shape, shape_config
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.products import streamed
-from outrider_triton.products.kernels import _boxes_fit_heads
+from outrider_triton.products.dense import _boxes_fit_heads
 from outrider_triton.products.operands import Product
 from outrider_triton.tiles.configs import LARGE_M, STREAMED, MatmulConfig
 from outrider_triton.tiles.measure.tuner import Chain
@@ -161,12 +162,11 @@ def test_queries_turn_and_keys_and_values_go_to_their_slots(m, config, with_norm
 @pytest.mark.parametrize(("batch", "width"), [(1, 4), (16, 1), (8, 4), (16, 4), (32, 4)])
 def test_layers_one_after_another(batch, width, hopper):
     """Each kernel begins while the one before still runs and has its weights come then: what all make is the same without."""
-    kernels = TritonKernels(DEVICES["H200"], table=load("NVIDIA H200"))
-    kernels.pdl = False
-    chain = Chain(decoder_shape(shape_config("llama-3.1-8b"), HALF), kernels, hopper)
+    shape, table = decoder_shape(shape_config("llama-3.1-8b"), HALF), load("NVIDIA H200")
+    chain = Chain(shape, TritonKernels(replace(DEVICES["H200"], early_starts=False), table=table), hopper)
     chain.prepare(batch, width, 640)
     wanted = chain.run_layers(0)
-    chain.kernels.pdl = True
+    chain.kernels = TritonKernels(DEVICES["H200"], table=table).for_shape(shape)
     chain.run_layers(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

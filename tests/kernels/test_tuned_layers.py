@@ -15,6 +15,7 @@ from kernels.test_tuner import FACTS, FINE, Ruler, kernels, tuned  # noqa: F401 
 from outrider.device import DecoderShape
 from outrider.model.config.shapes import decoder_shape, shape_config
 from outrider_triton.kernelset import TritonKernels
+from outrider_triton.products.dense import DenseProducts
 from outrider_triton.tiles.configs import AttentionConfig, MatmulConfig
 from outrider_triton.tiles.derive.products import OPERATORS
 from outrider_triton.tiles.measure import tuner
@@ -35,7 +36,7 @@ class Tastes(Ruler):
     alike = False
 
     def attempt(self, table):
-        self.kernels.table = table
+        self.kernels.tiles.table = table
         given, keys = used(self.kernels, self.shape, sizes=(self.m,)), tuner._Keys.for_shape(self.shape)
         size = sum(given["attention", self.m][1:])
         size += sum(
@@ -60,10 +61,10 @@ def used(kernels, shape, sizes=(1, 8, 9, 16, 24, 32, 64, 100, 128)):  # noqa: F8
         def config(key, m=m):
             operator, _, n, k = key
             x, weight = (torch.empty(rows, k, dtype=torch.bfloat16, device="meta") for rows in (m, n))
-            return own.matmul_config(operator, x, weight, half=shape.head_size // 2 if operator == "linear_rope" else 0)
+            return own.dense.matmul_config(operator, x, weight, half=shape.head_size // 2 if operator == "linear_rope" else 0)
 
         found |= {(key, m): made for key, made in keys.asked(config).items()}
-        found["attention", m] = own._attention_config(attention, cache, max(1, m // 4), 4, 640)
+        found["attention", m] = own.attention.config_for(attention, cache, max(1, m // 4), 4, 640)
     return found
 
 
@@ -92,7 +93,7 @@ def test_each_shape_keeps_what_was_tuned_in_its_own_layers(shapes, tastes, tmp_p
 def test_both_shapes_of_one_call_keep_their_own(tastes, tmp_path):
     together, alone = tmp_path / "together", tmp_path / "alone"
     tuned(tastes, together, shapes=[LLAMA, QWEN])
-    tastes.table = None
+    tastes.tiles.table = None
     tuned(tastes, alone, shapes=[LLAMA])
     other = TritonKernels(FACTS)
     other.use_tuned(together)
@@ -118,7 +119,7 @@ def test_what_ends_a_layer_is_another_shapes_product_behind_attention(tastes, tm
     x, weight = (torch.empty(rows, 8192, dtype=torch.bfloat16, device="meta") for rows in (8, 4096))
 
     def ends(shape):
-        return tastes.for_shape(shape).matmul_config("linear_add_scaled", x, weight)
+        return tastes.for_shape(shape).dense.matmul_config("linear_add_scaled", x, weight)
 
     tuned(tastes, tmp_path, shapes=[first])
     before = ends(first)
@@ -134,13 +135,13 @@ def test_all_that_a_layer_asks_for_is_kept(qk_norm, left, device, monkeypatch, u
     shape = DecoderShape(
         hidden=64, heads=4, kv_heads=2, head_size=16, inner=96, vocabulary=99, dtype=torch.bfloat16, qk_norm=qk_norm
     )
-    asked, config, keys = set(), TritonKernels.matmul_config, tuner._Keys.for_shape(shape)
+    asked, config, keys = set(), DenseProducts.matmul_config, tuner._Keys.for_shape(shape)
 
     def counted(self, operator, x, weight, *, half=0):
         asked.add((operator, "bfloat16", *weight.shape))
         return None if operator in left else config(self, operator, x, weight, half=half)
 
-    monkeypatch.setattr(TritonKernels, "matmul_config", counted)
+    monkeypatch.setattr(DenseProducts, "matmul_config", counted)
     chain = Chain(shape, TritonKernels(SMALL), device)
     chain.prepare(1, 4, 32)
     chain.run_layers(0)
@@ -148,7 +149,9 @@ def test_all_that_a_layer_asks_for_is_kept(qk_norm, left, device, monkeypatch, u
 
     def choice(key):
         weight = torch.empty(key[2], key[3], dtype=torch.bfloat16, device="meta")
-        return chain.kernels.matmul_config(key[0], x.expand(4, key[3]), weight, half=8 if key[0] == "linear_rope" else 0)
+        return chain.kernels.dense.matmul_config(
+            key[0], x.expand(4, key[3]), weight, half=8 if key[0] == "linear_rope" else 0
+        )
 
     seen = frozenset(asked)
     assert seen <= keys.asked(choice).keys()
@@ -174,7 +177,7 @@ def test_kernels_for_a_shape_see_what_is_taken_over_later(tmp_path):
     weight = torch.empty(64, 256, dtype=torch.bfloat16)
     TunedStore(tmp_path, FACTS).write([{**FINE, "layer": layer_of(LLAMA)}])
     assert kernels.use_tuned(tmp_path) == 1
-    assert early.matmul_config("linear", x, weight) == MatmulConfig(*FINE["config"])
+    assert early.dense.matmul_config("linear", x, weight) == MatmulConfig(*FINE["config"])
 
 
 def row(stages, **other):

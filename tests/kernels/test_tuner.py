@@ -44,7 +44,7 @@ class Ruler:
         self.groups, self.m = batch * self.shape.kv_heads, batch * width
 
     def attempt(self, table):
-        self.kernels.table = table
+        self.kernels.tiles.table = table
         time.sleep(self.took)
         us = 100.0
         for operator, dtype, n, k in table.entries:
@@ -106,13 +106,13 @@ def test_what_is_faster_is_kept_and_another_process_takes_it_over(kernels, tmp_p
     assert other.use_tuned(tmp_path) == result.kept > 20
     weight = torch.empty(2 * SHAPE.inner, SHAPE.hidden, dtype=torch.bfloat16)
     for own in (kernels, other):
-        both = [own.matmul_config(name, weight[:4], weight) for name in ("linear_silu_mul", "scaled_silu_mul")]
+        both = [own.dense.matmul_config(name, weight[:4], weight) for name in ("linear_silu_mul", "scaled_silu_mul")]
         assert best in [config.stages for config in both if config is not None]
-        assert own.matmul_config("linear", weight[:4, : SHAPE.hidden], weight) is not None
+        assert own.dense.matmul_config("linear", weight[:4, : SHAPE.hidden], weight) is not None
     for elsewhere in (replace(FACTS, name="another"), replace(FACTS, processors=78)):
         assert TritonKernels(elsewhere).use_tuned(tmp_path) == 0
     alone = TritonKernels(FACTS, takes_over=False)
-    assert (alone.use_tuned(tmp_path), alone.table) == (0, None)
+    assert (alone.use_tuned(tmp_path), alone.tiles.table) == (0, None)
 
 
 def test_a_wrong_winner_is_left_out(kernels, tmp_path, monkeypatch):
@@ -124,7 +124,7 @@ def test_a_wrong_winner_is_left_out(kernels, tmp_path, monkeypatch):
     assert kept.use_tuned(tmp_path) == result.kept
     weight = torch.empty(2 * SHAPE.inner, SHAPE.hidden, dtype=torch.bfloat16, device="meta")
     for name, m in itertools.product(("linear_silu_mul", "scaled_silu_mul"), tuner.MEASURED_BATCHES):
-        own, before = (each.matmul_config(name, weight[:m], weight) for each in (kept.for_shape(SHAPE), derived))
+        own, before = (each.dense.matmul_config(name, weight[:m], weight) for each in (kept.for_shape(SHAPE), derived))
         assert own == before
 
 

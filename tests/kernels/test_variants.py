@@ -16,12 +16,11 @@ from triton.runtime.errors import OutOfResources
 
 from kernels.devices import DEVICES, SMALL
 from outrider.device import AttentionMetadata, DecoderShape, KernelSet
-from outrider_triton.attention import kernels as cache_attention
+from outrider_triton import kernelset
+from outrider_triton.attention import cached
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import compile_only, launch, vocabulary_shares
-from outrider_triton.products import kernels as dense_products
-from outrider_triton.rows import kernels as rows
-from outrider_triton.selection import kernels as token_choice
+from outrider_triton.products import dense
 from outrider_triton.tiles.configs import AttentionConfig, MatmulConfig
 from outrider_triton.tiles.derive.products import OPERATORS, choose_config
 from outrider_triton.tiles.store.table import ANY_LAYER, AttentionEntry, ProductEntry, Table, layer_of, load
@@ -68,7 +67,9 @@ def test_every_attention_is_known_beforehand(facts, table, dtype, heads):
     q, k_cache = torch.empty(1, heads[0], 64, dtype=dtype), torch.empty(1, 16, heads[1], 64, dtype=dtype)
     known = {
         capacity: set(
-            attention_configs(lambda *sizes: kernels._attention_config(q, k_cache, *sizes), max_query=256, capacity=capacity)
+            attention_configs(
+                lambda *sizes: kernels.attention.config_for(q, k_cache, *sizes), max_query=256, capacity=capacity
+            )
         )
         for capacity in (96, 784, 4096)
     }
@@ -76,7 +77,7 @@ def test_every_attention_is_known_beforehand(facts, table, dtype, heads):
     for _ in range(3000):
         capacity = draw.choice(list(known))
         batch, queries = 1 + int(2 ** draw.uniform(0, 6)), int(2 ** draw.uniform(0, 8))
-        config = kernels._attention_config(q, k_cache, batch, queries, draw.randint(1, capacity))
+        config = kernels.attention.config_for(q, k_cache, batch, queries, draw.randint(1, capacity))
         assert tuple(config) in known[capacity], (batch, queries, capacity)
 
 
@@ -91,7 +92,7 @@ def test_every_product_is_known_beforehand():
     for operator, tuned in (("linear_parts", {TINY, SPLIT}), ("linear", {TINY})):
         known = set(product_configs(FACTS, TABLE, operator, "bfloat16", n=32, k=64))
         x = torch.empty(128, 64, dtype=torch.bfloat16)
-        assert {own.matmul_config(operator, x[:m], weight) for m in range(1, 129)} - {None} == known > tuned
+        assert {own.dense.matmul_config(operator, x[:m], weight) for m in range(1, 129)} - {None} == known > tuned
     for operator, table in itertools.product(OPERATORS, (None, TABLE)):
         known = product_configs(FACTS, table, operator, "bfloat16", n=4096, k=1024, half=64)
         made = {choose_config(FACTS, operator, m=m, n=4096, k=1024, half=64) for m in (1, 8, 9, 17, 33, 65, 129)}
@@ -110,12 +111,12 @@ def test_every_product_is_known_beforehand_in_each_layer():
     for shape, own, others in zip(shapes, BOTH, BOTH[::-1], strict=True):
         layer = kernels.for_shape(shape)
         with layer.every_variant():
-            known = [MatmulConfig(*each) for each in layer._products("linear", x, weight)]
-        assert {layer.matmul_config("linear", x[:m], weight) for m in range(1, 129)} - {None} == set(known)
+            known = [MatmulConfig(*each) for each in layer.dense.uncompiled("linear", x, weight)]
+        assert {layer.dense.matmul_config("linear", x[:m], weight) for m in range(1, 129)} - {None} == set(known)
         assert own in known
         assert others not in known
     with kernels.every_variant():
-        both = [list(kernels.for_shape(shape)._products("linear", x, weight)) for shape in (*shapes, *shapes)]
+        both = [list(kernels.for_shape(shape).dense.uncompiled("linear", x, weight)) for shape in (*shapes, *shapes)]
     assert [bool(each) for each in both] == [True, True, False, False]  # each once
 
 
@@ -137,14 +138,13 @@ def launched(monkeypatch):
         def __getattr__(self, name):
             return Packet(name)
 
-    for module in (cache_attention, dense_products, rows, token_choice):
+    for module in (kernelset, cached, dense):
         monkeypatch.setattr(module, "_TRITON", Namespace())
     return calls
 
 
 def test_results_are_the_same_in_the_scope(device, pdl, launched):
-    kernels = TritonKernels(SMALL, table=TABLE)
-    kernels.pdl = pdl
+    kernels = TritonKernels(replace(SMALL, early_starts=pdl), table=TABLE)
     generator = torch.Generator().manual_seed(3)
 
     def normal(*size, dtype=torch.bfloat16):
@@ -172,7 +172,7 @@ def test_results_are_the_same_in_the_scope(device, pdl, launched):
         kernels.move_cache(keys, values, *moved)
         return [
             kernels.linear(x, weight),
-            kernels.linear_add_rms_norm(x, weight, None, kept, norm, 1e-5),
+            kernels.dense.linear_add_rms_norm(x, weight, None, kept, norm, 1e-5),
             kept,
             kernels.paged_attention(q, cache, cache, metadata, scale=0.25),
             kernels.sample(logits, *rows),

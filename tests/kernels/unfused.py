@@ -10,6 +10,14 @@ from outrider_triton.products.operands import Product, QuantizedProduct
 class UnfusedProducts(KernelSet):
     """Each fusion composed of the primitives of the set."""
 
+    @property
+    def dense(self):
+        return self
+
+    @property
+    def quantized(self):
+        return self
+
     def linear_silu_mul(self, x, weight, bias=None):
         return self.silu_mul(self.linear(x, weight, bias))
 
@@ -40,14 +48,16 @@ class UnfusedProducts(KernelSet):
         return UnfusedProducts._turned(self, self.linear_quantized(x, weight, bias), rotary)
 
     def norm_linear_quantized(self, added, residual, norm, eps, weight, bias=None):
-        normed = self.linear_quantized_add_rms_norm(added, residual, norm, eps)
+        normed = self.quantized.linear_quantized_add_rms_norm(added, residual, norm, eps)
         return self.linear_quantized(normed, weight, bias)
 
     def norm_linear_quantized_rope_write_cache(self, added, residual, norm, eps, weight, bias, rotary):
-        return UnfusedProducts._turned(self, self.norm_linear_quantized(added, residual, norm, eps, weight, bias), rotary)
+        return UnfusedProducts._turned(
+            self, self.quantized.norm_linear_quantized(added, residual, norm, eps, weight, bias), rotary
+        )
 
     def embed_beside(self, tokens, weight, hidden):
-        return torch.cat((self.embedding(tokens, weight), hidden), dim=-1)
+        return torch.cat((self.gather_rows(weight, tokens), hidden), dim=-1)
 
     def _turned(self, qkv, rotary):
         q, k, v = rotary.split(qkv)
@@ -61,7 +71,7 @@ def attended_mlp(
     """Return what the down product of an MLP behind attention takes, as the blocks of Triton's ``kernels`` compute it."""
     attention = AttentionBlock(norm=None, eps=eps, qkv=output, output=output, output_bias=bias, scale=scale)
     mlp = MlpBlock(norm=norm, eps=eps, gate_up=weight, gate_up_bias=weight_bias, down=down, down_bias=down_bias)
-    pending = DeferredAttention(kernels, (q, k_cache, v_cache, metadata), attention, output, None)
+    pending = DeferredAttention(kernels, kernels.quantized, (q, k_cache, v_cache, metadata), attention, output, None)
     return kernels.mlp_block(ResidualStream(kernels, residual, pending), mlp).pending.product
 
 
@@ -71,5 +81,5 @@ def unfused_mlp(
     """Return the same with attention and the product behind it by themselves."""
     attended = kernels.paged_attention(q, k_cache, v_cache, metadata, scale=scale)
     added = QuantizedProduct(attended.reshape(q.shape[0], -1), output, bias)
-    both = kernels.norm_linear_quantized(added, residual, norm, eps, weight, weight_bias)
+    both = kernels.quantized.norm_linear_quantized(added, residual, norm, eps, weight, weight_bias)
     return QuantizedProduct(both, down, down_bias, gated=True)

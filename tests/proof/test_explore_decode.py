@@ -71,7 +71,7 @@ def test_one_command_shows_every_fence(outrider):
 def test_a_fence_that_the_whole_table_does_not_exercise_fails(outrider, monkeypatch):
     """The net: in the setup that the command chooses, a fence of the table that nothing uses isn't passed over."""
     monkeypatch.setattr("outrider.engine.fences.FENCES", some("params_free"))
-    monkeypatch.setattr("outrider_proof.decode_exploration.PARAMETER_FENCES", frozenset())
+    monkeypatch.setattr("outrider_proof.explorations.PARAMETER_FENCES", frozenset())
     shown = outrider("explore", "decode", "--drop-fence", "every", "--iterations", "1", "--seed", "2")
     assert shown.code == 1
     assert re.search(r"params_free +sim +not exercised", shown.out)

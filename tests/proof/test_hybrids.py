@@ -100,6 +100,20 @@ def test_decoding_takes_one_row_of_another_prefix_at_most():
     assert not checkpoints.has(keys[3])
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_prompts_find_a_row_whatever_decoding_has(rows):
+    """More requests decode than there are rows, and a request keeps its row if a copy had another length."""
+    loaded = host_models("mtp-chain" + HYBRID)
+    sizes = {"max_context": 48, "max_requests": 4, "page_size": 4, "prefill_chunk": 16, "dtype": "float64"}
+    config = plain_config(**sizes, state_checkpoints=rows, overlap=True)
+    engine = Engine(loaded.target, loaded.backend, proposer=loaded.make(), config=config)
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    prompts = [[number, *range(1, 4 + number)] for number in range(9)]
+    made = [done.token_ids for _ in range(2) for done in engine.generate(prompts, params)]
+    assert made[:9] == made[9:]
+    assert engine.load.state_checkpoints <= rows
+
+
 def test_what_hybrids_refuse():
     loaded = host_models("none" + HYBRID)
     config = plain_config(max_context=40, max_requests=2, page_size=4, dtype="float64")

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 """
 RANKS = 'dist.init_process_group("nccl")\nrank = dist.get_rank()\n'
 PLACEHOLDER = re.compile(r"<([a-z_0-9]+)(?:\.([a-z_0-9]+))?>")
-LIST = re.compile(r"@([a-z_]+)(?:\.([a-z]+))?(?:\(([a-z])\))?")
+LIST = re.compile(r"@([a-z_]+)(?:\.([a-z]+))?(?:\(([a-z])\))?(?: |$)")
 HERE = Path(__file__).parent
 
 
@@ -93,7 +93,7 @@ class Classes:
         """Return the alternatives, with each `@list` of the file of statements replaced by its elements."""
         found: list[Any] = []
         for item in [given] if isinstance(given, str) else given:
-            references = list(LIST.finditer(item)) if isinstance(item, str) and item.startswith("@") else []
+            references = list(LIST.finditer(item)) if isinstance(item, str) else []
             for name, key, index in (match.groups() for match in references):
                 entries = self._lists[name][key] if key else self._lists[name]
                 entries = entries.strip().split("\n") if isinstance(entries, str) else entries

@@ -195,6 +195,7 @@ def run(program: Any) -> tuple[Recorder, Oracle]:
             detector.launched(Operation(name, stream, index, tuple(r.access(w) for r, w in rest[1])))
         elif what == "record":
             record = oracle.node(None, [], launch=launch, waits_for=oracle.last_of.get(stream))
+            oracle.node(stream, [], launch=launch)
             recorded[rest[1]].append((record, launch))
             generations[rest[1]] += 1
             detector.recorded(stream, named[rest[1]], generations[rest[1]])  # type: ignore[arg-type]

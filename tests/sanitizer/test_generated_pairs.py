@@ -62,6 +62,7 @@ def described(verdict: Verdict) -> str:
     return f"--- {verdict.fault}: {verdict.pair.name}\n{text}\nreported: {reported} {verdict.failed}"
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:index_reduce:UserWarning")  # torch says so of its own names
 @pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.slow)])
 def test_races_are_reported_at_their_lines_and_twins_are_silent(count: int, tmp_path: Path, capsys: Capture) -> None:
     verdicts = [check(pair, tmp_path, capsys) for pair in pairs(count, seed=2026)]

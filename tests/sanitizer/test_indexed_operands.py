@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.device.kernels.indexed_operands import index_arguments, operands_by_index
+from outrider.device.kernels.operators import index_arguments, operands_by_index, reads_no_elements
 from outrider_sim.torch_device.row_accesses import Elements, resolvers_of
 
 X = torch.arange(1.0, 13.0).view(4, 3)
@@ -115,6 +115,20 @@ def test_the_registry_has_no_other_operators_with_indices() -> None:
     assert {name for name in names if name.partition(".")[0] not in WHOLE} == set(CALLS) - {
         name for name in CALLS if "embedding_bag" in name
     }
+
+
+def test_tensors_made_like_others_read_no_elements() -> None:
+    made = {
+        schema.name.removeprefix("aten::")
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith("aten::") and schema.arguments and str(schema.arguments[0].type) == "Tensor"
+        for overload in [schema.overload_name or "default"]
+        if overload in getattr(torch.ops.aten, schema.name.removeprefix("aten::")).overloads()
+        and reads_no_elements(getattr(getattr(torch.ops.aten, schema.name.removeprefix("aten::")), overload))
+    }
+    assert {name for name in made if "like" not in name and not name.startswith("new_") and "sparse" not in name} == set()
+    assert {"empty_like", "full_like", "rand_like", "zeros_like", "new_full", "new_zeros"} <= made
+    assert "_to_copy" not in made
 
 
 def test_an_operator_that_reads_more_than_its_indices_say_counts_as_whole() -> None:

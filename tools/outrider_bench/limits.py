@@ -198,7 +198,7 @@ def measure_collectives(engine: Engine, batches: Iterable[int]) -> Mapping[int, 
     for batch in batches:
         calls = iteration_calls(engine, batch)
         for call in calls:
-            if call not in times and ranks is not None:
+            if call not in times:
                 times[call] = _seconds(ranks, call)
         found[batch] = CollectiveCost(calls.total(), sum(count * times[call] for call, count in calls.items()))
     return found
@@ -217,7 +217,7 @@ def iteration_calls(engine: Engine, batch: int) -> Counter[CollectiveCall]:
 
     model = engine.model
     calls: Counter[CollectiveCall] = Counter()
-    if model.ranks is None or not isinstance(model, Decoder):
+    if model.ranks.is_single or not isinstance(model, Decoder):
         return calls
     depth = engine.proposer.depth
     rows = batch * (depth + 1)
@@ -233,7 +233,6 @@ def iteration_calls(engine: Engine, batch: int) -> Counter[CollectiveCall]:
 def _count_pass(calls: Counter[CollectiveCall], model: Decoder, rows: int, sampled: int, *, layers: int, normed: int) -> None:
     """Count the calls of one pass. ``normed``: the reductions of layers that a norm follows."""
     ranks, width, dtype = model.ranks, model.config.hidden_size, model.dtype
-    assert ranks is not None
     if ranks.tensor is not None:
         calls[CollectiveCall("tensor", "all_reduce", rows, width, dtype)] += 1 + (2 * layers - normed)
         calls[CollectiveCall("tensor", "all_reduce_rms_norm", rows, width, dtype)] += normed

@@ -46,9 +46,18 @@ class Shape:
     def batch(self, lab: Lab, dtype: torch.dtype, room: int = 0) -> PagedBatch:
         """Return operands of this shape on a new stream, with the preferred page size."""
         (stream,) = lab.streams("s")
-        kind = {"tree": self.tree, "window": self.window, "padding": self.padding}
-        size = lab.backend.capabilities.page_size
-        return PagedBatch(lab, stream, self.new, self.context(lab.backend), dtype=dtype, page_size=size, room=room, **kind)
+        return PagedBatch(
+            lab,
+            stream,
+            self.new,
+            self.context(lab.backend),
+            dtype=dtype,
+            page_size=lab.backend.capabilities.page_size,
+            room=room,
+            tree=self.tree,
+            window=self.window,
+            padding=self.padding,
+        )
 
 
 SHAPES: Mapping[str, Shape] = MappingProxyType(

@@ -136,21 +136,6 @@ class Timeline:
                 part.marks.append(replace(mark, at=at))
         return part
 
-    def overlap_with(self, stream: str, other: str) -> tuple[float, float]:
-        """Return the busy time of ``stream``, and its part in which ``other`` was busy too, in microseconds."""
-        others = self.spans.get(other, [])
-        busy = shared = 0.0
-        first = 0
-        for span in self.spans.get(stream, []):
-            busy += span.end - span.start
-            while first < len(others) and others[first].end <= span.start:
-                first += 1
-            number = first
-            while number < len(others) and others[number].start < span.end:
-                shared += max(0.0, min(others[number].end, span.end) - max(others[number].start, span.start))
-                number += 1
-        return busy, shared
-
     def wait_times(self, wait: WaitArrow) -> tuple[float, float] | None:
         """Return when the record of ``wait`` was reached, and when the first operation after the wait started.
 

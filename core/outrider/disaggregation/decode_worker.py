@@ -12,11 +12,11 @@ from torch import Tensor
 
 from outrider.device import ConfigError, DeviceError
 from outrider.disaggregation import codec
-from outrider.disaggregation.guide_compilers import GuideCompilers
 from outrider.disaggregation.page_landing import PageLanding
 from outrider.disaggregation.prefill_worker import SendMessage, written_notice
 from outrider.disaggregation.wire import WireError, WireMessage
 from outrider.engine.engine import Engine
+from outrider.engine.guides.grammars import GuideCompilers
 from outrider.engine.requests.hand_over import ExpectedPages, RequestState
 from outrider.engine.requests.request import FinishReason, StepOutput
 from outrider.errors import RequestError
@@ -93,7 +93,7 @@ class DecodeWorker:
     def __init__(self, engine: Engine, *, alone: StandaloneMode = StandaloneMode.PREFILL) -> None:
         self.engine = engine
         self._alone = alone
-        self._compilers = GuideCompilers(engine)
+        self._compilers = GuideCompilers(engine.compile_guide)
         self._peers: dict[int, _PrefillPeer] = {}
         self.broken_peers: set[int] = set()
         """Peers whose links are down. The server closes their connections."""

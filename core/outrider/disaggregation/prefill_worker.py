@@ -9,9 +9,9 @@ from typing import Any
 
 from outrider.device import ConfigError, DeviceError
 from outrider.disaggregation import codec
-from outrider.disaggregation.guide_compilers import GuideCompilers
 from outrider.disaggregation.wire import WireError, WireMessage
 from outrider.engine.engine import Engine
+from outrider.engine.guides.grammars import GuideCompilers
 from outrider.engine.requests.hand_over import LentPages, RequestState
 from outrider.engine.requests.request import FinishReason, StepOutput
 from outrider.errors import RequestError
@@ -72,7 +72,7 @@ class PrefillWorker:
         self._peers: dict[int, _DecodePeer] = {}
         self.broken_peers: set[int] = set()
         """Peers whose links are down. The server closes their connections."""
-        self._compilers = GuideCompilers(engine)
+        self._compilers = GuideCompilers(engine.compile_guide)
         self._compiling: dict[_PrefillJob, tuple[RequestState, Future[None]]] = {}
         self._by_request: dict[int, _PrefillJob] = {}
         self._prefilled: list[_PrefillJob] = []

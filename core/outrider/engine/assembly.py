@@ -100,7 +100,7 @@ class RankedAssembly(Assembly):
 
 def assembly_of(parts: EngineParts) -> Assembly:
     """Return the assembly that suits the ranks of the model."""
-    if parts.model.ranks is not None:
+    if not parts.model.ranks.is_single:
         return RankedAssembly(parts, parts.model.ranks)
     guided = GuidedDecoding(parts)
     return Assembly(parts, Stages(parts), Prefill(parts, guided), guided)

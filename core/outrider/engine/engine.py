@@ -40,9 +40,8 @@ from outrider.engine.recovery import Watchdog
 from outrider.engine.requests.admission import Admission
 from outrider.engine.requests.draft_length import DraftLengthPolicy, LengthSchedule
 from outrider.engine.requests.hand_over import HandOver, RequestState
-from outrider.engine.requests.output_queue import RequestStream
 from outrider.engine.requests.pages import CacheEvent, CacheEvents
-from outrider.engine.requests.request import Completion, FinishReason, Request, StepOutput
+from outrider.engine.requests.request import Completion, FinishReason, Request, RequestStream, StepOutput
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.session import Answer, Session, answering, follow
 from outrider.engine.setup.checks import check_engine_types, check_invariance, check_loading_types, check_policy, check_tree

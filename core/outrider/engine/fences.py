@@ -7,7 +7,7 @@ ends:
 - Every access to KV pages is on forward, so the reuse of a page is ordered.
 - Every access to the states of recurrent layers is on forward: prefill, verify, the commit after acceptance, and the copies
   of the prefix cache. So the reuse of a row or of a checkpoint is ordered.
-- A gather precedes the *inputs ready* of its own iteration.
+- Sequence lengths are resolved on schedule before the *inputs ready* of their own iteration.
 - The plan of an iteration never meets the verify of the iteration before: *shared reads done* follows that verify on forward.
 - A fused iteration unpacks its inputs on forward, after the reads of the iteration before.
 
@@ -70,7 +70,7 @@ FENCES: tuple[FenceSpec, ...] = (
         "forward",
         ("plan", "copy"),
         Hazard.READ_AFTER_WRITE,
-        "draft tokens, a tree's shape",
+        "draft.*: draft tokens, a tree's shape",
     ),
     FenceSpec(
         "draft_on_host",
@@ -86,14 +86,20 @@ FENCES: tuple[FenceSpec, ...] = (
         Hazard.READ_AFTER_WRITE,
         "masks of guided requests, one for the position after each token of a draft",
     ),
-    FenceSpec("plan_ready", "plan", ("forward",), Hazard.READ_AFTER_WRITE, "static inputs and metadata of verify"),
-    FenceSpec("accept_ready", "forward", ("plan",), Hazard.READ_AFTER_WRITE, "accepted tokens, their number and their path"),
+    FenceSpec("plan_ready", "plan", ("forward",), Hazard.READ_AFTER_WRITE, "verify.*: static inputs and metadata of verify"),
+    FenceSpec(
+        "accept_ready",
+        "forward",
+        ("plan",),
+        Hazard.READ_AFTER_WRITE,
+        "outputs.*: accepted tokens, their number and their path",
+    ),
     FenceSpec(
         "extend_plan_ready",
         "plan",
         ("forward",),
         Hazard.READ_AFTER_WRITE,
-        "static inputs and metadata of draft-extend, and the moves of a tree's keys and values",
+        "extend.*: static inputs and metadata of draft-extend, and the moves of a tree's keys and values",
     ),
     FenceSpec("published", "forward", ("schedule", "copy"), Hazard.READ_AFTER_WRITE, "new lengths, a generation per row"),
     FenceSpec(

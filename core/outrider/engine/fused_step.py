@@ -39,9 +39,9 @@ class FusedStep(Step):
         streams, fences, batch = self._streams, self._fences, requested.launched
         # A copy between two graphs costs time, so unchanged inputs are not copied again. Forward has already waited for the
         # upload that wrote them.
-        inputs_unchanged = self._input_upload.matches_previous(packer)
+        inputs_unchanged = self._staging.matches_previous(packer)
         if not inputs_unchanged:
-            self._input_upload.upload(packer, entry, streams.schedule)
+            self._staging.upload(entry, packer.packed, streams.schedule)
         if self._guided.has_prompts(batch):
             fences.shared_reads_done.wait(streams.schedule)
             self._guided.upload_prompt_masks(batch, entry)

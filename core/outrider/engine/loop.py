@@ -13,8 +13,7 @@ from outrider.engine.ranks.decision_log import DecisionLog
 from outrider.engine.recovery import FailureRecovery, Watchdog
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.groups import GroupScheduler
-from outrider.engine.requests.output_queue import OutputQueue
-from outrider.engine.requests.request import FinishReason, Request, RequestFailed
+from outrider.engine.requests.request import FinishReason, OutputQueue, Request, RequestFailed
 from outrider.engine.requests.scheduler import OutOfPages, Scheduler
 from outrider.engine.state.parts import EngineParts
 from outrider.engine.state.results import HostResults, PendingResult

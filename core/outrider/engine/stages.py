@@ -115,6 +115,7 @@ class Stage(ABC):
     """True if no feature but sampling changes the stage's work, so that graphs of other features are shared."""
 
     def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
         self.stream: Stream = getattr(parts.streams, self.on)
 
     @abstractmethod
@@ -248,14 +249,10 @@ class PlanPositions(Stage):
     reads = ("inputs.seq_lens", "inputs.tables", "inputs.mrope_position_deltas")
     writes = ("verify.positions", "verify.rope_positions", "verify.slots", "verify.seq_lens")
 
-    def __init__(self, parts: EngineParts) -> None:
-        super().__init__(parts)
-        self._plans = parts.plans
-
     def run(self, batch: DecodeBatch, frame: Frame) -> None:
         """Compute positions, cache slots and lengths of verify's tokens from the gathered state."""
         del batch
-        self._plans.from_lengths(frame.inputs, frame.verify)
+        self._parts.plans.from_lengths(frame.inputs, frame.verify)
 
 
 class PlanTokens(Stage):
@@ -271,14 +268,10 @@ class PlanTokens(Stage):
         "verify.static_rope_positions",
     )
 
-    def __init__(self, parts: EngineParts) -> None:
-        super().__init__(parts)
-        self._plans = parts.plans
-
     def run(self, batch: DecodeBatch, frame: Frame) -> None:
         """Write tokens and tree mask into the buffers that the first part started."""
-        self._plans.from_draft(frame.inputs, frame.draft, frame.verify)
-        self._plans.copy_rope_positions_for_graph(frame.inputs, frame.verify, captured=batch.captured)
+        self._parts.plans.from_draft(frame.inputs, frame.draft, frame.verify)
+        self._parts.plans.copy_rope_positions_for_graph(frame.inputs, frame.verify, captured=batch.captured)
 
 
 class VerifyAttention(Stage):
@@ -288,14 +281,10 @@ class VerifyAttention(Stage):
     reads = ("inputs.tables", "verify.seq_lens", "verify.mask")
     writes = ()
 
-    def __init__(self, parts: EngineParts) -> None:
-        super().__init__(parts)
-        self._attention = parts.attention
-
     def run(self, batch: DecodeBatch, frame: Frame) -> None:
         """Create the attention plan of verify, or update it for this batch."""
         width = batch.drafted + 1
-        frame.verify_attention = self._attention.plan(
+        frame.verify_attention = self._parts.attention.plan(
             AttentionBatchKind.VERIFY, frame.verify_attention, frame.seq_lens_host, width, self.stream
         )
 
@@ -438,14 +427,10 @@ class PlanExtend(Stage):
     reads = (INPUTS, "verify.slots", OUTPUTS)
     writes = (EXTEND,)
 
-    def __init__(self, parts: EngineParts) -> None:
-        super().__init__(parts)
-        self._plans = parts.plans
-
     def run(self, batch: DecodeBatch, frame: Frame) -> None:
         """Compute the input tokens of draft-extend, and a tree's accepted path, from the accepted tokens."""
         del batch
-        self._plans.from_accepted(frame.inputs, frame.verify, frame.outputs, frame.extend)
+        self._parts.plans.from_accepted(frame.inputs, frame.verify, frame.outputs, frame.extend)
 
 
 class ExtendAttention(Stage):
@@ -455,16 +440,12 @@ class ExtendAttention(Stage):
     reads = ("inputs.tables", "extend.seq_lens")
     writes = ()
 
-    def __init__(self, parts: EngineParts) -> None:
-        super().__init__(parts)
-        self._attention = parts.attention
-
     def run(self, batch: DecodeBatch, frame: Frame) -> None:
         """Create or update the attention plan of a tree's accepted path."""
         del batch
         path = frame.path_attention
         if path is not None:
-            frame.path_attention = self._attention.plan(
+            frame.path_attention = self._parts.attention.plan(
                 AttentionBatchKind.PATH, path, frame.seq_lens_host, path.max_query, self.stream
             )
 

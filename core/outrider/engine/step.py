@@ -49,6 +49,7 @@ class Step:
         self._backend = parts.backend
         self._streams = parts.streams
         self._fences = parts.fences
+        self._staging = parts.staging
         self._input_upload = parts.input_upload
         self._results = parts.results
         self._prefill = prefill
@@ -150,7 +151,7 @@ class Step:
         Forward waits for all of that.
         """
         fences, schedule, batch = self._fences, self._streams.schedule, requested.launched
-        self._input_upload.upload(packer, entry, schedule)
+        self._staging.upload(entry, packer.packed, schedule)
         fences.shared_reads_done.wait(schedule)
         self._guided.upload_prompt_masks(batch, entry)
         with self._backend.on(schedule):
@@ -238,4 +239,4 @@ class Step:
 
     def invalidate(self) -> None:
         """Upload all inputs in the next iteration, because a copy of an earlier iteration may have failed."""
-        self._input_upload.invalidate()
+        self._staging.invalidate()

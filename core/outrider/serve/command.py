@@ -301,8 +301,7 @@ def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: Server
         from outrider.serve.connection.engine_process import create_engine_client
         from outrider.serve.http.server import HttpAddress
         from outrider.serve.http.server import serve_http as serve_until_ended
-        from outrider.serve.monitoring.log_formats import log_to_stderr
-        from outrider.serve.monitoring.tracing import RequestSpans
+        from outrider.serve.monitoring.tracing import RequestSpans, log_to_stderr
 
     wording = PromptResources(
         speculation.model,

@@ -13,8 +13,18 @@ from torch import Tensor
 
 from outrider.device import AttentionMetadata, Backend, ConfigError
 from outrider.model import DFlashHead, ForwardInput
-from outrider.speculative.cached_proposer import UNBOUNDED, HeadProposer, extend_rope_positions, text_rope_positions
-from outrider.speculative.proposer import MAX_BATCH_REQUESTS, Draft, DraftInputs, ExtendInputs, RelaySpec, sample_draft_rows
+from outrider.speculative.proposer import (
+    MAX_BATCH_REQUESTS,
+    UNBOUNDED,
+    Draft,
+    DraftInputs,
+    ExtendInputs,
+    HeadProposer,
+    RelaySpec,
+    extend_rope_positions,
+    sample_draft_rows,
+    text_rope_positions,
+)
 
 
 class BlockProposer(HeadProposer):

@@ -14,14 +14,19 @@ from torch import Tensor
 
 from outrider.device import ConfigError
 from outrider.model import ForwardInput, KVCache, LanguageModel
-from outrider.speculative.cached_proposer import (
+from outrider.speculative.proposer import (
     CachedProposer,
     ChainProposer,
+    Draft,
+    DraftInputs,
+    ExtendInputs,
+    RelaySpec,
     TreeProposer,
     extend_rope_positions,
+    sample_draft,
+    slots_of,
     text_rope_positions,
 )
-from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, sample_draft, slots_of
 from outrider.speculative.tree import Level, TreeShape, most_likely
 
 

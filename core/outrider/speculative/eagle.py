@@ -15,15 +15,19 @@ from torch import Tensor
 
 from outrider.device import AttentionShape, ConfigError
 from outrider.model import Eagle3Head, EagleHead, ForwardInput, MtpHead, attention_shapes
-from outrider.speculative.cached_proposer import (
+from outrider.speculative.proposer import (
     ChainProposer,
+    Draft,
+    DraftInputs,
+    ExtendInputs,
     HeadProposer,
+    RelaySpec,
     TreeProposer,
     extend_rope_positions,
+    sample_draft,
     text_rope_positions,
     too_many_branches,
 )
-from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, sample_draft
 from outrider.speculative.tree import Level, TreeShape, most_likely
 
 DraftHead = EagleHead | Eagle3Head | MtpHead

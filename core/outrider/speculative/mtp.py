@@ -16,14 +16,19 @@ from torch import Tensor
 
 from outrider.device import AttentionMetadata, Backend, ConfigError
 from outrider.model import ForwardInput, KVCache, MtpHead
-from outrider.speculative.cached_proposer import (
+from outrider.speculative.proposer import (
     CachedProposer,
+    Draft,
+    DraftInputs,
+    ExtendInputs,
+    RelaySpec,
     extend_rope_positions,
     over_target,
+    sample_draft,
+    slots_of,
     target_tokens,
     too_many_branches,
 )
-from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, RelaySpec, sample_draft, slots_of
 from outrider.speculative.tree import Tree
 
 

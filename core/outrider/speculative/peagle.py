@@ -16,7 +16,6 @@ from torch import Tensor
 
 from outrider.device import AttentionMetadata, Backend, ConfigError
 from outrider.model import ForwardInput, PEagleHead
-from outrider.speculative.cached_proposer import text_rope_positions
 from outrider.speculative.eagle import HeadDrafts
 from outrider.speculative.proposer import (
     MAX_BATCH_REQUESTS,
@@ -26,6 +25,7 @@ from outrider.speculative.proposer import (
     RelaySpec,
     sample_draft_rows,
     slots_of,
+    text_rope_positions,
 )
 
 _MAX_TOKENS = 63

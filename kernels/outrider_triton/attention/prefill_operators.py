@@ -9,8 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from outrider.device.kernels.checks import expect
 from outrider_triton.attention.jit import prefill as jit
-from outrider_triton.define import define
-from outrider_triton.launch import launch, power_of_two
+from outrider_triton.launch import define, launch, power_of_two
 
 ROW_ALIGNMENT: int = jit.SPACE.value
 SEQUENCE_BOUNDS = (16, 256, 4096)
@@ -62,15 +61,7 @@ def _copy_context(
     return keys, values, kv_start
 
 
-define(
-    "copy_context.triton",
-    _copy_context,
-    lambda k_cache, v_cache, seq_lens, block_table, rows, most, padded, dtype, pdl: (
-        k_cache.new_empty((rows, k_cache.shape[2], padded), dtype=dtype),
-        v_cache.new_empty((rows, k_cache.shape[2], padded), dtype=dtype),
-        seq_lens.new_empty(seq_lens.shape[0] + 1),
-    ),
-)
+define("copy_context.triton", _copy_context)
 
 
 def _prompt_attention(
@@ -124,4 +115,4 @@ def _prompt_attention(
     return out
 
 
-define("prompt_attention.triton", _prompt_attention, lambda q, *rest: q.new_empty(q.shape))
+define("prompt_attention.triton", _prompt_attention)

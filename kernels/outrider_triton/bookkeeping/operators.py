@@ -8,8 +8,7 @@ from torch import Tensor
 
 from outrider.device.kernels.checks import expect
 from outrider_triton.bookkeeping.jit import bookkeeping
-from outrider_triton.define import define
-from outrider_triton.launch import launch, power_of_two, warps_for
+from outrider_triton.launch import define, launch, power_of_two, warps_for
 
 _MAX_BLOCK = 4096
 """Maximum number of elements that one program loads at once."""
@@ -169,10 +168,6 @@ def _place_accepted(
 define("place_accepted.triton", _place_accepted, writes=("following", "last", "positions"))
 
 
-def _empty_concatenation(tokens: Tensor, weight: Tensor, hidden: Tensor) -> Tensor:
-    return hidden.new_empty((tokens.shape[0], weight.shape[1] + hidden.shape[1]))
-
-
 def expect_beside(weight: Tensor, hidden: Tensor) -> None:
     """Raise unless rows of ``weight`` and ``hidden`` have one dtype and contiguous columns, so that a kernel can concatenate
     them.
@@ -185,7 +180,7 @@ def expect_beside(weight: Tensor, hidden: Tensor) -> None:
 
 def _embed_beside(tokens: Tensor, weight: Tensor, hidden: Tensor, pdl: bool) -> Tensor:
     expect_beside(weight, hidden)
-    out = _empty_concatenation(tokens, weight, hidden)
+    out = hidden.new_empty((tokens.shape[0], weight.shape[1] + hidden.shape[1]))
     block = 1024
     launch(
         bookkeeping.embed_beside,
@@ -197,4 +192,4 @@ def _embed_beside(tokens: Tensor, weight: Tensor, hidden: Tensor, pdl: bool) -> 
     return out
 
 
-define("embed_beside.triton", _embed_beside, lambda tokens, weight, hidden, pdl: _empty_concatenation(tokens, weight, hidden))
+define("embed_beside.triton", _embed_beside)

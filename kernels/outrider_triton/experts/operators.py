@@ -7,9 +7,8 @@ import triton
 from torch import Tensor
 
 from outrider.device.kernels.checks import expect
-from outrider_triton.define import define
 from outrider_triton.experts.jit import unquantized as jit
-from outrider_triton.launch import launch, power_of_two
+from outrider_triton.launch import define, launch, power_of_two
 from outrider_triton.tiles.configs import MatmulConfig
 
 _MAX_COMPARED_PAIRS = 64
@@ -24,8 +23,13 @@ _MAX_BINS = 1024
 
 
 def _route(logits: Tensor, count: int, renormalize: bool, pdl: bool) -> tuple[Tensor, Tensor]:
-    weights, chosen = _routed(logits, count)
-    experts = logits.shape[1]
+    expect(
+        logits.dim() == 2 and 0 < count <= logits.shape[1] and logits.stride(1) == 1,
+        lambda: f"{count} experts of a token, of router logits {tuple(logits.shape)}; expected [T, E], at most E of them",
+    )
+    tokens, experts = logits.shape
+    weights = logits.new_empty((tokens, count), dtype=torch.float32)
+    chosen = logits.new_empty((tokens, count), dtype=torch.int64)
     block = power_of_two(experts)
     launch(
         jit.route,
@@ -39,16 +43,7 @@ def _route(logits: Tensor, count: int, renormalize: bool, pdl: bool) -> tuple[Te
     return weights, chosen
 
 
-def _routed(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    expect(
-        logits.dim() == 2 and 0 < count <= logits.shape[1] and logits.stride(1) == 1,
-        lambda: f"{count} experts of a token, of router logits {tuple(logits.shape)}; expected [T, E], at most E of them",
-    )
-    shape = logits.shape[0], count
-    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
-
-
-define("route.triton", _route, lambda logits, count, renormalize, pdl: _routed(logits, count))
+define("route.triton", _route)
 
 
 def block_count(pairs: int, experts: int, size: int) -> int:
@@ -169,4 +164,4 @@ def _experts(
     return sum_expert_rows(parts, x, count, pdl)
 
 
-define("experts.triton", _experts, lambda x, *rest: torch.empty_like(x, memory_format=torch.contiguous_format))
+define("experts.triton", _experts)

@@ -8,10 +8,9 @@ import torch
 import triton
 from torch import Tensor
 
-from outrider_triton.define import define
 from outrider_triton.experts.jit import quantized as jit
 from outrider_triton.experts.operators import blocks_of, sum_expert_rows
-from outrider_triton.launch import launch
+from outrider_triton.launch import define, launch
 from outrider_triton.quantized.formats import TRITON_FORMATS
 from outrider_triton.quantized.operators import activation_dtype, quantized_rows
 from outrider_triton.tiles.configs import MatmulConfig
@@ -99,8 +98,4 @@ def _experts_quantized(
 
 
 # An overload of the operator that has the same operands.
-define(
-    "experts_quantized.triton",
-    _experts_quantized,
-    lambda x, *rest: torch.empty_like(x, memory_format=torch.contiguous_format),
-)
+define("experts_quantized.triton", _experts_quantized)

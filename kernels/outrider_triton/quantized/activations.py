@@ -11,8 +11,7 @@ import triton
 from torch import Tensor
 
 from outrider_triton.bookkeeping.operators import expect_beside
-from outrider_triton.define import define
-from outrider_triton.launch import launch, power_of_two
+from outrider_triton.launch import define, launch, power_of_two
 from outrider_triton.products.streamed import silu_mul
 from outrider_triton.quantized.formats import TRITON_FORMATS
 from outrider_triton.quantized.jit import activations
@@ -35,23 +34,14 @@ def _silu_mul_linear(
 
     Return the activation [T, I] in ``dtype`` and the largest magnitude per program and row, float32 [programs, T].
     """
-    out, maxima = _gated(x, weight, dtype, config)
-    tiling = MatmulConfig(*config)
+    m, n, tiling = x.shape[0], weight.shape[0] // 2, MatmulConfig(*config)
+    out = x.new_empty((m, n), dtype=dtype)
+    maxima = x.new_empty((-(-n // tiling.rows_per_program), m), dtype=torch.float32)
     silu_mul(x, None, weight, bias, out, 0.0, tiling, pdl, quantized=(x_scales, scales, rows), maxima=maxima)
     return out, maxima
 
 
-def _gated(x: Tensor, weight: Tensor, dtype: torch.dtype, config: list[int]) -> tuple[Tensor, Tensor]:
-    m, n = x.shape[0], weight.shape[0] // 2
-    programs = -(-n // config[8])
-    return x.new_empty((m, n), dtype=dtype), torch.empty((programs, m), dtype=torch.float32, device=x.device)
-
-
-define(
-    "linear_silu_mul.triton_quantized",
-    _silu_mul_linear,
-    lambda x, x_scales, weight, scales, rows, bias, dtype, config, pdl: _gated(x, weight, dtype, config),
-)
+define("linear_silu_mul.triton_quantized", _silu_mul_linear)
 
 
 def _quantize_by_maxima(x: Tensor, maxima: Tensor, format: str, dtype: torch.dtype, pdl: bool) -> tuple[Tensor, Tensor]:
@@ -73,11 +63,7 @@ def _quantize_by_maxima(x: Tensor, maxima: Tensor, format: str, dtype: torch.dty
     return out, scales
 
 
-define(
-    "quantize_by_maxima.triton",
-    _quantize_by_maxima,
-    lambda x, maxima, format, dtype, pdl: allocate_quantized(x, x.shape[1], 0, dtype),
-)
+define("quantize_by_maxima.triton", _quantize_by_maxima)
 
 
 def _embed_beside_quantize(
@@ -100,10 +86,4 @@ def _embed_beside_quantize(
     return out, scales
 
 
-define(
-    "embed_beside.triton_quantize",
-    _embed_beside_quantize,
-    lambda tokens, weight, hidden, format, group, dtype, pdl: allocate_quantized(
-        hidden, weight.shape[1] + hidden.shape[1], group, dtype
-    ),
-)
+define("embed_beside.triton_quantize", _embed_beside_quantize)

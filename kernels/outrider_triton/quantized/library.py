@@ -10,11 +10,10 @@ import triton
 from torch import Tensor
 
 from outrider.device import QuantizedWeight
-from outrider_triton.define import define
-from outrider_triton.launch import launch
+from outrider_triton.launch import define, launch
 from outrider_triton.quantized.formats import TRITON_FORMATS
 from outrider_triton.quantized.jit import products as quantized
-from outrider_triton.quantized.operators import empty_product, flat_rows, quantized_rows, weight_of_operands
+from outrider_triton.quantized.operators import flat_rows, quantized_rows, weight_of_operands
 
 
 def dequantized_weight(weight: QuantizedWeight, dtype: torch.dtype, *, fp8: bool, pdl: bool) -> Tensor:
@@ -66,11 +65,7 @@ def scaled_products(
     return out
 
 
-define(
-    "scale_products.triton",
-    scaled_products,
-    lambda sums, x_scales, scales, bias, rows, dtype, pdl: torch.empty_like(sums, dtype=dtype),
-)
+define("scale_products.triton", scaled_products)
 
 
 def _library(
@@ -111,4 +106,4 @@ def _library(
     return product.view(*x.shape[:-1], n)
 
 
-define("linear_quantized.library", _library, empty_product)
+define("linear_quantized.library", _library)

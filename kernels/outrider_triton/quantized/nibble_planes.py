@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from outrider.device.kernels.checks import expect
-from outrider_triton.define import define
-from outrider_triton.launch import launch
+from outrider_triton.launch import define, launch
 from outrider_triton.products import streamed
 from outrider_triton.quantized.jit import nibble_planes, nibble_planes_gated
 from outrider_triton.tiles.configs import STREAMED, MatmulConfig
@@ -83,7 +81,7 @@ def permute_rows(x: Tensor, pdl: bool, how: int = NIBBLE_PLANES) -> Tensor:
     return out
 
 
-define("lay_in_planes.triton", permute_rows, lambda x, pdl, how: allocate_rows(x, x.shape, how)[0])
+define("lay_in_planes.triton", permute_rows)
 
 
 def _linear_planes(
@@ -164,25 +162,13 @@ def _gated_planes(
 
     A split product is returned in parts, float32 [split, 1, N], without the bias.
     """
-    split, tiling = config[3], MatmulConfig(*config)
-    product = _empty_gated(both, data, scales, bias, config, pdl)
+    split, tiling, n = config[3], MatmulConfig(*config), data.shape[0]
+    product = both.new_empty((split, 1, n), dtype=torch.float32) if split > 1 else both.new_empty((1, n))
     streamed.multiply_gated_planes(both.contiguous(), data, scales, bias if split == 1 else None, product, tiling, pdl)
     return product
 
 
-def _empty_gated(both: Tensor, data: Tensor, *rest: Any) -> Tensor:
-    split, n = rest[-2][3], data.shape[0]
-    return both.new_empty((split, 1, n), dtype=torch.float32) if split > 1 else both.new_empty((1, n))
+define("linear_quantized.triton_gated_planes", _gated_planes)
 
 
-define("linear_quantized.triton_gated_planes", _gated_planes, _empty_gated)
-
-
-def _empty(x: Tensor, data: Tensor, *rest: Any) -> Tensor:
-    split, n = rest[-2][3], data.shape[0]
-    if split > 1:
-        return torch.empty((split, x.numel() // x.shape[-1], n), dtype=torch.float32, device=x.device)
-    return x.new_empty((*x.shape[:-1], n), dtype=rest[-7] or x.dtype)
-
-
-define("linear_quantized.triton_planes", _linear_planes, _empty)
+define("linear_quantized.triton_planes", _linear_planes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -12,8 +11,7 @@ from torch import Tensor
 
 from outrider.device import QuantizedWeight
 from outrider.device.kernels.checks import expect
-from outrider_triton.define import define
-from outrider_triton.launch import launch, power_of_two
+from outrider_triton.launch import define, launch, power_of_two
 from outrider_triton.products.streamed import multiply
 from outrider_triton.quantized.formats import TRITON_FORMATS
 from outrider_triton.quantized.jit import activations as jit_activations
@@ -138,11 +136,7 @@ def quantized_rows(
     return out, scales
 
 
-define(
-    "quantize_rows.triton",
-    quantized_rows,
-    lambda x, format, group, input_scale, dtype, pdl: allocate_quantized(x, x.shape[1], group, dtype),
-)
+define("quantize_rows.triton", quantized_rows)
 
 
 def weight_of_operands(
@@ -276,20 +270,8 @@ def sum_parts(parts: Tensor, bias: Tensor | None, x: Tensor, dtype: torch.dtype,
     return out
 
 
-def empty_product(x: Tensor, *rest: Any) -> Tensor:
-    """Return an empty product. ``rest``: the operands after ``x`` in schema order."""
-    return x.new_empty((*x.shape[:-1], rest[7][0]))
-
-
-def _empty_parts(x: Tensor, *rest: Any) -> Tensor:
-    n, dtype, parts, split = rest[7][0], rest[11], rest[12], rest[19][3]
-    if parts and split > 1:
-        return torch.empty((split, x.numel() // x.shape[-1], n), dtype=torch.float32, device=x.device)
-    return x.new_empty((*x.shape[:-1], n), dtype=dtype)
-
-
 # An overload of the operator that has the same operands.
-define("linear_quantized.triton", _linear_quantized, _empty_parts)
+define("linear_quantized.triton", _linear_quantized)
 
 
 def _linear_quantized_add(
@@ -362,14 +344,7 @@ def _add_rms_norm_quantize(
     return out, scales
 
 
-define(
-    "add_rms_norm.triton_quantize",
-    _add_rms_norm_quantize,
-    lambda x, bias, residual, weight, eps, format, group, dtype, pdl: allocate_quantized(
-        residual, residual.shape[-1], group, dtype
-    ),
-    writes=("residual",),
-)
+define("add_rms_norm.triton_quantize", _add_rms_norm_quantize, writes=("residual",))
 
 
 def _silu_mul_quantize(gate_up: Tensor, format: str, group: int, dtype: torch.dtype, pdl: bool) -> tuple[Tensor, Tensor]:
@@ -388,8 +363,4 @@ def _silu_mul_quantize(gate_up: Tensor, format: str, group: int, dtype: torch.dt
     return out, scales
 
 
-define(
-    "silu_mul.triton_quantize",
-    _silu_mul_quantize,
-    lambda gate_up, format, group, dtype, pdl: allocate_quantized(gate_up, gate_up.shape[-1] // 2, group, dtype),
-)
+define("silu_mul.triton_quantize", _silu_mul_quantize)

@@ -9,8 +9,7 @@ import triton
 from torch import Tensor
 
 from outrider.device.kernels.checks import expect
-from outrider_triton.define import define
-from outrider_triton.launch import launch, power_of_two
+from outrider_triton.launch import define, launch, power_of_two
 from outrider_triton.recurrent.jit import chunks as jit_chunks
 from outrider_triton.recurrent.jit import steps as jit
 
@@ -54,12 +53,7 @@ def _convolution(
     return out
 
 
-define(
-    "short_convolution.triton",
-    _convolution,
-    lambda x, *rest: torch.empty_like(x, memory_format=torch.contiguous_format),
-    writes=("state",),
-)
+define("short_convolution.triton", _convolution, writes=("state",))
 
 
 def _values(mixed: Tensor, state: Tensor) -> tuple[int, ...]:
@@ -122,12 +116,7 @@ def _expect_rows(mixed: Tensor, gates: Tensor, state: Tensor) -> None:
     )
 
 
-define(
-    "gated_delta_rule.triton",
-    _rule,
-    lambda mixed, gates, a_log, dt_bias, state, *rest: mixed.new_empty(_values(mixed, state)),
-    writes=("state",),
-)
+define("gated_delta_rule.triton", _rule, writes=("state",))
 
 
 def _chunks(
@@ -187,21 +176,12 @@ def _chunks(
     return out
 
 
-define(
-    "chunk_gated_delta_rule.triton",
-    _chunks,
-    lambda mixed, gates, a_log, dt_bias, state, *rest: mixed.new_empty(_values(mixed, state)),
-    writes=("state",),
-)
-
-
-def _normed(x: Tensor, weight: Tensor) -> Tensor:
-    expect(x.shape[-1:] == weight.shape, lambda: f"norm of {tuple(x.shape)} with a weight of {tuple(weight.shape)}")
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+define("chunk_gated_delta_rule.triton", _chunks, writes=("state",))
 
 
 def _gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, pdl: bool) -> Tensor:
-    out = _normed(x, weight)
+    expect(x.shape[-1:] == weight.shape, lambda: f"norm of {tuple(x.shape)} with a weight of {tuple(weight.shape)}")
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     expect(gate.shape == x.shape, lambda: f"a norm of {tuple(x.shape)} gated by {tuple(gate.shape)}; expected one shape")
     size = x.shape[-1]
     count = out.numel() // size if size else 0
@@ -223,7 +203,7 @@ def _gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, pdl: bo
     return out
 
 
-define("gated_rms_norm.triton", _gated_rms_norm, lambda x, gate, weight, eps, pdl: _normed(x, weight))
+define("gated_rms_norm.triton", _gated_rms_norm)
 
 
 def _sigmoid_mul(x: Tensor, gate: Tensor, pdl: bool) -> Tensor:
@@ -235,8 +215,4 @@ def _sigmoid_mul(x: Tensor, gate: Tensor, pdl: bool) -> Tensor:
     return out
 
 
-define(
-    "sigmoid_mul.triton",
-    _sigmoid_mul,
-    lambda x, gate, pdl: torch.empty_like(x, memory_format=torch.contiguous_format),
-)
+define("sigmoid_mul.triton", _sigmoid_mul)

@@ -1,4 +1,6 @@
-"""The kernels as torch operators: overloads ``triton`` of the backend interface's operators, and a few new ones.
+"""Operators of kernels that compute row by row, and the rules of all operators of this package.
+
+The operators are overloads ``triton`` of the backend interface's operators, and a few new ones.
 
 An overload takes its operator's operands under the same names, and so accesses the same rows (``ROW_ACCESS``). Integers that
 configure the launch follow them. The shape of its result depends on its operands only.
@@ -9,36 +11,24 @@ from __future__ import annotations
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from outrider.device.kernels.checks import check_copy, expect
-from outrider_triton.define import define
-from outrider_triton.launch import launch, power_of_two
-from outrider_triton.products import streamed
-from outrider_triton.products.jit import matmul
+from outrider_triton.launch import define, launch, power_of_two
 from outrider_triton.quantized.nibble_planes import allocate_rows, row_stride
 from outrider_triton.rows.jit import rows as jit_rows
 from outrider_triton.rows.rotary import expect_laid_out
-from outrider_triton.tiles.configs import LARGE_M, STREAMED, MatmulConfig
 
 _MAX_MOVES = 256
 """Maximum number of rows that a program of ``move_cache`` holds at once."""
-
-
-# -- rows ----------------------------------------------------------------------------------------------------------
 
 
 def _check_norm(x: Tensor, weight: Tensor) -> None:
     expect(x.shape[-1:] == weight.shape, lambda: f"norm of {tuple(x.shape)} with a weight of {tuple(weight.shape)}")
 
 
-def _normed(x: Tensor, weight: Tensor) -> Tensor:
-    _check_norm(x, weight)
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool) -> Tensor:
-    out = _normed(x, weight)
+    _check_norm(x, weight)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     size = x.shape[-1]
     if x.dim() == 3 and x.stride(-1) == 1:
         inner, outer_stride, inner_stride = x.shape[1], x.stride(0), x.stride(1)
@@ -58,7 +48,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool) -> Tensor:
     return out
 
 
-define("rms_norm.triton", _rms_norm, lambda x, weight, eps, pdl: _normed(x, weight))
+define("rms_norm.triton", _rms_norm)
 
 
 def _add_parts(
@@ -90,17 +80,7 @@ def _add_parts(
     return out
 
 
-def _empty_norm(residual: Tensor, weight: Tensor, planes: int) -> Tensor:
-    _check_norm(residual, weight)
-    return allocate_rows(residual, residual.shape, planes)[0]
-
-
-define(
-    "add_rms_norm.triton",
-    _add_parts,
-    lambda x, bias, residual, weight, eps, pdl, planes=0: _empty_norm(residual, weight, planes),
-    writes=("residual",),
-)
+define("add_rms_norm.triton", _add_parts, writes=("residual",))
 
 
 def _silu_mul(gate_up: Tensor, pdl: bool, planes: int = 0) -> Tensor:
@@ -114,11 +94,7 @@ def _silu_mul(gate_up: Tensor, pdl: bool, planes: int = 0) -> Tensor:
     return out
 
 
-define(
-    "silu_mul.triton",
-    _silu_mul,
-    lambda gate_up, pdl, planes=0: allocate_rows(gate_up, (*gate_up.shape[:-1], gate_up.shape[-1] // 2), planes)[0],
-)
+define("silu_mul.triton", _silu_mul)
 
 
 def _rope_write_cache(
@@ -153,11 +129,6 @@ def _rope_write_cache(
 define("rope_write_cache.triton", _rope_write_cache, writes=("q", "k", "k_cache", "v_cache"))
 
 
-def _queries(parts: Tensor, k_cache: Tensor, dtype: torch.dtype) -> Tensor:
-    kv_heads, size = k_cache.shape[2:]
-    return torch.empty((parts.shape[-2], parts.shape[-1] // size - 2 * kv_heads, size), dtype=dtype, device=parts.device)
-
-
 def _add_parts_rope_write_cache(
     parts: Tensor,
     bias: Tensor | None,
@@ -181,8 +152,9 @@ def _add_parts_rope_write_cache(
         parts.is_contiguous() if parts.dim() == 3 else parts.stride(1) == 1,
         lambda: "rope_write_cache: parts must be contiguous, or their rows if there is one part",
     )
-    q = _queries(parts, k_cache, dtype)
-    (tokens, heads, size), kv_heads = q.shape, k_cache.shape[2]
+    tokens, (kv_heads, size) = parts.shape[-2], k_cache.shape[2:]
+    heads = parts.shape[-1] // size - 2 * kv_heads
+    q = torch.empty((tokens, heads, size), dtype=dtype, device=parts.device)
     launch(
         jit_rows.add_parts_rope_write_cache,
         (tokens, heads + 2 * kv_heads),
@@ -198,12 +170,7 @@ def _add_parts_rope_write_cache(
 
 
 # An overload of the operator that writes the same cache rows, so that row access is known.
-define(
-    "rope_write_cache.triton_parts",
-    _add_parts_rope_write_cache,
-    lambda parts, bias, cos, sin, k_cache, v_cache, slots, dtype, *rest: _queries(parts, k_cache, dtype),
-    writes=("k_cache", "v_cache"),
-)
+define("rope_write_cache.triton_parts", _add_parts_rope_write_cache, writes=("k_cache", "v_cache"))
 
 
 def _move_cache(k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations: Tensor, pdl: bool) -> None:
@@ -238,7 +205,7 @@ def _gather_rows(state: Tensor, rows: Tensor, pdl: bool) -> Tensor:
     return out
 
 
-define("gather_rows.triton", _gather_rows, lambda state, rows, pdl: state.new_empty((rows.shape[0], *state.shape[1:])))
+define("gather_rows.triton", _gather_rows)
 
 
 def _scatter_rows(state: Tensor, rows: Tensor, values: Tensor, pdl: bool) -> None:
@@ -265,118 +232,3 @@ def _copy_rows(source: Tensor, out: Tensor, pdl: bool) -> None:
 
 
 define("copy_rows.triton", _copy_rows, writes=("out",))
-
-# -- matrix products -----------------------------------------------------------------------------------------------
-
-
-def flat_product(x: Tensor, weight: Tensor) -> Tensor:
-    """Return ``x`` [..., K] as rows [T, K] for a product with ``weight`` [N, K]. Raises if the operands don't match."""
-    expect(
-        x.shape[-1] == weight.shape[-1] and weight.is_contiguous() and x.dtype is weight.dtype,
-        lambda: f"a product of {tuple(x.shape)} {x.dtype} with a weight of {tuple(weight.shape)} {weight.dtype}",
-    )
-    flat = x.reshape(-1, x.shape[-1])
-    return flat if flat.stride(-1) == 1 else flat.contiguous()
-
-
-def expect_blocks(config: list[int]) -> None:
-    """Raise unless each program's rows fit its block and the configuration is unstreamed: else rows would be left out."""
-    expect(
-        config[8] <= config[1] and config[7] in (0, 1),
-        lambda: (
-            f"a product can't be tiled as {config}: expected no more rows of a program than a block has, "
-            "and an unstreamed descriptor"
-        ),
-    )
-
-
-def tile_descriptor(weight: Tensor, tiling: MatmulConfig) -> TensorDescriptor | None:
-    """Return the copy engine's descriptor of a weight's tiles, or None if threads load them."""
-    return TensorDescriptor.from_tensor(weight, [tiling.block_n, tiling.block_k]) if tiling.descriptor else None
-
-
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: list[int], pdl: bool) -> None:
-    tiling = MatmulConfig(*config)
-    flat = flat_product(x, weight)
-    if tiling.descriptor == STREAMED:
-        streamed.multiply(flat, weight, bias, out, tiling, pdl)
-        return
-    expect_blocks(config)
-    (m, k), n = flat.shape, weight.shape[0]
-    rows_per_program = tiling.rows_per_program or tiling.block_n
-    grid = triton.cdiv(n, rows_per_program), tiling.split, triton.cdiv(m, tiling.block_m)
-    launch(
-        matmul.linear,
-        grid,
-        *(flat, weight, tile_descriptor(weight, tiling), bias, out),
-        *(m, n, k, flat.stride(0), rows_per_program, tiling.prefetch_columns if k % 8 == 0 else 0),
-        SPLIT=tiling.split,
-        **tiling.launch_constants(k),
-        pdl=pdl,
-    )
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: list[int], pdl: bool) -> Tensor:
-    expect(config[3] == 1, lambda: "a product that is split leaves parts: use linear_parts")
-    out = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    _multiply(x, weight, bias, out, config, pdl)
-    return out
-
-
-def _linear_parts(x: Tensor, weight: Tensor, config: list[int], pdl: bool) -> Tensor:
-    """Multiply in parts: float32 [split, T, N], or [T, N] in the operands' dtype without a split."""
-    out = _empty_parts(x, weight, config)
-    _multiply(x, weight, None, out, config, pdl)
-    return out
-
-
-def _empty_parts(x: Tensor, weight: Tensor, config: list[int]) -> Tensor:
-    shape = (*x.shape[:-1], weight.shape[0])
-    return x.new_empty((config[3], *shape), dtype=torch.float32) if config[3] > 1 else x.new_empty(shape)
-
-
-define("linear.triton", _linear, lambda x, weight, bias, config, pdl: x.new_empty((*x.shape[:-1], weight.shape[0])))
-define("linear_parts.triton", _linear_parts, lambda x, weight, config, pdl: _empty_parts(x, weight, config))
-
-
-def _linear_silu_mul(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    config: list[int],
-    pdl: bool,
-    squares: Tensor | None = None,
-    eps: float = 0.0,
-) -> Tensor:
-    """Multiply and apply SwiGLU; with ``squares``, ``x`` and ``squares`` are the results of ``linear_add_scaled``."""
-    tiling = MatmulConfig(*config)
-    expect(tiling.split == 1, lambda: "a gated product isn't split: the activation needs the whole sum")
-    flat = flat_product(x, weight)
-    (m, k), n = flat.shape, weight.shape[0] // 2
-    out = x.new_empty((*x.shape[:-1], n))
-    if tiling.descriptor == STREAMED:
-        streamed.silu_mul(flat, squares, weight, bias, out, eps, tiling, pdl)
-        return out
-    if tiling.descriptor == LARGE_M and squares is None:
-        streamed.silu_mul_large_m(flat, weight, bias, out, tiling, pdl)
-        return out
-    expect_blocks(config)
-    rows_per_program = tiling.rows_per_program or tiling.block_n
-    shares = 1 if squares is None else squares.shape[0]
-    launch(
-        matmul.linear_silu_mul,
-        (triton.cdiv(n, rows_per_program), triton.cdiv(m, tiling.block_m)),
-        *(flat, squares, weight, bias, out, eps, m, n, k, flat.stride(0), shares, rows_per_program),
-        tiling.prefetch_columns if k % 8 == 0 else 0,
-        SHARES=power_of_two(shares),
-        **tiling.launch_constants(k),
-        pdl=pdl,
-    )
-    return out
-
-
-define(
-    "linear_silu_mul.triton",
-    _linear_silu_mul,
-    lambda x, weight, *rest: x.new_empty((*x.shape[:-1], weight.shape[0] // 2)),
-)

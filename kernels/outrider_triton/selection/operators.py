@@ -7,8 +7,7 @@ import triton
 from torch import Tensor
 
 from outrider.device.kernels.checks import expect
-from outrider_triton.define import define
-from outrider_triton.launch import launch, power_of_two
+from outrider_triton.launch import define, launch, power_of_two
 from outrider_triton.selection.jit import token_choice
 
 _VOCABULARY_BLOCK = 1024
@@ -67,7 +66,7 @@ def _sample(
     return tokens
 
 
-define("sample.triton", _sample, lambda logits, *rest: logits.new_empty(logits.shape[:-1], dtype=torch.int64))
+define("sample.triton", _sample)
 
 
 def _verify_chain(
@@ -152,12 +151,7 @@ def _accept_greedy(
     return tokens, accepted
 
 
-define(
-    "verify_checked.triton",
-    _accept_greedy,
-    lambda target_logits, draft_tokens, *rest: _empty_chain(draft_tokens),
-    writes=("found",),
-)
+define("verify_checked.triton", _accept_greedy, writes=("found",))
 
 
 def _empty_chain(draft_tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,7 +159,7 @@ def _empty_chain(draft_tokens: Tensor) -> tuple[Tensor, Tensor]:
     return draft_tokens.new_empty((batch, num_draft_tokens + 1)), draft_tokens.new_empty((batch,))
 
 
-define("verify_chain.triton", _verify_chain, lambda target_logits, draft_tokens, *rest: _empty_chain(draft_tokens))
+define("verify_chain.triton", _verify_chain)
 
 
 def _verify_tree(
@@ -181,7 +175,8 @@ def _verify_tree(
     shares: int,
     pdl: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    chosen, path, accepted = _empty_path(tokens, depth)
+    batch, shape = tokens.shape[0], (tokens.shape[0], depth + 1)
+    chosen, path, accepted = tokens.new_empty(shape), tokens.new_empty(shape), tokens.new_empty((batch,))
     parents = parents.contiguous()
     operands = (temperature.contiguous(), seeds.contiguous(), positions.contiguous(), parents)
     best, index, _ = _best(
@@ -201,18 +196,7 @@ def _verify_tree(
     return chosen, path, accepted
 
 
-def _empty_path(tokens: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-    shape = (tokens.shape[0], depth + 1)
-    return tokens.new_empty(shape), tokens.new_empty(shape), tokens.new_empty(shape[:1])
-
-
-define(
-    "verify_tree.triton",
-    _verify_tree,
-    lambda target_logits, tokens, parents, temperature, seeds, positions, depth, sampling, lane, shares, pdl: _empty_path(
-        tokens, depth
-    ),
-)
+define("verify_tree.triton", _verify_tree)
 
 
 def _apply_token_bitmask(logits: Tensor, bitmask: Tensor, pdl: bool) -> Tensor:
@@ -235,8 +219,4 @@ def _apply_token_bitmask(logits: Tensor, bitmask: Tensor, pdl: bool) -> Tensor:
     return out
 
 
-define(
-    "apply_token_bitmask.triton",
-    _apply_token_bitmask,
-    lambda logits, bitmask, pdl: torch.empty_like(logits, memory_format=torch.contiguous_format),
-)
+define("apply_token_bitmask.triton", _apply_token_bitmask)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.errors import OutOfResources
 
-from outrider.device import KernelSet
-from outrider_triton.launch import compile_only, power_of_two, vocabulary_shares
+from outrider_triton.launch import power_of_two, vocabulary_shares
 from outrider_triton.tiles.configs import BUCKETS, MatmulConfig
 from outrider_triton.tiles.derive.products import MAX_TOKENS_TUNED, every_config
 from outrider_triton.tiles.facts import DeviceFacts
@@ -64,43 +63,6 @@ class VariantScope:
             if not self.depth:
                 self._compiled_keys.clear()
                 self._configs.clear()
-
-
-class WarmedKernels(KernelSet):
-    """The base of the kernel set's parts: the device's facts, the measurements in use, and the scope that compiles variants.
-
-    Each part sets the further attributes that its methods use.
-    """
-
-    _layer: str = ANY_LAYER
-
-    def __init__(self, facts: DeviceFacts, table: Table | None = None) -> None:
-        self.facts, self.processors, self.pdl = facts, facts.processors, facts.pdl
-        self._tables = [table]
-        self._scope = VariantScope()
-
-    @property
-    def table(self) -> Table | None:
-        """Return the measurements in use, or None. All :meth:`for_shape` copies share them."""
-        return self._tables[-1]
-
-    @table.setter
-    def table(self, table: Table | None) -> None:
-        self._tables[:] = [table]
-
-    def _shares(self, shape: Sequence[int]) -> Iterator[int]:
-        """Yield the number of programs that share one row of a tensor of ``shape``.
-
-        Inside the scope, first yield every count that another batch may need, each to be compiled and not run.
-        """
-        rows = 1
-        for size in shape[:-1]:
-            rows *= size
-        if self._scope.depth:  # other operands need other variants, so repeat this for each call
-            for count in share_counts(shape[-1], self.processors):
-                with compile_only():
-                    yield count
-        yield vocabulary_shares(rows, shape[-1], self.processors)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from dataclasses import replace
 from conformance.mutants.catalogue import Mutant, patch
 
 IN_PLACE = ("rope_write_cache", "move_cache", "count_tokens")
-NUMBERS = ("linear", "embedding", "rms_norm", "add_rms_norm", "silu_mul", "paged_attention", "bias_logits", "penalize_logits")
+NUMBERS = ("linear", "rms_norm", "add_rms_norm", "silu_mul", "paged_attention", "bias_logits", "penalize_logits")
 CHOICES = ("sample", "verify_chain", "verify_tree")
 MIXED = ("logprobs",)
 IGNORED = {

@@ -39,7 +39,6 @@ CACHES = ("rotary.k_cache", "rotary.v_cache")
 DRAW = ("temperature", "seeds", "positions")
 SPECS = {
     "linear": Operands(DENSE, ("x",), (), ("x", "weight", "bias"), ("x",), ("x",), ("x", "weight"), many=64),
-    "embedding": Operands(DENSE, ("tokens",), (), ("tokens", "weight"), many=64),
     "rms_norm": Operands(DENSE, ("x",), (), ("x", "weight"), ("x",), ("x",), ("x", "weight"), many=64),
     "add_rms_norm": Operands(DENSE, ("x", "residual"), ("residual",), ("x",), ("x",), (), ("x",), many=64),
     "silu_mul": Operands(DENSE, ("gate_up",), (), ("gate_up",), ("gate_up",), (), ("gate_up",), many=64),

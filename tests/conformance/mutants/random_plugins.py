@@ -74,13 +74,15 @@ def plugins(seed: int = SEED, count: int = COUNT) -> list[RandomPlugin]:
 
 # -- kernels ---------------------------------------------------------------------------------------------------------------
 
-ROWS = {  # the operand that has one row for each row of the result, and the operand whose dtype is the model's
+# The operand that has one row for each row of the result, and the operand whose dtype is the model's. Plugins are chosen by
+# place: a kernel that leaves the interface is replaced by another one here.
+ROWS = {
     "add_rms_norm": ("x", "x"),
     "apply_token_bitmask": ("logits", "logits"),
     "bias_logits": ("logits", "logits"),
     "count_tokens": ("tokens", ""),
     "fuse_embedding": ("tokens", "table"),
-    "embedding": ("tokens", "weight"),
+    "copy_rows": ("source", "source"),
     "experts": ("x", "x"),
     "gated_rms_norm": ("x", "x"),
     "gather_rows": ("rows", "state"),
@@ -106,6 +108,7 @@ ROWS = {  # the operand that has one row for each row of the result, and the ope
     "verify_tree": ("target_logits", ""),
 }
 WRITTEN = {
+    "copy_rows": ("out",),
     "rope_write_cache": ("q", "k_cache", "v_cache"),
     "move_cache": ("k_cache", "v_cache"),
     "count_tokens": ("counts",),

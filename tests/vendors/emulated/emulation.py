@@ -11,6 +11,7 @@ import torch_npu
 from tools import Emulated
 from torch_npu import operators
 
+from outrider.device import ROW_ACCESS
 from outrider_npu import backend as module
 from outrider_npu import kernels, machine
 
@@ -33,22 +34,24 @@ def lift_limits():
     module.CAPABILITIES = replace(module.CAPABILITIES, dtypes=module.CAPABILITIES.dtypes | {torch.float64})
 
 
-def attended_pages(call):
-    """Return the pages of the sequences.
+def attended_rows(call):
+    """Return the rows of the sequences' pages.
 
     Page 0 holds padding, which operations write in no order; results of padding are dropped.
     """
-    table, cache = call["block_table"], call["k_cache"] if "k_cache" in call else call["key"]
-    used = -(-torch.as_tensor(call["seq_lens"]) // cache.shape[1])
-    pages = table[torch.arange(table.shape[1]) < used.unsqueeze(1)].unique()
-    return pages[pages > 0]
+    cache = call["k_cache"] if "k_cache" in call else call["key"]
+    operands = {"k_cache": cache, "block_table": call["block_table"], "seq_lens": torch.as_tensor(call["seq_lens"])}
+    rows = ROW_ACCESS["outrider::paged_attention"]["k_cache"](operands)
+    return rows[rows >= cache.shape[1]]
 
 
 def make():
     return EmulatedNpu(0)
 
 
-ATTENTION = {"outrider_npu::fused_attention": ("key", "value"), "outrider::paged_attention": ("k_cache", "v_cache")}
-for operator, operands in ATTENTION.items():
-    torch_npu.registered.dispatcher.declare_rows(operator, dict.fromkeys(operands, attended_pages))
+for operator, operands in (
+    (torch.ops.outrider_npu.fused_attention.default, ("key", "value")),
+    (torch.ops.outrider.paged_attention.default, ("k_cache", "v_cache")),
+):
+    torch_npu.registered.dispatcher.info(operator).resolvers = dict.fromkeys(operands, attended_rows)
 module.NpuBackend = EmulatedNpu

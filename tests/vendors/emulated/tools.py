@@ -7,11 +7,11 @@ import torch_npu
 from torch_npu.npu.streams import Idle, Stream
 
 from outrider.device import InterfaceError, TorchEvent, TorchStream
+from outrider_sim.backend import ObserverTap
 from outrider_sim.explore.control import SimControl
 from outrider_sim.explore.strategies import Exhaustive
 from outrider_sim.machine.device_state import host_extent
 from outrider_sim.machine.pinned import PinnedTensor
-from outrider_sim.tap import ObserverTap
 from outrider_sim.torch_device.operands import extent
 from outrider_sim.torch_device.tensor import SimTensor
 
@@ -98,17 +98,16 @@ class Emulated:
     def create_stream(self, name, *, priority=0):
         """A program's streams are called the same in each of its runs, so that schedules stay valid."""
         for stream in self._streams:
-            if stream.name == name and getattr(stream, "epoch", 0) < self.epoch:
+            if stream.name == name and stream.epoch < self.epoch:
                 stream.name = f"{name}~{stream.epoch}"
                 self.sim.machine.rename_stream(stream.native.queue, stream.name)
-        made = super().create_stream(name, priority=priority)
-        made.epoch = self.epoch
-        return made
+        return super().create_stream(name, priority=priority)
 
     def _create_event(self, name, timing):
         return _Event(self, name, timing, super()._create_event(name, timing).native)
 
     def _create_stream(self, name, priority):
         made = super()._create_stream(name, priority)
+        made.epoch = self.epoch  # before another thread finds it in the list
         self.sim.machine.rename_stream(made.native.queue, name)  # schedules speak of streams by name
         return made

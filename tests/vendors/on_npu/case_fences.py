@@ -9,7 +9,7 @@ from outrider_proof.decode_program import DecodeExplorer
 from outrider_proof.fence_log import Drop
 from outrider_sanitizer import RaceError
 
-PROGRAMS = 4
+PROGRAMS = 2
 OF_THIS_DEVICE = ("params_free", "params_bound", "lengths_on_host")
 NAMES = [fence.name for fence in FENCES]
 

@@ -1,13 +1,6 @@
 """What cases share; the emulation is there already, as a plugin of pytest."""
 
-import gc
-
 import pytest
-
-
-def pytest_collection_finish():
-    """What collecting has imported stays, as in the process that starts this one."""
-    gc.freeze()
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from outrider.device import Backend, DecoderShape, KernelSet, Stream
-    from outrider_tune.measure import TimedKernelCase
+    from outrider_bench.kernel_cases import TimedKernelCase
 
 _REPLAYS = 5
 _CALLS = 16
@@ -111,8 +111,7 @@ def _cases(
     device: Backend, stream: Stream, decoder: DecoderShape, sizes: list[int], dtype: torch.dtype, quantized: list[str]
 ) -> Iterator[TimedKernelCase]:
     """Yield the timed cases: products with weights in the formats of ``quantized``, or without formats all other kernels."""
-    from outrider_tune.measure import kernel_cases, product_cases
-    from outrider_tune.quantized import quantized_cases
+    from outrider_bench.kernel_cases import kernel_cases, product_cases, quantized_cases
 
     def placed(cases: Iterator[TimedKernelCase]) -> Iterator[TimedKernelCase]:
         while True:

@@ -163,7 +163,7 @@ class ProgramRun:
         )
 
     def _view(self, span: ElementSpan) -> Tensor:
-        return self.buffers[span.of][span.view]
+        return (self.slots[span.of].tensor if span.pinned else self.buffers[span.of])[span.view]
 
     # -- work of a stream ------------------------------------------------------------------------------------------
 
@@ -201,14 +201,6 @@ class ProgramRun:
             self.backend.copy_async(self._view(step.to), self._view(step.source), stream=self.streams[step.stream])
         else:
             self._kernel(step, self.streams[step.stream])
-
-    def _upload(self, step: lang.Upload, path: Path) -> None:
-        slot = self.slots[step.slot.of].tensor[step.slot.view]
-        self.backend.copy_async(self._view(step.to), slot, stream=self.streams[step.stream])
-
-    def _download(self, step: lang.Download, path: Path) -> None:
-        slot = self.slots[step.slot.of].tensor[step.slot.view]
-        self.backend.copy_async(slot, self._view(step.source), stream=self.streams[step.stream])
 
     def _send(self, step: lang.Send, path: Path) -> None:
         to = self._view(step.to)

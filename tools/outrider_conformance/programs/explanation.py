@@ -46,8 +46,6 @@ _STEPS: Mapping[type, str] = MappingProxyType(
     {
         lang.RecordStep: "Stream.record",
         lang.WaitStep: "Stream.wait",
-        lang.Upload: "Backend.copy_async",
-        lang.Download: "Backend.copy_async",
         lang.Lend: "Backend.keep_alive",
         lang.CaptureStep: "Backend.capture",
         lang.ReplayStep: "Graph.replay",

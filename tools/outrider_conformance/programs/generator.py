@@ -190,7 +190,8 @@ class _ProgramDraft:
         buffer, slot = self.pick(pairs)
         length = program.buffers[buffer].count
         count = self.count(length)
-        return self.span(buffer, length, count, dense=True), self.span(slot, length, count, dense=True)
+        pinned = replace(self.span(slot, length, count, dense=True), pinned=True)
+        return self.span(buffer, length, count, dense=True), pinned
 
     # -- kinds -----------------------------------------------------------------------------------------------------
 
@@ -213,11 +214,11 @@ class _ProgramDraft:
 
     def _upload(self) -> Step | None:
         found = self.crossing()
-        return lang.Upload(self.pick(self.streams), *found) if found else None
+        return lang.Copy(self.pick(self.streams), *found, True) if found else None
 
     def _download(self) -> Step | None:
         found = self.crossing()
-        return lang.Download(self.pick(self.streams), found[1], found[0]) if found else None
+        return lang.Copy(self.pick(self.streams), found[1], found[0], True) if found else None
 
     def _send(self) -> Step:
         of = self.pick(self.buffers)
@@ -299,11 +300,11 @@ class _ProgramDraft:
             return
         self.emit(lang.FillStep(a, buffer, self.fresh() % 100))
         self.emit(lang.Slow(a))
-        self.emit(lang.Download(a, slot, buffer))
+        self.emit(lang.Copy(a, slot, buffer, True))
         self._perhaps_elsewhere(lang.RecordStep(a, event))
         if self.chance(30):  # pinned memory is read when the copy runs, not when it is enqueued
             self.emit(lang.WaitStep(b, event))
-            self.emit(lang.Upload(b, buffer, slot))
+            self.emit(lang.Copy(b, buffer, slot, True))
             return
         if self.chance(50):
             self._perhaps_elsewhere(lang.Query(*self.pick((("event", event), ("stream", a))), slot.of))

@@ -18,12 +18,18 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class ElementSpan:
-    """``count`` elements of buffer or slot ``of``: ``start``, ``start + stride``, and so on."""
+    """``count`` elements of buffer ``of``, or of slot ``of`` if ``pinned``: ``start``, ``start + stride``, and so on."""
 
     of: int
     start: int
     count: int
     stride: int = 1
+    pinned: bool = False
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The memory of the elements: a buffer of the device, or a slot of pinned memory."""
+        return "slot" if self.pinned else "buffer", self.of
 
     @property
     def view(self) -> slice:
@@ -65,7 +71,7 @@ class FillStep:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A copy on the device, by ``copy_async`` or by an ordinary operation."""
+    """A copy on the device, by ``copy_async`` or by an ordinary operation, or to or from pinned memory, by ``copy_async``."""
 
     stream: int
     to: ElementSpan
@@ -84,24 +90,6 @@ class Mix:
     to: ElementSpan
     source: ElementSpan
     add: int | str
-
-
-@dataclass(frozen=True, slots=True)
-class Upload:
-    """A copy from pinned memory to the device by ``copy_async``."""
-
-    stream: int
-    to: ElementSpan
-    slot: ElementSpan
-
-
-@dataclass(frozen=True, slots=True)
-class Download:
-    """A copy from the device to pinned memory by ``copy_async``."""
-
-    stream: int
-    slot: ElementSpan
-    source: ElementSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,8 +306,6 @@ Step = (
     | FillStep
     | Copy
     | Mix
-    | Upload
-    | Download
     | Send
     | Item
     | Lend

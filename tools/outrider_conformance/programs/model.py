@@ -162,23 +162,15 @@ class Model:
 
     def effect(self, step: lang.FillStep | lang.Copy | lang.Mix, scalar: int = 0, param: int = 0) -> Effect:
         """Return the write that a kernel step makes: target, source and the function between them."""
-        target: Key = ("buffer", step.to.of)
+        target = step.to.key
         if isinstance(step, lang.FillStep):
             kind, value = lang.dtype_of(self.program.buffers[step.to.of]), step.value
             return Effect(target, step.to, lambda _: torch.full((step.to.count,), value, dtype=torch.int64).to(kind))
-        source: Key = ("buffer", step.source.of)
+        source = step.source.key
         if isinstance(step, lang.Copy):
             return Effect(target, step.to, _same, source, step.source)
         add = {"scalar": scalar, "param": param}[step.add] if isinstance(step.add, str) else step.add
         return Effect(target, step.to, lambda x: _mixed(x, add), source, step.source)
-
-    def _upload(self, step: lang.Upload, path: Path) -> None:
-        effect = Effect(("buffer", step.to.of), step.to, _same, ("slot", step.slot.of), step.slot)
-        self.work(step.stream, path, "Backend.copy_async", [effect])
-
-    def _download(self, step: lang.Download, path: Path) -> None:
-        source, slot = ("buffer", step.source.of), ("slot", step.slot.of)
-        self.work(step.stream, path, "Backend.copy_async", [Effect(slot, step.slot, _same, source, step.source)])
 
     def _send(self, step: lang.Send, path: Path) -> None:
         dtype = lang.dtype_of(self.program.buffers[step.to.of])
@@ -413,8 +405,7 @@ def _used(steps: Sequence[Step]) -> set[tuple[str, int]]:
         for name in step.__dataclass_fields__:
             value = getattr(step, name)
             if isinstance(value, ElementSpan):
-                kind = "slot" if name == "slot" else "buffer"
-                found.add((kind, value.of))
+                found.add(("slot", value.of) if name == "slot" else value.key)
             elif name in ("stream", "maker", "user", "fork", "setter", "waiter") and value is not None:
                 found.add(("stream", value))
             elif name in ("event", "graph", "slot", "flag") and value is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from outrider.device import CACHE_FORMATS, AttentionMetadata, HeadNorms, KernelSet, RotaryArgs
 from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.dense import EPS, TOKENS
-from outrider_conformance.random_kernels.dimensions import MANY, among, between
+from outrider_conformance.random_kernels.dimensions import MANY, among, between, row_counts
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
 
 HEADS = ((1, 1), (4, 4), (8, 2), (7, 1), (12, 4), (16, 1), (4, 2), (5, 1), (10, 2), (12, 2), (8, 1), (12, 1))
@@ -350,7 +350,7 @@ def _move(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | Non
 _HEAD, _SIZE, _PAGE = (among(*range(len(each))) for each in (HEADS, SIZES, _PAGES))
 _FLAG = between(0, 1)
 BATCHES = {
-    "batch": between(1, 6),
+    "batch": row_counts(1, 6),
     "new": between(1, 9, 33, 65),
     "context": between(0, 300, 511, 512, 1023, 1025),
     "ragged": _FLAG,
@@ -405,7 +405,7 @@ _CASES = (
     (
         "move_cache",
         _move,
-        {"moves": between(1, 40, 255, 257), "size": _SIZE, "page": _PAGE} | _FAR,
+        {"moves": row_counts(1, 40, 255), "size": _SIZE, "page": _PAGE} | _FAR,
         ({"moves": 33, "size": 0, "page": 1}, {"moves": 300, "size": 1, "page": 0}),
     ),
 )

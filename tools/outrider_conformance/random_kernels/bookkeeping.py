@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.device import KernelSet, RequestInputs, RequestRows
 from outrider_conformance.random_kernels import bounds
-from outrider_conformance.random_kernels.dimensions import MANY, among, between
+from outrider_conformance.random_kernels.dimensions import MANY, among, between, row_counts
 from outrider_conformance.random_kernels.problem import (
     KernelProblems,
     Operand,
@@ -264,7 +264,7 @@ def _extend(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     return Problem(operands, kernel_call("place_accepted", *names), wanted)
 
 
-_BATCH = between(1, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257)
+_BATCH = row_counts(1, 9)
 _WIDTH = between(1, 70, 1024, 1025, 4099)
 _FLAG = between(0, 1)
 _FAR = {"far": among(0, rare=(1,))}

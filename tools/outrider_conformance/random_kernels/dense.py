@@ -10,11 +10,11 @@ from torch import Tensor
 
 from outrider.device import QUANTIZED_FORMATS, KernelSet
 from outrider_conformance.random_kernels import bounds
-from outrider_conformance.random_kernels.dimensions import MANY, among, between
+from outrider_conformance.random_kernels.dimensions import MANY, among, between, row_counts
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
 from outrider_conformance.random_kernels.weights import random_matrix
 
-TOKENS = between(1, 40, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300)
+TOKENS = row_counts(1, 40, 63, 127, 255, 300)
 _INNER = among(8, 40, 96, 256, 520, 1032)
 _OUTER = between(1, 80, 127, 129, 513, 1025)
 _HIDDEN = among(8, 24, 64, 136, 576, 1032, 4104)
@@ -54,12 +54,6 @@ def halves(x: bounds.Number) -> tuple[bounds.Number, bounds.Number]:
     """Return the two halves of ``x`` along the last dimension."""
     size = x.value.shape[-1] // 2
     return bounds.Number(x.value[..., :size], x.error[..., :size]), bounds.Number(x.value[..., size:], x.error[..., size:])
-
-
-def _embedding(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
-    tokens, weight = _tokens(shape, dice), dice.normal(shape["vocabulary"], shape["inner"], dtype=dtype)
-    operands = {"tokens": Operand(tokens), "weight": Operand(weight)}
-    return Problem(operands, kernel_call("embedding", *operands), {"out": bounds.exact(weight[tokens])})
 
 
 def _tokens(shape: Shape, dice: RandomValues) -> Tensor:
@@ -174,7 +168,6 @@ def _drawn(
 _FUSED = ("tokens", "inner", "outer", "vocabulary", "layout", "bias")
 DENSE = (
     _drawn("linear", _linear, "tokens", "inner", "outer", "layout", "bias", "levels", more=(_DECODE, {**_DECODE, "bias": 1})),
-    _drawn("embedding", _embedding, "tokens", "inner", "vocabulary"),
     *(
         _drawn("fuse_embedding", _fuse_embedding, *_FUSED, *(("blocks", "zeros") if format else ()), format=format)
         for format in (None, *QUANTIZED_FORMATS)

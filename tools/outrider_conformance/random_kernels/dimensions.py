@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 MANY = 2**16 + 3
 """A number of rows, pages or tokens that needs more than 16 bits."""
+_MOST_ROWS = 257
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +28,27 @@ class Dimension:
     """The values that every run includes."""
 
 
+def powers_and_successors(high: int) -> list[int]:
+    """Return the powers of two from 4 and their successors, below the power that follows ``high``: the sizes at which
+    kernels change their tiling.
+    """
+    return [value for bit in range(2, high.bit_length()) for value in (1 << bit, (1 << bit) + 1)]
+
+
+def row_counts(low: int, high: int, *more: int) -> Dimension:
+    """Return the dimension of numbers of rows: as :func:`between`, with the powers of two and their successors up to 257 as
+    boundaries.
+    """
+    return between(low, high, *more, rare=[value for value in powers_and_successors(_MOST_ROWS) if value > high])
+
+
 def between(low: int, high: int, *more: int, rare: Sequence[int] = ()) -> Dimension:
     """Return the dimension of the values from ``low`` to ``high``, and ``more`` values above.
 
     Boundaries are the two lowest values, powers of two and their successors, the highest value, ``more``, and ``rare``, which
     is never random: a product of several large dimensions takes long.
     """
-    powers = [1 << bit for bit in range(2, high.bit_length())]
-    near = [value for power in powers for value in (power, power + 1) if low < value < high]
+    near = [value for value in powers_and_successors(high) if low < value < high]
     random = st.integers(low, high)
     values = st.one_of(random, st.sampled_from(more)) if more else random
     return Dimension(values, tuple(dict.fromkeys((low, min(low + 1, high), *near, high, *more, *rare))))

@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.device import QUANTIZED_FORMATS, KernelSet, QuantizedWeight
 from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.dense import Mapped, halves
-from outrider_conformance.random_kernels.dimensions import among, between
+from outrider_conformance.random_kernels.dimensions import among, between, row_counts
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
 from outrider_conformance.random_kernels.weights import random_matrix
 
@@ -19,7 +19,7 @@ _MIN_LOGIT_GAP = 0.25
 """Smallest gap between router logits of a token, so that only one choice of experts is right."""
 _EXPERTS = among(1, 2, 5, 8, 60, 128)
 _CHOSEN = between(1, 8)
-_TOKENS = between(1, 12, 16, 17, 32, 33, 64, 65, 128, 129)
+_TOKENS = row_counts(1, 12)
 _SIZES = among(8, 24, 40, 136)
 
 

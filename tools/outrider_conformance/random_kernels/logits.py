@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider_conformance.random_kernels import bounds
-from outrider_conformance.random_kernels.dimensions import MANY, among, between
+from outrider_conformance.random_kernels.dimensions import MANY, among, between, row_counts
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
 
 _LAYOUTS = ("rows", "wide")
@@ -263,7 +263,7 @@ def _logprobs(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
 
 _FLAG = between(0, 1)
 _SHAPE = {
-    "batch": between(1, 6, 16, 17, 32, 33, 64, 65),
+    "batch": row_counts(1, 6),
     "nodes": between(1, 9),
     "vocabulary": between(9, 70, 1023, 1025, rare=(2049, 2**15 + 1)),
     "layout": _FLAG,

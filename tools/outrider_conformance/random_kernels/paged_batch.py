@@ -155,8 +155,8 @@ class PagedBatch:
         stream.synchronize()
 
         def fn(context: CaptureContext) -> None:
-            rebound = {"seq_lens_host": context.params[_LENGTHS]} if self.needs_host_lengths else {}
-            context.outputs["out"].copy_(self.attend(replace(metadata, **rebound)))
+            own = replace(metadata, seq_lens_host=context.params[_LENGTHS]) if self.needs_host_lengths else metadata
+            context.outputs["out"].copy_(self.attend(own))
 
         params = {_LENGTHS: self.lengths(captured)} if self.needs_host_lengths else None
         graph = backend.capture("attention", fn, stream=stream, inputs=self.made, outputs=outputs, params=params)

@@ -8,10 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from outrider.device import QUANTIZED_FORMATS, KernelSet
+from outrider.device import QUANTIZED_FORMATS, KernelSet, QuantizedWeight
 from outrider.device.kernels.formats import INT8, ElementFormat
 from outrider_conformance.random_kernels import bounds
-from outrider_conformance.random_kernels.dimensions import among, between
+from outrider_conformance.random_kernels.dimensions import among, between, row_counts
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape
 from outrider_conformance.random_kernels.weights import random_matrix
 
@@ -74,13 +74,15 @@ def _linear_quantized(format: str, shape: Shape, dtype: torch.dtype, dice: Rando
             "activation_group": 16 if shape["active"] == 2 else 0,
             "input_scale": o.get("input_scale"),
         }
-        return {"out": kernels.linear_quantized(o["x"], weight.weight(o, **quantized), o.get("bias"))}
+        own = weight.weight(o, **quantized)
+        assert isinstance(own, QuantizedWeight)
+        return {"out": kernels.linear_quantized(o["x"], own, o.get("bias"))}
 
     return Problem(operands, call, {"out": bounds.product(weight.operand(number), weight.values, bias, dtype)})
 
 
 _DIMENSIONS = {
-    "tokens": between(1, 20, 32, 33, 63, 64, 65, 128, 129),
+    "tokens": row_counts(1, 20, 63),
     "inner": among(8, 40, 96, 264),
     "outer": between(1, 80, 129),
     "blocks": between(0, 2),

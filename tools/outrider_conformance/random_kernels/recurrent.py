@@ -11,14 +11,13 @@ from torch import Tensor
 from outrider.device import KernelSet, RecurrentBatch
 from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.dense import EPS, Mapped
-from outrider_conformance.random_kernels.dimensions import among, between
+from outrider_conformance.random_kernels.dimensions import among, between, row_counts
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
 
 _ROUNDINGS = 64.0
 """Roundings of one token's step through the state, relative to the largest magnitude; norms and exponentials included."""
 _CHUNK_ROUNDINGS = 16.0
 """Roundings to 16 bits of the operands of a chunk's products, relative to the largest magnitude."""
-_STATE_ROWS = 7
 Sequences = list[tuple[int, int, int, bool]]
 """Row, first token and number of tokens of each sequence, and whether it has no earlier token."""
 
@@ -32,7 +31,7 @@ def _sequences(shape: Shape, dice: RandomValues) -> tuple[dict[str, Operand], Se
     batch, most = shape["batch"], shape["new"]
     counts = [most] * batch if not shape["ragged"] else [int(dice.integers(1, most + 1, 1)) for _ in range(batch)]
     starts = [sum(counts[:number]) for number in range(batch + 1)]
-    rows = (dice.permutation(_STATE_ROWS - 1)[:batch] + 1).tolist()
+    rows = (dice.permutation(batch + 1)[:batch] + 1).tolist()
     fresh = [dice.coin() for _ in range(batch)]
     lens = [count if first else count + 5 for count, first in zip(counts, fresh, strict=True)]
     operands = {
@@ -76,7 +75,7 @@ def _short_convolution(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> 
     operands, sequences, tokens = _sequences(shape, dice)
     channels, kernel = shape["channels"], shape["kernel_size"]
     x, weight = dice.normal(tokens, channels, dtype=dtype), dice.normal(channels, kernel, dtype=dtype)
-    state = dice.normal(_STATE_ROWS, kernel - 1, channels, dtype=dtype)
+    state = dice.normal(shape["batch"] + 2, kernel - 1, channels, dtype=dtype)
     commit = torch.tensor([_committed(shape, count, dice) for _, _, count, _ in sequences])
     made, after = _convolve(x, weight, state, sequences, commit)
     operands |= {"x": Operand(x), "weight": Operand(weight), "state": Operand(state), "commit": Operand(commit)}
@@ -133,7 +132,7 @@ def _rule_operands(
         "gates": Operand(dice.normal(tokens, 2 * heads, dtype=dtype)),
         "a_log": Operand(dice.normal(heads, dtype=_wide(dtype))),
         "dt_bias": Operand(dice.normal(heads, dtype=_wide(dtype))),
-        "state": Operand(dice.normal(_STATE_ROWS, heads, key, value, dtype=_wide(dtype))),
+        "state": Operand(dice.normal(shape["batch"] + 2, heads, key, value, dtype=_wide(dtype))),
         "commit": Operand(torch.tensor([each[2] if whole else _committed(shape, each[2], dice) for each in sequences])),
     }
     return operands, sequences
@@ -176,7 +175,7 @@ def _gated_rms_norm(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Pro
 
 
 _FLAG = between(0, 1)
-_BATCH = {"batch": between(1, 5), "ragged": _FLAG, "padding": _FLAG}
+_BATCH = {"batch": row_counts(1, 5), "ragged": _FLAG, "padding": _FLAG}
 _HEADS = {"heads": between(1, 3), "repeats": between(1, 3), "key_size": among(4, 8, 20)} | {"value_size": among(4, 8, 24)}
 _SMALL = {"batch": 3, "ragged": 0, "padding": 0}
 _PARTLY = {"partial_commit": 1, "uncommitted": 0}
@@ -207,7 +206,7 @@ RECURRENT = (
     KernelProblems(
         "chunk_gated_delta_rule",
         partial(_rule, chunks=True),
-        {**_BATCH, **_HEADS, "new": among(1, 3, 20, 63, 64, 65, 130)},
+        {**_BATCH, **_HEADS, "batch": between(1, 5), "new": among(1, 3, 20, 63, 64, 65, 130)},
         [
             {"batch": 2, "ragged": 1, "padding": 1, "heads": 1, "repeats": 2, "key_size": 8, "value_size": 8, "new": 130},
             {**_SMALL, "heads": 2, "repeats": 1, "key_size": 4, "value_size": 8, "new": 64},
@@ -216,7 +215,7 @@ RECURRENT = (
     KernelProblems(
         "gated_rms_norm",
         _gated_rms_norm,
-        {"tokens": between(1, 9), "heads": between(1, 4), "outer": among(4, 8, 20, 128)},
+        {"tokens": row_counts(1, 9), "heads": between(1, 4), "outer": among(4, 8, 20, 128)},
         [{"tokens": 5, "heads": 3, "outer": 20}],
     ),
 )

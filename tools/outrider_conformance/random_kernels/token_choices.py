@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider_conformance.random_kernels import noise
-from outrider_conformance.random_kernels.dimensions import MANY, between
+from outrider_conformance.random_kernels.dimensions import MANY, between, row_counts
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
 
 _UNIT = 2.0**-24
@@ -284,7 +284,7 @@ def _walk(
 
 _VOCABULARY = between(2, 70, 1023, 1024, 1025, 2049, 4099)
 _ANY_VOCABULARY = between(2, 70, 1023, 1024, 1025, 2049, 4099, MANY)
-_BATCH = between(1, 9, 16, 17, 32, 33, 64, 65, 128, 130)
+_BATCH = row_counts(1, 9)
 _FLAG = between(0, 1)
 _SMALL = {"batch": 7, "vocabulary": 37, "layout": 0}
 _WIDE = {"batch": 3, "vocabulary": 33001, "layout": 1}
@@ -301,7 +301,7 @@ CHOICES = (
         "verify_chain",
         _chain,
         {
-            "batch": between(1, 9, 65),
+            "batch": _BATCH,
             "vocabulary": _VOCABULARY,
             "drafts": between(1, 8),
             "sampling": _FLAG,
@@ -318,7 +318,7 @@ CHOICES = (
         "verify_checked",
         _checked,
         {
-            "batch": between(1, 9, 65),
+            "batch": _BATCH,
             "vocabulary": _VOCABULARY,
             "drafts": between(0, 8),
             "layout": _FLAG,
@@ -330,7 +330,7 @@ CHOICES = (
         "verify_tree",
         _tree,
         {
-            "batch": between(1, 9),
+            "batch": _BATCH,
             "vocabulary": _VOCABULARY,
             "nodes": between(1, 24),
             "depth": between(1, 6),

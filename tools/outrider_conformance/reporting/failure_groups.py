@@ -22,9 +22,11 @@ _MAX_NAMED_TESTS = 4
 _MAX_REASON_LINES = 12
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?(e[+-]?\d+)?")
 _ABSTRACT = re.compile(r"Can't instantiate abstract class (\w+) .*abstract methods? '?([\w, ']+\w)")
+_PARAMETER = re.compile(r"\[([A-Z]\w+\.\w+)\]$")
 _PROMISED = 0.05
 """Weight of the share of failures that break the promise of the verb itself. It decides between verbs that the same tests
-call."""
+call.
+"""
 
 Verdicts = Sequence[Mapping[str, Any]]
 
@@ -72,9 +74,14 @@ def ranked_causes(tests: Verdicts, called: Mapping[str, Iterable[str]]) -> list[
         why = f"{owner} doesn't implement it; the name is misspelt if the class has a similar method"
         explained = list(absent)
         return [{"verb": f"{owner}.{method}", "failed": len(explained), "passed": 0, "cause": why, "tests": explained}]
-    passed = [set(called.get(test["id"], ())) for test in tests if test["outcome"] == "passed"]
-    by_passed = Counter(verb for verbs in passed for verb in verbs)
-    left = {test: {*called.get(test, ()), *filter(None, [_promised(entry)])} for test, entry in failed.items()}
+
+    def suspects(test: Mapping[str, Any]) -> set[str]:
+        if _PARAMETER.search(str(test["id"])):  # a test of the one verb that its parameter names
+            return set(filter(None, [_promised(test)]))
+        return {*called.get(test["id"], ()), *filter(None, [_promised(test)])}
+
+    by_passed = Counter(verb for test in tests if test["outcome"] == "passed" for verb in suspects(test))
+    left = {test: suspects(entry) for test, entry in failed.items()}
     causes: list[dict[str, Any]] = []
     while left and len(causes) < _MAX_CAUSES:
         by_failed = Counter(verb for verbs in left.values() for verb in verbs)
@@ -87,7 +94,8 @@ def ranked_causes(tests: Verdicts, called: Mapping[str, Iterable[str]]) -> list[
             count = by_failed[verb]  # noqa: B023  (called in this turn of the loop)
             return count / sqrt(total * (count + by_passed[verb])) + _PROMISED * own[verb] / total  # noqa: B023
 
-        verb = max(sorted(by_failed), key=suspicion)
+        # Of equals, a verb that makes an object is the last: the test calls it to prepare.
+        verb = max(sorted(by_failed), key=lambda verb: (suspicion(verb), "._create_" not in verb))
         explained = [test for test, verbs in left.items() if verb in verbs]
         member = verb.replace("._", ".")
         causes.append(
@@ -98,12 +106,15 @@ def ranked_causes(tests: Verdicts, called: Mapping[str, Iterable[str]]) -> list[
 
 
 def _promised(test: Mapping[str, Any]) -> str:
-    """Return the verb whose promise the test found broken, or an empty string."""
+    """Return the verb whose promise the test checks, or the member if no verb keeps its promise (a kernel, a capability), or
+    an empty string for a whole class of verbs. A parameter of the test may name the verb.
+    """
+    named = _PARAMETER.search(str(test["id"]))
     member = str((test["promise"] or {}).get("member", ""))
-    if member.startswith("KernelSet."):
-        return member
-    verb = verb_of(member)
-    return f"{member.partition('.')[0]}.{verb}" if verb else ""
+    member = named[1] if named is not None and verb_of(named[1]) else member
+    if verb := verb_of(member):
+        return f"{member.partition('.')[0]}.{verb}"
+    return "" if member in {base.__name__ for base in VERBS} else member
 
 
 def grouped(tests: Verdicts) -> list[dict[str, Any]]:
@@ -132,10 +143,11 @@ def summary_lines(report: Mapping[str, Any]) -> list[str]:
         named = ", ".join(group["tests"][:_MAX_NAMED_TESTS])
         named += f" and {count - _MAX_NAMED_TESTS} more" if count > _MAX_NAMED_TESTS else ""
         lines += ["", f"{number}. {count} failed test{'s' if count > 1 else ''}: {named}"]
-        reason = group["reason"].splitlines()
-        lines += [f"   {line}" for line in reason[:_MAX_REASON_LINES]]
-        lines += [f"   … {len(reason) - _MAX_REASON_LINES} more lines"] if len(reason) > _MAX_REASON_LINES else []
-        if first["promise"]:
+        shown = group["reason"].partition("\n\n")[0].splitlines()[:_MAX_REASON_LINES]  # without the script of a program
+        left_out = len(group["reason"].splitlines()) - len(shown)
+        lines += [f"   {line}" for line in shown]
+        lines += [f"   … {left_out} more lines in the report"] if left_out else []
+        if first["promise"] and not group["reason"].startswith(f"{first['promise']['member']} promises"):
             lines.append(f"   {first['promise']['member']} promises: “{first['promise']['words']}”")
         lines += [f"   where: {first['where']}"] if first["where"] else []
         lines += [f"   likely cause: {cause}" for cause in first["causes"]]
@@ -147,4 +159,5 @@ def summary_lines(report: Mapping[str, Any]) -> list[str]:
 def cause_line(cause: Mapping[str, Any]) -> str:
     """Return one entry of :func:`ranked_causes` as text."""
     why = f": {cause['cause']}" if cause["cause"] else ""
-    return f"`{cause['verb']}` (called by {cause['failed']} failed and {cause['passed']} passed tests){why}"
+    how = "called" if "._" in cause["verb"] else "checked"
+    return f"`{cause['verb']}` ({how} by {cause['failed']} failed and {cause['passed']} passed tests){why}"

@@ -30,8 +30,15 @@ from outrider.cli.terminal.torch_probe import require_torch
 from outrider.device.errors import CapabilityError, ConfigError, OutriderError
 from outrider.engine.fences import FENCES
 from outrider.registry import Registry
-from outrider_proof.corpus_exploration import CORPUS, CorpusWanted, explore_corpus
-from outrider_proof.decode_exploration import DECODE, ITERATIONS, DecodeExploration, explore_decode
+from outrider_proof.explorations import (
+    CORPUS,
+    DECODE,
+    ITERATIONS,
+    CorpusWanted,
+    DecodeExploration,
+    explore_corpus,
+    explore_decode,
+)
 from outrider_proof.rank_exploration import RANKS, RanksWanted, explore_ranks
 from outrider_sanitizer.scripts import SIMULATED
 

@@ -7,6 +7,7 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import ReferenceType, ref
 
@@ -17,7 +18,7 @@ _MAX_TOKENS = 4096
 _MAX_LAUNCH_EPOCHS = 4096
 
 # The original method: in a watched run, a program's call of is_alive is reported as a synchronization.
-_ALIVE = threading.Thread.is_alive
+THREAD_IS_ALIVE = threading.Thread.is_alive
 
 Step = Callable[[], bool]
 """An enqueued step of a stream; returns False while the step, or a step before it, waits for a flag."""
@@ -43,16 +44,16 @@ class LastWait(NamedTuple):
     location: str
 
 
+@dataclass(eq=False, slots=True)
 class LaunchEpochs:
     """The launches of one host thread on one stream: the stream's epoch at which each epoch of the thread began to launch."""
 
-    __slots__ = ("number", "own", "thread", "threads")
-
-    def __init__(self, number: int, thread: Actor) -> None:
-        self.number = number
-        self.thread = thread
-        self.threads: list[int] = []
-        self.own: list[int] = []
+    number: int
+    thread: Actor
+    threads: list[int] = field(default_factory=list)
+    """Epochs of the thread."""
+    own: list[int] = field(default_factory=list)
+    """Epochs of the stream."""
 
     def begin(self, epoch: int, own: int) -> bool:
         """Record the stream's epoch ``own`` before the launches of the thread's ``epoch``. Returns False after its first."""
@@ -324,4 +325,4 @@ def _current() -> threading.Thread:
 
 
 def _lives(thread: threading.Thread | None) -> bool:
-    return thread is not None and _ALIVE(thread)
+    return thread is not None and THREAD_IS_ALIVE(thread)

@@ -10,7 +10,7 @@ reports a wait for that record as redundant.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from outrider.device import Operation
 
@@ -73,26 +73,32 @@ class GraphReplay:
     step: tuple[str, int] | None = None
 
 
+@dataclass(eq=False, slots=True)
 class Point:
     """One operation, or one access of the host, with the clock of its actor at that time; all its accesses share it."""
 
-    __slots__ = ("actor", "between", "clock", "epoch", "location", "name", "number")
-    __slots__ += ("operation", "replay", "sequence", "step")
+    actor: Actor
+    name: str
+    location: str
+    sequence: int
+    operation: Operation | None = None
+    replay: GraphReplay | None = None
+    step: tuple[str, int] | None = None
+    between: bool = False
+    """True for a point before ``step`` that is no step itself."""
+    conflicts: bool = False
+    """True if a conflict of this point with another access was reported."""
+    number: int = field(init=False)
+    clock: Clock = field(init=False)
+    epoch: int = field(init=False)
 
-    def __init__(self, actor: Actor, name: str, location: str, sequence: int, operation: Operation | None = None) -> None:
+    def __post_init__(self) -> None:
+        actor = self.actor
         if actor.taken:
             actor.open_epoch()
-        self.actor = actor
         self.number = actor.number
         self.clock = actor.clock
         self.epoch = actor.clock[actor.number]
-        self.name = name
-        self.location = location
-        self.sequence = sequence
-        self.operation = operation
-        self.replay: GraphReplay | None = None
-        self.step: tuple[str, int] | None = None
-        self.between = False  # before ``step``, and no step itself
 
     def happened_before(self, other: Point) -> bool:
         """Return True if this point happened before ``other``."""

@@ -161,7 +161,8 @@ class Diagnoser:
         launcher = _unordered_launcher(first, second)
         if launcher is not None:
             parts.append(
-                f"no wait covers {_brief(first)} in every schedule: nothing orders its launch on {launcher.name} before"
+                f"waits cover {_brief(first)} in some schedules alone: {launcher.name} launched it, and nothing orders that "
+                f"before {_brief(second)}"
             )
         elif isinstance(second.actor, Lane) and not first.actor.host:
             edge = second.actor.edges.get(first.number)

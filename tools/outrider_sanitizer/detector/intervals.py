@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from outrider.device import Access
 from outrider_sanitizer.detector.clocks import Clock, Point
@@ -40,17 +41,15 @@ _MERGE_ABOVE_INTERVALS = 4
 """A read over more intervals than this tries to merge them."""
 
 
+@dataclass(eq=False, slots=True)
 class Interval:
     """Bytes [start, end) with one history. ``over`` is the reason why their contents are stale, or None."""
 
-    __slots__ = ("end", "over", "reads", "start", "writes")
-
-    def __init__(self, start: int, end: int, writes: Records, reads: Records, over: Over | None) -> None:
-        self.start = start
-        self.end = end
-        self.writes = writes
-        self.reads = reads
-        self.over = over
+    start: int
+    end: int
+    writes: Records
+    reads: Records
+    over: Over | None
 
 
 class IntervalMap:
@@ -75,10 +74,9 @@ class IntervalMap:
         """
         record = (point, access)
         if access.shape is None and not access.by_rows:
-            if late or self.holed or not self._whole(record, point, access):
-                self._dense(access.start, access.end, record, sink, late)
-                if self.holed:
-                    self._meet(point, access, sink, late)
+            self._dense(access.start, access.end, record, sink, late)
+            if self.holed:
+                self._meet(point, access, sink, late)
             return
         parts = None
         if not access.by_rows:
@@ -91,35 +89,6 @@ class IntervalMap:
             self._dense(start, end, record, sink, late)
         if self.holed:
             self._meet(point, access, sink, late)
-
-    def _whole(self, record: Record, point: Point, access: Access) -> bool:
-        """Handle an access to all of an undivided storage without a conflict. Returns False for any other access."""
-        if len(self.intervals) != 1:
-            return False
-        interval = self.intervals[0]
-        if access.start or access.end != interval.end:
-            return False
-        clock = point.clock
-        for old in interval.writes:
-            if old[0].epoch > clock.get(old[0].number, 0):
-                return False
-        reads = interval.reads
-        if access.write:
-            for old in reads:
-                if old[0].epoch > clock.get(old[0].number, 0):
-                    return False
-            if interval.over is not None and _later(interval.over, point):
-                return False
-            interval.writes = (record,)
-            interval.reads = ()
-            interval.over = None
-        elif interval.over is not None:
-            return False
-        elif not reads or (len(reads) == 1 and reads[0][0].number == point.number):
-            interval.reads = (record,)
-        else:
-            interval.reads = (*_unless_covered(reads, point), record)
-        return True
 
     def expire(self, start: int, end: int, over: Over) -> None:
         """Mark the contents of the bytes as stale."""
@@ -303,6 +272,7 @@ class IntervalMap:
         if known is not None and ((known.by_rows and access.by_rows) or not overlap(known, access)):
             return
         reported.add(id(old))
+        old[0].conflicts = point.conflicts = True
         sink.conflict(old, point, access, self.owner or self)
 
 

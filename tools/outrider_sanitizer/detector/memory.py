@@ -100,11 +100,15 @@ class ShadowMemory:
                     self._reused(shadow, record, freed, freed.location)
 
     def finish(self, last: int) -> None:
-        """Report the early releases before step ``last`` of the program that no later allocation has judged."""
+        """Report the early releases before step ``last`` of the program that no later allocation has judged.
+
+        An access that was reported with another one is no reason a second time.
+        """
         for waiting in self._loose.values() if self._strict else ():
             for shadow, records, freed in waiting:
                 for record in records if freed.sequence <= last else ():
-                    self._reused(shadow, record, freed, freed.location)
+                    if not record[0].conflicts:
+                        self._reused(shadow, record, freed, freed.location)
         self._loose.clear()
 
     def free(

@@ -160,9 +160,9 @@ class Ordering(StreamOrdering):
                 branch.join(edges.get(verb.subject[0], NOTHING))
             elif verb.what == "join":
                 state = self._event(verb.subject[0])
-                while state.clocks.get(verb.subject[1], NOTHING) is None:
+                while state.is_pending(verb.subject[1]):
                     yield False
-                branch.join(state.clocks.get(verb.subject[1]) or NOTHING)
+                branch.join(state.clock_of(verb.subject[1]))
             elif verb.what == "collective":
                 half = next(halves)
                 self._arrive(branch, verb.subject[0], half, verb.subject[2], None, replay)

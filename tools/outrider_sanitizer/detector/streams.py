@@ -29,11 +29,18 @@ _MAX_GENERATIONS = 16
 _MAX_AWAITED = 4096
 
 
-@dataclass
+@dataclass(eq=False, slots=True)
+class _EventRecord:
+    """One generation of an event: the host's call, and the clock of the stream, or None until the stream has reached it."""
+
+    host: Point
+    clock: Clock | None = None
+
+
+@dataclass(eq=False, slots=True)
 class _EventState:
     name: str
-    clocks: OrderedDict[int, Clock | None] = field(default_factory=OrderedDict)
-    hosts: OrderedDict[int, Point] = field(default_factory=OrderedDict)  # generation → the host's call
+    records: OrderedDict[int, _EventRecord] = field(default_factory=OrderedDict)
 
     def covered(self, generation: int, thread: Actor) -> int:
         """Return the newest generation, up to this one, whose record is ordered before the calling thread.
@@ -42,11 +49,22 @@ class _EventState:
         """
         clock = thread.clock
         while generation > 0:
-            host = self.hosts.get(generation)
+            known = self.records.get(generation)
+            host = known.host if known is not None else None
             if host is None or host.number == thread.number or host.epoch <= clock.get(host.number, 0):
                 break
             generation -= 1
         return generation
+
+    def is_pending(self, generation: int) -> bool:
+        """Return True until the stream has reached the record of a generation."""
+        known = self.records.get(generation)
+        return known is not None and known.clock is None
+
+    def clock_of(self, generation: int) -> Clock:
+        """Return the clock of a generation; nothing for a generation that is pending or unknown."""
+        known = self.records.get(generation)
+        return (known.clock if known is not None else None) or NOTHING
 
 
 class StreamOrdering(Lanes):
@@ -292,15 +310,13 @@ class StreamOrdering(Lanes):
             return
         lane, thread = self.lane(stream), self.thread()
         state = self._event(event)
-        state.clocks[generation] = None
-        state.hosts[generation] = self._point(thread, "record")
+        record = state.records[generation] = _EventRecord(self._point(thread, "record"))
         known = thread.clock
-        while len(state.clocks) > _MAX_GENERATIONS:
-            state.clocks.popitem(last=False)
-            state.hosts.popitem(last=False)
+        while len(state.records) > _MAX_GENERATIONS:
+            state.records.popitem(last=False)
 
         def step() -> bool:
-            state.clocks[generation] = self._ordered_launches(lane.release(), thread, known)
+            record.clock = self._ordered_launches(lane.release(), thread, known)
             return True
 
         self._enqueue(lane, step)
@@ -318,11 +334,11 @@ class StreamOrdering(Lanes):
         self._enqueue(lane, lambda: self._wait(lane, state, generation, location))
 
     def _wait(self, lane: Lane, state: _EventState, generation: int, location: str) -> bool:
-        if generation not in state.clocks:
+        if generation not in state.records:
             return True
-        clock = state.clocks[generation]
-        if clock is None:
+        if state.is_pending(generation):
             return False
+        clock = state.clock_of(generation)
         new = lane.join(clock)
         edge = LastWait(state.name, generation, location)
         lane.edges.update(dict.fromkeys(clock, edge))
@@ -333,11 +349,9 @@ class StreamOrdering(Lanes):
         """Order the calling thread after that generation of the event."""
         state = self._event(event)
         generation = state.covered(generation, self.thread())
-        if state.clocks.get(generation, NOTHING) is None:
+        if state.is_pending(generation):
             self._force()
-        clock = state.clocks.get(generation)
-        if clock is not None:
-            self.thread().join(clock)
+        self.thread().join(state.clock_of(generation))
 
     def stream_synchronized(self, stream: str) -> None:
         """Order the calling thread after all operations enqueued on the stream."""

@@ -20,10 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.device import ROW_ACCESS, Access, Operation
 from outrider.device.arrays import watched
-from outrider.device.kernels.indexed_operands import operands_by_index
+from outrider.device.kernels.operators import operands_by_index, reads_no_elements
 from outrider_sanitizer.detector.ranks import RankClocks
 from outrider_sanitizer.detector.streams import HOST
 from outrider_sanitizer.observation.host_arrays import converted_names
+from outrider_sanitizer.observation.replaced_names import replaced
 from outrider_sanitizer.observation.sanitizer import Sanitizer
 from outrider_sanitizer.observation.storages import KnownStorage, Storages, extent
 from outrider_sanitizer.report.source_locations import caller_location
@@ -57,6 +58,7 @@ class _Operands(NamedTuple):
     writes: frozenset[str]
     fresh: bool  # some return is memory of its own
     empty: bool  # it allocates and writes nothing
+    like: bool  # it looks at its operand's shape, not at its bytes
     waits: bool  # it gives a value to the host
     rows: frozenset[str]
     at_once: int  # where `non_blocking` is among the arguments, -1 where it isn't
@@ -75,6 +77,7 @@ def _operands(func: Any) -> _Operands:
         writes=writes,
         fresh=fresh,
         empty=fresh and name.split("::")[-1].startswith(("empty", "new_empty")),
+        like=reads_no_elements(func),
         waits=str(func) in _WAITING or (name != _PICKING and any(tag in func.tags for tag in _WAITING_TAGS)),
         rows=frozenset(ROW_ACCESS.get(name) or operands_by_index(func)),
         at_once=names.index("non_blocking") if "non_blocking" in names else -1,
@@ -208,23 +211,22 @@ class DerivedSanitizer(Sanitizer):
     @contextmanager
     def scope(self) -> Generator[None]:
         """Extend the scope to reads of host memory that bypass the dispatcher."""
-        tolist, numpy = Tensor.tolist, Tensor.numpy
 
-        def read(tensor: Tensor) -> Any:
-            self._host_read(tensor)
-            return tolist(tensor)
+        def tolist(original: Any) -> Any:
+            def read(tensor: Tensor) -> Any:
+                self._host_read(tensor)
+                return original(tensor)
 
-        def give(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return self._given(tensor, numpy(tensor, *args, **kwargs))
+            return read
 
-        changed: Any = Tensor
-        changed.tolist, changed.numpy = read, give
+        def numpy(original: Any) -> Any:
+            return lambda tensor, *args, **kwargs: self._given(tensor, original(tensor, *args, **kwargs))
+
         self.watches_arrays = True
         try:
-            with converted_names():
+            with replaced([(Tensor, "tolist", tolist), (Tensor, "numpy", numpy)]), converted_names():
                 yield
         finally:
-            changed.tolist, changed.numpy = tolist, numpy
             self.watches_arrays = False
 
     def _given(self, tensor: Tensor, array: Any) -> Any:
@@ -299,8 +301,8 @@ class DerivedSanitizer(Sanitizer):
             if found[1]:
                 self._storages.note(tensor)
             write = name in operands.writes
-            if operands.empty and not write:
-                continue  # its shape is looked at, not its bytes
+            if operands.like and not write:
+                continue
             born = getattr(tensor, _BORN, -1)
             by_rows = self._rows_apart and name in operands.rows
             accesses.append(extent(tensor, found[0], write, name, born, by_rows))

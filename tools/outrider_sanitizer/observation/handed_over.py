@@ -20,8 +20,7 @@ from weakref import WeakKeyDictionary
 
 from outrider.device import Observer
 from outrider_sanitizer.detector.actors import SingleUseToken, TaskToken
-
-Wrapped = tuple[Any, str, Callable[[Any], Any]]
+from outrider_sanitizer.observation.replaced_names import Replacement
 
 _MAX_PENDING_MESSAGES = 4096
 """Messages of a pipe that nobody here has taken: another process may have."""
@@ -38,7 +37,7 @@ class HandOverTokens:
         self._peers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._elsewhere: list[object] = []  # a token: what other processes may have been told
 
-    def changes(self) -> list[Wrapped]:
+    def changes(self) -> list[Replacement]:
         """Return (owner, attribute name, wrapper factory) of each method to wrap."""
         return [
             (queue.Queue, "put", self.put),

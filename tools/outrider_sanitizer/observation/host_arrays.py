@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import struct
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from outrider.device.arrays import BufferView, PinnedArray, call_reporting, plain_array, read_array
+from outrider_sanitizer.observation.replaced_names import Replacement, replaced
 
 _MEMORYVIEW = memoryview
 _NDITER = np.nditer
@@ -108,14 +109,20 @@ def converted_names() -> Generator[None]:
         return make
 
     torch_names = ("from_numpy", "as_tensor", "from_dlpack", "asarray", "tensor", "frombuffer")
-    numpy_names = ("asarray", "asanyarray", "ascontiguousarray", "asfortranarray", "frombuffer", "require", "from_dlpack")
-    changes: list[tuple[Any, str, Any]] = [(torch, name, tensor(getattr(torch, name))) for name in torch_names]
-    changes += [(np, name, array(getattr(np, name))) for name in numpy_names]
-    changes += [(np, "array", array(np.array)), (builtins, "memoryview", _MemoryView)]
-    changes += [(np, "nditer", _iterating), (np.random, "default_rng", _random)]
-    changes += [(struct, name, _packing(getattr(struct, name))) for name in ("pack_into", "unpack_from")]
-    with ExitStack() as stack:
-        for owner, name, made in changes:
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, made)
+    numpy_names = (
+        "asarray",
+        "asanyarray",
+        "ascontiguousarray",
+        "asfortranarray",
+        "frombuffer",
+        "require",
+        "from_dlpack",
+        "array",
+    )
+    changes: list[Replacement] = [(torch, name, tensor) for name in torch_names]
+    changes += [(np, name, array) for name in (*numpy_names, "require")]
+    changes += [(builtins, "memoryview", lambda _: _MemoryView), (np, "nditer", lambda _: _iterating)]
+    changes += [(np.random, "default_rng", lambda _: _random)]
+    changes += [(struct, name, _packing) for name in ("pack_into", "unpack_from")]
+    with replaced(changes):
         yield

@@ -22,7 +22,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from outrider.device import Observer
-from outrider_sanitizer.observation.handed_over import HandOverTokens, Wrapped
+from outrider_sanitizer.detector.actors import THREAD_IS_ALIVE
+from outrider_sanitizer.observation.handed_over import HandOverTokens
+from outrider_sanitizer.observation.replaced_names import Replacement, replaced
 
 
 def _started() -> bool:
@@ -94,25 +96,8 @@ def _start(observer: Observer, around: Callable[[], AbstractContextManager[Any]]
     return wrap
 
 
-def _join(original: Any) -> Any:
-    def join(self: threading.Thread, timeout: float | None = None) -> None:
-        original(self, timeout)
-        self.is_alive()  # which tells
-
-    return join
-
-
-def _alive(observer: Observer) -> Callable[[Any], Any]:
-    def wrap(original: Any) -> Any:
-        def is_alive(self: threading.Thread) -> bool:
-            alive: bool = original(self)
-            if not alive and _started():
-                observer.host_acquired(self)
-            return alive
-
-        return is_alive
-
-    return wrap
+def _ended(thread: threading.Thread) -> object | None:
+    return None if THREAD_IS_ALIVE(thread) else thread
 
 
 def _lock_of(condition: threading.Condition) -> object | None:
@@ -215,10 +200,10 @@ def host_edges(observer: Observer, around: Callable[[], AbstractContextManager[A
         return second.setdefault(told, [])
 
     pieces = HandOverTokens(observer)
-    changes: list[Wrapped] = [
+    changes: list[Replacement] = [
         (threading.Thread, "start", _start(observer, around)),
-        (threading.Thread, "join", _join),
-        (threading.Thread, "is_alive", _alive(observer)),
+        (threading.Thread, "join", _told(observer, acquired=_ended)),
+        (threading.Thread, "is_alive", _told(observer, acquired=_ended, after_false=True)),
         (threading.Event, "set", _told(observer, released=_itself)),
         (threading.Event, "wait", _told(observer, acquired=_itself)),
         (threading.Event, "is_set", _told(observer, acquired=_itself)),
@@ -240,11 +225,5 @@ def host_edges(observer: Observer, around: Callable[[], AbstractContextManager[A
         (threading, "RLock", _locks(observer)),
         (queue, "SimpleQueue", lambda before: _simple_queues(pieces, before)),
     ]
-    before = [(owner, name, owner.__dict__[name]) for owner, name, _ in changes]
-    for owner, name, wrap in changes:
-        setattr(owner, name, wrap(owner.__dict__[name]))
-    try:
+    with replaced(changes):
         yield
-    finally:
-        for owner, name, original in before:
-            setattr(owner, name, original)

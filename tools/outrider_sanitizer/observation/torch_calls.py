@@ -22,6 +22,7 @@ from torch import Tensor
 from outrider.device import Access, Operation
 from outrider_sanitizer.detector.ranks import RankClocks
 from outrider_sanitizer.observation.dispatch import DerivedSanitizer, is_python_thread
+from outrider_sanitizer.observation.replaced_names import Replacement, replaced
 from outrider_sanitizer.observation.storages import KnownStorage, extent
 from outrider_sanitizer.observation.triton_launches import launches
 from outrider_sanitizer.report.source_locations import caller_location
@@ -100,7 +101,7 @@ class TorchSanitizer(DerivedSanitizer):
             (trace.EventRecordCallbacks, self._event_recorded),
             (trace.EventWaitCallbacks, self._event_waited),
             (trace.EventDeletionCallbacks, self._event_deleted),
-            (trace.EventSynchronizationCallbacks, self._event_synchronized),
+            (trace.EventSynchronizationCallbacks, self._event_over),
             (trace.StreamSynchronizationCallbacks, self._stream_synchronized),
             (trace.DeviceSynchronizationCallbacks, self._device_synchronized),
             (trace.MemoryDeallocationCallbacks, self._deallocated),
@@ -110,10 +111,7 @@ class TorchSanitizer(DerivedSanitizer):
                 guarded = partial(self._guarded, listener)
                 registry.callback_list.append(guarded)
                 stack.callback(registry.callback_list.remove, guarded)
-            for owner, name, wrap in self._names_to_replace():
-                before = owner.__dict__[name]
-                setattr(owner, name, wrap(before))
-                stack.callback(setattr, owner, name, before)
+            stack.enter_context(replaced(self._names_to_replace()))
             if not stack.enter_context(launches(self._triton_launched)):
                 self.report.blind_spots.append(_NO_TRITON)
             yield
@@ -170,9 +168,6 @@ class TorchSanitizer(DerivedSanitizer):
     def _event_deleted(self, handle: int) -> None:
         self._torch_events.pop(handle, None)  # without the lock: a collection may run anywhere
 
-    def _event_synchronized(self, handle: int) -> None:
-        self._event_over(handle)
-
     def _event_over(self, handle: int) -> None:
         with self._lock:
             self._begin()
@@ -196,9 +191,9 @@ class TorchSanitizer(DerivedSanitizer):
 
     # -- what Python's names tell --------------------------------------------------------------------------------------
 
-    def _names_to_replace(self) -> list[tuple[Any, str, Callable[[Any], Any]]]:
+    def _names_to_replace(self) -> list[Replacement]:
         graph = self._module.CUDAGraph
-        found: list[tuple[Any, str, Callable[[Any], Any]]] = [
+        found: list[Replacement] = [
             (graph, "capture_begin", self._wrap_capture_begin),
             (graph, "capture_end", self._wrap_capture_end),
             (graph, "replay", self._wrap_replay),

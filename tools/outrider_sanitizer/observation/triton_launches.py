@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+from outrider_sanitizer.observation.replaced_names import replaced
+
 _NAME = re.compile(r"%[A-Za-z0-9_$.\-]+(?:#\d+)?")
 _PARAMETER = re.compile(r"(%[A-Za-z0-9_$.\-]+): (!tt\.(?:ptr|tensordesc))")
 _CARRIED = re.compile(r"(%[A-Za-z0-9_$.\-]+) = (%[A-Za-z0-9_$.\-]+(?:#\d+)?)")
@@ -147,20 +149,19 @@ def launches(report_launch: LaunchCallback) -> Generator[bool]:
     if jit is None:
         yield False
         return
-    before = jit.__dict__["run"]
     known: WeakKeyDictionary[Any, Pointers | None] = WeakKeyDictionary()
 
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        compiled = before(self, *args, **kwargs)
-        if compiled is not None and not kwargs.get("warmup"):
-            report_launch(f"triton::{self.__name__}", _operands(known, compiled, _bound(self, args, kwargs)))
-        return compiled
+    def wrap(original: Any) -> Any:
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            compiled = original(self, *args, **kwargs)
+            if compiled is not None and not kwargs.get("warmup"):
+                report_launch(f"triton::{self.__name__}", _operands(known, compiled, _bound(self, args, kwargs)))
+            return compiled
 
-    jit.run = run
-    try:
+        return run
+
+    with replaced([(jit, "run", wrap)]):
         yield True
-    finally:
-        jit.run = before
 
 
 def _jit() -> Any:

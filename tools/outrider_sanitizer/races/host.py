@@ -85,7 +85,7 @@ def stale_mirror(backend: Backend, fixed: bool) -> None:
     expect_values(mirror.tensor.tolist(), 3.0)
 
 
-@race(RACES, FindingKind.WRITE_AFTER_READ, names=("synchronize host thread",))
+@race(RACES, FindingKind.WRITE_AFTER_READ, names=("order host thread", "hand over"))
 def beside_another_thread(backend: Backend, fixed: bool) -> None:
     """A host thread writes pinned memory for whose copy only another thread has waited.
 

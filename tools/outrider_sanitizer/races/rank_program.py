@@ -28,6 +28,8 @@ class ProgramRank:
     stream: Stream
     everyone: Group
     store: Any
+    tensors: list[Tensor] = field(default_factory=list)
+    """The program's tensors, kept until the device has finished."""
 
     def group(self, name: str, *ranks: int) -> Group:
         """Return a further group of the given ranks, or of all ranks."""
@@ -40,7 +42,9 @@ class ProgramRank:
     def filled(self, value: float, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a tensor of one value, created on this rank's stream."""
         with self.backend.on(self.stream):
-            return torch.full(shape or (4,), value, dtype=dtype, device=self.backend.device)
+            made = torch.full(shape or (4,), value, dtype=dtype, device=self.backend.device)
+        self.tensors.append(made)
+        return made
 
     def tensor(self, values: Any, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a tensor of the given values, created on this rank's stream."""

@@ -5,16 +5,7 @@ from __future__ import annotations
 import sys
 from functools import lru_cache
 
-_INSIDE = (
-    "outrider.device",
-    "outrider_sanitizer",
-    "outrider_",
-    "torch",
-    "triton",
-    "numpy",
-    "typing_extensions",
-)
-
+_INSIDE = ("outrider.device", "outrider_", "torch", "triton", "numpy", "typing_extensions")
 _PROGRAMS = "outrider_sanitizer.races"
 
 

@@ -29,7 +29,7 @@ from outrider_sim.machine.queue import (
 from outrider_sim.options import SimOptions
 
 if TYPE_CHECKING:
-    from outrider_sim.tap import ObserverTap
+    from outrider_sim.backend import ObserverTap
 
 
 class _MachineThread(threading.local):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import ROW_ACCESS, Access
+from outrider.device.kernels.operators import reads_no_elements
 from outrider_sim.machine.device_state import SimDeviceState
 from outrider_sim.machine.memory import Meta, Metas
 from outrider_sim.machine.pinned import PinnedTensor
@@ -384,7 +385,8 @@ def _plain(info: OpInfo, name: str, value: Any, owners: list[PinnedTensor]) -> A
     # No closure: one that calls itself would keep the tensors until the next garbage collection.
     if isinstance(value, PinnedTensor):
         owners.append(value)
-        return value.plain(write=None if info.way in (OperatorKind.VIEW, OperatorKind.DECOMPOSE) else name in info.writes)
+        untouched = info.way in (OperatorKind.VIEW, OperatorKind.DECOMPOSE) or reads_no_elements(info.func)
+        return value.plain(write=None if untouched else name in info.writes)
     if isinstance(value, list | tuple):
         return type(value)(_plain(info, name, item, owners) for item in value)
     return value

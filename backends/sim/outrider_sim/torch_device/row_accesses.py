@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import Access
-from outrider.device.kernels.indexed_operands import index_arguments, operands_by_index
+from outrider.device.kernels.operators import index_arguments, operands_by_index
 from outrider_sim.torch_device.tensor import SimTensor
 
 

@@ -60,9 +60,8 @@ def _block(values: dict[str, object], torch: TorchState) -> None:
     values.update(can_run=False, status="unusable", reason=f"torch doesn't import{own}", advice=" ".join(torch.advice))
 
 
-def row(candidate: Candidate[BackendInfo]) -> dict[str, object]:
-    """Return the description of a backend plugin and its state on this machine as JSON data."""
-    info = candidate.info
+def _described(candidate: Candidate[Any]) -> dict[str, object]:
+    """Return a plugin and its state on this machine as JSON data."""
     return {
         "name": candidate.name,
         "status": candidate.status,
@@ -71,7 +70,15 @@ def row(candidate: Candidate[BackendInfo]) -> dict[str, object]:
         "advice": candidate.advice,
         "distribution": candidate.distribution,
         "entry_point": candidate.entry_point,
-        "description": info.description if info else "",
+        "description": candidate.info.description if candidate.info else "",
+    }
+
+
+def row(candidate: Candidate[BackendInfo]) -> dict[str, object]:
+    """Return a backend plugin as JSON data."""
+    info = candidate.info
+    return {
+        **_described(candidate),
         "priority": info.priority if info else None,
         "device_count": info.device_count if info else None,
         "interface": [info.interface_min, info.interface_max] if info else None,
@@ -81,19 +88,8 @@ def row(candidate: Candidate[BackendInfo]) -> dict[str, object]:
 
 def extra_row(candidate: Candidate[Any], kind: str, detail: str) -> dict[str, object]:
     """Return a kernel set or proposer plugin as JSON data. ``detail``: the backends it serves, or the draft it needs."""
-    return {
-        "kind": kind,
-        "name": candidate.name,
-        "status": candidate.status,
-        "can_run": candidate.status == "usable",
-        "reason": candidate.reason,
-        "advice": candidate.advice,
-        "distribution": candidate.distribution,
-        "entry_point": candidate.entry_point,
-        "description": candidate.info.description if candidate.info else "",
-        "detail": detail if candidate.info else "",
-        "changes": list(candidate.changes),
-    }
+    detail = detail if candidate.info else ""
+    return {"kind": kind, **_described(candidate), "detail": detail, "changes": list(candidate.changes)}
 
 
 def extra_rows(registry: Registry, proposers: Plugins[Any], *, load: bool = True) -> list[dict[str, object]]:

@@ -179,7 +179,7 @@ def _find_difference(
     if at is None:
         return None
     reshaped = params.penalized or params.biases or params.min_tokens or params.guide is not None
-    by_logits = isinstance(reference.model, Decoder) and reference.model.ranks is None
+    by_logits = isinstance(reference.model, Decoder) and reference.model.ranks.is_single
     if prompt.media or reshaped or not by_logits:
         return {"position": at, "speculative": speculative_tokens[at], "plain": reference_tokens[at]}
     found = PrefillComparison(reference).compare(prompt.tokens, speculative_tokens, reference_tokens)

@@ -96,10 +96,6 @@ class InvariantKernels(KernelSet):
         products = torch.cat([product(part.clone()) for part in padded.split(tile)])[:rows]
         return products.view(*x.shape[:-1], products.shape[-1])
 
-    def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        """Copy rows with the wrapped kernels; no sum is involved."""
-        return self._inner.embedding(tokens, weight)
-
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Call the wrapped kernel once per row."""
         return _each(lambda row: self._inner.rms_norm(row, weight, eps), x)

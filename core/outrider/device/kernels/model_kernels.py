@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.device.errors import ConfigError
+from outrider.device.kernels.bookkeeping_kernels import BookkeepingKernels
 from outrider.device.kernels.composition import composes
 from outrider.device.kernels.metadata import AttentionMetadata, HeadNorms, RotaryArgs
 from outrider.device.kernels.reference import ops as _ops  # noqa: F401  (registers the operators)
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from outrider.device.stream import Stream
 
 
-class ModelKernels:
+class ModelKernels(BookkeepingKernels):
     """Kernels of a pass through a decoder. Rules and letters: :class:`~outrider.device.KernelSet`."""
 
     plans_on_host = False
@@ -65,20 +66,16 @@ class ModelKernels:
             weight.activation_group,
         )
 
-    # -- embeddings, norms, activation -----------------------------------------------------------------------------
+    # -- norms, activation -----------------------------------------------------------------------------------------
 
-    def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        """Return rows of ``weight`` [V, H] for int64 ``tokens`` [T] → [T, H]."""
-        return F.embedding(tokens, weight)
-
-    @composes("embedding", "linear", "linear_quantized")
+    @composes("gather_rows", "linear", "linear_quantized")
     def fuse_embedding(
         self, tokens: Tensor, table: Tensor, hidden: Tensor, weight: Weight, bias: Tensor | None = None
     ) -> Tensor:
         """Return the product of each token's embedding and ``hidden`` state, side by side, with ``weight`` [out, H + H'] and
         ``bias`` → [T, out]: the input of an EAGLE head (Li et al. 2024).
         """
-        return linear(self, torch.cat((self.embedding(tokens, table), hidden), dim=-1), weight, bias)
+        return linear(self, torch.cat((self.gather_rows(table, tokens), hidden), dim=-1), weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return the root-mean-square norm of ``x`` [..., H] with ``weight`` [H], in x's dtype.

@@ -1,4 +1,4 @@
-"""Registration of torch operators whose schemas follow from the type hints of their implementations."""
+"""Torch operators: registration by the type hints of implementations, and the operands that operators read at indices."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+_INDEX_NAMES = frozenset({"index", "indices", "mask"})
+"""Names that torch gives to tensor arguments that pick elements."""
 
 
 def register_operator(
@@ -49,3 +52,37 @@ def define_operator(
 
 def _return_nothing(*operands: Any) -> None:
     del operands
+
+
+def index_arguments(func: Any) -> frozenset[str]:
+    """Return the names of an overload's tensor arguments that pick elements of another operand."""
+    return frozenset(
+        argument.name
+        for argument in func._schema.arguments
+        if argument.name in _INDEX_NAMES and "Tensor" in str(argument.type) and argument.alias_info is None
+    )
+
+
+def operands_by_index(func: Any) -> tuple[str, ...]:
+    """Return the names of an overload's operands that it accesses at indices: empty for an operator without indices.
+
+    An in-place operator writes its written operand at the indices. An operator with an in-place twin copies that operand
+    whole. A backward pass reads its gradient whole. Any other operator reads its first operand at the indices; ``out=`` is
+    written whole.
+    """
+    schema = func._schema
+    namespace, name = schema.name.split("::")
+    indices = index_arguments(func)
+    if namespace != "aten" or not indices or name.endswith("_backward"):
+        return ()
+    written = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write and not a.is_out)
+    if written or hasattr(torch.ops.aten, f"{name}_"):
+        return written
+    operands = (a.name for a in schema.arguments if str(a.type) == "Tensor" and a.name not in indices and not a.is_out)
+    return tuple(operands)[:1]
+
+
+def reads_no_elements(func: Any) -> bool:
+    """Return True for an operator that makes a tensor like another one: it looks at the other's shape and dtype alone."""
+    names = [argument.name for argument in func._schema.arguments]
+    return names[:1] == ["self"] and {"layout", "device"} <= {*names} and "non_blocking" not in names

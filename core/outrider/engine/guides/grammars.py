@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
 from importlib import import_module
@@ -30,6 +31,7 @@ COMPILE_SECONDS = 20.0
 CACHE_BYTES = 256 << 20
 """Size limit of all cached guides, in bytes. One guide may have a quarter of it."""
 _MAX_COMPILE_THREADS = 4  # includes threads past their time limit, which can't be stopped
+_NUM_COMPILER_THREADS = 2
 _MAX_JSON_WHITESPACE = 16  # characters between two parts of JSON: without a limit a model can emit whitespace forever
 
 
@@ -242,3 +244,28 @@ def _compile_guide(compiler: Any, guide: Guide) -> Any:
         return compiler.compile_grammar(guide.grammar, root_rule_name=guide.root)
     assert isinstance(guide, ChoiceGuide)
     return compiler.compile_grammar(guide.grammar)
+
+
+class GuideCompilers:
+    """Threads that compile guides, so that running requests don't wait for a compilation. The first guide starts them."""
+
+    def __init__(self, compile_guide: Callable[[Guide], None]) -> None:
+        self._compile_guide = compile_guide
+        self._pool: ThreadPoolExecutor | None = None
+
+    def start_compilation(self, params: SamplingParams) -> Future[None] | None:
+        """Start to compile the guide of a request, and return the future of the compilation. None: there is no guide.
+
+        The request may be added to the engine once the future is done. The future's error says why the guide is invalid.
+        """
+        if params.guide is None:
+            return None
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(_NUM_COMPILER_THREADS, thread_name_prefix="outrider-guides")
+        return self._pool.submit(self._compile_guide, params.guide)
+
+    def close(self) -> None:
+        """Cancel the compilations that haven't started. A running compilation continues until it is done."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool = None

@@ -341,10 +341,11 @@ def join_engine(
     Raises :class:`ConfigError` for a model of other ranks, :class:`CapabilityError` for a backend or kernels that can't run
     on several ranks, and :class:`~outrider.engine.ranks.records.RanksDiffer` if ranks have other models or proposers.
     """
-    if ranks is None and model.ranks is None:
-        return config
-    if ranks is None or model.ranks is not ranks.model:
+    shared = None if model.ranks.is_single else model.ranks
+    if shared is not part_of_model(ranks):
         raise ConfigError("an engine of several ranks has a model that was shared out among them; give both the same ranks")
+    if ranks is None:
+        return config
     config = common_config(ranks, config)
     uses_graphs = config.graphs or config.step_mode is StepMode.FUSED
     if uses_graphs and backend.capabilities.captures_graphs and not backend.capabilities.captures_collectives:

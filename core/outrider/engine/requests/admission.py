@@ -15,7 +15,7 @@ import torch
 from outrider.device import ConfigError
 from outrider.engine.config import MAX_LOGPROBS, DecidedConfig
 from outrider.engine.guides.grammars import Grammars
-from outrider.engine.requests.hand_over import HandOver, RequestState
+from outrider.engine.requests.hand_over import RequestState
 from outrider.engine.requests.request import Request, expand_prompt, request_media
 from outrider.engine.requests.sampling import MAX_LOGIT_BIAS, SamplingParams
 from outrider.engine.requests.stop_text import Transcript, watch_stop_strings
@@ -120,7 +120,7 @@ class Admission:
         if state.params.logprobs is not None and len(state.logprobs) != len(output):
             raise RequestError(f"{len(output)} tokens of output came with {len(state.logprobs)} log-probabilities")
 
-    def arrival(self, request_id: int, handed: HandOver | RequestState) -> Request:
+    def arrival(self, request_id: int, handed: RequestState) -> Request:
         """Create the request that another engine handed over, without its device state."""
         stops = self.check(handed.prompt, handed.params)
         request = Request(request_id, handed.prompt, handed.params, stops, handed.priority)

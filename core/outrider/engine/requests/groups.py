@@ -11,7 +11,7 @@ from math import prod
 
 from outrider.engine.requests.batch import Batch, Features, GlobalBatch, PrefillChunk
 from outrider.engine.requests.draft_length import DraftLengthPolicy, FixedLength
-from outrider.engine.requests.pages import PagePool, PageWatcher
+from outrider.engine.requests.pages import CacheEvents, PagePool
 from outrider.engine.requests.request import Request
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.requests.scheduler import Scheduler, choose_draft_length, report_accepted
@@ -225,7 +225,7 @@ class GroupPages:
         """Return True if pages are registered by contents, see :attr:`PagePool.shares_prefixes`."""
         return self._own.shares_prefixes
 
-    def watch(self, watcher: PageWatcher | None) -> None:
+    def watch(self, watcher: CacheEvents | None) -> None:
         """Watch the page pool of this rank's group; this rank's device has no pages of other groups."""
         self._own.watch(watcher)
 

@@ -42,19 +42,9 @@ class RequestState:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class HandOver:
+class HandOver(RequestState):
     """The host and device state that another engine needs to continue a request. Penalty counts follow from the tokens."""
 
-    prompt: tuple[int, ...]
-    output: tuple[int, ...]
-    params: SamplingParams
-    priority: int
-    media: tuple[Media, ...]
-    logprobs: tuple[TokenLogprobs, ...]
-    iterations: int
-    verified_tokens: int
-    length: int
-    """Number of tokens in the target's KV cache: all but the last one of ``output``."""
     keys_values: tuple[Tensor, ...] = field(repr=False)
     """Keys, then values, of each target layer in turn: [length, key heads, head size] on ``backend``."""
     draft_caches: tuple[Tensor, ...] = field(repr=False)

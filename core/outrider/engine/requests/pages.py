@@ -7,7 +7,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Protocol
 
 from outrider.device import InterfaceError
 
@@ -76,19 +75,6 @@ class PageKey:
         )
 
 
-class PageWatcher(Protocol):
-    """A receiver of all changes of the registered pages of a :class:`PagePool`, in order, on the thread that makes them."""
-
-    def stored(self, keys: Sequence[PageKey]) -> None:
-        """Handle new registered pages; the key of a parent comes before those of its children."""
-
-    def removed(self, key: PageKey) -> None:
-        """Handle the removal of a page that was allocated to a request."""
-
-    def cleared(self) -> None:
-        """Handle the removal of all registered pages."""
-
-
 class PagePool:
     """KV pages with shared prefixes: each page is free, held by one or more requests, or cached without a holder.
 
@@ -116,9 +102,9 @@ class PagePool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._page_of: dict[PageKey, int] = {}
         self._key_of: dict[int, PageKey] = {}
-        self._watcher: PageWatcher | None = None
+        self._watcher: CacheEvents | None = None
 
-    def watch(self, watcher: PageWatcher | None) -> None:
+    def watch(self, watcher: CacheEvents | None) -> None:
         """Pass the registered pages and then each change to ``watcher``, in place of the previous watcher."""
         self._watcher = watcher
         if watcher is not None and self._page_of:
@@ -315,10 +301,16 @@ class StateCheckpoints:
         return row
 
     def provide_row(self, decoded: DecodedState) -> bool:
-        """Give a decoding request a row for a copy of its state, if it has none. Return False if there is no row for it."""
-        if not decoded.row and self._free:
+        """Give a decoding request a row for a copy of its state, if it has none. Return False if there is no row for it.
+
+        Copies that aren't published have half of the rows at most, so that prompts always find a row.
+        """
+        num_copies = self.count - len(self._free) - len(self._row_of)
+        if decoded.row or num_copies >= self.count // 2:
+            return decoded.row > 0
+        if self._free:
             decoded.row = self._free.pop()
-        elif not decoded.row and self._row_of and not decoded.has_evicted:
+        elif not decoded.has_evicted:
             decoded.row, decoded.has_evicted = self._row_of.popitem(last=False)[1], True
         return decoded.row > 0
 
@@ -389,7 +381,8 @@ CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class CacheEvents:
-    """A :class:`~outrider.engine.requests.pages.PageWatcher` that passes each change to ``handle`` as an event.
+    """The receiver of all changes of the registered pages of a :class:`PagePool`, in order: it passes each to ``handle`` as
+    an event, on the thread that makes the change.
 
     Several pages can have the same tokens and differ in the draft's cache, which depends on the token after the page.
     Such pages share one hash: the first of them sends :class:`BlockStored`, the last one :class:`BlockRemoved`.

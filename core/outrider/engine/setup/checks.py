@@ -69,7 +69,7 @@ def check_invariance(config: DecidedConfig, model: LanguageModel) -> None:
             "batch_invariant is set, but the model doesn't run on kernels that are; use Engine.from_checkpoint with a "
             "model of a supported family, or make the Decoder with backend.kernels_in_use.batch_invariant()"
         )
-    data = None if model.ranks is None else model.ranks.data
+    data = model.ranks.data
     if config.batch_invariant and data is not None and data.size > 2:
         raise ConfigError(
             f"batch_invariant is set, and {data.size} data-parallel ranks each compute a part of the MLPs: the order in "

@@ -410,6 +410,9 @@ def situation_of(
         memory = replace(memory, free=memory.free - unloaded_bytes)
     layers = len(config.attention_layers)
     kept = KVCache.page_bytes(layers, config.num_kv_heads, config.head_size, page_size=1, dtype=model.cache_dtype)
+    inner = _INNER_AT_ONCE * config.inner_width
+    if config.recurrent is not None:
+        inner = max(inner, config.recurrent.prompt_values)
     no_fused = no_graphs = "" if model.native else "the code of transformers may wait for the device"
     if model.kernels.plans_on_host:
         no_fused = no_fused or f"the kernels {model.kernels.name!r} plan each batch on the host"
@@ -418,7 +421,7 @@ def situation_of(
     captures = backend.capabilities.captures_graphs
     if backend.capabilities.captures_in_part:
         no_fused = no_graphs = "the device's graphs can't hold every operator of a model"
-    if model.ranks is not None and not backend.capabilities.captures_collectives:
+    if not model.ranks.is_single and not backend.capabilities.captures_collectives:
         no_fused = no_graphs = "the device captures no collectives, and several ranks have some in every stage"
     return DeviceModelFacts(
         capabilities=backend.capabilities,
@@ -430,8 +433,7 @@ def situation_of(
         context=config.max_context,
         slots=proposer.slots,
         token_bytes=kept + proposer.token_bytes,
-        prompt_token_bytes=model.dtype.itemsize
-        * (_HIDDEN_AT_ONCE * config.hidden_size + _INNER_AT_ONCE * config.inner_width),
+        prompt_token_bytes=model.dtype.itemsize * (_HIDDEN_AT_ONCE * config.hidden_size + inner),
         drafted_token_bytes=_LOGITS_AT_ONCE * torch.float32.itemsize * config.vocab_size,
         # counts for penalties
         request_bytes=torch.int32.itemsize * config.vocab_size

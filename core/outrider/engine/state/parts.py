@@ -50,7 +50,7 @@ class EngineParts:
         table_width = -(-(config.max_context + proposer.slots) // page_size)
         check_cache(backend, config, model, pages=config.num_pages)
         self.streams = streams = _create_streams(backend, config)
-        data = None if model.ranks is None else model.ranks.data
+        data = model.ranks.data
         # Allocations are enqueued on forward and completed before work starts on any other stream.
         with backend.on(streams.forward), backend.guard("allocating the engine's caches and buffers"):
             self.cache = KVCache.for_model(
@@ -69,7 +69,7 @@ class EngineParts:
             self.future = FutureMap(kernels, rows=requests + 1, relay=proposer.relay, device=device)
             self.buffers = self._allocate_buffers(table_width)
             self.staging = self._allocate_staging(table_width)
-            self.probes = Probes(kernels, proposer, vocabulary=vocabulary, ranks=model.ranks is not None)
+            self.probes = Probes(kernels, proposer, vocabulary=vocabulary, ranks=not model.ranks.is_single)
             self.results = Results(
                 backend,
                 entries=entries,

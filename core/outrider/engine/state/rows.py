@@ -175,21 +175,6 @@ class InputUpload:
         self._staging.write_from_host(packer)
         return packer.segments
 
-    def matches_previous(self, packer: Packer) -> bool:
-        """Return True if ``packer`` equals the previous upload, so that no copy is needed.
-
-        In consecutive decode iterations only new pages change the inputs.
-        """
-        return self._staging.matches_previous(packer)
-
-    def invalidate(self) -> None:
-        """Count the device's copy as invalid, after a failure."""
-        self._staging.invalidate()
-
-    def upload(self, packer: Packer, entry: int, schedule: Stream) -> None:
-        """Copy the packed values to ring entry ``entry`` on the device, on the stream ``schedule``."""
-        self._staging.upload(entry, packer.packed, schedule)
-
     def unpack(self, batch: Batch, packer: Packer, entry: int | None) -> None:
         """Copy ring entry ``entry`` to the staging buffer, and write parameters and pages of ``batch`` to request rows.
 
@@ -208,7 +193,3 @@ class InputUpload:
     def write_token_counts(self, packer: Packer) -> None:
         """Write the token counts of new requests with penalties, on the forward stream, before the first count."""
         self._options.write_token_counts(self._staging.view, packer.segments)
-
-    def decoding(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return rows and resolved lengths of the decoding requests, int64 [count] each."""
-        return self._staging.decode_rows(count), self._future.batch_seq_lens[:count]

@@ -66,7 +66,6 @@ class StateTransfer:
             logprobs=tuple(request.logprobs),
             iterations=request.iterations,
             verified_tokens=request.verified_tokens,
-            length=length,
             keys_values=keys_values,
             draft_caches=draft_caches,
             relay=relay,

@@ -78,7 +78,7 @@ class DecoderPlan:
     backend: Backend
     dtype: torch.dtype
     kernels: KernelSet
-    ranks: ModelRanks | None
+    ranks: ModelRanks
     files: CheckpointFiles
     targets: list[Target]
     quantization: Quantization | None
@@ -156,7 +156,8 @@ def plan_decoder(
     config = read_model_config(Path(directory), drafts=drafts)
     files = open_checkpoint(Path(directory))
     config = replace(_untie(config, files), max_context=max(config.max_context, positions))
-    shards = or_single_rank(ranks).shards
+    ranks = or_single_rank(ranks)
+    shards = ranks.shards
     local = shards.local(config, str(directory))
     check_count(config, files.tensors, files.origin)
     targets = decoder_targets(config, files.tensors, shards)

@@ -110,6 +110,16 @@ class RecurrentConfig:
         """Channels of the short convolution: queries, keys and values."""
         return 2 * self.key_width + self.value_width
 
+    @property
+    def prompt_values(self) -> int:
+        """Values that a forward pass holds for each prompt token of a layer, in the model's dtype.
+
+        They are the projections, the convolution, the operands of chunks of 64 tokens and the state before each chunk.
+        """
+        heads, keys = self.value_heads, self.key_size
+        chunks = self.key_width + heads * keys + heads * keys * self.value_size // 64
+        return 2 * self.channels + 3 * self.value_width + chunks
+
     def state_shapes(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
         """Return the shapes of one layer's states: last inputs of the convolution, and the delta rule's state."""
         return (self.kernel_size - 1, self.channels), (self.value_heads, self.key_size, self.value_size)

@@ -192,8 +192,8 @@ def with_vocabulary_size(model: Decoder, size: int, *, directory: Path, backend:
     used = 1 + max(Tokenizer.from_checkpoint(directory).spellings(), default=-1)
     if used > min(rows, size):
         raise CheckpointError(f"{mismatch}: drafts must be tokens of the target, and the draft's tokenizer has {used}")
-    if model.ranks is not None or not isinstance(weights.head, Tensor):
-        state = "is shared out among ranks" if model.ranks is not None else "is quantised"
+    if not model.ranks.is_single or not isinstance(weights.head, Tensor):
+        state = "is shared out among ranks" if not model.ranks.is_single else "is quantised"
         raise CheckpointError(
             f"{mismatch}, which is alike but for rows that no token uses; the draft's head {state}, so they can't be made as "
             "many; expected a draft with as many rows, or one with a plain head on one rank"

@@ -72,7 +72,7 @@ class EagleHead(BaseDraftHead):
     def _fuse(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Return the fusion [T, H] of the tokens' embeddings with ``hidden`` [T, H]."""
         fusion, bias = self.weights.fusion, self.weights.fusion_bias
-        if self.target.ranks is None:
+        if self.target.ranks.is_single:
             return self.kernels.fuse_embedding(tokens, self.weights.embedding, hidden, fusion, bias)
         embedded = self.target.embed_from_table(tokens, self.weights.embedding)
         return linear(self.kernels, torch.cat((embedded, hidden), dim=-1), fusion, bias)

@@ -54,7 +54,7 @@ class LanguageModel(ABC):
     def __init__(self, config: ModelConfig, kernels: KernelSet, ranks: ModelRanks | None = None) -> None:
         self.config = config
         self.kernels = kernels
-        self.ranks = ranks
+        self.ranks = or_single_rank(ranks)
 
     @property
     @abstractmethod
@@ -64,15 +64,15 @@ class LanguageModel(ABC):
     @property
     def shards(self) -> Shards:
         """The slices of the model that this rank holds. Draft heads are split in the same way."""
-        return or_single_rank(self.ranks).shards
+        return self.ranks.shards
 
     def embed_from_table(self, tokens: Tensor, table: Tensor) -> Tensor:
         """Return rows [T, H] of an embedding ``table`` for int64 ``tokens`` [T]. Each rank holds a slice of the table."""
-        return or_single_rank(self.ranks).embed(self.kernels, tokens, table)
+        return self.ranks.embed(self.kernels, tokens, table)
 
     def gather_logits(self, own: Tensor, vocabulary: int) -> Tensor:
         """Return logits [N, V] over ``vocabulary`` tokens, gathered from the logits ``own`` of this rank's slice."""
-        return or_single_rank(self.ranks).logits(own, vocabulary)
+        return self.ranks.logits(own, vocabulary)
 
     def implementations(self) -> dict[str, Any]:
         """Return what computes the ``blocks`` of each layer, and each of the ``primitives``. A model that isn't native has
@@ -92,8 +92,7 @@ class LanguageModel(ABC):
 
     def begin_pass(self, inputs: ForwardInput) -> None:
         """Announce a pass over ``inputs`` through layers of this model or of one of its draft heads."""
-        if self.ranks is not None:
-            self.ranks.begin_pass(inputs.tokens.shape[0])
+        self.ranks.begin_pass(inputs.tokens.shape[0])
 
     @property
     def dtype(self) -> torch.dtype:

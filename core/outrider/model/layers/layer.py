@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from outrider.device import AttentionShape, AttentionTokens, KernelSet, LayerRows, RecurrentBlock, ResidualStream, RotaryArgs
-from outrider.device.kernels import SINGLE_RANK
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.layers.cache import LayerState
 from outrider.model.layers.inputs import ForwardInput
@@ -23,7 +22,7 @@ from outrider.model.layers.layer_weights import (
     mlp_block,
     recurrent_block,
 )
-from outrider.model.layers.ranks import ModelRanks
+from outrider.model.layers.ranks import ModelRanks, or_single_rank
 from outrider.model.layers.recurrent import recurrent_input
 
 
@@ -75,7 +74,7 @@ class DecoderLayer:
         ranks: ModelRanks | None = None,
         index: int = 0,
     ) -> None:
-        boundary = SINGLE_RANK if ranks is None else ranks
+        boundary = or_single_rank(ranks)
         if weights.recurrent is None or config.recurrent is None:
             mixer: tuple[str, Any] = "attention_block", attention_block(config, weights, window, boundary)
         else:

@@ -111,10 +111,13 @@ class ModelRanks(RankBoundary):
     the same methods in the same order.
     """
 
-    reduces = True
-
-    def __init__(self, shards: Shards, *, tensor: Group | None = None, data: Group | None = None) -> None:
+    def __init__(
+        self, shards: Shards, *, tensor: Group | None = None, data: Group | None = None, is_single: bool = False
+    ) -> None:
         self.shards = shards
+        self.is_single = is_single
+        """True if the model is whole on this rank, which runs it alone."""
+        self.reduces = not is_single
         self.tensor = tensor
         self.data = data
         self._stream: Stream | None = None
@@ -190,11 +193,11 @@ class ModelRanks(RankBoundary):
     def embed(self, kernels: KernelSet, tokens: Tensor, weight: Tensor) -> Tensor:
         """Return embeddings [T, H] of int64 ``tokens`` [T]. ``weight`` holds this rank's rows of the table."""
         if self.tensor is None:
-            return kernels.embedding(tokens, weight)
+            return kernels.gather_rows(weight, tokens)
         width, rank = weight.shape[0], self.shards.vocabulary.rank
         local_tokens = tokens - rank * width
         is_local = (local_tokens >= 0) & (local_tokens < width)
-        embedded = kernels.embedding(torch.where(is_local, local_tokens, 0), weight)
+        embedded = kernels.gather_rows(weight, torch.where(is_local, local_tokens, 0))
         return self.reduce(embedded * is_local.unsqueeze(-1))
 
     def logits(self, own: Tensor, vocabulary: int) -> Tensor:
@@ -223,4 +226,4 @@ class ModelRanks(RankBoundary):
 
 def or_single_rank(ranks: ModelRanks | None) -> ModelRanks:
     """Return ``ranks``, or for None a single rank, whose collectives change nothing."""
-    return ModelRanks(Shards()) if ranks is None else ranks
+    return ModelRanks(Shards(), is_single=True) if ranks is None else ranks

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Protocol
 
 from outrider.device import DeviceError, OutriderError
 from outrider.engine.engine import Engine
+from outrider.engine.guides.grammars import GuideCompilers
 from outrider.engine.requests.request import StepOutput
 from outrider.serve.connection.engine_messages import (
     AbortRequest,
@@ -24,7 +25,6 @@ from outrider.serve.connection.engine_messages import (
 
 _MAX_CONSECUTIVE_FAILURES = 8
 """Number of consecutive recoverable device failures after which the loop raises the error."""
-_NUM_COMPILER_THREADS = 2
 _GUIDE_POLL_INTERVAL_S = 0.01
 """Interval in which the loop checks for commands while its only requests wait for their guides."""
 _SNAPSHOT_INTERVAL_S = 0.1
@@ -60,7 +60,7 @@ class EngineLoop:
         self._events: list[EngineEvent] = []
         self._step_s = 0.0
         self._snapshot_time = float("-inf")
-        self._compilers = ThreadPoolExecutor(_NUM_COMPILER_THREADS, thread_name_prefix="outrider-guides")
+        self._compilers = GuideCompilers(engine.compile_guide)
         self._compiling: dict[int, tuple[SubmitRequest, Future[None]]] = {}
         """Requests whose guides are being compiled, by key."""
 
@@ -110,11 +110,11 @@ class EngineLoop:
     def _execute(self, command: EngineCommand) -> None:
         match command:
             case SubmitRequest():
-                guide = command.params.guide
-                if guide is None:
+                # Compilation takes up to seconds; a thread compiles while other requests run.
+                compiled = self._compilers.start_compilation(command.params)
+                if compiled is None:
                     self._admit(command)
-                else:  # compilation takes up to seconds; a thread compiles while other requests run
-                    compiled = self._compilers.submit(self._engine.compile_guide, guide)
+                else:
                     self._compiling[command.key] = (command, compiled)
             case AbortRequest(key):
                 self._compiling.pop(key, None)
@@ -164,7 +164,7 @@ class EngineLoop:
 
     def _stop(self) -> None:
         """Abort all requests, wait until the device is idle, and send the last events."""
-        self._compilers.shutdown(wait=False, cancel_futures=True)
+        self._compilers.close()
         for key in list(self._request_ids):
             self._execute(AbortRequest(key))
         self._engine.drain()

@@ -17,12 +17,12 @@ from triton.errors import TritonError
 from outrider.device import DecoderShape
 from outrider_triton.attention import operators as _attention_ops  # noqa: F401
 from outrider_triton.launch import power_of_two
-from outrider_triton.products import fused_operators as _fused_ops  # noqa: F401  (these register the operators)
-from outrider_triton.rows import operators as _ops  # noqa: F401
+from outrider_triton.products import operators as _product_operators  # noqa: F401  (registers the operators)
+from outrider_triton.rows import operators as _row_operators  # noqa: F401  (registers the operators)
 from outrider_triton.tiles.configs import STREAMED, MatmulConfig
 from outrider_triton.tiles.derive.attention import can_read_before_wait
+from outrider_triton.tiles.measure.chain import normal
 from outrider_triton.tiles.store.table import Key
-from outrider_tune.chain import normal
 
 _WEIGHT_ROWS = 512  # rows of the weight that a compile job allocates
 _WORKER_BYTES = 1 << 30  # device memory that one worker process needs

@@ -28,11 +28,11 @@ from outrider.device import CapabilityError, ConfigError, DecoderShape, KernelSe
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.tiles.configs import LARGE_M, AttentionConfig, MatmulConfig
 from outrider_triton.tiles.derive.products import choose_config, rank_configs
+from outrider_triton.tiles.measure.chain import LayerChain, normal
 from outrider_triton.tiles.measure.compiling import AttentionJob, Job, KernelCompilers, ProductJob
+from outrider_triton.tiles.measure.timing import microseconds
 from outrider_triton.tiles.store.choices import ChoiceRow, TunedStore, merge_choices
 from outrider_triton.tiles.store.table import ANY_LAYER, AttentionEntry, Key, ProductEntry, Table, by_layer, layer_of
-from outrider_tune.chain import LayerChain, normal
-from outrider_tune.timing import microseconds
 
 MEASURED_BATCHES = {8: (1, 4), 32: (8, 4), 128: (32, 4), 16: (4, 4), 64: (16, 4)}
 """Measured sequences and new tokens per sequence, by the maximum tokens that a choice is for; the most important first."""
@@ -61,7 +61,7 @@ class Chain(LayerChain):
 
     def attempt(self, table: Table) -> float:
         """Install ``table`` and return microseconds per layer; infinite if one of its kernels can't be compiled."""
-        self.kernels.table = table
+        self.kernels.tiles.table = table
         try:
             return self.layer_us()
         except TritonError:
@@ -237,7 +237,7 @@ class _Tuner:
         """Choose configurations for ``m`` tokens in a chain of layers and store them, also after a missed deadline."""
         batch, width = MEASURED_BATCHES[m]
         chain.prepare(batch, width, 640)
-        start = self._kernels.table or _empty_table(self._kernels.facts.name)
+        start = self._kernels.tiles.table or _empty_table(self._kernels.facts.name)
         before = best = self._attempt(chain, start)
         table, deadline = start, None
         self._best_so_far = start, before
@@ -259,7 +259,7 @@ class _Tuner:
             kept = False
         self._before_us += before
         self._after_us += best if kept else before
-        self._kernels.table = start
+        self._kernels.tiles.table = start
         if kept:
             self._store_rows(rows)
         elif deadline is None:
@@ -344,7 +344,7 @@ class _Tuner:
 
     def _is_correct(self, chain: Chain, table: Table) -> bool:
         """Return True if layers run with ``table`` give the same results as torch's kernels, within rounding."""
-        self._kernels.table = table
+        self._kernels.tiles.table = table
         actual = chain.run_layers(0).double()
         chain.kernels, kernels = KernelSet(), chain.kernels  # type: ignore[assignment]
         try:
@@ -358,9 +358,9 @@ class _Tuner:
     def _attention_candidates(self, m: int) -> Iterator[AttentionConfig]:
         """Yield block sizes with splits of 4 and 8, or 1 and 4; a launch uses at least the derived number of splits."""
         batch, _ = MEASURED_BATCHES[m]
-        is_small = batch * self._shape.kv_heads < self._kernels.processors
+        is_small = batch * self._shape.kv_heads < self._kernels.facts.processors
         launches = [(*launch, False) for launch in _ATTENTION]
-        if self._kernels.attention_launch(*self._sample_operands(), batch, 1, 640, None).streamed:
+        if self._kernels.attention.attention_launch(*self._sample_operands(), batch, 1, 640, None).streamed:
             launches += [(*launch, True) for launch in _STREAMED_ATTENTION]
         for (block, warps, stages, ring), split in itertools.product(launches, (8, 4) if is_small else (1, 4)):
             yield AttentionConfig(block, split, warps, stages, ring)
@@ -379,7 +379,7 @@ class _Tuner:
 
     def _attention_job(self, m: int, config: AttentionConfig) -> AttentionJob:
         batch, width = MEASURED_BATCHES[m]
-        launch = self._kernels.attention_launch(*self._sample_operands(), batch, width, 640, config)
+        launch = self._kernels.attention.attention_launch(*self._sample_operands(), batch, width, 640, config)
         return AttentionJob(self._shape, tuple(launch.as_list()), width)
 
     def _sample_operands(self) -> tuple[torch.Tensor, torch.Tensor]:

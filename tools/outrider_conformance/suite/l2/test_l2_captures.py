@@ -274,7 +274,8 @@ def _check_refused(
 @promise("Stream.wait", "outside it unless the backend declares ``waits_inside_graphs``.")
 def test_a_wait_for_the_outside_is_refused_where_it_is_not_declared(lab: Lab) -> None:
     """A captured wait for an event recorded outside raises without ``waits_inside_graphs``."""
-    event = lab.record(*lab.streams("outside"))
+    (outside,) = lab.streams("outside")
+    event = lab.record(outside)
     _check_refused(lab, "waits_inside_graphs", StreamOrderError, lambda context, stream, other: stream.wait(event))
 
 

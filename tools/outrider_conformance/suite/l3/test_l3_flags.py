@@ -49,15 +49,12 @@ def test_a_wait_after_the_set_passes(lab: Lab) -> None:
     lab.expect_read(b, last, x, 1.0, "what was read after a wait that others had passed")
 
 
-@needs("flags")
-@promise("Flag.reset", "Lower the flag, in the order of ``stream``.")
-@in_every_order()
-def test_a_reset_makes_the_next_wait_wait_again(lab: Lab) -> None:
-    """Many rounds of set, wait and reset of one flag transfer the value of each round."""
+def _check_rounds(lab: Lab, rounds: int) -> None:
+    """Fail unless rounds of wait, reset and set of one flag transfer the value of each round."""
     backend = lab.backend
     a, b, x, y = lab.two_streams()
     flag, done = backend.create_flag("f"), backend.create_event("done")
-    for turn in map(float, range(1, CALLS + 1)):
+    for turn in map(float, range(1, rounds + 1)):
         flag.wait(b)
         lab.copy(b, y, x)
         flag.reset(b)
@@ -66,6 +63,22 @@ def test_a_reset_makes_the_next_wait_wait_again(lab: Lab) -> None:
         flag.set(a)
         a.wait(done)
         expect(lab.read_tensor(b, y), turn, "what was read in a round")
+
+
+@needs("flags")
+@promise("Flag.reset", "Lower the flag, in the order of ``stream``.")
+@in_every_order()
+def test_a_reset_makes_the_next_wait_wait_again(lab: Lab) -> None:
+    """Two rounds of wait, reset and set transfer the value of each round."""
+    _check_rounds(lab, 2)
+
+
+@needs("flags")
+@promise("Flag", "``set``, ``wait`` and ``reset`` are device operations in the order of their stream.")
+@in_every_order(schedules=8)
+def test_one_flag_serves_many_rounds(lab: Lab) -> None:
+    """Many rounds of wait, reset and set of one flag transfer the value of each round."""
+    _check_rounds(lab, CALLS)
 
 
 @needs("flags")

@@ -23,7 +23,7 @@ from outrider.device import (
     ResidualStream,
     RotaryArgs,
 )
-from outrider_tune.timing import microseconds
+from outrider_triton.tiles.measure.timing import microseconds
 
 LAYERS = 8
 """The most layers of a chain."""

@@ -1,7 +1,4 @@
-"""Kernel measurement cases: a decoder's shapes at several batch sizes, with the minimum bytes that each kernel moves.
-
-``outrider bench kernels`` and the measuring tuners use them.
-"""
+"""Cases of ``outrider bench kernels``: a decoder's shapes at several batch sizes, with the bytes that a kernel must move."""
 
 from __future__ import annotations
 
@@ -25,6 +22,8 @@ from outrider.device.kernels.metadata import (
 )
 from outrider.device.kernels.residual import ResidualStream
 from outrider.device.kernels.tuning import DecoderShape
+from outrider.device.kernels.weight_formats import weight_format
+from outrider.device.kernels.weights import QuantizedWeight
 
 if TYPE_CHECKING:
     from outrider.device.stream import Stream
@@ -78,6 +77,35 @@ def product_cases(
     yield from _blocks(shape, tokens, rotate_bytes, dtype, device)
     yield _product("head", shape.vocabulary, shape.hidden, tokens, rotate_bytes, dtype, device)
     yield _product("fusion of a draft", shape.hidden, shape.fused, tokens, rotate_bytes, dtype, device)
+
+
+def quantized_cases(
+    name: str, shape: DecoderShape, *, tokens: int, rotate_bytes: int, dtype: torch.dtype, device: torch.device
+) -> Iterator[TimedKernelCase]:
+    """Yield GEMMs of a decoder layer and the output head, with rotating random weights of the quantization ``name``."""
+    attention = shape.heads * shape.head_size
+    products = {
+        "qkv": (attention + 2 * shape.kv_heads * shape.head_size, shape.hidden),
+        "output": (shape.hidden, attention),
+        "gate and up": (2 * shape.inner, shape.hidden),
+        "down": (shape.hidden, shape.inner),
+        "head": (shape.vocabulary, shape.hidden),
+    }
+    way = weight_format(name)
+    for label, (rows, columns) in products.items():
+        first = way.random_weight(rows, columns, device=device, scales_dtype=dtype)
+        copies = max(2, -(-rotate_bytes // first.nbytes))
+        weights = [
+            first,
+            *(way.random_weight(rows, columns, device=device, scales_dtype=dtype) for _ in range(copies - 1)),
+        ]
+        x = torch.randn(tokens, columns, dtype=dtype, device=device)
+
+        def call(kernels: KernelSet, number: int, x: Tensor = x, weights: list[QuantizedWeight] = weights) -> Tensor:
+            return kernels.linear_quantized(x, weights[number % len(weights)])
+
+        moved = first.nbytes + x.nbytes + tokens * rows * dtype.itemsize
+        yield TimedKernelCase("linear_quantized", f"{name} {label}, {tokens} tokens", moved, call)
 
 
 def _blocks(

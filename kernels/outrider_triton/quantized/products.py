@@ -1,4 +1,4 @@
-"""TritonQuantized: the part of the kernel set that multiplies by quantised weights."""
+"""QuantizedProducts: products with quantised weights, alone and fused with the kernels around them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from outrider.device import QuantizedWeight, RotaryArgs
+from outrider.device import KernelSet, QuantizedWeight, RotaryArgs
 from outrider_triton.launch import compile_only, has_kernel
 from outrider_triton.products.operands import QuantizedProduct
 from outrider_triton.quantized import activations as _activated_ops  # noqa: F401  (these register the operators)
@@ -20,12 +20,9 @@ from outrider_triton.quantized.formats import TRITON_FORMATS
 from outrider_triton.quantized.nibble_planes import INT8_COMPONENTS, allocate_rows, computes_swiglu, row_layout
 from outrider_triton.quantized.operators import MAX_ROW_ELEMENTS, ProductPlan, activation_dtype, plan, sum_parts
 from outrider_triton.rows.rotary import rotates
-from outrider_triton.tiles import variants
 from outrider_triton.tiles.configs import BUCKETS, STREAMED, MatmulConfig
-from outrider_triton.tiles.derive.products import MAX_TOKENS_TUNED, choose_config, config_tokens, every_config
 from outrider_triton.tiles.derive.quantized import MAX_TOKENS_TRITON_GEMM
-from outrider_triton.tiles.facts import DeviceFacts
-from outrider_triton.tiles.store.table import Table
+from outrider_triton.tiles.selection import TileSelection
 
 _TRITON = torch.ops.outrider
 
@@ -55,16 +52,16 @@ class NormedRows(NamedTuple):
     """Tile configuration of the following product."""
 
 
-class TritonQuantized(variants.WarmedKernels):
+class QuantizedProducts:
     """Products with quantised weights: one kernel for few tokens, else the library.
 
     The estimated time for the stored bytes decides (:mod:`outrider_triton.tiles.derive.products`); tables have no
-    measurements of them.
+    measurements of them. ``kernels`` computes the parts of a product that isn't fused.
     """
 
-    def __init__(self, facts: DeviceFacts, table: Table | None = None) -> None:
-        super().__init__(facts, table)
-        self._derived_quantized: dict[tuple[object, ...], MatmulConfig | None] = {}
+    def __init__(self, kernels: KernelSet, tiles: TileSelection) -> None:
+        self._kernels, self._tiles, self._scope = kernels, tiles, tiles.scope
+        self._facts, self._pdl = tiles.facts, tiles.facts.pdl
 
     def quantized_config(
         self, x: Tensor, weight: QuantizedWeight, product_plan: ProductPlan, *, parts: bool = True
@@ -88,43 +85,21 @@ class TritonQuantized(variants.WarmedKernels):
         gated: bool = False,
         parts: bool = True,
     ) -> MatmulConfig | None:
-        """Derive a configuration for ``m`` tokens, cached per bucket of tokens.
+        """Return the derived configuration for ``m`` tokens.
 
         ``half`` is half a head's size for a product that rotates its rows. ``gated``: gate and up. ``parts``: the product
         may be split; its consumer or a separate kernel adds the parts.
         """
-        if not 0 < m <= MAX_TOKENS_TUNED:
-            return None
         stored, (n, k) = product_plan.stored(weight.format), weight.shape
         operator = "linear_rope" if half else "linear_silu_mul" if gated else "linear_parts" if parts else "linear"
-        key = operator, stored, n, k, config_tokens(m, stored), half
-        if key not in self._derived_quantized:
-            self._derived_quantized[key] = choose_config(self.facts, operator, m=m, n=n, k=k, half=half, stored=stored)
-        return self._derived_quantized[key]
+        return self._tiles.derived(operator, m=m, n=n, k=k, half=half, stored=stored)
 
-    def linear_quantized(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-        """Multiply by a quantised weight.
-
-        Up to 128 tokens (64 in e4m3 with row scales) use one kernel, after one that quantises them. The library multiplies
-        more, with a dequantized weight if it doesn't take the stored format. The reference computes float32 and float64.
-        """
-        if not self._multiplies(x, weight):
-            return super().linear_quantized(x, weight, bias)
-        self._prepare(x, weight, bias)
-        product_plan = plan(self.facts, weight)
-        config = None if product_plan is None else self.quantized_config(x, weight, product_plan)
-        if product_plan is None or config is None:
-            scaled = _library_scales(x, weight, product_plan)
-            return _TRITON.linear_quantized.library(  # type: ignore[no-any-return]  # torch.ops has no types
-                x, *_operands(weight, bias), scaled, self.facts.fp8, self.pdl
-            )
-        return self._skinny(x, weight, bias, product_plan, config)
-
-    def _multiplies(self, x: Tensor, weight: QuantizedWeight) -> bool:
+    def multiplies(self, x: Tensor, weight: QuantizedWeight) -> bool:
+        """Return True if Triton's kernels multiply operands of these dtypes and this format."""
         is_half = x.dtype in (torch.bfloat16, torch.float16)
         return is_half and weight.format in TRITON_FORMATS and bool(x.numel()) and has_kernel(x, weight.scales)
 
-    def _skinny(
+    def launch_product(
         self,
         x: Tensor,
         weight: QuantizedWeight,
@@ -143,23 +118,23 @@ class TritonQuantized(variants.WarmedKernels):
         ``scales``: ``x`` was quantised from ``dtype``. ``parts``: return a split product in parts, without its bias.
         ``laid``: ``x`` has a nibble-plane layout. ``gated``: ``x`` is gate and up of one token.
         """
-        asm = self.facts.capability >= 80 and not triton.knobs.runtime.interpret
+        asm = self._facts.capability >= 80 and not triton.knobs.runtime.interpret
         columns = product_plan.mode, product_plan.columns, product_plan.at_once
         if gated:
             product = _TRITON.linear_quantized.triton_gated_planes(
-                x, weight.data, weight.scales, bias, config.as_list(), self.pdl
+                x, weight.data, weight.scales, bias, config.as_list(), self._pdl
             )
-            return product if parts or config.split == 1 else sum_parts(product, bias, x, x.dtype, self.pdl)
+            return product if parts or config.split == 1 else sum_parts(product, bias, x, x.dtype, self._pdl)
         if product_plan.planes:
             operands = x, weight.data, weight.scales, weight.zero_points, bias, list(weight.block)
             kind = dtype or x.dtype
             layout = kind if laid else None
-            product = _TRITON.linear_quantized.triton_planes(*operands, layout, *columns, asm, config.as_list(), self.pdl)
+            product = _TRITON.linear_quantized.triton_planes(*operands, layout, *columns, asm, config.as_list(), self._pdl)
             whole = parts or config.split == 1
-            return product if whole else sum_parts(product, bias, x, kind, self.pdl)
-        options = scales, dtype or x.dtype, parts, *columns, product_plan.native, self.facts.fp8, asm
+            return product if whole else sum_parts(product, bias, x, kind, self._pdl)
+        options = scales, dtype or x.dtype, parts, *columns, product_plan.native, self._facts.fp8, asm
         return _TRITON.linear_quantized.triton(  # type: ignore[no-any-return]  # torch.ops has no types
-            x, *_operands(weight, bias), *options, config.as_list(), self.pdl
+            x, *library_operands(weight, bias), *options, config.as_list(), self._pdl
         )
 
     def norm_linear_quantized(
@@ -176,10 +151,12 @@ class TritonQuantized(variants.WarmedKernels):
 
         The norm kernel adds the parts of the first product and quantises the rows for the second.
         """
-        normed = self._normed(added, residual, norm, eps, weight, bias, parts=False)
+        normed = self.normed_rows(added, residual, norm, eps, weight, bias, parts=False)
         if normed is None:
-            return self.linear_quantized(self.linear_quantized_add_rms_norm(added, residual, norm, eps), weight, bias)
-        return self._second_product(normed, residual, weight, bias, parts=False)
+            return self._kernels.linear_quantized(
+                self.linear_quantized_add_rms_norm(added, residual, norm, eps), weight, bias
+            )
+        return self.second_product(normed, residual, weight, bias, parts=False)
 
     def norm_linear_quantized_rope_write_cache(
         self,
@@ -198,10 +175,10 @@ class TritonQuantized(variants.WarmedKernels):
         """
         normed = None
         if rotates(rotary, residual):
-            normed = self._normed(added, residual, norm, eps, weight, bias, parts=True)
+            normed = self.normed_rows(added, residual, norm, eps, weight, bias, parts=True)
         if normed is None:
             qkv = self.norm_linear_quantized(added, residual, norm, eps, weight, bias)
-            return self.head_norm_rope_write_cache(qkv, None, rotary)
+            return self._kernels.head_norm_rope_write_cache(qkv, None, rotary)
         return self._rotated_product(normed, residual, weight, bias, rotary)
 
     def linear_quantized_rope_write_cache(
@@ -210,12 +187,12 @@ class TritonQuantized(variants.WarmedKernels):
         """Multiply rows to queries, keys and values, rotate them and write the cache, after a kernel that
         converts the rows.
         """
-        product_plan, config = plan(self.facts, weight), None
-        if product_plan is not None and x.dim() == 2 and self._multiplies(x, weight) and rotates(rotary, x):
+        product_plan, config = plan(self._facts, weight), None
+        if product_plan is not None and x.dim() == 2 and self.multiplies(x, weight) and rotates(rotary, x):
             config = self.quantized_config(x, weight, product_plan)
         if product_plan is None or config is None:
-            return self.head_norm_rope_write_cache(self.linear_quantized(x, weight, bias), None, rotary)
-        self._prepare(x, weight, bias)
+            return self._kernels.head_norm_rope_write_cache(self._kernels.linear_quantized(x, weight, bias), None, rotary)
+        self.compile_configs(x, weight, bias)
         return self._rotated_product(self._convert_rows(x, weight, product_plan, config), x, weight, bias, rotary)
 
     def _convert_rows(
@@ -224,11 +201,11 @@ class TritonQuantized(variants.WarmedKernels):
         """Convert rows ``x`` [T, K] to the format of a product, if the preceding kernel didn't."""
         x = x if x.stride(-1) == 1 else x.contiguous()
         if product_plan.planes:
-            return NormedRows(_TRITON.lay_in_planes.triton(x, self.pdl, row_layout(config)), None, product_plan, config)
+            return NormedRows(_TRITON.lay_in_planes.triton(x, self._pdl, row_layout(config)), None, product_plan, config)
         if weight.activations is None:
             return NormedRows(x, None, product_plan, config)
         format, group, row_dtype = activation_format(weight, product_plan)
-        rows, scales = _TRITON.quantize_rows.triton(x, format, group, weight.input_scale, row_dtype, self.pdl)
+        rows, scales = _TRITON.quantize_rows.triton(x, format, group, weight.input_scale, row_dtype, self._pdl)
         return NormedRows(rows, scales, product_plan, config)
 
     def _rotated_product(
@@ -249,9 +226,9 @@ class TritonQuantized(variants.WarmedKernels):
             row_layout(normed.config) == INT8_COMPONENTS if product_plan.planes else normed.scales is not None
         ):
             return self._launch_rotated(normed.rows, normed.scales, weight, bias, rotary, dtype, rotated_config)
-        product = self._second_product(normed, x, weight, bias, parts=True)
+        product = self.second_product(normed, x, weight, bias, parts=True)
         remaining_bias = bias if product.dim() == 3 else None
-        return _TRITON.rope_write_cache.triton_parts(product, remaining_bias, *rotary, dtype, self.pdl)  # type: ignore[no-any-return]
+        return _TRITON.rope_write_cache.triton_parts(product, remaining_bias, *rotary, dtype, self._pdl)  # type: ignore[no-any-return]
 
     def _launch_rotated(
         self,
@@ -266,11 +243,11 @@ class TritonQuantized(variants.WarmedKernels):
         """Launch the streamed product that rotates its rows. Rows without ``scales`` are int8 components."""
         if scales is None:
             return _TRITON.rope_write_cache.triton_linear_planes(  # type: ignore[no-any-return]  # torch.ops has no types
-                rows, weight.data, weight.scales, bias, dtype, *rotary, config.as_list(), self.pdl
+                rows, weight.data, weight.scales, bias, dtype, *rotary, config.as_list(), self._pdl
             )
         quantized = scales, weight.scales, weight.block[0], dtype
         return _TRITON.rope_write_cache.triton_linear(  # type: ignore[no-any-return]
-            rows, None, weight.data, bias, 0.0, *rotary, config.as_list(), self.pdl, *quantized
+            rows, None, weight.data, bias, 0.0, *rotary, config.as_list(), self._pdl, *quantized
         )
 
     def _compile_rotary(
@@ -279,12 +256,12 @@ class TritonQuantized(variants.WarmedKernels):
         """Compile the rotation of this weight's product for any number of tokens: streamed products, and sums of parts."""
         cos, sin, k_cache, v_cache, slots = rotary
         sample, sample_rotary, (n, k) = residual[:4], (cos[:4], sin[:4], k_cache, v_cache, slots[:4]), weight.shape
-        for split in {tiling.split for tiling in self._every(residual, weight, product_plan)}:
+        for split in {tiling.split for tiling in self.every_config(residual, weight, product_plan)}:
             shape = sample.shape[0], n
             product = sample.new_empty((split, *shape), dtype=torch.float32) if split > 1 else sample.new_empty(shape)
             with compile_only():
                 _TRITON.rope_write_cache.triton_parts(
-                    product, bias if split > 1 else None, *sample_rotary, sample.dtype, self.pdl
+                    product, bias if split > 1 else None, *sample_rotary, sample.dtype, self._pdl
                 )
         if not product_plan.can_stream:
             return
@@ -293,16 +270,16 @@ class TritonQuantized(variants.WarmedKernels):
         else:
             rows, scales = torch.empty_like(sample, dtype=weight.data.dtype), sample.new_empty((4, 1), dtype=torch.float32)
         half, stored = k_cache.shape[3] // 2, product_plan.stored(weight.format)
-        for tiling in every_config(self.facts, "linear_rope", n=n, k=k, half=half, stored=stored):
+        for tiling in self._tiles.every_derived("linear_rope", n=n, k=k, half=half, stored=stored):
             with compile_only():
                 self._launch_rotated(rows, scales, weight, bias, RotaryArgs(*sample_rotary), sample.dtype, tiling)
 
-    def _second_product(
+    def second_product(
         self, normed: NormedRows, residual: Tensor, weight: QuantizedWeight, bias: Tensor | None, *, parts: bool
     ) -> Tensor:
-        """Launch the product that follows a norm; ``parts`` as in :meth:`_skinny`."""
+        """Launch the product that follows a norm; ``parts`` as in :meth:`launch_product`."""
         laid = normed.scales is None and normed.product_plan.planes
-        return self._skinny(
+        return self.launch_product(
             normed.rows,
             weight,
             bias,
@@ -314,7 +291,7 @@ class TritonQuantized(variants.WarmedKernels):
             laid=laid,
         )
 
-    def _normed(
+    def normed_rows(
         self,
         added: QuantizedProduct,
         residual: Tensor,
@@ -332,14 +309,14 @@ class TritonQuantized(variants.WarmedKernels):
         then only has their shape and dtype.
         """
         supported = (
-            self._multiplies(residual, weight) and norm.dtype is residual.dtype and residual.shape[-1] <= MAX_ROW_ELEMENTS
+            self.multiplies(residual, weight) and norm.dtype is residual.dtype and residual.shape[-1] <= MAX_ROW_ELEMENTS
         )
-        second = plan(self.facts, weight) if supported else None
+        second = plan(self._facts, weight) if supported else None
         first = None if second is None else self._first(added, residual)
         if first is None or second is None:
             return None
         second_config = self.quantized_config(residual, weight, second, parts=parts)
-        self._prepare(residual, weight, bias)
+        self.compile_configs(residual, weight, bias)
         if second_config is None:
             return None
         weight_keys = added.weight.shape, added.weight.label, added.bias is None, weight.shape, weight.label
@@ -348,7 +325,7 @@ class TritonQuantized(variants.WarmedKernels):
         product, remaining_bias = self._product(added, *first, residual.dtype, taken)
         if not has_dynamic_activations(weight):
             layout = row_layout(second_config) if second.planes else 0
-            normed = _TRITON.add_rms_norm.triton(product, remaining_bias, residual, norm, eps, self.pdl, layout)
+            normed = _TRITON.add_rms_norm.triton(product, remaining_bias, residual, norm, eps, self._pdl, layout)
             return NormedRows(normed, None, second, second_config)
         normed, scales = self._norm(product, remaining_bias, residual, norm, eps, weight, second)
         return NormedRows(normed, scales, second, second_config)
@@ -358,13 +335,13 @@ class TritonQuantized(variants.WarmedKernels):
     ) -> tuple[ProductPlan, MatmulConfig] | None:
         """Return the plan of a product that is added to ``residual``, perhaps in ``parts``; None: no Triton kernel."""
         width = added.x.shape[-1] // 2 if added.gated else added.x.shape[-1]
-        operand, product_plan = added.x[..., :width], plan(self.facts, added.weight)
-        supported = self._multiplies(operand, added.weight) and self._multiplies(residual, added.weight)
+        operand, product_plan = added.x[..., :width], plan(self._facts, added.weight)
+        supported = self.multiplies(operand, added.weight) and self.multiplies(residual, added.weight)
         supported = supported and residual.dim() == 2 and residual.is_contiguous() and added.x.dtype is residual.dtype
         if not supported or product_plan is None or width > MAX_ROW_ELEMENTS:
             return None
         config = self.quantized_config(operand, added.weight, product_plan, parts=parts)
-        self._prepare(operand, added.weight, added.bias)
+        self.compile_configs(operand, added.weight, added.bias)
         return None if config is None else (product_plan, config)
 
     def _product(
@@ -376,15 +353,15 @@ class TritonQuantized(variants.WarmedKernels):
         taken: Callable[[ProductPlan, MatmulConfig], TokenRows] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the product for a norm that adds its parts, and the bias that the parts lack. ``taken``: see
-        :meth:`_normed`.
+        :meth:`normed_rows`.
         """
         x, scales, laid, gated = self._taken(added, product_plan, config) if taken is None else taken(product_plan, config)
-        product = self._skinny(
+        product = self.launch_product(
             x, added.weight, added.bias, product_plan, config, dtype=dtype, scales=scales, parts=True, laid=laid, gated=gated
         )
         return product, added.bias if config.split > 1 else None
 
-    def _activated(
+    def activated(
         self, normed: NormedRows, residual: Tensor, weight: QuantizedWeight, bias: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
         """Multiply by gate and up and apply SwiGLU in one kernel; return the activation and the maxima of its rows.
@@ -402,14 +379,14 @@ class TritonQuantized(variants.WarmedKernels):
         operands = weight.data, weight.scales, weight.block[0], bias, residual.dtype
         if self._scope.must_compile(("linear_quantized_silu_mul", residual.dtype, weight.shape, weight.label, bias is None)):
             (n, k), stored = weight.shape, product_plan.stored(weight.format)
-            for each in every_config(self.facts, "linear_silu_mul", n=n, k=k, stored=stored):
+            for each in self._tiles.every_derived("linear_silu_mul", n=n, k=k, stored=stored):
                 with compile_only():
                     sample = _TRITON.linear_silu_mul.triton_quantized(
-                        normed.rows[:4], normed.scales[:4], *operands, each.as_list(), self.pdl
+                        normed.rows[:4], normed.scales[:4], *operands, each.as_list(), self._pdl
                     )
-                    _TRITON.quantize_by_maxima.triton(*sample, weight.activations or "", weight.data.dtype, self.pdl)
+                    _TRITON.quantize_by_maxima.triton(*sample, weight.activations or "", weight.data.dtype, self._pdl)
         activated: tuple[Tensor, Tensor] = _TRITON.linear_silu_mul.triton_quantized(
-            normed.rows, normed.scales, *operands, config.as_list(), self.pdl
+            normed.rows, normed.scales, *operands, config.as_list(), self._pdl
         )
         return activated
 
@@ -417,17 +394,19 @@ class TritonQuantized(variants.WarmedKernels):
         x, weight = added.x, added.weight
         if added.maxima is not None and not added.gated and has_dynamic_activations(weight) and not _group(weight):
             format, _, row_dtype = activation_format(weight, product_plan)
-            rows, scales = _TRITON.quantize_by_maxima.triton(x, added.maxima, format, row_dtype, self.pdl)
+            rows, scales = _TRITON.quantize_by_maxima.triton(x, added.maxima, format, row_dtype, self._pdl)
             return TokenRows(rows, scales, False)
         if not added.gated:
             return TokenRows(x, None, False)
         if has_dynamic_activations(weight):
-            rows, scales = _TRITON.silu_mul.triton_quantize(x, *activation_format(weight, product_plan), self.pdl)
+            rows, scales = _TRITON.silu_mul.triton_quantize(x, *activation_format(weight, product_plan), self._pdl)
             return TokenRows(rows, scales, False)
         laid = product_plan.planes
         if laid and computes_swiglu(config, x.shape[0]) and x.dim() == 2:
             return TokenRows(x, None, False, gated=True)
-        return TokenRows(_TRITON.silu_mul.triton(x, self.pdl, row_layout(config)) if laid else self.silu_mul(x), None, laid)
+        return TokenRows(
+            _TRITON.silu_mul.triton(x, self._pdl, row_layout(config)) if laid else self._kernels.silu_mul(x), None, laid
+        )
 
     def _norm(
         self,
@@ -440,34 +419,34 @@ class TritonQuantized(variants.WarmedKernels):
         product_plan: ProductPlan,
     ) -> tuple[Tensor, Tensor]:
         row_format = activation_format(weight, product_plan)
-        rows, scales = _TRITON.add_rms_norm.triton_quantize(product, bias, residual, norm, eps, *row_format, self.pdl)
+        rows, scales = _TRITON.add_rms_norm.triton_quantize(product, bias, residual, norm, eps, *row_format, self._pdl)
         return rows, scales
 
-    def _prepare(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> None:
+    def compile_configs(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> None:
         """Compile every configuration of this weight's product for any number of tokens, once, inside the scope."""
         if not self._scope.must_compile(("linear_quantized", x.dtype, weight.label, weight.shape, bias is None)):
             return
-        sample, product_plan = x.reshape(-1, x.shape[-1])[:4], plan(self.facts, weight)
+        sample, product_plan = x.reshape(-1, x.shape[-1])[:4], plan(self._facts, weight)
         with compile_only():
-            _TRITON.linear_quantized.library(sample, *_operands(weight, bias), False, self.facts.fp8, self.pdl)
+            _TRITON.linear_quantized.library(sample, *library_operands(weight, bias), False, self._facts.fp8, self._pdl)
             scales_sums = TRITON_FORMATS[weight.format].scales_library_sums
             if scales_sums and product_plan is not None and _library_takes_stored(x, weight, product_plan):
                 sums = sample.new_empty((sample.shape[0], weight.shape[0]), dtype=torch.int32)
                 by_row = sample.new_empty((sample.shape[0], 1), dtype=torch.float32)
-                _TRITON.scale_products.triton(sums, by_row, weight.scales, bias, weight.block[0], x.dtype, self.pdl)
+                _TRITON.scale_products.triton(sums, by_row, weight.scales, bias, weight.block[0], x.dtype, self._pdl)
         if product_plan is not None:
-            for tiling in self._every(x, weight, product_plan):
+            for tiling in self.every_config(x, weight, product_plan):
                 with compile_only():
-                    self._skinny(sample, weight, bias, product_plan, tiling)
+                    self.launch_product(sample, weight, bias, product_plan, tiling)
 
-    def _every(self, like: Tensor, weight: QuantizedWeight, product_plan: ProductPlan) -> tuple[MatmulConfig, ...]:
+    def every_config(self, like: Tensor, weight: QuantizedWeight, product_plan: ProductPlan) -> tuple[MatmulConfig, ...]:
         """Return every configuration of this weight for any number of tokens with the dtype and device of ``like``."""
         (n, k), stored = weight.shape, product_plan.stored(weight.format)
         library_buckets = [
             size for size in BUCKETS if size > MAX_TOKENS_TRITON_GEMM and _prefers_library(like, weight, product_plan)
         ]
         found = (
-            every_config(self.facts, operator, n=n, k=k, but=library_buckets, stored=stored)
+            self._tiles.every_derived(operator, n=n, k=k, but=library_buckets, stored=stored)
             for operator in ("linear_parts", "linear")
         )
         return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
@@ -475,14 +454,16 @@ class TritonQuantized(variants.WarmedKernels):
     def _compile_activation(self, added: QuantizedProduct, product_plan: ProductPlan) -> None:
         """Compile SwiGLU with each row layout that the following product may take."""
         if added.gated and product_plan.planes and not has_dynamic_activations(added.weight):
-            configs = self._every(added.x, added.weight, product_plan)
+            configs = self.every_config(added.x, added.weight, product_plan)
             for layout in {row_layout(tiling) for tiling in configs}:
                 with compile_only():
-                    _TRITON.silu_mul.triton(added.x[:4], self.pdl, layout)
+                    _TRITON.silu_mul.triton(added.x[:4], self._pdl, layout)
             for tiling in configs:
                 if computes_swiglu(tiling, 1):
                     with compile_only():
-                        self._skinny(added.x[:1], added.weight, added.bias, product_plan, tiling, parts=True, gated=True)
+                        self.launch_product(
+                            added.x[:1], added.weight, added.bias, product_plan, tiling, parts=True, gated=True
+                        )
 
     def _compile_norms(
         self,
@@ -495,8 +476,8 @@ class TritonQuantized(variants.WarmedKernels):
     ) -> None:
         """Compile the norm with every number of parts of the first product and every row layout of the products."""
         self._compile_activation(added, first)
-        layouts = {row_layout(each) if second.planes else 0 for each in self._every(residual, weight, second)}
-        splits = {each.split for each in self._every(residual, added.weight, first)}
+        layouts = {row_layout(each) if second.planes else 0 for each in self.every_config(residual, weight, second)}
+        splits = {each.split for each in self.every_config(residual, added.weight, first)}
         for split, layout in itertools.product(splits, layouts):
             sample = residual[:4].clone()
             parts = sample.new_empty((split, *sample.shape), dtype=torch.float32) if split > 1 else sample
@@ -505,9 +486,7 @@ class TritonQuantized(variants.WarmedKernels):
                 if has_dynamic_activations(weight):
                     self._norm(parts, remaining_bias, sample, norm, 1e-5, weight, second)
                 else:
-                    _TRITON.add_rms_norm.triton(parts, remaining_bias, sample, norm, 1e-5, self.pdl, layout)
-
-    # -- products without another quantised product before or after them -----------------------------------------------
+                    _TRITON.add_rms_norm.triton(parts, remaining_bias, sample, norm, 1e-5, self._pdl, layout)
 
     def fuse_embedding_quantized(
         self, tokens: Tensor, embedding: Tensor, hidden: Tensor, weight: QuantizedWeight, bias: Tensor | None = None
@@ -516,20 +495,20 @@ class TritonQuantized(variants.WarmedKernels):
 
         Return None, and run nothing, if a kernel is missing.
         """
-        product_plan, config, k = plan(self.facts, weight), None, weight.shape[1]
+        product_plan, config, k = plan(self._facts, weight), None, weight.shape[1]
         supported = (
             hidden.dim() == 2 and hidden.stride(1) == 1 and hidden.dtype is embedding.dtype and embedding.is_contiguous()
         )
         supported = supported and k <= MAX_ROW_ELEMENTS and has_dynamic_activations(weight) and has_kernel(embedding, hidden)
-        if product_plan is not None and supported and self._multiplies(hidden, weight):
+        if product_plan is not None and supported and self.multiplies(hidden, weight):
             concatenated = hidden[:, :1].expand(-1, k)  # only the shape and dtype are used
             config = self.quantized_config(concatenated, weight, product_plan)
-            self._prepare(concatenated, weight, bias)
+            self.compile_configs(concatenated, weight, bias)
         if product_plan is None or config is None:
             return None
         row_format = activation_format(weight, product_plan)
-        x, scales = _TRITON.embed_beside.triton_quantize(tokens, embedding, hidden, *row_format, self.pdl)
-        return self._skinny(x, weight, bias, product_plan, config, dtype=hidden.dtype, scales=scales)
+        x, scales = _TRITON.embed_beside.triton_quantize(tokens, embedding, hidden, *row_format, self._pdl)
+        return self.launch_product(x, weight, bias, product_plan, config, dtype=hidden.dtype, scales=scales)
 
     def linear_quantized_add(self, added: QuantizedProduct, residual: Tensor) -> Tensor:
         """Add a quantised product to the residual.
@@ -539,13 +518,13 @@ class TritonQuantized(variants.WarmedKernels):
         """
         first = self._first(added, residual, parts=False)
         if first is None:
-            return residual.add_(self.linear_quantized(added.silu_mul(self), added.weight, added.bias))
+            return residual.add_(self._kernels.linear_quantized(added.silu_mul(self._kernels), added.weight, added.bias))
         (product_plan, config), weight = first, added.weight
         can_stream = product_plan.can_stream and not product_plan.planes
         if self._scope.must_compile(("linear_quantized_add", residual.dtype, weight.shape, weight.label, added.bias is None)):
             self._compile_activation(added, product_plan)
             sample = residual[:4]
-            for tiling in self._every(residual, weight, product_plan):
+            for tiling in self.every_config(residual, weight, product_plan):
                 if can_stream and tiling.descriptor == STREAMED:
                     with compile_only():
                         self._launch_add(
@@ -559,7 +538,7 @@ class TritonQuantized(variants.WarmedKernels):
             self._launch_add(rows, added, residual, config)
             return residual
         x, scales, laid, gated = rows
-        product = self._skinny(
+        product = self.launch_product(
             x, weight, added.bias, product_plan, config, dtype=residual.dtype, scales=scales, laid=laid, gated=gated
         )
         return residual.add_(product)
@@ -569,30 +548,31 @@ class TritonQuantized(variants.WarmedKernels):
         tensors = weight.data, weight.scales, weight.input_scale, added.bias
         x = rows.x if rows.x.stride(-1) == 1 else rows.x.contiguous()
         options = weight.block[0], weight.activations or "", rows.scales
-        _TRITON.linear_quantized.triton_add(x, *tensors, *options, residual, config.as_list(), self.pdl)
+        _TRITON.linear_quantized.triton_add(x, *tensors, *options, residual, config.as_list(), self._pdl)
 
     def linear_quantized_add_rms_norm(self, added: QuantizedProduct, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
         """Multiply by a quantised weight; the norm kernel adds the product's parts to the residual and returns the norm."""
         supported = norm.dtype is residual.dtype and residual.shape[-1] <= MAX_ROW_ELEMENTS
         first = self._first(added, residual) if supported else None
         if first is None:
-            product = self.linear_quantized(added.silu_mul(self), added.weight, added.bias)
-            return self.add_rms_norm(product, residual, norm, eps)
+            product = self._kernels.linear_quantized(added.silu_mul(self._kernels), added.weight, added.bias)
+            return self._kernels.add_rms_norm(product, residual, norm, eps)
         product_plan, weight = first[0], added.weight
         weight_key = weight.shape, weight.label, added.bias is None
         if self._scope.must_compile(("linear_quantized_add_rms_norm", residual.dtype, *weight_key)):
             self._compile_activation(added, product_plan)
-            for split in {each.split for each in self._every(residual, weight, product_plan)}:
+            for split in {each.split for each in self.every_config(residual, weight, product_plan)}:
                 sample = residual[:4].clone()
                 parts = sample.new_empty((split, *sample.shape), dtype=torch.float32) if split > 1 else sample
                 with compile_only():
                     bias = added.bias if split > 1 else None
-                    _TRITON.add_rms_norm.triton(parts, bias, sample, norm, 1e-5, self.pdl)
+                    _TRITON.add_rms_norm.triton(parts, bias, sample, norm, 1e-5, self._pdl)
         product, remaining_bias = self._product(added, *first, residual.dtype)
-        return _TRITON.add_rms_norm.triton(product, remaining_bias, residual, norm, eps, self.pdl)  # type: ignore[no-any-return]
+        return _TRITON.add_rms_norm.triton(product, remaining_bias, residual, norm, eps, self._pdl)  # type: ignore[no-any-return]
 
 
-def _operands(weight: QuantizedWeight, bias: Tensor | None) -> tuple[object, ...]:
+def library_operands(weight: QuantizedWeight, bias: Tensor | None) -> tuple[object, ...]:
+    """Return the operands that describe a weight to an operator, the bias among them."""
     tensors = weight.data, weight.scales, weight.zero_points, weight.input_scale, bias
     block, shape = list(weight.block), list(weight.shape)
     return *tensors, weight.format, block, shape, weight.activations or "", weight.activation_group
@@ -613,7 +593,7 @@ def has_dynamic_activations(weight: QuantizedWeight) -> bool:
     return weight.activations is not None and weight.input_scale is None and group & (group - 1) == 0
 
 
-def _library_scales(x: Tensor, weight: QuantizedWeight, product_plan: ProductPlan | None) -> bool:
+def library_scales(x: Tensor, weight: QuantizedWeight, product_plan: ProductPlan | None) -> bool:
     """Return True if the library multiplies ``x`` and the weight as stored, with a scale per row and column."""
     return product_plan is not None and x.numel() > 16 * x.shape[-1] and _library_takes_stored(x, weight, product_plan)
 

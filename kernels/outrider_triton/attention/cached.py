@@ -1,4 +1,4 @@
-"""TritonAttention: attention over the paged cache, as a part of the kernel set."""
+"""CacheAttention: launches of attention over the paged cache, alone and fused with the product that follows."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, QuantizedWeight
+from outrider.device import AttentionMetadata, KernelSet, QuantizedWeight
 from outrider_triton.attention import operators as _attention_ops  # noqa: F401  (registers the operators)
 from outrider_triton.attention.prefill import PrefillOperands, PromptAttention
 from outrider_triton.launch import compile_only, has_kernel, power_of_two
 from outrider_triton.products.operands import QuantizedProduct
 from outrider_triton.quantized.jit.nibble_planes import UNIT_COLUMNS
-from outrider_triton.quantized.kernels import NormedRows, TokenRows, TritonQuantized
 from outrider_triton.quantized.nibble_planes import row_layout
 from outrider_triton.quantized.operators import ProductPlan
+from outrider_triton.quantized.products import NormedRows, QuantizedProducts, TokenRows
 from outrider_triton.tiles.configs import AttentionConfig, MatmulConfig
 from outrider_triton.tiles.derive.attention import (
     AttentionHeads,
@@ -25,33 +25,36 @@ from outrider_triton.tiles.derive.attention import (
     derive_attention_launch,
     unsplit_programs,
 )
-from outrider_triton.tiles.facts import DeviceFacts
-from outrider_triton.tiles.store.table import Table
+from outrider_triton.tiles.selection import TileSelection
 
 _TRITON = torch.ops.outrider
 
 
-class TritonAttention(TritonQuantized):
+class CacheAttention:
     """Attention over the cache, alone or fused with the output projection and the norm that follow."""
 
-    def __init__(self, facts: DeviceFacts, table: Table | None = None) -> None:
-        super().__init__(facts, table)
-        self._prompts = PromptAttention(facts)
+    def __init__(
+        self, kernels: KernelSet, tiles: TileSelection, quantized: QuantizedProducts, prompts: PromptAttention
+    ) -> None:
+        self.prompts = prompts
+        """Prefill attention."""
+        self._kernels, self._tiles, self._quantized, self._pdl = kernels, tiles, quantized, tiles.facts.pdl
 
-    def attention_config(self, q: Tensor, k_cache: Tensor, metadata: AttentionMetadata) -> list[int]:
+    def config(self, q: Tensor, k_cache: Tensor, metadata: AttentionMetadata) -> list[int]:
         """Return the launch of this attention as :class:`~outrider_triton.tiles.derive.attention.AttentionLaunch` lists it.
 
         Only host-side sizes decide: the batch, and the largest query and cache lengths.
         """
-        return self._attention_config(q, k_cache, metadata.seq_lens.shape[0], metadata.max_query, metadata.max_kv)
+        return self.config_for(q, k_cache, metadata.seq_lens.shape[0], metadata.max_query, metadata.max_kv)
 
-    def _attention_config(self, q: Tensor, k_cache: Tensor, batch: int, max_query: int, max_kv: int) -> list[int]:
+    def config_for(self, q: Tensor, k_cache: Tensor, batch: int, max_query: int, max_kv: int) -> list[int]:
+        """Return :meth:`config` for a batch of these sizes."""
         derived = self.attention_launch(q, k_cache, batch, max_query, max_kv, None)
-        if self.table is None or q.dtype.itemsize != 2:
+        if self._tiles.table is None or q.dtype.itemsize != 2:
             return derived.as_list()
         heads = _heads(q, k_cache)
         groups = unsplit_programs(heads, derived.block_rows, batch, max_query)
-        tuned = self.table.attention_config(groups, heads.size, heads.group, layer=self._layer)
+        tuned = self._tiles.attention(groups, heads.size, heads.group)
         return self.attention_launch(q, k_cache, batch, max_query, max_kv, tuned).as_list()
 
     def attention_launch(
@@ -59,33 +62,8 @@ class TritonAttention(TritonQuantized):
     ) -> AttentionLaunch:
         """Return the launch for queries and a cache of these shapes. ``tuned`` is a measured configuration, or None."""
         return derive_attention_launch(
-            self.facts, _heads(q, k_cache), batch=batch, max_query=max_query, max_kv=max_kv, tuned=tuned
+            self._tiles.facts, _heads(q, k_cache), batch=batch, max_query=max_query, max_kv=max_kv, tuned=tuned
         )
-
-    def paged_attention(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        metadata: AttentionMetadata,
-        *,
-        scale: float,
-        window: int = 0,
-    ) -> Tensor:
-        """Compute attention over the cache's pages with an online softmax.
-
-        Few queries split the cached tokens among programs. Prefill uses the kernel that was measured to be fastest for it.
-        """
-        if not self._attends(q):
-            return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
-        call = PrefillOperands(q, k_cache, v_cache, metadata, scale, window)
-        self._compile_attention(call, 0)
-        if self._prompts.serves(q, metadata):
-            if self._scope.depth:
-                self._prompts.measure(call)
-            return self._prompts.attend(call)
-        config = self.attention_config(q, k_cache, metadata)
-        return _TRITON.paged_attention.triton(*self._operands(call, config))  # type: ignore[no-any-return]
 
     def attention_normed(
         self,
@@ -104,61 +82,65 @@ class TritonAttention(TritonQuantized):
         def attention_rows(product_plan: ProductPlan, config: MatmulConfig) -> TokenRows:
             # Larger batches aren't split: their rows keep the ordinary layout.
             layouts = (
-                {0, *(_planes(call, product_plan, other) for other in self._every(call.q, output, product_plan))}
-                if self._scope.depth
+                {
+                    0,
+                    *(
+                        _planes(call, product_plan, other)
+                        for other in self._quantized.every_config(call.q, output, product_plan)
+                    ),
+                }
+                if self._tiles.scope.depth
                 else ()
             )
             return self._joined(call, _planes(call, product_plan, config), layouts)
 
         added = QuantizedProduct(projected, output, output_bias)
-        return self._normed(added, residual, norm, eps, weight, bias, parts=False, taken=attention_rows)
+        return self._quantized.normed_rows(added, residual, norm, eps, weight, bias, parts=False, taken=attention_rows)
 
     def _joined(self, call: PrefillOperands, planes: int, layouts: Iterable[int]) -> TokenRows:
         """Return attention rows [T, Hq D]: in the nibble-plane layout ``planes`` if attention is split, else row-major.
 
         ``layouts`` are all layouts that other batches may need; the scope compiles each of them.
         """
-        if planes and self._attends(call.q):
+        if planes and attends(call.q):
             for layout in sorted(layouts):  # a fixed order makes the compile order deterministic
-                self._compile_attention(call, layout)
-            config = self.attention_config(call.q, call.k_cache, call.metadata)
-            if config[2] > 1 and not self._prompts.serves(call.q, call.metadata):
-                return TokenRows(_TRITON.paged_attention.triton_planes(*self._operands(call, config), planes), None, True)
+                self.compile_variants(call, layout)
+            config = self.config(call.q, call.k_cache, call.metadata)
+            if config[2] > 1 and not self.prompts.serves(call.q, call.metadata):
+                return TokenRows(_TRITON.paged_attention.triton_planes(*self.operands(call, config), planes), None, True)
         operands = call.q, call.k_cache, call.v_cache, call.metadata
-        out = self.paged_attention(*operands, scale=call.scale, window=call.window)
+        out = self._kernels.paged_attention(*operands, scale=call.scale, window=call.window)
         return TokenRows(out.reshape(out.shape[0], -1), None, False)
 
-    def _attends(self, q: Tensor) -> bool:
-        return has_kernel(q) and q.shape[-1] <= 256
-
-    def _operands(self, call: PrefillOperands, config: list[int]) -> tuple[Any, ...]:
+    def operands(self, call: PrefillOperands, config: list[int]) -> tuple[Any, ...]:
+        """Return the operands of the attention operators."""
         metadata = call.metadata
         addressing = metadata.query_start, metadata.seq_lens, metadata.block_table, metadata.tree_mask
         limits = metadata.max_query, metadata.max_kv, call.scale, call.window
-        reads_before_wait = self.pdl and metadata.settled and can_read_before_wait(config)
-        return call.q, call.k_cache, call.v_cache, *addressing, *limits, reads_before_wait, config, self.pdl
+        reads_before_wait = self._pdl and metadata.settled and can_read_before_wait(config)
+        return call.q, call.k_cache, call.v_cache, *addressing, *limits, reads_before_wait, config, self._pdl
 
-    def _compile_attention(self, call: PrefillOperands, planes: int) -> None:
+    def compile_variants(self, call: PrefillOperands, planes: int) -> None:
         """Compile attention with every tile configuration of these heads. Does nothing outside the scope, or the second
         time.
         """
         q, k_cache, metadata = call.q, call.k_cache, call.metadata
-        longest_decode = metadata.max_query if metadata.tree_mask is not None else self._prompts.longest_elsewhere(q)
+        longest_decode = metadata.max_query if metadata.tree_mask is not None else self.prompts.longest_elsewhere(q)
         variant = metadata.max_query, metadata.tree_mask is not None, metadata.settled, call.window, planes
-        if self._scope.must_compile(
-            ("attention", q.dtype, k_cache.dtype, *q.shape[1:], k_cache.shape[1:], *variant, self._layer)
+        if self._tiles.scope.must_compile(
+            ("attention", q.dtype, k_cache.dtype, *q.shape[1:], k_cache.shape[1:], *variant, self._tiles.layer)
         ):
-            for tiling in self._scope.attention_configs(
-                (q.dtype, *q.shape[1:], k_cache.shape[2], self._layer),
-                lambda *sizes: self._attention_config(q, k_cache, *sizes),
+            for tiling in self._tiles.scope.attention_configs(
+                (q.dtype, *q.shape[1:], k_cache.shape[2], self._tiles.layer),
+                lambda *sizes: self.config_for(q, k_cache, *sizes),
                 max_query=min(metadata.max_query, longest_decode),
                 capacity=metadata.block_table.shape[1] * k_cache.shape[1],
             ):
                 with compile_only():
                     if not planes:
-                        _TRITON.paged_attention.triton(*self._operands(call, list(tiling)))
+                        _TRITON.paged_attention.triton(*self.operands(call, list(tiling)))
                     elif tiling[2] > 1:
-                        _TRITON.paged_attention.triton_planes(*self._operands(call, list(tiling)), planes)
+                        _TRITON.paged_attention.triton_planes(*self.operands(call, list(tiling)), planes)
 
 
 def _planes(call: PrefillOperands, product_plan: ProductPlan, config: MatmulConfig) -> int:
@@ -173,3 +155,8 @@ def _heads(q: Tensor, k_cache: Tensor) -> AttentionHeads:
     return AttentionHeads(
         group=q.shape[1] // kv_heads, kv_heads=kv_heads, size=q.shape[2], bytes=q.dtype.itemsize, page=aligned_page
     )
+
+
+def attends(q: Tensor) -> bool:
+    """Return True if Triton's kernels attend with heads of this dtype and size."""
+    return has_kernel(q) and q.shape[-1] <= 256

@@ -1,0 +1,258 @@
+"""Operators of products with unquantized weights, alone and fused with the kernels around them."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from outrider.device.kernels.checks import expect
+from outrider_triton.launch import define, launch, power_of_two
+from outrider_triton.products import streamed
+from outrider_triton.products.jit import fused, matmul
+from outrider_triton.quantized.nibble_planes import component_views
+from outrider_triton.rows.rotary import expect_laid_out
+from outrider_triton.tiles.configs import LARGE_M, STREAMED, MatmulConfig
+
+
+def _flat_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return ``x`` [..., K] as rows [T, K] for a product with ``weight`` [N, K]. Raises if the operands don't match."""
+    expect(
+        x.shape[-1] == weight.shape[-1] and weight.is_contiguous() and x.dtype is weight.dtype,
+        lambda: f"a product of {tuple(x.shape)} {x.dtype} with a weight of {tuple(weight.shape)} {weight.dtype}",
+    )
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(-1) == 1 else flat.contiguous()
+
+
+def _expect_blocks(config: list[int]) -> None:
+    """Raise unless each program's rows fit its block and the configuration is unstreamed: else rows would be left out."""
+    expect(
+        config[8] <= config[1] and config[7] in (0, 1),
+        lambda: (
+            f"a product can't be tiled as {config}: expected no more rows of a program than a block has, "
+            "and an unstreamed descriptor"
+        ),
+    )
+
+
+def _tile_descriptor(weight: Tensor, tiling: MatmulConfig) -> TensorDescriptor | None:
+    """Return the copy engine's descriptor of a weight's tiles, or None if threads load them."""
+    return TensorDescriptor.from_tensor(weight, [tiling.block_n, tiling.block_k]) if tiling.descriptor else None
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: list[int], pdl: bool) -> None:
+    tiling = MatmulConfig(*config)
+    flat = _flat_product(x, weight)
+    if tiling.descriptor == STREAMED:
+        streamed.multiply(flat, weight, bias, out, tiling, pdl)
+        return
+    _expect_blocks(config)
+    (m, k), n = flat.shape, weight.shape[0]
+    rows_per_program = tiling.rows_per_program or tiling.block_n
+    grid = triton.cdiv(n, rows_per_program), tiling.split, triton.cdiv(m, tiling.block_m)
+    launch(
+        matmul.linear,
+        grid,
+        *(flat, weight, _tile_descriptor(weight, tiling), bias, out),
+        *(m, n, k, flat.stride(0), rows_per_program, tiling.prefetch_columns if k % 8 == 0 else 0),
+        SPLIT=tiling.split,
+        **tiling.launch_constants(k),
+        pdl=pdl,
+    )
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: list[int], pdl: bool) -> Tensor:
+    expect(config[3] == 1, lambda: "a product that is split leaves parts: use linear_parts")
+    out = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    _multiply(x, weight, bias, out, config, pdl)
+    return out
+
+
+def _linear_parts(x: Tensor, weight: Tensor, config: list[int], pdl: bool) -> Tensor:
+    """Multiply in parts: float32 [split, T, N], or [T, N] in the operands' dtype without a split."""
+    split, shape = config[3], (*x.shape[:-1], weight.shape[0])
+    out = x.new_empty((split, *shape), dtype=torch.float32) if split > 1 else x.new_empty(shape)
+    _multiply(x, weight, None, out, config, pdl)
+    return out
+
+
+define("linear.triton", _linear)
+define("linear_parts.triton", _linear_parts)
+
+
+def _linear_silu_mul(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    config: list[int],
+    pdl: bool,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Multiply and apply SwiGLU; with ``squares``, ``x`` and ``squares`` are the results of ``linear_add_scaled``."""
+    tiling = MatmulConfig(*config)
+    expect(tiling.split == 1, lambda: "a gated product isn't split: the activation needs the whole sum")
+    flat = _flat_product(x, weight)
+    (m, k), n = flat.shape, weight.shape[0] // 2
+    out = x.new_empty((*x.shape[:-1], n))
+    if tiling.descriptor == STREAMED:
+        streamed.silu_mul(flat, squares, weight, bias, out, eps, tiling, pdl)
+        return out
+    if tiling.descriptor == LARGE_M and squares is None:
+        streamed.silu_mul_large_m(flat, weight, bias, out, tiling, pdl)
+        return out
+    _expect_blocks(config)
+    rows_per_program = tiling.rows_per_program or tiling.block_n
+    shares = 1 if squares is None else squares.shape[0]
+    launch(
+        matmul.linear_silu_mul,
+        (triton.cdiv(n, rows_per_program), triton.cdiv(m, tiling.block_m)),
+        *(flat, squares, weight, bias, out, eps, m, n, k, flat.stride(0), shares, rows_per_program),
+        tiling.prefetch_columns if k % 8 == 0 else 0,
+        SHARES=power_of_two(shares),
+        **tiling.launch_constants(k),
+        pdl=pdl,
+    )
+    return out
+
+
+define("linear_silu_mul.triton", _linear_silu_mul)
+
+
+def _program_count(weight: Tensor, config: list[int]) -> int:
+    """Return the number of programs that share the rows of a weight."""
+    return -(-weight.shape[0] // (config[8] or config[1]))
+
+
+def _add(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor | None, config: list[int], pdl: bool
+) -> tuple[Tensor, Tensor]:
+    tiling = MatmulConfig(*config)
+    expect(tiling.split == 1, lambda: "a product that is added to a residual isn't split")
+    flat = _flat_product(x, weight)
+    (m, k), n = flat.shape, weight.shape[0]
+    expect(
+        residual.is_contiguous() and residual.shape == (m, n),
+        lambda: f"adding a product [{m}, {n}] to a residual of {tuple(residual.shape)}; expected equal, contiguous rows",
+    )
+    programs = _program_count(weight, config)
+    scaled, squares = residual, residual
+    if norm is not None:
+        scaled, squares = torch.empty_like(residual), residual.new_empty((programs, m), dtype=torch.float32)
+    if tiling.descriptor == STREAMED:
+        streamed.add(flat, weight, bias, residual, norm, (scaled, squares), tiling, pdl)
+        return scaled, squares
+    _expect_blocks(config)
+    launch(
+        fused.linear_add,
+        (programs, triton.cdiv(m, tiling.block_m)),
+        *(flat, weight, _tile_descriptor(weight, tiling), bias, residual, norm, scaled, squares, m, n, k, flat.stride(0)),
+        *(tiling.rows_per_program or tiling.block_n, tiling.prefetch_columns if k % 8 == 0 else 0),
+        **tiling.launch_constants(k),
+        pdl=pdl,
+    )
+    return scaled, squares
+
+
+def _linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, config: list[int], pdl: bool) -> None:
+    _add(x, weight, bias, residual, None, config, pdl)
+
+
+define("linear_add.triton", _linear_add, writes=("residual",))
+define("linear_add_scaled.triton", _add, writes=("residual",))
+
+
+def _queries(x: Tensor, weight: Tensor, k_cache: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    kv_heads, size = k_cache.shape[2:]
+    return x.new_empty((x.shape[0], weight.shape[0] // size - 2 * kv_heads, size), dtype=dtype)
+
+
+def _linear_rope_write_cache(
+    x: Tensor,
+    squares: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    config: list[int],
+    pdl: bool,
+    x_scales: Tensor | None = None,
+    scales: Tensor | None = None,
+    rows: int = 0,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Multiply, rotate and write the cache; return queries.
+
+    With ``x_scales`` and ``scales``, the operands are in e4m3, ``rows`` weight rows share a scale, and queries are in
+    ``dtype``.
+    """
+    # A block holds both rows of its pairs.
+    tiling = MatmulConfig(*config)
+    flat = _flat_product(x, weight)
+    expect_laid_out(cos, sin, k_cache, v_cache)
+    expect(cos.stride(1) == 1, lambda: "rope_write_cache: numbers of cos and sin must lie side by side")
+    (m, k), (kv_heads, size) = flat.shape, k_cache.shape[2:]
+    q = _queries(flat, weight, k_cache, dtype)
+    if tiling.descriptor == STREAMED:
+        rotary = cos, sin, k_cache, v_cache, slots
+        quantized = None if x_scales is None or scales is None else (x_scales, scales, rows)
+        streamed.rope_write_cache(flat, squares, weight, bias, eps, rotary, q, tiling, pdl, quantized=quantized)
+        return q
+    expect(x_scales is None, lambda: f"only streamed kernels rotate quantised products; this one is tiled as {config}")
+    _expect_blocks(config)
+    block_n = tiling.block_n
+    expect(
+        2 * tiling.rows_per_program <= block_n,
+        lambda: f"{tiling.rows_per_program} pairs of rows don't fit into a block of {block_n}",
+    )
+    shares = 1 if squares is None else squares.shape[0]
+    launch(
+        fused.linear_rope_write_cache,
+        (triton.cdiv(weight.shape[0] // 2, tiling.rows_per_program or block_n // 2), triton.cdiv(m, tiling.block_m)),
+        *(flat, squares, weight, bias, cos, sin, q, k_cache, v_cache, slots, eps, m, k, flat.stride(0), shares),
+        *(q.shape[1], kv_heads, cos.stride(0), k_cache.stride(1), k_cache.stride(2)),
+        *(tiling.rows_per_program or block_n // 2, tiling.prefetch_columns if k % 8 == 0 else 0),
+        SHARES=power_of_two(shares),
+        HALF=size // 2,
+        **tiling.launch_constants(k),
+        pdl=pdl,
+    )
+    return q
+
+
+# An overload of the operator that writes the same cache rows, so that row access is known.
+define("rope_write_cache.triton_linear", _linear_rope_write_cache, writes=("k_cache", "v_cache"))
+
+
+def _linear_planes_rope_write_cache(
+    x: Tensor,
+    data: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    config: list[int],
+    pdl: bool,
+) -> Tensor:
+    """Multiply int8 component rows by nibbles in groups of 128 without zero points, rotate and write the cache.
+
+    Return queries in ``dtype``.
+    """
+    rotary = cos, sin, k_cache, v_cache, slots
+    q = _queries(x, data, k_cache, dtype)
+    components, grains = component_views(x, 2 * data.shape[1])
+    streamed.rope_write_cache_planes(components, grains, data, scales, bias, rotary, q, MatmulConfig(*config), pdl)
+    return q
+
+
+define("rope_write_cache.triton_linear_planes", _linear_planes_rope_write_cache, writes=("k_cache", "v_cache"))

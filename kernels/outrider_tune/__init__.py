@@ -1,1 +1,0 @@
-"""Kernel measurement cases and timing, built on the backend interface alone."""
