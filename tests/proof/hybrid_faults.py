@@ -283,7 +283,7 @@ FAULTS = {
     "vllm-metal 488, sglang 30986": (a_new_request_continues_an_old_state, "none", 0, "staged"),
     "vllm 56196": (a_short_chunk_writes_the_window_alone, "none", 0, "staged"),
     "vllm 51113, 53912": (a_state_is_kept_between_boundaries, "ngram", 2, "staged"),
-    "keys without the state": (a_hit_restores_keys_alone, "none", 0, "staged"),
+    "keys without the state": (a_hit_restores_keys_alone, "none", 2, "staged"),
     "a prefix without a state": (a_hit_needs_no_state, "none", 0, "staged"),
     "sglang 37836": (the_first_request_alone_keeps_its_state, "none", 18, "staged"),
     "a state kept too early": (states_are_kept_before_the_prefill, "none", 0, "staged"),
