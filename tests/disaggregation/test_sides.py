@@ -264,8 +264,9 @@ def test_a_guide_that_does_not_compile_ends_its_request_alone(guided, side):
 
 def test_requests_do_not_wait_for_a_guide(guided, monkeypatch):
     (giver, taker), prompt, params, wanted = guided
-    sides, gate = Couple(giver, taker, LocalTransport()), threading.Event()
+    gate = threading.Event()
     monkeypatch.setattr(taker, "compile_guide", lambda guide: gate.wait(LIMIT_S))
+    sides = Couple(giver, taker, LocalTransport())
     slow, _ = sides.submit(RequestState(prompt=prompt, params=params["choice"]))
     other, _ = sides.submit(RequestState(prompt=prompt, params=params["none"]))
     sides.run(lambda: other in sides.ended)

@@ -10,7 +10,7 @@ from outrider.cli.options.models import Speculation, vocabulary_of
 from outrider.device import ConfigError
 from outrider.device.kernels.weight_formats import weight_format
 from outrider.errors import CheckpointError
-from outrider.model import DraftVocabulary, load_decoder, load_through_transformers, with_output_head
+from outrider.model import DecoderPlan, DraftVocabulary, load_decoder, load_through_transformers, with_output_head
 from outrider.model.layers.ranks import Shard
 from outrider.speculative.build import BUILDERS, build_proposer
 from outrider.speculative.names import DRAFTLESS, USES_TARGET_HEAD
@@ -137,7 +137,7 @@ class Harmful:
     ],
 )
 def test_files_that_hold_no_list_are_refused_before_the_target_is_read(checkpoints, tmp_path, name, write, told, monkeypatch):
-    monkeypatch.setattr("outrider.engine.setup.loading._load_native", lambda *_: pytest.fail("the target was read"))
+    monkeypatch.setattr(DecoderPlan, "load", lambda *_: pytest.fail("the target was read"))
     write(tmp_path / name)
     with pytest.raises((ConfigError, CheckpointError), match=told):
         made(checkpoints, "eagle", draft_vocabulary=tmp_path / name)

@@ -10,7 +10,7 @@ from outrider.cli.options.models import Speculation
 from outrider.device import CapabilityError, ConfigError, QuantizedWeight
 from outrider.device.kernels.reference.quantized import dequantize, spread
 from outrider.device.kernels.weight_formats import weight_format
-from outrider.model import OUTPUT_FORMATS, load_decoder, load_through_transformers, with_output_head
+from outrider.model import OUTPUT_FORMATS, DecoderPlan, load_decoder, load_through_transformers, with_output_head
 from outrider.speculative.build import BUILDERS, build_proposer
 from outrider.speculative.names import DRAFTLESS, USES_TARGET_HEAD
 from outrider.speculative.proposer import NonSpeculativeProposer
@@ -88,7 +88,7 @@ def test_an_unknown_format_is_refused(checkpoints):
 
 @pytest.mark.parametrize(("name", "format"), [("eagle", "fp4"), ("eagle3", "fp8")])
 def test_what_cannot_be_is_said_before_the_target_is_read(checkpoints, name, format, monkeypatch):
-    monkeypatch.setattr("outrider.engine.setup.loading._load_native", lambda *_: pytest.fail("the target was read"))
+    monkeypatch.setattr(DecoderPlan, "load", lambda *_: pytest.fail("the target was read"))
     with pytest.raises(ConfigError, match=f"draft_output_head is '?{format}"):
         made(checkpoints, name, draft_output_head=format)
 

@@ -9,10 +9,11 @@ import torch
 
 from outrider import Engine, SamplingParams
 from outrider.device import AttentionMetadata, AttentionShape, HostParam, KernelSet
+from outrider.model.config.shapes import shape_config
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.ngram import NgramProposer
 from outrider.speculative.tree import DynamicTree
-from outrider_bench.random_model import random_decoder, random_eagle, shape_config
+from outrider_bench.random_weights import random_decoder, random_eagle
 from outrider_proof.tiny import plain_config
 
 PAGE, PAGES = 16, 40

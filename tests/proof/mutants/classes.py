@@ -33,7 +33,7 @@ CLASSES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ),
     (
         "results",
-        (".results", ".output_queue", ".hand_over", ".engine"),
+        (".results", ".hand_over", ".engine"),
         ("result", "output", "emitted", "accepted"),
     ),
     ("state", (".state.",), ()),
