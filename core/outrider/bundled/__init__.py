@@ -1,6 +1,6 @@
 """The bundled model: a small decoder with an EAGLE head and a block drafter, for trials, tests and documentation.
 
-An EAGLE-3 head of another model, SmolLM2-135M-Instruct, lies beside it.
+An EAGLE-3 head of another model, SmolLM2-135M-Instruct, lies next to it.
 
 This module needs no torch.
 """

