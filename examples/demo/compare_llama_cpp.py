@@ -88,7 +88,10 @@ def main() -> int:
                 speed, accepted[f"{kind} {name}"] = time_outrider(engine, prompt, args.tokens)
                 speeds.setdefault(f"{kind} {name}", []).append(speed)
     figures = {
-        name: {"tokens_per_s": round(statistics.median(each[1:]), 1), "tokens_per_iteration": round(accepted.get(name, 1.0), 2)}
+        name: {
+            "tokens_per_s": round(statistics.median(each[1:]), 1),
+            "tokens_per_iteration": round(accepted.get(name, 1.0), 2),
+        }
         for name, each in speeds.items()
     }
     sys.stdout.write(json.dumps(figures, indent=1) + "\n")
