@@ -144,13 +144,15 @@ def _rule(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, chunks: bool)
     real = sequences[-1][1] + sequences[-1][2]
     writes = chunks or not shape["uncommitted"]
     counts = operands["commit"].tensor.tolist() if writes else [count for _, _, count, _ in sequences]
-    defined = [start + i for (_, start, _, _), count in zip(sequences, counts, strict=True) for i in range(count)]
+    kept = [start + i for (_, start, _, _), count in zip(sequences, counts, strict=True) for i in range(count)]
+    operands["defined"] = Operand(defined := torch.tensor(kept))  # on the device, since a capture can't upload it
 
     def call(kernels: KernelSet, o: Mapped) -> Mapped:
         given = o["mixed"], o["gates"], o["a_log"], o["dt_bias"], o["state"], _batch(o, shape["new"])
         if chunks:
             return {"out": kernels.chunk_gated_delta_rule(*given)[:real]}
-        return {"out": kernels.gated_delta_rule(*given, o["commit"] if writes else None)[defined]}
+        out = kernels.gated_delta_rule(*given, o["commit"] if writes else None)
+        return {"out": out.index_select(0, o["defined"])}
 
     steps = shape["new"] + shape["key_size"]
     if chunks and dtype.itemsize < 4:  # the products of a chunk may round their operands
