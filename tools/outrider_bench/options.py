@@ -196,7 +196,7 @@ class LaunchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomDraftOptions:
-    """Random weights, their number of draft tokens, their acceptance, and the device."""
+    """Options of a model with random weights: shape, draft tokens and mean tokens of an iteration, and backend."""
 
     shape: ShapeOption = None
     draft_tokens: DraftTokensOption = 4

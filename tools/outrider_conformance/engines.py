@@ -140,8 +140,8 @@ def first_wrong_token(found: EngineRun, wanted: EngineRun, dtype: str) -> str:
 
 @contextmanager
 def jittered(sync: SpeculativeSync, seed: int, cycles: int) -> Generator[None]:
-    """In this scope, new fences of the policy delay their streams at random before each signal and after each wait, so that
-    a test sees work without an order.
+    """In this scope, new fences delay their streams at random, by fewer than ``cycles`` device clocks, before a signal and
+    after a wait, so that a missing order shows.
     """
     create = sync.create_fence
 

@@ -146,7 +146,7 @@ class OpenCLKernels(KernelSet):
     def gather_requests(
         self, rows: Tensor, lens: Tensor, state: RequestRows, own: RequestInputs, found: Tensor, *, lens_by_row: bool
     ) -> None:
-        """Copy each request's state, one work item per request."""
+        """Copy the requests' rows of ``state`` to ``own``, one work item per request; without a kernel by the reference."""
         if not self._has_kernel(rows, lens, *state, *own, strided=(found,)) or found.stride(1) != 1:
             super().gather_requests(rows, lens, state, own, found, lens_by_row=lens_by_row)
             return

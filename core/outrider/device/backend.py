@@ -390,7 +390,10 @@ class Backend(BackendDeclarations, GroupFactory, ABC):
         return None
 
     def attach(self, observer: Observer) -> None:
-        """Report to ``observer`` from now on, on every thread. One observer at a time."""
+        """Report to ``observer`` from now on, on every thread, and the existing streams at once.
+
+        Raises :class:`InterfaceError` if one is attached.
+        """
         if self.observer is not None:
             raise InterfaceError(f"{self.label} already reports to {self.observer!r}; detach it first")
         self.observer = observer

@@ -225,7 +225,7 @@ class ControllableDevice(Protocol):
         """Return the name of ``stream`` in schedules (None: the calling thread), and its number of steps so far."""
 
     def delaying(self, step: tuple[str, int], after: tuple[str, int]) -> str:
-        """Return the schedule that delays ``step`` until ``after`` was taken."""
+        """Return the schedule, as text, in which ``step`` runs only after ``after`` has run; both are (name, number)."""
 
     def explore(self, program: Callable[[Backend], None], *, strategy: str, iterations: int, seed: int) -> ExplorationResult:
         """Run ``program`` under up to ``iterations`` schedules of ``strategy``; stop at the first failure and shrink it.

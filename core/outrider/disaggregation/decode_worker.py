@@ -171,7 +171,7 @@ class DecodeWorker:
                 self._restart(entry)
 
     def remove_all_peers(self) -> None:
-        """Abort every request and remove every peer."""
+        """Close the guide compilers, abort every request, then remove every peer."""
         self._compilers.close()
         for number in list(self._entries):
             self.abort(number)

@@ -111,7 +111,7 @@ class PrefillWorker:
             self._release(job)
 
     def remove_all_peers(self) -> None:
-        """Remove every peer, which ends all requests."""
+        """Close the guide compilers, then remove every peer, which ends all requests."""
         self._compilers.close()
         for peer in list(self._peers):
             self.remove_peer(peer)

@@ -134,7 +134,11 @@ class Registry:
         return tuple(dict.fromkeys((*self._backends.notes, *self.kernels.notes)))
 
     def info(self, name: str) -> BackendInfo:
-        """Return the description of the named backend. Loads only its plugin."""
+        """Return the description of the named backend. Loads only its plugin.
+
+        Raises :class:`BackendNotFound`, :class:`AmbiguousBackend`, or :class:`BackendLoadError` and
+        :class:`PluginContractError` for a broken plugin.
+        """
         return self._backends.info(name)
 
     def try_in_child(self, name: str) -> ProbeVerdict:

@@ -72,7 +72,7 @@ ProgressCallback = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class PeerWorkOptions(RandomWeightOptions):
-    """The options for random weights, equal for every engine, and for the work of each phase."""
+    """Options of a comparison, equal for all engines: random weights, acceptance, and the sizes of each phase."""
 
     shape: RequiredShapeOption = "llama-3.1-8b"
     draft_tokens: DraftTokensOption = 3

@@ -53,7 +53,10 @@ class Peer(ABC):
         return None
 
     def stream(self, prompts: Sequence[Sequence[int]], counts: Sequence[int], arrived: Arrived) -> None:
-        """Generate tokens and call ``arrived`` for each output. Raises :class:`ChildFailed` for an engine without streams."""
+        """Generate ``counts[i]`` tokens for prompt i, and call ``arrived(request, number of tokens)`` for each output.
+
+        Raises :class:`ChildFailed` for an engine without streams.
+        """
         del prompts, counts, arrived
         raise ChildFailed(f"times between tokens aren't measured with {type(self).__name__}")
 

@@ -111,7 +111,7 @@ def _judge(problem: Problem, placed: Mapping[str, PlacedOperand], made: dict[str
 
 
 def check_results(problem: Problem, made: Mapping[str, Tensor]) -> None:
-    """Check results and written operands, on the host, by name."""
+    """Raise AssertionError unless each tensor of ``made``, on the host, matches what ``problem`` wants by that name."""
     for name, wanted in problem.wanted.items():
         found = made[name]
         if isinstance(wanted, Number):

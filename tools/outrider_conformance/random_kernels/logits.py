@@ -182,7 +182,10 @@ def _truncate(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
 def judge_truncated(
     found: Tensor, logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, what: str
 ) -> None:
-    """Check one row against the docstring in float64. A token at a limit, within rounding, may stay or be dropped."""
+    """Fail unless the row ``found`` [V] is allowed for ``logits`` [V] by the docstring of `truncate_logits`, in float64.
+
+    A token at a limit, within rounding, may stay or be dropped.
+    """
     kept = found == logits
     assert (kept | (found == -torch.inf)).all(), f"{what}: a logit is neither what it was nor -inf"
     if temperature == 0:

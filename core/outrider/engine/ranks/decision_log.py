@@ -183,7 +183,7 @@ class RankedDecisionLog(DecisionLog):
         return min(timeout_s or self.ranks.config.timeout_s, self.ranks.config.timeout_s)
 
     def keep_handed_over(self, handed: HandOver) -> HandOver:
-        """Keep this rank's part of a request that leaves, under a key that is equal on all ranks."""
+        """Store this rank's part of a request that leaves, and return it with a key that is equal on all ranks."""
         return self.ranks.store_handed_over(handed)
 
     def check_handed_over(self, handed: HandOver) -> None:

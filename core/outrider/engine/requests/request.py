@@ -49,7 +49,7 @@ class RequestMedia:
         return prompt[start:end] + [index + self.mrope_position_delta for index in range(max(start, len(prompt)), end)]
 
     def digests(self, start: int, end: int) -> tuple[tuple[int, bytes], ...]:
-        """Return (first token, digest) of each medium in the tokens ``start`` to ``end``, to tell apart equal tokens."""
+        """Return (first token, digest) of each medium that overlaps the tokens ``start`` to ``end`` (exclusive)."""
         return tuple((span.start, span.media.digest) for span in self._spans if span.start < end and start < span.end)
 
     def embed(self, tower: VisionTower, start: int, end: int, embeddings: Tensor, embedded: Tensor) -> None:

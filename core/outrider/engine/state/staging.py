@@ -189,7 +189,7 @@ class Packer:
 
     @property
     def segments(self) -> Mapping[str, tuple[int, int]]:
-        """The start and end index of each segment, by name."""
+        """Start and end index of each segment in :attr:`packed`, in int64 values, by name."""
         return self._segments
 
 

@@ -274,7 +274,7 @@ def dflash_targets(
 
 
 def dflash_weights(config: ModelConfig, weights: Mapping[str, Any]) -> DFlashWeights:
-    """Return the head's weights from the loaded tensors."""
+    """Return the head's weights from the tensors of :func:`dflash_targets`, by name."""
     return DFlashWeights(
         fusion=weights["fusion"],
         hidden_norm=weights["hidden_norm"],

@@ -77,7 +77,7 @@ def eagle3_targets(
     present: Container[str],
     shards: Shards = SINGLE_RANK,
 ) -> list[Target]:
-    """Return the weights of an EAGLE-3 head, whose first attention reads embedding and hidden state side by side."""
+    """Return which tensors to load for an EAGLE-3 head, with their shapes. ``present`` has the checkpoint's names."""
     hidden, states = config.hidden_size, len(options.layers)
     targets = [
         Target("norm", (Piece("norm.weight", (hidden,)),)),

@@ -96,8 +96,8 @@ def rank_configs(
 
 
 def config_tokens(m: int, stored: OperandStorage = UNQUANTIZED) -> int:
-    """Return the number of tokens that a configuration for ``m`` is built for: its :func:`bucket`, or 4 with streamed
-    nibbles.
+    """Return the number of tokens that a configuration for ``m`` is built for: 4 with streamed nibbles and ``m`` up to 4,
+    else its :func:`bucket`.
     """
     return (
         _MIN_STREAMED_TOKENS if stored.can_stream and stored.convert_instructions and m <= _MIN_STREAMED_TOKENS else bucket(m)
@@ -317,8 +317,8 @@ def fold_factor(operator: str, config: MatmulConfig) -> int:
 
 
 def has_whole_boxes(config: MatmulConfig, *, k: int, folded: int, inside: int) -> bool:
-    """Return True if a streamed configuration loads whole tiles of ``k`` columns and whole boxes of rows, in two or more
-    stages.
+    """Return True if a streamed configuration has two or more stages and its tiles divide the weight's ``k`` columns, and
+    its boxes of ``block_n`` rows the rows of a tile and of a program.
 
     ``folded`` is the result of :func:`fold_factor`. No box may straddle a multiple of ``inside`` rows: half a head, or a
     gate.
