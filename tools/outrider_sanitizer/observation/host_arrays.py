@@ -120,7 +120,7 @@ def converted_names() -> Generator[None]:
         "array",
     )
     changes: list[Replacement] = [(torch, name, tensor) for name in torch_names]
-    changes += [(np, name, array) for name in (*numpy_names, "require")]
+    changes += [(np, name, array) for name in numpy_names]
     changes += [(builtins, "memoryview", lambda _: _MemoryView), (np, "nditer", lambda _: _iterating)]
     changes += [(np.random, "default_rng", lambda _: _random)]
     changes += [(struct, name, _packing) for name in ("pack_into", "unpack_from")]

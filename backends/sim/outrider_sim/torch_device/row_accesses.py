@@ -141,7 +141,7 @@ class Declared:
 
 
 _SOURCES = MappingProxyType(
-    {"index_copy_": "source", "index_put_": "values", "_index_put_impl_": "values", "scatter_": "src"}
+    {"index_copy_": "source", "index_put_": "values", "_index_put_impl_": "values", "put_": "source", "scatter_": "src"}
 )
 _ACCUMULATES = ("accumulate", "reduce")
 
@@ -155,8 +155,6 @@ def contested_bytes(operator: str, resolve: Resolver, arguments: Mapping[str, An
     source = arguments.get(_SOURCES.get(name, ""))
     if any(arguments.get(argument) for argument in _ACCUMULATES) or operand.numel() > _MOST:
         return []
-    if name == "put_":
-        source = arguments["source"]
     if isinstance(resolve, Declared):
         found = resolve(arguments)
         places = found.offsets if isinstance(found, Elements) else torch.empty(0, dtype=torch.int64)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from outrider.device import Backend
 from outrider.engine.config import DecidedConfig, EngineConfig, state_rows
-from outrider.engine.setup.resolve import GIB, DeviceModelFacts, resolve, situation_of
+from outrider.engine.setup.resolve import GIB, resolve, situation_of
 from outrider.model import DecoderPlan, header_bytes
 from outrider.speculative.proposer import NonSpeculativeProposer
 
@@ -62,7 +62,7 @@ def predict_memory(
     part to reduce.
     """
     weights = plan.weight_bytes + (0 if draft_dir is None else header_bytes(plan, draft_dir))
-    facts: DeviceModelFacts = situation_of(backend, plan, NonSpeculativeProposer(), unloaded_bytes=weights)
+    facts = situation_of(backend, plan, NonSpeculativeProposer(), unloaded_bytes=weights)
     decided = resolve(config, facts)
     free = None if facts.memory is None else facts.memory.free + weights
     return PredictedMemory(weights, decided.page_size * facts.token_bytes, facts.state_bytes, free, decided)
