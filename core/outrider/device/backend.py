@@ -390,9 +390,9 @@ class Backend(BackendDeclarations, GroupFactory, ABC):
         return None
 
     def attach(self, observer: Observer) -> None:
-        """Report to ``observer`` from now on, on every thread, and the existing streams at once.
+        """Report to ``observer`` from now on, on every thread. One observer at a time.
 
-        Raises :class:`InterfaceError` if one is attached.
+        The existing streams are reported at once. Raises :class:`InterfaceError` if an observer is attached.
         """
         if self.observer is not None:
             raise InterfaceError(f"{self.label} already reports to {self.observer!r}; detach it first")
