@@ -37,13 +37,8 @@ class PageLending:
                 "the model has recurrent layers, and a network card moves pages alone, not the states of these layers: the "
                 "engine can't lend requests or borrow them; use hand_over in one process, or prefill and decode on one engine"
             )
-        if loop.decision_log.has_page_parts:
-            raise ConfigError(
-                "the engine's heads are shared out among tensor-parallel ranks, which have a part of every page each: "
-                "it can't lend requests or borrow them; use data-parallel ranks, or hand_over in one process"
-            )
         self._scheduler = loop.scheduler
-        self._group = loop.decision_log.own_group
+        self._group, self._has_page_parts = loop.decision_log.own_group, loop.decision_log.has_page_parts
         transfers = len(parts.fences.pages_ready) + 1
         self._leaving = FreeList("slot for a request that leaves", transfers)
         self._coming = FreeList("slot for a request that comes", transfers)
@@ -56,8 +51,8 @@ class PageLending:
         """The scheduler of an engine of one rank, from which requests are lent. Raises :class:`ConfigError` for several
         ranks.
         """
-        if not isinstance(self._scheduler, Scheduler):
-            raise ConfigError("an engine of data-parallel ranks takes requests, and lends none; prefill on one rank")
+        if not isinstance(self._scheduler, Scheduler) or self._has_page_parts:
+            raise ConfigError("an engine of several ranks takes requests, and lends none; prefill on one rank")
         return self._scheduler
 
     def lend(self, request_id: int) -> LentPages | None:
@@ -146,7 +141,7 @@ class PageLending:
         return expected
 
     def has_pages(self, expected: ExpectedPages) -> bool:
-        """True if the pages of the request are on this rank."""
+        """True if the pages of the request, or this rank's heads of them, are on this rank."""
         return expected.group == self._group
 
     def arrived(self, expected: ExpectedPages, relay: Mapping[str, Tensor]) -> int:
@@ -158,7 +153,8 @@ class PageLending:
             with self._guard("taking a request over"):
                 self.check(relay)
                 self._queue_arrived(expected, relay)
-            relayed = {} if self.has_pages(expected) else dict(relay)
+            needs_relay = self._has_page_parts or not self.has_pages(expected)
+            relayed = dict(relay) if needs_relay else {}
             self._session.tell(PagesArrivedCommand, expected.request, relayed)
             return expected.request
 
