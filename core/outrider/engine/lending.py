@@ -43,6 +43,8 @@ class PageLending:
         self._leaving = FreeList("slot for a request that leaves", transfers)
         self._coming = FreeList("slot for a request that comes", transfers)
         self._lent: dict[LentPages, list[int]] = {}
+        self._returned: list[LentPages] = []
+        """Requests whose relay may still be being copied to the host: they were cancelled before *pages ready*."""
         self._expected: dict[ExpectedPages, Request] = {}
         self.expected: dict[int, ExpectedPages] = {}
         """Requests whose pages aren't written, by id; the same on every rank."""
@@ -68,6 +70,7 @@ class PageLending:
 
     def _lend(self, request: Request) -> LentPages | None:
         scheduler = self.check_lends()
+        self._returned = [lent for lent in self._returned if not lent.ready.done()]
         if not self._leaving.available:
             return None
         slot = self._leaving.allocate()
@@ -104,6 +107,7 @@ class PageLending:
                 raise RequestError("these pages were given back before, or belong to another engine")
             self.check_lends().pages.give_back(self._lent.pop(lent))
             self._leaving.give_back(lent.slot)
+            self._returned.append(lent)
 
     def expect(self, state: RequestState, group: int | None = None) -> ExpectedPages | None:
         """Reserve pages for a request that another engine of the same model and kind of proposer lends. Returns None if pages
