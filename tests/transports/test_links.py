@@ -23,9 +23,10 @@ def until(condition):
     return found
 
 
+TRANSPORTS = ["local", "torch", pytest.param("nixl", marks=pytest.mark.needs_nixl)]
+
+
 def make(name):
-    if name == "nixl":
-        pytest.importorskip("nixl_cu12", reason="NIXL isn't installed")
     return LocalTransport() if name == "local" else get_transport(name)
 
 
@@ -48,7 +49,7 @@ class Pair:
             link.close()
 
 
-@pytest.fixture(params=["local", "torch", "nixl"])
+@pytest.fixture(params=TRANSPORTS)
 def pair(request):
     made = Pair(request.param)
     yield made
@@ -70,7 +71,7 @@ def test_blocks_are_written_and_told_of(pair):
         assert pair.links[1 - side].notices() == []
 
 
-@pytest.mark.parametrize("name", ["local", "torch", "nixl"])
+@pytest.mark.parametrize("name", TRANSPORTS)
 def test_blocks_with_gaps_between_them_are_written(name):
     """A region may be every second part of a tensor, as the KV heads of one rank are."""
     transport, whole = make(name), torch.arange(24, dtype=torch.float32)
@@ -125,7 +126,7 @@ def test_after_a_close_both_sides_are_down_and_no_byte_lands(pair):
     pair.links[0].close()
 
 
-@pytest.mark.parametrize("name", ["local", "torch", "nixl"])
+@pytest.mark.parametrize("name", TRANSPORTS)
 def test_regions_that_differ_do_not_connect(name):
     transport = make(name)
     one = transport.open([torch.zeros(4, 2)], BACKEND, accepts=True, host="127.0.0.1")
