@@ -281,7 +281,7 @@ KERNELS = [
     (experts.expert_gates, CHOSEN, {**MANY}),
     (experts.expert_outputs, CHOSEN, {**FEW, "PAIRS": 0}),
     (experts.expert_outputs, CHOSEN, {**MANY}),
-    (experts.add_experts, {"parts": HALF}, {"BLOCK": 1024}),
+    (experts.add_experts, {"parts": HALF, "chosen": LONG}, {"BLOCK": 1024}),
     (recurrent.short_convolution, {}, {"KERNEL": 4, "BLOCK_T": 16, "BLOCK_C": 256}),
     (recurrent.short_convolution, {}, {"KERNEL": 4, "BLOCK_T": 16, "BLOCK_C": 256, "commit": None}),
     (recurrent.delta_rule, {"state": WIDE}, {**OF_RULE, "BLOCK_E": 16}),

@@ -85,6 +85,8 @@ class ExpertsBlock:
     """Experts of a token."""
     renormalize: bool
     """As in ``KernelSet.route``."""
+    held: tuple[int, int] | None = None
+    """First and last (exclusive) expert of this rank, if ranks divide the experts; E is their number in the stacks below."""
     gate_up: Weight
     """[E, 2 I, H], or quantised [E 2 I, H]."""
     down: Weight
@@ -276,7 +278,8 @@ def experts_stream(
     """Compute a block of experts, with ``mlp`` for the shared expert."""
     normed = block.ranks.gather_tokens(x.norm(block.norm, block.eps))
     logits = linear(kernels, normed, block.router)
-    shares, chosen = kernels.route(logits, block.per_token, renormalize=block.renormalize)
+    held = {} if block.held is None else {"held": block.held}  # kernels of one rank may not know the option
+    shares, chosen = kernels.route(logits, block.per_token, renormalize=block.renormalize, **held)
     if isinstance(block.gate_up, QuantizedWeight) and isinstance(block.down, QuantizedWeight):
         value = kernels.experts_quantized(normed, shares, chosen, block.gate_up, block.down)
     else:
