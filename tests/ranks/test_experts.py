@@ -1,9 +1,10 @@
-"""Ranks that share every expert of a mixture out among them."""
+"""Ranks that share every expert of a mixture, and ranks that divide the experts (expert parallelism)."""
 
 import pytest
 from threads import run
 
 from outrider import Engine, SamplingParams
+from outrider.disaggregation.codec import check_fit, engine_fit
 from outrider.engine.ranks.ranks import ParallelConfig
 from outrider_proof import tiny
 from outrider_proof.proposers import MAKERS, decoder
@@ -12,18 +13,44 @@ from outrider_proof.tiny import plain_config
 PROMPTS = [(3, 1, 4, 1, 5, 9), (7, 7, 2), (1,)]
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
 CONFIG = plain_config(max_context=40, max_requests=3, page_size=4, prefill_chunk=4, dtype="float64")
+LAYOUTS = {
+    "tensor": ParallelConfig(tensor=2),
+    "data": ParallelConfig(data=2),
+    "tensor, divided": ParallelConfig(tensor=2, expert=True),
+    "data, divided": ParallelConfig(data=2, expert=True),
+    "both, divided": ParallelConfig(tensor=2, data=2, expert=True),
+}
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("tensor", [2, 1], ids=["tensor", "data"])
-def test_tokens_are_those_of_one_rank(tensor):
-    def make(ranks):
-        model = decoder(tiny.mixture(), ranks.backend, ranks.model)
-        assert model.config.experts.intermediate_size == 8
-        return Engine(model, ranks.backend, proposer=MAKERS["eagle"](model, ranks.backend), config=CONFIG, ranks=ranks)
+def make(ranks, proposer="eagle"):
+    model = decoder(tiny.mixture(), ranks.backend, ranks.model)
+    world, experts = ranks.config.world, model.config.experts
+    held = model.weights.layers[0].down
+    if ranks.config.expert:
+        assert (experts.intermediate_size, experts.held, held.shape[0]) == (16, 8 // world, 8 // world)
+    else:
+        assert (experts.intermediate_size, experts.held, held.shape[0]) == (16 // world, 8, 8)
+    return Engine(model, ranks.backend, proposer=MAKERS[proposer](model, ranks.backend), config=CONFIG, ranks=ranks)
 
-    def tokens(engine):
-        return [each.token_ids for each in engine.generate(PROMPTS, PARAMS)]
 
-    layout = ParallelConfig(tensor=tensor, data=2 // tensor)
-    assert run(layout, make, tokens) == tokens(Engine(tiny.mixture(), tiny.BACKEND, config=CONFIG))
+def tokens(engine):
+    return [each.token_ids for each in engine.generate(PROMPTS, PARAMS)]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return tokens(Engine(tiny.mixture(), tiny.BACKEND, config=CONFIG))
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_tokens_are_those_of_one_rank(layout, plain):
+    assert run(layout, make, tokens) == plain
+
+
+def test_engines_of_other_ranks_continue_requests():
+    """A prefill server of one rank fits a decode server whose ranks share or divide the experts."""
+    proposer = MAKERS["eagle"](tiny.mixture(), tiny.BACKEND)
+    whole = engine_fit(Engine(tiny.mixture(), tiny.BACKEND, proposer=proposer, config=CONFIG))
+    for layout in (LAYOUTS["data"], LAYOUTS["data, divided"]):
+        check_fit(whole, run(layout, make, engine_fit))
