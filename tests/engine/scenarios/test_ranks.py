@@ -66,6 +66,12 @@ def test_20_ranks_accept_different_counts(explorer):
     assert once(explorer, SPLIT, inject="ulp") is None
 
 
+def test_padding_of_an_idle_rank_has_one_writer(explorer):
+    """An idle rank decodes padding alone, all of it at page 0: several of its rows would write one slot of a history."""
+    setup = replace(IDLE, proposer="suffix+eagle")
+    assert once(explorer, setup) is None
+
+
 def test_20_a_rank_that_drafts_another_length_is_named(explorer):
     """Whoever follows drafts as it was told; told something else, it's named before it hangs."""
     error = once(explorer, SPLIT, inject="length")
