@@ -9,6 +9,7 @@ from outrider.engine.ranks.ranks import ParallelConfig
 from outrider_proof import tiny
 from outrider_proof.proposers import MAKERS, decoder
 from outrider_proof.tiny import plain_config
+from tiny_checkpoints import write_checkpoint
 
 PROMPTS = [(3, 1, 4, 1, 5, 9), (7, 7, 2), (1,)]
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -54,3 +55,16 @@ def test_engines_of_other_ranks_continue_requests():
     whole = engine_fit(Engine(tiny.mixture(), tiny.BACKEND, proposer=proposer, config=CONFIG))
     for layout in (LAYOUTS["data"], LAYOUTS["data, divided"]):
         check_fit(whole, run(layout, make, engine_fit))
+
+
+@pytest.mark.slow
+def test_the_command_divides_experts(tmp_path, child):
+    write_checkpoint(tmp_path, "qwen3_moe", num_experts=4)
+    command = ["generate", "--model", str(tmp_path), "--token-ids", "3,1,4,1,5", "--max-tokens", "8", "--backend", "cpu"]
+    command += ["--dtype", "float32", "--speculate", "ngram", "--json"]
+    whole = child(*command).json["token_ids"]
+    for layout in (["--tensor-parallel", "2"], ["--data-parallel", "2"]):
+        assert child(*command, *layout, "--expert-parallel").json["token_ids"] == whole
+    alone = child(*command, "--expert-parallel")
+    assert alone.code == 1
+    assert "there is one rank" in alone.err + alone.out
