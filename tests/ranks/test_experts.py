@@ -1,5 +1,7 @@
 """Ranks that share every expert of a mixture, and ranks that divide the experts (expert parallelism)."""
 
+from functools import partial
+
 import pytest
 from threads import run
 
@@ -23,7 +25,7 @@ LAYOUTS = {
 }
 
 
-def make(ranks, proposer="eagle"):
+def make(ranks, proposer="eagle", config=CONFIG):
     model = decoder(tiny.mixture(), ranks.backend, ranks.model)
     world, experts = ranks.config.world, model.config.experts
     held = model.weights.layers[0].down
@@ -31,7 +33,7 @@ def make(ranks, proposer="eagle"):
         assert (experts.intermediate_size, experts.held, held.shape[0]) == (16, 8 // world, 8 // world)
     else:
         assert (experts.intermediate_size, experts.held, held.shape[0]) == (16 // world, 8, 8)
-    return Engine(model, ranks.backend, proposer=MAKERS[proposer](model, ranks.backend), config=CONFIG, ranks=ranks)
+    return Engine(model, ranks.backend, proposer=MAKERS[proposer](model, ranks.backend), config=config, ranks=ranks)
 
 
 def tokens(engine):
@@ -47,6 +49,16 @@ def plain():
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_tokens_are_those_of_one_rank(layout, plain):
     assert run(layout, make, tokens) == plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["staged", "fused"])
+@pytest.mark.parametrize("proposer", ["eagle", "ngram", "mtp"])
+@pytest.mark.parametrize("layout", [{"tensor": 4}, {"data": 4}, {"tensor": 2, "data": 2}], ids=["tensor", "data", "both"])
+def test_every_layout_gives_the_tokens_of_one_rank(layout, proposer, mode, plain):
+    config = plain_config(max_context=40, max_requests=3, page_size=4, prefill_chunk=4, dtype="float64", mode=mode)
+    parallel = ParallelConfig(**layout, expert=True, timeout_s=60)
+    assert run(parallel, partial(make, proposer=proposer, config=config), tokens) == plain
 
 
 def test_engines_of_other_ranks_continue_requests():
