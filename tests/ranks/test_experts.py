@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 from threads import run
 
+from model.hybrid_checkpoints import MtpOracle, greedy, random_model, save
 from outrider import Engine, SamplingParams
 from outrider.disaggregation.codec import check_fit, engine_fit
 from outrider.engine.ranks.ranks import ParallelConfig
@@ -45,9 +46,12 @@ def plain():
     return tokens(Engine(tiny.mixture(), tiny.BACKEND, config=CONFIG))
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_tokens_are_those_of_one_rank(layout, plain):
+@pytest.mark.sample(1, per="divided")
+@pytest.mark.parametrize(
+    ("layout", "divided"), [pytest.param(layout, layout.expert, id=name) for name, layout in LAYOUTS.items()]
+)
+def test_tokens_are_those_of_one_rank(layout, divided, plain):
+    assert layout.expert is divided
     assert run(layout, make, tokens) == plain
 
 
@@ -67,6 +71,22 @@ def test_engines_of_other_ranks_continue_requests():
     whole = engine_fit(Engine(tiny.mixture(), tiny.BACKEND, proposer=proposer, config=CONFIG))
     for layout in (LAYOUTS["data"], LAYOUTS["data, divided"]):
         check_fit(whole, run(layout, make, engine_fit))
+
+
+def test_a_head_with_experts_divides_them_too(tmp_path):
+    """From a checkpoint of Qwen3.5's mixture, whose head of multi-token prediction is a mixture itself."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
+    model = random_model("qwen3_5_moe", 3, **sizes)
+    save(model, tmp_path, head=MtpOracle(model, 4))
+    config = plain_config(max_context=40, max_requests=3, page_size=4, prefill_chunk=4, dtype="float32", draft_tokens=2)
+
+    def load(ranks):
+        engine = Engine.from_checkpoint(tmp_path, ranks.backend, speculate="mtp", config=config, ranks=ranks)
+        head = engine.proposer.head
+        assert head.config.experts.held == head.weights.layer.gate_up.shape[0] == 2
+        return engine
+
+    assert run(LAYOUTS["data, divided"], load, tokens)[0][:4] == tuple(greedy(model, PROMPTS[0], 4))
 
 
 @pytest.mark.slow
