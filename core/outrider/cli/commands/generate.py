@@ -201,7 +201,7 @@ def _shown_difference(difference: object, dtype: object) -> str:
 
 def _summary(console: Console, data: dict[str, object]) -> None:
     drafted = "" if data["speculate"] == "none" else f", {data['speculate']} accepts {data['acceptance_length']:.2f}"
-    console.print(f"outrider: {data['tokens_per_s']:.1f} tokens/s on {data['device']} in {data['dtype']}{drafted}")
+    console.print(f"outrider: {data['tokens_per_s']:.1f} tokens/s on {data['backend']} in {data['dtype']}{drafted}")
     if "error" in data:
         console.print(f"outrider: error: {data['error']}; the text before it is right", style="bold red", markup=False)
 
