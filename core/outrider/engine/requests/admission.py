@@ -68,8 +68,10 @@ class Admission:
         return samples
 
     def batch(self, first_id: int, prompts: Any, params: Any, media: Any) -> list[list[Request]]:
-        """Create the samples of each prompt. ``params`` is one value for all prompts or one for each; ``media`` is None or
-        one sequence for each prompt.
+        """Create the samples of each prompt, in the order of ``prompts``. ``params`` is one value for all prompts or one for
+        each; ``media`` is None or one sequence for each prompt.
+
+        Raises :class:`RequestError` if one of them cannot be served.
         """
         if not isinstance(prompts, Collection):
             raise RequestError(f"prompts is {shown(prompts)}; expected a text, or a sequence of texts or of token ids")
@@ -181,7 +183,9 @@ def checked_media(media: Any) -> tuple[Media, ...]:
 
 
 def _check_prompt(prompt: Sequence[int], params: SamplingParams, *, context: int, vocabulary: int) -> None:
-    """Check that the prompt consists of tokens and leaves room for its output."""
+    """Raise :class:`RequestError` unless the prompt consists of tokens of the vocabulary and leaves room for its output in
+    ``context`` tokens.
+    """
     if not prompt:
         raise RequestError("the prompt is empty; give at least one token")
     total = len(prompt) + params.max_tokens
@@ -196,7 +200,7 @@ def _check_prompt(prompt: Sequence[int], params: SamplingParams, *, context: int
 
 
 def _check_pages(needed: int, pages: int, page_size: int) -> None:
-    """Check that the cache has room for the request at its longest."""
+    """Raise :class:`RequestError` if a request that needs ``needed`` pages at its longest exceeds the cache."""
     if needed > pages:
         raise RequestError(
             f"the request needs {needed} KV pages of {page_size} tokens, the cache has {pages}; raise "
@@ -205,7 +209,9 @@ def _check_pages(needed: int, pages: int, page_size: int) -> None:
 
 
 def _check_options(params: SamplingParams, stops: set[int], *, config: DecidedConfig, vocabulary: int) -> None:
-    """Check that the sampling options name existing tokens, don't ban all, and are within the engine's limits."""
+    """Raise :class:`RequestError` unless the sampling options name existing tokens, leave at least one token, and are within
+    the engine's limits.
+    """
     listed = dict(params.biases)
     wrong = next((token for token in listed if token >= vocabulary), None)
     if wrong is None:
