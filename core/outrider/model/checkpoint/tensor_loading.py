@@ -70,7 +70,9 @@ def check_tensors(
 
 
 def _explain_quantized(extra: Sequence[str], quantization: Quantization | None) -> list[str]:
-    """Return an explanation of tensors of quantized weights that the config doesn't declare."""
+    """Return a message for tensors ``extra`` that belong to quantized weights which the config doesn't declare; empty for
+    other tensors.
+    """
     if not any(key.rpartition(".")[2] in SUFFIXES for key in extra):
         return []
     if quantization is None:

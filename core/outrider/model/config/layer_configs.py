@@ -25,7 +25,7 @@ class Refusal:
 
     why: str
     elsewhere: bool = False
-    """True if transformers' own code may run the family on the paged cache."""
+    """True if the transformers fallback may run the family."""
 
 
 _LATENT_ATTENTION = Refusal(
@@ -152,7 +152,7 @@ def qwen3_next(hf: HfConfig) -> dict[str, Any]:
 
 
 def qwen3_5(hf: HfConfig) -> dict[str, Any]:
-    """Return the fields of a dense Qwen3.5 config."""
+    """Return the fields of a dense Qwen3.5 config, with recurrent layers and layers with gated attention."""
     return _hybrid(hf)
 
 
@@ -169,7 +169,9 @@ def qwen3_5_moe(hf: HfConfig) -> dict[str, Any]:
 
 
 def _hybrid(hf: HfConfig) -> dict[str, Any]:
-    """Return the fields that all families have. Raises :class:`ConfigError` for unknown kinds of layers and for biases."""
+    """Return the fields that all hybrid families share. Raises :class:`ConfigError` for unknown layer types and
+    for biases.
+    """
     kinds = list(hf.layer_types)
     if set(kinds) - set(_KINDS) or len(kinds) != hf.num_hidden_layers:
         raise ConfigError(

@@ -35,7 +35,7 @@ class PagedPass:
     cache: KVCache
     kernels: KernelSet
     windows: list[int] = field(default_factory=list)
-    """Attention window that each layer's attention was called with."""
+    """Attention windows, in tokens, with which the layers called attention, in order; 0 for full attention."""
 
 
 def paged_attention(
@@ -126,14 +126,16 @@ class TransformersDecoder(LanguageModel):
         return final, tuple(out.hidden_states[layer].squeeze(0) for layer in layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [N, V] of ``hidden`` [N, H], with the model's own scaling or capping."""
+        """Return logits [N, V] of ``hidden`` [N, H], computed by the transformers model with its own scaling or capping."""
         with torch.no_grad():
             logits: Tensor = self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
         return logits.squeeze(0)
 
 
 def _without_body(model: Any) -> Any:
-    """Return the causal model with an identity body, which computes logits from hidden states. It shares ``model``'s head."""
+    """Return a copy of the causal model whose layers return their input, so that it computes logits from hidden states. The
+    copy shares the output head.
+    """
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
     class Identity(torch.nn.Module):
