@@ -80,7 +80,7 @@ class SingleRankLanding(PageLanding):
         return expected.free.done()
 
     def notices(self) -> list[bytes]:
-        """Return the notices that have arrived on the only link."""
+        """Return the notices of writes that have arrived on this rank's only link, each once."""
         return self._link.notices()
 
     def close(self) -> None:

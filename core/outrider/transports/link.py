@@ -38,15 +38,15 @@ from torch import Tensor
 from outrider.device import Backend, ConfigError, Fence, OutriderError
 
 NOTICE_BYTES = 256
-"""Maximum length of a notice."""
+"""Maximum number of bytes of a notice."""
 OFFER_BYTES = 1 << 22
-"""Maximum length of an offer."""
+"""Maximum number of bytes of an offer."""
 _MAX_COUNT = 1 << 48
-"""Limit of the numbers in an offer."""
+"""Upper limit of the numbers in an offer from the other side, which is untrusted."""
 
 
 class LinkDown(OutriderError):
-    """Raised if the other side of a link is gone or can't be reached."""
+    """Raised when the other side of a link is gone or can't be reached."""
 
 
 class PageTransfer(ABC):

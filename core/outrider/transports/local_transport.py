@@ -26,7 +26,7 @@ class LocalTransport(Transport):
         self._numbers = count()
 
     def open(self, regions: Sequence[Tensor], backend: Backend, *, accepts: bool, host: str) -> LocalLink:
-        """Create one side of a link. ``accepts`` and ``host`` are ignored."""
+        """Create one side of a link over ``regions``. ``accepts`` and ``host`` are ignored."""
         del accepts, host
         key = b"local %d" % next(self._numbers)
         link = LocalLink(self, key, regions, backend)

@@ -58,9 +58,11 @@ _GRACE_S = 1.5
 _STORE_S = 30.0
 _SAY_S = 3.0
 _SILENCE_S = 5.5
-"""Longer than the silence that :class:`RankWatch` reports as the loss of a rank."""
+"""Seconds that a rank of a command waits for another rank's report of the failure; longer than the silence after which
+:class:`RankWatch` reports a rank as lost.
+"""
 _UNSAID = 70
-"""Exit code of a rank whose failure another process reports."""
+"""Exit code of a rank whose failure another rank or the starting command reports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,9 @@ class RankPlacement:
             ) from None
 
     def connect(self, *, serves: bool = False, seconds: float = _STORE_S) -> Store:
-        """Connect to the key-value store where all ranks meet. ``serves``: the store lives in this process."""
+        """Connect to the key-value store where all ranks meet, and return it. ``serves``: create the store in this process.
+        Raises torch's error if there is no store within ``seconds``.
+        """
         from datetime import timedelta
 
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs don't list it
@@ -211,7 +215,9 @@ class Joined:
 
 
 def _said_elsewhere(place: RankPlacement, error: OutriderError) -> bool:
-    """Return True if another rank has reported the same error before the ranks have joined, such as a wrong option."""
+    """Return True if another rank, too, fails with this error before the ranks have joined, such as a wrong option, and so
+    reports it.
+    """
     if not place.agent or not place.store_is_elsewhere:
         return False
     key = hashlib.sha256(f"{type(error).__name__}: {error}".encode()).hexdigest()
@@ -243,7 +249,7 @@ def run_on_ranks(arguments: Sequence[str] | None, tensor: int, data: int, *, jso
 
 
 class _Processes:
-    """The ranks of this host as child processes, all of which have ended when the scope ends."""
+    """The ranks of this host as child processes of a command. All have ended when the scope ends."""
 
     def __init__(self, parallel: ParallelConfig, arguments: Sequence[str], *, json_output: bool) -> None:
         self._parallel = parallel
