@@ -18,7 +18,7 @@ _TESTED = "0.6."
 
 @hookimpl
 def kernel_info() -> KernelInfo:
-    """Describe the kernel set: usable if FlashInfer is installed. Doesn't import it."""
+    """Describe the kernel set: usable if FlashInfer is installed. The function doesn't import FlashInfer."""
     found = find_spec("flashinfer") is not None
     return KernelInfo(
         name="flashinfer",
