@@ -90,7 +90,7 @@ class Eagle3Training:
         (self.args.out / "log.json").write_text(json.dumps(self.log, indent=1) + "\n")
 
     def show(self, row: int) -> str:
-        """Return the text of a held-out row."""
+        """Return the text of row ``row`` of the held-out answers."""
         return str(self.talk.tokenizer.decode(self.texts[row, : int(self.lasts[row])].tolist()))[-400:]
 
     def autocast(self) -> torch.autocast:
@@ -205,7 +205,7 @@ class Eagle3Training:
         return found
 
     def train(self) -> None:
-        """Train until the time or the steps are over; then measure and save the head."""
+        """Train the head until the time or the steps are over; then measure and save it."""
         args = self.args
         step_of = torch.compile(self.loss, dynamic=False) if self.cuda and args.compile else self.loss
         for _ in range(2):  # compile before the clock starts

@@ -59,23 +59,23 @@ _KERNELS = "kernels"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvidenceRecord:
-    """One piece of evidence about a backend."""
+    """A record of evidence about a backend: a conformance run or a static check."""
 
     backend: str
     tier: Tier
     device: str
     date: str
     command: str
-    """The command line of the run."""
+    """The command line of the recorded run."""
     versions: Mapping[str, str] = field(default_factory=dict)
     levels: Mapping[str, str] = field(default_factory=dict)
-    """Result of each conformance level."""
+    """Result of each conformance level, by the level's name."""
     capabilities: Mapping[str, Any] = field(default_factory=dict)
-    """Capabilities that the backend declared."""
+    """Capabilities that the backend declared, by name."""
     figures: Mapping[str, int] = field(default_factory=dict)
     """Counts of a static check."""
     note: str = ""
-    """A remark for readers of the table."""
+    """A remark for readers of the support table."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the content of the record's file, without empty fields."""
@@ -132,7 +132,7 @@ def _shows(record: EvidenceRecord, capability: str) -> bool:
 
 
 def _cell(records: Sequence[EvidenceRecord], capability: str) -> str:
-    """Return the word of the best evidence that a backend has for a capability."""
+    """Return the table cell for ``capability``: the word of the best evidence among the records of a backend."""
     showing = [record for record in records if _shows(record, capability)]
     if showing:
         best = max(showing, key=lambda record: record.tier)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from outrider.device import Backend
 
 Attach = Callable[["Backend", ExitStack], None]
-"""Starts watching a backend; what it enters on the stack is left when the script has ended."""
+"""The function that starts to watch a backend. The scopes that it enters on the stack are left when the script has ended."""
 
 ScriptBackendOption = Annotated[
     str | None,
