@@ -66,7 +66,10 @@ class Attention:
         return kept
 
     def build(self, shape: AttentionShape) -> None:
-        """Compile or load FlashInfer's module for the attention ``shape``. A compilation is logged."""
+        """Compile or load FlashInfer's module for the attention ``shape``. A compilation is logged.
+
+        Raises :class:`BackendLoadError` if it fails.
+        """
         key = (shape.dtype, shape.head_size, shape.window > 0)
         if key in self._built:
             return

@@ -103,7 +103,10 @@ class AttentionPlan:
             self._copied.synchronize()
 
     def renew(self, metadata: AttentionMetadata, stream: Stream) -> None:
-        """Compute the plan for this batch and copy it to the plan's buffers, in the scope of ``stream``."""
+        """Compute the plan for this batch and copy it to the plan's buffers, in the scope of ``stream``.
+
+        Raises :class:`InterfaceError` for lengths that the block table can't hold.
+        """
         batch = metadata.block_table.shape[0]
         lens = _lengths(metadata, batch)
         page_size = next(iter(self.wrappers)).page_size

@@ -32,7 +32,10 @@ def kernel_info() -> KernelInfo:
 
 @hookimpl
 def create_kernels(backend: Backend) -> KernelSet:
-    """Create the kernel set that wraps the backend's own kernels."""
+    """Create the kernel set that wraps the backend's own kernels.
+
+    Raises :class:`BackendLoadError` if FlashInfer is missing, of another version, or can't run on the device.
+    """
     info = kernel_info()
     if not info.usable:
         raise BackendLoadError(f"{backend.label} can't have FlashInfer's attention: {info.reason}; {info.advice}")

@@ -501,7 +501,7 @@ class TritonKernels(KernelSet):
         return _TRITON.apply_token_bitmask.triton(logits, bitmask, self.pdl)  # type: ignore[no-any-return]
 
     def sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, draft: bool = False) -> Tensor:
-        """Sample one token per row of logits; several programs share the vocabulary."""
+        """Sample one token per row of ``logits`` [B, V] → int64 [B]; several programs share the vocabulary."""
         if not has_kernel(logits):
             return super().sample(logits, temperature, seeds, positions, draft=draft)
         lane = LANE_DRAFT if draft else LANE_SAMPLE

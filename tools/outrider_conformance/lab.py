@@ -210,7 +210,9 @@ class Lab:
         return min(self.draws, max(1, int(self.draws * _SLOW_PRODUCT_S / seconds)))
 
     def _product_time(self, dtype: torch.dtype) -> float:
-        """Return the shortest of several timings, in seconds: a busy host makes single timings longer."""
+        """Return the seconds of one matrix product in ``dtype``: the shortest of several timings, because a busy host makes
+        some longer.
+        """
         (stream,) = self.streams("slowdown")
         with self.backend.on(stream):
             factor = torch.full((_PRODUCT, _PRODUCT), 1.0 / _PRODUCT, device=self.backend.device).to(dtype)

@@ -223,7 +223,7 @@ class Pair:
     ) -> list[Any]:
         """Serve the requests of a program and return, for each, its tokens or None if it was aborted.
 
-        ``interrupt`` is called once while requests are running.
+        ``interrupt`` is called once while requests are running. Raises :class:`TimeoutError` if a request doesn't end.
         """
         waiting = sorted(range(len(arrivals)), key=lambda index: arrivals[index][0].step)
         number_of: dict[int, int] = {}

@@ -87,7 +87,10 @@ class DecodeExploration:
 
 
 def explore_decode(exploration: DecodeExploration) -> CommandReport:
-    """Run host programs, each under a schedule of its own; stop at the first that fails."""
+    """Run host programs, each under a schedule of its own; stop at the first that fails.
+
+    Raises :class:`CapabilityError` for a strategy or for images that the device can't run.
+    """
     chosen = exploration.without(exploration.drop_fence)
     device = chosen.open_device()
     default = "mixed" if device.control is not None and chosen.drop_fence is None else _PROGRAM_ORDER

@@ -94,7 +94,8 @@ def run_rank_scripts(path: Path, argv: Sequence[str], backends: Sequence[Backend
     Each rank has its own ``__main__``, arguments, environment (``RANK``, ``WORLD_SIZE`` and so on, as torchrun sets them),
     current device and torch.distributed.
 
-    Returns how each rank ended. A rank that waits for an ended rank reports that.
+    Returns how each rank ended. A rank that waits for an ended rank reports that. Raises :class:`CapabilityError` for other
+    devices than simulated ones.
     """
     control = backends[0].control
     if control is None:

@@ -129,7 +129,9 @@ class Recorder:
         return False
 
     def run_kernel(self, name: str, arguments: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
-        """Record the OpenCL kernel of an operator."""
+        """Record the OpenCL kernel of the operator ``name`` (``namespace::operator``), which reads ``arguments`` and writes
+        ``results``.
+        """
         short = name.split("::")[1]
         launch = LAUNCHES[short](arguments, results)
         self._record(self._backend.program.create_kernel(short), launch.size, launch.arguments)

@@ -104,7 +104,10 @@ class PageLending:
         return lent
 
     def returned(self, lent: LentPages) -> None:
-        """Free the pages of a request that was lent. The caller has seen *pages read*, or no transfer began."""
+        """Free the pages of a request that was lent. The caller has seen *pages read*, or no transfer began.
+
+        Raises :class:`RequestError` if the pages were freed before, or belong to another engine.
+        """
         with self._session.use():
             if lent not in self._lent:
                 raise RequestError("these pages were given back before, or belong to another engine")
@@ -169,7 +172,10 @@ class PageLending:
             self._queue_arrived(self.expected[command.request], command.relay)
 
     def follow_expect(self, command: ExpectPagesCommand) -> None:
-        """Repeat :meth:`expect` on a follower rank."""
+        """Repeat :meth:`expect` on a follower rank.
+
+        Raises :class:`RanksDiffer` if this rank has no pages for the request.
+        """
         if self.expect(command.state, command.group) is None:
             raise RanksDiffer(f"group {command.group} has no pages here for a request that the first rank expects in it")
 

@@ -175,6 +175,8 @@ def answering(decision_log: RankedDecisionLog, answer: Answer | None) -> Callabl
 def follow(decision_log: RankedDecisionLog, calls: Calls, loop: Loop) -> None:
     """Replay decision records until the first rank's engine is closed. The first rank delivers the outputs; here they are
     dropped.
+
+    Raises :class:`RanksDiffer` if this rank refuses a command that the first rank accepted.
     """
     try:
         while True:

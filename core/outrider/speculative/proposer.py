@@ -528,7 +528,7 @@ class CachedProposer(Proposer):
 
     @property
     def cache(self) -> KVCache:
-        """The proposer's KV cache. It exists from :meth:`allocate` on."""
+        """The proposer's KV cache. It exists from :meth:`allocate` on. Raises :class:`ConfigError` before."""
         if self._cache is None:
             raise ConfigError(f"the proposer {self.name!r} has no cache yet; the engine allocates it")
         return self._cache

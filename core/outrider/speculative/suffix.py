@@ -161,7 +161,7 @@ class SuffixProposer(NgramProposer):
 
     @property
     def past_outputs(self) -> SuffixTable:
-        """The table of past outputs. It exists from :meth:`allocate` on."""
+        """The table of past outputs. It exists from :meth:`allocate` on. Raises :class:`ConfigError` before."""
         if self._past is None:
             raise ConfigError("the proposer 'suffix' has no table yet; the engine allocates it")
         return self._past

@@ -61,7 +61,10 @@ class LocalLink(Link):
         self._expected[notice] = written
 
     def notices(self) -> list[bytes]:
-        """Return the notices of the writes whose fences have been reached."""
+        """Return the notices of the writes whose fences have been reached.
+
+        Raises :class:`LinkDown` once the other side has closed the link.
+        """
         while self._on_host and not self._down:
             self._write_from_host(*self._on_host.pop(0))
         notices = []

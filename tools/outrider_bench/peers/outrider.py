@@ -44,7 +44,7 @@ class OutriderPeer(Peer):
         return DraftCounts(stats.request_iterations, stats.drafted_tokens, passed) if self._drafts else None
 
     def stream(self, prompts: Sequence[Sequence[int]], counts: Sequence[int], arrived: Arrived) -> None:
-        """Run the engine step by step, and call ``arrived`` for each output."""
+        """Run the engine step by step for all prompts, and call ``arrived(request, number of tokens)`` for each output."""
         serve_on_engine(self._engine, prompts, counts, arrived)
 
     def limit_ms(self, batch: int, context: float) -> float | None:

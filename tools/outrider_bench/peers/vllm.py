@@ -49,7 +49,9 @@ class VllmPeer(Peer):
         return DraftCounts(verified, drafted, passed)
 
     def stream(self, prompts: Sequence[Sequence[int]], counts: Sequence[int], arrived: Arrived) -> None:
-        """Run the loop of ``LLM.generate`` and report outputs when they arrive."""
+        """Run the loop of ``LLM.generate`` for all prompts, and call ``arrived(request, number of tokens)`` when an output
+        arrives.
+        """
         kinds = import_module("vllm.sampling_params").RequestOutputKind
         engine = self._engine.llm_engine
         for prompt, count in zip(prompts, counts, strict=True):

@@ -354,7 +354,10 @@ def make_strategy(name: str, seed: int = 0, options: Options | None = None) -> S
 
 
 def parse_strategy(spec: str) -> tuple[str, dict[str, str]]:
-    """Parse strategy text such as `pct:d=3,k=60` into name and options. The text after `replay:` is one schedule."""
+    """Parse strategy text such as `pct:d=3,k=60` into name and options. The text after `replay:` is one schedule.
+
+    Raises `ConfigError` for an option without `=`.
+    """
     name, _, rest = spec.partition(":")
     if name == "replay" and not rest.startswith("schedule="):
         return name, {"schedule": rest}

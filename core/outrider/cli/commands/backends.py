@@ -75,7 +75,7 @@ def _described(candidate: Candidate[Any]) -> dict[str, object]:
 
 
 def row(candidate: Candidate[BackendInfo]) -> dict[str, object]:
-    """Return a backend plugin as JSON data."""
+    """Return what ``outrider backends --json`` prints about one backend plugin."""
     info = candidate.info
     return {
         **_described(candidate),

@@ -117,7 +117,8 @@ class ServerOptions(ModelOptions):
 def with_options(command: Callable[..., Result]) -> Callable[..., Result]:
     """Decorate a command so that typer sees the options of each parameter that is annotated as a record of options.
 
-    The decorated function takes every option by keyword, as typer calls it, and passes the records to ``command``.
+    The decorated function takes every option by keyword, as typer calls it, and passes the records to ``command``. Raises
+    :class:`TypeError` if two records share an option.
     """
     hints = get_type_hints(command, include_extras=True)
     signature = inspect.signature(command)

@@ -83,7 +83,10 @@ class RankPlacement:
 
     @classmethod
     def from_environment(cls) -> RankPlacement | None:
-        """Return the placement of this process, or None if it isn't one of several ranks."""
+        """Return the placement of this process, or None if it isn't one of several ranks.
+
+        Raises :class:`ConfigError` if ``RANK`` is set and the variables that accompany it are missing or unreadable.
+        """
         found = rank_environment()
         if found is None:
             return None
@@ -143,7 +146,10 @@ class Joined:
         return self
 
     def backend(self, registry: Registry, given: str | None, environment: str | None) -> Backend:
-        """Open the device of this rank: the device with the rank's number on this host, or the only device of the backend."""
+        """Open the device of this rank: the device with the rank's number on this host, or the only device of the backend.
+
+        Raises :class:`ConfigError` if the name has a device number.
+        """
         if self.ranks is not None:
             return self.ranks.backend
         spec = registry.select(given, environment)
@@ -161,7 +167,10 @@ class Joined:
             raise
 
     def join(self, backend: Backend) -> Ranks | None:
-        """Join the other ranks, once for all engines of a command. Returns None in a single process."""
+        """Join the other ranks, once for all engines of a command. Returns None in a single process.
+
+        Raises :class:`ConfigError` if the options ask for another number of ranks than were started.
+        """
         place = self.place
         if place is None or self.ranks is not None:
             return self.ranks
@@ -236,7 +245,10 @@ def _of_the_ranks(error: BaseException) -> bool:
 
 
 def run_on_ranks(arguments: Sequence[str] | None, tensor: int, data: int, *, json_output: bool) -> CommandReport | None:
-    """Run the command on several ranks and return their report. Returns None in a rank and for a single process."""
+    """Run the command on several ranks and return their report. Returns None in a rank and for a single process.
+
+    Raises :class:`ConfigError` if the command was called from Python, where there is no command line to start again.
+    """
     if tensor * data == 1 or RankPlacement.from_environment() is not None:
         return None
     if arguments is None:

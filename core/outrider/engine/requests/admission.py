@@ -123,7 +123,10 @@ class Admission:
             raise RequestError(f"{len(output)} tokens of output came with {len(state.logprobs)} log-probabilities")
 
     def arrival(self, request_id: int, handed: RequestState) -> Request:
-        """Create the request that another engine handed over, without its device state."""
+        """Create the request that another engine handed over, without its device state.
+
+        Raises :class:`RequestError` if its guide belongs to another tokenizer.
+        """
         stops = self.check(handed.prompt, handed.params)
         request = Request(request_id, handed.prompt, handed.params, stops, handed.priority)
         request.media = request_media(handed.media, handed.prompt, self.model.vision, self.vision)

@@ -149,7 +149,10 @@ class PagePool:
         return page
 
     def give_back(self, pages: Iterable[int]) -> None:
-        """Drop one hold on each page, the last page first, so that eviction starts at the end of a sequence."""
+        """Drop one hold on each page, the last page first, so that eviction starts at the end of a sequence.
+
+        Raises :class:`InterfaceError` for a page that no request holds.
+        """
         for page in reversed(list(pages)):
             holders = self._holders.get(page, 0)
             if holders == 0:

@@ -70,7 +70,10 @@ def load_checkpoint(
     progress: Progress | None = None,
     ranks: Ranks | None = None,
 ) -> Loaded:
-    """Load a checkpoint and its draft; see :meth:`outrider.engine.engine.Engine.from_checkpoint` for the arguments."""
+    """Load a checkpoint and its draft; see :meth:`outrider.engine.engine.Engine.from_checkpoint` for the arguments.
+
+    Raises :class:`ConfigError` for options that exclude each other.
+    """
     config = config or EngineConfig()
     directory = find_checkpoint(directory, code=trust_remote_code)
     draft_dir = None if draft_dir is None else find_checkpoint(draft_dir)

@@ -111,7 +111,10 @@ class DeviceModelFacts:
 
 
 def choose_dtype(capabilities: Capabilities, checkpoint: torch.dtype | None) -> Choice:
-    """Return the dtype in which a checkpoint of dtype ``checkpoint`` is loaded; None if the checkpoint names no dtype."""
+    """Return the dtype in which a checkpoint of dtype ``checkpoint`` is loaded; None if the checkpoint names no dtype.
+
+    Raises :class:`ConfigError` if the device computes in no such dtype.
+    """
     own = checkpoint if checkpoint in _NAMES else torch.float32
     assert own is not None
     if checkpoint is None:

@@ -174,7 +174,7 @@ class VerifyOutputs:
     """The outputs of verify, which the forward stream writes."""
 
     hidden: Tensor
-    """Hidden states, [B*N, H]."""
+    """The target's final hidden states of all verified tokens, [B*N, H]."""
     aux_hidden_states: tuple[Tensor, ...]
     """Hidden states of the inner layers that the proposer reads, [B*N, H] each."""
     tokens: Tensor

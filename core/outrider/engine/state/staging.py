@@ -44,7 +44,7 @@ class PrefillInputs:
     continues: Tensor
     """True if an earlier prefill chunk computed the request's previous tokens, bool [S]. False after a prefix hit."""
     query_start: Tensor
-    """The first token of each sequence, int32 [S+1]."""
+    """The index of each sequence's first token, and at the end the number of tokens: int32 [S+1]."""
     host_query_start: tuple[int, ...] | None
     """The first token of each sequence as host integers, S+1 of them; None for a captured graph, whose host code knows only
     the bounds.

@@ -431,7 +431,10 @@ def _llama3_parameters(theta: float, head_dim: int, factors: Tensor) -> dict[str
 
 
 def _tokenizer(metadata: _Metadata, path: Path) -> HfTokenizer:
-    """Return the tokenizer: byte-level byte-pair encoding, or sentencepiece, which transformers converts."""
+    """Return the tokenizer: byte-level byte-pair encoding, or sentencepiece, which transformers converts.
+
+    Raises :class:`ConfigError` for another kind of tokenizer.
+    """
     kind = metadata.value("tokenizer.ggml.model", str)
     builders: Mapping[str, Callable[[], HfTokenizer]] = {
         "gpt2": partial(_byte_level_tokenizer, metadata),

@@ -89,7 +89,10 @@ def _list_with_count(names: Sequence[str], count: int) -> str:
 
 @contextmanager
 def loading_stream(backend: Backend, dtype: torch.dtype) -> Generator[Stream]:
-    """Open the scope of a new stream for loading, and wait for its work at the end."""
+    """Open the scope of a new stream for loading, and wait for its work at the end.
+
+    Raises :class:`CapabilityError` if the device doesn't compute in ``dtype``.
+    """
     usable = backend.capabilities.dtypes & _MODEL_DTYPES
     if dtype not in usable:
         names = ", ".join(sorted(str(each).removeprefix("torch.") for each in usable))

@@ -327,7 +327,8 @@ def _check_rope(config: ModelConfig) -> None:
 def special_tokens(directory: Path, hf: HfConfig) -> tuple[tuple[int, ...], int | None]:
     """Return the end-of-sequence tokens and the start token (or None).
 
-    generation_config.json takes precedence over config.json, as in transformers' ``generate``.
+    generation_config.json takes precedence over config.json, as in transformers' ``generate``. Raises
+    :class:`CheckpointError` for a token outside the vocabulary, or for too many tokens.
     """
     path = directory / "generation_config.json"
     generation = read_json(path) if present(path) else {}

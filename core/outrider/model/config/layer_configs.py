@@ -91,7 +91,8 @@ def qwen3_moe(hf: HfConfig) -> dict[str, Any]:
 def experts_of(hf: HfConfig, *, shared: int) -> ExpertsConfig | None:
     """Return the mixture config, or None if every layer is dense.
 
-    Dense layers are those in ``mlp_only_layers`` and all but every ``decoder_sparse_step``-th layer.
+    Dense layers are those in ``mlp_only_layers`` and all but every ``decoder_sparse_step``-th layer. Raises
+    :class:`ConfigError` for an invalid ``decoder_sparse_step``.
     """
     layers, step = hf.num_hidden_layers, hf.decoder_sparse_step
     if step < 1:

@@ -166,7 +166,8 @@ def load_dflash(
     tensors are ``fc``, ``hidden_norm``, ``layers.i`` and ``norm``; embedding and output head are the target's unless the head
     has ``embed_tokens`` or ``lm_head``, the latter over a draft vocabulary with ``d2t``. Arguments and errors follow
     :func:`load_eagle`. A :class:`CheckpointError` names each unsupported feature: positions that predict the next token
-    (``sample_from_anchor``), target layers that don't exist, and tensors of other drafters.
+    (``sample_from_anchor``), target layers that don't exist, and tensors of other drafters. Raises :class:`CheckpointError`
+    for a config of another kind of head.
     """
     directory = Path(directory)
     file = directory / "config.json"

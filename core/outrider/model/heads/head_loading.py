@@ -411,6 +411,9 @@ def read_draft_vocab_size(file: Path, raw: Mapping[str, object], config: ModelCo
 def read_target_ids(files: CheckpointFiles, draft_vocab: int, vocab: int) -> Tensor | None:
     """Return the target token of each draft token, int64 [draft_vocab] on the host, from the offsets in the tensor ``d2t``;
     None without that tensor.
+
+    Raises :class:`CheckpointError` if the tensor is missing where it is needed, has another shape, or names tokens outside
+    the target's vocabulary.
     """
     if "d2t" not in files.tensors:
         if draft_vocab != vocab:

@@ -168,7 +168,8 @@ def load_mtp(
 ) -> tuple[MtpHead, ...]:
     """Load the ``num_nextn_predict_layers`` multi-token prediction heads of a checkpoint for ``target``.
 
-    :func:`load_mtp_tensors` says what the checkpoint holds. Arguments and errors follow :func:`load_eagle`.
+    :func:`load_mtp_tensors` says what the checkpoint holds. Arguments and errors follow :func:`load_eagle`. Raises
+    :class:`CheckpointError` if the config names no valid number of heads.
     """
     directory = Path(directory)
     files = open_checkpoint(directory)

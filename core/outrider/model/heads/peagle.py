@@ -39,7 +39,9 @@ class PEagleWeights(Eagle3Weights):
 
 
 class PEagleHead(Eagle3Head):
-    """Drafts several tokens in one pass. Positions without target states read ``mask_state`` and ``mask_token``."""
+    """A head that drafts several tokens in one pass. Positions without target states read ``mask_state`` and
+    ``mask_token``.
+    """
 
     weights: PEagleWeights
 

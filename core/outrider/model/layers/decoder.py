@@ -93,6 +93,8 @@ class Decoder(LanguageModel):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run all layers. After the first layer, attention reads the ``settled`` metadata. See the base class for arguments
         and results.
+
+        Raises :class:`ConfigError` for layers that the decoder lacks.
         """
         missing = [layer for layer in layers if not 0 <= layer <= len(self._layers)]
         if missing:

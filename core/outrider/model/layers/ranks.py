@@ -169,6 +169,8 @@ class ModelRanks(RankBoundary):
     def begin_pass(self, tokens: int) -> None:
         """Begin a pass through layers with ``tokens`` tokens on this rank: take the next of the widths that
         :meth:`expect_pass_widths` set.
+
+        Raises :class:`ConfigError` for more tokens than the ranks agreed on.
         """
         self._width = self._pass_widths.popleft() if self._pass_widths else tokens
         if tokens > self._width:

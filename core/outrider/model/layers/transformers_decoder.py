@@ -52,7 +52,8 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer, with the signature of transformers' attention interface.
 
-    ``query`` [1, Hq, T, D], ``key`` and ``value`` [1, Hkv, T, D] are already rotated. Returns [1, T, Hq, D].
+    ``query`` [1, Hq, T, D], ``key`` and ``value`` [1, Hkv, T, D] are already rotated. Returns [1, T, Hq, D]. Raises
+    :class:`CheckpointError` for options of attention, or shapes, that the paged cache doesn't support.
     """
     del attention_mask  # transformers builds none for a custom attention; the metadata determines the visible tokens
     for option in ("softcap", "s_aux"):
@@ -108,6 +109,8 @@ class TransformersDecoder(LanguageModel):
     def forward_pass(self, paged: PagedPass, layers: tuple[int, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run :meth:`forward_with_aux_hidden_states` with a caller-owned ``paged``, in which the attention records its
         windows.
+
+        Raises :class:`ConfigError` for embeddings of images, and for layers that the model lacks.
         """
         missing = [layer for layer in layers if not 0 <= layer < self.config.num_layers]
         if missing:

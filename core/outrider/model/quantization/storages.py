@@ -117,7 +117,10 @@ class ValuesStorage(Storage):
     def read(
         self, format: WeightFormat, shape: tuple[int, int], tensors: Mapping[str, Tensor], *, grouped: bool
     ) -> QuantizedWeight:
-        """Return the stored values; a single scale of all rows is repeated for each row, because weights are stacked."""
+        """Return the stored values; a single scale of all rows is repeated for each row, because weights are stacked.
+
+        Raises :class:`ConfigError` if the scale of the activations isn't positive.
+        """
         del grouped
         (grid, block), scales = (format.grid(shape), format.block_of(shape)), tensors[self.scale]
         if scales.dtype == torch.float8_e8m0fnu:  # powers of two
@@ -255,6 +258,9 @@ class GptqStorage(Storage):
     ) -> QuantizedWeight:
         """Return the weight on the host, transposed to [out, in], with one scale per column if ``g_idx`` reorders the columns
         and ``grouped`` is False.
+
+        Raises :class:`ConfigError` if ``g_idx`` names groups without a scale, and :class:`ActOrderError` if it reorders
+        columns that must stay grouped.
         """
         out_features, in_features = shape
         block = format.block_of(shape)

@@ -200,7 +200,10 @@ class Generation:
         return [choice.finish_reason for choice in self._choices.values() if choice.finish_reason is not None]
 
     async def start(self, prompts: Sequence[EnginePrompt], params: Sequence[SamplingParams], priority: int) -> None:
-        """Submit one engine request for each prompt, and wait until the engine has accepted all of them."""
+        """Submit one engine request for each prompt, and wait until the engine has accepted all of them.
+
+        Raises :class:`ApiError` if the engine refuses one of them.
+        """
         service = self._service
         timeout_s = service.config.request_timeout_s
         timeout = ApiError(504, f"the request wasn't done within {timeout_s:g} s", kind=SERVER, code="timeout")

@@ -158,8 +158,8 @@ def exact_attention(
 def merge_chunks(
     parts, stats, counts, query_start, out, batch, heads, chunks, size, BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr
 ):
-    """Merge the results of all chunks of a token and head into ``out``; one program per (token, head). Padding rows are not
-    written.
+    """Merge the results of all chunks of a token and head into ``out`` [T, heads, size]; one program per (token, head).
+    Padding rows are not written.
     """
     begin(PDL)
     place = tl.program_id(0).to(tl.int64) * heads + tl.program_id(1)

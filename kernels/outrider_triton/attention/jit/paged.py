@@ -91,7 +91,8 @@ def visible_positions(
 
 @triton.jit
 def zero_padding(out, token, tokens, step, heads, kv_head, size, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Store zeros for padding tokens after the last sequence, so that no later kernel reads uninitialised memory.
+    """Store zeros to ``out`` [tokens, heads, size] for padding tokens after the last sequence, so that no later kernel reads
+    uninitialised memory.
 
     The program stores the heads of one group for every ``step``-th token from ``token`` on.
     """
@@ -276,8 +277,8 @@ def join_splits(
     PLANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Join the splits of a token and head into ``out``: sum the parts, weighted by their maxima. Padding rows are not
-    written.
+    """Join the splits of a token and head into ``out`` [T, heads, size]: sum the parts, weighted by their maxima. Padding
+    rows are not written.
 
     PLANES: round to the dtype of ``like``, concatenate the heads of a token, and store them like
     :func:`outrider_triton.quantized.jit.nibble_planes.store_in_planes`, with or without ``grains``; padding rows get zeros.

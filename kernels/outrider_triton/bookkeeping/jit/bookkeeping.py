@@ -114,7 +114,9 @@ def gather_checked(
 
 @triton.jit
 def partial_nan(x, firsts, size, SHARES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Store the index of the first NaN in a share of a row to ``firsts``; one program per (row, share)."""
+    """Store the index of the first NaN in a share of a row of ``x`` [rows, size] to ``firsts`` [rows, SHARES]; one program
+    per (row, share).
+    """
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     share = tl.program_id(1)

@@ -176,7 +176,7 @@ def silu_mul_quantize(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute SwiGLU of one row of ``gate_up``, quantise it, and store it to ``out`` with its ``scales``."""
+    """Compute SwiGLU of one row of ``gate_up`` [rows, 2 size], quantise it, and store it to ``out`` with its ``scales``."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)

@@ -29,7 +29,9 @@ def _dot(a, b):
 
 @triton.jit
 def load_normalized(mixed, rows, lanes, mask, stride):
-    """Load rows of queries or keys and divide each by its Euclidean norm, in float32."""
+    """Load ``rows`` and columns ``lanes`` of the queries or keys ``mixed``, and divide each row by its Euclidean norm:
+    float32 [rows, lanes].
+    """
     x = tl.load(mixed + rows[:, None] * stride + lanes[None, :], mask=mask, other=0.0).to(tl.float32)
     return x * tl.rsqrt(tl.sum(x * x, axis=1) + _NORM_EPS)[:, None]
 

@@ -28,7 +28,11 @@ def log_decay(a, rate, bias):
 
 @triton.jit
 def load_input(x, state, position, channels, start, row, has_state, x_stride, width, mask, KERNEL: tl.constexpr):
-    """Load the convolution's input at ``position`` of a sequence; before the first new token, from the row's state."""
+    """Load the convolution's input at ``position`` of a sequence; before the first new token, from the row's state.
+
+    ``x`` [T, width] has the new tokens, the sequence's from ``start`` on; ``state`` is [R, K - 1, width]. ``channels``
+    selects columns, of which ``mask`` are valid.
+    """
     slot = position + (KERNEL - 1)
     fresh = tl.load(x + (start + position).to(tl.int64) * x_stride + channels, mask=mask & (position >= 0), other=0.0)
     kept = tl.load(
@@ -41,7 +45,11 @@ def load_input(x, state, position, channels, start, row, has_state, x_stride, wi
 
 @triton.jit
 def write_window(x, state, kept, channels, start, row, has_state, x_stride, width, KERNEL: tl.constexpr):
-    """Write the last inputs up to the first ``kept`` new tokens of a sequence to the convolution state of ``row``."""
+    """Write the K - 1 inputs up to the first ``kept`` new tokens of a sequence to ``state`` [R, K - 1, width] at ``row``, the
+    oldest first.
+
+    Operands as in :func:`load_input`.
+    """
     mask = channels < width
     for slot in tl.static_range(KERNEL - 1):  # ascending: a slot takes the input of a later one
         position = kept + (slot - (KERNEL - 1))
@@ -66,7 +74,8 @@ def short_convolution(
     BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Convolve a block of tokens and channels; one program per (block of tokens, block of channels, sequence).
+    """Convolve a block of tokens and channels of ``x`` [T, width] to ``out``; one program per (block of tokens, block of
+    channels, sequence).
 
     The first block of tokens reads the row's state. The same program writes the state after ``commit`` tokens.
     """
@@ -133,7 +142,8 @@ def delta_rule(
     BLOCK_E: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute the gated delta rule for the few tokens of a sequence; one program per (value head, block of values, sequence).
+    """Compute the gated delta rule for the few tokens of a sequence, to ``out`` [T, Hv, E]; one program per (value head,
+    block of values, sequence).
 
     One warp has all keys of a few values, so no sum crosses warps. With ``writes_state``, the state after ``commit`` tokens
     is written, and later tokens aren't computed. Decoding, verification and replay run the same machine code, so their bits
@@ -212,8 +222,8 @@ def gated_rms_norm(
     BLOCK_E: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute the gated RMS norm of ROWS of the ``count`` rows of ``x``; one program per ROWS rows. Row r of ``gate`` is at
-    (r // inner, r % inner).
+    """Compute the gated RMS norm of ROWS of the ``count`` rows of ``x`` [count, E]; one program per ROWS rows. Row r of
+    ``gate`` is at (r // inner, r % inner).
     """
     e = tl.arange(0, BLOCK_E)
     scale = tl.load(weight + e, mask=e < E, other=0.0)
@@ -230,7 +240,9 @@ def gated_rms_norm(
 
 @triton.jit
 def sigmoid_mul(x, gate, out, size, x_stride, gate_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Store a chunk of a row of ``x`` times the sigmoid of its gate to ``out``; one program per (row, chunk)."""
+    """Store a chunk of a row of ``x`` [rows, size] times the sigmoid of its gate to ``out`` [rows, size]; one program per
+    (row, chunk).
+    """
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -24,7 +24,9 @@ def norm(wide, weight, out_type: tl.constexpr, size, eps):
 
 @triton.jit(do_not_specialize=["inner"])
 def rms_norm(x, weight, out, eps, size, inner, stride_outer, stride_inner, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Store the RMS norm of row r of ``x``, at (r // inner, r % inner), to the contiguous ``out``; one program per row."""
+    """Store the RMS norm of row r of ``x`` [..., size], at (r // inner, r % inner), to the contiguous ``out``, with
+    ``weight`` [size]; one program per row.
+    """
     lane = tl.arange(0, BLOCK)
     inside = lane < size
     scale = tl.load(weight + lane, mask=inside, other=0.0)  # a weight, so its load may precede the wait
@@ -83,8 +85,8 @@ def add_rms_norm(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute ``residual += sum of x's parts (+ bias)``, then store the RMS norm of the row to ``out``; one program per row.
-    Parts are those of a split matrix product.
+    """Compute ``residual [rows, size] += sum of x's parts (+ bias)``, then store the RMS norm of the row to ``out``; one
+    program per row. Parts are those of a split matrix product.
 
     PLANES: store the norm like :func:`outrider_triton.quantized.jit.nibble_planes.store_in_planes`, with or without
     ``grains``.
@@ -103,8 +105,8 @@ def add_rms_norm(
 
 @triton.jit
 def silu_mul(gate_up, out, grains, size, stride, PLANES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Store SwiGLU of a chunk of a row of ``gate_up`` to ``out``; one program per (row, chunk). PLANES: as in
-    :func:`add_rms_norm`.
+    """Store SwiGLU of a chunk of a row of ``gate_up`` [rows, 2 size] to ``out`` [rows, size]; one program per (row, chunk).
+    PLANES: as in :func:`add_rms_norm`.
     """
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -324,7 +326,7 @@ def move_cache(
 
 @triton.jit
 def gather_rows(state, rows, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Copy a chunk of a selected row of ``state`` to ``out``; one program per (row, chunk)."""
+    """Copy a chunk of row ``rows[i]`` of ``state`` [R, size] to row i of ``out`` [B, size]; one program per (i, chunk)."""
     begin(PDL)
     index = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -346,8 +348,8 @@ def copy_rows(source, out, size, source_row, out_row, BLOCK: tl.constexpr, PDL: 
 
 @triton.jit
 def scatter_rows(state, rows, values, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Write a chunk of a row of ``values`` to its row of ``state``; one program per (row, chunk). Row 0 is reserved and isn't
-    written.
+    """Write a chunk of row i of ``values`` [B, size] to row ``rows[i]`` of ``state`` [R, size]; one program per (i, chunk).
+    Row 0 is reserved and isn't written.
     """
     begin(PDL)
     index = tl.program_id(0).to(tl.int64)

@@ -239,8 +239,8 @@ def partial_softmax(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Store the maximum of logits / temperature of a share, its index, and the sum of exponentials; one program per (row,
-    share).
+    """Store the maximum of logits / temperature of a share of a row, its index, and the sum of exponentials, to [rows,
+    SHARES] each; one program per (row, share).
     """
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -412,8 +412,8 @@ def accept_sampling(
 def apply_token_bitmask(
     logits, bitmask, out, nodes, vocabulary, words, batch_stride, node_stride, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """Store a chunk of logits to ``out``, with -inf for tokens that the bitmask excludes; one program per (row, chunk). Bit i
-    of word w keeps token 32w + i.
+    """Store a chunk of a row of logits [rows, vocabulary] to ``out``, with -inf for tokens that the bitmask excludes; one
+    program per (row, chunk). Bit i of word w keeps token 32w + i.
     """
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)

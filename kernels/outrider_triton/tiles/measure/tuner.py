@@ -154,7 +154,10 @@ def tune(
     progress: TuningProgress | None = None,
     workers: int | None = None,
 ) -> tuple[TuningResult, ...]:
-    """Tune kernels for each shape and store the choices; see ``KernelSet.tune``."""
+    """Tune kernels for each shape and store the choices; see ``KernelSet.tune``.
+
+    Raises :class:`CapabilityError` for kernels without a device, and :class:`ConfigError` for another dtype than bfloat16.
+    """
     device = kernels.device
     if device is None or device.type == "cpu":
         raise CapabilityError("kernels in Triton can be tuned on a device alone, and these were made without one")
