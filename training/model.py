@@ -93,7 +93,11 @@ class Attention(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, self.widen(k), self.widen(v), is_causal=True))
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, position: Tensor) -> Tensor:
-        """Attend from one new token per sequence at `position` (a tensor of one element) to the whole cache."""
+        """Attend from one new token per sequence, at `position` (a tensor of one element), to the cache, which receives its
+        key and value → [B, 1, H].
+
+        `q` is [B, heads, 1, D], `k` and `v` [B, kv_heads, 1, D], each cache [B, kv_heads, length, D].
+        """
         cache_k.index_copy_(2, position, k.to(cache_k.dtype))
         cache_v.index_copy_(2, position, v.to(cache_v.dtype))
         b = q.shape[0]

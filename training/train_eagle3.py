@@ -135,8 +135,8 @@ class Eagle3Training:
         """Return the operands of :meth:`loss` for rows of the pool.
 
         These are the target's states [B, S, 3 H] and the embeddings of the following tokens [B, S, H]. Then follow the
-        target's log probabilities over the draft vocabulary [B, S, Vd] and its best tokens [B, S]. The last tensor [B, S] is 1
-        where a pair predicts a token of the answer, else 0.
+        target's log probabilities over the draft vocabulary [B, S, Vd] and its best tokens [B, S]. The last tensor [B, S] is
+        1 where a pair predicts a token of the answer, else 0.
         """
         with self.autocast():
             states, final = target_states(self.target, tokens, self.head.taps)

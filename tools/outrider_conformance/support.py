@@ -95,14 +95,20 @@ def parse_record(text: str, where: str) -> EvidenceRecord:
 
 
 def load_records(directory: Path) -> list[EvidenceRecord]:
-    """Return all records of a directory, ordered by file name."""
+    """Return all records of a directory, ordered by file name.
+
+    Raises :class:`ConfigError` if there is no such directory, or for an invalid record.
+    """
     if not directory.is_dir():
         raise ConfigError(f"there is no directory {directory} with records of support")
     return [parse_record(read_utf8(path, "a record"), str(path)) for path in sorted(directory.glob("*.json"))]
 
 
 def from_report(report: Mapping[str, Any], *, tier: Tier | None = None, note: str = "") -> EvidenceRecord:
-    """Return the record of a conformance report. ``tier`` may lower the report's own tier, and never raises it."""
+    """Return the record of a conformance report. ``tier`` may lower the report's own tier, and never raises it.
+
+    Raises :class:`ConfigError` for a report whose tier is no evidence, and for a ``tier`` above the report's.
+    """
     kind = _TIERS.get(report["tier"]["kind"])
     if kind is None:
         raise ConfigError(f"the report's tier is {report['tier']['kind']!r}, which is no evidence")

@@ -258,7 +258,10 @@ class RankExplorer:
 def _serve(
     engine: Engine, setup: RankSetup, program: HostProgram, wanted: Sequence[tuple[int, ...]], prompt: Callable[..., Any]
 ) -> dict[str, int]:
-    """Serve all requests on the first rank and compare their tokens with those of one rank."""
+    """Serve all requests on the first rank and compare their tokens with those of one rank.
+
+    Returns how many requests there were, were aborted, and were moved. Raises :class:`WrongTokens` for other tokens.
+    """
     serving = OneServing([engine], program, lambda arrival: prompt(setup.reads, arrival))
     serving.step_until_idle()
     check_tokens(serving.tokens, serving.ended, wanted)

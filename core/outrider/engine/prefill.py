@@ -222,7 +222,7 @@ class Prefill:
         return embeddings, embedded
 
     def _refuse_media(self, chunk: PrefillChunk, index: int, error: Exception) -> None:
-        """End the request of chunk ``index``, whose media cannot be read."""
+        """Raise :class:`RequestFailed`, which ends the request of chunk ``index``: its media cannot be read."""
         del index
         raise RequestFailed(chunk.request, error) from error
 

@@ -188,7 +188,7 @@ def check_blocks(blocks: Sequence[int], count: int, whose: str) -> None:
 
 
 def _decode_offer(offer: bytes) -> dict[str, Any]:
-    """Return the checked fields of an offer. Raises :class:`ConfigError`."""
+    """Return the checked fields of an offer. Raises :class:`ConfigError` for an offer that is too long or unreadable."""
     if len(offer) > OFFER_BYTES:
         raise ConfigError(f"the other side's offer has {len(offer)} bytes; expected at most {OFFER_BYTES}")
     try:

@@ -279,7 +279,9 @@ class QuantizedProducts:
     def second_product(
         self, normed: NormedRows, residual: Tensor, weight: QuantizedWeight, bias: Tensor | None, *, parts: bool
     ) -> Tensor:
-        """Launch the product of the rows of a norm and return its result; ``parts`` as in :meth:`launch_product`."""
+        """Launch the product of ``normed.rows`` and ``weight``, and return it in the dtype of ``residual``; ``parts`` as in
+        :meth:`launch_product`.
+        """
         laid = normed.scales is None and normed.product_plan.planes
         return self.launch_product(
             normed.rows,

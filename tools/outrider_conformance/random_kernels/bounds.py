@@ -140,7 +140,10 @@ def _statistics(dtype: torch.dtype) -> torch.dtype:
 
 
 def compare(made: Tensor, wanted: Number, what: str) -> None:
-    """Fail if ``made``, on the host, is outside the bound. NaN and infinity must be at the same positions."""
+    """Fail if ``made``, on the host, is outside the bound. NaN and infinity must be at the same positions.
+
+    Raises :class:`AssertionError` that names the first wrong element.
+    """
     assert tuple(made.shape) == tuple(wanted.value.shape), (
         f"{what}: shape {tuple(made.shape)}, expected {tuple(wanted.value.shape)}"
     )

@@ -262,7 +262,9 @@ class CachingAllocator:
             self._local.pool = before
 
     def take_address(self, nbytes: int) -> int:
-        """Reserve simulated addresses for memory outside blocks (pinned host memory)."""
+        """Reserve `nbytes` of simulated addresses for memory outside blocks (pinned host memory); return the first
+        address.
+        """
         start = self._next
         self._next += _rounded(nbytes) + _ALIGN
         return start

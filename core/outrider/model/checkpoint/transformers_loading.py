@@ -178,7 +178,10 @@ def _required_size(directory: Path, hf: Any, name: str) -> int:
 
 
 def _uniform_size(directory: Path, hf: Any, name: str) -> int | None:
-    """Return the value ``name`` of the config, which must be equal in all layers, or None if the config lacks it."""
+    """Return the value ``name`` of the config, which must be equal in all layers, or None if the config lacks it.
+
+    Raises :class:`CheckpointError` if layers differ.
+    """
     try:
         value: int | None = getattr(hf, name, None)
     except Exception as error:  # transformers refuses to name one size where layers differ

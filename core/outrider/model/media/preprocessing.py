@@ -128,7 +128,10 @@ class MediaProcessor:
         return _media(grid, temporal_patches.reshape(grid.patches, -1))
 
     def _patches(self, picture: Picture, options: dict[str, Any]) -> tuple[Tensor, int, int]:
-        """Return the patches of one image [rows * columns, values], and rows and columns."""
+        """Return the patches of one image [rows * columns, values], and rows and columns.
+
+        Raises :class:`RequestError` for an image that the processor can't process.
+        """
         try:
             processed = self._processor.preprocess(picture, return_tensors="pt", **options)
         except Exception as error:  # the processor's libraries may raise anything
