@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def parse_token_ids(given: str) -> list[int]:
-    """Return the token ids with commas between them. Raises :class:`RequestError`."""
+    """Return the token ids of a text such as ``1,2,3``. Raises :class:`RequestError` for anything else."""
     parts = [part.strip() for part in given.split(",")]
     if not all(part.isdecimal() and part.isascii() and len(part) < 20 for part in parts):
         raise RequestError("expected whole numbers with commas between them, such as 12,7")

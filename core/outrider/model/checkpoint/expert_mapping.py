@@ -68,7 +68,7 @@ def expert_targets(config: ModelConfig, prefix: str, name: str, present: Contain
 def _expert_targets(
     stems: list[str], parts: tuple[str, str, str], hidden: int, inner: int, name: str, field: str, shards: Shards
 ) -> list[Target]:
-    """Return the stacked gate-up and down weights of MLPs that have separate tensors."""
+    """Return the stacked gate-up and down weights of experts or a shared expert with one tensor per projection."""
     gate, up, down = parts
     span = shards.mlp.even(inner)
     is_unsliced = span == (0, inner)
@@ -81,7 +81,7 @@ def _expert_targets(
 
 
 def _stacked_targets(experts: ExpertsConfig, hidden: int, stem: str, name: str, shards: Shards) -> list[Target]:
-    """Return the gate-up and down weights of a checkpoint that stores all experts as two stacks."""
+    """Return the gate-up and down weights of a checkpoint that stores the experts of a layer as two stacked tensors."""
     inner, count = experts.intermediate_size, experts.count
     span = shards.mlp.even(inner)
     gate_up_shape, down_shape = (count, 2 * inner, hidden), (count, hidden, inner)

@@ -19,7 +19,10 @@ _MAX_GATHERED_BYTES = 64 << 20
 
 
 def route(logits: Tensor, count: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """Return probabilities and numbers of the ``count`` likeliest experts, with sum 1 if ``renormalize``."""
+    """Return float weights [T, count] and int64 numbers [T, count] of the ``count`` likeliest experts of ``logits`` [T, E].
+
+    With ``renormalize``, the weights of each token have sum 1. See ``KernelSet.route``.
+    """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     # A stable sort puts the lower expert first among equals, on every device.
     likely, order = wide.softmax(-1).sort(dim=-1, descending=True, stable=True)
@@ -28,7 +31,7 @@ def route(logits: Tensor, count: int, renormalize: bool) -> tuple[Tensor, Tensor
 
 
 def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Return the weighted sum of the outputs of each token's experts."""
+    """Return the weighted sum [T, H] of the outputs of each token's experts. See ``KernelSet.experts``."""
     expert_bytes = (gate_up[0].numel() + down[0].numel()) * gate_up.element_size()
 
     def multiply(rows: Tensor, own: Tensor) -> Tensor:
