@@ -19,16 +19,16 @@ from model import Attention, Layer, RMSNorm, Rotary, Shape, Target, initialise, 
 
 @dataclass(frozen=True)
 class BlockShape:
-    """Sizes of a block drafter in addition to those of its target."""
+    """The sizes of a block drafter, in addition to those of its target."""
 
     layers: int = 4
     width: int = 8
     taps: tuple[int, ...] = (0, 1, 2, 3)
-    """The target's layers whose outputs the drafter reads."""
+    """Indices of the target's layers whose outputs the drafter reads."""
 
 
 class BlockAttention(Attention):
-    """Attention whose queries come from a block, and whose keys and values come from the preceding text and the block."""
+    """An attention whose queries come from a block, and whose keys and values come from the preceding text and the block."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
@@ -115,7 +115,7 @@ def target_states(target: Target, tokens: Tensor, taps: tuple[int, ...]) -> tupl
 
 
 def save_block(head: BlockHead, folder: Path, mask: int, eos: int) -> None:
-    """Write the drafter in the format of published DFlash checkpoints."""
+    """Write the drafter's config and weights to ``folder`` in the format of published DFlash checkpoints, in bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["DFlashDraftModel"],
@@ -139,7 +139,7 @@ def save_block(head: BlockHead, folder: Path, mask: int, eos: int) -> None:
 
 
 def load_block(folder: Path, device: torch.device) -> tuple[BlockHead, int]:
-    """Load a drafter, with the stored bfloat16 converted to float32, and its mask token."""
+    """Load a drafter from ``folder``, with the stored bfloat16 converted to float32. Return it and its mask token."""
     config = json.loads((folder / "config.json").read_text())
     dflash_config = config["dflash_config"]
     block = BlockShape(config["num_hidden_layers"], config["block_size"], tuple(dflash_config["target_layer_ids"]))

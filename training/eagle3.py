@@ -43,7 +43,9 @@ class Eagle3Head(EagleHead):
         self.ids: Tensor
 
     def join(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the input of attention [B, S, 2 H] and the residual stream [B, S, H]."""
+        """Return the input of attention [B, S, 2 H], the normed embedding and features side by side, and the residual stream
+        [B, S, H].
+        """
         return torch.cat((self.embedding_norm(embedded), self.hidden_norm(features)), dim=-1), features.float()
 
     def condition(self, states: Tensor) -> Tensor:
@@ -51,7 +53,7 @@ class Eagle3Head(EagleHead):
         return self.fc(states)
 
     def logits(self, target: Target, hidden: Tensor) -> Tensor:
-        """Return draft logits [..., Vd]."""
+        """Return the draft logits [..., Vd] of the head's states ``hidden`` [..., H]."""
         return F.linear(self.norm(hidden), target.embed_tokens.weight[self.ids])
 
 
@@ -65,7 +67,9 @@ _NAMES = {
 
 
 def save_eagle3(head: Eagle3Head, folder: Path, *, bos: int, eos: int) -> None:
-    """Write the head in the published format, without ``lm_head``: its rows are the target's, those that ``d2t`` names."""
+    """Write the head to ``folder`` in the published format, without ``lm_head``: its rows are the target's, those that
+    ``d2t`` names.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],

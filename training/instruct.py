@@ -78,7 +78,7 @@ MATHS_TASKS: tuple[Callable[[random.Random], str], ...] = (
 
 @dataclass(frozen=True)
 class Prompt:
-    """A question in the target's chat template."""
+    """A question as tokens of the target's chat template, with its kind."""
 
     kind: str
     tokens: list[int]
@@ -107,7 +107,7 @@ def functions_and_texts(stdlib: Path) -> tuple[list[tuple[str, bool]], list[tupl
 
 
 class Conversations:
-    """Draws prompts, and lets the target answer them.
+    """The source of prompts, and of the target's answers to them.
 
     Questions of the kind chat are those that the target writes itself after ``opening``, the tokens of its chat template in
     front of a question (Xu et al. 2024, Magpie).

@@ -32,7 +32,7 @@ _POSITION_DECAY = 4.0
 _MIN_POSITION_WEIGHT = 0.25
 """Factor of a position's weight if the head gives no probability to the preceding tokens."""
 _SHORT_BLOCK_SHARE = 0.2
-"""Share of blocks that are shorter than the full width, so that shorter drafts are trained as well."""
+"""Fraction of blocks that are shorter than the full width, so that shorter drafts are trained as well."""
 _POOL_PARTS = 8
 """Number of parts of the pool. One part is rewritten at a time, after prompts of a new length."""
 
@@ -53,7 +53,7 @@ def load_streams(tokenizer: Tokenizer, stdlib: Path, data: Path | None) -> list[
 
 
 class Pool:
-    """Texts with the target's states: pieces of files with greedy continuations, and unchanged pieces."""
+    """A pool of texts with the target's states: pieces of files with greedy continuations, and unchanged pieces."""
 
     def __init__(self, target: Target, stream: Tensor, rows: int, length: int, taps: tuple[int, ...]) -> None:
         self.target, self.stream, self.length, self.tap_layers = target, stream, length, taps
@@ -175,7 +175,7 @@ class Training:
         return loss.detach(), hits
 
     def compiled_loss(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        """Return the loss function, compiled on CUDA if compilation succeeds."""
+        """Return the function :func:`block_loss`, compiled on CUDA if compilation succeeds."""
         if self.cuda and self.args.compile:
             function: Callable[..., tuple[Tensor, Tensor]] = torch.compile(block_loss, dynamic=False)
             try:

@@ -90,7 +90,7 @@ class Eagle3Training:
         (self.args.out / "log.json").write_text(json.dumps(self.log, indent=1) + "\n")
 
     def show(self, row: int) -> str:
-        """Return the text of a held-out row."""
+        """Return the text of row ``row`` of the held-out answers."""
         return str(self.talk.tokenizer.decode(self.texts[row, : int(self.lasts[row])].tolist()))[-400:]
 
     def autocast(self) -> torch.autocast:
@@ -134,9 +134,9 @@ class Eagle3Training:
     def observe(self, tokens: Tensor, starts: Tensor, stops: Tensor) -> tuple[Tensor, ...]:
         """Return the operands of :meth:`loss` for rows of the pool.
 
-        These are the target's states [B, S, 3 H], the embeddings of the following tokens [B, S, H], the target's log
-        probabilities over the draft vocabulary [B, S, Vd], its best tokens [B, S], and 1 where a pair predicts a token of
-        the answer, else 0 [B, S].
+        These are the target's states [B, S, 3 H] and the embeddings of the following tokens [B, S, H]. Then follow the
+        target's log probabilities over the draft vocabulary [B, S, Vd] and its best tokens [B, S]. The last tensor [B, S] is
+        1 where a pair predicts a token of the answer, else 0.
         """
         with self.autocast():
             states, final = target_states(self.target, tokens, self.head.taps)
@@ -205,7 +205,7 @@ class Eagle3Training:
         return found
 
     def train(self) -> None:
-        """Train until the time or the steps are over; then measure and save the head."""
+        """Train the head until the time or the steps are over; then measure and save it."""
         args = self.args
         step_of = torch.compile(self.loss, dynamic=False) if self.cuda and args.compile else self.loss
         for _ in range(2):  # compile before the clock starts

@@ -60,12 +60,14 @@ if TYPE_CHECKING:
 
 
 def some_of(*names: str) -> Value:
-    """Return the kind of some of ``names``, with commas between them."""
+    """Return the kind of value that accepts some of ``names``, separated by commas."""
     return parsed(",".join(names), lambda given: parse_names(given, names))
 
 
 def parse_names(given: str, known: Sequence[str]) -> list[str]:
-    """Return the names with commas between them, each known and there once. Raises :class:`ConfigError`."""
+    """Return the names in ``given``, which commas separate. Raises :class:`ConfigError` unless each is in ``known`` and
+    appears once.
+    """
     names = [name.strip() for name in given.split(",")]
     unknown = [name for name in names if name not in known]
     if unknown or len(set(names)) != len(names):
@@ -75,7 +77,7 @@ def parse_names(given: str, known: Sequence[str]) -> list[str]:
 
 
 def parse_sizes(given: str) -> list[int]:
-    """Return the positive whole numbers with commas between them. Raises :class:`ConfigError`."""
+    """Return the positive whole numbers in ``given``, which commas separate. Raises :class:`ConfigError` for other text."""
     parts = [part.strip() for part in given.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) > 0 for part in parts):
         raise ConfigError("expected whole numbers of at least 1, with commas between them, such as 1,32")
@@ -83,7 +85,7 @@ def parse_sizes(given: str) -> list[int]:
 
 
 def parse_range(given: str) -> tuple[int, int]:
-    """Return the two numbers of a range such as ``32-1036``. Raises :class:`ConfigError`."""
+    """Return the two numbers of a range such as ``32-1036``. Raises :class:`ConfigError` for other text."""
     least, dash, most = given.partition("-")
     if not dash or not all(each.isascii() and each.isdigit() for each in (least, most)) or not 1 <= int(least) <= int(most):
         raise ConfigError("expected the least and the most tokens, such as 32-1036")
@@ -206,7 +208,7 @@ class RandomDraftOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomWeightOptions(RandomDraftOptions):
-    """Random weights and their formats."""
+    """Options of a model with random weights: the formats of weights, in addition to shape and drafts."""
 
     quantize: QuantizeOption = None
     lm_head: LmHeadOption = False

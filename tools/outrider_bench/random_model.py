@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 RANDOM_PROPOSERS = ("eagle", "mtp", "dflash", "none")
 DRAFT_LAYERS = 5
-"""Layers of a block drafter, as many as published ones have."""
+"""Number of layers of a block drafter, that of published ones."""
 _DRAFT_OPTIONS = {
     "accept_length": "--accept-length needs drafts to accept",
     "draft_quantize": "--draft-quantize says what a draft's weights are",
@@ -40,24 +40,24 @@ class RandomModel:
     """A shape with random weights, its proposer, and its synthetic acceptance."""
 
     shape: str
-    """A name of :func:`outrider.model.config.shapes.shape_config`, or the path of a ``config.json``."""
+    """Name of a shape for :func:`outrider.model.config.shapes.shape_config`, or the path of a ``config.json``."""
     speculate: str
-    """One of :data:`RANDOM_PROPOSERS`."""
+    """Name of the proposer, one of :data:`RANDOM_PROPOSERS`."""
     draft_tokens: int
     accept_length: float | None
     """Mean number of tokens that an iteration yields, with equal chances for each draft token; None: real acceptance."""
     quantize: str | None = None
-    """Format of the layers' weights, also of the draft's."""
+    """Format of the layers' quantized weights, also of the draft's; None: unquantized."""
     quantize_head: bool = False
-    """True: the output head has the format of ``quantize`` too."""
+    """True if the output head also has the format of ``quantize``."""
     draft_quantize: str | None = None
-    """Format of the draft's layers alone."""
+    """Format of the quantized layers of the draft alone; None: that of ``quantize``."""
     draft_output_head: str | None = None
     """Format of the copy of the output head that the draft samples with."""
     draft_vocabulary: str | None = None
     """Tokens that the draft samples from, as ``--draft-vocabulary`` names them."""
     draft_layers: int = DRAFT_LAYERS
-    """Layers of a block drafter."""
+    """Number of layers of a block drafter."""
 
     def __post_init__(self) -> None:
         if self.speculate not in RANDOM_PROPOSERS:

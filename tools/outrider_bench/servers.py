@@ -47,7 +47,7 @@ class ServerSetup:
 
 
 def make_engine(setup: Mapping[str, Any]) -> Engine:
-    """Return the engine of a :class:`ServerSetup` that is given as a mapping."""
+    """Return the engine that ``setup``, the fields of a :class:`ServerSetup`, describes."""
     from outrider.cli.options.models import Running
 
     given = ServerSetup(**setup)

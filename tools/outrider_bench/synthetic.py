@@ -24,12 +24,12 @@ class _AcceptanceTable(NamedTuple):
     """Random acceptance results, decided in advance, so that an iteration only launches two more operations."""
 
     by_position: Tensor
-    """int64 [requests, positions, 2 K + 2]. A row has the number of accepted draft tokens, K + 1 tokens (0 at an accepted
-    draft token, then the token of the target, then -1), and K factors of the draft tokens (1 if accepted). All requests
-    share one table, and each starts at a row of its own.
+    """Results by request and position, int64 [requests, positions, 2 K + 2]. A row has the number of accepted draft tokens, K
+    + 1 tokens (0 at an accepted draft token, then the token of the target, then -1), and K factors of the draft tokens (1 if
+    accepted). All requests share one table, and each starts at a row of its own.
     """
     requests: Tensor
-    """int64 [requests]: 0, 1, 2 and so on."""
+    """The numbers 0, 1, 2 and so on, int64 [requests]."""
 
 
 class _SyntheticKernels(WrappedKernels):

@@ -67,9 +67,9 @@ def run_watched(
 
 
 TOLERATED = ("tie", "ulp", "slow", "memory")
-"""Divergences that the engine must tolerate."""
+"""Names of the divergences that the engine must tolerate."""
 NAMED = ("abort", "length", "bucket")
-"""Divergences that the sanitizer must find and name."""
+"""Names of the divergences that the sanitizer must find and name."""
 MODES = ("staged", "graphs", "fused")
 IMAGE_PROPOSERS = ("ngram, images", "eagle, images")
 """Proposers of the tiny vision-language model."""
@@ -163,14 +163,14 @@ class OneServing(Serving):
 
 @dataclass
 class RankProgramResult:
-    """The result of one program run on several ranks."""
+    """The result of running one program on several ranks."""
 
     setup: RankSetup
     number: int
     error: str = ""
     """Class name of the error; empty if the program passed."""
     text: str = ""
-    """Message of the error."""
+    """Message of the error; empty if the program passed."""
     named: str = ""
     """The decision in which the ranks first differ, as the sanitizer names it."""
     schedule: str = ""
@@ -197,7 +197,7 @@ class RankExplorer:
         self.wrap = wrap
         self._devices: dict[tuple[int, str, str], list[Backend]] = {}
         self.change: Callable[[int, Engine], None] | None = None
-        """Function called with each rank and its new engine, or None."""
+        """The function that is called with each rank and its new engine; None calls nothing."""
         self.report: Findings | None = None
 
     def devices(self, setup: RankSetup, inject: str | None = None) -> list[Backend]:
@@ -267,7 +267,10 @@ class RankExplorer:
 def _serve(
     engine: Engine, setup: RankSetup, program: HostProgram, wanted: Sequence[tuple[int, ...]], prompt: Callable[..., Any]
 ) -> dict[str, int]:
-    """Serve all requests on the first rank and compare their tokens with those of one rank."""
+    """Serve all requests on the first rank and compare their tokens with those of one rank.
+
+    Returns how many requests there were, were aborted, and were moved. Raises :class:`WrongTokens` for other tokens.
+    """
     serving = OneServing([engine], program, lambda arrival: prompt(setup.reads, arrival))
     serving.step_until_idle()
     check_tokens(serving.tokens, serving.ended, wanted)

@@ -120,7 +120,7 @@ EXPERTS = ExpertsConfig(count=8, per_token=2, intermediate_size=16, renormalize=
 
 
 def _experts_layer(generator: torch.Generator, dense: LayerWeights, noise: float) -> LayerWeights:
-    """Return the layer with experts and a shared expert instead of its MLP."""
+    """Return the layer ``dense`` with random experts and a shared expert instead of its MLP."""
     scale, each = noise / HIDDEN**0.5, (EXPERTS.count, EXPERTS.intermediate_size)
     return replace(
         dense,
@@ -149,7 +149,7 @@ RECURRENT = RecurrentConfig(layers=(0, 2), key_heads=2, value_heads=4, key_size=
 
 
 def _recurrent_layer(generator: torch.Generator, dense: LayerWeights, noise: float) -> LayerWeights:
-    """Return the layer with a recurrent block instead of its attention."""
+    """Return the layer ``dense`` with a random recurrent block instead of its attention."""
     heads, width = RECURRENT.value_heads, RECURRENT.channels + RECURRENT.value_width
     projections = random(generator, width, HIDDEN, scale=1 / HIDDEN**0.5)
     output = random(generator, HIDDEN, RECURRENT.value_width, scale=2 * noise / HIDDEN**0.5)
@@ -168,7 +168,7 @@ def _recurrent_layer(generator: torch.Generator, dense: LayerWeights, noise: flo
 
 
 def _gated_layer(generator: torch.Generator, dense: LayerWeights) -> LayerWeights:
-    """Return the layer with norms of heads and a gate of its attention."""
+    """Return the layer ``dense`` with norms of its query and key heads, and with a gate of its attention output."""
     norm = 1 + random(generator, HEAD_SIZE, scale=0.2)
     gate = random(generator, HEADS * HEAD_SIZE, HIDDEN, scale=1 / HIDDEN**0.5)
     return replace(dense, q_norm=norm, k_norm=norm.flip(0), qkv=torch.cat((plain_weight(dense.qkv), gate)))

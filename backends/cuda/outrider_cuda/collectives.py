@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from outrider.device import Backend
 
 EXCHANGED_BYTES = 512 << 10
-"""Of one rank, up to which a tensor is written into the peers' memory."""
+"""Maximum bytes per rank of a tensor that ranks write directly into each other's memory."""
 ONE_SHOT_BYTES = 1 << 20
-"""Of one rank, up to which an all-reduce reads the peers' memory."""
+"""Maximum bytes per rank of an all-reduce in which ranks read each other's memory."""
 _ALIGNED = 16
 _ONE_SHOT, _EXCHANGE = "one shot", "exchange"
 
@@ -117,7 +117,9 @@ class CudaGroup(TorchGroup):
         return self._reachable
 
     def _reach_peers(self) -> bool:
-        """Exchange all ranks' reachability, so that all ranks select the same implementation."""
+        """Exchange the addresses of all ranks, and return True if all can access each other's memory. All ranks get the same
+        answer, so they select the same implementation.
+        """
         host = f"{platform.node()} {_boot_id()}"
         self._group_store.set(f"where/{self.rank}", f"{host}|{self.backend.device.index}|{os.getpid()}")
         said = [self._group_store.get(f"where/{rank}").decode().split("|") for rank in range(self.size)]
@@ -165,7 +167,7 @@ class CudaGroup(TorchGroup):
         return worked
 
     def _register(self) -> None:
-        """Register the group's name with torch's symmetric memory."""
+        """Register this group's name with torch's symmetric memory, which shared allocations need."""
         from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
         meeting = dist.PrefixStore("symmetric", self._group_store)

@@ -165,7 +165,10 @@ class Group(ABC):
                 self._broadcast(tensor, root)
 
     def all_to_all(self, output: Tensor, tensor: Tensor, *, stream: Stream) -> None:
-        """Copy ``tensor[rank]`` of each rank i to ``output[i]``, where ``rank`` is this rank. Both tensors are [size, …]."""
+        """Copy ``tensor[rank]`` of each rank i to ``output[i]``, where ``rank`` is this rank. Both tensors are [size, …].
+
+        Raises :class:`InterfaceError` for other shapes.
+        """
         if output.shape != tensor.shape or not tensor.dim() or tensor.shape[0] != self.size:
             raise self._misused(
                 "all_to_all", f"output {list(output.shape)} and tensor {list(tensor.shape)}, expected both [{self.size}, …]"
@@ -234,7 +237,10 @@ class Group(ABC):
         return ("library",)
 
     def restrict_implementations(self, *ways: str) -> None:
-        """Restrict calls to these implementations and the first, to measure each. Call on every rank, not in a capture."""
+        """Restrict calls to these implementations and the first, to measure each. Call on every rank, not in a capture.
+
+        Raises :class:`InterfaceError` for a name that isn't in ``implementations``.
+        """
         unknown = set(ways) - set(self.implementations)
         if unknown:
             raise self._misused(

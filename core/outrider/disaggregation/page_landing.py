@@ -80,7 +80,7 @@ class SingleRankLanding(PageLanding):
         return expected.free.done()
 
     def notices(self) -> list[bytes]:
-        """Return the notices that have arrived on the only link."""
+        """Return the notices of writes that have arrived on this rank's only link, each once."""
         return self._link.notices()
 
     def close(self) -> None:
@@ -178,7 +178,10 @@ class MultiRankLanding(PageLanding):
         self._landings.query_ranks(query | {"rank": expected.group})
 
     def are_pages_free(self, expected: ExpectedPages) -> bool:
-        """Query the fence on this rank, or return what the owning rank has reported."""
+        """Query the fence on this rank, or return what the owning rank has reported.
+
+        Raises :class:`LinkDown` if a link of any rank is down.
+        """
         if self._down is not None:
             raise LinkDown(self._down)
         if expected.group == 0:
@@ -195,7 +198,10 @@ class MultiRankLanding(PageLanding):
         self._freed.discard(expected.request)
 
     def notices(self) -> list[bytes]:
-        """Return the notices that have arrived on this rank's link and on the other ranks' links."""
+        """Return the notices that have arrived on this rank's link and on the other ranks' links.
+
+        Raises :class:`LinkDown` if a link of any rank is down.
+        """
         self._landings.poll_ranks()
         notices, self._received_notices = [*self._received_notices, *self._link.notices()], []
         if not notices and self._down is not None:

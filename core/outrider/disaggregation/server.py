@@ -25,7 +25,7 @@ LogLine = Callable[[str], None]
 _MAX_RANKS = 1024
 _IDLE_POLL_S = 0.5
 _BUSY_POLL_S = 0.0005
-"""Maximum wait of a loop for messages: without any work, and while a request waits for a fence, a guide or a transfer."""
+"""Maximum seconds that the loop waits for messages while a request waits for a fence, a guide or a transfer."""
 
 
 class DisaggregationServer(ABC):
@@ -263,7 +263,7 @@ class DecodeServer(DisaggregationServer):
         self._alone, self._describe = alone, describe
         super().__init__(engine, transport, listen=listen, secret=secret, silence_s=silence_s, say=say)
         self._requests_of_client: dict[int, dict[int, int]] = {}
-        """Number of each open request, by peer number of the client and the client's id of the request."""
+        """Number of each open request, by the client's connection number and then by the client's own id of the request."""
         for address in prefill:
             self._hub.connect_to(address)
 

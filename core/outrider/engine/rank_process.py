@@ -1,4 +1,6 @@
-"""A rank in a process of its own, which follows the engine of the process that started it."""
+"""The main module of a follower rank's process: it creates the rank's engine and follows the engine of the process that
+started it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from outrider.registry.backends import BackendSpec
 
 
 def main() -> None:
-    """Read the rank's work from standard input and follow the first rank; standard input closes when the starter ends."""
+    """Read the :class:`RankWork` record from standard input, load the engine and follow the first rank. The process ends with
+    the first rank, or once standard input closes because the starter has ended.
+    """
     work: RankWork = decode(sys.stdin.buffer.readline(), RankWork)
     threading.Thread(target=_end_with_input, daemon=True).start()
     backend = Registry().create(BackendSpec(name=work.backend, ordinal=work.rank if work.has_device_numbers else 0))

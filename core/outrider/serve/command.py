@@ -73,7 +73,9 @@ _NO_LOCAL_ENGINE_OPTIONS = {"kv_events", "tensor_parallel", "data_parallel", "ex
 
 
 def _read_tool_format(tool_format: str | None) -> tuple[str | None, dict[str, Any] | None]:
-    """Return the name of a format, or the response template of a file."""
+    """Return (format name, None) if ``tool_format`` names a format, or (None, response template) if it is a file. Raises
+    :class:`ConfigError` for an unreadable file.
+    """
     if tool_format is None or not tool_format.endswith(".json"):
         return tool_format, None
     return None, _read_json_object(Path(tool_format))
@@ -358,7 +360,7 @@ def _refuse_options(context: typer.Context, names: Collection[str], reason: str)
 
 
 def describe_engine(engine: Engine) -> dict[str, Any]:
-    """Return what HTTP servers in front of a decode server need to know of its engine."""
+    """Return the facts about a decode server's engine that HTTP servers in front of it read, as plain data for JSON."""
     from outrider.engine.requests.message_codec import to_plain
     from outrider.serve.connection.engine_messages import EngineInfo
 

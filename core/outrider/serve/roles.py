@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from outrider.engine.engine import Engine
 
 _MAX_REQUESTS = 16
-"""Requests that a prefill or decode server runs at a time, without ``--max-requests``."""
+"""Maximum number of requests that a prefill or decode server runs at the same time, unless ``--max-requests`` is given."""
 _MIN_SECRET_BYTES = 16
 _RANK_EXIT_S = 10.0
 """Seconds that child ranks have to end after the first rank, before they are killed."""
@@ -163,7 +163,9 @@ def _end_child(process: Any) -> None:
 
 
 def check_address(host: str, port: int, secret_file: Path | None) -> bytes:
-    """Check the address of a server, and return the secret of the file. Imports no torch. Raises :class:`UsageError`."""
+    """Check the address and the secret of a server before torch is imported, and return the content of ``secret_file``.
+    Raises :class:`UsageError`.
+    """
     from outrider.disaggregation.connections import PeerAddress, require_secret
 
     with checking_options():

@@ -19,7 +19,7 @@ With more pairs, most experts have a token anyway.
 _MAX_SORTED_PAIRS = 16384
 """Maximum number of pairs that Triton's kernel sorts by expert; each of its programs reads all pairs, 1024 at a time."""
 _MAX_BINS = 1024
-"""Maximum number of experts plus one whose pairs the kernel counts."""
+"""Maximum number of experts, plus one, whose pairs Triton's sorting kernel counts."""
 
 
 def _route(logits: Tensor, count: int, renormalize: bool, first: int, last: int, pdl: bool) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,7 @@ define("route.triton", _route)
 
 
 def block_count(pairs: int, experts: int, size: int) -> int:
-    """Return the maximum number of blocks of ``size`` pairs, if each block has one expert."""
+    """Return the maximum number of blocks of ``size`` token-expert pairs, if each block has one expert."""
     return (pairs + min(experts, pairs) * (size - 1)) // size
 
 
@@ -116,7 +116,7 @@ def blocks_of(
 
 
 def sum_expert_rows(parts: Tensor, chosen: Tensor, x: Tensor, pdl: bool) -> Tensor:
-    """Sum the rows of ``parts`` of each token's experts ``chosen``; return rows shaped like ``x``."""
+    """Return the sums of the rows of ``parts`` of each token's experts ``chosen``, shaped like ``x``."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     m, hidden = x.shape
     block = min(power_of_two(hidden), 1024)
@@ -136,8 +136,8 @@ def _experts(
     outputs: list[int],
     pdl: bool,
 ) -> Tensor:
-    """Compute all experts. ``size`` 0: few tokens, one block of tokens per expert; else pairs are sorted into blocks of
-    ``size``.
+    """Compute the experts' outputs. ``size`` 0: few tokens, one block of all tokens per expert; else pairs are sorted into
+    blocks of ``size``. ``gates`` and ``outputs`` are the tile configurations.
     """
     (m, hidden), count = x.shape, chosen.shape[1]
     experts, inner = gate_up.shape[0], gate_up.shape[1] // 2

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from outrider.device import Group
 
 FUSED_BYTES = 1 << 20
-"""Maximum bytes per rank that the fused reduction and norm takes."""
+"""Maximum bytes per rank of rows that the fused reduction and norm accepts."""
 _BLOCK = 1024
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _GATHER, _SUM, _ROOT = 0, 1, 2
@@ -28,13 +28,13 @@ class _SharedMemory:
     """The slots of peer memory that the ranks of a group write to, and the calls counted so far."""
 
     memory: tuple[Tensor, ...]
-    """int64 [2, ranks, words] of each rank, as mapped on this device."""
+    """The memory of each rank, int64 [2, ranks, words], as mapped on this device."""
     addresses: Tensor
     """Address of each rank's memory, int64 [ranks]."""
     epochs: Tensor
-    """Calls of each program, int32 [programs]."""
+    """Number of calls of each program so far, int32 [programs]."""
     words: int
-    """Capacity for one rank's words."""
+    """Maximum number of 32-bit words that one rank sends in a call."""
 
 
 class PeerExchange:

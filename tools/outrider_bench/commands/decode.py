@@ -147,7 +147,9 @@ def _write_limits(plot: Path, rows: list[dict[str, Any]], data: dict[str, object
 def _measure(
     engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, bandwidth: float, collectives: CollectiveCost
 ) -> dict[str, object] | None:
-    """Return a row of the table; None if the whole batch decodes in no iteration."""
+    """Return a table row with the measured times of a batch and its limit; None if the whole batch decodes in no
+    iteration.
+    """
     from outrider_bench.limits import iteration_bytes
 
     found = run_batch(engine, batch, prompt_tokens, new_tokens)
@@ -177,7 +179,9 @@ def _measure(
 
 
 def _profiled(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, by_kernel: bool) -> dict[str, object]:
-    """Return the figures of a profiled pass. Raises :class:`CapabilityError` if the device has no times of kernels."""
+    """Return the figures of a profiled pass over the batch. Raises :class:`CapabilityError` if the device has no times of
+    kernels.
+    """
     found = profile_batch(engine, batch, prompt_tokens, new_tokens)
     if found is None:
         if by_kernel:

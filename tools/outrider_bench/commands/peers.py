@@ -283,7 +283,7 @@ def _engine_groups(engines: Sequence[str], proposers: Sequence[str], repeat: int
 
 
 def _draw(found: Sequence[EngineRuns], phases: Sequence[str], title: str) -> str | None:
-    """Return the plots of the measured phases, one below the other; None if nothing was measured."""
+    """Return the plots of the measured phases as one SVG, one below the other; None if nothing was measured."""
     drawings = []
     for phase, (across, up) in _AXES.items():
         series = plot_points(found, phase) if phase in phases else {}
@@ -297,7 +297,7 @@ def _renderer(data: dict[str, Any]) -> Callable[[Console], None]:
 
 
 class _PeerRace:
-    """Runs of several engines that are open at the same time and take turns."""
+    """A measurement of engines that are open at the same time and take turns."""
 
     def __init__(
         self,
@@ -314,7 +314,9 @@ class _PeerRace:
         self._report_progress = report_progress
 
     def measure_group(self, group: list[EngineRuns], repeat: int, show_progress: ProgressCallback) -> None:
-        """Open the engines, measure every case ``repeat`` times, all cases once before any case twice, and end them."""
+        """Open the engines, measure every case ``repeat`` times, all cases once before any case twice, and close
+        the engines.
+        """
         with ExitStack() as stack:
             sessions: list[tuple[EngineRuns, ChildSession]] = []
             for each in group:
@@ -378,5 +380,5 @@ class _PeerRace:
 
 
 def _format_numbers(figures: Mapping[str, object]) -> str:
-    """Return the numbers among ``figures`` as text."""
+    """Return the numbers among ``figures`` as text for a progress line."""
     return ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if isinstance(value, int | float))

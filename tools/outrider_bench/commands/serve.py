@@ -177,7 +177,7 @@ def _measured(
 
 
 def _results(name: str, load: HttpLoad, sizes: list[int], tokenizer: Path | None) -> dict[str, Any]:
-    """Return the results for each number of clients up to the first failure, and the reason of the failure."""
+    """Return the measured results for each number of clients up to the first failure, and the reason of the failure."""
     results: list[dict[str, Any]] = []
     try:
         for number, size in enumerate(sizes, 1):

@@ -41,16 +41,16 @@ from outrider_conformance.random_kernels.weights import random_matrix
 
 Mapped = Mapping[str, Tensor]
 _TOLERANCE = MappingProxyType({torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2})
-"""Error of a chain of blocks, relative to the value and to the root mean square of all values."""
+"""Allowed error of a chain of blocks by dtype, relative to the value and to the root mean square of all values."""
 _CACHE_TOLERANCE = 0.13
-"""Relative error of a number in a quantised cache: its rounding may differ by a step."""
+"""Allowed relative error of a number in a quantised cache: its rounding may differ by a step."""
 _HEADS, _KV_HEADS = 4, 2
 _HEAD_SIZES = 64, 128
 _EXPERTS = 3
 
 
 class _ProblemOperands:
-    """Operands of a problem while it is made."""
+    """The operands of a problem of blocks under construction, by name."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, dice: RandomValues, format: str | None = None) -> None:
         self.shape, self.dtype, self.dice, self.format = shape, dtype, dice, format

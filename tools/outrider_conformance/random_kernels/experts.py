@@ -16,7 +16,7 @@ from outrider_conformance.random_kernels.problem import KernelProblems, Operand,
 from outrider_conformance.random_kernels.weights import random_matrix
 
 _MIN_LOGIT_GAP = 0.25
-"""Smallest gap between router logits of a token, so that only one choice of experts is right."""
+"""Minimum gap between the router logits of a token, so that only one choice of experts is right."""
 _EXPERTS = among(1, 2, 5, 8, 60, 128)
 _CHOSEN = between(1, 8)
 _TOKENS = row_counts(1, 12)

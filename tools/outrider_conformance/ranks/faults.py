@@ -163,7 +163,7 @@ def peer_is_late(rank: RankHandle) -> None:
 
 
 class _CallLog(Observer):
-    """An observer that records collective calls and decisions."""
+    """An observer that stores collective calls and decisions in their order."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []

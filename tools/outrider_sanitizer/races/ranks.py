@@ -391,10 +391,11 @@ def shared_expert_first(rank: ProgramRank, fixed: bool) -> None:
 @rank_race(RANK_RACES, "C", frozenset({FindingKind.SENDS}), names=("receive first",), options={"eager_sends": "2"})
 def sends_before_receives(rank: ProgramRank, fixed: bool) -> None:
     """Every rank sends before it receives, so the sends end only while buffers take them."""
-    other, mine, theirs = 1 - rank.index, rank.filled(1.0), rank.filled(0.0)
-    if fixed and rank.index == 1:
-        rank.everyone.receive(theirs, source=other, stream=rank.stream)
-        rank.everyone.send(mine, to=other, stream=rank.stream)
+    following, previous = (rank.index + 1) % rank.size, (rank.index - 1) % rank.size
+    mine, theirs = rank.filled(1.0), rank.filled(0.0)
+    if fixed and rank.index == rank.size - 1:
+        rank.everyone.receive(theirs, source=previous, stream=rank.stream)
+        rank.everyone.send(mine, to=following, stream=rank.stream)
     else:
-        rank.everyone.send(mine, to=other, stream=rank.stream)
-        rank.everyone.receive(theirs, source=other, stream=rank.stream)
+        rank.everyone.send(mine, to=following, stream=rank.stream)
+        rank.everyone.receive(theirs, source=previous, stream=rank.stream)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 def parse_token_ids(given: str) -> list[int]:
-    """Return the token ids with commas between them. Raises :class:`RequestError`."""
+    """Return the token ids of a text such as ``1,2,3``. Raises :class:`RequestError` for anything else."""
     parts = [part.strip() for part in given.split(",")]
     if not all(part.isdecimal() and part.isascii() and len(part) < 20 for part in parts):
         raise RequestError("expected whole numbers with commas between them, such as 12,7")
@@ -208,7 +208,7 @@ def _shown_difference(difference: object, dtype: object) -> str:
 
 def _summary(console: Console, data: dict[str, object]) -> None:
     drafted = "" if data["speculate"] == "none" else f", {data['speculate']} accepts {data['acceptance_length']:.2f}"
-    console.print(f"outrider: {data['tokens_per_s']:.1f} tokens/s on {data['device']} in {data['dtype']}{drafted}")
+    console.print(f"outrider: {data['tokens_per_s']:.1f} tokens/s on {data['backend']} in {data['dtype']}{drafted}")
     if "error" in data:
         console.print(f"outrider: error: {data['error']}; the text before it is right", style="bold red", markup=False)
 

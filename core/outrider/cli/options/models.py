@@ -203,7 +203,9 @@ class Running:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """Sizes of an engine, by the field names of :class:`~outrider.engine.EngineConfig`. None: the engine chooses."""
+    """Engine sizes that a command line gives, by the field names of :class:`~outrider.engine.EngineConfig`. None: the engine
+    chooses.
+    """
 
     max_context: int | None = None
     kv_memory: float | None = None
@@ -220,7 +222,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speculation:
-    """The checkpoints of the model and its draft, and how the draft proposes tokens."""
+    """The checkpoints of model and draft that a command runs, and the proposer's name and options."""
 
     kind: str
     model: Path
@@ -275,7 +277,7 @@ class Speculation:
         )
 
     def without(self) -> Speculation:
-        """Return the same model with non-speculative decoding."""
+        """Return these options with the proposer ``none`` and no draft: the same model without speculation."""
         return replace(self, kind="none", draft_topk=1, draft_output_head=None, draft_vocabulary=None)
 
 
@@ -301,7 +303,7 @@ def check_draft(kind: str | None, draft: Path | None) -> None:
 
 
 def vocabulary_of(given: str | int | None) -> Path | int | None:
-    """Parse ``--draft-vocabulary``: a number of tokens, or the path of a file."""
+    """Return the number of tokens or the file path that ``--draft-vocabulary`` gives; None without the option."""
     if given is None or isinstance(given, int):
         return given
     return int(given) if given.isascii() and given.isdigit() else Path(given)
@@ -399,7 +401,7 @@ def launched(engine: Engine, command_choices: Sequence[Choice] = ()) -> dict[str
 
 
 _COPY_FORMAT = 1
-"""Number of the copies' format; part of the name of the cache entry."""
+"""Version of the format of quantized copies; part of the name of a copy's cache entry."""
 _MIB = 1 << 20
 
 

@@ -66,9 +66,11 @@ _GRACE_S = 1.5
 _STORE_S = 30.0
 _SAY_S = 3.0
 _SILENCE_S = 5.5
-"""Longer than the silence that :class:`RankWatch` reports as the loss of a rank."""
+"""Seconds that a rank of a command waits for another rank's report of the failure; longer than the silence after which
+:class:`RankWatch` reports a rank as lost.
+"""
 _UNSAID = 70
-"""Exit code of a rank whose failure another process reports."""
+"""Exit code of a rank whose failure another rank or the starting command reports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,10 @@ class RankPlacement:
 
     @classmethod
     def from_environment(cls) -> RankPlacement | None:
-        """Return the placement of this process, or None if it isn't one of several ranks."""
+        """Return the placement of this process, or None if it isn't one of several ranks.
+
+        Raises :class:`ConfigError` if ``RANK`` is set and the variables that accompany it are missing or unreadable.
+        """
         found = rank_environment()
         if found is None:
             return None
@@ -112,7 +117,9 @@ class RankPlacement:
             ) from None
 
     def connect(self, *, serves: bool = False, seconds: float = _STORE_S) -> Store:
-        """Connect to the key-value store where all ranks meet. ``serves``: the store lives in this process."""
+        """Connect to the key-value store where all ranks meet, and return it. ``serves``: create the store in this process.
+        Raises torch's error if there is no store within ``seconds``.
+        """
         from datetime import timedelta
 
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs don't list it
@@ -148,7 +155,10 @@ class Joined:
         return self
 
     def backend(self, registry: Registry, given: str | None, environment: str | None) -> Backend:
-        """Open the device of this rank: the device with the rank's number on this host, or the only device of the backend."""
+        """Open the device of this rank: the device with the rank's number on this host, or the only device of the backend.
+
+        Raises :class:`ConfigError` if the name has a device number.
+        """
         if self.ranks is not None:
             return self.ranks.backend
         spec = registry.select(given, environment)
@@ -166,7 +176,10 @@ class Joined:
             raise
 
     def join(self, backend: Backend) -> Ranks | None:
-        """Join the other ranks, once for all engines of a command. Returns None in a single process."""
+        """Join the other ranks, once for all engines of a command. Returns None in a single process.
+
+        Raises :class:`ConfigError` if the options ask for another number of ranks than were started.
+        """
         place = self.place
         if place is None or self.ranks is not None:
             return self.ranks
@@ -220,7 +233,9 @@ class Joined:
 
 
 def _said_elsewhere(place: RankPlacement, error: OutriderError) -> bool:
-    """Return True if another rank has reported the same error before the ranks have joined, such as a wrong option."""
+    """Return True if another rank, too, fails with this error before the ranks have joined, such as a wrong option, and so
+    reports it.
+    """
     if not place.agent or not place.store_is_elsewhere:
         return False
     key = hashlib.sha256(f"{type(error).__name__}: {error}".encode()).hexdigest()
@@ -249,7 +264,10 @@ def check_expert_parallel(expert: bool, tensor: int, data: int) -> None:
 def run_on_ranks(
     arguments: Sequence[str] | None, tensor: int, data: int, *, expert: bool = False, json_output: bool
 ) -> CommandReport | None:
-    """Run the command on several ranks and return their report. Returns None in a rank and for a single process."""
+    """Run the command on several ranks and return their report. Returns None in a rank and for a single process.
+
+    Raises :class:`ConfigError` if the command was called from Python, where there is no command line to start again.
+    """
     check_expert_parallel(expert, tensor, data)
     if tensor * data == 1 or RankPlacement.from_environment() is not None:
         return None
@@ -263,7 +281,7 @@ def run_on_ranks(
 
 
 class _Processes:
-    """The ranks of this host as child processes, all of which have ended when the scope ends."""
+    """The ranks of this host as child processes of a command. All have ended when the scope ends."""
 
     def __init__(self, parallel: ParallelConfig, arguments: Sequence[str], *, json_output: bool) -> None:
         self._parallel = parallel

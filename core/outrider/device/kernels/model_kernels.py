@@ -131,7 +131,8 @@ class ModelKernels(BookkeepingKernels):
 
         Each weight concatenates the experts' rows. Both have the same format and activation format, and no block has rows of
         two experts. A backend's kernels support the formats that it declares for :meth:`linear_quantized`, whose rules hold.
-        The output of an expert's activation is quantised too.
+        The output of an expert's activation is quantised too. Raises :class:`ConfigError` for weights of other shapes, or of
+        two formats.
         """
         hidden, inner = x.shape[1], down.shape[1]
         expected = gate_up.shape[0] * hidden == down.shape[0] * 2 * inner and gate_up.shape[1] == hidden

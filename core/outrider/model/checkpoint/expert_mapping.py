@@ -77,7 +77,7 @@ def _expert_targets(
     field: str,
     span: tuple[int, int] | None,
 ) -> list[Target]:
-    """Return the stacked gate-up and down weights of MLPs that have separate tensors.
+    """Return the stacked gate-up and down weights of experts or a shared expert with one tensor per projection.
 
     ``span``: the part of the intermediate size ``inner`` that is read; None for all of it.
     """
@@ -92,7 +92,7 @@ def _expert_targets(
 
 
 def _stacked_targets(experts: ExpertsConfig, hidden: int, stem: str, name: str, shards: Shards) -> list[Target]:
-    """Return the gate-up and down weights of a checkpoint that stores all experts as two stacks."""
+    """Return the gate-up and down weights of a checkpoint that stores the experts of a layer as two stacked tensors."""
     inner, count = experts.intermediate_size, experts.count
     held = shards.held_experts(count)
     span = shards.mlp.even(inner) if held is None else (0, inner)

@@ -161,7 +161,9 @@ class _Metadata:
         return found
 
     def of_model(self, key: str, kind: type, default: Any = None) -> Any:
-        """Return the metadata value of ``key`` with the prefix of the file's model architecture."""
+        """Return the metadata value of ``key``, prefixed with the model architecture of the file. Errors are those of
+        :meth:`value`.
+        """
         return self.value(f"{self.architecture}.{key}", kind, default)
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -225,7 +227,7 @@ def open_gguf(directory: Path) -> CheckpointFiles:
 
 
 def _parts(path: Path) -> list[Path]:
-    """Return the paths of all files of a GGUF checkpoint whose first or only file is ``path``."""
+    """Return the paths of all part files of a GGUF checkpoint, in order. ``path`` is its first or only file."""
     match = _PART_NAME.fullmatch(path.name)
     if match is None:
         return [path]
@@ -265,7 +267,7 @@ def _open_parts(paths: list[Path]) -> tuple[list[Any], _Metadata, list[dict[str,
 
 
 def _unpacked_files(paths: list[Path]) -> dict[str, Any]:
-    """Return the JSON files of the checkpoint directory by name."""
+    """Return the contents of the JSON files that :func:`unpack_gguf` writes, by file name."""
     readers, metadata, _ = _open_parts(paths)
     with wrap_read_errors(paths[0], "a GGUF checkpoint"):
         shapes = {tensor.name: _shape_of(tensor) for reader in readers for tensor in reader.tensors}
@@ -319,7 +321,7 @@ def _names_of(tensor: Any, metadata: _Metadata) -> dict[str, _StoredTensor]:
 
 
 def _shape_of(tensor: Any) -> tuple[int, ...]:
-    """Return the shape in torch's order; GGUF lists the fastest dimension first."""
+    """Return a tensor's shape with the slowest dimension first, as torch has it; GGUF lists the fastest first."""
     return tuple(map(int, reversed(tensor.shape)))
 
 
@@ -331,7 +333,9 @@ def _file_dtype(readers: list[Any]) -> str:
 
 
 def _rope_factors(readers: list[Any]) -> Tensor | None:
-    """Return the divisors of the rotary frequencies, [D / 2], or None if the file has none."""
+    """Return the divisors of the rotary frequencies, float [D / 2] on the host for D rotated dimensions, or None if the file
+    has none.
+    """
     for reader in readers:
         for tensor in reader.tensors:
             if tensor.name == "rope_freqs.weight":
@@ -340,7 +344,9 @@ def _rope_factors(readers: list[Any]) -> Tensor | None:
 
 
 def _config(metadata: _Metadata, shapes: Mapping[str, tuple[int, ...]], factors: Tensor | None, dtype: str) -> dict[str, Any]:
-    """Return transformers' config.json of the model."""
+    """Return the model's config.json as transformers writes it. Raises :class:`ConfigError` for metadata that is missing or
+    unsupported.
+    """
     family = _FAMILIES.get(metadata.architecture)
     if family is None:
         raise ConfigError(f"its architecture is {shown(metadata.architecture)}; supported are {', '.join(sorted(_FAMILIES))}")
@@ -425,7 +431,10 @@ def _llama3_parameters(theta: float, head_dim: int, factors: Tensor) -> dict[str
 
 
 def _tokenizer(metadata: _Metadata, path: Path) -> HfTokenizer:
-    """Return the tokenizer: byte-level byte-pair encoding, or sentencepiece, which transformers converts."""
+    """Return the tokenizer: byte-level byte-pair encoding, or sentencepiece, which transformers converts.
+
+    Raises :class:`ConfigError` for another kind of tokenizer.
+    """
     kind = metadata.value("tokenizer.ggml.model", str)
     builders: Mapping[str, Callable[[], HfTokenizer]] = {
         "gpt2": partial(_byte_level_tokenizer, metadata),

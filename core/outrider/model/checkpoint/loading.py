@@ -69,12 +69,12 @@ def load_decoder(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderPlan:
-    """A decoder whose headers were read and checked, and whose weights weren't."""
+    """A decoder whose checkpoint headers were read and checked. :meth:`load` reads the weights."""
 
     native: ClassVar[bool] = True
-    """As :attr:`LanguageModel.native`."""
+    """True, as for every decoder that the plan loads, see :attr:`LanguageModel.native`."""
     config: ModelConfig
-    """The part of this rank."""
+    """Shape of this rank's part of the decoder."""
     backend: Backend
     dtype: torch.dtype
     kernels: KernelSet
@@ -89,7 +89,7 @@ class DecoderPlan:
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """Dtype of keys and values in the cache."""
+        """Dtype of keys and values in the KV cache."""
         return self.dtype if self.format is None else CACHE_FORMATS[self.format]
 
     @property
@@ -114,7 +114,9 @@ class DecoderPlan:
         return found
 
     def load(self, progress: Progress | None = None) -> Decoder:
-        """Load the weights. Blocks until they are on the device."""
+        """Load the weights and return the decoder. Blocks until they are on the device. Raises :class:`CheckpointError` for
+        unreadable tensors.
+        """
         with loading_stream(self.backend, self.dtype) as stream:
             weights = load_tensors(
                 self.files,
@@ -200,9 +202,10 @@ def plan_decoder(
 
 
 def header_bytes(plan: DecoderPlan, draft_dir: Path) -> int:
-    """Return the bytes of a draft's weights by the headers of its files, in the target's dtype unless stored in 8 bits.
+    """Return the bytes of a draft model's or head's weights, computed from its file headers in the target's dtype unless
+    stored in 8 bits.
 
-    Of the target's own checkpoint, only the heads of multi-token prediction count.
+    If the draft is part of the target's own checkpoint, only its heads of multi-token prediction count.
     """
     own = draft_dir.resolve() == plan.files.origin.parent.resolve()
     files = plan.files if own else open_checkpoint(draft_dir)
@@ -215,8 +218,8 @@ def header_bytes(plan: DecoderPlan, draft_dir: Path) -> int:
 
 
 def _untie(config: ModelConfig, files: CheckpointFiles) -> ModelConfig:
-    """Return ``config`` without the tie if the files hold an output head that differs from the embedding, as transformers
-    does.
+    """Return ``config`` with untied embeddings if the files hold an output head that differs from the embedding, as
+    transformers does.
     """
     embedding = f"{decoder_stem(files.tensors)}embed_tokens.weight"
     if not config.tie_embeddings or not {_HEAD, embedding} <= files.tensors.keys():

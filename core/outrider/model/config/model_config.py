@@ -91,14 +91,14 @@ class RecurrentConfig:
     """
 
     layers: tuple[int, ...]
-    """Indices of the layers, ascending."""
+    """Indices of the recurrent layers, ascending."""
     key_heads: int
     value_heads: int
-    """A multiple of ``key_heads``."""
+    """Number of value heads, a multiple of ``key_heads``."""
     key_size: int
     value_size: int
     kernel_size: int
-    """Tokens that the short convolution reads, the token's own included."""
+    """Number of tokens that the short convolution reads, the current one included."""
     state_dtype: torch.dtype = torch.float32
     """Dtype of the delta rule's state. A model in a wider dtype keeps its states in that dtype."""
 
@@ -131,7 +131,7 @@ class RecurrentConfig:
 
     @property
     def prompt_values(self) -> int:
-        """Values that a forward pass holds for each prompt token of a layer, in the model's dtype.
+        """Number of values, in the model's dtype, that a recurrent layer's forward pass holds for each prompt token.
 
         They are the projections, the convolution, the operands of chunks of 64 tokens and the state before each chunk.
         """
@@ -140,7 +140,9 @@ class RecurrentConfig:
         return 2 * self.channels + 3 * self.value_width + chunks
 
     def state_shapes(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
-        """Return the shapes of one layer's states: last inputs of the convolution, and the delta rule's state."""
+        """Shapes of one request's states in one layer: [K - 1, channels] inputs of the convolution, and the delta rule's
+        [value heads, key size, value size].
+        """
         return (self.kernel_size - 1, self.channels), (self.value_heads, self.key_size, self.value_size)
 
     def state_bytes(self, dtype: torch.dtype) -> int:
@@ -167,7 +169,7 @@ class ModelConfig:
     """Shape and constants of a Llama-style decoder. Raises :class:`ConfigError` for impossible values."""
 
     family: str
-    """The checkpoint's model type."""
+    """Model type in the checkpoint's config.json, such as ``llama``."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int

@@ -39,11 +39,11 @@ from outrider.serve.connection.engine_messages import (
 _RECEIVE_BYTES = 1 << 18
 _SOCKET_BUFFER_BYTES = 8 << 20
 _EXIT_TIMEOUT_S = 10.0
-"""Time that a child process has to exit after it was told to end. Then it is killed."""
+"""Seconds that a child process has to exit after it was told to end. Then it is killed."""
 
 
 async def join_or_kill(process: Any) -> None:
-    """Wait for a child process to exit, and kill it after ``_EXIT_TIMEOUT_S``."""
+    """Wait for a ``multiprocessing`` child to exit, and kill it after ``_EXIT_TIMEOUT_S`` seconds."""
     loop = asyncio.get_running_loop()
     await loop.run_in_executor(None, process.join, _EXIT_TIMEOUT_S)
     if process.is_alive():
@@ -113,7 +113,9 @@ class EngineProcess(EngineClient):
 
 
 class _EventProtocol(asyncio.Protocol):
-    """The asyncio protocol of the server's end: decodes the child's frames and passes the events to the client."""
+    """The server's end of the socket pair: an asyncio protocol that decodes the child's frames and passes the events to the
+    client.
+    """
 
     def __init__(self, client: EngineProcess) -> None:
         self._client = client
@@ -132,14 +134,16 @@ class _EventProtocol(asyncio.Protocol):
 
 
 class _ChildPort:
-    """The engine's end of the socket pair."""
+    """The engine's end of the socket pair, an :class:`EnginePort` in the child process."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._frames = FrameDecoder()
 
     def receive_commands(self, *, block: bool) -> Sequence[EngineCommand]:
-        """Return the commands in the socket. A closed connection means that the server is gone."""
+        """Return the commands that the socket has received; with ``block`` wait for one. A closed connection returns
+        :class:`StopEngine`.
+        """
         commands: list[EngineCommand] = []
         while not commands:
             if not block and not select.select([self._socket], [], [], 0)[0]:

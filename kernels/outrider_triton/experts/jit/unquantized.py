@@ -28,9 +28,10 @@ def route(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Route one token: softmax of ``experts`` logits, then the ``count`` largest in descending order; ties take the first.
+    """Store one token's expert weights and expert numbers, ``count`` of each: the largest of the softmax of its ``experts``
+    logits, in descending order; ties take the first. One program per token.
 
-    Experts count from ``first``; those before it, and from ``last`` on, become -1 with share 0.
+    Experts count from ``first``; those before it, and from ``last`` on, become -1 with weight 0.
     """
     begin(PDL)
     token = tl.program_id(0)
@@ -105,7 +106,7 @@ def lay_out_pairs(
 
 @triton.jit
 def _nth_expert(chosen, nth, pairs, PAIRS: tl.constexpr):
-    """Return the ``nth`` distinct expert in the order of pairs; -1 if there are fewer."""
+    """Return the ``nth`` distinct expert in the order of the token-expert pairs; -1 if there are fewer."""
     pair = tl.arange(0, PAIRS)
     name = tl.load(chosen + pair, mask=pair < pairs, other=-1)
     other = tl.load(chosen + pair, mask=pair < pairs, other=-2)
@@ -127,7 +128,7 @@ def own_pairs(
     COUNT: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Return the expert of a program (tile of rows, block) and its token-expert pairs, -1 for none."""
+    """Return the expert of a program (tile of rows, block), and the indices of its token-expert pairs, -1 for none."""
     block = tl.program_id(1)
     lane = tl.arange(0, BLOCK_M)
     if SORTED:
@@ -167,9 +168,11 @@ def expert_gates(
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute ``out [pairs, n]``: SwiGLU of ``x [m, k]`` with an expert's gate and up, ``weight [experts, 2 n, k]``.
+    """Store SwiGLU of ``x [m, k]`` with each pair's expert, ``weight [experts, 2 n, k]`` (gate, then up), to ``out [pairs,
+    n]``.
 
-    It begins late, so that the next kernel can read the pairs' experts at once.
+    The kernel begins late (:func:`outrider_triton.jit.dependent.begin_late`), so that the next kernel can read the pairs'
+    experts at once.
     """
     begin_late(PDL)
     expert, pairs = own_pairs(chosen, order, expert_of, m, count, SORTED, PAIRS, COUNT, BLOCK_M)
@@ -212,7 +215,7 @@ def expert_outputs(
     """Multiply each pair's ``x [pairs, k]`` by its expert's ``weight [experts, n, k]`` and its share, into ``out [pairs,
     n]``.
 
-    It follows :func:`expert_gates`, which begins late, so it reads the pairs' experts while that kernel still runs.
+    The kernel follows :func:`expert_gates`, which begins late, so it reads the pairs' experts while that kernel still runs.
     """
     expert, pairs = own_pairs(chosen, order, expert_of, m, count, SORTED, PAIRS, COUNT, BLOCK_M)
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -233,8 +236,8 @@ def expert_outputs(
 
 @triton.jit
 def add_experts(parts, chosen, out, count, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Sum a token's ``count`` rows of ``parts`` in order and in float32 into its row of ``out [m, n]``; no row is read of a
-    pair without an expert.
+    """Sum a token's ``count`` rows of ``parts`` in order and in float32 into its row of ``out [m, n]``; one program per
+    (token, block of columns). No row is read of a pair without an expert.
     """
     begin(PDL)
     token = tl.program_id(0)

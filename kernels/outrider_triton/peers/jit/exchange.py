@@ -29,7 +29,7 @@ ROOT = tl.constexpr(2)
 
 @triton.jit
 def _send(words, lane, inside, epoch, peers, room, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """Write ``words`` into this rank's slot at every other rank."""
+    """Write ``words``, with the call's number ``epoch``, into this rank's slot in every other rank's memory."""
     packed = (epoch.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
     start = ((epoch & 1) * SIZE + RANK).to(tl.int64) * room
     for rank in tl.static_range(SIZE):
@@ -40,7 +40,7 @@ def _send(words, lane, inside, epoch, peers, room, RANK: tl.constexpr, SIZE: tl.
 
 @triton.jit
 def _receive(lane, inside, epoch, peers, room, rank: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """Wait until all words of ``rank`` have arrived, and return them."""
+    """Wait until all words of rank ``rank`` have arrived in this rank's memory, and return them."""
     own_memory = tl.multiple_of(tl.load(peers + RANK).to(tl.pointer_type(tl.int64)), 16)
     place = own_memory + ((epoch & 1) * SIZE + rank).to(tl.int64) * room + lane
     wanted = epoch.to(tl.int64)
@@ -54,7 +54,7 @@ def _receive(lane, inside, epoch, peers, room, rank: tl.constexpr, RANK: tl.cons
 
 @triton.jit
 def _first_element(words, KIND: tl.constexpr):
-    """Return the word's first element in float32."""
+    """Return the first element of each 32-bit word, in float32. KIND names the dtype in the words."""
     if KIND == WORD_FLOAT32:
         return words.to(tl.float32, bitcast=True)
     elif KIND == WORD_BFLOAT16:
@@ -65,7 +65,7 @@ def _first_element(words, KIND: tl.constexpr):
 
 @triton.jit
 def _second_element(words, KIND: tl.constexpr):
-    """Return the word's second element in float32; 0 if the word has one element."""
+    """Return the second element of each 32-bit word, in float32; 0 if a word has one element."""
     if KIND == WORD_FLOAT32:
         return words.to(tl.float32) * 0.0
     elif KIND == WORD_BFLOAT16:
@@ -76,7 +76,7 @@ def _second_element(words, KIND: tl.constexpr):
 
 @triton.jit
 def _round_to_word(wide, KIND: tl.constexpr):
-    """Round a float32 value to the dtype that words hold."""
+    """Round float32 values to the dtype that the words of KIND hold."""
     if KIND == WORD_FLOAT32:
         return wide
     elif KIND == WORD_BFLOAT16:
@@ -87,7 +87,7 @@ def _round_to_word(wide, KIND: tl.constexpr):
 
 @triton.jit
 def _pack(low, high, KIND: tl.constexpr):
-    """Pack two float32 values into a word."""
+    """Pack two float32 values into one 32-bit word of KIND."""
     if KIND == WORD_FLOAT32:
         return low.to(tl.int32, bitcast=True)
     elif KIND == WORD_BFLOAT16:
@@ -114,10 +114,10 @@ def exchange(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Exchange part i of ``count`` words; program i.
+    """Exchange part i of ``count`` words among the ranks; one program per part.
 
-    ``out`` receives all ranks' words in rank order, their sum, or those of ``root``. Sums are in float32 and in rank order,
-    so that each rank has the same bits.
+    ``out`` receives all ranks' words in rank order, their sum, or those of ``root``, as MODE says. Sums are in float32 and in
+    rank order, so that each rank has the same bits.
     """
     begin(PDL)
     part = tl.program_id(0).to(tl.int64)

@@ -19,9 +19,10 @@ _MAX_GATHERED_BYTES = 64 << 20
 
 
 def route(logits: Tensor, count: int, renormalize: bool, first: int, last: int) -> tuple[Tensor, Tensor]:
-    """Return probabilities and numbers of the ``count`` likeliest experts, with sum 1 if ``renormalize``.
+    """Return float weights [T, count] and int64 numbers [T, count] of the ``count`` likeliest experts of ``logits`` [T, E].
 
-    Numbers count from ``first``. Experts before it, and from ``last`` on, become 0 and -1.
+    With ``renormalize``, the weights of each token have sum 1. Numbers count from ``first``. Weights and numbers of experts
+    before it, and from ``last`` on, become 0 and -1. See ``KernelSet.route``.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     # A stable sort puts the lower expert first among equals, on every device.
@@ -35,7 +36,7 @@ def route(logits: Tensor, count: int, renormalize: bool, first: int, last: int) 
 
 
 def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Return the weighted sum of the outputs of each token's experts."""
+    """Return the weighted sum [T, H] of the outputs of each token's experts. See ``KernelSet.experts``."""
     expert_bytes = (gate_up[0].numel() + down[0].numel()) * gate_up.element_size()
 
     def multiply(rows: Tensor, own: Tensor) -> Tensor:
