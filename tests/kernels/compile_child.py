@@ -271,7 +271,11 @@ KERNELS = [
     ),
     *((peers.all_reduce_rms_norm, PEER_WORDS, {**PEERS, "BLOCK": 2048, "KIND": kind}) for kind in range(3)),
     (token_choice.accept_sampling, {"rows": "i32"}, {**SHARED, "LANE": 1, "NUM_DRAFT_TOKENS": 3}),
-    (experts.route, {"weights": WIDE, "chosen": LONG}, {"RENORMALIZE": True, "COUNT": 8, "BLOCK": 128}),
+    (
+        experts.route,
+        {"weights": WIDE, "chosen": LONG, "first": "i32", "last": "i32"},
+        {"RENORMALIZE": True, "COUNT": 8, "BLOCK": 128},
+    ),
     (
         experts.lay_out_pairs,
         {"chosen": LONG, "order": LONG, "expert_of": LONG},
