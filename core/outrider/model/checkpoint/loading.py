@@ -205,7 +205,8 @@ def header_bytes(plan: DecoderPlan, draft_dir: Path) -> int:
     """Return the bytes of a draft model's or head's weights, computed from its file headers in the target's dtype unless
     stored in 8 bits.
 
-    If the draft is part of the target's own checkpoint, only its heads of multi-token prediction count.
+    If the draft is part of the target's own checkpoint, only its heads of multi-token prediction count. Of experts, the
+    part of this rank counts.
     """
     own = draft_dir.resolve() == plan.files.origin.parent.resolve()
     files = plan.files if own else open_checkpoint(draft_dir)
@@ -213,7 +214,8 @@ def header_bytes(plan: DecoderPlan, draft_dir: Path) -> int:
     for key in files.tensors:
         if is_mtp_tensor(key) or not own:
             stored = files.dtype(key) or torch.int8
-            found += math.prod(files.shape(key)) * (1 if stored.itemsize == 1 else plan.dtype.itemsize)
+            ranks = plan.ranks.shards.mlp.size if ".experts." in key else 1
+            found += math.prod(files.shape(key)) * (1 if stored.itemsize == 1 else plan.dtype.itemsize) // ranks
     return found
 
 
