@@ -78,7 +78,7 @@ TYPES = {
     **dict.fromkeys(INTS, INT),
     "eps": "fp32",
     "scale": "fp32",
-    **dict.fromkeys(("mixed", "gates", "gate", "inputs", "w", "u"), HALF),
+    **dict.fromkeys(("mixed", "gates", "gate", "inputs", "w", "u", "chunk_state"), HALF),
     **dict.fromkeys(("a_log", "dt_bias", "totals"), WIDE),
     "commit": LONG,
     "tree_mask": "*u8",
