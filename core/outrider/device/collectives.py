@@ -281,6 +281,11 @@ class Group(ABC):
         return self._call("all_reduce", stream, tensor, reads=(tensor, *reads), writes=(tensor, *writes), reduction=reduction)
 
     @property
+    def call_count(self) -> int:
+        """Return how many calls this rank has made that all ranks of the group make."""
+        return self._sequence
+
+    @property
     def progress(self) -> str:
         """Return the progress of this rank, for errors: its index in the group, last decision and last call."""
         decision = "no decision" if self.last_decision is None else "{} = {!r}".format(*self.last_decision)
