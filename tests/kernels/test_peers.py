@@ -2,12 +2,18 @@
 
 import os
 import tempfile
+import threading
+import time
+import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed import HashStore
 
 from outrider.device import ConfigError
 from outrider_conformance.ranks.processes import TaskProcesses
+from outrider_cpu.backend import CpuBackend
 from outrider_cuda import plugin
 
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
@@ -78,3 +84,29 @@ def test_memory_of_the_peers_and_what_was_measured_are_used_unless_one_turns_the
     monkeypatch.setattr("outrider_cuda.backend.CudaBackend", lambda ordinal, **switches: made.append((ordinal, switches)))
     plugin.create_backend(1, options)
     assert made == [(1, given)]
+
+
+class SharedMemory:
+    """Memory of the peers, which torch frees once the device is idle."""
+
+
+def test_shared_memory_is_freed_only_once_the_device_is_idle(monkeypatch):
+    from outrider_cuda.collectives import CudaGroup
+
+    backend, idle = CpuBackend(), threading.Event()
+    group = CudaGroup(backend, "alone", (0,), 0, HashStore(), 1.0)
+    backend._declarations["capabilities"] = replace(backend.capabilities, asynchronous=True)
+    group._native = SimpleNamespace(shutdown=lambda: None)
+    group._kept.append(SharedMemory())
+    memory = weakref.ref(group._kept[0])
+    monkeypatch.setattr("torch.cuda.synchronize", lambda device: idle.wait(20))
+    monkeypatch.setattr("outrider.device.torch_collectives._SHUTDOWN_TIMEOUT_S", 0.05)
+    with pytest.warns(RuntimeWarning, match="'alone': the library .* hasn't ended its side on rank 0 within 0.05 s"):
+        group.close()  # returns, though a kernel on the device waits for a lost rank
+    del group
+    assert memory() is not None
+    idle.set()
+    until = time.monotonic() + 10
+    while memory() is not None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert memory() is None

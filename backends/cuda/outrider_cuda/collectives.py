@@ -204,7 +204,6 @@ class CudaGroup(TorchGroup):
 
     def _close(self) -> None:
         self._exchange = self._one_shot = None
-        self._kept.clear()
         registered, self._registered = self._registered, None
         if registered is not None:
             from torch._C._distributed_c10d import _unregister_process_group
@@ -213,6 +212,18 @@ class CudaGroup(TorchGroup):
             unregister(self._symmetric)
         del registered
         super()._close()
+
+    def _end_native(self, how: str) -> None:
+        """End NCCL and free the shared memory.
+
+        torch frees the memory once the device is idle, and blocks all Python threads until then. A kernel that waits for a
+        lost rank never ends, so this thread waits first.
+        """
+        try:
+            super()._end_native(how)
+        finally:
+            torch.cuda.synchronize(self.backend.device)
+            self._kept.clear()
 
 
 def _boot_id() -> str:
