@@ -171,7 +171,8 @@ class _CallLog(Observer):
     def collective(
         self, group: Group, call: Collective, stream: Stream, reads: tuple[Tensor, ...], writes: tuple[Tensor, ...]
     ) -> None:
-        """Record a call with the numbers of operands that it reads and writes."""
+        """Record a call with the numbers of operands that it reads and writes, without memory that other ranks write."""
+        writes = tuple(each for each in writes if not any(each is buffer for buffer in group.peer_written))
         peers = (call.reduction, call.root, call.peer)
         self.calls.append((group.name, call.kind, call.sequence, call.count, peers, stream.name, len(reads), len(writes)))
 
