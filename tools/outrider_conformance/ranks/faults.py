@@ -219,12 +219,15 @@ def calls_are_reported(rank: RankHandle) -> None:
 
 
 def fused_norm(rank: RankHandle, dtype: str, shapes: list[list[int]]) -> list[float]:
-    """Compare the fused all-reduce and norm with the reference, three calls per shape; return the rank's own results."""
+    """Compare the fused all-reduce and norm with the reference, with all and with each of the implementations. Return the
+    rank's own results.
+    """
     kind = getattr(torch, dtype)
     backend, kernels, reference = rank.backend, rank.backend.kernels_in_use, KernelSet()
     found: list[float] = []
     with closing(rank.group()) as group, closing(rank.group("plain")) as plain:
         plain.restrict_implementations()
+        turns = (group.implementations, *((each,) for each in group.implementations), group.implementations)
         stream = rank.stream()
         for rows, width in shapes:
             dice = torch.Generator().manual_seed(rows + width)
@@ -232,7 +235,8 @@ def fused_norm(rank: RankHandle, dtype: str, shapes: list[list[int]]) -> list[fl
             start = torch.randn(rows, width, generator=dice).to(kind)
             weight = copy_to_device(rank, stream, torch.rand(width, generator=dice).add_(0.5).to(kind))
             residual, wanted = copy_to_device(rank, stream, start), copy_to_device(rank, stream, start)
-            for turn in range(3):
+            for turn, ways in enumerate(turns):
+                group.restrict_implementations(*ways)
                 x, y = (copy_to_device(rank, stream, parts[rank.index]) for _ in range(2))
                 if turn % 2 == rank.index:
                     rank.lab.slow(stream)
@@ -242,14 +246,14 @@ def fused_norm(rank: RankHandle, dtype: str, shapes: list[list[int]]) -> list[fl
                 with backend.on(stream):
                     expected = reference.add_rms_norm(y, wanted, weight, 1e-6)
                 stream.synchronize()
-                where = f"{dtype} [{rows}, {width}], call {turn}"
+                where = f"{dtype} [{rows}, {width}], call {turn}, one of {ways}"
                 _near(residual, wanted, kind, f"the residual of {where}")
                 _near(normed, expected, kind, f"the norm of {where}")
                 with backend.on(stream):
                     wanted.copy_(residual)
             found += normed.cpu().double().flatten().tolist()
         expect(group.last_call is not None and group.last_call.kind, "all_reduce", "what the group counted")
-        expect(group.last_call.sequence if group.last_call else 0, 3 * len(shapes), "how many calls the group counted")
+        expect(group.call_count, len(turns) * len(shapes), "how many calls the group counted")
     return found
 
 
