@@ -305,6 +305,7 @@ class Group(ABC):
     def close(self) -> None:
         """Release the connections and buffers of the group. Allowed twice; no call of the group may be in flight.
 
+        The exception is a call whose peer has left, which never ends: then the method gives up what it can within seconds.
         Graphs that hold calls of the group are released too: a later replay raises :class:`InterfaceError`.
         """
         if not self.closed:

@@ -28,6 +28,8 @@ from outrider_conformance.lab import expect
 from outrider_conformance.ranks.programs import copy_to_device
 from outrider_conformance.ranks.runner import RankHandle
 
+_MAX_CLOSE_S = 10.0
+"""Seconds after which a group that lost a peer must be closed."""
 _MAX_OVERRUN_S = 20.0
 
 
@@ -137,9 +139,11 @@ def peer_dies(rank: RankHandle, how: str) -> None:
     else:
         assert rank.asynchronous, "the call came back without its peer, and nothing was raised"
         assert not done, "the stream went past a call that its peer never made"
+        rank.lost_calls.append(str(group.last_call))
     assert time.monotonic() - began < 2 * rank.timeout_s + _MAX_OVERRUN_S, "the limit was far exceeded"
-    if not rank.asynchronous or rank.backend.control is not None:
-        group.close()
+    began = time.monotonic()
+    group.close()
+    assert time.monotonic() - began < _MAX_CLOSE_S, "close() waited for a call that never ends"
 
 
 def _waited(group: Group, x: Tensor, stream: Stream) -> None:
