@@ -30,8 +30,8 @@ LOSSES = (
     *(("kill", "start"), ("stop", "start")),
 )
 """How a rank is lost, and in which phase."""
-START_S = 4.0
-"""Of a rank's start, the part in which it may be lost, in seconds. On GPUs, where the start takes longer, it is all of it."""
+START_S, DECODE_S = 4.0, 1.0
+"""Seconds from the beginning of a phase within which a rank is lost."""
 
 
 def limit_s() -> float:
@@ -97,26 +97,25 @@ def started_ranks(process: subprocess.Popen[str], count: int) -> list[int]:
     return children(process.pid)
 
 
-def lose(how: str, phase: str, victim: int, draw: random.Random, backend: str) -> Loss:
+def lose(how: str, phase: str, victim: int, wait_s: float, backend: str) -> Loss:
     """Lose one rank of a command, and check how the command ends."""
     command = [sys.executable, "-m", "outrider.cli.main", "generate", "--prompt", "def f(n):", "--max-tokens", "1500"]
     command += ["--backend", backend, "--tensor-parallel", "2", "--max-context", "1600", "--dtype", "float32"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        return lose_rank_of(process, how, phase, victim, draw)
+        return lose_rank_of(process, how, phase, victim, wait_s)
     finally:
         process.kill()  # the ranks end with it
         process.communicate()
 
 
-def lose_rank_of(process: subprocess.Popen[str], how: str, phase: str, victim: int, draw: random.Random) -> Loss:
+def lose_rank_of(process: subprocess.Popen[str], how: str, phase: str, victim: int, wait_s: float) -> Loss:
     """Lose one rank of a running command, and check how the command ends."""
     assert process.stdout is not None
     if phase == "decode":
         began = process.stdout.read(SAID)  # tokens came: all ranks work
         assert len(began) == SAID, process.communicate()[1]
     ranks = started_ranks(process, 2)
-    wait_s = draw.random() * (START_S if phase == "start" else 1.0)
     time.sleep(wait_s)
     ports = listening([process.pid, *ranks])
     started = time.monotonic()
@@ -144,11 +143,11 @@ def lose_rank_of(process: subprocess.Popen[str], how: str, phase: str, victim: i
     return Loss(how, phase, victim, wait_s, seconds, limit_s(), errors[0])
 
 
-def lose_one(number: int, seed: int = 0, backend: str = "cpu") -> Loss:
+def lose_one(number: int, seed: int = 0, backend: str = "cpu", decode_s: float = DECODE_S) -> Loss:
     """Make the loss with this number: each kind in turn, of a random rank, at a random moment."""
     draw = random.Random(f"{seed} {number}")
     how, phase = LOSSES[number % len(LOSSES)]
-    return lose(how, phase, draw.randrange(2), draw, backend)
+    return lose(how, phase, draw.randrange(2), draw.random() * (START_S if phase == "start" else decode_s), backend)
 
 
 def main() -> int:
@@ -157,13 +156,14 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", default="cpu")
+    parser.add_argument("--decode-s", type=float, default=DECODE_S, help="less than the command decodes for")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     losses: list[Loss] = []
     wrong: list[str] = []
     for number in range(given.times):
         try:
-            loss = lose_one(number, given.seed, given.backend)
+            loss = lose_one(number, given.seed, given.backend, given.decode_s)
         except (AssertionError, subprocess.TimeoutExpired) as error:
             wrong.append(f"{number}: {error}")
             print(f"{number}: WRONG: {error}", flush=True)
