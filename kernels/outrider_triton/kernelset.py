@@ -369,13 +369,15 @@ class TritonKernels(KernelSet):
         config = self.attention.config(q, k_cache, metadata)
         return _TRITON.paged_attention.triton(*self.attention.operands(call, config))  # type: ignore[no-any-return]
 
-    def route(self, logits: Tensor, count: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
+    def route(
+        self, logits: Tensor, count: int, *, renormalize: bool, held: tuple[int, int] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return weights and numbers of the ``count`` experts of each token, with one program per token. There are at most
         1024 experts.
         """
         if not has_kernel(logits) or logits.shape[1] > _MAX_EXPERTS or logits.stride(1) != 1:
-            return super().route(logits, count, renormalize=renormalize)
-        weights, chosen = _TRITON.route.triton(logits, count, renormalize, self.pdl)
+            return super().route(logits, count, renormalize=renormalize, held=held)
+        weights, chosen = _TRITON.route.triton(logits, count, renormalize, *(held or (0, logits.shape[1])), self.pdl)
         return weights, chosen
 
     def experts(self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

@@ -274,7 +274,11 @@ KERNELS = [
     *((peers.all_reduce_rms_norm, PEER_WORDS, {**PEERS, "BLOCK": 2048, "KIND": kind}) for kind in range(3)),
     (peers.all_reduce_rms_norm, PEER_WORDS, {**PEERS, **TWO_SHOTS, "BLOCK": 2048, "KIND": 1}),
     (token_choice.accept_sampling, {"rows": "i32"}, {**SHARED, "LANE": 1, "NUM_DRAFT_TOKENS": 3}),
-    (experts.route, {"weights": WIDE, "chosen": LONG}, {"RENORMALIZE": True, "COUNT": 8, "BLOCK": 128}),
+    (
+        experts.route,
+        {"weights": WIDE, "chosen": LONG, "first": "i32", "last": "i32"},
+        {"RENORMALIZE": True, "COUNT": 8, "BLOCK": 128},
+    ),
     (
         experts.lay_out_pairs,
         {"chosen": LONG, "order": LONG, "expert_of": LONG},
@@ -284,7 +288,7 @@ KERNELS = [
     (experts.expert_gates, CHOSEN, {**MANY}),
     (experts.expert_outputs, CHOSEN, {**FEW, "PAIRS": 0}),
     (experts.expert_outputs, CHOSEN, {**MANY}),
-    (experts.add_experts, {"parts": HALF}, {"BLOCK": 1024}),
+    (experts.add_experts, {"parts": HALF, "chosen": LONG}, {"BLOCK": 1024}),
     (recurrent.short_convolution, {}, {"KERNEL": 4, "BLOCK_T": 16, "BLOCK_C": 256}),
     (recurrent.short_convolution, {}, {"KERNEL": 4, "BLOCK_T": 16, "BLOCK_C": 256, "commit": None}),
     (recurrent.delta_rule, {"state": WIDE}, {**OF_RULE, "BLOCK_E": 16}),

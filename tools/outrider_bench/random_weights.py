@@ -130,7 +130,7 @@ def random_mtp(
     with loading_stream(backend, target.dtype):
         targets = chained_mtp_targets(whole, (), shards)
         weights = _random_weights(targets, target.dtype, backend.device, seed=3, shards=shards, quantization=quantization)
-        return MtpHead(config, mtp_weights(weights, HEAD_NAME, whole.experts), target, ahead=1, embedding_first=True)
+        return MtpHead(config, mtp_weights(weights, HEAD_NAME, config.experts), target, ahead=1, embedding_first=True)
 
 
 def random_dflash(

@@ -89,7 +89,9 @@ def layer_part(weights: LayerWeights, config: ModelConfig, shards: Shards) -> La
         gates, down = gate_up(plain(weights.gate_up)), plain(weights.down)[:, inner[0] : inner[1]].contiguous()
         assert gates is not None
     else:
-        gates, down = _experts_part(plain(weights.gate_up), plain(weights.down), shards)
+        gates, down = plain(weights.gate_up), plain(weights.down)
+        held = shards.held_experts(gates.shape[0])
+        gates, down = _experts_part(gates, down, shards) if held is None else (gates[slice(*held)], down[slice(*held)])
     if weights.shared_gate_up is not None and weights.shared_down is not None:
         stacked = _experts_part(plain(weights.shared_gate_up)[None], plain(weights.shared_down)[None], shards)
         weights = replace(weights, shared_gate_up=stacked[0][0], shared_down=stacked[1][0])

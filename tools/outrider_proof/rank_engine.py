@@ -87,6 +87,8 @@ class RankSetup:
     proposer: str
     mode: str
     like: str
+    expert: bool = False
+    """True if the ranks divide the experts of a mixture; False for a dense model, or if they share each expert."""
 
     @property
     def ranks(self) -> int:
@@ -106,7 +108,8 @@ class RankSetup:
         return VISION if self.images else self.proposer
 
     def __str__(self) -> str:
-        return f"tensor {self.tensor}, data {self.data}, {self.proposer}, {self.mode}, like {self.like}"
+        divided = ", experts divided" if self.expert else ""
+        return f"tensor {self.tensor}, data {self.data}{divided}, {self.proposer}, {self.mode}, like {self.like}"
 
 
 def layouts(ranks: int) -> list[tuple[int, int]]:
@@ -116,6 +119,7 @@ def layouts(ranks: int) -> list[tuple[int, int]]:
 
 def random_rank_setup(seed: int, wanted: RanksWanted) -> RankSetup:
     """Return the random setup of program ``seed``."""
+    from outrider_proof.engine_setups import MIXTURE
     from outrider_proof.proposers import MAKERS
 
     rng = random.Random(f"ranks {seed}")
@@ -124,7 +128,11 @@ def random_rank_setup(seed: int, wanted: RanksWanted) -> RankSetup:
     proposer = rng.choice(("eagle", "mtp", *IMAGE_PROPOSERS, *sorted(MAKERS)))
     if like == "npu" and (mode == "fused" or chosen[1] > 1):
         like = "cuda"  # it rebinds parameters instead of fusing, and plans on the host, which an idle rank can't
-    return RankSetup(tensor=chosen[0], data=chosen[1], proposer=proposer, mode=mode, like=like)
+    mixture = random.Random(f"experts {seed}").choice(("none", "shared", "divided"))
+    if mixture != "none" and proposer in MAKERS:
+        proposer += MIXTURE
+    divided = proposer.endswith(MIXTURE) and mixture == "divided" and chosen != (1, 1)
+    return RankSetup(tensor=chosen[0], data=chosen[1], proposer=proposer, mode=mode, like=like, expert=divided)
 
 
 class OneServing(Serving):
@@ -218,7 +226,8 @@ class RankExplorer:
         lost: list[str] = []
 
         def body(rank: int) -> None:
-            ranks = Ranks(backends[rank], ParallelConfig(tensor=setup.tensor, data=setup.data), rank=rank, store=store)
+            parallel = ParallelConfig(tensor=setup.tensor, data=setup.data, expert=setup.expert)
+            ranks = Ranks(backends[rank], parallel, rank=rank, store=store)
             last = rank == setup.ranks - 1
             if last and inject in ("tie", "ulp", "slow"):
                 control_of(backends[rank]).diverge(inject)

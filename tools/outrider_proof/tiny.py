@@ -116,7 +116,7 @@ def decoder(
     return Decoder(config(layers, **overrides), weights, kernels or BACKEND.kernels)
 
 
-EXPERTS = ExpertsConfig(count=5, per_token=2, intermediate_size=16, renormalize=True, shared_size=12, dense_layers=(1,))
+EXPERTS = ExpertsConfig(count=8, per_token=2, intermediate_size=16, renormalize=True, shared_size=12, dense_layers=(1,))
 
 
 def _experts_layer(generator: torch.Generator, dense: LayerWeights, noise: float) -> LayerWeights:

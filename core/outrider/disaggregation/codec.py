@@ -80,8 +80,10 @@ def _decode(body: Any, kind: Any, blobs: Sequence[bytes] = ()) -> Any:
 def engine_fit(engine: Engine) -> dict[str, Any]:
     """Return the properties, as text by name, that must be equal for one engine to continue the other's requests."""
     config, proposer, ranks = engine.model.config, engine.proposer, engine.model.ranks
-    # With tensor parallelism, the config has the size of this rank's part of an MLP.
-    config = replace(config, intermediate_size=config.intermediate_size * ranks.shards.mlp.size)
+    # On several ranks, the config has the sizes of this rank's part of an MLP and of the experts.
+    size, experts = ranks.shards.mlp.size, config.experts
+    whole = None if experts is None else experts.whole(size)
+    config = replace(config, intermediate_size=config.intermediate_size * size, experts=whole)
     shapes = [[list(cache.shape[1:]), str(cache.dtype)] for cache in proposer.caches]
     relay = {spec.name: [list(spec.shape), str(spec.dtype)] for spec in proposer.relay}
     of_model = {f"model.{each.name}": repr(getattr(config, each.name)) for each in fields(config)}

@@ -32,7 +32,7 @@ from outrider.cli.options.option_values import (
     text,
     whole,
 )
-from outrider.cli.options.rank_processes import DataParallelOption, TensorParallelOption
+from outrider.cli.options.rank_processes import DataParallelOption, ExpertParallelOption, TensorParallelOption
 from outrider.cli.options.request_options import ChatTemplateOption, read_template
 from outrider.cli.terminal.environment import api_keys_from_environment, spans_from_environment
 from outrider.cli.terminal.files import check_listening, read_utf8
@@ -60,6 +60,7 @@ _REFUSED_BY_ROLE = {
         *_HTTP_OPTIONS,
         *_DECODE_SERVER_OPTIONS,
         "data_parallel",
+        "expert_parallel",
         "prefill_server",
         "through_transformers",
         "trust_remote_code",
@@ -67,7 +68,7 @@ _REFUSED_BY_ROLE = {
     "decode": (*_HTTP_OPTIONS, *_DECODE_SERVER_OPTIONS, "through_transformers", "trust_remote_code"),
 }
 """Parameters of :func:`serve` that have no effect with a role. Passing such an option is an error."""
-_NO_LOCAL_ENGINE_OPTIONS = {"kv_events", "tensor_parallel", "data_parallel"}
+_NO_LOCAL_ENGINE_OPTIONS = {"kv_events", "tensor_parallel", "data_parallel", "expert_parallel"}
 """Further parameters that have no effect without an engine in a process of this server."""
 
 
@@ -230,6 +231,7 @@ class RoleOptions:
     ] = "torch"
     tensor_parallel: TensorParallelOption = 1
     data_parallel: DataParallelOption = 1
+    expert_parallel: ExpertParallelOption = False
 
 
 @with_options
@@ -269,6 +271,7 @@ def serve(context: typer.Context, *, options: ServerOptions, http: HttpOptions, 
         secret=secret,
         drain_s=http.drain_seconds,
         data_parallel=roles.data_parallel,
+        expert_parallel=roles.expert_parallel,
         describe=describe_engine,
         options=options,
     )
@@ -332,7 +335,9 @@ def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: Server
         servers = [PeerAddress.parse(each) for each in roles.decode_server]
         engine: EngineClient = DecodeServers(servers, secret=decode_secret)
     else:
-        engine = create_engine_client(make, tensor=roles.tensor_parallel, data=roles.data_parallel)
+        engine = create_engine_client(
+            make, tensor=roles.tensor_parallel, data=roles.data_parallel, expert=roles.expert_parallel
+        )
     run_loop(serve_until_ended(engine, make_prompter, config, address, started=report_started, spans=spans))
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from outrider.cli.options.engine_options import ServerOptions
 from outrider.cli.options.option_values import checking_options
-from outrider.cli.options.rank_processes import Joined, RankPlacement
+from outrider.cli.options.rank_processes import Joined, RankPlacement, check_expert_parallel
 from outrider.cli.terminal.files import check_listening, read_bounded
 from outrider.cli.terminal.report import CommandReport
 from outrider.cli.terminal.stopping import SignalStop
@@ -60,6 +60,7 @@ def serve_decode(
     secret: bytes,
     drain_s: float,
     data_parallel: int,
+    expert_parallel: bool,
     describe: Callable[[Engine], dict[str, Any]],
     options: ServerOptions,
 ) -> CommandReport:
@@ -74,7 +75,7 @@ def serve_decode(
     peers = [PeerAddress.parse(each) for each in prefill_servers]
     load_engine = _engine_loader(options)
     transport_plugin = get_transport(transport)
-    with DecodeRanks(load_engine, transport, data_parallel) as ranks:
+    with DecodeRanks(load_engine, transport, data_parallel, expert=expert_parallel) as ranks:
         server = DecodeServer(
             ranks.load_first_rank(),
             transport_plugin,
@@ -91,11 +92,13 @@ class DecodeRanks:
     """The data-parallel ranks of a decode server, as a scope: rank 0 is this process, the other ranks are its children.
 
     ``load_engine`` loads the engine of one rank. It is pickled for each child, and gets the ranks as ``joined``.
-    ``transport``: the plugin with which each rank opens its links. If one rank ends, all ranks end.
+    ``transport``: the plugin with which each rank opens its links. ``expert``: the ranks divide a mixture's experts. If one
+    rank ends, all ranks end.
     """
 
-    def __init__(self, load_engine: Callable[..., Engine], transport: str, data: int) -> None:
-        self._load_engine, self._transport, self._data = load_engine, transport, data
+    def __init__(self, load_engine: Callable[..., Engine], transport: str, data: int, *, expert: bool = False) -> None:
+        check_expert_parallel(expert, 1, data)
+        self._load_engine, self._transport, self._data, self._expert = load_engine, transport, data, expert
         self._stack = ExitStack()
         self._store: Any = None
 
@@ -111,12 +114,14 @@ class DecodeRanks:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
         for rank in range(1, self._data):
-            given = (self._load_engine, self._transport, _rank_placement(rank, self._data, self._store.port))
+            given = (self._load_engine, self._transport, _rank_placement(rank, self._data, self._store.port), self._expert)
             process = context.Process(target=follow_first_rank, args=given, name=f"outrider-rank-{rank}", daemon=True)
             with interruptions_blocked_in_children():
                 process.start()
             self._stack.callback(_end_child, process)
-        joined = self._stack.enter_context(Joined(1, self._data, _rank_placement(0, self._data, self._store.port)))
+        joined = self._stack.enter_context(
+            Joined(1, self._data, _rank_placement(0, self._data, self._store.port), expert=self._expert)
+        )
         engine = self._load_engine(joined=joined)
         self._stack.callback(engine.close)
         return engine
@@ -126,14 +131,16 @@ class DecodeRanks:
         self._store = None
 
 
-def follow_first_rank(load_engine: Callable[..., Engine], transport: str, placement: RankPlacement) -> None:
+def follow_first_rank(
+    load_engine: Callable[..., Engine], transport: str, placement: RankPlacement, expert: bool = False
+) -> None:
     """Run a child rank: repeat the decisions of rank 0 until rank 0 ends. This is the main function of the process."""
     from outrider.disaggregation.page_landing import FollowerLinks
     from outrider.registry.transports import get_transport
 
     ignore_interruptions()
     end_with_parent()
-    with Joined(1, placement.world, placement) as joined:
+    with Joined(1, placement.world, placement, expert=expert) as joined:
         engine = load_engine(joined=joined)
         pages = FollowerLinks(engine, get_transport(transport), rank=placement.rank)
         try:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.device import Backend, ConfigError
+from outrider.device import Backend, ConfigError, KernelSet
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, Proposer, RelaySpec
 from outrider.speculative.tree import Tree
 
@@ -48,7 +48,7 @@ class NgramProposer(Proposer):
         self._branches = branches
         self._longest = longest
         self._shortest = shortest
-        self._page_size = 0
+        self._page_size, self._kernels = 0, KernelSet()
         self._history = torch.empty(0, dtype=torch.int64)
         self._parents = torch.empty(0, dtype=torch.int64)
 
@@ -79,7 +79,7 @@ class NgramProposer(Proposer):
 
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
         """Allocate the history with one token per cache slot, and the constant parents of the tree."""
-        self._page_size = page_size
+        self._page_size, self._kernels = page_size, backend.kernels_in_use
         self._history = torch.zeros(pages * page_size, dtype=torch.int64, device=backend.device)
         node = torch.arange(1, self.nodes + 1, device=backend.device)
         self._parents = torch.where((node - 1) % self._draft_tokens == 0, 0, node - 1)
@@ -87,8 +87,11 @@ class NgramProposer(Proposer):
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
         """Write the accepted tokens to the history and return an empty relay. Padding after the last valid token is
         overwritten before it is read.
+
+        The rows of no request are all at page 0. Nothing is written for them: several would write one slot.
         """
-        self._history[inputs.slots] = inputs.tokens
+        slots = torch.where(inputs.slots < self._page_size, 0, inputs.slots)
+        self._kernels.scatter_rows(self._history, slots, inputs.tokens)
         return {}
 
     def draft(self, inputs: DraftInputs) -> Draft:

@@ -14,7 +14,13 @@ from rich.table import Table
 
 from outrider.cli.options.engine_options import with_options
 from outrider.cli.options.option_values import JsonOption, UsageError, option
-from outrider.cli.options.rank_processes import DataParallelOption, Joined, TensorParallelOption, run_on_ranks
+from outrider.cli.options.rank_processes import (
+    DataParallelOption,
+    ExpertParallelOption,
+    Joined,
+    TensorParallelOption,
+    run_on_ranks,
+)
 from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import CapabilityError, ConfigError
 from outrider_bench.decoding import profile_batch, run_batch, too_few_tokens
@@ -61,6 +67,7 @@ def decode(
     options: MeasuredEngineOptions,
     tensor_parallel: TensorParallelOption = 1,
     data_parallel: DataParallelOption = 1,
+    expert_parallel: ExpertParallelOption = False,
     plot: PlotOption = None,
     by_kernel: Annotated[bool, option("--by-kernel", help="Show the device's time of each kernel.")] = False,
     json_output: JsonOption = False,
@@ -80,12 +87,12 @@ def decode(
             f"--max-requests is {options.max_requests}, and --batch {max(sizes)} requests decode together; raise it"
         )
     require_torch()
-    spread_out = run_on_ranks(context.obj, tensor_parallel, data_parallel, json_output=json_output)
+    spread_out = run_on_ranks(context.obj, tensor_parallel, data_parallel, expert=expert_parallel, json_output=json_output)
     if spread_out is not None:
         return spread_out
     from outrider_bench.limits import measure_bandwidth, measure_collectives
 
-    joined = Joined(tensor_parallel, data_parallel)
+    joined = Joined(tensor_parallel, data_parallel, expert=expert_parallel)
     engine, described = options.build_engine(
         requests=max(sizes),
         requests_origin="--batch",

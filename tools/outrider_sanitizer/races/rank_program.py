@@ -68,7 +68,7 @@ class RankRace:
 
     name: str
     category: str
-    """Class of the divergence, A to F, as docs/ranks-proof.md defines them."""
+    """Class of the divergence, A to G, as docs/ranks-proof.md defines them."""
     about: str
     body: RankBody
     kinds: frozenset[FindingKind]

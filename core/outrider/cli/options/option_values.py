@@ -37,7 +37,7 @@ _HEADINGS: Mapping[str, str] = MappingProxyType(
         "--kv-events --drain-seconds",
         "Prefill and decode in separate processes": "--role --prefill-server --decode-server --decode-secret-file "
         "--transport",
-        "Several devices": "--tensor-parallel --data-parallel",
+        "Several devices": "--tensor-parallel --data-parallel --expert-parallel",
         GENERAL: "--json --verbose",
     }
 )

@@ -1,4 +1,5 @@
-"""``--tensor-parallel`` and ``--data-parallel``: ranks as child processes of a command, or as processes of torchrun.
+"""``--tensor-parallel``, ``--data-parallel`` and ``--expert-parallel``: ranks as child processes of a command, or as
+processes of torchrun.
 
 A command on several ranks starts itself once per rank, with the environment variables of torchrun, and waits. Rank 0 reads
 the input and prints the report. The follower ranks repeat its decisions and print nothing.
@@ -50,6 +51,13 @@ DataParallelOption = Annotated[
         "--data-parallel",
         value=whole(1),
         help="Run this many groups of devices, each with requests of its own; all groups share each layer's MLP.",
+    ),
+]
+ExpertParallelOption = Annotated[
+    bool,
+    option(
+        "--expert-parallel",
+        help="Divide a mixture's experts among all ranks. Default: each rank has a slice of every expert.",
     ),
 ]
 
@@ -129,12 +137,13 @@ class RankPlacement:
 class Joined:
     """The ranks that a command runs on, as a scope. ``ranks`` is None for a single process and before :meth:`join`.
 
-    ``place``: the placement of this process, in place of the environment's.
+    ``place``: the placement of this process, in place of the environment's. ``expert``: the ranks divide experts.
     """
 
-    def __init__(self, tensor: int, data: int, place: RankPlacement | None = None) -> None:
+    def __init__(self, tensor: int, data: int, place: RankPlacement | None = None, *, expert: bool = False) -> None:
         self._tensor = tensor
         self._data = data
+        self._expert = expert
         self._watch: RankWatch | None = None
         self._key_value_store: KeyValueStore
         self.ranks: Ranks | None = None
@@ -181,7 +190,7 @@ class Joined:
         from outrider.engine.ranks.ranks import ParallelConfig, Ranks
         from outrider.engine.ranks.watch import RankWatch, end_with_pipe
 
-        parallel = ParallelConfig(tensor=self._tensor, data=self._data)
+        parallel = ParallelConfig(tensor=self._tensor, data=self._data, expert=self._expert)
         if place.world != parallel.world:
             raise ConfigError(
                 f"--tensor-parallel {self._tensor} and --data-parallel {self._data} are {parallel.world} ranks, and this "
@@ -249,18 +258,29 @@ def _of_the_ranks(error: BaseException) -> bool:
     return isinstance(error, DeviceError) or not isinstance(error, OutriderError)
 
 
-def run_on_ranks(arguments: Sequence[str] | None, tensor: int, data: int, *, json_output: bool) -> CommandReport | None:
+def check_expert_parallel(expert: bool, tensor: int, data: int) -> None:
+    """Raise :class:`ConfigError` if ``--expert-parallel`` was given for a single rank."""
+    if expert and tensor * data == 1:
+        raise ConfigError(
+            "--expert-parallel divides experts among ranks, and there is one rank; give --tensor-parallel or --data-parallel"
+        )
+
+
+def run_on_ranks(
+    arguments: Sequence[str] | None, tensor: int, data: int, *, expert: bool = False, json_output: bool
+) -> CommandReport | None:
     """Run the command on several ranks and return their report. Returns None in a rank and for a single process.
 
     Raises :class:`ConfigError` if the command was called from Python, where there is no command line to start again.
     """
+    check_expert_parallel(expert, tensor, data)
     if tensor * data == 1 or RankPlacement.from_environment() is not None:
         return None
     if arguments is None:
         raise ConfigError("this command was called from Python; start ranks with torchrun, or run the command in a shell")
     from outrider.engine.ranks.ranks import ParallelConfig
 
-    parallel = ParallelConfig(tensor=tensor, data=data)
+    parallel = ParallelConfig(tensor=tensor, data=data, expert=expert)
     with _Processes(parallel, arguments, json_output=json_output) as processes:
         return processes.wait_for_report()
 

@@ -87,6 +87,8 @@ class ExpertsBlock:
     """Number of experts that compute each token."""
     renormalize: bool
     """True if the weights of a token's experts are scaled to sum 1, as in ``KernelSet.route``."""
+    held: tuple[int, int] | None = None
+    """First and last (exclusive) expert of this rank, if ranks divide the experts; E is their number in the stacks below."""
     gate_up: Weight
     """[E, 2 I, H], or quantised [E 2 I, H]: for each expert rows of the gate, then rows of up."""
     down: Weight
@@ -278,7 +280,8 @@ def experts_stream(
     """Compute a block of experts with the primitives of ``kernels``, and the shared expert, if there is one, with ``mlp``."""
     normed = block.ranks.gather_tokens(x.norm(block.norm, block.eps))
     logits = linear(kernels, normed, block.router)
-    shares, chosen = kernels.route(logits, block.per_token, renormalize=block.renormalize)
+    held = {} if block.held is None else {"held": block.held}  # kernels of one rank may not know the option
+    shares, chosen = kernels.route(logits, block.per_token, renormalize=block.renormalize, **held)
     if isinstance(block.gate_up, QuantizedWeight) and isinstance(block.down, QuantizedWeight):
         value = kernels.experts_quantized(normed, shares, chosen, block.gate_up, block.down)
     else:

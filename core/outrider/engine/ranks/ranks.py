@@ -48,6 +48,10 @@ class ParallelConfig:
     """Tensor parallelism: the ranks of a group, which share the attention heads and the vocabulary of the same requests."""
     data: int = 1
     """Data parallelism: the number of groups. Each group has its own requests and KV cache."""
+    expert: bool = False
+    """Expert parallelism: True if all ranks divide the routed experts of a mixture, False if each rank has a slice of every
+    expert. The number of ranks divides the number of experts.
+    """
     timeout_s: float = 8.0
     """Seconds after which a rank counts another one as lost. An iteration must not take longer."""
 
@@ -56,6 +60,12 @@ class ParallelConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_RANKS:
                 raise ConfigError(f"{name} is {shown(value)}; expected a whole number of ranks, 1 to {MAX_RANKS}")
+        if not isinstance(self.expert, bool):
+            raise ConfigError(f"expert is {shown(self.expert)}; expected True or False")
+        if self.expert and self.world == 1:
+            raise ConfigError(
+                "expert is True, and there is one rank; expected several ranks, among which experts are divided"
+            )
         seconds = self.timeout_s
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
             raise ConfigError(f"timeout_s is {shown(seconds)}; expected a positive number of seconds")
@@ -75,10 +85,10 @@ class ParallelConfig:
         """Return the parts of the model's weights that ``rank`` holds."""
         _, tensor = self.group_and_index(rank)
         within = Shard(tensor, self.tensor)
-        return Shards(attention=within, mlp=Shard(rank, self.world), vocabulary=within)
+        return Shards(attention=within, mlp=Shard(rank, self.world), vocabulary=within, divides_experts=self.expert)
 
     def __str__(self) -> str:
-        return f"tensor {self.tensor}, data {self.data}"
+        return f"tensor {self.tensor}, data {self.data}{', experts divided' if self.expert else ''}"
 
 
 _START_TIMEOUT_S = 600.0

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from outrider.device import CACHE_FORMATS, Backend, KernelSet
+from outrider.device import CACHE_FORMATS, Backend, ConfigError, KernelSet
 from outrider.model.checkpoint.expert_mapping import check_count
 from outrider.model.checkpoint.files import CheckpointFiles
 from outrider.model.checkpoint.mapping import decoder_stem, decoder_targets, decoder_weights, is_mtp_tensor, vision_name
@@ -160,6 +160,8 @@ def plan_decoder(
     config = replace(_untie(config, files), max_context=max(config.max_context, positions))
     ranks = or_single_rank(ranks)
     shards = ranks.shards
+    if shards.divides_experts and config.experts is None and not drafts:
+        raise ConfigError(f"{directory} has no experts to divide among ranks; run it without expert parallelism")
     local = shards.local(config, str(directory))
     check_count(config, files.tensors, files.origin)
     targets = decoder_targets(config, files.tensors, shards)

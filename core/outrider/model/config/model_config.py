@@ -41,6 +41,8 @@ class ExpertsConfig:
     """Intermediate size of the shared expert, which processes every token. 0 if there is none."""
     dense_layers: tuple[int, ...] = ()
     """Indices of the layers that have a dense MLP of the model's intermediate size."""
+    parts: int = 1
+    """Number of ranks that divide the routed experts; each holds ``count / parts`` of them."""
 
     def __post_init__(self) -> None:
         if min(self.count, self.per_token, self.intermediate_size) < 1 or self.shared_size < 0:
@@ -50,19 +52,36 @@ class ExpertsConfig:
                 f"model config: a token goes to {self.per_token} experts, expected at most the {self.count} there are"
             )
 
-    def shard(self, ranks: int) -> ExpertsConfig:
-        """Return the config of one of ``ranks`` tensor-parallel ranks, which holds a slice of every expert's intermediate
-        size.
+    @property
+    def held(self) -> int:
+        """Number of routed experts that one rank holds."""
+        return self.count // self.parts
 
-        Raises :class:`ConfigError` if ``ranks`` does not divide an intermediate size.
+    def shard(self, ranks: int, *, divided: bool = False) -> ExpertsConfig:
+        """Return the config of one of ``ranks`` ranks, which holds a slice of every expert's intermediate size.
+
+        ``divided``: the rank holds some of the routed experts instead, and a slice of the shared expert. Raises
+        :class:`ConfigError` if ``ranks`` does not divide an intermediate size or the number of experts.
         """
-        for size in (self.intermediate_size, self.shared_size):
+        if divided and self.count % ranks:
+            raise ConfigError(
+                f"{self.count} experts can't be divided among {ranks} ranks; expected a number that divides them, or "
+                "no expert parallelism"
+            )
+        for size in (self.shared_size,) if divided else (self.intermediate_size, self.shared_size):
             if size % ranks:
                 raise ConfigError(
                     f"experts of an inner size of {size} can't be shared out among {ranks} ranks; expected a number that "
                     "divides it"
                 )
+        if divided:
+            return replace(self, parts=ranks, shared_size=self.shared_size // ranks)
         return replace(self, intermediate_size=self.intermediate_size // ranks, shared_size=self.shared_size // ranks)
+
+    def whole(self, ranks: int) -> ExpertsConfig:
+        """Return the config that :meth:`shard` divided among ``ranks`` ranks."""
+        inner = self.intermediate_size * (ranks if self.parts == 1 else 1)
+        return replace(self, parts=1, intermediate_size=inner, shared_size=self.shared_size * ranks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -232,7 +232,7 @@ def load_chained_mtp(
         progress=progress,
         quantized=quantized,
     ) as weights:
-        record = mtp_weights(weights, HEAD_NAME, config.experts)
+        record = mtp_weights(weights, HEAD_NAME, local.experts)
         return MtpHead(local, record, target, ahead=1, embedding_first=True)
 
 

@@ -25,6 +25,7 @@ from outrider.device import (
 )
 from outrider.device.kernels.weights import label
 from outrider.model.config.model_config import ModelConfig, RecurrentConfig
+from outrider.model.layers.ranks import ModelRanks
 
 
 def attention_scale(config: ModelConfig) -> float:
@@ -155,10 +156,8 @@ def mlp_block(config: ModelConfig, weights: LayerWeights, ranks: RankBoundary) -
     )
 
 
-def experts_block(
-    config: ModelConfig, weights: LayerWeights, router: Weight, ranks: RankBoundary, index: int
-) -> ExpertsBlock:
-    """Return the block of experts of layer ``index``. Each rank holds a slice of every expert's intermediate size.
+def experts_block(config: ModelConfig, weights: LayerWeights, router: Weight, ranks: ModelRanks, index: int) -> ExpertsBlock:
+    """Return the block of experts of layer ``index``. Each rank holds a slice of every expert, or some of the experts.
 
     Raises :class:`ConfigError` for a config without experts, and for experts that are stored in different formats.
     """
@@ -181,6 +180,7 @@ def experts_block(
         router=router,
         per_token=experts.per_token,
         renormalize=experts.renormalize,
+        held=ranks.shards.held_experts(experts.count),
         gate_up=gate_up,
         down=down,
         shared=shared,

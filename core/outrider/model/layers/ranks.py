@@ -58,6 +58,12 @@ class Shards:
     attention: Shard = field(default_factory=Shard)
     mlp: Shard = field(default_factory=Shard)
     vocabulary: Shard = field(default_factory=Shard)
+    divides_experts: bool = False
+    """True if the ranks of ``mlp`` divide the routed experts, instead of the intermediate size of each."""
+
+    def held_experts(self, count: int) -> tuple[int, int] | None:
+        """Return the first and last (exclusive) of ``count`` experts of this rank. None if it has a slice of each."""
+        return self.mlp.even(count) if self.divides_experts else None
 
     def heads(self, config: ModelConfig) -> tuple[int, int]:
         """Return the first and last (exclusive) query head of this rank."""
@@ -93,7 +99,7 @@ class Shards:
             num_heads=config.num_heads // ranks,
             num_kv_heads=last - first,
             intermediate_size=config.intermediate_size // mlp,
-            experts=None if experts is None else experts.shard(mlp),
+            experts=None if experts is None else experts.shard(mlp, divided=self.divides_experts),
             recurrent=None if config.recurrent is None else config.recurrent.shard(ranks),
         )
 

@@ -13,7 +13,7 @@ from outrider_triton.jit.dependent import begin, begin_late
 from outrider_triton.products.jit.matmul import sum_of_tiles, sums_of_gates, swiglu
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "last"])
 def route(
     logits,
     weights,
@@ -21,6 +21,8 @@ def route(
     experts,
     stride,
     count,
+    first,
+    last,
     RENORMALIZE: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -28,6 +30,8 @@ def route(
 ):
     """Store one token's expert weights and expert numbers, ``count`` of each: the largest of the softmax of its ``experts``
     logits, in descending order; ties take the first. One program per token.
+
+    Experts count from ``first``; those before it, and from ``last`` on, become -1 with weight 0.
     """
     begin(PDL)
     token = tl.program_id(0)
@@ -48,8 +52,9 @@ def route(
     if RENORMALIZE:
         shares = shares / tl.sum(shares, axis=0)
     slot_mask = place < count
-    tl.store(weights + token * count + place, shares, mask=slot_mask)
-    tl.store(chosen + token * count + place, chosen_experts, mask=slot_mask)
+    is_held = (chosen_experts >= first) & (chosen_experts < last)
+    tl.store(weights + token * count + place, tl.where(is_held, shares, 0.0), mask=slot_mask)
+    tl.store(chosen + token * count + place, tl.where(is_held, chosen_experts - first, -1), mask=slot_mask)
 
 
 @triton.jit(do_not_specialize=["pairs", "experts", "size", "blocks"])
@@ -67,8 +72,8 @@ def lay_out_pairs(
 ):
     """Store one expert's token-expert pairs in order to ``order [blocks * size]``, and its blocks to ``expert_of [blocks]``.
 
-    A block has one expert. Empty places are -1. All programs share the blocks that no expert uses and mark them as the last
-    expert's. BINS is larger than ``experts``.
+    A block has one expert. Empty places are -1; pairs without an expert have no place. All programs share the blocks that no
+    expert uses and mark them as the last expert's. BINS is larger than ``experts``.
     """
     begin(PDL)
     expert = tl.program_id(0)
@@ -76,7 +81,7 @@ def lay_out_pairs(
     counts = tl.zeros([BINS], dtype=tl.int32)
     for at in range(0, pairs, BLOCK):
         pair_expert = tl.load(chosen + at + lane, mask=at + lane < pairs, other=experts)
-        counts += tl.histogram(pair_expert.to(tl.int32), BINS)
+        counts += tl.histogram(tl.where(pair_expert < 0, experts, pair_expert).to(tl.int32), BINS)
     bins = tl.arange(0, BINS)
     block_counts = tl.where(bins < experts, (counts + size - 1) // size, 0)  # blocks of each expert
     used = tl.sum(block_counts, axis=0)
@@ -230,9 +235,9 @@ def expert_outputs(
 
 
 @triton.jit
-def add_experts(parts, out, count, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def add_experts(parts, chosen, out, count, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Sum a token's ``count`` rows of ``parts`` in order and in float32 into its row of ``out [m, n]``; one program per
-    (token, block of columns).
+    (token, block of columns). No row is read of a pair without an expert.
     """
     begin(PDL)
     token = tl.program_id(0)
@@ -240,6 +245,7 @@ def add_experts(parts, out, count, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
     inside = column < n
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for slot in range(count):
-        row = (token * count + slot).to(tl.int64) * n
-        total += tl.load(parts + row + column, mask=inside, other=0.0).to(tl.float32)
+        pair = (token * count + slot).to(tl.int64)
+        has_expert = tl.load(chosen + pair) >= 0
+        total += tl.load(parts + pair * n + column, mask=inside & has_expert, other=0.0).to(tl.float32)
     tl.store(out + token.to(tl.int64) * n + column, total.to(out.dtype.element_ty), mask=inside)
