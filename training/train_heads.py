@@ -258,8 +258,10 @@ class HeadTraining:
 
     def write_pool(self) -> Texts:
         """Return answers to training prompts, three quarters greedy and a quarter sampled at temperature 0.8."""
-        parts, rng = [], random.Random(self.args.seed)
+        parts, rng, began = [], random.Random(self.args.seed), time.monotonic()
         for number in range(self.args.pool):
+            if parts and time.monotonic() - began > 60 * self.args.pool_minutes:
+                break
             prompts = [prompt.tokens for prompt in self.talk.draw(self.args.batch, rng, held_out=False)]
             parts.append(self.answer(prompts, 0.8 if number % 4 == 3 else 0.0))
             self.note("pool", part=number)
@@ -284,9 +286,9 @@ class HeadTraining:
         return BlockDrafter(self.target, self.taps, self.mask_token(), self.args, compare)
 
     def mask_token(self) -> int:
-        """Return a special token that no text of the pool has."""
+        """Return the last added token of the tokenizer that no text of the pool has."""
         used = set(self.pool.tokens.unique().tolist())
-        return next(token for token in sorted(self.talk.tokenizer.all_special_ids, reverse=True) if token not in used)
+        return max(set(self.talk.tokenizer.get_added_vocab().values()) - used)
 
     def batch(self, rows: int) -> Texts:
         return self.pool.take(torch.randint(len(self.pool.tokens), (rows,), device=self.device))
@@ -360,7 +362,7 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add("--model", type=Path, required=True, help="GGUF file or folder of the target")
     add("--out", type=Path, required=True, help="folder for the heads and the log")
-    add("--heads", nargs="+", choices=sorted(_SHARES), default=["eagle3", "dflash"], help="heads to train")
+    add("--heads", nargs="+", choices=sorted(_SHARES), default=["dflash", "eagle3"], help="heads to train")
     add("--pieces", action="store_true", help="continue pieces of functions, for a target that wasn't trained for chat")
     add("--stdlib", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="code and texts")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -370,7 +372,8 @@ def main(argv: list[str] | None = None) -> None:
     add("--prompt", type=int, default=224, help="maximum tokens of a prompt")
     add("--length", type=int, default=448, help="tokens of a prompt with its answer")
     add("--batch", type=int, default=1024, help="prompts that are answered together")
-    add("--pool", type=int, default=12, help="number of batches in the training text")
+    add("--pool", type=int, default=12, help="maximum number of batches in the training text")
+    add("--pool-minutes", type=float, default=3.0, help="time after which no further batch is written")
     add("--measured", type=int, default=256, help="held-out prompts")
     add("--taps", type=int, nargs="+", help="the target's layers whose outputs are read; default 1, n / 2 - 1, n - 4")
     add("--vocabulary", type=int, default=16384, help="EAGLE-3: tokens of the draft vocabulary")

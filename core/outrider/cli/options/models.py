@@ -285,9 +285,10 @@ def has_mtp_heads(model: Path) -> bool:
     from outrider.model.checkpoint.files import GGUF_LIST
     from outrider.model.checkpoint.mapping import mtp_format
     from outrider.model.checkpoint.opening import open_checkpoint
+    from outrider.model.checkpoint.reading import read_json
 
     if (model / GGUF_LIST).exists():
-        return False  # a GGUF file of a supported model has no such heads, and reading its vocabulary takes seconds
+        return bool(read_json(model / "config.json").get("mtp_num_hidden_layers"))  # opening a GGUF file takes seconds
     try:
         return mtp_format(open_checkpoint(model).tensors) is not None
     except CheckpointError:
