@@ -1,4 +1,4 @@
-"""The command that trains draft heads, for a few steps: its checkpoints load, and the shares that it reports are the engine's."""
+"""The command that trains draft heads, for two steps: its checkpoints load, and it reports each kind of text."""
 
 import json
 import shutil
@@ -14,7 +14,9 @@ from outrider.bundled import bundled
 
 TRAINING = Path(__file__).parents[2] / "training"
 PARTS = ("json", "email", "concurrent", "shutil.py", "textwrap.py", "argparse.py")
-SIZES = "--batch 8 --pool 1 --measured 5 --prompt 320 --length 352 --rows 2 --block-rows 2 --blocks 4 --vocabulary 500 --layers 1"
+SIZES = (
+    "--batch 8 --pool 1 --measured 5 --prompt 320 --length 352 --rows 2 --block-rows 2 --blocks 4 --vocabulary 500 --layers 1"
+)
 PROMPTS = [[5, 6, 7], list(range(40, 60))]
 
 
