@@ -265,7 +265,7 @@ def _open_parts(paths: list[Path]) -> tuple[list[Any], _Metadata, list[dict[str,
     readers = [_open_reader(path) for path in paths]
     with wrap_read_errors(paths[0], "a GGUF checkpoint"):
         metadata = _Metadata(readers[0])
-        hybrid = HybridLayout.of(metadata) if metadata.architecture in HYBRID_FAMILIES else None
+        hybrid = HybridLayout.from_metadata(metadata) if metadata.architecture in HYBRID_FAMILIES else None
         return readers, metadata, [_named_tensors(reader, metadata, hybrid) for reader in readers]
 
 

@@ -64,7 +64,7 @@ class HybridLayout:
     """Whether value heads are in the order of ggml's broadcasts."""
 
     @classmethod
-    def of(cls, metadata: Metadata) -> HybridLayout:
+    def from_metadata(cls, metadata: Metadata) -> HybridLayout:
         """Return the layout of a file. Raises :class:`ConfigError` for sizes that don't go together."""
         heads = metadata.of_model("nextn_predict_layers", int, 0)
         inner, value_heads = metadata.of_model("ssm.inner_size", int), metadata.of_model("ssm.time_step_rank", int)
@@ -160,7 +160,7 @@ def _unchanged(values: Tensor) -> Tensor:
 
 def hybrid_config(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """Return the fields of config.json that hybrid models have in addition to other models, or with other values."""
-    layout = HybridLayout.of(metadata)
+    layout = HybridLayout.from_metadata(metadata)
     kinds = ("full_attention", "linear_attention")
     config: dict[str, Any] = {
         "num_hidden_layers": layout.layers,
