@@ -483,7 +483,7 @@ def _byte_level_tokenizer(metadata: _Metadata) -> HfTokenizer:
         raise ConfigError("two tokens of the tokenizer have the same spelling")
     tokenizer = HfTokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _WHOLE_WORDS_FIRST))
     tokenizer.pre_tokenizer = _pre_tokenizer(pre)
-    if pre == "qwen2":
+    if pre in ("qwen2", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     added = [number for number, kind in enumerate(kinds) if kind in (_CONTROL, _USER_DEFINED)]
