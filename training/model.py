@@ -192,7 +192,35 @@ class Target(nn.Module):
         return F.linear(hidden, self.embed_tokens.weight)
 
 
-class EagleHead(nn.Module):
+@torch.no_grad()
+def target_states(target: Target, tokens: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return outputs of the target's layers ``taps`` side by side [B, S, taps * H], and its final hidden states [B, S, H]."""
+    length = tokens.shape[1]
+    cos, sin = target.rotary.cos[:length], target.rotary.sin[:length]
+    x, outputs = target.embed_tokens(tokens), {}
+    for i, layer in enumerate(target.layers):
+        q, k, v = layer.self_attn.qkv(layer.input_layernorm(x), cos, sin)
+        x = x + layer.self_attn.causal(q, k, v)
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+        outputs[i] = x
+    return torch.cat([outputs[i] for i in taps], dim=-1), target.norm(x)
+
+
+class DraftHead(nn.Module):
+    """A head that drafts for a target of the same ``shape``."""
+
+    shape: Shape
+
+    def published_config(self) -> dict[str, object]:
+        """Return the fields of config.json that heads of this kind have in addition to a model's, or with other values."""
+        raise NotImplementedError
+
+    def published_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by their published names."""
+        return dict(self.state_dict())
+
+
+class EagleHead(DraftHead):
     """The published EAGLE-1 and -2 head: fc over (next token's embedding, hidden state), then one Llama layer.
 
     Pair i joins the embedding of token i+1 with the target's final-norm hidden state at i, at rotary position i. Its output
@@ -206,6 +234,9 @@ class EagleHead(nn.Module):
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
         self.layers = nn.ModuleList([Layer(shape, input_norm=False)])
         initialise(self)
+
+    def published_config(self) -> dict[str, object]:
+        return {"architectures": ["LlamaForCausalLMEagle"], "bias": False, "num_hidden_layers": 1}
 
     @property
     def layer(self) -> Layer:
@@ -325,26 +356,26 @@ def load_target(folder: Path, device: torch.device) -> Target:
     return target.to(device).eval()
 
 
-def save_head(head: EagleHead, folder: Path, eos: int, pad: int) -> None:
-    """Write the head's config and weights to ``folder`` in the format of published EAGLE heads, in bfloat16."""
+def save_head(head: DraftHead, folder: Path, *, eos: int) -> None:
+    """Write the config and weights of ``head`` to ``folder`` in bfloat16, in the format in which heads of its kind are
+    published.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = {
-        "architectures": ["LlamaForCausalLMEagle"],
         "attention_bias": False,
-        "bias": False,
         "bos_token_id": eos,
         "eos_token_id": eos,
         "head_dim": head.shape.head_dim,
         "hidden_act": "silu",
         "model_type": "llama",
-        "pad_token_id": pad,
         **asdict(head.shape),
-        "num_hidden_layers": 1,
         "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
+        **head.published_config(),
     }
     (folder / "config.json").write_text(json.dumps(dict(sorted(config.items())), indent=2) + "\n")
-    weights = {k: v.detach().bfloat16().contiguous().cpu() for k, v in head.state_dict().items()}
+    tensors = {k: v.detach() for k, v in head.published_tensors().items()}
+    weights = {k: (v.bfloat16() if v.is_floating_point() else v).contiguous().cpu() for k, v in tensors.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -297,7 +297,7 @@ class Run:
             tokens = generator.run(prefixes, count)[: len(probe), : prefix + 128]
             rates[name] = mean_acceptance_length(target, head, tokens, prefix - 1, 4, temperature)
         self.note(f"head after {step} steps", **rates)
-        save_head(head, self.out / "eagle", self.eos, self.pad)
+        save_head(head, self.out / "eagle", eos=self.eos)
         return head
 
 

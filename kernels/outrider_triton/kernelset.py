@@ -43,7 +43,7 @@ from outrider_triton.blocks import DeferredAttention, DeferredProduct, DeferredQ
 from outrider_triton.bookkeeping import operators as _bookkeeping_ops  # noqa: F401  (these register the operators)
 from outrider_triton.experts.mixtures import ExpertProducts
 from outrider_triton.launch import compile_only, has_kernel
-from outrider_triton.peers.exchange import FUSED_BYTES, PeerExchange
+from outrider_triton.peers.exchange import PeerExchange
 from outrider_triton.products.dense import DenseProducts, first_rows
 from outrider_triton.quantized.operators import plan
 from outrider_triton.quantized.products import QuantizedProducts, library_operands, library_scales
@@ -256,16 +256,17 @@ class TritonKernels(KernelSet):
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, group: Group, stream: Stream
     ) -> Tensor:
         """Sum rows over the ranks, add them to the residual and normalise, in one kernel if peer memory is accessible and
-        rows are few.
+        estimated to be faster than the library.
         """
         if group.has_peer_memory and group.size > 1:
             exchange = self._exchanges.get(group)
             if exchange is None:
-                exchange = self._exchanges[group] = PeerExchange(group, most_bytes=FUSED_BYTES, pdl=self.pdl)
-            if exchange.accepts_rows(x, residual, weight):
+                exchange = self._exchanges[group] = PeerExchange(group, pdl=self.pdl)
+            shots = exchange.row_shots(x, residual, weight)
+            if shots:
                 out = torch.empty_like(residual)
                 group.announce(x, stream=stream, reads=(residual, weight), writes=(residual, out))
-                exchange.all_reduce_rms_norm(x, residual, weight, eps, out)
+                exchange.all_reduce_rms_norm(x, residual, weight, eps, out, shots=shots)
                 return out
         return super().all_reduce_rms_norm(x, residual, weight, eps, group=group, stream=stream)
 

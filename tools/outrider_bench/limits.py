@@ -314,14 +314,19 @@ def call_us(group: Group, kind: str, tokens: int, width: int, dtype: torch.dtype
 def _implementations(
     bench: RankBench, kind: str, tokens: int, width: int, dtype: torch.dtype
 ) -> Iterator[tuple[str, Callable[[], None], Callable[[], None]]]:
-    """Yield (name, call, check) for each implementation of a collective; the fused kernel comes last."""
+    """Yield (name, call, check) for each implementation of a collective; fused kernels come last, then their choice."""
     group = bench.group
     first, *others = group.implementations
-    for way in (first, *(others if kind in ("all_reduce", "all_reduce_rms_norm", "all_gather", "broadcast") else [])):
+    has_others = kind in ("all_reduce", "all_reduce_rms_norm", "all_gather", "broadcast")
+    is_fused = kind == "all_reduce_rms_norm" and type(bench.kernels).all_reduce_rms_norm is not KernelSet.all_reduce_rms_norm
+    for way in (first, *(others if has_others else [])):
         group.restrict_implementations(way)
         yield way, *_implementation(bench, kind, tokens, width, dtype, fused=False)
+    for way in others if is_fused else []:
+        group.restrict_implementations(way)
+        yield f"{FUSED}, {way}", *_implementation(bench, kind, tokens, width, dtype, fused=True)
     group.restrict_implementations(*group.implementations)
-    if kind == "all_reduce_rms_norm" and type(bench.kernels).all_reduce_rms_norm is not KernelSet.all_reduce_rms_norm:
+    if is_fused:
         yield FUSED, *_implementation(bench, kind, tokens, width, dtype, fused=True)
 
 

@@ -39,7 +39,6 @@ from outrider.cli.options.option_values import (
     Value,
     VerboseOption,
     closest,
-    number,
     one_of,
     option,
     output_file,
@@ -47,6 +46,7 @@ from outrider.cli.options.option_values import (
     whole,
 )
 from outrider.device.errors import ConfigError
+from outrider_bench.acceptance import check_acceptance
 from outrider_bench.mixed_load import MixedLoad
 from outrider_bench.random_model import DRAFT_LAYERS, RandomModel
 
@@ -135,12 +135,14 @@ ShapeOption = Annotated[
     option("--shape", value=SHAPE, help="Random weights of this shape instead of a checkpoint: llama-3.1-8b."),
 ]
 RequiredShapeOption = Annotated[str, option("--shape", value=SHAPE, help="Random weights of this shape.")]
+ACCEPTANCE = parsed("X|HEAD:KIND", check_acceptance)
 AcceptLengthOption = Annotated[
-    float | None,
+    str | None,
     option(
         "--accept-length",
-        value=number(1, 1025),
-        help="With random weights, synthetic acceptance: mean number of tokens that an iteration yields.",
+        value=ACCEPTANCE,
+        help="With random weights, synthetic acceptance: mean number of tokens that an iteration yields, or HEAD:KIND for "
+        "the shares that a head reached on a kind of text, as smollm2_eagle3:chat.",
     ),
 ]
 QuantizeOption = Annotated[

@@ -12,6 +12,7 @@ from outrider.cli.terminal.environment import backend_from_environment
 from outrider.cli.terminal.starting import print_engine, show_progress
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
+from outrider_bench.acceptance import acceptance_rates, describe_acceptance
 
 if TYPE_CHECKING:
     import torch
@@ -44,8 +45,8 @@ class RandomModel:
     speculate: str
     """Name of the proposer, one of :data:`RANDOM_PROPOSERS`."""
     draft_tokens: int
-    accept_length: float | None
-    """Mean number of tokens that an iteration yields, with equal chances for each draft token; None: real acceptance."""
+    accept_length: str | float | None
+    """Synthetic acceptance, an argument of :func:`~outrider_bench.acceptance.acceptance_rates`. None: real acceptance."""
     quantize: str | None = None
     """Format of the layers' quantized weights, also of the draft's; None: unquantized."""
     quantize_head: bool = False
@@ -68,15 +69,13 @@ class RandomModel:
             for field, message in _DRAFT_OPTIONS.items():
                 if getattr(self, field) is not None:
                     raise ConfigError(f"{message}; leave it out, or use --speculate eagle")
-        if self.accept_length is not None and not 1 <= self.accept_length <= self.draft_tokens + 1:
-            raise ConfigError(
-                f"--accept-length is {self.accept_length:g}; with {self.draft_tokens} drafted tokens it is 1 to "
-                f"{self.draft_tokens + 1}"
-            )
+        if self.accept_length is not None:
+            acceptance_rates(self.accept_length, self.draft_tokens)
 
     @property
     def description(self) -> Mapping[str, object]:
         """The model, its draft and its acceptance, as a report names them."""
+        given = self.accept_length
         layers = f", {self.draft_layers} layers" if self.speculate == "dflash" else ""
         draft = f"random weights{layers}" + (f", {self.draft_quantize}" if self.draft_quantize else "")
         return {
@@ -86,7 +85,7 @@ class RandomModel:
             "draft_output_head": self.draft_output_head,
             "draft_vocabulary": self.draft_vocabulary,
             "speculate": self.speculate,
-            "acceptance": "real" if self.accept_length is None else f"synthetic, mean {self.accept_length:g}",
+            "acceptance": "real" if given is None else describe_acceptance(given, self.draft_tokens),
         }
 
     def make(

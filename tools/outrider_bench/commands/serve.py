@@ -52,7 +52,7 @@ class ServerModelOptions(RandomDraftOptions):
 
     shape: RequiredShapeOption = "llama-3.1-8b"
     draft_tokens: DraftTokensOption = 3
-    accept_length: AcceptLengthOption = 2.98
+    accept_length: AcceptLengthOption = "2.98"
     dtype: DtypeOption = None
 
     def make_setup(self, speculate: str, max_requests: int, *, prompt_tokens: int, new_tokens: int) -> ServerSetup:

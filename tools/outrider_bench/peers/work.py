@@ -29,8 +29,8 @@ class PeerWork:
     new_tokens: int
     """New tokens of each request of ``decode`` and ``context``."""
     draft_tokens: int
-    accept_length: float
-    """Mean number of tokens that an iteration yields, by synthetic acceptance."""
+    accept_length: str | float
+    """Synthetic acceptance: a mean number of tokens an iteration, or ``HEAD:KIND``."""
     rates: tuple[float, ...]
     """For each draft token the chance that it and all before it are accepted."""
     device: str

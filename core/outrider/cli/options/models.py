@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from outrider.bundled import BUNDLED_HEADS, bundled
+from outrider.bundled import BUNDLED_HEADS, SMOLLM2_HEADS, bundled
 from outrider.cli.options.option_values import (
     CHECKPOINT,
+    DRAFT_CHECKPOINT,
     DRAFT_VOCABULARY,
     DTYPES,
     KV_DTYPES,
@@ -59,8 +60,9 @@ DraftOption = Annotated[
     Path | None,
     option(
         "--draft",
-        value=CHECKPOINT,
-        help="Checkpoint of the draft, a head or a model, named as for --model. Default: the bundled head of that kind.",
+        value=DRAFT_CHECKPOINT,
+        help="Checkpoint of the draft, a head or a model, named as for --model, or the name of a bundled head. Default: the "
+        "bundled head of that kind.",
     ),
 ]
 SpeculateOption = Annotated[
@@ -255,6 +257,8 @@ class Speculation:
         Raises :class:`ConfigError` for options that contradict each other and :class:`CheckpointError` for a checkpoint that
         can't be found.
         """
+        if str(draft) in SMOLLM2_HEADS and not Path(str(draft)).exists():
+            kind, draft = kind or SMOLLM2_HEADS[str(draft)], bundled(str(draft))
         head = "eagle" if kind is None else kind.removeprefix("suffix+")
         check_draft(kind, draft)
         if draft is None and model is None and head in BUNDLED_HEADS:
@@ -287,9 +291,10 @@ def has_mtp_heads(model: Path) -> bool:
     from outrider.model.checkpoint.files import GGUF_LIST
     from outrider.model.checkpoint.mapping import mtp_format
     from outrider.model.checkpoint.opening import open_checkpoint
+    from outrider.model.checkpoint.reading import read_json
 
     if (model / GGUF_LIST).exists():
-        return False  # a GGUF file of a supported model has no such heads, and reading its vocabulary takes seconds
+        return bool(read_json(model / "config.json").get("mtp_num_hidden_layers"))  # opening a GGUF file takes seconds
     try:
         return mtp_format(open_checkpoint(model).tensors) is not None
     except CheckpointError:

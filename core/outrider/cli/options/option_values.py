@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
+from outrider.bundled import SMOLLM2_HEADS
 from outrider.cli.terminal.files import output_problem
 from outrider.device.errors import ConfigError, OutriderError
 from outrider.device.plugin import ENTRY_POINT_GROUP
@@ -194,6 +195,11 @@ def _problem_of_checkpoint(given: Path) -> str | None:
     return "expected a directory or a GGUF file that exists, or OWNER/NAME on the Hugging Face Hub"
 
 
+def _problem_of_draft(given: Path) -> str | None:
+    problem = None if str(given) in SMOLLM2_HEADS else _problem_of_checkpoint(given)
+    return problem and f"{problem}, or a bundled head: {', '.join(SMOLLM2_HEADS)}"
+
+
 def _problem_of_input(given: Path) -> str | None:
     if given.is_dir():
         return "is a directory; name a file"
@@ -220,6 +226,7 @@ def _problem_of_shape(given: str) -> str | None:
 
 
 BACKEND = installed_plugin(ENTRY_POINT_GROUP, AUTO, metavar="NAME[:DEVICE]")
+DRAFT_CHECKPOINT = Value("DIR|OWNER/NAME|HEAD", _problem_of_draft)
 CHECKPOINT = Value("DIR|FILE.gguf|OWNER/NAME", _problem_of_checkpoint)
 INPUT_FILE = Value("FILE", _problem_of_input)
 DIRECTORY = Value("DIR", _problem_of_directory)

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
 
     from outrider.device import Backend
-    from outrider.engine.ranks.ranks import KeyValueStore, ParallelConfig, Ranks
+    from outrider.engine.ranks.heartbeats import KeyValueStore
+    from outrider.engine.ranks.ranks import ParallelConfig, Ranks
     from outrider.engine.ranks.watch import RankWatch
     from outrider.registry import Registry
 
@@ -61,6 +62,8 @@ ExpertParallelOption = Annotated[
 ]
 
 _POLL_S = 0.05
+_STOPPED_CHECKS = 80
+"""Checks in a row, ``_POLL_S`` apart, after which a stopped rank counts as lost: 4 s."""
 _GRACE_S = 1.5
 """Seconds that ranks have to end by themselves after one rank has failed."""
 _STORE_S = 30.0
@@ -183,7 +186,8 @@ class Joined:
         place = self.place
         if place is None or self.ranks is not None:
             return self.ranks
-        from outrider.engine.ranks.ranks import KeyValueStore, ParallelConfig, Ranks
+        from outrider.engine.ranks.heartbeats import KeyValueStore
+        from outrider.engine.ranks.ranks import ParallelConfig, Ranks
         from outrider.engine.ranks.watch import RankWatch, end_with_pipe
 
         parallel = ParallelConfig(tensor=self._tensor, data=self._data, expert=self._expert)
@@ -211,6 +215,7 @@ class Joined:
                 raise Unsaid(1) from error
             return
         self._watch.stop()
+        from outrider.engine.ranks.heartbeats import Heartbeat
         from outrider.engine.ranks.records import RanksFailed
         from outrider.engine.ranks.watch import first_rank_is_lost
 
@@ -218,7 +223,7 @@ class Joined:
         first = ""
         with suppress(Exception):  # the receiver may have ended
             if error is None:
-                self._key_value_store.publish_heartbeat(self.ranks.rank, self._key_value_store.ENDED)
+                self._key_value_store.publish_heartbeat(self.ranks.rank, Heartbeat(number=0))
             elif speaks:
                 self._key_value_store.announce_first_rank_prints()
             else:
@@ -294,7 +299,7 @@ class _Processes:
     def __enter__(self) -> _Processes:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs don't list it
 
-        from outrider.engine.ranks.ranks import KeyValueStore
+        from outrider.engine.ranks.heartbeats import KeyValueStore
 
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._store = store
@@ -332,9 +337,16 @@ class _Processes:
 
     def wait_for_report(self) -> CommandReport:
         """Wait for all ranks and return the report of rank 0. Raises :class:`RanksFailed` if rank 0 has no report."""
+        from outrider.engine.ranks.heartbeats import StopDetector
+
+        detector = StopDetector(_STOPPED_CHECKS)
         try:
             while any(process.poll() is None for process in self._started):
                 lost = next((rank for rank, process in enumerate(self._started) if process.poll()), None)
+                stopped = detector.find(process.pid for process in self._started)
+                if stopped is not None:
+                    last = self._key_value_store.last_progress(stopped)
+                    self._key_value_store.publish_failure(f"rank {stopped} hangs: a signal has stopped its process; {last}")
                 if lost is not None or self._key_value_store.failure is not None:
                     return self._lost(lost)
                 time.sleep(_POLL_S)
@@ -353,10 +365,8 @@ class _Processes:
 
         code = None if rank is None else self._started[rank].returncode
         if rank is not None and code is not None and code < 0:
-            last = self._key_value_store.last_heartbeat(rank).partition(" ")[2]
-            self._key_value_store.publish_failure(
-                f"rank {rank} was ended by {signal.Signals(-code).name}; {last or 'it had not begun'}"
-            )
+            last = self._key_value_store.last_progress(rank)
+            self._key_value_store.publish_failure(f"rank {rank} was ended by {signal.Signals(-code).name}; {last}")
         hangs = (self._key_value_store.failure or "").startswith("rank 0 hangs")  # rank 0 won't report
         until = time.monotonic() + _GRACE_S * (not hangs)
         while self._started[0].poll() is None and (time.monotonic() < until or self._key_value_store.first_rank_prints):

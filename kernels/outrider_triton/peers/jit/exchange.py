@@ -2,8 +2,12 @@
 
 A rank's memory has a slot for each rank, twice: calls alternate between both. A message consists of 32-bit words, each
 stored together with the call's number in one 64-bit store, which arrives as a whole. A word has arrived when its number has,
-so the receiver needs neither a flag nor a fence. A rank overwrites a slot in its next call but one. By then the other ranks
-have sent their part of the next call, which they begin after they have read this one.
+so the receiver needs neither a flag nor a fence. A rank overwrites a slot in its next call but one. By then each other rank
+has sent it a part of the next call, which that rank begins after it has read this one.
+
+A sum takes one shot or two. With one, each rank sends all its words to each other rank. With two, each rank owns a share of
+the words: it receives them from the other ranks, sums them and sends the sums. Every rank must own words, so that each call
+brings it words of every other rank. Both add in the order of the ranks and round once, so they give the same bits.
 
 ``epochs`` counts the calls of each program of this rank. It is the same on every rank, since all ranks make the same calls.
 ``peers`` [SIZE] holds the address of each rank's memory as mapped on this device.
@@ -28,14 +32,18 @@ ROOT = tl.constexpr(2)
 
 
 @triton.jit
-def _send(words, lane, inside, epoch, peers, room, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """Write ``words``, with the call's number ``epoch``, into this rank's slot in every other rank's memory."""
+def _send(words, lane, inside, owner, epoch, peers, room, RANK: tl.constexpr, SIZE: tl.constexpr, TO_OWNER: tl.constexpr):
+    """Write ``words``, with the call's number ``epoch``, into this rank's slot in every other rank's memory.
+
+    With TO_OWNER each word goes to its owner alone.
+    """
     packed = (epoch.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
     start = ((epoch & 1) * SIZE + RANK).to(tl.int64) * room
     for rank in tl.static_range(SIZE):
         if rank != RANK:
             destination = tl.load(peers + rank).to(tl.pointer_type(tl.int64))
-            tl.store(tl.multiple_of(destination, 16) + start + lane, packed, mask=inside)
+            sent = inside & (owner == rank) if TO_OWNER else inside
+            tl.store(tl.multiple_of(destination, 16) + start + lane, packed, mask=sent)
 
 
 @triton.jit
@@ -98,6 +106,42 @@ def _pack(low, high, KIND: tl.constexpr):
         return first | (high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
 
+@triton.jit
+def _sum_over_ranks(
+    own,
+    before,
+    lane,
+    owner,
+    inside,
+    epoch,
+    peers,
+    room,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    KIND: tl.constexpr,
+    SHOTS: tl.constexpr,
+):
+    """Return the words of the sum of all ranks' ``own`` and of ``before``, which is equal on all ranks."""
+    summed = inside & (owner == RANK) if SHOTS == 2 else inside
+    _send(own, lane, inside, owner, epoch, peers, room, RANK, SIZE, SHOTS == 2)
+    low = tl.zeros_like(own).to(tl.float32)
+    high = low
+    for rank in tl.static_range(SIZE):
+        received = own
+        if rank != RANK:
+            received = _receive(lane, summed, epoch, peers, room, rank, RANK, SIZE)
+        low += _first_element(received, KIND)
+        high += _second_element(received, KIND)
+    words = _pack(low + _first_element(before, KIND), high + _second_element(before, KIND), KIND)
+    if SHOTS == 2:
+        _send(words, lane, summed, owner, epoch, peers, room, RANK, SIZE, False)
+        for rank in tl.static_range(SIZE):
+            if rank != RANK:
+                theirs = inside & (owner == rank)
+                words = tl.where(theirs, _receive(lane, theirs, epoch, peers, room, rank, RANK, SIZE), words)
+    return words
+
+
 @triton.jit(do_not_specialize=["count", "root"])
 def exchange(
     words,
@@ -111,6 +155,7 @@ def exchange(
     SIZE: tl.constexpr,
     MODE: tl.constexpr,
     KIND: tl.constexpr,
+    SHOTS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -125,22 +170,21 @@ def exchange(
     inside = lane < count
     epoch = tl.load(epochs + part) + 1
     own = tl.load(words + lane, mask=inside, other=0)
-    _send(own, lane, inside, epoch, peers, room, RANK, SIZE)
-    low = tl.zeros([BLOCK], tl.float32)
-    high = tl.zeros([BLOCK], tl.float32)
-    for rank in tl.static_range(SIZE):
-        received = own
-        if rank != RANK:
-            received = _receive(lane, inside, epoch, peers, room, rank, RANK, SIZE)
-        if MODE == GATHER:
-            tl.store(out + rank * count.to(tl.int64) + lane, received, mask=inside)
-        elif MODE == SUM:
-            low += _first_element(received, KIND)
-            high += _second_element(received, KIND)
-        elif rank == root:
-            tl.store(out + lane, received, mask=inside)
     if MODE == SUM:
-        tl.store(out + lane, _pack(low, high, KIND), mask=inside)
+        share = (tl.minimum(count - part * BLOCK, BLOCK) + SIZE - 1) // SIZE
+        owner = tl.arange(0, BLOCK) // share
+        summed = _sum_over_ranks(own, tl.zeros_like(own), lane, owner, inside, epoch, peers, room, RANK, SIZE, KIND, SHOTS)
+        tl.store(out + lane, summed, mask=inside)
+    else:
+        _send(own, lane, inside, lane, epoch, peers, room, RANK, SIZE, False)
+        for rank in tl.static_range(SIZE):
+            received = own
+            if rank != RANK:
+                received = _receive(lane, inside, epoch, peers, room, rank, RANK, SIZE)
+            if MODE == GATHER:
+                tl.store(out + rank * count.to(tl.int64) + lane, received, mask=inside)
+            elif rank == root:
+                tl.store(out + lane, received, mask=inside)
     tl.store(epochs + part, epoch)
 
 
@@ -158,6 +202,7 @@ def all_reduce_rms_norm(
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
     KIND: tl.constexpr,
+    SHOTS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -170,19 +215,11 @@ def all_reduce_rms_norm(
     place = row * size + lane
     epoch = tl.load(epochs + row) + 1
     own = tl.load(x + place, mask=inside, other=0)
-    _send(own, place, inside, epoch, peers, room, RANK, SIZE)
     before = tl.load(residual + place, mask=inside, other=0)
-    low = tl.zeros([BLOCK], tl.float32)
-    high = tl.zeros([BLOCK], tl.float32)
-    for rank in tl.static_range(SIZE):
-        received = own
-        if rank != RANK:
-            received = _receive(place, inside, epoch, peers, room, rank, RANK, SIZE)
-        low += _first_element(received, KIND)
-        high += _second_element(received, KIND)
-    low = _round_to_word(low + _first_element(before, KIND), KIND)
-    high = _round_to_word(high + _second_element(before, KIND), KIND)
-    tl.store(residual + place, _pack(low, high, KIND), mask=inside)
+    owner = lane // ((size + SIZE - 1) // SIZE)
+    summed = _sum_over_ranks(own, before, place, owner, inside, epoch, peers, room, RANK, SIZE, KIND, SHOTS)
+    tl.store(residual + place, summed, mask=inside)
+    low, high = _first_element(summed, KIND), _second_element(summed, KIND)
     numbers = size if KIND == WORD_FLOAT32 else 2 * size
     factor = tl.rsqrt(tl.sum(low * low + high * high, axis=0) / numbers + eps)
     low = _first_element(scale, KIND) * _round_to_word(low * factor, KIND)
