@@ -5,30 +5,29 @@ Letters: B sequences, S positions of the text, N blocks of one sequence, W token
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from model import Attention, Layer, RMSNorm, Rotary, Shape, Target, initialise, rotate
+from model import Attention, DraftHead, Layer, RMSNorm, Rotary, Shape, initialise, rotate
 
 
 @dataclass(frozen=True)
 class BlockShape:
-    """Sizes of a block drafter in addition to those of its target."""
+    """The sizes of a block drafter, in addition to those of its target."""
 
     layers: int = 4
     width: int = 8
     taps: tuple[int, ...] = (0, 1, 2, 3)
-    """The target's layers whose outputs the drafter reads."""
+    """Indices of the target's layers whose outputs the drafter reads."""
+    mask: int = 1
+    """Token of the unknown positions of a block."""
 
 
 class BlockAttention(Attention):
-    """Attention whose queries come from a block, and whose keys and values come from the preceding text and the block."""
+    """An attention whose queries come from a block, and whose keys and values come from the preceding text and the block."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
@@ -54,7 +53,7 @@ class BlockAttention(Attention):
         )
 
 
-class BlockHead(nn.Module):
+class BlockHead(DraftHead):
     """DFlash: predicts a block [last token, mask, mask, ...] in one pass. Each position attends to the preceding text and the
     whole block.
 
@@ -72,6 +71,16 @@ class BlockHead(nn.Module):
             layer.self_attn = BlockAttention(shape)
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         initialise(self)
+
+    def published_config(self) -> dict[str, object]:
+        return {
+            "architectures": ["DFlashDraftModel"],
+            "block_size": self.block.width,
+            "dflash_config": {"mask_token_id": self.block.mask, "target_layer_ids": list(self.block.taps)},
+            "model_type": "qwen3",
+            "num_hidden_layers": self.block.layers,
+            "num_target_layers": self.shape.num_hidden_layers,
+        }
 
     def forward(self, taps: Tensor, embedded: Tensor, anchors: Tensor, widths: Tensor | None = None) -> Tensor:
         """Return hidden states [B, N, W, H] of blocks at ``anchors`` [B, N].
@@ -98,51 +107,3 @@ class BlockHead(nn.Module):
             x = x + layer.self_attn.block(text, layer.input_layernorm(x), text_angles, block_angles, mask)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.norm(x).view(batch, count, width, size)
-
-
-@torch.no_grad()
-def target_states(target: Target, tokens: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return outputs of the target's layers ``taps`` side by side [B, S, taps * H], and its final hidden states [B, S, H]."""
-    length = tokens.shape[1]
-    cos, sin = target.rotary.cos[:length], target.rotary.sin[:length]
-    x, outputs = target.embed_tokens(tokens), {}
-    for i, layer in enumerate(target.layers):
-        q, k, v = layer.self_attn.qkv(layer.input_layernorm(x), cos, sin)
-        x = x + layer.self_attn.causal(q, k, v)
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
-        outputs[i] = x
-    return torch.cat([outputs[i] for i in taps], dim=-1), target.norm(x)
-
-
-def save_block(head: BlockHead, folder: Path, mask: int, eos: int) -> None:
-    """Write the drafter in the format of published DFlash checkpoints."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "architectures": ["DFlashDraftModel"],
-        "attention_bias": False,
-        "block_size": head.block.width,
-        "bos_token_id": eos,
-        "dflash_config": {"mask_token_id": mask, "target_layer_ids": list(head.block.taps)},
-        "eos_token_id": eos,
-        "head_dim": head.shape.head_dim,
-        "hidden_act": "silu",
-        "model_type": "qwen3",
-        "num_target_layers": head.shape.num_hidden_layers,
-        **asdict(head.shape),
-        "num_hidden_layers": head.block.layers,
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(dict(sorted(config.items())), indent=2) + "\n")
-    weights = {k: v.detach().bfloat16().contiguous().cpu() for k, v in head.state_dict().items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def load_block(folder: Path, device: torch.device) -> tuple[BlockHead, int]:
-    """Load a drafter, with the stored bfloat16 converted to float32, and its mask token."""
-    config = json.loads((folder / "config.json").read_text())
-    dflash_config = config["dflash_config"]
-    block = BlockShape(config["num_hidden_layers"], config["block_size"], tuple(dflash_config["target_layer_ids"]))
-    head = BlockHead(Shape(**{k: config[k] for k in asdict(Shape())}), block)
-    head.load_state_dict({k: v.float() for k, v in load_file(folder / "model.safetensors").items()})
-    return head.to(device).eval(), dflash_config["mask_token_id"]

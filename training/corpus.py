@@ -21,7 +21,7 @@ SKIPPED = ("encodings/", "pydoc_data/")
 
 @dataclass(frozen=True)
 class Source:
-    """A source file of the training text."""
+    """One file of the training text: its path and its content."""
 
     path: str
     """Path relative to the standard library's folder."""
@@ -124,7 +124,9 @@ def encode(tokenizer: Tokenizer, sources: list[Source]) -> np.ndarray:
 
 
 def build(stdlib: Path, folder: Path, vocab_size: int, seed: int) -> None:
-    """Write the tokenizer, the two token streams, the list of files and the held-out prompts to ``folder``."""
+    """Write the tokenizer, the token streams of training and held-out files, the list of files and the held-out prompts to
+    ``folder``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     train, held_out, dropped = split(read_sources(stdlib))
     order = list(range(len(train)))

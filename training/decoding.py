@@ -12,7 +12,7 @@ from model import Cache, EagleHead, Target
 
 
 class Generator:
-    """Batched continuation of prefixes of equal length. On CUDA one captured graph is replayed per token."""
+    """A batched greedy generator for prefixes of equal length. On CUDA one captured graph is replayed per token."""
 
     def __init__(self, target: Target, batch: int, length: int, temperature: float, dtype: torch.dtype) -> None:
         self.target, self.temperature, self.dtype = target, temperature, dtype
@@ -34,7 +34,9 @@ class Generator:
         return (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1)
 
     def advance(self) -> None:
-        """Read the token at `position` and write the following one."""
+        """Compute the next token of each row from the token at `position`, write it to the following position and advance
+        `position`.
+        """
         with self.autocast():
             token = self.tokens.index_select(1, self.position)[:, 0]
             chosen = self.sample(self.target.decode(token, self.position, self.cache))
@@ -43,7 +45,7 @@ class Generator:
 
     @torch.no_grad()
     def run(self, prefix: Tensor, count: int) -> Tensor:
-        """Return the prefixes followed by `count` tokens each."""
+        """Return the rows of `prefix` [B, S] followed by `count` greedy tokens each, [B, S + count]."""
         size = prefix.shape[1]
         was_training = self.target.training
         self.target.eval()

@@ -5,13 +5,8 @@ Letters: B sequences, S positions, H hidden size, V vocabulary, Vd draft vocabul
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from model import EagleHead, RMSNorm, Shape, Target
@@ -43,7 +38,9 @@ class Eagle3Head(EagleHead):
         self.ids: Tensor
 
     def join(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the input of attention [B, S, 2 H] and the residual stream [B, S, H]."""
+        """Return the input of attention [B, S, 2 H], the normed embedding and features side by side, and the residual stream
+        [B, S, H].
+        """
         return torch.cat((self.embedding_norm(embedded), self.hidden_norm(features)), dim=-1), features.float()
 
     def condition(self, states: Tensor) -> Tensor:
@@ -51,8 +48,21 @@ class Eagle3Head(EagleHead):
         return self.fc(states)
 
     def logits(self, target: Target, hidden: Tensor) -> Tensor:
-        """Return draft logits [..., Vd]."""
+        """Return the draft logits [..., Vd] of the head's states ``hidden`` [..., H]."""
         return F.linear(self.norm(hidden), target.embed_tokens.weight[self.ids])
+
+    def published_config(self) -> dict[str, object]:
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": len(self.ids),
+            "eagle_aux_hidden_state_layer_ids": list(self.read_layers),
+            "num_hidden_layers": 1,
+        }
+
+    def published_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors without ``lm_head``: its rows are the target's, those that ``d2t`` names."""
+        tensors = {_published_name(name): tensor for name, tensor in self.state_dict().items() if name != "ids"}
+        return tensors | {"d2t": self.ids - torch.arange(len(self.ids), device=self.ids.device)}
 
 
 _NAMES = {
@@ -64,30 +74,6 @@ _NAMES = {
 }
 
 
-def save_eagle3(head: Eagle3Head, folder: Path, *, bos: int, eos: int) -> None:
-    """Write the head in the published format, without ``lm_head``: its rows are the target's, those that ``d2t`` names."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "attention_bias": False,
-        "bos_token_id": bos,
-        "draft_vocab_size": len(head.ids),
-        "eagle_aux_hidden_state_layer_ids": list(head.read_layers),
-        "eos_token_id": eos,
-        "head_dim": head.shape.head_dim,
-        "hidden_act": "silu",
-        "model_type": "llama",
-        **asdict(head.shape),
-        "num_hidden_layers": 1,
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(dict(sorted(config.items())), indent=2) + "\n")
-    weights = {_stored(k): v.detach().bfloat16().contiguous().cpu() for k, v in head.state_dict().items() if k != "ids"}
-    weights["d2t"] = (head.ids - torch.arange(len(head.ids), device=head.ids.device)).cpu()
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def _stored(name: str) -> str:
+def _published_name(name: str) -> str:
     prefix = next((prefix for prefix in _NAMES if name.startswith(prefix)), None)
     return name if prefix is None else _NAMES[prefix] + name.removeprefix(prefix)

@@ -9,7 +9,7 @@ import ast
 import random
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -78,7 +78,7 @@ MATHS_TASKS: tuple[Callable[[random.Random], str], ...] = (
 
 @dataclass(frozen=True)
 class Prompt:
-    """A question in the target's chat template."""
+    """A question as tokens of the target's chat template, with its kind."""
 
     kind: str
     tokens: list[int]
@@ -93,9 +93,7 @@ def functions_and_texts(stdlib: Path) -> tuple[list[tuple[str, bool]], list[tupl
         except (SyntaxError, ValueError):
             continue
         held_out, lines = corpus.is_held_out(source.path), source.text.split("\n")
-        for node in ast.walk(tree):
-            if not isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Module)):
-                continue
+        for node in definitions(tree):
             if isinstance(node, ast.FunctionDef):
                 code = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
                 if 120 <= len(code) <= 700:
@@ -106,12 +104,22 @@ def functions_and_texts(stdlib: Path) -> tuple[list[tuple[str, bool]], list[tupl
     return functions, texts
 
 
+def definitions(node: ast.Module | ast.ClassDef | ast.FunctionDef) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef]:
+    """Yield a module, class or function and those inside of it, except in conditional statements."""
+    yield node
+    for child in node.body:
+        if isinstance(child, (ast.ClassDef, ast.FunctionDef)):
+            yield from definitions(child)
+
+
 class Conversations:
-    """Draws prompts, and lets the target answer them.
+    """The source of prompts, and of the target's answers to them.
 
     Questions of the kind chat are those that the target writes itself after ``opening``, the tokens of its chat template in
     front of a question (Xu et al. 2024, Magpie).
     """
+
+    kinds = KINDS
 
     def __init__(
         self, target: Target, tokenizer: Any, stdlib: Path, *, prompt: int, total: int, end: int, batch: int
@@ -121,7 +129,11 @@ class Conversations:
         self.device = target.embed_tokens.weight.device
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         functions, texts = functions_and_texts(stdlib)
-        self.sources = {"code": functions, "summary": texts}
+        self.sources = {
+            (kind, wanted): [text for text, held_out in found if held_out is wanted]
+            for kind, found in (("code", functions), ("summary", texts))
+            for wanted in (False, True)
+        }
         pairs = zip(self.encode("A"), self.encode("7"), strict=False)
         self.opening = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
         self.writers: dict[float, ForcedGenerator] = {}
@@ -144,7 +156,7 @@ class Conversations:
             elif kind == "maths":
                 question = rng.choice(MATHS_TASKS)(rng)
             else:
-                text = rng.choice([text for text, out in self.sources[kind] if out is held_out])
+                text = rng.choice(self.sources[kind, held_out])
                 task = rng.choice(CODE_TASKS if kind == "code" else SUMMARY_TASKS)
                 question = f"{task}\n\n```python\n{text}\n```" if kind == "code" else f"{task}\n\n{text}"
             tokens = self.encode(question)
@@ -177,6 +189,20 @@ class Conversations:
             part += part[:1] * (self.batch - len(part))
             rows.append(writer.answer(part, total)[: len(prompts) - at])
         return torch.cat(rows)
+
+
+class Pieces(Conversations):
+    """Draws the beginnings of functions, for a target that completes code and has no use for questions."""
+
+    kinds = ("code",)
+
+    def draw(self, count: int, rng: random.Random, *, held_out: bool) -> list[Prompt]:
+        functions = self.sources["code", held_out]
+        found: list[Prompt] = []
+        while len(found) < count:
+            tokens = self.tokenizer(rng.choice(functions), add_special_tokens=False)["input_ids"]
+            found.append(Prompt("code", tokens[: rng.randrange(16, self.limit)]))
+        return found
 
 
 class ForcedGenerator(Generator):

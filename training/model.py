@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes shared by the target and its head."""
+    """The sizes that the target and its head share."""
 
     vocab_size: int = 2048
     hidden_size: int = 256
@@ -49,7 +49,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Cache:
-    """Keys and values of every layer for one batch of equally long sequences."""
+    """The keys and values of every layer for one batch of equally long sequences."""
 
     def __init__(self, shape: Shape, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> None:
         size = (shape.num_hidden_layers, batch, shape.num_key_value_heads, length, shape.head_dim)
@@ -80,7 +80,9 @@ class Attention(nn.Module):
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
     def widen(self, x: Tensor) -> Tensor:
-        """Repeat each key or value head for the query heads that share it."""
+        """Return the keys or values ``x`` [B, kv_heads, S, D] repeated for the query heads that share them, [B,
+        heads, S, D].
+        """
         return x.repeat_interleave(self.heads // self.kv_heads, dim=1)
 
     def out(self, x: Tensor) -> Tensor:
@@ -91,7 +93,11 @@ class Attention(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, self.widen(k), self.widen(v), is_causal=True))
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, position: Tensor) -> Tensor:
-        """Attend from one new token per sequence at `position` (a tensor of one element) to the whole cache."""
+        """Attend from one new token per sequence, at `position` (a tensor of one element), to the cache, which receives its
+        key and value → [B, 1, H].
+
+        `q` is [B, heads, 1, D], `k` and `v` [B, kv_heads, 1, D], each cache [B, kv_heads, length, D].
+        """
         cache_k.index_copy_(2, position, k.to(cache_k.dtype))
         cache_v.index_copy_(2, position, v.to(cache_v.dtype))
         b = q.shape[0]
@@ -114,7 +120,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """A Llama layer; the EAGLE head's only layer has no input norm."""
+    """A Llama layer: attention and MLP with norms. The EAGLE head's only layer has no input norm."""
 
     def __init__(self, shape: Shape, *, input_norm: bool = True) -> None:
         super().__init__()
@@ -141,7 +147,7 @@ class Rotary(nn.Module):
 
 
 class Target(nn.Module):
-    """LlamaForCausalLM with tied embeddings. `forward` returns the hidden state after the final norm."""
+    """The target, LlamaForCausalLM with tied embeddings. `forward` returns the hidden state after the final norm."""
 
     def __init__(self, shape: Shape, dropout: float = 0.0) -> None:
         super().__init__()
@@ -157,7 +163,9 @@ class Target(nn.Module):
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
-        """Return hidden states of whole sequences. A cache, if given, is filled from position 0."""
+        """Return the hidden states [B, S, H] of whole sequences of ``tokens`` [B, S]. A cache, if given, is filled from
+        position 0.
+        """
         s = tokens.shape[1]
         cos, sin = self.rotary.cos[:s], self.rotary.sin[:s]
         x = self.drop(self.embed_tokens(tokens))
@@ -184,7 +192,35 @@ class Target(nn.Module):
         return F.linear(hidden, self.embed_tokens.weight)
 
 
-class EagleHead(nn.Module):
+@torch.no_grad()
+def target_states(target: Target, tokens: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return outputs of the target's layers ``taps`` side by side [B, S, taps * H], and its final hidden states [B, S, H]."""
+    length = tokens.shape[1]
+    cos, sin = target.rotary.cos[:length], target.rotary.sin[:length]
+    x, outputs = target.embed_tokens(tokens), {}
+    for i, layer in enumerate(target.layers):
+        q, k, v = layer.self_attn.qkv(layer.input_layernorm(x), cos, sin)
+        x = x + layer.self_attn.causal(q, k, v)
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+        outputs[i] = x
+    return torch.cat([outputs[i] for i in taps], dim=-1), target.norm(x)
+
+
+class DraftHead(nn.Module):
+    """A head that drafts for a target of the same ``shape``."""
+
+    shape: Shape
+
+    def published_config(self) -> dict[str, object]:
+        """Return the fields of config.json that heads of this kind have in addition to a model's, or with other values."""
+        raise NotImplementedError
+
+    def published_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by their published names."""
+        return dict(self.state_dict())
+
+
+class EagleHead(DraftHead):
     """The published EAGLE-1 and -2 head: fc over (next token's embedding, hidden state), then one Llama layer.
 
     Pair i joins the embedding of token i+1 with the target's final-norm hidden state at i, at rotary position i. Its output
@@ -199,6 +235,9 @@ class EagleHead(nn.Module):
         self.layers = nn.ModuleList([Layer(shape, input_norm=False)])
         initialise(self)
 
+    def published_config(self) -> dict[str, object]:
+        return {"architectures": ["LlamaForCausalLMEagle"], "bias": False, "num_hidden_layers": 1}
+
     @property
     def layer(self) -> Layer:
         layer = self.layers[0]
@@ -206,7 +245,9 @@ class EagleHead(nn.Module):
         return layer
 
     def join(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the input of attention and the residual stream, here the same."""
+        """Return the input of attention and the residual stream, both [B, S, H] and here the same, from the embedding and the
+        features of each pair.
+        """
         x = self.fc(torch.cat((embedded, features), dim=-1)).float()
         return x, x
 
@@ -215,7 +256,7 @@ class EagleHead(nn.Module):
         return x + self.layer.mlp(self.layer.post_attention_layernorm(x))
 
     def forward(self, embedded: Tensor, features: Tensor) -> Tensor:
-        """Return the predicted hidden states of all pairs, with causal attention over the pairs."""
+        """Return the predicted hidden states [B, S, H] of all pairs, with causal attention over the pairs."""
         s = features.shape[1]
         joined, residual = self.join(embedded, features)
         q, k, v = self.layer.self_attn.qkv(joined, self.rotary.cos[:s], self.rotary.sin[:s])
@@ -273,7 +314,7 @@ def initialise(module: nn.Module) -> None:
 
 
 def round_to_bfloat16(module: nn.Module) -> None:
-    """Round the float32 parameters to the values of a bfloat16 checkpoint."""
+    """Round the module's float32 parameters in place to the values of a bfloat16 checkpoint."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(parameter.bfloat16())
@@ -283,7 +324,7 @@ def round_to_bfloat16(module: nn.Module) -> None:
 
 
 def save_target(target: Target, folder: Path, eos: int, pad: int) -> None:
-    """Write the target with transformers' LlamaForCausalLM.save_pretrained."""
+    """Write the target to ``folder`` with transformers' LlamaForCausalLM.save_pretrained."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {k: v for k, v in asdict(target.shape).items() if k != "rope_theta"}
@@ -305,7 +346,7 @@ def save_target(target: Target, folder: Path, eos: int, pad: int) -> None:
 
 
 def load_target(folder: Path, device: torch.device) -> Target:
-    """Load a target, with the stored bfloat16 converted to float32."""
+    """Load a target from ``folder`` onto ``device``, with the stored bfloat16 converted to float32."""
     config = json.loads((folder / "config.json").read_text())
     theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
     shape = Shape(**{k: config[k] for k in asdict(Shape()) if k != "rope_theta"}, rope_theta=theta)
@@ -315,31 +356,31 @@ def load_target(folder: Path, device: torch.device) -> Target:
     return target.to(device).eval()
 
 
-def save_head(head: EagleHead, folder: Path, eos: int, pad: int) -> None:
-    """Write the head in the format of published EAGLE heads."""
+def save_head(head: DraftHead, folder: Path, *, eos: int) -> None:
+    """Write the config and weights of ``head`` to ``folder`` in bfloat16, in the format in which heads of its kind are
+    published.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = {
-        "architectures": ["LlamaForCausalLMEagle"],
         "attention_bias": False,
-        "bias": False,
         "bos_token_id": eos,
         "eos_token_id": eos,
         "head_dim": head.shape.head_dim,
         "hidden_act": "silu",
         "model_type": "llama",
-        "pad_token_id": pad,
         **asdict(head.shape),
-        "num_hidden_layers": 1,
         "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
+        **head.published_config(),
     }
     (folder / "config.json").write_text(json.dumps(dict(sorted(config.items())), indent=2) + "\n")
-    weights = {k: v.detach().bfloat16().contiguous().cpu() for k, v in head.state_dict().items()}
+    tensors = {k: v.detach() for k, v in head.published_tensors().items()}
+    weights = {k: (v.bfloat16() if v.is_floating_point() else v).contiguous().cpu() for k, v in tensors.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def load_head(folder: Path, device: torch.device) -> EagleHead:
-    """Load a head, with the stored bfloat16 converted to float32."""
+    """Load a head from ``folder`` onto ``device``, with the stored bfloat16 converted to float32."""
     config = json.loads((folder / "config.json").read_text())
     head = EagleHead(Shape(**{k: config[k] for k in asdict(Shape())}))
     head.load_state_dict({k: v.float() for k, v in load_file(folder / "model.safetensors").items()})

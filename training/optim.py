@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 
 def orthogonalise(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Run five Newton-Schulz steps towards the nearest orthogonal matrix, for a stack of matrices."""
+    """Return an approximation of the nearest orthogonal matrix of each matrix in ``grad``, by five Newton-Schulz steps in
+    ``dtype``.
+    """
     x = grad.to(dtype)
     tall = x.shape[-2] > x.shape[-1]
     if tall:
@@ -22,7 +24,9 @@ def orthogonalise(grad: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Optimizer:
-    """Optimizes a module's parameters. `step(factor)` scales the peak learning rates."""
+    """The optimizer of a module's parameters: Muon for matrices, AdamW for the others. `step(factor)` scales the peak
+    learning rates.
+    """
 
     def __init__(self, module: nn.Module, muon_lr: float, adam_lr: float, weight_decay: float) -> None:
         groups: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)

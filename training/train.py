@@ -70,7 +70,7 @@ class Run:
         (self.out / "log.json").write_text(json.dumps(self.log, indent=1) + "\n")
 
     def batch(self, rows: int, length: int, stream: Tensor | None = None) -> Tensor:
-        """Return random pieces of a stream, by default the training stream."""
+        """Return random pieces [rows, length] of a token stream, by default of the training stream."""
         stream = self.train if stream is None else stream
         starts = torch.randint(len(stream) - length, (rows, 1), device=self.device)
         return stream[starts + torch.arange(length, device=self.device)]
@@ -105,7 +105,9 @@ class Run:
 
     @torch.no_grad()
     def loss(self, target: Target, stream: Tensor, length: int = 1024, max_pieces: int = 512) -> float:
-        """Return the loss in nats per token over consecutive pieces of a stream."""
+        """Return the target's loss in nats per token over consecutive pieces of ``length`` tokens of a stream, at most
+        ``max_pieces``.
+        """
         length = min(length, len(stream) - 1)
         count = min(max_pieces if self.cuda else 8, (len(stream) - 1) // length)
         target.eval()
@@ -160,7 +162,7 @@ class Run:
         return loss_of
 
     def train_target(self) -> Target:
-        """Train next-token prediction on pieces of --length tokens."""
+        """Train the target on next-token prediction over pieces of --length tokens, save it and return it."""
         target = Target(Shape(), dropout=self.args.dropout).to(self.device).train()
         optimizer = Optimizer(target, muon_lr=0.02, adam_lr=0.004, weight_decay=0.1)
 
@@ -295,7 +297,7 @@ class Run:
             tokens = generator.run(prefixes, count)[: len(probe), : prefix + 128]
             rates[name] = mean_acceptance_length(target, head, tokens, prefix - 1, 4, temperature)
         self.note(f"head after {step} steps", **rates)
-        save_head(head, self.out / "eagle", self.eos, self.pad)
+        save_head(head, self.out / "eagle", eos=self.eos)
         return head
 
 

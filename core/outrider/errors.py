@@ -17,7 +17,7 @@ class RequestError(OutriderError):
 
 
 _MAX_QUOTED_CHARACTERS = 300
-"""Maximum length of a quoted value or of a quoted foreign message."""
+"""Maximum number of characters of a quoted value or of a quoted message of another library."""
 
 
 def shown(value: object) -> str:

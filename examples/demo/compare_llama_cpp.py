@@ -18,7 +18,7 @@ import xllamacpp
 from demo import TASK, find_weights
 
 from outrider import Engine, EngineConfig, SamplingParams
-from outrider.bundled import bundled
+from outrider.bundled import SMOLLM2_HEADS, bundled
 from outrider.model import find_checkpoint
 from outrider.model.media.chat_template import ChatTemplate
 
@@ -26,11 +26,12 @@ PROMPTS = {
     "chat": "Why is the sky blue?",
     "quote": TASK.read_text(encoding="utf-8"),
 }
-OURS = {"plain": ("none", 1), "ngram": ("ngram", 7), "eagle3": ("eagle3", 3)}
+HEADS = {kind: name for name, kind in SMOLLM2_HEADS.items()}
+OURS = {"plain": ("none", 1), "ngram": ("ngram", 7), **{kind: (kind, 3) for kind in HEADS}}
 
 
 def load_outrider(directory: Path, proposer: str, draft_tokens: int, dtype: str) -> Engine:
-    draft = bundled("smollm2_eagle3") if proposer == "eagle3" else None
+    draft = bundled(HEADS[proposer]) if proposer in HEADS else None
     config = EngineConfig(max_requests=1, max_context=1024, draft_tokens=draft_tokens, dtype=dtype)
     return Engine.from_checkpoint(directory, "cpu", draft_dir=draft, speculate=proposer, config=config)
 

@@ -1,1 +1,1 @@
-"""FlashInfer as a kernel set: attention that is planned on the host."""
+"""The kernel set ``flashinfer``: FlashInfer's attention, planned on the host, around another kernel set."""

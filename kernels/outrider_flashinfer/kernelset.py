@@ -32,7 +32,7 @@ from outrider_flashinfer.plan import AttentionPlan
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_SIZES = (64, 128, 256)
 _POSITIONS = 0
-"""FlashInfer's number for no position encoding of its own."""
+"""FlashInfer's code for attention that applies no position encoding: queries and keys are already rotated."""
 
 _log = logging.getLogger("outrider_flashinfer")
 
@@ -43,7 +43,7 @@ def supports_attention(shape: AttentionShape) -> bool:
 
 
 class Attention:
-    """Scratch memory and compiled modules that all attention plans of one backend share."""
+    """The scratch memory and the compiled FlashInfer modules that all attention plans of one backend share."""
 
     def __init__(self, backend: Backend, processors: int) -> None:
         self.backend = backend
@@ -52,11 +52,13 @@ class Attention:
         self._built: set[tuple[torch.dtype, int, bool]] = set()
 
     def compiled(self) -> int:
-        """Return the compiled or loaded FlashInfer modules."""
+        """Number of FlashInfer modules that this process has compiled or loaded."""
         return len(self._built)
 
     def scratch(self, stream: Stream, nbytes: int) -> Tensor:
-        """Return scratch memory for partial results. All plans of ``stream`` share it, because they run in order."""
+        """Return at least ``nbytes`` of device memory for partial results. All plans of ``stream`` share it, because they run
+        in order.
+        """
         kept = self._scratch.get(stream)
         if kept is None or kept.numel() < nbytes:
             # Plans that have the smaller one keep it.
@@ -64,7 +66,10 @@ class Attention:
         return kept
 
     def build(self, shape: AttentionShape) -> None:
-        """Compile or load the module of a shape, and log a compilation."""
+        """Compile or load FlashInfer's module for the attention ``shape``. A compilation is logged.
+
+        Raises :class:`BackendLoadError` if it fails.
+        """
         key = (shape.dtype, shape.head_size, shape.window > 0)
         if key in self._built:
             return
@@ -170,7 +175,7 @@ class FlashInferKernels(WrappedKernels):
         scale: float,
         window: int = 0,
     ) -> Tensor:
-        """Use FlashInfer if the batch was planned for this shape, else the wrapped kernels."""
+        """Compute attention with FlashInfer if ``metadata`` has a plan for this shape, else with the wrapped kernels."""
         plan = metadata.plan
         if isinstance(plan, AttentionPlan):
             shape = AttentionShape.from_operands(q, k_cache, scale=scale, window=window)
@@ -181,7 +186,7 @@ class FlashInferKernels(WrappedKernels):
     def attention_block(
         self, x: ResidualStream, block: AttentionBlock, tokens: AttentionTokens, *, attend: Attend | None = None
     ) -> ResidualStream:
-        """Run the wrapped kernels' block with FlashInfer's attention."""
+        """Run the attention block of the wrapped kernels, with FlashInfer's attention inside."""
         return self.inner.attention_block(x, block, tokens, attend=attend or self.paged_attention)
 
     def every_variant(self) -> AbstractContextManager[None] | None:
@@ -189,5 +194,5 @@ class FlashInferKernels(WrappedKernels):
         return super().every_variant() or nullcontext()
 
     def compiled(self) -> Mapping[str, int]:
-        """Return FlashInfer's modules and the wrapped kernels' entries."""
+        """Return the number of compiled kernels by name: FlashInfer's modules and the entries of the wrapped kernels."""
         return {**super().compiled(), "flashinfer": self.attention.compiled()}

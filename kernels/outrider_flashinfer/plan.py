@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from outrider_flashinfer.kernelset import Attention
 
 _TILES = (16, 64, 128)
-"""Rows of a block that FlashInfer chooses from, a row being a query of one head of a group."""
+"""Rows of a query block that FlashInfer chooses from; a row is a query of one head of a group."""
 _PROGRAMS = 2
-"""Programs of a multiprocessor that it plans for."""
+"""Programs per multiprocessor for which FlashInfer plans."""
 _INT_BYTES = 1 << 20
-"""Of its own tables: a few words for each block. It raises where they don't fit."""
+"""Bytes of the tables that FlashInfer's plan fills with a few words per block. FlashInfer raises if they don't fit."""
 
 
 def scratch_bytes(shape: AttentionShape, *, batch: int, rows: int, processors: int) -> int:
@@ -41,8 +41,8 @@ def scratch_bytes(shape: AttentionShape, *, batch: int, rows: int, processors: i
 
 
 class AttentionPlan:
-    """An attention plan for uniform batches of one number of requests and queries, or for prefill of up to a number of
-    requests.
+    """An attention plan for one size of uniform batches (requests and queries per request), or for prefill of at most a
+    number of requests.
 
     A graph may replay a uniform batch, so the plan's buffers keep their addresses. The host writes into pinned memory, and
     first waits until earlier copies from it have run.
@@ -56,7 +56,7 @@ class AttentionPlan:
         self.batch, self._pages = metadata.block_table.shape
         self._queries = metadata.max_query
         self.tokens = 0
-        """New tokens of the batch that is planned."""
+        """Number of new tokens in the batch for which the plan was last computed."""
         device, batch = self._backend.device, self.batch
         self._pinned = self._backend.empty_pinned("FlashInfer's plan", (4 * batch + 2,), torch.int32)
         self._copied = self._backend.create_event("FlashInfer's plan copied")
@@ -82,7 +82,7 @@ class AttentionPlan:
                 fixed["custom_mask_buf"] = self.mask.view(-1)
                 fixed["mask_indptr_buf"] = torch.arange(0, (batch + 1) * each, each, dtype=torch.int32, device=device)
         self.tables = {shape: torch.zeros(_INT_BYTES, dtype=torch.uint8, device=device) for shape in shapes}
-        """What FlashInfer's own kernels read of a plan."""
+        """FlashInfer's tables on the device, uint8, by attention shape; FlashInfer's kernels read the plan from them."""
         self.wrappers: dict[AttentionShape, Any] = {}
         for shape, tables in self.tables.items():
             made = BatchPrefillWithPagedKVCacheWrapper(self.scratch, "NHD", backend="fa2", **fixed)
@@ -103,7 +103,10 @@ class AttentionPlan:
             self._copied.synchronize()
 
     def renew(self, metadata: AttentionMetadata, stream: Stream) -> None:
-        """Compute the plan for this batch and copy it to the plan's buffers, in the scope of ``stream``."""
+        """Compute the plan for this batch and copy it to the plan's buffers, in the scope of ``stream``.
+
+        Raises :class:`InterfaceError` for lengths that the block table can't hold.
+        """
         batch = metadata.block_table.shape[0]
         lens = _lengths(metadata, batch)
         page_size = next(iter(self.wrappers)).page_size

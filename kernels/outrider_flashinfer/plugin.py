@@ -18,7 +18,7 @@ _TESTED = "0.6."
 
 @hookimpl
 def kernel_info() -> KernelInfo:
-    """Describe the kernel set: usable if FlashInfer is installed. Doesn't import it."""
+    """Describe the kernel set: usable if FlashInfer is installed. The function doesn't import FlashInfer."""
     found = find_spec("flashinfer") is not None
     return KernelInfo(
         name="flashinfer",
@@ -32,7 +32,10 @@ def kernel_info() -> KernelInfo:
 
 @hookimpl
 def create_kernels(backend: Backend) -> KernelSet:
-    """Create the kernel set that wraps the backend's own kernels."""
+    """Create the kernel set that wraps the backend's own kernels.
+
+    Raises :class:`BackendLoadError` if FlashInfer is missing, of another version, or can't run on the device.
+    """
     info = kernel_info()
     if not info.usable:
         raise BackendLoadError(f"{backend.label} can't have FlashInfer's attention: {info.reason}; {info.advice}")

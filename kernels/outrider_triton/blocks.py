@@ -39,39 +39,43 @@ from outrider_triton.quantized.products import QuantizedProducts
 
 @dataclass(frozen=True, slots=True)
 class DeferredProduct(Contribution):
-    """A product that the norm after it adds to the stream."""
+    """An unquantized product whose result the next norm adds to the residual stream."""
 
     products: DenseProducts
     product: Product
 
     def add(self, rows: Tensor) -> Tensor:
-        """Add the product in its own kernel, if that was faster."""
+        """Add the product to the residual ``rows`` [T, H] and return them; the product's own kernel adds if that was measured
+        to be faster.
+        """
         return self.products.linear_add(*self.product, rows)
 
     def add_rms_norm(self, rows: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """Add the parts of a split product in the kernel of the norm."""
+        """Add the product to ``rows`` [T, H] and return the norm; the norm's kernel adds the parts of a split product."""
         return self.products.linear_add_rms_norm(*self.product, rows, norm, eps)
 
 
 @dataclass(frozen=True, slots=True)
 class DeferredQuantized(Contribution):
-    """A product with a quantised weight that the norm after it adds to the stream."""
+    """A product with a quantised weight whose result the next norm adds to the residual stream."""
 
     products: QuantizedProducts
     product: QuantizedProduct
 
     def add(self, rows: Tensor) -> Tensor:
-        """Add the product in its own kernel if it is streamed."""
+        """Add the product to the residual ``rows`` [T, H] and return them; a streamed product adds in its own kernel."""
         return self.products.linear_quantized_add(self.product, rows)
 
     def add_rms_norm(self, rows: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """Add the parts of a split product in the kernel of the norm."""
+        """Add the product to ``rows`` [T, H] and return the norm; the norm's kernel adds the parts of a split product."""
         return self.products.linear_quantized_add_rms_norm(self.product, rows, norm, eps)
 
 
 @dataclass(frozen=True, slots=True)
 class DeferredAttention(Contribution):
-    """Attention and its product with a quantised weight. The kernel that joins the splits may store rows for the product."""
+    """Attention and its output product with a quantised weight, both deferred to the next norm. The kernel that joins
+    attention's splits may store its rows in the product's layout.
+    """
 
     kernels: KernelSet
     products: QuantizedProducts
@@ -79,18 +83,18 @@ class DeferredAttention(Contribution):
     block: AttentionBlock
     output: QuantizedWeight
     attend: Attend | None
-    """Attention of another kernel set. It isn't fused with the product."""
+    """Attention of another kernel set, which isn't fused with the product; None for Triton's."""
 
     def add(self, rows: Tensor) -> Tensor:
-        """Attend, then add the product."""
+        """Compute attention, and add its output product to the residual ``rows`` [T, H]."""
         return self.attended().add(rows)
 
     def add_rms_norm(self, rows: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """Attend, then add the product in the kernel of the norm."""
+        """Compute attention, and add its output product to ``rows`` [T, H] in the kernel of the norm. Return the norm."""
         return self.attended().add_rms_norm(rows, norm, eps)
 
     def attended(self) -> DeferredQuantized:
-        """Attend, and return the product that is still deferred."""
+        """Compute attention now, and return its output product, which stays deferred."""
         attend = self.attend or self.kernels.paged_attention
         out = attend(*self.operands, scale=self.block.scale, window=self.block.window)
         product = QuantizedProduct(out.reshape(out.shape[0], -1), self.output, self.block.output_bias)
@@ -98,7 +102,9 @@ class DeferredAttention(Contribution):
 
 
 class FusedBlocks:
-    """The pieces of blocks whose products are fused with the norms, rotations and activations around them."""
+    """The parts of attention and MLP blocks whose products are fused with the norms, rotations and activations
+    around them.
+    """
 
     def __init__(
         self, kernels: KernelSet, dense: DenseProducts, quantized: QuantizedProducts, attention: CacheAttention
@@ -157,23 +163,25 @@ class FusedBlocks:
         )
 
     def down_product(self, both: Tensor, block: MlpBlock) -> Contribution:
-        """Return the contribution of an MLP for ``both`` [T, 2 I], the results of gate and up."""
+        """Return the MLP's deferred down product for ``both`` [T, 2 I], the results of gate and up."""
         if isinstance(block.down, QuantizedWeight):
             return DeferredQuantized(self._quantized, QuantizedProduct(both, block.down, block.down_bias, gated=True))
         return self.contribution(self._kernels.silu_mul(both), block.down, block.down_bias)
 
     def gated_product(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-        """Multiply by gate and up and apply SwiGLU."""
+        """Return SwiGLU [T, I] of the rows ``x`` [T, H], multiplied by the gate and up ``weight``."""
         if isinstance(weight, Tensor):
             return self._dense.linear_silu_mul(x, weight, bias)
         return self._kernels.silu_mul(linear(self._kernels, x, weight, bias))
 
     def mlp(self, x: Tensor, block: MlpBlock) -> Tensor:
-        """Return the whole MLP for normalised rows."""
+        """Return the MLP's output [T, H] for the normalised rows ``x`` [T, H]."""
         return linear(self._kernels, self.gated_product(x, block.gate_up, block.gate_up_bias), block.down, block.down_bias)
 
     def contribution(self, x: Tensor, weight: Weight, bias: Tensor | None, ranks: RankBoundary = SINGLE_RANK) -> Contribution:
-        """Return the product as a contribution: deferred on one rank."""
+        """Return the product of ``x`` and ``weight`` as a contribution to the residual stream, deferred if there
+        is one rank.
+        """
         if not ranks.reduces and isinstance(weight, Tensor):
             return DeferredProduct(self._dense, Product(x, weight, bias))
         if not ranks.reduces and isinstance(weight, QuantizedWeight):

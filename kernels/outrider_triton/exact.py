@@ -33,9 +33,9 @@ from outrider_triton.tiles.selection import TileSelection
 
 _TRITON = torch.ops.outrider
 _ROWS = 64
-"""Rows of an attention tile: the matrix unit's height on Hopper."""
+"""Query rows of an attention tile: the height of Hopper's matrix unit."""
 _FEW = 16
-"""Tokens of a tile where every tile must have the same number."""
+"""Number of tokens in a tile on devices where all tiles must have the same number."""
 _PREFILL = {
     "linear": MatmulConfig(256, 128, 64, 1, 8, 3, 0, 0, 0),
     "linear_parts": MatmulConfig(256, 128, 64, 1, 8, 3, 0, 0, 0),
@@ -44,15 +44,15 @@ _PREFILL = {
 }
 """Tiles of products with more than :data:`_MAX_DECODED` tokens, by operator: measured on one H200."""
 _MAX_DECODED = 1024
-"""Tokens above which larger tiles keep all multiprocessors busy."""
+"""Number of tokens above which larger tiles keep all multiprocessors busy."""
 _PART_COLUMNS = 256
-"""Columns of a part are a multiple, so that parts begin at the same column with every tile."""
+"""The number of columns in a part is a multiple of this, so that parts begin at the same column with every tile."""
 _BUSY = 0.35
 """Fraction of the multiprocessors that tiles of 128 weight rows occupy with all parts of a product."""
 
 
 def split_of(facts: DeviceFacts, n: int, k: int) -> int:
-    """Return the number of parts of a product with a weight [n, k] that the next kernel adds up."""
+    """Return the number of parts into which the columns of a weight [n, k] are split. The next kernel adds up the parts."""
     split = 1
     while split < 8 and -(-n // 128) * split < _BUSY * facts.processors and k % (2 * split * _PART_COLUMNS) == 0:
         split *= 2
@@ -65,21 +65,25 @@ def has_fixed_order(operator: str, config: MatmulConfig, split: int) -> bool:
 
 
 class ExactTiles(TileSelection):
-    """Tile configurations with one order of each row's sums."""
+    """The selection of tile configurations with which the sums of each row have one order."""
 
     def __init__(self, facts: DeviceFacts) -> None:
         super().__init__(facts)
         self.any_rows = facts.capability // 10 == 9
-        """True if tiles may have any number of rows."""
+        """True if a tile may have any number of rows, because all instructions of the matrix unit add in one order
+        (Hopper).
+        """
         self._exact: dict[tuple[object, ...], MatmulConfig] = {}
 
     def product(self, operator: str, dtype: str, *, m: int, n: int, k: int, half: int = 0) -> MatmulConfig | None:
-        """Return a configuration with the weight's order of sums, or None for operators that aren't used."""
+        """Return the configuration in which a weight [n, k] has its fixed order of sums, or None for operators that the exact
+        kernels don't use.
+        """
         del dtype
         return self._exact_config(operator, m, n, k, half) if operator in _PREFILL and m else None
 
     def every_product(self, operator: str, dtype: str, *, n: int, k: int, half: int = 0) -> tuple[MatmulConfig, ...]:
-        """Return the configurations of a weight for any number of tokens."""
+        """Return all configurations that a weight [n, k] may need, over all numbers of tokens."""
         del dtype
         if operator not in _PREFILL:
             return ()
@@ -98,7 +102,9 @@ class ExactTiles(TileSelection):
     def choose_config(
         self, operator: str, m: int, n: int, k: int, split: int = 1, *, half: int = 0, whole: bool = False
     ) -> MatmulConfig:
-        """Return the tiles with a fixed order whose time is estimated to be the least; ``whole``: of whole, loaded blocks."""
+        """Return the tile configuration with a fixed order of sums that is estimated to be the fastest for ``m`` tokens.
+        ``whole``: only configurations of whole blocks that threads load.
+        """
         for config in rank_configs(self.facts, operator, m=m if self.any_rows else _FEW, n=n, k=k, half=half):
             is_whole = not config.rows_per_program and not config.descriptor
             if has_fixed_order(operator, config, split) and (is_whole or not whole):
@@ -106,12 +112,12 @@ class ExactTiles(TileSelection):
         return MatmulConfig(_FEW, 32, 64, split, 4, 2, 0, 0, 0)
 
     def vocabulary_shares(self, shape: Sequence[int]) -> Iterator[int]:
-        """Yield the one number of programs that share a row."""
+        """Yield the only number of programs that share one row of a tensor of ``shape``: it depends on the shape alone."""
         yield vocabulary_shares(1, shape[-1], self.facts.processors)
 
 
 class ExactProducts(DenseProducts):
-    """Unquantized products, of which every number of tokens takes the same form."""
+    """Unquantized products whose kernel is the same for every number of tokens, so that the order of sums is too."""
 
     def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         """Add the product in the kernel of the norm, in whose order other passes add it; the norm itself is dropped."""
@@ -120,7 +126,7 @@ class ExactProducts(DenseProducts):
 
 
 class ExactExperts(ExpertProducts):
-    """Products of experts whose sums have one order."""
+    """The products of experts in which the sums of each row have one order."""
 
     def __init__(self, tiles: ExactTiles) -> None:
         super().__init__(tiles.facts)
@@ -190,7 +196,7 @@ class ExactKernels(TritonKernels, InvariantKernels):
         scale: float,
         window: int = 0,
     ) -> Tensor:
-        """Attend in chunks of positions; programs share the chunks of few queries."""
+        """Compute attention in chunks of positions. With few queries, programs share the chunks."""
         if not attends(q):
             return super().paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window)
         config = self._attention_tiles(q, k_cache)

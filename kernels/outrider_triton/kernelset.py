@@ -43,7 +43,7 @@ from outrider_triton.blocks import DeferredAttention, DeferredProduct, DeferredQ
 from outrider_triton.bookkeeping import operators as _bookkeeping_ops  # noqa: F401  (these register the operators)
 from outrider_triton.experts.mixtures import ExpertProducts
 from outrider_triton.launch import compile_only, has_kernel
-from outrider_triton.peers.exchange import FUSED_BYTES, PeerExchange
+from outrider_triton.peers.exchange import PeerExchange
 from outrider_triton.products.dense import DenseProducts, first_rows
 from outrider_triton.quantized.operators import plan
 from outrider_triton.quantized.products import QuantizedProducts, library_operands, library_scales
@@ -70,7 +70,7 @@ _MAX_EXPERTS = 1024
 _MAX_HEAD_SIZE = 256
 """Maximum size of keys and values of a head of a recurrent layer, whose state or products must fit in one program."""
 _MAX_ELEMENTS_PER_PROGRAM = 1 << 14
-"""A row with more elements is too long for one program to check."""
+"""Maximum number of elements of a row that one program checks for NaN; several programs share a longer row."""
 
 
 class TritonKernels(KernelSet):
@@ -114,7 +114,7 @@ class TritonKernels(KernelSet):
             self.name = f"triton, {tuned}"
 
     def _compose(self, tiles: TileSelection, prompts: PromptAttention) -> None:
-        """Create the parts that depend on the layer."""
+        """Create the parts that depend on the layer's shape: products, attention, experts and fused blocks."""
         self.tiles = tiles
         self.dense = DenseProducts(self, tiles)
         self.quantized = QuantizedProducts(self, tiles)
@@ -122,13 +122,15 @@ class TritonKernels(KernelSet):
         self.fused = FusedBlocks(self, self.dense, self.quantized, self.attention)
 
     def is_native(self, name: str, block: object = None) -> bool:
-        """Return False also for a block with weights of 32 or 64 bits, whose products are the library's."""
+        """Return False also for a block with weights of 32 or 64 bits, whose products torch's library computes."""
         weight = getattr(block, "qkv", getattr(block, "gate_up", getattr(block, "projections", (None,))[0]))
         wide = isinstance(weight, Tensor) and weight.dtype.itemsize > 2
         return super().is_native(name, block) and not wide
 
     def every_variant(self) -> AbstractContextManager[None] | None:
-        """Compile every table configuration of a weight, and every split of cached tokens and of the vocabulary."""
+        """Return a scope in which each call compiles every configuration of its weight, and every split of cached tokens and
+        of the vocabulary.
+        """
         return self.tiles.scope.entered()
 
     def compiled(self) -> Mapping[str, int]:
@@ -148,7 +150,9 @@ class TritonKernels(KernelSet):
     # -- measurements ----------------------------------------------------------------------------------------------
 
     def for_shape(self, shape: DecoderShape) -> Self:
-        """Return a copy that shares all state and prefers choices measured in layers of this shape."""
+        """Return a copy that shares all state with this kernel set and prefers choices that were measured in layers of
+        ``shape``.
+        """
         copied = copy(self)
         copied._compose(self.tiles.for_layer(layer_of(shape)), self.attention.prompts)
         return copied
@@ -220,14 +224,18 @@ class TritonKernels(KernelSet):
     def fuse_embedding(
         self, tokens: Tensor, table: Tensor, hidden: Tensor, weight: Weight, bias: Tensor | None = None
     ) -> Tensor:
-        """Join embeddings and states in one kernel before the product, which also quantises them for a quantised weight."""
+        """Join embeddings and hidden states in one kernel before the product; for a quantised weight, the same kernel
+        quantises them.
+        """
         fused = None
         if isinstance(weight, QuantizedWeight):
             fused = self.quantized.fuse_embedding_quantized(tokens, table, hidden, weight, bias)
         return linear(self, self._embed_beside(tokens, table, hidden), weight, bias) if fused is None else fused
 
     def _embed_beside(self, tokens: Tensor, weight: Tensor, hidden: Tensor) -> Tensor:
-        """Concatenate embeddings and features, one program per token and block of columns."""
+        """Write each token's embedding and hidden state side by side, [T, 2 H], with one program per token and block of
+        columns.
+        """
         if not has_kernel(weight, hidden) or weight.dtype is not hidden.dtype or hidden.stride(-1) != 1:
             return torch.cat((self.gather_rows(weight, tokens), hidden), dim=-1)
         return _TRITON.embed_beside.triton(tokens, weight, hidden, self.pdl)  # type: ignore[no-any-return]
@@ -248,16 +256,17 @@ class TritonKernels(KernelSet):
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, group: Group, stream: Stream
     ) -> Tensor:
         """Sum rows over the ranks, add them to the residual and normalise, in one kernel if peer memory is accessible and
-        rows are few.
+        estimated to be faster than the library.
         """
         if group.has_peer_memory and group.size > 1:
             exchange = self._exchanges.get(group)
             if exchange is None:
-                exchange = self._exchanges[group] = PeerExchange(group, most_bytes=FUSED_BYTES, pdl=self.pdl)
-            if exchange.accepts_rows(x, residual, weight):
+                exchange = self._exchanges[group] = PeerExchange(group, pdl=self.pdl)
+            shots = exchange.row_shots(x, residual, weight)
+            if shots:
                 out = torch.empty_like(residual)
                 group.announce(x, stream=stream, reads=(residual, weight), writes=(residual, out))
-                exchange.all_reduce_rms_norm(x, residual, weight, eps, out)
+                exchange.all_reduce_rms_norm(x, residual, weight, eps, out, shots=shots)
                 return out
         return super().all_reduce_rms_norm(x, residual, weight, eps, group=group, stream=stream)
 
@@ -360,11 +369,15 @@ class TritonKernels(KernelSet):
         config = self.attention.config(q, k_cache, metadata)
         return _TRITON.paged_attention.triton(*self.attention.operands(call, config))  # type: ignore[no-any-return]
 
-    def route(self, logits: Tensor, count: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
-        """Route each token to its experts, one program per token; at most 1024 experts."""
+    def route(
+        self, logits: Tensor, count: int, *, renormalize: bool, held: tuple[int, int] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return weights and numbers of the ``count`` experts of each token, with one program per token. There are at most
+        1024 experts.
+        """
         if not has_kernel(logits) or logits.shape[1] > _MAX_EXPERTS or logits.stride(1) != 1:
-            return super().route(logits, count, renormalize=renormalize)
-        weights, chosen = _TRITON.route.triton(logits, count, renormalize, self.pdl)
+            return super().route(logits, count, renormalize=renormalize, held=held)
+        weights, chosen = _TRITON.route.triton(logits, count, renormalize, *(held or (0, logits.shape[1])), self.pdl)
         return weights, chosen
 
     def experts(self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -401,7 +414,7 @@ class TritonKernels(KernelSet):
     def short_convolution(
         self, x: Tensor, weight: Tensor, state: Tensor, batch: RecurrentBatch, commit: Tensor | None = None
     ) -> Tensor:
-        """Convolve one block of tokens and channels per program."""
+        """Compute the short convolution, with one program per block of tokens, block of channels and sequence."""
         if not has_kernel(x, weight, state) or x.stride(1) != 1 or not (weight.is_contiguous() and state.is_contiguous()):
             return super().short_convolution(x, weight, state, batch, commit)
         return _TRITON.short_convolution.triton(x, weight, state, *batch.operands, commit, batch.uniform, self.pdl)  # type: ignore[no-any-return]
@@ -432,7 +445,7 @@ class TritonKernels(KernelSet):
         return _TRITON.chunk_gated_delta_rule.triton(*operands, self.pdl)  # type: ignore[no-any-return]
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Compute the gated norm of several heads per program."""
+        """Compute the gated RMS norm, with several heads per program."""
         if not has_kernel(x, gate, weight):
             return super().gated_rms_norm(x, gate, weight, eps)
         return _TRITON.gated_rms_norm.triton(x, gate, weight, eps, self.pdl)  # type: ignore[no-any-return]
@@ -477,7 +490,7 @@ class TritonKernels(KernelSet):
         return experts_stream(self, x, block, self.fused.mlp)
 
     def recurrent_block(self, x: ResidualStream, block: RecurrentBlock, tokens: RecurrentTokens) -> ResidualStream:
-        """Compose the block, and defer the output product until the next norm."""
+        """Compose the recurrent block of its kernels, and defer the output product until the next norm."""
         heads = recurrent_heads(self, x.norm(block.norm, block.eps), block, tokens)
         pending = self.fused.contribution(heads, block.output, block.output_bias, block.ranks)
         return ResidualStream(x.kernels, tokens.rows.continued(self, x.rows), pending)
@@ -491,7 +504,7 @@ class TritonKernels(KernelSet):
         return _TRITON.apply_token_bitmask.triton(logits, bitmask, self.pdl)  # type: ignore[no-any-return]
 
     def sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, draft: bool = False) -> Tensor:
-        """Sample one token per row; several programs share the vocabulary."""
+        """Sample one token per row of ``logits`` [B, V] → int64 [B]; several programs share the vocabulary."""
         if not has_kernel(logits):
             return super().sample(logits, temperature, seeds, positions, draft=draft)
         lane = LANE_DRAFT if draft else LANE_SAMPLE
@@ -549,7 +562,9 @@ class TritonKernels(KernelSet):
         depth: int,
         sampling: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Choose a token at every node, then follow the accepted path."""
+        """Choose a token at every node of the tree, then follow the accepted path from the root; several programs share the
+        vocabulary.
+        """
         if not has_kernel(target_logits):
             return super().verify_tree(
                 target_logits, tokens, parents, temperature, seeds, positions, depth=depth, sampling=sampling
@@ -588,7 +603,7 @@ class TritonKernels(KernelSet):
     def gather_checked(
         self, source: Tensor, rows: Tensor | None, out: Tensor, found: Tensor, *, bounds: tuple[int, int] | None
     ) -> None:
-        """Copy rows and report invalid values, one program per row.
+        """Copy rows to ``out`` and report their first invalid values, with one program per row.
 
         Distributions over a vocabulary are long: one pass finds NaN, another copies.
         """
@@ -628,7 +643,7 @@ class TritonKernels(KernelSet):
         _TRITON.place_accepted.triton(lens, tokens, accepted, following, last, positions, self.pdl)
 
     def find_nan(self, x: Tensor, found: Tensor) -> None:
-        """Report the first NaN of each row; several programs share a row."""
+        """Report the first NaN of each row to ``found``; several programs share a row."""
         if not has_kernel(x) or not x.is_contiguous():
             super().find_nan(x, found)
             return

@@ -18,9 +18,9 @@ from outrider.device.kernels.operators import define_operator, register_operator
 # torch unregisters an operator when its Library is collected, so this module must own it.
 _LIBRARY = torch.library.Library("outrider", "FRAGMENT")
 define = partial(define_operator, _LIBRARY)
-"""Register an operator by its name, its implementation and the operands that it writes."""
+"""Define a new operator in this package's torch library, by its name, its implementation and the operands that it writes."""
 register = partial(register_operator, _LIBRARY)
-"""Register an operator by its schema and its implementation."""
+"""Register an operator in this package's torch library, by its schema and its implementation."""
 _ahead = ContextVar("outrider_triton_ahead", default=False)
 
 

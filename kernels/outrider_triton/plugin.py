@@ -31,20 +31,20 @@ def kernel_info() -> KernelInfo:
 
 @hookimpl
 def create_kernels(backend: Backend) -> KernelSet:
-    """Create the set that backends use by default."""
+    """Return the kernel set that backends use by default, for ``backend``."""
     return tuned_kernels(backend)
 
 
 def tuned_kernels(backend: Backend) -> KernelSet:
-    """Create the set with this device's measurements; configurations are derived if there are none.
+    """Return the kernel set with the measurements of this device; configurations without one are derived.
 
-    The library computes the products that it won in the table. Raises :class:`BackendLoadError` without Triton.
+    Torch's library computes the products that it won in the table. Raises :class:`BackendLoadError` without Triton.
     """
     return _kernels(backend)
 
 
 def derived_kernels(backend: Backend) -> KernelSet:
-    """Create the same set without earlier measurements, shipped or stored on this machine.
+    """Return the kernel set without earlier measurements, shipped or stored on this machine.
 
     Later measurements are used. Raises :class:`BackendLoadError` without Triton.
     """

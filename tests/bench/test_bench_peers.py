@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from outrider_bench.acceptance import acceptance_rates
 from outrider_bench.child import ChildFailed, open_session
 from outrider_bench.commands import peers
 from outrider_bench.mixed_load import Arrivals, MixedLoad, quantiles, token_ids
 from outrider_bench.peers.work import PeerWork
 from outrider_bench.plot import series_svg
-from outrider_bench.synthetic import rates_of_length
 from processes import gone
 
 SMALL = ("--shape", "tiny", "--dtype", "float32")
@@ -306,7 +306,7 @@ WORKED = PeerWork(
     new_tokens=16,
     draft_tokens=3,
     accept_length=2.5,
-    rates=rates_of_length(2.5, 3),
+    rates=acceptance_rates(2.5, 3),
     device="cpu",
     phases=("decode", "prefill", "mixed"),
     lengths=(32,),
@@ -361,7 +361,7 @@ def test_gaps_are_between_what_one_request_gets():
 
 @pytest.mark.parametrize(("length", "drafted"), [(1.0, 1), (2.98, 3), (4.0, 3)])
 def test_equal_chances_make_the_length(length, drafted):
-    rates = rates_of_length(length, drafted)
+    rates = acceptance_rates(length, drafted)
     assert 1 + sum(rates) == pytest.approx(length)
     assert [rates[0] ** (place + 1) for place in range(drafted)] == pytest.approx(list(rates))
 

@@ -42,5 +42,5 @@ def test_bytes_of_the_experts_in_use_counted_by_hand():
     slots = [getattr(layer, name) for layer in weights.layers for name in layer.__slots__]
     own = {id(each): each for each in slots if each is not None}  # norms of a layer are one tensor here
     others = sum(each.nbytes for each in own.values()) - experts + weights.norm.nbytes + weights.head.nbytes
-    assert iteration_bytes(engine, batch=1, context=0) == pytest.approx(others + experts * 2 / 5)
-    assert iteration_bytes(engine, batch=2, context=0) == pytest.approx(others + experts * (1 - 0.6**2))
+    assert iteration_bytes(engine, batch=1, context=0) == pytest.approx(others + experts * 2 / 8)
+    assert iteration_bytes(engine, batch=2, context=0) == pytest.approx(others + experts * (1 - 0.75**2))

@@ -1,12 +1,13 @@
 """What commands and engines choose for their user, that they say it, and that what is given stays."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from outrider import Engine, EngineConfig
-from outrider.bundled import bundled
+from outrider.bundled import SMOLLM2_HEADS, bundled
 from outrider.cli.commands.differences import PrefillComparison
 from outrider.cli.options.models import Running, Sizes, Speculation, load
 from outrider_cpu.backend import CpuBackend
@@ -124,3 +125,15 @@ def test_the_bundled_model_brings_its_head(kind, head):
 @pytest.mark.parametrize("kind", ["none", "ngram", "suffix", "mtp", "peagle"])
 def test_the_bundled_model_has_no_head_of_other_kinds(kind):
     assert Speculation.with_defaults(kind, model=None, draft=None, draft_tokens=3).draft is None
+
+
+@pytest.mark.parametrize("name", sorted(SMOLLM2_HEADS))
+def test_a_bundled_head_is_named_by_draft(name, tmp_path, monkeypatch):
+    """The name chooses the proposer too, unless one is given. A directory of that name comes first."""
+    target = bundled("target")
+    chosen = Speculation.with_defaults(None, model=target, draft=Path(name), draft_tokens=3)
+    assert (chosen.kind, chosen.draft) == (name.removeprefix("smollm2_"), bundled(name))
+    assert Speculation.with_defaults("eagle", model=target, draft=Path(name), draft_tokens=3).kind == "eagle"
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert Speculation.with_defaults("eagle", model=target, draft=Path(name), draft_tokens=3).draft == Path(name)

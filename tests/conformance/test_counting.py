@@ -164,8 +164,8 @@ class Rare(KernelSet):
 
     name = "rare"
 
-    def route(self, logits, count, *, renormalize):
-        return KernelSet().route(logits, count, renormalize=renormalize)
+    def route(self, logits, count, *, renormalize, held=None):
+        return KernelSet().route(logits, count, renormalize=renormalize, held=held)
 
     def experts_block(self, x, block):
         return KernelSet().experts_block(x, block)

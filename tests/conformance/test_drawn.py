@@ -104,10 +104,13 @@ class Careless(KernelSet):
     def __init__(self, fault):
         self.fault = fault
 
-    def route(self, logits, count, *, renormalize):
+    def route(self, logits, count, *, renormalize, held=None):
+        if self.fault == "held experts keep their numbers":
+            weights, chosen = super().route(logits, count, renormalize=renormalize, held=held)
+            return weights, chosen if held is None else torch.where(chosen < 0, -1, chosen + held[0])
         if self.fault == "shares as they are":
             renormalize = False
-        weights, chosen = super().route(logits, count, renormalize=renormalize)
+        weights, chosen = super().route(logits, count, renormalize=renormalize, held=held)
         if self.fault == "softmax of the chosen" and not renormalize:
             weights = logits.gather(1, chosen).softmax(-1).to(weights.dtype)
         return (weights, chosen.flip(1)) if self.fault == "ascending" else (weights, chosen)
@@ -117,6 +120,8 @@ class Careless(KernelSet):
             gate_up = torch.cat(gate_up.chunk(2, dim=1)[::-1], dim=1)
         if self.fault == "one expert fewer":
             weights, chosen = weights[:, 1:], chosen[:, 1:]
+        if self.fault == "the first for no expert":
+            weights = torch.where(chosen < 0, 1, weights)
         if self.fault == "no weights":
             weights = torch.ones_like(weights)
         if self.fault == "first rows":
@@ -125,22 +130,31 @@ class Careless(KernelSet):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "fault", "flag"),
+    ("kernel", "fault", "change"),
     [
-        ("route", "shares as they are", 1),
-        ("route", "softmax of the chosen", 0),
-        ("route", "ascending", 1),
-        ("experts", "up first", 0),
-        ("experts", "one expert fewer", 0),
-        ("experts", "no weights", 0),
-        ("experts", "first rows", 0),
+        ("route", "shares as they are", {}),
+        ("route", "softmax of the chosen", {"flag": 0}),
+        ("route", "ascending", {}),
+        ("route", "held experts keep their numbers", {"held": 2}),
+        ("experts", "up first", {"flag": 0}),
+        ("experts", "one expert fewer", {"flag": 0}),
+        ("experts", "no weights", {"flag": 0}),
+        ("experts", "first rows", {"flag": 0}),
+        ("experts", "the first for no expert", {"held": 1, "flag": 0}),
     ],
 )
-def test_wrong_experts_are_told(kernel, fault, flag):
-    made = problem(KERNELS[kernel], SMALL | {"flag": flag}, torch.float32, 0)
+def test_wrong_experts_are_told(kernel, fault, change):
+    made = problem(KERNELS[kernel], SMALL | change, torch.float32, 0)
     judge_with(KernelSet(), made)
     with pytest.raises(AssertionError):
         judge_with(Careless(fault), made)
+
+
+def test_a_block_that_routes_to_experts_of_other_ranks_is_told():
+    made = problem(KERNELS["experts_block"], SMALL | {"held": 1}, torch.float32, 0)
+    judge_with(KernelSet(), made)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        judge_with(Careless("held experts keep their numbers"), made)
 
 
 E4M3 = torch.float8_e4m3fn

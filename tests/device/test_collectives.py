@@ -290,6 +290,19 @@ def test_an_eager_replay_makes_the_calls_anew():
     assert right(body) == [[8.0, 8.0]] * 2
 
 
+def test_the_calls_that_all_ranks_make_are_counted():
+    def body(group, stream):
+        for _ in range(3):
+            group.all_reduce(torch.ones(2), stream=stream)
+        if group.rank == 0:
+            group.send(torch.ones(2), to=1, stream=stream)
+        else:
+            group.receive(torch.ones(2), source=0, stream=stream)
+        return group.call_count
+
+    assert right(body) == [3, 3]
+
+
 class Library:
     """Ends as NCCL does: it waits for the end of every graph that holds its calls."""
 

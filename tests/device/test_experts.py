@@ -52,7 +52,7 @@ def test_weights_are_copied_in_parts(monkeypatch):
 def test_shapes_are_known_without_the_values(tokens):
     """Tensors without values: whatever read one would raise."""
     logits = torch.empty(tokens, 16, device="meta")
-    weights, chosen = references.route(logits, 4, True)
+    weights, chosen = references.route(logits, 4, True, 0, 16)
     gate_up, down = torch.empty(16, 24, 8, device="meta"), torch.empty(16, 8, 12, device="meta")
     assert references.experts(torch.empty(tokens, 8, device="meta"), weights, chosen, gate_up, down).shape == (tokens, 8)
 
@@ -81,4 +81,20 @@ def test_shapes_that_do_not_fit_are_known_before_anything_runs(change, told):
     with pytest.raises(RuntimeError, match=told):
         torch.ops.outrider.experts(**fake)
     with pytest.raises(RuntimeError, match="6 experts of a token"):
-        torch.ops.outrider.route(torch.empty(3, 5, device="meta"), 6, False)
+        torch.ops.outrider.route(torch.empty(3, 5, device="meta"), 6, False, 0, 5)
+    with pytest.raises(RuntimeError, match="experts 3 to 6 of 5 are held"):
+        torch.ops.outrider.route(torch.empty(3, 5, device="meta"), 2, False, 3, 6)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 40])
+def test_ranks_that_divide_the_experts_add_up_to_one(tokens):
+    x, _, _, gate_up, down = drawn(tokens, 6, 3)
+    logits = torch.randn(tokens, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    whole = KERNELS.experts(x, *KERNELS.route(logits, 3, renormalize=True), gate_up, down)
+    parts = []
+    for first, last in ((0, 2), (2, 3), (3, 6)):
+        weights, chosen = KERNELS.route(logits, 3, renormalize=True, held=(first, last))
+        assert bool(((chosen >= -1) & (chosen < last - first)).all())
+        assert torch.equal(chosen < 0, weights == 0)
+        parts.append(KERNELS.experts(x, weights, chosen, gate_up[first:last], down[first:last]))
+    assert torch.allclose(sum(parts), whole, rtol=1e-12, atol=1e-12)

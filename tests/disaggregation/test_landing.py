@@ -225,7 +225,7 @@ def test_a_prefill_engine_describes_itself_as_a_rank_would(target):
     assert found != engine_fit(whole)
 
 
-@pytest.mark.parametrize("ranks", [None, [], [2], [1, "x"], [2, 1, 1], [True, 1]])
+@pytest.mark.parametrize("ranks", [None, [], [2, 1], [1, 1, "x"], [2, 1, 1, 1], [True, 1, 0]])
 def test_ranks_that_can_not_be_read_end_the_connection(ranks):
     with pytest.raises(WireError):
         _layout_of(WireMessage("engine", {"ranks": ranks}))
@@ -235,7 +235,7 @@ def test_heads_that_ranks_can_not_share_are_refused():
     with pytest.raises(ConfigError, match="6 KV heads can't be shared out among 4"):
         head_shard(6, Shard(0, 4))
     with pytest.raises(ConfigError, match="tensor is 0"):
-        _layout_of(WireMessage("engine", {"ranks": [0, 1]}))
+        _layout_of(WireMessage("engine", {"ranks": [0, 1, 0]}))
 
 
 def test_a_rank_that_has_no_answer_says_so():

@@ -93,7 +93,7 @@ def test_following_it_to_the_end(tmp_path):
     assert "captures_graphs" in (bench.home / "toy/src/outrider_toy/backend.py").read_text()
     assert "toy:0 passes up to L4" in output
     assert "holds: toy:0 reached L4" in output
-    assert "finished: length, backend toy" in output
+    assert "tokens/s on toy" in output
 
 
 @pytest.fixture

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from model.hybrid_checkpoints import random_model, save
+from model.hybrid_checkpoints import MtpOracle, random_model, save
 from outrider import Engine
 from outrider.device import OutOfDeviceMemory
 from outrider.engine.config import EngineConfig
 from outrider.engine.setup import resolve
 from outrider.engine.setup.memory_prediction import predict_memory
 from outrider.engine.setup.resolve import CacheMemory, situation_of
-from outrider.model import DecoderPlan, plan_decoder
+from outrider.model import DecoderPlan, ModelRanks, Shard, Shards, plan_decoder
 from outrider.model.config.shapes import shape_config
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_proof import tiny
@@ -61,6 +61,17 @@ def test_the_work_of_a_prompt_counts_recurrent_layers(hybrid):
     wide = replace(plan, config=replace(plan.config, recurrent=replace(plan.config.recurrent, value_size=1024)))
     less, more = (situation_of(tiny.BACKEND, each, NonSpeculativeProposer()) for each in (plan, wide))
     assert more.prompt_token_bytes > less.prompt_token_bytes
+
+
+@pytest.mark.parametrize("divides", [False, True], ids=["slices", "divided"])
+def test_a_rank_counts_its_part_of_the_experts_of_a_head(tmp_path, divides):
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
+    model = random_model("qwen3_5_moe", 3, **sizes)
+    save(model, tmp_path, head=MtpOracle(model, 4))
+    ranks = ModelRanks(Shards(mlp=Shard(1, 2), divides_experts=divides))
+    plans = [plan_decoder(tmp_path, backend=tiny.BACKEND, dtype=torch.float32, ranks=each) for each in (None, ranks)]
+    whole, part = (predict_memory(plan, tiny.BACKEND, CONFIG, tmp_path).weights - plan.weight_bytes for plan in plans)
+    assert whole - part == 4 * 3 * 8 * model.config.hidden_size * 4 // 2
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ GENERATE = "generate --prompt def --max-tokens 256"
 COMMANDS = [
     Command(f"{GENERATE} --backend cpu", 4),
     Command(f"{GENERATE} --backend cpu --json", 4),
-    Command(f"{GENERATE} --backend sim --speculate ngram --overlap --json", 5),
+    Command(f"{GENERATE} --backend sim --speculate ngram --json", 5),
     Command(f"{GENERATE} --backend cpu --compare --json", 5),
     Command("bench decode --backend cpu --new-tokens 64 --json", 5),
     Command("bench kernels --backend cpu --tokens 1 --json", 2),

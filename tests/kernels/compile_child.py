@@ -78,7 +78,7 @@ TYPES = {
     **dict.fromkeys(INTS, INT),
     "eps": "fp32",
     "scale": "fp32",
-    **dict.fromkeys(("mixed", "gates", "gate", "inputs", "w", "u"), HALF),
+    **dict.fromkeys(("mixed", "gates", "gate", "inputs", "w", "u", "chunk_state"), HALF),
     **dict.fromkeys(("a_log", "dt_bias", "totals"), WIDE),
     "commit": LONG,
     "tree_mask": "*u8",
@@ -101,7 +101,8 @@ COPY = {"PAGE": 16, "PADDED": 128, "BATCH": 16, "BLOCK_ROWS": 4, "BLOCK_COLUMNS"
 SHARED = {"SHARES": 16}
 VOCABULARY = {"SHARES": 16, "BLOCK": 1024}
 UNCHECKED = {"firsts": None}
-PEERS = {"RANK": 1, "SIZE": 2, "BLOCK": 1024}
+PEERS = {"RANK": 1, "SIZE": 2, "BLOCK": 1024, "SHOTS": 1}
+TWO_SHOTS = {"SIZE": 4, "SHOTS": 2}
 PEER_WORDS = {**dict.fromkeys(("words", "out", "epochs", "x", "residual", "weight"), INT), "peers": LONG}
 E4M3 = "*fp8e4nv"
 FP8, INT8, INT4 = ({"PACKED": packed, "E4M3": e4m3} for packed, e4m3 in ((False, True), (False, False), (True, False)))
@@ -269,9 +270,15 @@ KERNELS = [
         (peers.exchange, PEER_WORDS, {**PEERS, "MODE": mode, "KIND": kind})
         for mode, kind in ((0, 0), (1, 0), (1, 1), (1, 2), (2, 0))
     ),
+    (peers.exchange, PEER_WORDS, {**PEERS, **TWO_SHOTS, "MODE": 1, "KIND": 1}),
     *((peers.all_reduce_rms_norm, PEER_WORDS, {**PEERS, "BLOCK": 2048, "KIND": kind}) for kind in range(3)),
+    (peers.all_reduce_rms_norm, PEER_WORDS, {**PEERS, **TWO_SHOTS, "BLOCK": 2048, "KIND": 1}),
     (token_choice.accept_sampling, {"rows": "i32"}, {**SHARED, "LANE": 1, "NUM_DRAFT_TOKENS": 3}),
-    (experts.route, {"weights": WIDE, "chosen": LONG}, {"RENORMALIZE": True, "COUNT": 8, "BLOCK": 128}),
+    (
+        experts.route,
+        {"weights": WIDE, "chosen": LONG, "first": "i32", "last": "i32"},
+        {"RENORMALIZE": True, "COUNT": 8, "BLOCK": 128},
+    ),
     (
         experts.lay_out_pairs,
         {"chosen": LONG, "order": LONG, "expert_of": LONG},
@@ -281,7 +288,7 @@ KERNELS = [
     (experts.expert_gates, CHOSEN, {**MANY}),
     (experts.expert_outputs, CHOSEN, {**FEW, "PAIRS": 0}),
     (experts.expert_outputs, CHOSEN, {**MANY}),
-    (experts.add_experts, {"parts": HALF}, {"BLOCK": 1024}),
+    (experts.add_experts, {"parts": HALF, "chosen": LONG}, {"BLOCK": 1024}),
     (recurrent.short_convolution, {}, {"KERNEL": 4, "BLOCK_T": 16, "BLOCK_C": 256}),
     (recurrent.short_convolution, {}, {"KERNEL": 4, "BLOCK_T": 16, "BLOCK_C": 256, "commit": None}),
     (recurrent.delta_rule, {"state": WIDE}, {**OF_RULE, "BLOCK_E": 16}),

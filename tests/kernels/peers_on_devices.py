@@ -23,7 +23,7 @@ def check(place: Any) -> list[str]:
     backend = place.backend
     group = backend.create_group("checked", ranks=range(place.size), rank=place.rank, store=place.store)
     plain = backend.create_group("plain", ranks=range(place.size), rank=place.rank, store=place.store)
-    plain.take()
+    plain.restrict_implementations()
     stream = backend.create_stream("main")
     said = [f"ways {group.implementations}, peer memory {group.has_peer_memory}"]
     dice = torch.Generator(device="cpu").manual_seed(5)

@@ -63,9 +63,6 @@ def stood_in(place, folder):
         place.store.wait([f"made/{number}/{rank}" for rank in range(place.size)])
         return _Handle(folder, number, place.size)
 
-    def one_shot(group, tensor):
-        super(CudaGroup, group)._all_reduce(tensor, "sum")
-
     return (
         StandIn(place),
         mock.patch("torch.cuda.get_device_capability", return_value=(8, 0)),
@@ -74,7 +71,6 @@ def stood_in(place, folder):
         mock.patch(f"{SYMMETRIC}.empty_strided_p2p", empty),
         mock.patch(f"{SYMMETRIC}.rendezvous", rendezvous),
         mock.patch(f"{SYMMETRIC}.set_group_info"),
-        mock.patch("outrider_cuda.collectives.CudaGroup._sum_in_one_shot", one_shot),
     )
 
 
@@ -115,7 +111,7 @@ class _Told(Observer):
 
 
 def told(place, *, folder):
-    """What a tool is told of the fused norm, whose operands no operator of torch shows: (kind, all reads, all writes)."""
+    """Return what a tool hears of the fused norm, whose operands no operator shows: (kind, all reads, all writes, result)."""
     from contextlib import ExitStack
 
     backend, *patches = stood_in(place, folder)
@@ -126,16 +122,69 @@ def told(place, *, folder):
         group = backend.create_group("pair", ranks=(0, 1), rank=place.rank, store=place.store)
         stream = backend.create_stream("main")
         x, residual, weight = torch.ones(3, 128), torch.ones(3, 128), torch.ones(128)
+        kernels = backend.kernels_in_use
+        with backend.on(stream):  # the first call makes the memory
+            kernels.all_reduce_rms_norm(x.clone(), residual.clone(), weight, 1e-6, group=group, stream=stream)
         backend.attach(observer)
         with backend.on(stream):
-            kernels = backend.kernels_in_use
             normed = kernels.all_reduce_rms_norm(x, residual, weight, 1e-6, group=group, stream=stream)
         backend.detach()
         [(kind, reads, writes)] = observer.calls
+        peers = {each.data_ptr() for each in group.peer_written}
         group.close()
     all_reads = reads == {each.data_ptr() for each in (x, residual, weight)}
-    all_writes = writes == {each.data_ptr() for each in (x, residual, normed)}
+    all_writes = len(peers) == 1 and writes == peers | {each.data_ptr() for each in (x, residual, normed)}
     return kind, all_reads, all_writes, normed[0, :2].tolist()
+
+
+def shots(place, *, folder, dtypes, shapes):
+    """The bits of sums and norms by one shot, two shots and one shot again, and the shots that were taken.
+
+    The ranks come late in turn. Each entry: the bits of the sums, of the residual and of the norms.
+    """
+    import time
+    from contextlib import ExitStack
+
+    from outrider_triton.peers import exchange
+
+    backend, *patches = stood_in(place, folder)
+    taken, found = [], []
+
+    def launch(kernel, grid, *arguments, **settings):
+        taken.append(settings["SHOTS"])
+        honest(kernel, grid, *arguments, **settings)
+
+    honest = exchange.launch
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        stack.enter_context(mock.patch.object(exchange, "launch", launch))
+        group = backend.create_group("all", ranks=range(place.size), rank=place.rank, store=place.store)
+        stream = backend.create_stream("main")
+        for dtype in dtypes:
+            for shape in shapes:
+                dice = torch.Generator().manual_seed(sum(shape))
+                kind = getattr(torch, dtype)
+                parts = torch.randn(place.size, *shape, generator=dice).to(kind)
+                start, weight = torch.randn(*shape, generator=dice).to(kind), torch.randn(shape[1], generator=dice).to(kind)
+                for turn, implementation in enumerate(("one shot", "two shot", "one shot", "two shot")):
+                    group.restrict_implementations(implementation)
+                    summed, x, residual = parts[place.rank].clone(), parts[place.rank].clone(), start.clone()
+                    if turn % place.size == place.rank:
+                        time.sleep(0.05)
+                    with backend.on(stream):
+                        group.all_reduce(summed, stream=stream)
+                        normed = backend.kernels_in_use.all_reduce_rms_norm(
+                            x, residual, weight, 1e-6, group=group, stream=stream
+                        )
+                    found.append([each.view(torch.uint8).flatten().tolist() for each in (summed, residual, normed)])
+                wanted = parts[0].float()
+                for part in parts[1:]:
+                    wanted += part.float()
+                scale = 0 if dtype == "float32" else torch.finfo(kind).eps  # the interpreter truncates to bfloat16
+                torch.testing.assert_close(summed, wanted.to(kind), rtol=scale, atol=scale)
+        group.close()
+    return found, taken
 
 
 class _Own:
@@ -147,7 +196,7 @@ class _Own:
 
 
 def check(place, *, folder):
-    """What ``peers_on_devices`` checks, with few replays, and that small tensors went by the peers' memory."""
+    """Run the checks of ``peers_on_devices``, with few replays."""
     from contextlib import ExitStack
     from dataclasses import replace
 

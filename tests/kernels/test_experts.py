@@ -58,6 +58,19 @@ def test_experts(size, alike, kernels, device):
     assert bool(((made.cpu().double() - right).abs() <= 4e-3 * (1 + right.abs())).all())
 
 
+@pytest.mark.parametrize(("tokens", "count", "chosen"), [(3, 8, 2), (40, 5, 2)])
+def test_pairs_without_an_expert_add_nothing(tokens, count, chosen, kernels, device, monkeypatch):
+    """Another rank computes them: few tokens find their experts themselves, many are sorted. No row of them is read."""
+    weights, names = REFERENCE.route(normal(tokens, count, seed=1), chosen, renormalize=True, held=(1, 3))
+    x = normal(tokens, 16, seed=2).half()
+    gate_up, down = normal(2, 16, 16, seed=3).div(4).half(), normal(2, 16, 8, seed=4).div(3).half()
+    right = REFERENCE.experts(x.double(), weights.double(), names, gate_up.double(), down.double())
+    new_empty = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: new_empty(*a, **k).fill_(99))
+    made = kernels.experts(*(t.to(device) for t in (x, weights, names, gate_up, down)))
+    assert bool(((made.cpu().double() - right).abs() <= 4e-3 * (1 + right.abs())).all())
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize(("tokens", "count", "chosen"), [(1, 1, 1), (5, 8, 3), (2, 60, 4), (3, 128, 8)])
@@ -66,6 +79,11 @@ def test_route(tokens, count, chosen, renormalize, kernels, device):
     logits[0, count // 2 :] = logits[0, 0]  # of equal ones the first
     made, names = kernels.route(logits.to(device), chosen, renormalize=renormalize)
     right, wanted = REFERENCE.route(logits, chosen, renormalize=renormalize)
+    assert torch.equal(names.cpu(), wanted)
+    torch.testing.assert_close(made.cpu(), right, rtol=1e-5, atol=1e-7)
+    held = count // 3, count // 3 + (count + 2) // 3
+    made, names = kernels.route(logits.to(device), chosen, renormalize=renormalize, held=held)
+    right, wanted = REFERENCE.route(logits, chosen, renormalize=renormalize, held=held)
     assert torch.equal(names.cpu(), wanted)
     torch.testing.assert_close(made.cpu(), right, rtol=1e-5, atol=1e-7)
 
@@ -92,11 +110,20 @@ def test_pairs_in_blocks():
         assert torch.equal(names.flatten()[kept], expert_of[blocks])
 
 
-def laid_out_alike(tokens, count, experts, size, used, seed, device, pdl):
+def test_pairs_without_an_expert_have_no_place():
+    names = torch.randint(-1, 7, (33, 3), generator=torch.Generator().manual_seed(9))
+    laid, expert_of = sorted_pairs(names, 7, 4)
+    kept = laid[laid >= 0]
+    assert sorted(kept.tolist()) == (names.flatten() >= 0).nonzero().flatten().tolist()
+    assert torch.equal(names.flatten()[kept], expert_of[torch.arange(laid.shape[0])[laid >= 0] // 4])
+
+
+def laid_out_alike(tokens, count, experts, size, used, absent, seed, device, pdl):
     """The kernel's blocks are those of torch's sort, also where few of the experts are ``used``, or one alone."""
     generator = torch.Generator().manual_seed(seed)
     some = torch.randperm(experts, generator=generator)[:used]
-    names = some[torch.randint(0, some.shape[0], (tokens, count), generator=generator)].to(device)
+    names = some[torch.randint(0, some.shape[0], (tokens, count), generator=generator)]
+    names = torch.where(torch.rand(names.shape, generator=generator) < absent, -1, names).to(device)
     for made, right in zip(laid_out_pairs(names, experts, size, pdl), sorted_pairs(names, experts, size), strict=True):
         assert made.dtype is torch.int64
         assert torch.equal(made, right)
@@ -108,6 +135,7 @@ PAIRS = given(
     experts=st.sampled_from((2, 8, 60, 128, 256)),
     size=st.sampled_from((8, 16, 32, 64, 128)),
     used=st.one_of(st.just(1), st.integers(1, 256)),
+    absent=st.sampled_from((0.0, 0.5, 1.0)),
     seed=st.integers(0, 99),
 )
 test_some_pairs_are_laid_out_alike, test_many_pairs_are_laid_out_alike = some_and_many(

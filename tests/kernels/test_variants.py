@@ -144,7 +144,8 @@ def launched(monkeypatch):
 
 
 def test_results_are_the_same_in_the_scope(device, pdl, launched):
-    kernels = TritonKernels(replace(SMALL, early_starts=pdl), table=TABLE)
+    facts = replace(SMALL, early_starts=pdl)
+    kernels = TritonKernels(facts, table=TABLE)
     generator = torch.Generator().manual_seed(3)
 
     def normal(*size, dtype=torch.bfloat16):
@@ -189,7 +190,7 @@ def test_results_are_the_same_in_the_scope(device, pdl, launched):
         inside = run()
     for before, after in zip(outside, inside, strict=True):
         assert torch.equal(before, after)
-    known = product_configs(SMALL, TABLE, "linear_parts", "bfloat16", n=32, k=64)
+    known = product_configs(facts, TABLE, "linear_parts", "bfloat16", n=32, k=64)
     assert {call for call in launched if call[0] == "linear_parts"} == {("linear_parts", tuple(c.as_list())) for c in known}
     assert {TINY, SPLIT} < set(known)
     assert len({call for call in launched if call[0] == "paged_attention"}) >= 3

@@ -99,14 +99,21 @@ def test_yarn(tmp_path, backend):
 
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-SPLITS = {"llama-bpe": rf"{WORDS}|\p{{N}}{{1,3}}|{REST}", "qwen2": rf"{WORDS}|\p{{N}}|{REST}"}
-"""The expressions in the tokenizer.json of Llama 3 and of Qwen 2."""
+SPLITS = {
+    "llama-bpe": rf"{WORDS}|\p{{N}}{{1,3}}|{REST}",
+    "qwen2": rf"{WORDS}|\p{{N}}|{REST}",
+    "qwen35": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+"
+    ),
+}
+"""The expressions in the tokenizer.json of Llama 3, of Qwen 2 and of Qwen 3.5."""
 
 
 def trained(pre):
     """A byte-level tokenizer that splits text as the published ones of that name."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
-    if pre == "qwen2":
+    if pre in ("qwen2", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre not in SPLITS)
     first = pre_tokenizers.Split(Regex(SPLITS[pre]), "isolated") if pre in SPLITS else pre_tokenizers.Digits(True)
@@ -121,7 +128,7 @@ def trained(pre):
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "smollm", "gpt-2"])
+@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "qwen35", "smollm", "gpt-2"])
 def test_tokens_are_those_of_the_original_tokenizer(tmp_path, pre):
     original = trained(pre)
     count = original.get_vocab_size()
@@ -130,7 +137,7 @@ def test_tokens_are_those_of_the_original_tokenizer(tmp_path, pre):
     ours = OurTokenizer.from_checkpoint(find_checkpoint(tmp_path / "m.gguf"))
 
     @settings(max_examples=25, deadline=None, database=None)
-    @given(st.text(st.sampled_from(list("aei t's1234 \n\té数!?(")) | st.characters(codec="utf-8"), max_size=40))
+    @given(st.text(st.sampled_from(list("aei t's1234 \n\té数!?(\u0301\u0902")) | st.characters(codec="utf-8"), max_size=40))
     def same(text):
         text += "<tool>it's 12<|end|>"
         assert ours.encode(text) == original.encode(text).ids

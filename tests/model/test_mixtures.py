@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import fields
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from model.test_decoder import PROMPT, TOLERANCE, agree
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError
-from outrider.model import ModelRanks, Shard, Shards, load_decoder
+from outrider.model import ModelRanks, Shard, Shards, load_decoder, plan_decoder
 from outrider.model.config.checkpoint_config import read_model_config
 from outrider.model.config.layer_configs import REFUSED
 from outrider.model.config.shapes import SHAPES, shard_config
@@ -92,6 +93,44 @@ def test_ranks_have_parts_of_every_expert(tmp_path, backend, mixtral, change, dt
     assert torch.equal(torch.cat(halves, dim=1), whole.gate_up)
     assert torch.equal(torch.cat([part.down for part in parts], dim=2), whole.down)
     assert all(torch.equal(part.router, whole.router) for part in parts)
+
+
+@pytest.mark.parametrize("change", [lambda tensors: tensors, fused], ids=["each", "fused"])
+def test_ranks_that_divide_experts_read_their_own_alone(tmp_path, backend, mixtral, change):
+    path, _ = mixtral
+    edited(path, tmp_path, change)
+    whole = load_decoder(tmp_path, backend=backend, dtype=torch.float32).weights.layers[1]
+    parts = []
+    for rank in range(2):
+        ranks = ModelRanks(Shards(mlp=Shard(rank, 2), divides_experts=True))
+        plan = plan_decoder(tmp_path, backend=backend, dtype=torch.float32, ranks=ranks)
+        loaded = plan.load()
+        assert (loaded.config.experts.intermediate_size, loaded.config.experts.held) == (48, 2)
+        assert plan.weight_bytes == sum(map(nbytes, (loaded.weights, *loaded.weights.layers)))
+        assert loaded._layers[1].blocks[1].weights.held == (2 * rank, 2 * rank + 2)
+        parts.append(loaded.weights.layers[1])
+    assert torch.equal(torch.cat([part.gate_up for part in parts]), whole.gate_up)
+    assert torch.equal(torch.cat([part.down for part in parts]), whole.down)
+    assert all(torch.equal(part.router, whole.router) for part in parts)
+
+
+def nbytes(weights):
+    """Bytes of the tensors of a record of weights."""
+    return sum(each.nbytes for each in (getattr(weights, f.name) for f in fields(weights)) if isinstance(each, torch.Tensor))
+
+
+def test_models_and_ranks_that_expert_parallelism_is_refused_for(tmp_path, backend, mixtral):
+    config = read_model_config(mixtral[0])
+    with pytest.raises(ConfigError, match=r"4 experts can't be divided among 3 ranks"):
+        Shards(mlp=Shard(0, 3), divides_experts=True).local(config, "it")
+    write_checkpoint(tmp_path, "llama")
+    with pytest.raises(ConfigError, match="has no experts to divide among ranks"):
+        plan_decoder(
+            tmp_path,
+            backend=backend,
+            dtype=torch.float32,
+            ranks=ModelRanks(Shards(mlp=Shard(0, 2), divides_experts=True)),
+        )
 
 
 def without(key):

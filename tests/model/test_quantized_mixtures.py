@@ -40,7 +40,8 @@ def mixture(request, tmp_path_factory):
     family = getattr(request, "param", "qwen3_moe")
     directory = tmp_path_factory.mktemp(family)
     more = {"shared_expert_intermediate_size": 128} if family == "qwen2_moe" else {}
-    write_checkpoint(directory, family, **SHAPE, **more)
+    count = {} if family == "mixtral" else {"num_experts": 6}
+    write_checkpoint(directory, family, **SHAPE, **more, **count)
     return SimpleNamespace(directory=directory, family=family)
 
 
@@ -140,6 +141,14 @@ def test_ranks_have_parts_of_every_expert(tmp_path, backend, mixture):
         ).weights.layers[0]
         assert layer.gate_up.shape == (whole.gate_up.shape[0] // 2, whole.gate_up.shape[1])
         assert layer.down.shape == (whole.down.shape[0], whole.down.shape[1] // 2)
+        divided = ModelRanks(Shards(mlp=Shard(rank, 2), divides_experts=True))
+        layer = load_decoder(tmp_path, backend=backend, dtype=torch.float32, quantized=KERNELS, ranks=divided).weights.layers[
+            0
+        ]
+        for stored, all_stored in ((layer.gate_up, whole.gate_up), (layer.down, whole.down)):
+            assert (2 * stored.shape[0], stored.shape[1]) == all_stored.shape
+            assert torch.equal(stored.data, all_stored.data.chunk(2)[rank])
+            assert torch.equal(stored.scales, all_stored.scales.chunk(2)[rank])
 
 
 def test_experts_stored_in_several_ways_are_refused(tmp_path, backend, mixture):

@@ -36,9 +36,10 @@ def test_one_run_names_the_first_decision_with_both_call_sites(race: RankRace) -
     assert ranks == ({0, 1} if both else {0}), str(report)
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("race", ALL)
-def test_the_corrected_program_is_silent_in_every_schedule(race: RankRace) -> None:
-    devices = HOSTS.for_race(race, 2)
+def test_the_corrected_program_is_silent_in_every_schedule(race: RankRace, ranks: int) -> None:
+    devices = HOSTS.for_race(race, ranks)
     control = devices[0].control
     assert control is not None
 
@@ -47,5 +48,5 @@ def test_the_corrected_program_is_silent_in_every_schedule(race: RankRace) -> No
             race.run_race(devices, fixed=True)
         report.raise_if_any()
 
-    found = control.explore(program, strategy="mixed", iterations=4, seed=0)
+    found = control.explore(program, strategy="mixed", iterations=8 // ranks, seed=0)
     assert found.failure is None, f"{found.failure.error}\nschedule {found.failure.schedule}"

@@ -124,8 +124,12 @@ def compare(program: Program) -> None:
     """Raise where ranks give something else than one rank; of an aborted request one is the beginning of the other."""
     one, several = alone(program), together(program)
     assert one.keys() == several.keys()
+    # Each data-parallel group has its own pages, so it preempts others. A preemption changes what is drawn along a chain.
+    preempts_others = program.layout.data > 1 and program.config["num_pages"] is not None
     for index, (tokens, reason) in one.items():
         theirs, why = several[index]
+        if preempts_others and program.params[index].temperature:
+            continue
         if "abort" in (reason, why):
             length = min(len(tokens), len(theirs))
             assert tokens[:length] == theirs[:length], (index, tokens, theirs)

@@ -1,5 +1,6 @@
 """What one rank's host alone comes to: the others take it over, or say that they can't go on."""
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from outrider.engine.guides.guidance import Guidance
 from outrider.engine.guides.guides import Regex
 from outrider.engine.ranks.ranks import ParallelConfig
 from outrider.engine.ranks.records import RanksDiffer, RanksFailed
+from outrider.engine.ranks.watch import RankWatch
 from outrider.model import load_decoder, load_vision
 from outrider.speculative.ngram import NgramProposer
 from outrider_cpu.backend import CpuBackend
@@ -110,6 +112,36 @@ def test_a_rank_that_takes_another_bucket_is_named_before_it_launches():
     _, errors = failing(TENSOR, body)
     assert isinstance(errors[1], RanksDiffer)
     assert "rank 1 comes to bucket = 64, and rank 0 decided" in str(errors[1])
+
+
+def test_a_rank_that_is_slower_than_the_limit_ends_the_others_and_is_named():
+    layout, over = ParallelConfig(tensor=2, timeout_s=1.0), threading.Event()
+
+    def body(ranks):
+        engine = engine_of(ranks)
+        if ranks.leads:
+            try:
+                return answers(engine, PLAIN)
+            finally:
+                over.set()
+        honest = engine._step.launch
+
+        def launch(batch):
+            over.wait(30)
+            return honest(batch)
+
+        engine._step.launch = launch
+        watch = RankWatch(ranks, ranks.key_value_store, speaks=False)
+        watch._end_process = lambda failure: over.set()
+        watch.start()
+        try:
+            return engine.follow()
+        finally:
+            watch.stop()
+
+    _, errors = failing(layout, body)
+    assert isinstance(errors[0], RanksFailed)
+    assert str(errors[0]).startswith("rank 1 hangs: it lives, and didn't make the call that rank 0 waited for (limit 1 s)")
 
 
 def seeing(ranks, *, broken=()):

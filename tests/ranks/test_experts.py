@@ -1,29 +1,102 @@
-"""Ranks that share every expert of a mixture out among them."""
+"""Ranks that share every expert of a mixture, and ranks that divide the experts (expert parallelism)."""
+
+from functools import partial
 
 import pytest
 from threads import run
 
+from model.hybrid_checkpoints import MtpOracle, greedy, random_model, save
 from outrider import Engine, SamplingParams
+from outrider.disaggregation.codec import check_fit, engine_fit
 from outrider.engine.ranks.ranks import ParallelConfig
 from outrider_proof import tiny
 from outrider_proof.proposers import MAKERS, decoder
 from outrider_proof.tiny import plain_config
+from tiny_checkpoints import write_checkpoint
 
 PROMPTS = [(3, 1, 4, 1, 5, 9), (7, 7, 2), (1,)]
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
 CONFIG = plain_config(max_context=40, max_requests=3, page_size=4, prefill_chunk=4, dtype="float64")
+LAYOUTS = {
+    "tensor": ParallelConfig(tensor=2),
+    "data": ParallelConfig(data=2),
+    "tensor, divided": ParallelConfig(tensor=2, expert=True),
+    "data, divided": ParallelConfig(data=2, expert=True),
+    "both, divided": ParallelConfig(tensor=2, data=2, expert=True),
+}
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("tensor", [2, 1], ids=["tensor", "data"])
-def test_tokens_are_those_of_one_rank(tensor):
-    def make(ranks):
-        model = decoder(tiny.mixture(), ranks.backend, ranks.model)
-        assert model.config.experts.intermediate_size == 8
-        return Engine(model, ranks.backend, proposer=MAKERS["eagle"](model, ranks.backend), config=CONFIG, ranks=ranks)
+def make(ranks, proposer="eagle", config=CONFIG):
+    model = decoder(tiny.mixture(), ranks.backend, ranks.model)
+    world, experts = ranks.config.world, model.config.experts
+    held = model.weights.layers[0].down
+    if ranks.config.expert:
+        assert (experts.intermediate_size, experts.held, held.shape[0]) == (16, 8 // world, 8 // world)
+    else:
+        assert (experts.intermediate_size, experts.held, held.shape[0]) == (16 // world, 8, 8)
+    return Engine(model, ranks.backend, proposer=MAKERS[proposer](model, ranks.backend), config=config, ranks=ranks)
 
-    def tokens(engine):
-        return [each.token_ids for each in engine.generate(PROMPTS, PARAMS)]
 
-    layout = ParallelConfig(tensor=tensor, data=2 // tensor)
-    assert run(layout, make, tokens) == tokens(Engine(tiny.mixture(), tiny.BACKEND, config=CONFIG))
+def tokens(engine):
+    return [each.token_ids for each in engine.generate(PROMPTS, PARAMS)]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return tokens(Engine(tiny.mixture(), tiny.BACKEND, config=CONFIG))
+
+
+@pytest.mark.sample(1, per="divided")
+@pytest.mark.parametrize(
+    ("layout", "divided"), [pytest.param(layout, layout.expert, id=name) for name, layout in LAYOUTS.items()]
+)
+def test_tokens_are_those_of_one_rank(layout, divided, plain):
+    assert layout.expert is divided
+    assert run(layout, make, tokens) == plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["staged", "fused"])
+@pytest.mark.parametrize("proposer", ["eagle", "ngram", "mtp"])
+@pytest.mark.parametrize("layout", [{"tensor": 4}, {"data": 4}, {"tensor": 2, "data": 2}], ids=["tensor", "data", "both"])
+def test_every_layout_gives_the_tokens_of_one_rank(layout, proposer, mode, plain):
+    config = plain_config(max_context=40, max_requests=3, page_size=4, prefill_chunk=4, dtype="float64", mode=mode)
+    parallel = ParallelConfig(**layout, expert=True, timeout_s=60)
+    assert run(parallel, partial(make, proposer=proposer, config=config), tokens) == plain
+
+
+def test_engines_of_other_ranks_continue_requests():
+    """A prefill server of one rank fits a decode server whose ranks share or divide the experts."""
+    proposer = MAKERS["eagle"](tiny.mixture(), tiny.BACKEND)
+    whole = engine_fit(Engine(tiny.mixture(), tiny.BACKEND, proposer=proposer, config=CONFIG))
+    for layout in (LAYOUTS["data"], LAYOUTS["data, divided"]):
+        check_fit(whole, run(layout, make, engine_fit))
+
+
+def test_a_head_with_experts_divides_them_too(tmp_path):
+    """From a checkpoint of Qwen3.5's mixture, whose head of multi-token prediction is a mixture itself."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
+    model = random_model("qwen3_5_moe", 3, **sizes)
+    save(model, tmp_path, head=MtpOracle(model, 4))
+    config = plain_config(max_context=40, max_requests=3, page_size=4, prefill_chunk=4, dtype="float32", draft_tokens=2)
+
+    def load(ranks):
+        engine = Engine.from_checkpoint(tmp_path, ranks.backend, speculate="mtp", config=config, ranks=ranks)
+        head = engine.proposer.head
+        assert head.config.experts.held == head.weights.layer.gate_up.shape[0] == 2
+        return engine
+
+    assert run(LAYOUTS["data, divided"], load, tokens)[0][:4] == tuple(greedy(model, PROMPTS[0], 4))
+
+
+@pytest.mark.slow
+def test_the_command_divides_experts(tmp_path, child):
+    write_checkpoint(tmp_path, "qwen3_moe", num_experts=4)
+    command = ["generate", "--model", str(tmp_path), "--token-ids", "3,1,4,1,5", "--max-tokens", "8", "--backend", "cpu"]
+    command += ["--dtype", "float32", "--speculate", "ngram", "--json"]
+    whole = child(*command).json["token_ids"]
+    for layout in (["--tensor-parallel", "2"], ["--data-parallel", "2"]):
+        assert child(*command, *layout, "--expert-parallel").json["token_ids"] == whole
+    alone = child(*command, "--expert-parallel")
+    assert alone.code == 1
+    assert "there is one rank" in alone.err + alone.out

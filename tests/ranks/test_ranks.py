@@ -175,7 +175,10 @@ def test_the_bundled_model_is_refused_at_three():
         ParallelConfig(tensor=3).shards(0).local(read_model_config(bundled("target")), "the model")
 
 
-@pytest.mark.parametrize("fields", [{"tensor": 0}, {"data": True}, {"tensor": 2.0}, {"timeout_s": 0}, {"timeout_s": "1"}])
+@pytest.mark.parametrize(
+    "fields",
+    [{"tensor": 0}, {"data": True}, {"tensor": 2.0}, {"timeout_s": 0}, {"timeout_s": "1"}, {"expert": 2}, {"expert": True}],
+)
 def test_impossible_layouts_are_refused(fields):
     with pytest.raises(ConfigError, match=f"{next(iter(fields))} is"):
         ParallelConfig(**fields)

@@ -37,8 +37,10 @@ def test_torchrun_gives_the_tokens_of_one_process_and_one_rank_speaks(tmp_path, 
 def test_an_error_of_the_user_s_is_told_once(tmp_path):
     with torchrun(tmp_path, 1, 2, *SHORT, "--tensor-parallel", "2", "--data-parallel", "2") as agents:
         assert agents.wait() == [1]
-        assert len(agents.own_errors()) == 1, agents.text(agents.errors)
-        assert "are 4 ranks, and this process is one of 2" in agents.own_errors()[0]
+        # torchrun ends the other rank, perhaps before it has got as far as the error.
+        said = [line for line in agents.own_errors() if line != "outrider: terminated"]
+        assert len(said) == 1, agents.text(agents.errors)
+        assert "are 4 ranks, and this process is one of 2" in said[0]
 
 
 def ended(processes):

@@ -9,7 +9,7 @@ import pytest
 
 from model.gguf_files import write_gguf
 from outrider import Engine, EngineConfig, SamplingParams
-from outrider.bundled import bundled
+from outrider.bundled import SMOLLM2_HEADS, bundled
 from outrider.engine import JsonSchema
 from outrider.model import find_checkpoint
 from outrider.model.media.chat_template import ChatTemplate
@@ -31,12 +31,13 @@ QUESTIONS = (
 CITIES = ("Paris", "Rome", "Oslo", "Cairo", "Lima", "Delhi", "Tokyo", "Quito", "Accra", "Berne")
 TASKS = ("Where is {}?", "Name a river near {}.", "Write a sentence about {}.", "Spell {}.", "Is {} large?")
 FIFTY = tuple(task.format(city) for task in TASKS for city in CITIES)
-PROPOSERS = ("none", "ngram", "suffix", "eagle3")
+HEADS = {kind: name for name, kind in SMOLLM2_HEADS.items()}
+PROPOSERS = ("none", "ngram", "suffix", *HEADS)
 TOKENS = 24
 
 
 def load_engine(directory, speculate="none", **settings):
-    draft = bundled("smollm2_eagle3") if speculate == "eagle3" else None
+    draft = bundled(HEADS[speculate]) if speculate in HEADS else None
     config = EngineConfig(max_requests=8, max_context=512, dtype="float32", draft_tokens=3, **settings)
     return Engine.from_checkpoint(directory, "cpu", draft_dir=draft, speculate=speculate, config=config)
 
@@ -82,7 +83,7 @@ def test_the_chat_template_gives_the_same_tokens(checkpoint, judge):
 def test_answers_are_transformers_answers(engines, answers, kind):
     found = engines(kind).generate([prompt for prompt, _, _ in answers], SamplingParams(max_tokens=TOKENS))
     assert [list(each.token_ids) for each in found] == [tokens for _, tokens, _ in answers]
-    if kind == "eagle3":
+    if kind in HEADS:
         assert sum(each.acceptance_length for each in found) / len(found) > 1.3
 
 

@@ -230,3 +230,28 @@ def test_threads_of_a_library_of_collectives_are_not_the_programs():
         group.close()
     assert not list(report)
     assert report.operations
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_call_writes_the_memory_that_other_ranks_write(ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = CpuBackend()
+    with watch(backend) as report:
+        group = backend.create_group("alone", ranks=(0,), rank=0, store=HashStore())
+        monkeypatch.setattr(type(group), "has_peer_memory", True)
+        monkeypatch.setattr(group, "_peer_buffers", lambda name, shape, dtype: (torch.zeros(shape, dtype=dtype),))
+        stream, other = backend.create_stream("main"), backend.create_stream("other")
+        called = backend.create_event("called")
+        with backend.on(stream):
+            own = torch.ones(64)
+            (buffer,) = group.peer_buffers("slots", (64,), torch.float32)
+        stream.synchronize()
+        group.all_reduce(own, stream=stream)
+        stream.record(called)
+        if ordered:
+            other.wait(called)
+        with backend.on(other):
+            buffer.sum()
+        assert [each is buffer for each in group.peer_written] == [True]
+        group.close()
+        assert not group.peer_written
+    assert [finding.kind for finding in report] == ([] if ordered else [FindingKind.READ_AFTER_WRITE])

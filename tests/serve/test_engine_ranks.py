@@ -11,6 +11,7 @@ pytest.importorskip("fastapi", reason="not run: the extra serve isn't installed"
 
 from outrider import SamplingParams
 from outrider.cli.options.models import Sizes, Speculation, load
+from outrider.device import ConfigError
 from outrider.serve.connection.engine_client import EngineGone, Inbox
 from outrider.serve.connection.engine_process import EngineProcess, EngineRanks, create_engine_client
 
@@ -44,6 +45,8 @@ def gone(pid):
 def test_one_rank_is_one_process():
     assert type(create_engine_client(make())) is EngineProcess
     assert isinstance(create_engine_client(make(), data=2), EngineRanks)
+    with pytest.raises(ConfigError, match="--expert-parallel divides experts among ranks, and there is one rank"):
+        create_engine_client(make(), expert=True)
 
 
 @pytest.mark.slow

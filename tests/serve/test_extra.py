@@ -32,6 +32,7 @@ def test_the_command_says_so_too(monkeypatch, capsys):
         (["--role", "decode"], "--prefill-server"),
         (["--role", "prefill", "--chat-template", "/dev/null"], "--chat-template has no effect with --role prefill"),
         (["--role", "prefill", "--tensor-parallel", "2"], "--tensor-parallel has no effect with --role prefill"),
+        (["--role", "prefill", "--expert-parallel"], "--expert-parallel has no effect with --role prefill"),
         (["--transport", "nixl"], "--transport has no effect with --role all"),
         (["--tool-format", "odd"], "hermes"),
         (["--drain-seconds", "-1"], "--drain-seconds"),

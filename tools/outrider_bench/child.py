@@ -45,7 +45,7 @@ def how_it_ended(name: str, code: int | None, lines: Sequence[str]) -> str:
 
 
 def printed_lines(file: IO[bytes]) -> list[str]:
-    """Return the lines that a process wrote to ``file``."""
+    """Return the lines that a process has written to ``file``, decoded, without empty ones at the end."""
     file.seek(0)
     return file.read().decode(errors="replace").strip().splitlines()
 

@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 _PROFILED_ITERATIONS = 12
 _PROFILE_WARM_UP = 2
 _PROFILE_LEAD = 2
-"""Profiled iterations that are left out, because the device still waits for the host."""
+"""Number of profiled iterations that are left out, because the device still waits for the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeIterations:
-    """The iterations in which every request of a batch decodes."""
+    """Times of the decode iterations in which every request of a batch decodes."""
 
     seconds: list[float]
     """Host time of each iteration, with reading results back."""
     host_seconds: list[float]
     """Part of ``seconds`` in which the host wasn't blocked by the device."""
     tokens: int
-    """Tokens of all iterations."""
+    """Number of tokens that all of these iterations yielded."""
     context: float
-    """Mean context of the requests in tokens."""
+    """Mean number of tokens in the context of a request."""
 
 
 def run_batch(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int) -> DecodeIterations:

@@ -16,7 +16,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class KernelTime:
-    """The calls and the time of one name: kernels, copies and fills of a device, or operators of the host."""
+    """The number of calls and the time of one kernel, copy or fill on a device, or of one operator on the host."""
 
     name: str
     calls: int
@@ -28,15 +28,19 @@ class DeviceProfile:
     """The kernels and the idle time of a device during some work, in microseconds of its own clock."""
 
     clock: str
-    """``device``, ``host`` or ``virtual``."""
+    """Name of the clock: ``device``, ``host`` or ``virtual``."""
     window_us: float
-    """From the start of the first launch, or the end of the launches that are left out, to the end of the last launch."""
+    """Microseconds of the observed window, from the start of the first launch (after the launches that are left out) to the
+    end of the last one.
+    """
     idle_us: float
-    """Time of the window in which no launch runs on any stream; a graph runs from its first kernel to its last."""
+    """Microseconds of the window in which no launch runs on any stream; a graph runs from its first kernel to its last."""
     gap_us: float
-    """Time between the kernels of running launches."""
+    """Microseconds between the kernels of running launches."""
     kernels: tuple[KernelTime, ...]
-    """The most expensive first. Kernels of several streams may overlap, so their sum may exceed the window."""
+    """Time of each kernel, the most expensive first. Kernels of several streams may overlap, so their sum may exceed the
+    window.
+    """
     share: float = 1.0
     """Fraction of the observed work that the window contains."""
 

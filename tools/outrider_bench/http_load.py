@@ -44,30 +44,32 @@ class ServerFailed(OutriderError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HttpLoad:
-    """Requests for completions from several clients.
+    """A load of completion requests from several clients on a server.
 
     A server may keep prefixes: two requests, or two seeds, share at most a few tokens of a prefix.
     """
 
     url: str
-    """``http://HOST:PORT`` and the path before ``/v1``."""
+    """Address of the server: ``http://HOST:PORT`` and the path before ``/v1``."""
     model: str
     clients: int
     rounds: int
-    """Requests of each client, one after the other."""
+    """Number of requests of each client, one after the other."""
     prompt_tokens: int
     new_tokens: int
     first: int = 0
-    """Number of the first client."""
+    """Number of the first client, from which prompts are derived."""
     seed: int = 0
 
     def prompt(self, client: int, round_: int, vocabulary: int = _VOCABULARY) -> list[int]:
-        """Return the random token ids of a request."""
+        """Return the random token ids of the prompt of a client's request number ``round_``."""
         generator = random.Random(f"{self.seed}, {self.first + client}, {round_}")
         return generator.choices(range(min(5, vocabulary - 1), vocabulary), k=self.prompt_tokens)
 
     def with_clients(self, clients: int, *, number: int) -> HttpLoad:
-        """Return the load with other clients and other prompts; ``number`` is above 0 and different for each load."""
+        """Return the same load with other numbers of clients and other prompts; ``number`` is above 0 and different for each
+        load.
+        """
         return replace(self, clients=clients, seed=self.seed + number * _SEED_STRIDE)
 
     @property
@@ -76,7 +78,7 @@ class HttpLoad:
         return replace(self, rounds=1, seed=self.seed + _WARM_UP_SEED)
 
     def body(self, client: int, round_: int) -> bytes:
-        """Return a request: greedy, to its full length, as a stream with token ids."""
+        """Return the HTTP body of a request: a greedy completion of full length, as a stream with token ids."""
         asked = {
             "model": self.model,
             "prompt": self.prompt(client, round_),
@@ -94,9 +96,9 @@ class StreamedAnswer:
     """The times of one answer, in seconds of the wall clock, which all processes share."""
 
     began: float
-    """Time of the request."""
+    """Time at which the request was sent."""
     times: tuple[float, ...]
-    """Time of each output."""
+    """Time at which each output arrived."""
     tokens: tuple[int, ...]
     """Number of tokens of each output."""
 
@@ -174,7 +176,7 @@ async def _read_answer(reader: asyncio.StreamReader, began: float) -> StreamedAn
 
 
 def _count_tokens(event: bytes) -> int:
-    """Return the number of output tokens in one server-sent event."""
+    """Return the number of output tokens in one server-sent event, encoded."""
     if not event.startswith(b"data: {"):
         return 0
     data = json.loads(event[6:])
@@ -228,7 +230,9 @@ def run_clients(load: HttpLoad) -> list[StreamedAnswer]:
 
 
 def answer_part(work: Mapping[str, Any]) -> dict[str, object]:
-    """Send the requests of one process's clients; called in a child process."""
+    """Send the requests of one process's share of the clients, and return their answers as plain data. Runs in a child
+    process.
+    """
     part = run_load(HttpLoad(**work["load"]))
     if find_spec("uvloop") is not None:
         import uvloop

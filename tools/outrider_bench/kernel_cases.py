@@ -34,7 +34,7 @@ _SCALE = 0.09
 _EPS = 1e-5
 _CONTEXT = 640
 _BATCHES = ((1, 1), (1, 4), (8, 4), (32, 4))
-"""Requests, and tokens of each: plain decode, and verify of a chain of 3."""
+"""Numbers of requests and of tokens per request: non-speculative decoding, and verification of a chain of 3 draft tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ def _product(
 
 
 class _Maker:
-    """Creates the timed cases of one batch."""
+    """The maker of the timed cases for one batch."""
 
     def __init__(self, shape: DecoderShape, batch: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self._shape, self._batch, self._width, self._dtype, self._device = shape, batch, width, dtype, device

@@ -142,7 +142,7 @@ def _key_value_weight_bytes(drafter: DFlashHead) -> float:
 
 
 def _cached_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Return the bytes of keys and values of a token of context."""
+    """Return the bytes of the keys and values of one token of context, over all layers."""
     return 2 * len(config.attention_layers) * config.num_kv_heads * config.head_size * itemsize
 
 
@@ -168,12 +168,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCall:
-    """A collective of one rank's tensor [rows, width]."""
+    """A collective call on one rank's tensor [rows, width]."""
 
     group: str
-    """The ranks: ``"tensor"`` or ``"data"``."""
+    """The group of ranks: ``"tensor"`` or ``"data"``."""
     kind: str
-    """A kind of ``outrider bench collectives``."""
+    """The kind of collective, as in ``outrider bench collectives``."""
     rows: int
     width: int
     dtype: torch.dtype
@@ -231,7 +231,7 @@ def iteration_calls(engine: Engine, batch: int) -> Counter[CollectiveCall]:
 
 
 def _count_pass(calls: Counter[CollectiveCall], model: Decoder, rows: int, sampled: int, *, layers: int, normed: int) -> None:
-    """Count the calls of one pass. ``normed``: the reductions of layers that a norm follows."""
+    """Add the collective calls of one forward pass to ``calls``. ``normed``: number of reductions that a norm follows."""
     ranks, width, dtype = model.ranks, model.config.hidden_size, model.dtype
     if ranks.tensor is not None:
         calls[CollectiveCall("tensor", "all_reduce", rows, width, dtype)] += 1 + (2 * layers - normed)
@@ -258,7 +258,7 @@ _EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class RankBench:
-    """The group, the stream and the kernels of one rank."""
+    """The group, the stream and the kernels with which one rank measures collectives."""
 
     group: Group
     stream: Stream
@@ -275,7 +275,7 @@ class WrongResult(OutriderError):
 
 
 def measure(place: RankContext, *, kinds: Sequence[str], tokens: Sequence[int], width: int, dtype: str) -> dict[str, Any]:
-    """Return the rows of the table by this rank's clock. Every rank calls this function at the same time."""
+    """Return the measured rows of the table, timed by this rank's clock. Every rank calls this function at the same time."""
     backend = place.backend
     group = backend.create_group("bench", ranks=range(place.size), rank=place.rank, store=place.store)
     bench = RankBench(group, backend.create_stream("bench"), backend.kernels_in_use)
@@ -314,14 +314,19 @@ def call_us(group: Group, kind: str, tokens: int, width: int, dtype: torch.dtype
 def _implementations(
     bench: RankBench, kind: str, tokens: int, width: int, dtype: torch.dtype
 ) -> Iterator[tuple[str, Callable[[], None], Callable[[], None]]]:
-    """Yield (name, call, check) for each implementation of a collective; the fused kernel comes last."""
+    """Yield (name, call, check) for each implementation of a collective; fused kernels come last, then their choice."""
     group = bench.group
     first, *others = group.implementations
-    for way in (first, *(others if kind in ("all_reduce", "all_reduce_rms_norm", "all_gather", "broadcast") else [])):
+    has_others = kind in ("all_reduce", "all_reduce_rms_norm", "all_gather", "broadcast")
+    is_fused = kind == "all_reduce_rms_norm" and type(bench.kernels).all_reduce_rms_norm is not KernelSet.all_reduce_rms_norm
+    for way in (first, *(others if has_others else [])):
         group.restrict_implementations(way)
         yield way, *_implementation(bench, kind, tokens, width, dtype, fused=False)
+    for way in others if is_fused else []:
+        group.restrict_implementations(way)
+        yield f"{FUSED}, {way}", *_implementation(bench, kind, tokens, width, dtype, fused=True)
     group.restrict_implementations(*group.implementations)
-    if kind == "all_reduce_rms_norm" and type(bench.kernels).all_reduce_rms_norm is not KernelSet.all_reduce_rms_norm:
+    if is_fused:
         yield FUSED, *_implementation(bench, kind, tokens, width, dtype, fused=True)
 
 

@@ -19,14 +19,14 @@ _QUANTILES = (50, 95, 99)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixedLoad:
-    """Requests that arrive at once, with uniform and independent random lengths of prompts and outputs."""
+    """A load of requests that arrive at once, with uniform and independent random lengths of prompts and outputs."""
 
     requests: int
     seed: int
     prompts: tuple[int, int] = (32, 1036)
-    """Least and most tokens of a prompt, both included."""
+    """Minimum and maximum number of tokens of a prompt, both included."""
     outputs: tuple[int, int] = (16, 400)
-    """Least and most tokens of an output, both included."""
+    """Minimum and maximum number of tokens of an output, both included."""
 
     def __post_init__(self) -> None:
         if self.requests < 1:
@@ -64,7 +64,7 @@ def _range(limits: tuple[int, int]) -> str:
 
 @dataclass(slots=True)
 class Arrivals:
-    """Times at which tokens of each request arrive, in seconds since the load arrived."""
+    """The times at which tokens of each request arrive, in seconds since the load arrived."""
 
     began: float = field(default_factory=time.perf_counter)
     times: dict[object, list[float]] = field(default_factory=dict)

@@ -39,7 +39,6 @@ from outrider.cli.options.option_values import (
     Value,
     VerboseOption,
     closest,
-    number,
     one_of,
     option,
     output_file,
@@ -47,6 +46,7 @@ from outrider.cli.options.option_values import (
     whole,
 )
 from outrider.device.errors import ConfigError
+from outrider_bench.acceptance import check_acceptance
 from outrider_bench.mixed_load import MixedLoad
 from outrider_bench.random_model import DRAFT_LAYERS, RandomModel
 
@@ -60,12 +60,14 @@ if TYPE_CHECKING:
 
 
 def some_of(*names: str) -> Value:
-    """Return the kind of some of ``names``, with commas between them."""
+    """Return the kind of value that accepts some of ``names``, separated by commas."""
     return parsed(",".join(names), lambda given: parse_names(given, names))
 
 
 def parse_names(given: str, known: Sequence[str]) -> list[str]:
-    """Return the names with commas between them, each known and there once. Raises :class:`ConfigError`."""
+    """Return the names in ``given``, which commas separate. Raises :class:`ConfigError` unless each is in ``known`` and
+    appears once.
+    """
     names = [name.strip() for name in given.split(",")]
     unknown = [name for name in names if name not in known]
     if unknown or len(set(names)) != len(names):
@@ -75,7 +77,7 @@ def parse_names(given: str, known: Sequence[str]) -> list[str]:
 
 
 def parse_sizes(given: str) -> list[int]:
-    """Return the positive whole numbers with commas between them. Raises :class:`ConfigError`."""
+    """Return the positive whole numbers in ``given``, which commas separate. Raises :class:`ConfigError` for other text."""
     parts = [part.strip() for part in given.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) > 0 for part in parts):
         raise ConfigError("expected whole numbers of at least 1, with commas between them, such as 1,32")
@@ -83,7 +85,7 @@ def parse_sizes(given: str) -> list[int]:
 
 
 def parse_range(given: str) -> tuple[int, int]:
-    """Return the two numbers of a range such as ``32-1036``. Raises :class:`ConfigError`."""
+    """Return the two numbers of a range such as ``32-1036``. Raises :class:`ConfigError` for other text."""
     least, dash, most = given.partition("-")
     if not dash or not all(each.isascii() and each.isdigit() for each in (least, most)) or not 1 <= int(least) <= int(most):
         raise ConfigError("expected the least and the most tokens, such as 32-1036")
@@ -133,12 +135,14 @@ ShapeOption = Annotated[
     option("--shape", value=SHAPE, help="Random weights of this shape instead of a checkpoint: llama-3.1-8b."),
 ]
 RequiredShapeOption = Annotated[str, option("--shape", value=SHAPE, help="Random weights of this shape.")]
+ACCEPTANCE = parsed("X|HEAD:KIND", check_acceptance)
 AcceptLengthOption = Annotated[
-    float | None,
+    str | None,
     option(
         "--accept-length",
-        value=number(1, 1025),
-        help="With random weights, synthetic acceptance: mean number of tokens that an iteration yields.",
+        value=ACCEPTANCE,
+        help="With random weights, synthetic acceptance: mean number of tokens that an iteration yields, or HEAD:KIND for "
+        "the shares that a head reached on a kind of text, as smollm2_eagle3:chat.",
     ),
 ]
 QuantizeOption = Annotated[
@@ -206,7 +210,7 @@ class RandomDraftOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomWeightOptions(RandomDraftOptions):
-    """Random weights and their formats."""
+    """Options of a model with random weights: the formats of weights, in addition to shape and drafts."""
 
     quantize: QuantizeOption = None
     lm_head: LmHeadOption = False

@@ -16,12 +16,12 @@ _COLOURS = ("#3b6fb6", "#c2571a", "#3f8f4f", "#8a4fa3", "#b03a48", "#5c6670")
 _TICKS = 6
 
 Points = Sequence[tuple[float, float, str]]
-"""Places, values and descriptions of the points of a line."""
+"""The points of a line: position, value and description of each."""
 
 
 def write_output(option: str, path: Path, text: str) -> str | None:
-    """Write a file of results. If writing fails, print the reason to standard error and return it, so that
-    the figures stay.
+    """Write a file of results. If that fails, print the reason to standard error and return it, so that the command still
+    prints its figures.
     """
     try:
         write_whole(path, text)
@@ -49,7 +49,7 @@ def write_plot(path: Path, drawing: str | None, data: dict[str, object]) -> int:
 
 
 def limits_svg(rows: Sequence[Mapping[str, Any]], *, title: str) -> str:
-    """Draw the rows of ``bench decode`` over batch sizes, with a colour for each prompt length.
+    """Return an SVG of the rows of ``bench decode`` over batch sizes, with a colour for each prompt length.
 
     Solid lines are measured, dashed lines are the limits that are known.
     """
@@ -69,7 +69,9 @@ def _describe(row: Mapping[str, Any]) -> str:
 
 
 def series_svg(series: Mapping[str, Sequence[tuple[float, float]]], *, title: str, across: str, up: str) -> str:
-    """Draw a line for each name. Values along the horizontal axis are evenly spaced: batch sizes, context lengths."""
+    """Return an SVG with a line for each name in ``series``. Values along the horizontal axis are evenly spaced: batch sizes,
+    context lengths.
+    """
     lines: dict[str, Points] = {
         name: [(place, value, f"{name}, {place:g}: {value:.3f}") for place, value in sorted(points)]
         for name, points in series.items()

@@ -24,10 +24,10 @@ _FILE_BYTES = 4 << 30
 _RANDOM_VALUES = 16 << 20  # larger tensors repeat these values
 _STANDARD_DEVIATION = 0.02
 _MARK = "written.json"
-"""File that names the shape of a checkpoint once the checkpoint is whole."""
+"""Name of the file that states the shape of a checkpoint once all its files are written."""
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _WORD_LETTERS = 5
-"""Letters of a token of a made-up tokenizer."""
+"""Number of letters of a token of a made-up tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)

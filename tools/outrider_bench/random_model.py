@@ -12,6 +12,7 @@ from outrider.cli.terminal.environment import backend_from_environment
 from outrider.cli.terminal.starting import print_engine, show_progress
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
+from outrider_bench.acceptance import acceptance_rates, describe_acceptance
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 RANDOM_PROPOSERS = ("eagle", "mtp", "dflash", "none")
 DRAFT_LAYERS = 5
-"""Layers of a block drafter, as many as published ones have."""
+"""Number of layers of a block drafter, that of published ones."""
 _DRAFT_OPTIONS = {
     "accept_length": "--accept-length needs drafts to accept",
     "draft_quantize": "--draft-quantize says what a draft's weights are",
@@ -40,24 +41,24 @@ class RandomModel:
     """A shape with random weights, its proposer, and its synthetic acceptance."""
 
     shape: str
-    """A name of :func:`outrider.model.config.shapes.shape_config`, or the path of a ``config.json``."""
+    """Name of a shape for :func:`outrider.model.config.shapes.shape_config`, or the path of a ``config.json``."""
     speculate: str
-    """One of :data:`RANDOM_PROPOSERS`."""
+    """Name of the proposer, one of :data:`RANDOM_PROPOSERS`."""
     draft_tokens: int
-    accept_length: float | None
-    """Mean number of tokens that an iteration yields, with equal chances for each draft token; None: real acceptance."""
+    accept_length: str | float | None
+    """Synthetic acceptance, an argument of :func:`~outrider_bench.acceptance.acceptance_rates`. None: real acceptance."""
     quantize: str | None = None
-    """Format of the layers' weights, also of the draft's."""
+    """Format of the layers' quantized weights, also of the draft's; None: unquantized."""
     quantize_head: bool = False
-    """True: the output head has the format of ``quantize`` too."""
+    """True if the output head also has the format of ``quantize``."""
     draft_quantize: str | None = None
-    """Format of the draft's layers alone."""
+    """Format of the quantized layers of the draft alone; None: that of ``quantize``."""
     draft_output_head: str | None = None
     """Format of the copy of the output head that the draft samples with."""
     draft_vocabulary: str | None = None
     """Tokens that the draft samples from, as ``--draft-vocabulary`` names them."""
     draft_layers: int = DRAFT_LAYERS
-    """Layers of a block drafter."""
+    """Number of layers of a block drafter."""
 
     def __post_init__(self) -> None:
         if self.speculate not in RANDOM_PROPOSERS:
@@ -68,15 +69,13 @@ class RandomModel:
             for field, message in _DRAFT_OPTIONS.items():
                 if getattr(self, field) is not None:
                     raise ConfigError(f"{message}; leave it out, or use --speculate eagle")
-        if self.accept_length is not None and not 1 <= self.accept_length <= self.draft_tokens + 1:
-            raise ConfigError(
-                f"--accept-length is {self.accept_length:g}; with {self.draft_tokens} drafted tokens it is 1 to "
-                f"{self.draft_tokens + 1}"
-            )
+        if self.accept_length is not None:
+            acceptance_rates(self.accept_length, self.draft_tokens)
 
     @property
     def description(self) -> Mapping[str, object]:
         """The model, its draft and its acceptance, as a report names them."""
+        given = self.accept_length
         layers = f", {self.draft_layers} layers" if self.speculate == "dflash" else ""
         draft = f"random weights{layers}" + (f", {self.draft_quantize}" if self.draft_quantize else "")
         return {
@@ -86,7 +85,7 @@ class RandomModel:
             "draft_output_head": self.draft_output_head,
             "draft_vocabulary": self.draft_vocabulary,
             "speculate": self.speculate,
-            "acceptance": "real" if self.accept_length is None else f"synthetic, mean {self.accept_length:g}",
+            "acceptance": "real" if given is None else describe_acceptance(given, self.draft_tokens),
         }
 
     def make(

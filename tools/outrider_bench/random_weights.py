@@ -30,14 +30,14 @@ _SEEDS_PER_RANK = 1000
 """Distance between the seeds of two ranks."""
 
 _UNQUANTIZED_PIECES = ("in_proj_b.weight", "in_proj_a.weight")
-"""Rows of a product that published checkpoints leave unquantized."""
+"""Names of the pieces of a product that published checkpoints leave unquantized."""
 
 __all__ = ["random_decoder", "random_dflash", "random_eagle", "random_mtp", "shape_config"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomQuantization:
-    """Layer weights in the format called ``name``; with ``head`` the output head too.
+    """The quantization of random weights: layer weights in the format called ``name``, and with ``head`` the output head too.
 
     Embeddings, norms and routers stay unquantized. Experts are quantised like other matrices.
     """
@@ -49,12 +49,12 @@ class RandomQuantization:
         weight_format(self.name)
 
     def covers(self, target: Target) -> bool:
-        """Return whether this weight is quantised."""
+        """Return True if the weight of ``target`` is quantised."""
         last = target.name.rpartition(".")[2]
         return last in ("qkv", "output", "gate_up", "down", "fusion") or (last == "head" and self.head)
 
     def check(self, backend: Backend) -> None:
-        """Raise :class:`CapabilityError` where the backend has no kernels for the format."""
+        """Raise :class:`CapabilityError` if the backend has no kernels for the format."""
         format, has = weight_format(self.name).elements.name, sorted(backend.capabilities.quantized_formats)
         if format not in has:
             raise CapabilityError(
@@ -130,7 +130,7 @@ def random_mtp(
     with loading_stream(backend, target.dtype):
         targets = chained_mtp_targets(whole, (), shards)
         weights = _random_weights(targets, target.dtype, backend.device, seed=3, shards=shards, quantization=quantization)
-        return MtpHead(config, mtp_weights(weights, HEAD_NAME, whole.experts), target, ahead=1, embedding_first=True)
+        return MtpHead(config, mtp_weights(weights, HEAD_NAME, config.experts), target, ahead=1, embedding_first=True)
 
 
 def random_dflash(

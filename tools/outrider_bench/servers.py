@@ -39,7 +39,7 @@ class ServerSetup:
     shape: str
     speculate: str
     draft_tokens: int
-    accept_length: float | None
+    accept_length: str | float | None
     dtype: str | None
     backend: str | None
     max_requests: int
@@ -47,7 +47,7 @@ class ServerSetup:
 
 
 def make_engine(setup: Mapping[str, Any]) -> Engine:
-    """Return the engine of a :class:`ServerSetup` that is given as a mapping."""
+    """Return the engine that ``setup``, the fields of a :class:`ServerSetup`, describes."""
     from outrider.cli.options.models import Running
 
     given = ServerSetup(**setup)
@@ -174,7 +174,7 @@ def _own_command(setup: ServerSetup, target: Path, port: int) -> list[str]:
 
 
 def _vllm_command(setup: ServerSetup, target: Path, draft: Path, port: int) -> list[str]:
-    from outrider_bench.synthetic import rates_of_length
+    from outrider_bench.acceptance import acceptance_rates
 
     options: dict[str, object] = {
         "model": target,
@@ -188,7 +188,7 @@ def _vllm_command(setup: ServerSetup, target: Path, draft: Path, port: int) -> l
         "gpu-memory-utilization": 0.85,
     }
     if setup.speculate == "eagle":
-        rates = None if setup.accept_length is None else rates_of_length(setup.accept_length, setup.draft_tokens)
+        rates = None if setup.accept_length is None else acceptance_rates(setup.accept_length, setup.draft_tokens)
         synthetic = {} if rates is None else {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
         drafts = {"method": "eagle", "model": str(draft), "num_speculative_tokens": setup.draft_tokens}
         options["speculative-config"] = json.dumps({**drafts, **synthetic})

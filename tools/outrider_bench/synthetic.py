@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.device import ConfigError, KernelSet, WrappedKernels
+from outrider.device import KernelSet, WrappedKernels
+from outrider_bench.acceptance import acceptance_rates
 
 _LAST_HASH = 0xFFFF
 _REQUEST_STRIDE = 257
@@ -24,12 +25,12 @@ class _AcceptanceTable(NamedTuple):
     """Random acceptance results, decided in advance, so that an iteration only launches two more operations."""
 
     by_position: Tensor
-    """int64 [requests, positions, 2 K + 2]. A row has the number of accepted draft tokens, K + 1 tokens (0 at an accepted
-    draft token, then the token of the target, then -1), and K factors of the draft tokens (1 if accepted). All requests
-    share one table, and each starts at a row of its own.
+    """Results by request and position, int64 [requests, positions, 2 K + 2]. A row has the number of accepted draft tokens, K
+    + 1 tokens (0 at an accepted draft token, then the token of the target, then -1), and K factors of the draft tokens (1 if
+    accepted). All requests share one table, and each starts at a row of its own.
     """
     requests: Tensor
-    """int64 [requests]: 0, 1, 2 and so on."""
+    """The numbers 0, 1, 2 and so on, int64 [requests]."""
 
 
 class _SyntheticKernels(WrappedKernels):
@@ -102,33 +103,14 @@ def _make_table(
     return _AcceptanceTable(by_position, torch.arange(most, device=device))
 
 
-def rates_of_length(accept_length: float, draft_tokens: int) -> tuple[float, ...]:
-    """Return, for each of ``draft_tokens`` places, the chance that the draft token and all before it are accepted.
+def with_synthetic_acceptance(
+    kernels: KernelSet, accept_length: str | float, draft_tokens: int, *, context: int
+) -> KernelSet:
+    """Return ``kernels`` with synthetic verification of chains, by the chances of :func:`acceptance_rates`.
 
-    A draft token after an accepted one is accepted with one fixed chance. That chance gives a mean of ``accept_length``
-    tokens an iteration, the target's own included. Raises :class:`ConfigError` for a length that ``draft_tokens`` can't give.
+    The random number is a hash of request and position. ``context``: maximum length of a text in tokens. A shorter chain is
+    accepted as far as the whole one would be, so it yields fewer tokens. Trees get the real verification. Raises the errors
+    of :func:`acceptance_rates`.
     """
-    if not 1 <= accept_length <= draft_tokens + 1:
-        raise ConfigError(
-            f"--accept-length is {accept_length:g}; with {draft_tokens} drafted tokens it is 1 to {draft_tokens + 1}"
-        )
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        chance = (low + high) / 2
-        low, high = (chance, high) if sum(_powers(chance, draft_tokens)) < accept_length - 1 else (low, chance)
-    return _powers(high, draft_tokens)
-
-
-def _powers(chance: float, count: int) -> tuple[float, ...]:
-    return tuple(chance**number for number in range(1, count + 1))
-
-
-def with_synthetic_acceptance(kernels: KernelSet, accept_length: float, draft_tokens: int, *, context: int) -> KernelSet:
-    """Return ``kernels`` with synthetic verification of chains: ``accept_length`` tokens an iteration on average.
-
-    The chances are those of :func:`rates_of_length` for ``draft_tokens``, the random number is a hash of request and
-    position. ``context``: maximum length of a text in tokens. A shorter chain is accepted as far as the whole one would be,
-    so it yields fewer tokens. Trees get the real verification. Raises :class:`ConfigError` for an impossible length.
-    """
-    rates = rates_of_length(accept_length, draft_tokens)
-    return _SyntheticKernels(kernels, rates, f"{accept_length:g} ({'/'.join(f'{rate:.3g}' for rate in rates)})", context)
+    rates = acceptance_rates(accept_length, draft_tokens)
+    return _SyntheticKernels(kernels, rates, f"{accept_length} ({'/'.join(f'{rate:.3g}' for rate in rates)})", context)

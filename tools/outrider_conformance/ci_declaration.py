@@ -10,7 +10,7 @@ from outrider_conformance.levels import parse_level
 
 
 def declaration_fault(ci: object) -> str:
-    """Return why a workflow can't use a plugin's declaration; empty for a usable declaration."""
+    """Return the reason why a workflow can't use a plugin's CI declaration; empty for a usable declaration."""
     if not isinstance(ci, CiDeclaration):
         return f"it declares ci={ci!r}; expected a CiDeclaration"
     checks = {

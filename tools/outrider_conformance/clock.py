@@ -1,4 +1,4 @@
-"""A time limit for each phase of each test of the suite: a broken plugin may wait forever."""
+"""Time limits for each phase of each test of the suite: a broken plugin may wait forever."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REPEAT_S = 2.0
 
 
 class PhaseTimeLimit:
-    """Interrupt a phase that runs for longer than ``limit`` seconds. Needs a platform with ``SIGALRM``."""
+    """A pytest plugin that interrupts a phase of a test after ``limit`` seconds. It needs a platform with ``SIGALRM``."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit

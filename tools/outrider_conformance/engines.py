@@ -35,7 +35,7 @@ _MAX_ROUNDING_GAP = {"float64": 1e-6, "float32": 1e-3, "float16": 3e-2, "bfloat1
 """The largest log-probability gap between the likeliest token and a token that rounding may put first, by dtype."""
 _TOP_LOGPROBS = 4
 _DELAYED_SHARE = 0.25
-"""Share of the signals and waits of a jittered fence that delay the stream."""
+"""Fraction of the signals and waits of a jittered fence that delay the stream."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class EngineRun:
     tokens: tuple[tuple[int, ...], ...]
     """Generated tokens of each prompt."""
     acceptance: float
-    """Tokens per verification, on average."""
+    """Mean number of tokens per verification."""
     likeliest: tuple[tuple[Mapping[int, float], ...], ...] = ()
     """For each token of each prompt, the likeliest tokens at that position with their log-probabilities."""
 
@@ -83,7 +83,7 @@ def engine_on(
 
 
 def preferred(backend: Backend) -> str:
-    """Return the engine's name of the dtype in which the backend's own kernels run."""
+    """Return the name of the dtype, as the engine's config spells it, in which the backend's own kernels run."""
     has = backend.capabilities
     best = (*has.preferred_dtypes, torch.bfloat16, *DTYPES.values())
     return next(str(dtype).removeprefix("torch.") for dtype in best if dtype in has.dtypes)

@@ -16,7 +16,9 @@ _WAIT_S = 10.0
 
 
 def _query_until_done(asked: Stream | Event) -> None:
-    """Query until the answer is True or the query raises. A device without a clock makes progress only in a wait."""
+    """Query ``asked`` until the answer is True or the query raises. A device without a clock makes progress only
+    in a wait.
+    """
     until = time.monotonic() + _WAIT_S
     while not asked.query():
         if asked.backend.control is not None:

@@ -17,7 +17,7 @@ from outrider.device import AttentionMetadata, InterfaceError, KernelSet, Wrappe
 from outrider.device.kernels import kernel_names
 
 KERNELS: tuple[str, ...] = kernel_names()
-"""The methods of a KernelSet that compute, in the order of its parts."""
+"""Names of the methods of a KernelSet that compute, in the order of its parts."""
 IN_A_GRAPH = ", in a graph"
 """Suffix of the use of a call that is captured."""
 
@@ -31,7 +31,7 @@ class KernelCall:
     kernel: str
     """Name of the kernel method."""
     own: bool
-    """Whether the plugin's method computed the result. If not, the overridden method did: the reference, or the inner
+    """True if the plugin's method computed the result. Otherwise the overridden method did: the reference, or the inner
     kernels of :class:`~outrider.device.WrappedKernels`.
     """
     use: str
@@ -70,7 +70,7 @@ class KernelCalls:
         return found
 
     def count(self, kernel: str, *, own: bool | None = None, kernels: str | None = None, use: str | None = None) -> int:
-        """Return the number of calls that :meth:`shapes` returns by shape."""
+        """Return the number of calls of ``kernel`` over all shapes, selected as in :meth:`shapes`."""
         return self.shapes(kernel, own=own, kernels=kernels, use=use).total()
 
     def rows(self) -> list[dict[str, Any]]:
@@ -105,7 +105,7 @@ class KernelCalls:
         return found
 
     def _call(self, kernels: KernelSet, kernel: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call an override, and count whether it computed the result or called the overridden method."""
+        """Call the override ``method``, and count whether it computed the result or called the overridden method."""
         opened = _OpenCall(kernels, kernel)
         shape = _described((*args, *kwargs.values()))
         self._open.append(opened)
@@ -200,7 +200,9 @@ def _base(kind: type) -> type:
 
 
 def _overrides(kind: type, name: str) -> bool:
-    """Return True if ``kind`` computes the kernel by a method of its own. The composed default of a block is none."""
+    """Return True if class ``kind`` computes the kernel ``name`` by a method of its own. The composed default of a block is
+    none.
+    """
     return getattr(kind, name) not in (getattr(_base(kind), name), getattr(KernelSet, name))
 
 
@@ -240,7 +242,9 @@ def _counting_base(base: type) -> type:
 
 
 def _described(operands: tuple[Any, ...]) -> str:
-    """Return dtypes and shapes of the tensors among ``operands``, and the batch that attention metadata describes."""
+    """Return the dtypes and shapes of the tensors among ``operands`` as text, with the batch that attention metadata
+    describes.
+    """
     words: list[str] = []
     for operand in operands:
         if isinstance(operand, AttentionMetadata):

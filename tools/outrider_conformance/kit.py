@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 class Kit:
-    """Open the backend under test, a new object each time, and collect facts about it for the report."""
+    """The subject of a session: it opens the backend under test, a new object each time, and collects facts about it for the
+    report.
+    """
 
     def __init__(self, spec: str, registry: Registry | None = None) -> None:
         self.registry = registry or Registry(once=True)  # each test opens a backend
@@ -30,7 +32,7 @@ class Kit:
         self._facts: dict[str, Any] = {}
         self._unopenable: Exception | None = None
         self.observed: ObservedKernels | None = None
-        """The implementations that answered kernel calls; the first test that needs them runs the engines."""
+        """The kernel calls of the engines, observed once by the first test that needs them."""
 
     @property
     def info(self) -> BackendInfo:
@@ -51,7 +53,7 @@ class Kit:
         return backend
 
     def loading(self) -> ProbeVerdict | None:
-        """Return the effects of loading the plugin on a child process, or None if a test passed its own registry."""
+        """Return what loading the plugin changed in a child process, or None if a test passed its own registry."""
         return self.registry.try_in_child(self.spec.name) if self._installed else None
 
     @property
@@ -60,7 +62,7 @@ class Kit:
         return self._facts
 
     def described(self) -> dict[str, Any]:
-        """Return the report's entry of the plugin, without facts that aren't available."""
+        """Return the report's entry about the plugin, without facts that aren't available."""
         found: dict[str, Any] = {"name": self.spec.name, "spec": str(self.spec)}
         for candidate in self.registry.candidates():
             if candidate.name == self.spec.name:
@@ -75,7 +77,7 @@ KIT = pytest.StashKey[Kit]()
 
 
 def host_facts() -> dict[str, Any]:
-    """Return the report's entry of the machine's software."""
+    """Return the report's entry about the software of this machine."""
     versions = {name: importlib.metadata.version(name) for name in ("outrider", "torch", "pytest")}
     return {
         "python": platform.python_version(),

@@ -23,11 +23,13 @@ Program = Callable[[Backend], None]
 
 WIDTH = 64
 SCHEDULES = 24
-"""Schedules of a program that must hold in every order."""
+"""Number of schedules in which a program runs that must hold in every order."""
 CALLS = 8
-"""Calls of one verb of one object: a driver may reuse a handle, or flush a queue, in every third or seventh call."""
+"""Number of calls of one verb of one object: a driver may reuse a handle, or flush a queue, in every third or
+seventh call.
+"""
 SIGHTINGS = 64
-"""Schedules of a program that must observe something in one order."""
+"""Maximum number of schedules in which a program runs that must observe something in one order."""
 _DELAY_FACTORS = (1, 4, 16, 64)
 """Factors of the delays in repeated runs of a program that observed nothing: a busy host must not fail the backend."""
 _SIMULATED_CYCLES = 100_000
@@ -54,20 +56,21 @@ class StreamDelay:
     """The length of a delay, measured once per session, since devices differ by orders of magnitude."""
 
     target_ms: float = 20.0
-    """Milliseconds for which a delay keeps a stream busy."""
+    """Milliseconds for which a delay should keep a stream busy."""
     cycles: int = 0
-    """Device clocks of a delay; 0 until measured."""
+    """Device clocks of one delay; 0 until they are measured."""
     products: int = 0
-    """Matrix products of a delay on a device without ``delay``; 0 until measured."""
+    """Matrix products of one delay on a device without ``delay``; 0 until they are measured."""
     product_s: dict[torch.dtype, float] = field(default_factory=dict)
     """Seconds of a product of 256 x 256 factors, by dtype."""
 
 
 class Lab:
-    """One backend under test. ``seed`` and ``draws`` are the seed and the number of random operand sets per kernel.
+    """The means to run test programs on one backend. ``seed`` and ``draws`` are the seed and the number of random operand
+    sets per kernel.
 
-    ``longest_delays``: whether a program that observes nothing is repeated with the longest delays too, which take three
-    quarters of the time.
+    ``longest_delays``: repeat a program that observes nothing with the longest delays too, which take three quarters of the
+    time.
     """
 
     def __init__(
@@ -134,7 +137,7 @@ class Lab:
     # -- slowness --------------------------------------------------------------------------------------------------
 
     def slow(self, stream: Stream) -> None:
-        """Keep ``stream`` busy for a while, so that missing waits show.
+        """Keep ``stream`` busy for about ``StreamDelay.target_ms``, so that missing waits show.
 
         Does nothing on a device that finishes each operation before its call returns.
         """
@@ -187,7 +190,7 @@ class Lab:
                 matrix = matrix @ matrix
 
     def product_s(self, dtype: torch.dtype) -> float:
-        """Return the seconds of a product in ``dtype``; measured once per session."""
+        """Return the seconds of a matrix product of 256 x 256 factors in ``dtype``; measured once per session."""
         if dtype not in self.pace.product_s:
             self.pace.product_s[dtype] = self._product_time(dtype)
         return self.pace.product_s[dtype]
@@ -207,7 +210,9 @@ class Lab:
         return min(self.draws, max(1, int(self.draws * _SLOW_PRODUCT_S / seconds)))
 
     def _product_time(self, dtype: torch.dtype) -> float:
-        """Return the shortest of several timings, in seconds: a busy host makes single timings longer."""
+        """Return the seconds of one matrix product in ``dtype``: the shortest of several timings, because a busy host makes
+        some longer.
+        """
         (stream,) = self.streams("slowdown")
         with self.backend.on(stream):
             factor = torch.full((_PRODUCT, _PRODUCT), 1.0 / _PRODUCT, device=self.backend.device).to(dtype)

@@ -38,7 +38,7 @@ class ObservedKernels:
     layers: tuple[tuple[str, frozenset[str], dict[str, str]], ...]
     """The kernel sets, the outermost first: name, overridden kernels, and the reason for each override that is never used."""
     plans_on_host: bool
-    """Whether the outermost kernel set plans attention on the host. Draft passes aren't planned then."""
+    """True if the outermost kernel set plans attention on the host. Draft passes aren't planned then."""
 
     def overriding_layer(self, kernel: str) -> tuple[str, str] | None:
         """Return the outermost kernel set that overrides ``kernel``, and why its override isn't used (empty if it is used).

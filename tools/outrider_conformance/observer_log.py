@@ -63,7 +63,7 @@ class ObserverLog(Observer):
 
 @contextmanager
 def logged(backend: Backend) -> Generator[ObserverLog]:
-    """Attach a new log to the backend for this scope."""
+    """Attach a new log as observer of ``backend`` for this scope."""
     log = ObserverLog()
     backend.attach(log)
     try:

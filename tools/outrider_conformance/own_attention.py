@@ -32,7 +32,7 @@ class Shape:
     """The lengths of a batch of sequences, and the kind of its attention."""
 
     new: tuple[int, ...]
-    """New tokens of each sequence."""
+    """Number of new tokens of each sequence."""
     pages: tuple[float, ...]
     """Cached tokens of each sequence before the new ones, in pages: lengths lie around a page's end for any page size."""
     tree: bool = False
@@ -123,7 +123,7 @@ def check_block(lab: Lab, shape: Shape, *, quantized: bool) -> None:
 
 
 def _ones(format: str, rows: int, columns: int, device: torch.device) -> QuantizedWeight:
-    """Return a quantised weight whose elements are one small number, with one scale per row."""
+    """Return a quantised weight [rows, columns] in ``format`` whose elements are one small number, with one scale per row."""
     data = QUANTIZED_FORMATS[format].encode(torch.ones(rows, columns, device=device))
     scales = torch.full((rows, 1), 1 / columns, device=device)
     return QuantizedWeight(format=format, data=data, scales=scales, block=(1, columns), shape=(rows, columns))

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 120.0
 FIRST_KERNEL_LEVEL = 4
-"""The first level whose kernel calls are counted."""
+"""Number of the first level whose kernel calls are counted."""
 DRAWS = 6
 WAIVERS = pytest.StashKey[Sequence[Waiver]]()
 RECORDER = pytest.StashKey[ReportRecorder]()
@@ -181,7 +181,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 
 def undeclared(abilities: list[object]) -> None:
-    """Skip the running test because the backend doesn't declare these abilities."""
+    """Skip the running test because the backend doesn't declare ``abilities``."""
     pytest.skip(f"not declared: {', '.join(map(str, abilities))}")
 
 

@@ -12,7 +12,7 @@ import pytest
 import outrider.device
 
 Promise = tuple[str, str]
-"""(member, words): a name of the backend interface, and a passage of its docstring."""
+"""A promise of the backend interface: the name of a member, and a passage of its docstring."""
 
 _Test = TypeVar("_Test", bound=Callable[..., Any])
 

@@ -14,9 +14,9 @@ _SUFFIXES = (".py", ".so", ".pyd", ".toml", ".json")
 _POLL_INTERVAL_S = 0.3
 
 State = Mapping[Path, tuple[int, int]]
-"""Time of the last change, in ns, and size in bytes of each file."""
+"""Time of the last change, in ns, and size in bytes of each watched file."""
 Run = Callable[[Sequence[str]], dict[str, Any]]
-"""Run the tests with these ids, or all tests for an empty sequence, and return the report."""
+"""The function that runs the tests with the given ids, or all tests for an empty sequence, and returns the report."""
 
 
 def directory_of(entry_point: str) -> Path:
@@ -61,7 +61,7 @@ def wait_for_change(directory: Path, before: State, *, pause_s: float = _POLL_IN
 
 
 def failing(report: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the ids of the failed tests of a report."""
+    """Return the ids of the failed tests of ``report``."""
     return tuple(test["id"] for test in report["tests"] if test["outcome"] == "failed")
 
 

@@ -35,7 +35,7 @@ does.
 
 
 class ConformanceError(OutriderError):
-    """The suite didn't run, or a backend failed it."""
+    """Raised when the suite didn't run, or when a backend failed it."""
 
 
 def conform(
@@ -134,7 +134,9 @@ def _settings(scratch: Path) -> str:
 
 
 def _post_mortem(journal: Path, code: int, backend: str) -> str:
-    """Return a message about a process that ended without a report, with the test that was running."""
+    """Return a message about a process that ended with ``code`` and without a report. It names the test that was running, by
+    the journal.
+    """
     if not journal.exists():
         return f"the suite didn't start for backend {backend!r} (pytest ended with {code})"
     running = ""

@@ -59,23 +59,23 @@ _KERNELS = "kernels"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvidenceRecord:
-    """One piece of evidence about a backend."""
+    """A record of evidence about a backend: a conformance run or a static check."""
 
     backend: str
     tier: Tier
     device: str
     date: str
     command: str
-    """The command line of the run."""
+    """The command line of the recorded run."""
     versions: Mapping[str, str] = field(default_factory=dict)
     levels: Mapping[str, str] = field(default_factory=dict)
-    """Result of each conformance level."""
+    """Result of each conformance level, by the level's name."""
     capabilities: Mapping[str, Any] = field(default_factory=dict)
-    """Capabilities that the backend declared."""
+    """Capabilities that the backend declared, by name."""
     figures: Mapping[str, int] = field(default_factory=dict)
     """Counts of a static check."""
     note: str = ""
-    """A remark for readers of the table."""
+    """A remark for readers of the support table."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the content of the record's file, without empty fields."""
@@ -95,14 +95,20 @@ def parse_record(text: str, where: str) -> EvidenceRecord:
 
 
 def load_records(directory: Path) -> list[EvidenceRecord]:
-    """Return all records of a directory, ordered by file name."""
+    """Return all records of a directory, ordered by file name.
+
+    Raises :class:`ConfigError` if there is no such directory, or for an invalid record.
+    """
     if not directory.is_dir():
         raise ConfigError(f"there is no directory {directory} with records of support")
     return [parse_record(read_utf8(path, "a record"), str(path)) for path in sorted(directory.glob("*.json"))]
 
 
 def from_report(report: Mapping[str, Any], *, tier: Tier | None = None, note: str = "") -> EvidenceRecord:
-    """Return the record of a conformance report. ``tier`` may lower the report's own tier, and never raises it."""
+    """Return the record of a conformance report. ``tier`` may lower the report's own tier, and never raises it.
+
+    Raises :class:`ConfigError` for a report whose tier is no evidence, and for a ``tier`` above the report's.
+    """
     kind = _TIERS.get(report["tier"]["kind"])
     if kind is None:
         raise ConfigError(f"the report's tier is {report['tier']['kind']!r}, which is no evidence")
@@ -132,7 +138,7 @@ def _shows(record: EvidenceRecord, capability: str) -> bool:
 
 
 def _cell(records: Sequence[EvidenceRecord], capability: str) -> str:
-    """Return the word of the best evidence that a backend has for a capability."""
+    """Return the table cell for ``capability``: the word of the best evidence among the records of a backend."""
     showing = [record for record in records if _shows(record, capability)]
     if showing:
         best = max(showing, key=lambda record: record.tier)

@@ -58,7 +58,9 @@ def write_vision_checkpoint(
     rope: dict[str, Any] | None = None,
     tie: bool = False,
 ) -> Any:
-    """Write a tiny vision-language checkpoint with its image processor; returns transformers' model."""
+    """Write a tiny vision-language checkpoint of ``family`` with its image processor to ``directory``, and return
+    transformers' model of it.
+    """
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     text = SHAPE | {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [1, 1, 2]}}
@@ -89,7 +91,7 @@ def write_eagle(
     embedding: bool = True,
     fmt: str = "safetensors",
 ) -> dict[str, torch.Tensor]:
-    """Write a random EAGLE head in its published format; returns its tensors."""
+    """Write a random EAGLE head in its published format to ``directory``, and return its tensors by name."""
     torch.manual_seed(seed)
     config: Any = CONFIG_MAPPING["llama"](**SHAPE | {"hidden_size": hidden_size, "num_hidden_layers": 1})
     inner, kv = config.intermediate_size, config.num_key_value_heads * config.head_dim

@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 
 
 APART = 3
-"""Turns between what one side learns and what the other does. There is one host here where there would be two: what it learns
-for one side would order the other one too. Which side is first changes from move to move.
+"""Number of turns between what one engine learns and what the other engine does. The one host here stands for two: without
+the turns, its knowledge about one engine would also order the other. The order of the engines alternates from move to move.
 """
 PATIENCE = 12
-"""Turns that a request waits for pages."""
+"""Number of turns that a moving request waits for pages of the other engine."""
 
 
 class Network:
-    """The pair of network links between two engines."""
+    """The two network links between two engines."""
 
     def __init__(self, first: Engine, second: Engine) -> None:
         from outrider.transports.local_transport import LocalTransport
@@ -75,7 +75,9 @@ class Network:
 
 
 class NetworkMove:
-    """One request that moves from the engine of ``side`` to the other. ``arrive(side, id)`` is called after the move."""
+    """The move of one request from the engine of ``side`` to the other engine. ``arrive(side, id)`` is called
+    after the move.
+    """
 
     def __init__(self, network: Network, side: int, lent: LentPages, arrive: Callable[[int, int], None]) -> None:
         self._network, self._side = network, side
@@ -126,7 +128,7 @@ CONTEXT = 96
 
 _MAX_OUTPUT_TOKENS = 14
 _HANDOVER_FRACTION = 0.3
-"""Fraction of programs that hand requests over."""
+"""Fraction of programs that hand requests over to another engine."""
 
 _DRAFT_LENGTHS_FRACTION = 0.35
 """Fraction of programs with a schedule of draft lengths."""
@@ -147,7 +149,7 @@ _GUIDED_REQUEST_FRACTION = 0.6
 
 
 class WrongTokens(OutriderError):
-    """The output of an engine differs from non-speculative decoding, or the engine lost a page or a row."""
+    """Raised when an engine's output differs from non-speculative decoding, or when the engine lost a page or a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +160,7 @@ class Arrival:
     length: int
     max_tokens: int
     step: int
-    """Engine step of the arrival."""
+    """Number of the engine step at which the request arrives."""
     abort_after: int | None
     """Number of steps after the arrival until the client aborts the request; None for no abort."""
     moves: tuple[int, ...] = ()
@@ -169,11 +171,11 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class HostProgram:
-    """Requests, and the sizes of the engine that serves them.
+    """A host program: requests, and the sizes of the engine that serves them.
 
     ``draft_lengths`` are the draft lengths of consecutive iterations, repeated cyclically; empty means the maximum length.
-    ``by_load`` chooses the draft length by load and acceptance instead, with synthetic costs. ``token_budget`` is the
-    token limit of a mixed iteration (decode and prefill tokens); None means a whole prefill chunk in addition to decoding.
+    ``by_load`` chooses the draft length by load and acceptance instead, with synthetic costs. ``token_budget`` is the token
+    limit of a mixed iteration (decode and prefill tokens); None means a whole prefill chunk in addition to decoding.
     ``prefill_graphs`` is the largest prefill chunk, in tokens, that runs as a graph where decoding does; None: every chunk.
     """
 
@@ -272,11 +274,11 @@ MOVING = HostProgram(
 _FENCES_OF_MOVES = frozenset({"handed_over", "pages_ready", "pages_read", "pages_free", "pages_written"})
 _FENCES_OF_GUIDES = frozenset({"draft_on_host", "masks_ready"})
 PARAMETER_FENCES = frozenset({"lengths_on_host", "params_free", "params_bound"})
-"""Fences that only a device with host lengths in its graphs has."""
+"""Names of fences that only a device with host lengths in its graphs has."""
 
 
 class DecodeExplorer:
-    """Runs host programs with one model on one backend, and compares their tokens with the reference.
+    """A runner of host programs with one model on one backend. It compares their tokens with the reference.
 
     The explorer loads the weights once, outside the schedule; each run builds a new engine. ``images`` selects the tiny
     vision-language model instead of the bundled model.
@@ -460,7 +462,7 @@ def draft_length_of(program: HostProgram, proposer: Proposer) -> DraftLengthPoli
 
 
 class Serving:
-    """Serves a host program on one engine, or on two engines that hand requests over to each other.
+    """The service of one host program, on one engine or on two engines that hand requests over to each other.
 
     ``prompt`` returns the tokens and images of an arrival. ``got`` has the output tokens of each request, by its index in the
     program; ``ended`` has its finish reason.
@@ -589,8 +591,8 @@ def implied_by(findings: Iterable[Finding], log: FenceLog) -> tuple[str, ...]:
 
 
 def _plain(subject: Subject, arrival: Arrival) -> tuple[int, ...]:
-    """Return a request's greedy tokens without speculation; a guided request is computed by a loop that shares no engine
-    code.
+    """Return a request's greedy tokens without speculation. For a guided request, a loop that shares no engine code computes
+    them.
     """
     model, vision = subject.reference
     tokens, media = subject.prompt(arrival)

@@ -64,12 +64,12 @@ _GUIDES = (
     Ebnf('root ::= "(" root ")" | "x"'),
     JsonSchema({"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}, "required": ["s"]}),
 )
-"""Of requests to the bundled model, which has a tokenizer."""
+"""Guides of requests to the bundled model, which has a tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSizes:
-    """Sizes of one engine. Both engines of a pair have the same ``page_size``."""
+    """The sizes of one engine. Both engines of a pair have the same ``page_size``."""
 
     page_size: int
     max_requests: int
@@ -167,7 +167,7 @@ def child(
 
 
 class Pair:
-    """A prefill server and a decode server of one model, and a client."""
+    """A prefill server and a decode server of one model as processes, and a client of the decode server."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class Pair:
     ) -> list[Any]:
         """Serve the requests of a program and return, for each, its tokens or None if it was aborted.
 
-        ``interrupt`` is called once while requests are running.
+        ``interrupt`` is called once while requests are running. Raises :class:`TimeoutError` if a request doesn't end.
         """
         waiting = sorted(range(len(arrivals)), key=lambda index: arrivals[index][0].step)
         number_of: dict[int, int] = {}
@@ -291,7 +291,7 @@ def free_port() -> int:
 
 @cache
 def words() -> tuple[int, ...]:
-    """Return the tokens of a text for the bundled model."""
+    """Return the token ids of a text for prompts of the bundled model."""
     import inspect
 
     from outrider.engine import engine
@@ -301,7 +301,7 @@ def words() -> tuple[int, ...]:
 
 
 def random_program(model: str, seed: int) -> list[tuple[Arrival, tuple[int, ...], tuple[Media, ...]]]:
-    """Return the random requests of one program."""
+    """Return the random requests of program ``seed``: for each its arrival, its tokens and its images."""
     if model == "bundled":
         rng = random.Random(f"apart {seed}")
         found: list[tuple[Arrival, tuple[int, ...], tuple[Media, ...]]] = []
@@ -317,13 +317,15 @@ def random_program(model: str, seed: int) -> list[tuple[Arrival, tuple[int, ...]
 
 
 def params_of(arrival: Arrival) -> SamplingParams:
-    """Return the sampling parameters of an arrival."""
+    """Return the sampling parameters of a request: greedy, with its output limit and its guide."""
     guide = _GUIDES[arrival.start % len(_GUIDES)] if arrival.guided else None
     return SamplingParams(max_tokens=arrival.max_tokens, guide=guide)
 
 
 class Reference:
-    """Non-speculative decoding by one engine in this process; ``backend`` is the backend of the bundled model."""
+    """The reference of the proof: non-speculative decoding by one engine in this process. ``backend`` is the backend of the
+    bundled model.
+    """
 
     def __init__(self, model: str, backend: str) -> None:
         self._model, self._backend = model, backend

@@ -87,7 +87,7 @@ def random_host_program(seed: int) -> HostProgram:
 
 
 class Models:
-    """The models of a proposer on one backend, loaded once; with ``ranks``, only this rank's shards."""
+    """The target and the draft weights of a proposer on one backend, loaded once; with ``ranks``, only this rank's shards."""
 
     def __init__(self, proposer: str, backend: Backend, ranks: Ranks | None = None) -> None:
         self.proposer, self.backend, self.ranks = proposer, backend, ranks
@@ -167,20 +167,22 @@ def _image_eagle(target: Decoder, backend: Backend) -> Proposer:
 
 
 class _ShortIntervals(WrappedKernels):
-    """Kernels that keep recurrent states at multiples of four tokens: the programs have short prompts.
+    """A kernel set that keeps recurrent states at multiples of four tokens, because the programs have short prompts.
 
-    They count as native, so that engines replay short prefills from graphs.
+    Its chunked delta rule counts as native, so that engines replay short prefills from graphs.
     """
 
     state_interval = 4
 
     def is_native(self, name: str, block: object = None) -> bool:
-        """Return True for the rule of prompts."""
+        """Return True for the chunked delta rule, so that engines replay prefill from graphs; else the wrapped kernels'
+        answer.
+        """
         return name == "chunk_gated_delta_rule" or super().is_native(name, block)
 
 
 def with_short_intervals(backend: Backend) -> KernelSet:
-    """Return the kernels of ``backend``, with states at multiples of four tokens."""
+    """Return the kernels of ``backend``, with recurrent states kept at multiples of four tokens."""
     return _ShortIntervals(backend.kernels_in_use)
 
 

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 DECODE = "decode"
 EVERY = "every"
 ITERATIONS = 100
-"""Default number of schedules to try."""
+"""Default number of schedules that an exploration tries."""
 _PROGRAM_ORDER = "program"
 _WITH_PARAMETERS = "sim:like=npu"
-"""A simulated device with host lengths in its graphs."""
+"""Spec of a simulated device with host lengths in its graphs."""
 _NOT_EXERCISED = 2
-"""Exit code of a run that says nothing about the fence that was left out: it is neither missed nor dispensable."""
+"""Exit code of a run that didn't exercise the fence that was left out, so that it says nothing about the fence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,11 +52,11 @@ class DecodeExploration:
     drop_fence: str | None = None
     """Name of the fence to leave out, or ``every`` for each fence in turn."""
     drop: str = "wait"
-    """Half of the fence to leave out: wait or record."""
+    """The half of the fence to leave out: ``wait`` or ``record``."""
     setup: Mapping[str, Any]
     """Further arguments of :class:`DecodeExplorer`, which are options of the same names."""
     progress: Callable[[int, int], None] = lambda done, total: None
-    """Called with the number of programs that have run, and of all of them."""
+    """The function that is called with the number of programs that have run, and the number of all programs."""
 
     def without(self, fence: str | None) -> DecodeExploration:
         """Return this exploration with ``fence`` dropped, on a device that has the fence if the caller named no device."""
@@ -87,7 +87,10 @@ class DecodeExploration:
 
 
 def explore_decode(exploration: DecodeExploration) -> CommandReport:
-    """Run host programs, each under a schedule of its own; stop at the first that fails."""
+    """Run host programs, each under a schedule of its own; stop at the first that fails.
+
+    Raises :class:`CapabilityError` for a strategy or for images that the device can't run.
+    """
     chosen = exploration.without(exploration.drop_fence)
     device = chosen.open_device()
     default = "mixed" if device.control is not None and chosen.drop_fence is None else _PROGRAM_ORDER
@@ -120,7 +123,9 @@ def explore_decode(exploration: DecodeExploration) -> CommandReport:
 
 @contextmanager
 def _one_thread() -> Generator[None]:
-    """Let torch compute with one thread: the operands are tiny, and further threads would wait actively for each other."""
+    """Let torch compute with one thread in this scope: operands are tiny, and further threads would wait actively for each
+    other.
+    """
     import torch
 
     threads = torch.get_num_threads()
@@ -272,7 +277,7 @@ def _render_fences(console: Console, data: Mapping[str, Any], is_complete: bool)
 CORPUS = "corpus"
 
 _DEVICES = ("sim", "sim:like=npu")
-"""Simulated devices that together have every capability that a program needs."""
+"""Specs of simulated devices that together have every capability that a program needs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -289,7 +294,7 @@ class CorpusWanted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusResult:
-    """The result of one corrected program."""
+    """The result of exploring one corrected program."""
 
     program: str
     runs: int

@@ -24,7 +24,7 @@ class Drop(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FenceEdge:
-    """An edge of a fence: one wait of ``consumer`` for one record of ``producer``.
+    """One wait of ``consumer`` for one record of ``producer`` by a fence, as an edge between positions of the two.
 
     Operations of ``producer`` before its position ``start`` precede operations of ``consumer`` from position ``end`` on.
     ``done`` is False if the log left the wait or the record out.
@@ -39,7 +39,7 @@ class FenceEdge:
 
 
 class FenceLog:
-    """Records each declared edge of an engine, and leaves out the fence named ``drop``, if any.
+    """A log of each edge that an engine's fences declare. It leaves out the fence named ``drop``, if any.
 
     ``position(stream)`` returns the number of operations enqueued on the stream so far; for None, the number of steps of the
     calling thread. ``half=RECORD`` carries out the first record only, so that later waits are legal and wait for old work.

@@ -37,7 +37,7 @@ class Residues:
 
     @property
     def residue(self) -> int:
-        """Return the residue, modulo the number of classes, that the next token must have."""
+        """The residue, modulo the number of classes, that the next token's id must have."""
         return (sum(self._tokens) + len(self._tokens)) % _MODULUS
 
     def accept(self, token: int) -> bool:
@@ -52,7 +52,7 @@ class Residues:
         del self._tokens[len(self._tokens) - count :]
 
     def fill(self, words: Tensor, index: int) -> None:
-        """Write the bit mask of the tokens that may come next."""
+        """Write the bit mask of the tokens that may come next to row ``index`` of ``words`` int32 [N, W]."""
         words[index] = self._words[self.residue]
 
     @classmethod

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class UndeclaredAccess(OutriderError):
-    """A stage accessed memory that its ``reads`` and ``writes`` do not name."""
+    """Raised when a stage accessed memory that its ``reads`` and ``writes`` do not name."""
 
 
 class StageMonitor:
@@ -39,7 +39,7 @@ class StageMonitor:
         self._backend = engine.backend
         self._note = note
         self.accessed: dict[str, set[tuple[str, str]]] = {}
-        """The accesses of each stage, by name: ``reads`` or ``writes``, and the memory."""
+        """The accesses of each stage, by the stage's name: ``reads`` or ``writes``, and the name of the memory."""
         self._names = {
             self._backend.locate(tensor).storage: name
             for name, tensors in declared_memory(engine._parts)
@@ -126,19 +126,19 @@ def _tensors(owner: object) -> list[Tensor]:
 
 _R = TypeVar("_R")
 _BLOCKING_CALLS = ("event_synchronized", "stream_synchronized", "device_synchronized")
-"""Observer callbacks that report a blocked host."""
+"""Names of the observer callbacks that report a blocked host."""
 
 
 class LostBatching(OutriderError):
-    """A batch omitted a request that was ready."""
+    """Raised when a batch omitted a request that was ready."""
 
 
 class FreedInFlight(OutriderError):
-    """An engine freed a request's row and pages while an iteration in flight may still use them."""
+    """Raised when an engine freed a request's row and pages while an iteration in flight may still use them."""
 
 
 class LostOverlap(OutriderError):
-    """The host waited for the device instead of launching the next iteration."""
+    """Raised when the host waited for the device instead of launching the next iteration."""
 
 
 class OverlapMonitor:
@@ -278,7 +278,7 @@ class _WatchedLoop:
 
     @staticmethod
     def _left_out(request: Request, batch: Batch | None) -> bool:
-        """Return True if a ready request is not in the batch.
+        """Return True if a request that is ready to decode is not in the batch.
 
         The counts are those after the batch; for a request that is not in the batch they are unchanged.
         """

@@ -89,7 +89,9 @@ def layer_part(weights: LayerWeights, config: ModelConfig, shards: Shards) -> La
         gates, down = gate_up(plain(weights.gate_up)), plain(weights.down)[:, inner[0] : inner[1]].contiguous()
         assert gates is not None
     else:
-        gates, down = _experts_part(plain(weights.gate_up), plain(weights.down), shards)
+        gates, down = plain(weights.gate_up), plain(weights.down)
+        held = shards.held_experts(gates.shape[0])
+        gates, down = _experts_part(gates, down, shards) if held is None else (gates[slice(*held)], down[slice(*held)])
     if weights.shared_gate_up is not None and weights.shared_down is not None:
         stacked = _experts_part(plain(weights.shared_gate_up)[None], plain(weights.shared_down)[None], shards)
         weights = replace(weights, shared_gate_up=stacked[0][0], shared_down=stacked[1][0])
@@ -297,7 +299,9 @@ MAKERS: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
         SuffixProposer.for_target(t, 3), EagleProposer(eagle(t), draft_tokens=3), least=2
     ),
 }
-"""A proposer by its name, for a target on a backend; None: plain decoding."""
+"""Makers of the tiny proposers, by name, for a target on a backend; a maker that returns None stands for non-speculative
+decoding.
+"""
 
 
 def untrained(target: Decoder) -> EagleHead:
@@ -310,12 +314,14 @@ EXTREMES: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
     "eagle, untrained": lambda t, _: EagleProposer(untrained(t), draft_tokens=3),
     "draft-model, itself": lambda t, b: DraftModelProposer(decoder(tiny.target(), b), target=t, draft_tokens=3),
 }
-"""Proposers whose drafts are nearly all rejected, and all accepted."""
+"""Makers of proposers whose drafts are nearly all rejected, or all accepted, by name."""
 
 CHAINED: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
     "mtp-chain": lambda t, _: EagleProposer(mtp(t)[0], draft_tokens=3),
 }
-"""A head of multi-token prediction that drafts a chain by itself, as the hybrid models have it."""
+"""Makers of a proposer with one multi-token prediction head that drafts a chain by itself, as hybrid models have
+it, by name.
+"""
 
 
 def program(name: str, **config: Any) -> Callable[[Backend], None]:

@@ -29,23 +29,29 @@ QUANTISED = "eagle, quantised"
 
 
 def fp8(weight: torch.Tensor) -> QuantizedWeight:
-    """Quantise a weight to FP8 with one scale per row; activations are quantised per token."""
+    """Return ``weight`` [out, in] quantised to FP8 with one scale per row; activations are quantised per token."""
     return weight_format("fp8").quantize(weight)
 
 
 def int8(weight: torch.Tensor) -> QuantizedWeight:
-    """Quantise a weight to INT8 with one scale per row; activations are quantised with one stored scale."""
+    """Return ``weight`` [out, in] quantised to INT8 with one scale per row; activations are quantised with one
+    stored scale.
+    """
     return replace(weight_format("int8").quantize(weight), input_scale=torch.tensor([0.05]))
 
 
 def int4(weight: torch.Tensor) -> QuantizedWeight:
-    """Quantise a weight to INT4 with a scale and a zero point per group of columns; activations stay unquantised."""
+    """Return ``weight`` [out, in] quantised to INT4 with a scale and a zero point per group of columns; activations stay
+    unquantised.
+    """
     made = weight_format("int4").fitted(weight.shape[1]).quantize(weight)
     return replace(made, zero_points=torch.zeros(made.scales.shape, dtype=torch.int8))
 
 
 def quantise_layer(weights: LayerWeights) -> LayerWeights:
-    """Quantise a layer: queries and keys in FP8, values unquantised, and each other weight in a different format."""
+    """Return the layer with quantised weights: queries and keys in FP8, values unquantised, and each other weight in a
+    different format.
+    """
     qkv = plain(weights.qkv)
     rows = tiny.KV_HEADS * tiny.HEAD_SIZE
     return replace(

@@ -67,9 +67,9 @@ def run_watched(
 
 
 TOLERATED = ("tie", "ulp", "slow", "memory")
-"""Divergences that the engine must tolerate."""
+"""Names of the divergences that the engine must tolerate."""
 NAMED = ("abort", "length", "bucket")
-"""Divergences that the sanitizer must find and name."""
+"""Names of the divergences that the sanitizer must find and name."""
 MODES = ("staged", "graphs", "fused")
 IMAGE_PROPOSERS = ("ngram, images", "eagle, images")
 """Proposers of the tiny vision-language model."""
@@ -91,6 +91,8 @@ class RankSetup:
     proposer: str
     mode: str
     like: str
+    expert: bool = False
+    """True if the ranks divide the experts of a mixture; False for a dense model, or if they share each expert."""
 
     @property
     def ranks(self) -> int:
@@ -110,7 +112,8 @@ class RankSetup:
         return VISION if self.images else self.proposer
 
     def __str__(self) -> str:
-        return f"tensor {self.tensor}, data {self.data}, {self.proposer}, {self.mode}, like {self.like}"
+        divided = ", experts divided" if self.expert else ""
+        return f"tensor {self.tensor}, data {self.data}{divided}, {self.proposer}, {self.mode}, like {self.like}"
 
 
 def layouts(ranks: int) -> list[tuple[int, int]]:
@@ -120,7 +123,7 @@ def layouts(ranks: int) -> list[tuple[int, int]]:
 
 def random_rank_setup(seed: int, wanted: RanksWanted) -> RankSetup:
     """Return the random setup of program ``seed``."""
-    from outrider_proof.engine_setups import WIDE_HYBRID
+    from outrider_proof.engine_setups import MIXTURE, WIDE_HYBRID
     from outrider_proof.proposers import MAKERS
 
     rng = random.Random(f"ranks {seed}")
@@ -131,7 +134,11 @@ def random_rank_setup(seed: int, wanted: RanksWanted) -> RankSetup:
         proposer = rng.choice(HYBRID_PROPOSERS) + WIDE_HYBRID
     if like == "npu" and (mode == "fused" or chosen[1] > 1):
         like = "cuda"  # it rebinds parameters instead of fusing, and plans on the host, which an idle rank can't
-    return RankSetup(tensor=chosen[0], data=chosen[1], proposer=proposer, mode=mode, like=like)
+    mixture = random.Random(f"experts {seed}").choice(("none", "shared", "divided"))
+    if mixture != "none" and proposer in MAKERS:
+        proposer += MIXTURE
+    divided = proposer.endswith(MIXTURE) and mixture == "divided" and chosen != (1, 1)
+    return RankSetup(tensor=chosen[0], data=chosen[1], proposer=proposer, mode=mode, like=like, expert=divided)
 
 
 class OneServing(Serving):
@@ -162,14 +169,14 @@ class OneServing(Serving):
 
 @dataclass
 class RankProgramResult:
-    """The result of one program run on several ranks."""
+    """The result of running one program on several ranks."""
 
     setup: RankSetup
     number: int
     error: str = ""
     """Class name of the error; empty if the program passed."""
     text: str = ""
-    """Message of the error."""
+    """Message of the error; empty if the program passed."""
     named: str = ""
     """The decision in which the ranks first differ, as the sanitizer names it."""
     schedule: str = ""
@@ -196,7 +203,7 @@ class RankExplorer:
         self.wrap = wrap
         self._devices: dict[tuple[int, str, str], list[Backend]] = {}
         self.change: Callable[[int, Engine], None] | None = None
-        """Function called with each rank and its new engine, or None."""
+        """The function that is called with each rank and its new engine; None calls nothing."""
         self.report: Findings | None = None
 
     def devices(self, setup: RankSetup, inject: str | None = None) -> list[Backend]:
@@ -225,7 +232,8 @@ class RankExplorer:
         lost: list[str] = []
 
         def body(rank: int) -> None:
-            ranks = Ranks(backends[rank], ParallelConfig(tensor=setup.tensor, data=setup.data), rank=rank, store=store)
+            parallel = ParallelConfig(tensor=setup.tensor, data=setup.data, expert=setup.expert)
+            ranks = Ranks(backends[rank], parallel, rank=rank, store=store)
             last = rank == setup.ranks - 1
             if last and inject in ("tie", "ulp", "slow"):
                 control_of(backends[rank]).diverge(inject)
@@ -265,7 +273,10 @@ class RankExplorer:
 def _serve(
     engine: Engine, setup: RankSetup, program: HostProgram, wanted: Sequence[tuple[int, ...]], prompt: Callable[..., Any]
 ) -> dict[str, int]:
-    """Serve all requests on the first rank and compare their tokens with those of one rank."""
+    """Serve all requests on the first rank and compare their tokens with those of one rank.
+
+    Returns how many requests there were, were aborted, and were moved. Raises :class:`WrongTokens` for other tokens.
+    """
     serving = OneServing([engine], program, lambda arrival: prompt(setup.reads, arrival))
     serving.step_until_idle()
     check_tokens(serving.tokens, serving.ended, wanted)

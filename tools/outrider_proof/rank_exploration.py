@@ -63,7 +63,7 @@ class RanksWanted:
 
 
 class SimulatedHosts:
-    """Simulated hosts, opened once for each set of options."""
+    """The simulated hosts of an exploration, opened once for each set of options."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -79,7 +79,7 @@ class SimulatedHosts:
 
 @dataclass(kw_only=True)
 class RankCorpusResult:
-    """The result of one rank program of the corpus."""
+    """The result of running one rank program of the corpus."""
 
     race: RankRace
     found: bool = False

@@ -44,11 +44,11 @@ PROPOSERS = ("mtp", "eagle", "eagle-tree", "draft-model", "none", engine_setups.
 _DEVICES = 4
 _PEER_ID = 1
 _CROWDED_FRACTION = 0.5
-"""Fraction of programs whose requests arrive at once with few pages, so that each freed page gets a new owner at once."""
+"""Fraction of programs whose requests arrive together with few pages, so that each freed page gets a new owner at once."""
 
 
 class SimulatedDevices:
-    """Four simulated devices of one machine, opened once."""
+    """Four simulated devices of one machine on which programs run, opened once."""
 
     def __init__(self) -> None:
         registry = Registry()

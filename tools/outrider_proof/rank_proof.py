@@ -28,7 +28,7 @@ RUNS_PER_JOB = {"corpus": 100, "engine": 2, "injected": 1}
 """Number of runs of one job, by part."""
 
 Job = tuple[str, int, int, int, int]
-"""Part, ranks, the first seed, runs, and which of the schedules of each program."""
+"""A job of the proof: part, number of ranks, first seed, number of runs, and the index of the schedule of each program."""
 
 
 @functools.cache

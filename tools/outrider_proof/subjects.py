@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model checkpoint, and the text from which its prompts are taken."""
+    """A model under test: its checkpoint, and the text from which prompts are taken."""
 
     directory: Path
     eagle: Path
-    """Directory of the EAGLE head."""
+    """Directory of the EAGLE head's checkpoint."""
     dtype: str
     text: tuple[int, ...]
-    """Tokens that prompts are slices of."""
+    """Token ids of a text; prompts are slices of it."""
     images: bool = False
     """True if two of three requests have an image; positions are then on three axes."""
     extra: int = 0

@@ -116,11 +116,11 @@ def decoder(
     return Decoder(config(layers, **overrides), weights, kernels or BACKEND.kernels)
 
 
-EXPERTS = ExpertsConfig(count=5, per_token=2, intermediate_size=16, renormalize=True, shared_size=12, dense_layers=(1,))
+EXPERTS = ExpertsConfig(count=8, per_token=2, intermediate_size=16, renormalize=True, shared_size=12, dense_layers=(1,))
 
 
 def _experts_layer(generator: torch.Generator, dense: LayerWeights, noise: float) -> LayerWeights:
-    """Return the layer with experts and a shared expert instead of its MLP."""
+    """Return the layer ``dense`` with random experts and a shared expert instead of its MLP."""
     scale, each = noise / HIDDEN**0.5, (EXPERTS.count, EXPERTS.intermediate_size)
     return replace(
         dense,
@@ -153,7 +153,7 @@ WIDE_RECURRENT = replace(RECURRENT, key_heads=4, value_heads=8)
 def _recurrent_layer(
     generator: torch.Generator, dense: LayerWeights, noise: float, shape: RecurrentConfig = RECURRENT
 ) -> LayerWeights:
-    """Return the layer with a recurrent block of the given shape instead of its attention."""
+    """Return the layer ``dense`` with a random recurrent block of the given shape instead of its attention."""
     heads, width = shape.value_heads, shape.channels + shape.value_width
     projections = random(generator, width, HIDDEN, scale=1 / HIDDEN**0.5)
     output = random(generator, HIDDEN, shape.value_width, scale=2 * noise / HIDDEN**0.5)
@@ -172,7 +172,7 @@ def _recurrent_layer(
 
 
 def _gated_layer(generator: torch.Generator, dense: LayerWeights) -> LayerWeights:
-    """Return the layer with norms of heads and a gate of its attention."""
+    """Return the layer ``dense`` with norms of its query and key heads, and with a gate of its attention output."""
     norm = 1 + random(generator, HEAD_SIZE, scale=0.2)
     gate = random(generator, HEADS * HEAD_SIZE, HIDDEN, scale=1 / HIDDEN**0.5)
     return replace(dense, q_norm=norm, k_norm=norm.flip(0), qkv=torch.cat((plain_weight(dense.qkv), gate)))

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 _REQUIRED_COUNTS = ("operations", "streams", "replays")
-"""Counts of a report that ``--require`` can name."""
+"""Names of the counts of a report that ``--require`` accepts."""
 _STYLES = MappingProxyType({"fix": "green", "replay": "cyan"})
 
 

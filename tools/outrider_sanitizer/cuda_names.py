@@ -85,7 +85,7 @@ def _compile(original: Any) -> Any:
 
 
 def _here(device: Any, place: torch.device) -> Any:
-    """Return ``place`` for a device that names CUDA; return any other device unchanged."""
+    """Return the device ``place`` for a device that names CUDA, and any other ``device`` unchanged."""
     if isinstance(device, torch.device):
         found = device.type == _KIND
     else:

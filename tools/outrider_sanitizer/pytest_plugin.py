@@ -1,15 +1,16 @@
-"""For pytest. Each test watched, without a change to it:
+"""A pytest plugin that watches each test, without a change to the test:
 
     pytest --outrider-sanitize [--outrider-backend sim:like=npu]
 
-A test with a finding fails, and its failure is the report. What its fixtures do is watched too. Or a part of one test:
+A test with a finding fails, and its failure is the report. The work of its fixtures is watched too. To watch a part of one
+test:
 
     def test_my_step(sanitized):
         backend = get_backend("sim")
         with sanitized(backend):
             step(backend)
 
-An installed Outrider makes both known to pytest. Elsewhere: ``pytest -p outrider_sanitizer.pytest_plugin``.
+An installed Outrider registers the plugin with pytest. Elsewhere: ``pytest -p outrider_sanitizer.pytest_plugin``.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class _WatchedTest:
 
 
 class _Watcher:
-    """Watches each test from its setup to its call's end, and fails a test with findings."""
+    """The plugin that watches each test from its setup to the end of its call, and fails a test with findings."""
 
     def __init__(self, spec: str | None) -> None:
         from outrider.registry import Registry

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from outrider.device import Backend
 
 Attach = Callable[["Backend", ExitStack], None]
-"""Starts watching a backend; what it enters on the stack is left when the script has ended."""
+"""The function that starts to watch a backend. The scopes that it enters on the stack are left when the script has ended."""
 
 ScriptBackendOption = Annotated[
     str | None,
@@ -94,7 +94,8 @@ def run_rank_scripts(path: Path, argv: Sequence[str], backends: Sequence[Backend
     Each rank has its own ``__main__``, arguments, environment (``RANK``, ``WORLD_SIZE`` and so on, as torchrun sets them),
     current device and torch.distributed.
 
-    Returns how each rank ended. A rank that waits for an ended rank reports that.
+    Returns how each rank ended. A rank that waits for an ended rank reports that. Raises :class:`CapabilityError` for other
+    devices than simulated ones.
     """
     control = backends[0].control
     if control is None:

@@ -1,4 +1,4 @@
-"""Timelines of a program: when each operation ran, on which stream, and which fences held it.
+"""Timelines of a program: when each operation ran, on which stream, and for which fences it waited.
 
 The package uses only the backend interface.
 """

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StageFence:
-    """The start or the end of a stage: the position where its stream waits for a fence or records it."""
+    """The start or the end of a stage on a stream: the position at which the stream waits for a fence or records it."""
 
     fence: str
     waited: bool
-    """True: the stream waits for the fence. False: the stream records it."""
+    """True if the stream waits for the fence there, False if it records the fence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ th:last-child, td:last-child { padding-right: 0; }
 code, pre { font: .875em/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 """
 _MARKED = re.compile(r"(?::[a-z:]+:)?(`{1,2})(?:~(?:[\w.]*\.)?)?(?P<code>[^`]+)\1")
-"""Code in a text between one or two backticks. Before it may stand a docstring's role, and ``~`` with a module."""
+"""A pattern for code in a text between one or two backticks, after an optional docstring role and ``~`` with a module."""
 
 
 def html_page(title: str, body: str, style: str = "") -> str:
@@ -138,21 +138,21 @@ def prose(text: str) -> str:
 
 WIDTH = 960
 PAGE_WIDTHS = {"wide": 1248, "narrow": 368}
-"""Widths of a picture, alone and on a page, where the style class selects one. All sizes are in pixels."""
+"""Width of a picture in pixels, alone and on a page, by the style class that selects it."""
 _MIN_LEFT_MARGIN = 76
 _RIGHT_MARGIN = 16
 _TOP_MARGIN = 30
 _STAGES_HEIGHT = 34
-"""Height above the bars of a lane, for two rows of stage names and the brackets."""
+"""Pixels above the bars of a lane, for two rows of stage names and the brackets."""
 _BAR_HEIGHT = 20
 _FENCES_HEIGHT = 48
-"""Height below the bars of a lane, for the names of fences."""
+"""Pixels below the bars of a lane, for the names of fences."""
 _LANE_HEIGHT = _STAGES_HEIGHT + _BAR_HEIGHT + _FENCES_HEIGHT
 _LEGEND_HEIGHT = 30
 _ROW_HEIGHT = 14
 _CHARACTER_WIDTH = 6.9
 _BOLD_CHARACTER_WIDTH = 7.2
-"""Approximate widths of a character in a font size of 12 pixels."""
+"""Approximate width in pixels of a bold character in a font size of 12 pixels, and of a normal one."""
 _TICK_DISTANCE = 120
 _MAX_DRAWN = 20_000
 """Maximum number of bars and of arrows in a picture."""
@@ -180,7 +180,7 @@ svg { max-width: 100%; height: auto; } .narrow { display: none; } rect.op:hover 
 
 @dataclass(frozen=True, slots=True)
 class _Arrow:
-    """The arrow of a wait between two lanes, in pixels: from (x1, y1) to (x2, y2)."""
+    """The arrow of a wait between two lanes, from (x1, y1) to (x2, y2) in pixels."""
 
     wait: WaitArrow
     x1: float
@@ -207,7 +207,7 @@ class _NamePlacement:
 
     left_margin: int
     width: int
-    """Width of the picture."""
+    """Width of the picture in pixels."""
     arrows: list[_Arrow]
     occupied: list[tuple[float, float, float]] = field(default_factory=list)
     """(left, right, baseline) of each placed name and of each bracket."""
@@ -268,7 +268,7 @@ def render_svg(timeline: Timeline, width: int = WIDTH) -> str:
 
 
 class _PictureParts:
-    """The parts of a picture. Each part is a list of SVG elements."""
+    """The parts of a picture, each a list of SVG elements."""
 
     def __init__(self, timeline: Timeline, width: int) -> None:
         self.timeline, self.width = timeline, width
@@ -292,7 +292,7 @@ class _PictureParts:
         return _TOP_MARGIN + _STAGES_HEIGHT + self.rows[stream] * _LANE_HEIGHT
 
     def grid(self) -> list[str]:
-        """Draw times at regular distances, each with a vertical line."""
+        """Return the elements of the time axis: times at regular distances, each with a vertical line."""
         parts = []
         end = self.timeline.end_time or 1.0
         count = max(2, self.width // _TICK_DISTANCE)
@@ -306,7 +306,7 @@ class _PictureParts:
         return parts
 
     def lanes(self) -> list[str]:
-        """Draw the name of each stream and a bar for each of its operations."""
+        """Return the elements of the lanes: the name of each stream and a bar for each of its operations."""
         parts = []
         num_drawn = 0
         for name, row in self.rows.items():
@@ -332,7 +332,7 @@ class _PictureParts:
         return parts
 
     def stages(self) -> list[str]:
-        """Draw a bracket above the bars of each stage, and its name."""
+        """Return the elements of the stages: a bracket above the bars of each stage, and its name."""
         parts = []
         shown = [band for band in stage_spans(self.timeline) if band.stream in self.rows]
         for band in shown:  # keep names off the brackets
@@ -360,7 +360,9 @@ class _PictureParts:
         return parts
 
     def fences(self) -> list[str]:
-        """Draw an arrow for each wait, from the record to the first operation after the wait, and the fence's name."""
+        """Return the elements of the fences: an arrow for each wait, from the record to the first operation after the wait,
+        and the fence's name.
+        """
         lines, names = [], []
         for arrow in self.arrows:
             wait = arrow.wait
@@ -384,7 +386,9 @@ class _PictureParts:
         return _Arrow(wait, self.x(ends[0]), y1, self.x(ends[1]), y2)
 
     def _fence_name(self, arrow: _Arrow) -> list[str]:
-        """Draw the fence's name next to the arrow, in the space below one of the lanes that the arrow passes."""
+        """Return the elements of the fence's name next to the arrow, in the space below one of the lanes that the arrow
+        passes.
+        """
         wait = arrow.wait
         upper = min(self.rows[wait.source], self.rows[wait.stream])
         lower = max(self.rows[wait.source], self.rows[wait.stream])
@@ -399,7 +403,7 @@ class _PictureParts:
         return [] if position is None else [self._name("name", name, position)]
 
     def legend(self) -> list[str]:
-        """Draw the meaning of bars, brackets and arrows."""
+        """Return the elements of the legend: the meaning of bars, brackets and arrows."""
         x, y = 8 if self.has_two_legend_lines else self.left_margin, self.bottom + 18
         parts = [f'<rect class="l0" x="{x}" y="{y - 10}" width="12" height="12" rx="1.5"/>']
         parts.append(f'<text class="faint" x="{x + 18}" y="{y}">an operation</text>')

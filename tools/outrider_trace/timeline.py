@@ -29,7 +29,7 @@ _MAX_GENERATIONS = 16
 
 @dataclass
 class OperationSpan:
-    """One operation on a stream, with its start and end in microseconds."""
+    """One operation on a stream: its name, and its start and end in microseconds."""
 
     stream: str
     name: str
@@ -41,7 +41,7 @@ class OperationSpan:
 
 @dataclass
 class WaitArrow:
-    """One wait of ``stream`` for an event that was recorded on the stream ``source``."""
+    """One wait of ``stream`` for an event that was recorded on the stream ``source``; a picture shows it as an arrow."""
 
     event: str
     generation: int
@@ -57,7 +57,7 @@ class WaitArrow:
 
 @dataclass(frozen=True, slots=True)
 class FenceMark:
-    """A record of a fence on a stream, or a wait for the fence."""
+    """One record of a fence on a stream, or one wait of a stream for a fence."""
 
     fence: str
     """Name of the fence, without the index of its slot."""
@@ -77,9 +77,9 @@ class WaitCost:
     location: str
     count: int
     stall_us: float
-    """Time in which the stream stood still because of the waits."""
+    """Microseconds in which the stream stood still because of the waits."""
     critical_us: float
-    """Part of ``stall_us`` on the critical path, which determines the end of the run."""
+    """Microseconds of ``stall_us`` on the critical path, which determines the end of the run."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data for JSON."""
@@ -88,12 +88,12 @@ class WaitCost:
 
 @dataclass
 class Timeline:
-    """The operations of a run, and the order that fences enforce between streams."""
+    """The operations of a run by stream, and the waits by which fences order the streams."""
 
     spans: dict[str, list[OperationSpan]] = field(default_factory=dict)
     """Operations by stream, in the order of the stream."""
     waits: list[WaitArrow] = field(default_factory=list)
-    """Waits of one stream for another stream."""
+    """All waits of one stream for another stream, in the order of the host's calls."""
     marks: list[FenceMark] = field(default_factory=list)
     """All records and waits of all streams, in the order of the host's calls."""
 
@@ -228,13 +228,15 @@ class Timeline:
 
 
 class _Recorder(TimedObserver):
-    """An observer that adds records and waits to a timeline, each with the number of spans launched before it."""
+    """An observer that adds records and waits to a timeline, each with the number of spans launched before it. Subclasses add
+    the spans.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.timeline = Timeline()
         self.num_launched: dict[str, int] = {}
-        """Number of operations that the host has launched, by stream."""
+        """Number of operations that the host has launched so far, by stream."""
         self.lock = threading.RLock()
         self._records: WeakKeyDictionary[Event, dict[int, tuple[str, int]]] = WeakKeyDictionary()
 

@@ -14,7 +14,7 @@ from outrider_vllm.workloads import WORKLOADS, find_workload
 
 
 def main() -> None:
-    """Run one workload, print its outcome and end the process."""
+    """Run the workload that the command line names, print its outcome as JSON and end the process."""
     parser = argparse.ArgumentParser(prog="python -m outrider_vllm", description=__doc__)
     parser.add_argument("--tokens", type=int, default=12, help="number of output tokens of each request")
     parser.add_argument("--strategy", default="program", help="order of operations on the simulated device")

@@ -16,7 +16,7 @@ from outrider_vllm.workloads import Workload, split_known_findings
 
 @dataclass(frozen=True, kw_only=True)
 class VllmRun:
-    """The tokens, counts and findings of one run."""
+    """The outcome of one run of vLLM: tokens, counts and findings."""
 
     tokens: list[list[int]]
     right: bool
@@ -29,7 +29,7 @@ class VllmRun:
     streams: int
     steps: int
     findings: list[str]
-    """Findings without a page in `docs/findings`."""
+    """Texts of the findings without a page in `docs/findings`."""
     judged: dict[str, int]
     """Number of findings that a page in `docs/findings` explains, by the name of the page."""
     skipped: int

@@ -17,7 +17,7 @@ VLLM_VERSION = "0.33.0"
 
 
 class _InstallState:
-    """The state of the process. vLLM and Triton can be changed only once in a process."""
+    """The state of this process: vLLM and Triton can be changed only once in a process."""
 
     launches: TritonLaunches | None = None
 

@@ -1,4 +1,5 @@
-"""The driver call of vLLM's simple KV offload connector, a batched copy of blocks, as copies of the simulated device.
+"""Replacement of the driver call of vLLM's simple KV offload connector, a batched copy of blocks, by copies of the simulated
+device.
 
 The connector's worker, its copy thread and its scheduler side are vLLM's. The connector pins existing host memory, which the
 simulated device doesn't support. So this module allocates the connector's host caches as pinned memory.

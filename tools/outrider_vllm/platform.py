@@ -24,16 +24,16 @@ class SimPlatform(Platform):
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Floating-point dtypes in which the host computes the operations."""
+        """The floating-point dtypes that vLLM may use: those in which the host computes the operations."""
         return [torch.float32, torch.bfloat16, torch.float16]
 
     @classmethod
     def import_kernels(cls) -> None:
-        """Import nothing: there are no compiled kernels."""
+        """Do nothing where vLLM imports a platform's compiled kernels: there are none."""
 
     @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
-        """Accept every dtype: the host has kernels for all of them."""
+        """Raise no error for any dtype: the host has kernels for all of them."""
         del dtype
 
     @classmethod
@@ -61,7 +61,7 @@ class SimPlatform(Platform):
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
-        """Do nothing: the process has one simulated device."""
+        """Do nothing where vLLM selects a device: the process has one simulated device."""
         del device
 
     @classmethod
@@ -81,7 +81,7 @@ class SimPlatform(Platform):
 
     @classmethod
     def num_compute_units(cls, device_id: int = 0) -> int:
-        """Return 1. Kernels choose their grid by this number."""
+        """Return 1, the number by which kernels choose their grid."""
         del device_id
         return 1
 
@@ -115,7 +115,7 @@ class SimPlatform(Platform):
 
     @classmethod
     def check_runner_kv_caches_multi_layer(cls) -> None:
-        """Accept several layers with one number: the draft model's layers are numbered separately."""
+        """Raise no error for several layers with one number: the draft model's layers are numbered separately."""
 
     @classmethod
     def use_custom_op_collectives(cls) -> bool:

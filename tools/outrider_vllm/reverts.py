@@ -25,8 +25,9 @@ class Revert:
     fix: str
     """vLLM's pull request that added the ordering, or `planted` for an ordering that vLLM always had."""
     apply: Callable[[Any], Callable[[], int]]
-    """Remove the ordering from an engine that hasn't run. The returned function counts how often the ordering was left out:
-    a run with the count 0 proves nothing."""
+    """The function that removes the ordering from an engine that hasn't run. The function that it returns counts how often
+    the ordering was left out: a run with the count 0 proves nothing.
+    """
 
 
 def _skip_call(

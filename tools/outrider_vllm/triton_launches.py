@@ -23,7 +23,7 @@ from outrider_sim.torch_device.tensor import SimTensor
 
 Addresses = NDArray[numpy.uint64]
 Ranges = tuple[NDArray[numpy.int64], NDArray[numpy.int64]]
-"""Start and end (exclusive) of each range: sorted, with a gap between consecutive ranges."""
+"""Byte ranges of memory: the start and the end (exclusive) of each, sorted, with a gap between consecutive ranges."""
 
 MAX_RANGES = 512
 """Maximum number of ranges for one storage and direction. More ranges are joined across the smallest gaps."""
@@ -34,7 +34,7 @@ _EMPTY: Ranges = (numpy.empty(0, numpy.int64), numpy.empty(0, numpy.int64))
 
 @dataclass(frozen=True, kw_only=True)
 class StorageRange:
-    """The address range of a storage: bytes `[base, base + nbytes)` of the host's memory."""
+    """The address range of a storage on the host: bytes `[base, base + nbytes)`."""
 
     base: int
     nbytes: int
@@ -45,7 +45,7 @@ class StorageRange:
 
 
 class RecordedAccesses:
-    """The loads and stores of one launch, recorded while the kernel runs."""
+    """The addresses that one launch loads and stores, recorded while the kernel runs."""
 
     def __init__(self) -> None:
         self._raw: dict[bool, dict[int, list[Addresses]]] = {False: {}, True: {}}

@@ -1,4 +1,6 @@
-"""vLLM's worker for the simulated device. As in vendors' plugins, it differs in the name of its device."""
+"""vLLM's worker for the simulated device. As in vendors' plugins, it differs from vLLM's own only in the name of
+its device.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ class SimWorker(Worker):
         return int(kv_cache_bytes)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """Skip the warm-up, because nothing is compiled."""
+        """Skip vLLM's warm-up, because nothing is compiled, and return its times as zero."""
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[None]:

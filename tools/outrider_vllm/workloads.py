@@ -18,24 +18,24 @@ def prompt_without_repeats(first: int, length: int) -> Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Rounds of requests. The tokens of the last round are compared with transformers."""
+    """A workload: rounds of requests. The tokens of the last round are compared with transformers."""
 
     name: str
     purpose: str
     rounds: tuple[tuple[Prompt, ...], ...]
     offload: bool = False
-    """Use the simple KV offload connector, and empty the device's prefix cache after each round."""
+    """True to use the simple KV offload connector, and to empty the device's prefix cache after each round."""
     blocks: int = 64
-    """Number of blocks of the KV cache."""
+    """Number of blocks of vLLM's KV cache."""
     longest: int = 256
     """Maximum number of tokens of a request."""
     stop_after: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
     """Number of output tokens of a request of the last round, by index. The last one is a stop token, which the scheduler
     can't predict."""
     zeroing: bool = False
-    """Zero new blocks of the cache, as vLLM does for models with recurrent layers."""
+    """True to zero new blocks of the cache, as vLLM does for models with recurrent layers."""
     recurrent: bool = False
-    """Make the first runner assume recurrent layers whose states are aligned with blocks. The model has none."""
+    """True to make the first runner assume recurrent layers whose states are aligned with blocks. The model has none."""
 
 
 _SHORT = ((5, 6, 7, 8, 5, 6, 7), (9, 10, 11), (3, 4, 5, 3, 4, 5, 3, 4, 5, 3, 4))
@@ -68,7 +68,7 @@ class KnownFinding:
     """
 
     page: str
-    """Name of the page in `docs/findings`."""
+    """Name of the page in `docs/findings` that explains the finding."""
     kind: FindingKind
     second: str
     """Part of the location of the second access."""

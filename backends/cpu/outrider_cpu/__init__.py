@@ -1,1 +1,1 @@
-"""The reference backend: the same contract as a device, executed at once on the host."""
+"""The reference backend ``cpu``: it executes each operation of the backend interface at once on the host."""

@@ -1,4 +1,6 @@
-"""Host streams, events and memory. Each operation finishes before its call returns."""
+"""Streams, events, memory and synchronization policy of the backend ``cpu``. Each operation finishes before its
+call returns.
+"""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ import sys
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt(3)
 _KEPT = 256 << 20
-"""Bytes at the end of the heap that stay when they're free."""
+"""Maximum bytes of freed memory at the end of the heap that the C library keeps."""
 _LARGEST = 32 << 20
-"""Bytes of a block up to which it comes from the heap: glibc takes no larger value."""
+"""Maximum bytes of a block that is allocated from the heap; glibc accepts no larger value."""
 
 
 def retain_freed_memory() -> bool:

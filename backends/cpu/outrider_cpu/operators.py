@@ -21,13 +21,17 @@ from outrider.device.kernels.reference.model import as_cached
 _LIBRARY = torch.library.Library("outrider", "FRAGMENT")
 _define = partial(define_operator, _LIBRARY, key="CPU")
 _TOGETHER = 1 << 17
-"""Numbers of a request's keys in a layer up to which it shares its attention call with others: a copy of all keys and values
-costs less than a call each. Of longer ones, each has its own, over its pages where they lie in a row."""
+"""Maximum number of elements of a request's keys in a layer for which requests share an attention call: a copy of the keys
+and values costs less than a call. A longer request has a call of its own, over its pages in place if they are consecutive.
+"""
 _PADDING = 1 << 17
-"""Numbers of keys that are copied for nothing in a call, since a request there is longer, at most: they cost as much as
-another call."""
+"""Maximum number of padding elements of keys that a shared call copies because its longest request is longer: more cost as
+much as another call.
+"""
 _RAGGED = 16
-"""Requests with different numbers of new tokens up to which each has a call of its own, also where keys are few."""
+"""Maximum number of requests with different numbers of new tokens for which each has a call of its own, even if
+keys are few.
+"""
 
 
 def _rope_write_cache(
@@ -222,7 +226,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, tree: Tensor | None, scale:
 
 
 def _by_head(x: Tensor) -> Tensor:
-    """Return a tensor [L, H, D] as [1, H, L, D]."""
+    """Return a view of ``x`` [L, H, D] as [1, H, L, D], the layout of torch's attention."""
     return x.transpose(0, 1).unsqueeze(0)
 
 

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 _MIN_ELEMENTS = MappingProxyType({torch.float32: 1 << 18, torch.bfloat16: 1 << 16})
-"""Elements of the smallest weight that is packed: the call of a smaller product costs more than its layout."""
+"""Minimum number of elements of a weight that is packed, by dtype: for smaller products the call costs more than the layout
+saves.
+"""
 _MAX_BYTES = 2 << 30
-"""Bytes of all packed copies together. Further weights stay as they are."""
+"""Maximum bytes of all packed copies together. Further weights are not packed."""
 _PLANNED_TOKENS = 4
-"""Number of tokens for which oneDNN chooses the layout."""
+"""Number of tokens for which oneDNN chooses the layout of a packed weight."""
 _MAX_TOKENS = 64
-"""Tokens up to which a packed weight is faster (docs/evidence/README.md#2026-11-28-packed-weights)."""
+"""Maximum number of tokens for which a packed weight is faster (docs/evidence/README.md#2026-11-28-packed-weights)."""
 
 
 class _PackedCopy(NamedTuple):

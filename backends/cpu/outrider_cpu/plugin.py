@@ -33,7 +33,10 @@ def backend_info() -> BackendInfo:
 
 @hookimpl
 def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
-    """Create the backend of the host, with options of :data:`OPTIONS`."""
+    """Create the backend of the host, with options of :data:`OPTIONS`.
+
+    Raises :class:`ConfigError` for an unknown option or value, and :class:`BackendLoadError` for another ordinal than 0.
+    """
     if ordinal != 0:
         raise BackendLoadError(f"backend 'cpu': device {ordinal} was asked for, there is only device 0")
     for key, value in options.items():

@@ -1,1 +1,1 @@
-"""NVIDIA GPUs through torch's CUDA module."""
+"""The backend ``cuda``: NVIDIA GPUs through torch's CUDA module."""

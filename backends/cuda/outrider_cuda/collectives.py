@@ -1,8 +1,8 @@
 """Groups of NVIDIA GPUs: NCCL, and peer memory for small tensors if the GPUs of one host can access it.
 
-``cuda:peers=off`` selects NCCL alone. The bytes per rank select one of three implementations: kernels that write to
-peer memory (:mod:`outrider_triton.peers.exchange`), torch's one-shot all-reduce over symmetric memory, and NCCL.
-`outrider bench collectives` measures them. NVLink multicast isn't used, because some hosts lack it.
+``cuda:peers=off`` selects NCCL alone. The bytes per rank select one of three implementations: kernels that write to peer
+memory in one or two shots (:mod:`outrider_triton.peers.exchange`), and NCCL. `outrider bench collectives` measures them.
+NVLink multicast isn't used, because some hosts lack it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,13 @@ import torch.distributed
 from torch import Tensor
 
 from outrider.device import Reduction, TorchGroup
+from outrider_triton.peers.costs import ONE_SHOT, TWO_SHOT
 from outrider_triton.peers.exchange import PeerExchange
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from outrider.device import Backend
-
-EXCHANGED_BYTES = 512 << 10
-"""Of one rank, up to which a tensor is written into the peers' memory."""
-ONE_SHOT_BYTES = 1 << 20
-"""Of one rank, up to which an all-reduce reads the peers' memory."""
-_ALIGNED = 16
-_ONE_SHOT, _EXCHANGE = "one shot", "exchange"
 
 dist: Any = torch.distributed  # much of it isn't exported as type checkers want it
 
@@ -59,7 +53,6 @@ class CudaGroup(TorchGroup):
         self._group_store: Any = dist.PrefixStore("peers", self._group_store)
         self._symmetric = ""
         self._registered: Any = None
-        self._one_shot: Tensor | None = None
         self._exchange: PeerExchange | None = None
         if hasattr(self._native, "eager_connect_single_device"):
             self._run(lambda: self._native.eager_connect_single_device(backend.device))
@@ -67,23 +60,19 @@ class CudaGroup(TorchGroup):
             self._reachable = self._try_peers()
         if self._reachable:
             pdl = torch.cuda.get_device_capability(backend.device)[0] >= 9
-            self._exchange = PeerExchange(self, most_bytes=EXCHANGED_BYTES, pdl=pdl)
+            self._exchange = PeerExchange(self, pdl=pdl)
 
     @property
     def implementations(self) -> tuple[str, ...]:
         """The implementations of collectives: NCCL's, and those over peer memory if all ranks can access it."""
-        return ("nccl", _ONE_SHOT, _EXCHANGE) if self._reachable else ("nccl",)
+        return ("nccl", ONE_SHOT, TWO_SHOT) if self._reachable else ("nccl",)
 
     # -- the verbs -------------------------------------------------------------------------------------------------
 
     def _all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
-        if reduction is Reduction.SUM and self._reachable:
-            if self._direct is not None and self._direct.all_reduce(tensor):
-                return
-            if self.allows_implementation(_ONE_SHOT) and self._fits_one_shot(tensor):
-                self._sum_in_one_shot(tensor)
-                return
-        super()._all_reduce(tensor, reduction)
+        exchange = self._exchange if reduction is Reduction.SUM else None
+        if exchange is None or not exchange.all_reduce(tensor):
+            super()._all_reduce(tensor, reduction)
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> None:
         if self._direct is None or not self._direct.all_gather(output, tensor):
@@ -95,19 +84,8 @@ class CudaGroup(TorchGroup):
 
     @property
     def _direct(self) -> PeerExchange | None:
-        return self._exchange if self.allows_implementation(_EXCHANGE) else None
-
-    def _fits_one_shot(self, tensor: Tensor) -> bool:
-        known = tensor.dtype in (torch.float32, torch.bfloat16)
-        aligned = tensor.nbytes % _ALIGNED == 0 and tensor.data_ptr() % _ALIGNED == 0
-        return known and aligned and tensor.nbytes <= ONE_SHOT_BYTES
-
-    def _sum_in_one_shot(self, tensor: Tensor) -> None:
-        if self._one_shot is None:
-            self._one_shot = self.peer_buffers("one shot", (ONE_SHOT_BYTES,), torch.uint8)[self.rank]
-        shared = self._one_shot[: tensor.nbytes].view(tensor.dtype)
-        flat = tensor.view(-1)
-        torch.ops.symm_mem.one_shot_all_reduce_copy_out(shared, flat, "sum", self._symmetric, flat)
+        """The exchange for calls that only move data, which takes one shot."""
+        return self._exchange if self.allows_implementation(ONE_SHOT) else None
 
     # -- memory of the peers ---------------------------------------------------------------------------------------
 
@@ -117,7 +95,9 @@ class CudaGroup(TorchGroup):
         return self._reachable
 
     def _reach_peers(self) -> bool:
-        """Exchange all ranks' reachability, so that all ranks select the same implementation."""
+        """Exchange the addresses of all ranks, and return True if all can access each other's memory. All ranks get the same
+        answer, so they select the same implementation.
+        """
         host = f"{platform.node()} {_boot_id()}"
         self._group_store.set(f"where/{self.rank}", f"{host}|{self.backend.device.index}|{os.getpid()}")
         said = [self._group_store.get(f"where/{rank}").decode().split("|") for rank in range(self.size)]
@@ -165,7 +145,7 @@ class CudaGroup(TorchGroup):
         return worked
 
     def _register(self) -> None:
-        """Register the group's name with torch's symmetric memory."""
+        """Register this group's name with torch's symmetric memory, which shared allocations need."""
         from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
         meeting = dist.PrefixStore("symmetric", self._group_store)
@@ -201,8 +181,7 @@ class CudaGroup(TorchGroup):
         return tuple(handle.get_buffer(rank, shape, dtype) for rank in range(self.size))
 
     def _close(self) -> None:
-        self._exchange = self._one_shot = None
-        self._kept.clear()
+        self._exchange = None
         registered, self._registered = self._registered, None
         if registered is not None:
             from torch._C._distributed_c10d import _unregister_process_group
@@ -211,6 +190,18 @@ class CudaGroup(TorchGroup):
             unregister(self._symmetric)
         del registered
         super()._close()
+
+    def _end_native(self, how: str) -> None:
+        """End NCCL and free the shared memory.
+
+        torch frees the memory once the device is idle, and blocks all Python threads until then. A kernel that waits for a
+        lost rank never ends, so this thread waits first.
+        """
+        try:
+            super()._end_native(how)
+        finally:
+            torch.cuda.synchronize(self.backend.device)
+            self._kept.clear()
 
 
 def _boot_id() -> str:

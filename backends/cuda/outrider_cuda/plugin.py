@@ -68,7 +68,10 @@ def backend_info() -> BackendInfo:
 
 @hookimpl
 def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
-    """Create the backend of GPU ``ordinal``, with options of :data:`OPTIONS`."""
+    """Create the backend of GPU ``ordinal``, with options of :data:`OPTIONS`.
+
+    Raises :class:`ConfigError` for an unknown option or value, and :class:`BackendLoadError` if the GPU can't be used.
+    """
     for key, value in options.items():
         if key not in OPTIONS:
             raise ConfigError(f"backend 'cuda' has no option {key!r}; known: {', '.join(OPTIONS)}")

@@ -1,1 +1,1 @@
-"""Ascend NPUs through torch_npu."""
+"""The backend ``npu``: Ascend NPUs through torch_npu."""

@@ -1,4 +1,4 @@
-"""The backend of Ascend devices."""
+"""The backend of Ascend devices: torch_npu's streams, events, flags and graphs, and a classification of CANN's errors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ STICKY_ERRORS: Mapping[int, str] = MappingProxyType(
         507054: "ACL_ERROR_RT_HBM_MULTI_BIT_ECC_ERROR",
     }
 )
-"""Errors of CANN's runtime after which the device must be restarted, by the number that a message has."""
+"""Names of the errors of CANN's runtime after which the device must be restarted, by the number in the error message."""
 
 _ERROR_CODE = re.compile(r"error code(?: is)?\s*:?\s*(\d{6})")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 PACKAGE = "torch_npu"
 COLLECTIVES = "hccl"
-"""What torch.distributed calls this device's collectives. The backend interface has no verb for them yet."""
+"""Name of the Ascend collectives library in torch.distributed. The backend has no collectives yet."""
 _DEVICES = Path("/dev")
 _NUMBERED = re.compile(r"davinci\d+")
 

@@ -32,7 +32,9 @@ _FAILURES = (
 
 
 def load() -> ModuleType:
-    """Import torch_npu. Raises :class:`BackendLoadError` with the reason, and for an operator that it lacks."""
+    """Import torch_npu and return the module. Raises :class:`BackendLoadError` if the import fails, or if an operator that
+    the backend needs is missing.
+    """
     try:
         torch_npu = importlib.import_module("torch_npu")
     except (ImportError, RuntimeError, OSError) as error:

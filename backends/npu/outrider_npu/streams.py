@@ -1,7 +1,7 @@
-"""Flags: torch_npu's ``ExternalEvent``.
+"""Flags of the backend ``npu``, on torch_npu's ``ExternalEvent``.
 
-An external event is no snapshot: a wait may come before its record, it's up until it's reset, and a record while it's up is
-lost. It is the one event of this device that means the same inside a graph and outside.
+A wait on an external event may be enqueued before its record. The event stays set until it is reset, and a record while it is
+set is lost. It is the only event of this device that works the same inside a graph and outside.
 """
 
 from __future__ import annotations

@@ -46,7 +46,9 @@ CAPABILITIES = Capabilities(
     dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
 )
 WITH_COMMAND_BUFFERS = replace(CAPABILITIES, flags=False, captures_graphs=True, captures_in_part=True, forks_in_capture=True)
-"""Abilities with graphs. A command buffer can't hold flags, which are set by native kernels, so the mode has none."""
+"""Declared capabilities in the mode with graphs. A command buffer can't hold flags, which native kernels set, so this mode
+has no flags.
+"""
 
 _MEMORY_STATUSES = (cl.status_code.OUT_OF_RESOURCES, cl.status_code.MEM_OBJECT_ALLOCATION_FAILURE)
 
@@ -65,12 +67,14 @@ class OpenCLStream(Stream):
         return self.queue.native
 
     def run_on_host(self, name: str, task: Callable[[], object]) -> None:
-        """Enqueue an operator as a native kernel."""
+        """Enqueue the operator ``name``, computed by ``task`` on the host, as a native kernel of this stream."""
         del name
         self.queue.run_on_host(task)
 
     def copy(self, destination: Tensor, source: Tensor) -> bool:
-        """Enqueue a copy of the runtime, if both sides are equal, contiguous and in shared memory."""
+        """Enqueue a copy by the OpenCL runtime. Returns False, without a copy, unless both tensors have equal shapes and
+        dtypes and are contiguous in shared memory.
+        """
         owns = self._backend.memory.owns
         alike = destination.shape == source.shape and destination.dtype == source.dtype
         dense = alike and destination.is_contiguous() and source.is_contiguous()
@@ -81,7 +85,7 @@ class OpenCLStream(Stream):
         return True
 
     def run_kernel(self, name: str, arguments: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
-        """Enqueue the OpenCL kernel of an operator."""
+        """Enqueue the OpenCL kernel of the operator ``name``, which writes ``results``."""
         short = name.split("::")[1]
         launch = LAUNCHES[short](arguments, results)
         if launch.size:
@@ -94,11 +98,11 @@ class OpenCLStream(Stream):
         return False
 
     def allocate(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Allocate a tensor in memory that host and device share."""
+        """Return a new tensor with undefined contents in memory that host and device share."""
         return self._backend.memory.allocate(shape, strides, dtype)
 
     def synchronize_for_value(self) -> None:
-        """Wait for the stream, because the host reads a value."""
+        """Block the host until this stream is idle, because the host reads a value of a tensor."""
         self._synchronize()
 
     def _record(self, event: Event) -> None:
@@ -144,7 +148,7 @@ class OpenCLEvent(Event):
 
 
 class OpenCLFlag(Flag):
-    """A flag made of user events."""
+    """A flag of user events, which a host task sets; see :class:`~outrider_opencl.driver.UserEventFlag`."""
 
     def __init__(self, backend: OpenCLBackend, name: str) -> None:
         super().__init__(backend, name)
@@ -164,7 +168,7 @@ class OpenCLFlag(Flag):
 
 
 class OpenCLBackend(Backend):
-    """A device of OpenCL that shares memory with the host."""
+    """The backend of one OpenCL device that shares memory with the host."""
 
     def __init__(self, ordinal: int = 0, *, out_of_order: bool = False, command_buffers: bool = False) -> None:
         self.opencl = OpenCLDevice(ordinal, out_of_order=out_of_order)
@@ -189,7 +193,7 @@ class OpenCLBackend(Backend):
 
     @property
     def failures(self) -> Failures:
-        """Return the errors of native kernels."""
+        """The errors of native kernels that no host wait has raised yet."""
         return self.opencl.failures
 
     def raise_failed(self, waiting_for: str) -> None:
@@ -199,7 +203,7 @@ class OpenCLBackend(Backend):
             raise DeviceFault(f"work before {waiting_for} of {self.label} failed: {error}") from error
 
     def translate_error(self, error: Exception, doing: str) -> DeviceError | None:
-        """Return the typed error for an error of pyopencl."""
+        """Return the typed error for an error of pyopencl, or None for another error."""
         if not isinstance(error, cl.Error):
             return None
         code = getattr(error, "code", None)
@@ -277,7 +281,7 @@ class OpenCLBackend(Backend):
 
     @property
     def recorder(self) -> Recorder | None:
-        """Return the launcher of the calling thread's capture, or None."""
+        """Return the recorder of the capture that is open on the calling thread, or None."""
         return getattr(self._thread, "recorder", None)
 
     def generated_program(self, source: str) -> Program:

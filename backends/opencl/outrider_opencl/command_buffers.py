@@ -61,7 +61,7 @@ class CommandBuffer:
         self._functions = functions
         self._queue = queue
         self.held: list[object] = []
-        """The recorded kernels, and the tensors that they address."""
+        """The recorded kernels, and the tensors whose addresses they contain; they live as long as the command buffer."""
         properties = (ctypes.c_ulonglong * 3)(_FLAGS_PROPERTY, _SIMULTANEOUS_USE, 0)
         status = ctypes.c_int()
         self._handle = functions.create(1, self._queues(queue), properties, ctypes.byref(status))
@@ -116,7 +116,7 @@ class Recorder:
         self.is_empty = True
 
     def run_on_host(self, name: str, task: Callable[[], object]) -> None:
-        """Raise :class:`CaptureError`."""
+        """Raise :class:`CaptureError`: a command buffer can't hold the host task of operator ``name``."""
         del task
         raise CaptureError(
             f"operator {name!r} runs on {self._backend.label} as a native kernel, which a command buffer can't hold; leave "
@@ -124,12 +124,14 @@ class Recorder:
         )
 
     def copy(self, destination: Tensor, source: Tensor) -> bool:
-        """Return False: a copy is recorded as an elementwise kernel."""
+        """Return False: the caller then records the copy as an elementwise kernel."""
         del destination, source
         return False
 
     def run_kernel(self, name: str, arguments: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
-        """Record the OpenCL kernel of an operator."""
+        """Record the OpenCL kernel of the operator ``name`` (``namespace::operator``), which reads ``arguments`` and writes
+        ``results``.
+        """
         short = name.split("::")[1]
         launch = LAUNCHES[short](arguments, results)
         self._record(self._backend.program.create_kernel(short), launch.size, launch.arguments)
@@ -145,18 +147,18 @@ class Recorder:
         return True
 
     def spin(self, cycles: int) -> None:
-        """Record a kernel that takes about so many clocks."""
+        """Record a kernel that runs for about ``cycles`` device clocks."""
         scratch = self._backend.memory.allocate_contiguous((1,), torch.int64)
         self._record(self._backend.program.create_kernel("spin"), 1, (scratch, cycles))
 
     def allocate(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Allocate shared memory, which the graph keeps."""
+        """Return a new tensor in memory that host and device share. The graph keeps it alive."""
         made = self._backend.memory.allocate(shape, strides, dtype)
         self._buffer.held.append(made)
         return made
 
     def synchronize_for_value(self) -> None:
-        """Raise :class:`StreamOrderError`."""
+        """Raise :class:`StreamOrderError`: the host can't read a value during a capture."""
         raise StreamOrderError("a value was read on the host during a capture: nothing has run yet")
 
     def _record(self, kernel: Kernel, size: int, arguments: tuple[Any, ...]) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from outrider.device import BackendLoadError, DeviceFault
 
 Task = Callable[[], object]
-"""Work of the host in a queue's order. A task holds its tensors, so their memory lives until the task has run."""
+"""A function that the host runs in a queue's order. It references its tensors, so their memory lives until it has run."""
 
 _COMPLETE = cl.command_execution_status.COMPLETE
 _FINE_GRAIN = cl.device_svm_capabilities.FINE_GRAIN_BUFFER
@@ -40,7 +40,7 @@ class Failures:
         self._errors: list[Exception] = []
 
     def add(self, error: Exception) -> None:
-        """Store the error of a failed task."""
+        """Store the error of a failed host task, until a wait of the host raises it."""
         with self._lock:
             self._errors.append(error)
 
@@ -71,7 +71,7 @@ def _do_nothing() -> None:
 
 
 class Library:
-    """The functions of the OpenCL library that pyopencl loaded."""
+    """The functions of the OpenCL library that pyopencl has loaded, with their ctypes signatures."""
 
     def __init__(self) -> None:
         native = ctypes.CDLL(sys.modules["pyopencl._cl"].__file__)  # resolves symbols of the library that it links
@@ -98,7 +98,7 @@ class Library:
 
 
 def checked(status: int, doing: str) -> None:
-    """Raise :class:`DeviceFault` unless a call returned success."""
+    """Raise :class:`DeviceFault` that names ``doing`` unless ``status`` means success."""
     if status:
         raise DeviceFault(f"OpenCL: {doing} failed with status {status}; the codes are listed in CL/cl.h")
 
@@ -142,7 +142,7 @@ class OpenCLDevice:
         self.shared_queue = self.create_queue(out_of_order=True) if out_of_order else None
 
     def create_queue(self, *, out_of_order: bool = False) -> cl.CommandQueue:
-        """Create a queue that records times."""
+        """Create a queue on this device that records the times of its commands."""
         properties = cl.command_queue_properties
         order = properties.OUT_OF_ORDER_EXEC_MODE_ENABLE if out_of_order else 0
         return cl.CommandQueue(self.context, self.native, properties=properties.PROFILING_ENABLE | order)
@@ -268,7 +268,7 @@ class Queue:
             self.native.flush()  # another queue may wait for the command
 
     def _hold(self, held: object) -> None:
-        """Keep objects until the commands so far have run: the runtime knows addresses, not tensors."""
+        """Keep ``held`` alive until the commands enqueued so far have run: the runtime knows addresses, not tensors."""
         self.run_on_host(lambda: held)
 
 
@@ -331,7 +331,7 @@ class OneShot:
         self.event = cl.UserEvent(device.context)
 
     def complete(self) -> None:
-        """Let the commands that wait for the event run."""
+        """Complete the user event, so that the commands that wait for it run."""
         self.event.set_status(_COMPLETE)
 
 

@@ -28,7 +28,7 @@ _INTEGERS: Mapping[torch.dtype, str] = MappingProxyType(
     }
 )
 _RAW: Mapping[int, str] = MappingProxyType({1: "uchar", 2: "ushort", 4: "uint", 8: "ulong"})
-"""Types by size, for copies that preserve every bit."""
+"""Unsigned OpenCL type by size in bytes, for copies that preserve every bit."""
 _LOADS: Mapping[torch.dtype, str] = MappingProxyType(
     {torch.float16: "vload_half({at}, {name})", torch.bfloat16: "as_float((uint){name}[{at}] << 16)"}
 )
@@ -45,7 +45,7 @@ _EXPRESSIONS: Mapping[str, str] = MappingProxyType(
 )
 _CONSTANTS: Mapping[str, float] = MappingProxyType({"zero_": 0, "zeros": 0, "zeros_like": 0})
 _SECOND_IS_VALUE = frozenset({"copy_", "fill_", "full", "full_like"})
-"""Operators whose value is the second argument; the first is the target or a shape."""
+"""Operators whose value is their second argument; the first is the target tensor or a shape."""
 
 _SOURCE = """
 static ushort to_bfloat16(float x) {{

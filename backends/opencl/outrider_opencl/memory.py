@@ -14,11 +14,11 @@ from outrider_opencl.driver import OpenCLDevice
 
 _READ_WRITE_FINE_GRAIN = (1 << 0) | (1 << 10)
 _ALIGNMENT = 64
-"""Bytes; torch's own alignment of host memory."""
+"""Alignment in bytes of an allocation, that of torch's own host memory."""
 
 
 class _Block:
-    """One allocation, freed with the last tensor that refers to it."""
+    """One allocation of shared memory, freed with the last tensor over it."""
 
     def __init__(self, memory: SharedMemory, nbytes: int) -> None:
         library, context = memory.device.library, memory.device.context
@@ -46,7 +46,7 @@ class _Block:
 
 
 class SharedMemory:
-    """Allocations that the device and the host address alike."""
+    """The allocations of one context that device and host address alike."""
 
     def __init__(self, device: OpenCLDevice) -> None:
         self.device = device
@@ -55,11 +55,11 @@ class SharedMemory:
 
     @property
     def allocated(self) -> int:
-        """Return the bytes that are allocated now."""
+        """Number of bytes that are allocated now."""
         return sum(list(self.blocks.values()))
 
     def allocate(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Allocate memory with undefined contents. Raises :class:`OutOfDeviceMemory`."""
+        """Return a new tensor with undefined contents in shared memory. Raises :class:`OutOfDeviceMemory`."""
         if 0 in shape:
             return torch.empty_strided(shape, strides, dtype=dtype)
         extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
@@ -67,7 +67,7 @@ class SharedMemory:
         return torch.from_numpy(np.asarray(block)).view(dtype).as_strided(shape, strides)
 
     def allocate_contiguous(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Allocate a contiguous tensor."""
+        """Return a new contiguous tensor with undefined contents in shared memory. Raises :class:`OutOfDeviceMemory`."""
         strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
         return self.allocate(shape, strides, dtype)
 

@@ -41,7 +41,10 @@ def backend_info() -> BackendInfo:
 
 @hookimpl
 def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
-    """Create the backend for the usable device ``ordinal`` of all OpenCL platforms, with options of :data:`OPTIONS`."""
+    """Create the backend for the usable device ``ordinal`` of all OpenCL platforms, with options of :data:`OPTIONS`.
+
+    Raises :class:`ConfigError` for an unknown option or value, and :class:`BackendLoadError` without pyopencl or the device.
+    """
     for key, value in options.items():
         if key not in OPTIONS:
             raise ConfigError(f"backend 'opencl' has no option {key!r}; known: {', '.join(OPTIONS)}")

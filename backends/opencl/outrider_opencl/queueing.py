@@ -36,7 +36,7 @@ class Launcher(Protocol):
         """Enqueue an elementwise kernel for a torch operator. Returns False to run the operator on the host."""
 
     def allocate(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Allocate memory of the device."""
+        """Return a new tensor with undefined contents in device memory."""
 
     def synchronize_for_value(self) -> None:
         """Wait for the current stream, because the host reads a value."""
@@ -46,15 +46,15 @@ class OperatorHandling(NamedTuple):
     """The handling of an operator, derived from its schema."""
 
     at_once: bool
-    """True if the operator runs immediately, because it neither reads nor writes values."""
+    """True if the operator runs immediately, because it neither reads nor writes the contents of tensors."""
     allocates: bool
-    """True if the operator only allocates."""
+    """True if the operator only allocates a result with undefined contents."""
     returns_values: bool
     """True if the operator returns values to the host."""
     written: tuple[int | str, ...]
-    """Arguments that the operator writes."""
+    """Names or indices of the arguments that the operator writes."""
     is_alias: bool
-    """True if the result is one of the arguments, or a view."""
+    """True if the result is one of the arguments, or a view of one."""
 
 
 class Queueing(TorchDispatchMode):
@@ -132,7 +132,9 @@ class ReadsOutsideOperators(TorchFunctionMode):
         self._current = current
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call ``func``. The mode is inactive inside this method."""
+        """Call ``func``, after a wait for the current stream if ``func`` reads tensor memory. The mode is inactive inside
+        this method.
+        """
         if func in _READS_ON_HOST:
             self._current().synchronize_for_value()
         return func(*args, **(kwargs or {}))

@@ -1,1 +1,1 @@
-"""AMD GPUs through torch's HIP build."""
+"""The backend ``rocm``: AMD GPUs through torch's HIP build."""

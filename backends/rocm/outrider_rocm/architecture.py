@@ -15,7 +15,7 @@ class Architecture:
     """An AMD GPU architecture with its HIP features."""
 
     name: str
-    """HIP's name, such as ``gfx942``."""
+    """Name of the architecture in HIP, such as ``gfx942``."""
     features: tuple[str, ...]
     """Suffixes of HIP's full name, such as ``sramecc+``."""
     wave_size: int
@@ -23,7 +23,7 @@ class Architecture:
 
     @property
     def published_waiter(self) -> Waiter:
-        """The default waiter for published lengths: the host or a stream."""
+        """The default for who waits for published lengths on this architecture: the host or a stream."""
         return Waiter.HOST if self.name in _HOST_WAITS else Waiter.STREAM
 
 

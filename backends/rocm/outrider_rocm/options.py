@@ -23,11 +23,11 @@ class RocmOptions:
     """Validated options of a ROCm device."""
 
     kernels: str = "torch"
-    """``torch`` or ``triton``."""
+    """The kernel set: ``torch`` (references) or ``triton``."""
     published: str = "auto"
     """The waiter for published lengths: ``auto``, ``stream`` or ``host``."""
     results_on_forward: bool = True
-    """The forward stream copies results to the host."""
+    """True if the forward stream copies results to the host; otherwise the copy stream does."""
 
 
 def parse_options(options: Mapping[str, str]) -> RocmOptions:

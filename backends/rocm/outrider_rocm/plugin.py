@@ -56,7 +56,10 @@ def backend_info() -> BackendInfo:
 
 @hookimpl
 def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
-    """Create the backend of GPU ``ordinal``, with options of :data:`outrider_rocm.options.OPTIONS`."""
+    """Create the backend of GPU ``ordinal``, with options of :data:`outrider_rocm.options.OPTIONS`.
+
+    Raises :class:`BackendLoadError` if the GPU can't be used.
+    """
     from outrider_rocm.options import parse_options
 
     parsed = parse_options(options)

@@ -241,7 +241,10 @@ class SimBackend(Backend):
         self.sim.machine.update_mode()
 
     def locate(self, tensor: Tensor) -> Access:
-        """Return the allocation and the byte range that a device tensor or a pinned tensor occupies."""
+        """Return the allocation and the byte range that a device tensor or a pinned tensor occupies.
+
+        Raises `InterfaceError` for a tensor that is neither.
+        """
         if isinstance(tensor, PinnedTensor):
             return host_extent(tensor, False)
         if not isinstance(tensor, SimTensor):

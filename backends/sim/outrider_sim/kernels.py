@@ -132,7 +132,10 @@ class HostPlanKernels(WrappedKernels):
         self.backend = backend
 
     def plan_attention(self, metadata: AttentionMetadata, *, stream: Stream) -> AttentionMetadata:
-        """Fill the plan of the batch with host lengths and with pages from the device's block table."""
+        """Fill the plan of the batch with host lengths and with pages from the device's block table.
+
+        Raises `InterfaceError` if lengths or offsets are missing on the host, or if the kept plan has another batch size.
+        """
         if not metadata.shapes:
             return metadata
         batch, pages = metadata.block_table.shape
@@ -162,7 +165,10 @@ class HostPlanKernels(WrappedKernels):
         scale: float,
         window: int = 0,
     ) -> Tensor:
-        """Compute attention with the wrapped kernels, from the planned lengths and block table."""
+        """Compute attention with the wrapped kernels, from the planned lengths and block table.
+
+        Raises `InterfaceError` for a batch without a plan.
+        """
         plan = metadata.plan
         shape = AttentionShape.from_operands(q, k_cache, scale=scale, window=window)
         if isinstance(plan, HostPlan) and shape in plan.shapes:

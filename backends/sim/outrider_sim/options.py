@@ -26,17 +26,17 @@ class Personality:
     launch_us: float = 4.0
     """Host time to enqueue one operation."""
     kernel_us: float = 2.0
-    """Least device time of an operation."""
+    """Minimum device time of an operation."""
     wait_us: float = 0.5
     """Device time of a wait on a stream."""
     sync_us: float = 8.0
-    """Host time of a synchronise, beyond the waiting."""
+    """Host time of a synchronization, in addition to the time that the host waits."""
     bytes_per_us: float = 4.0e6
-    """Memory bandwidth: 4 TB/s."""
+    """Memory bandwidth in bytes per microsecond: 4 TB/s."""
     link_bytes_per_us: float = 5.0e4
-    """Bandwidth of copies between host and device: 50 GB/s."""
+    """Bandwidth of copies between host and device in bytes per microsecond: 50 GB/s."""
     flops_per_us: float = 5.0e8
-    """Arithmetic: 500 TFLOP/s."""
+    """Arithmetic rate in operations per microsecond: 500 TFLOP/s."""
 
 
 PERSONALITIES: Mapping[str, Personality] = MappingProxyType(
@@ -85,17 +85,17 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
         "name": "torch device name, one for the process (default sim)",
     }
 )
-"""Option → what it means, for help and for messages."""
+"""The meaning of each option, for help and for error messages."""
 
 MAX_DEVICES = 64
-"""Devices of one host."""
+"""Maximum number of devices of one simulated host."""
 
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimOptions:
-    """A simulated device. `faults` maps (kind, n) pairs as in `OPTIONS`; `memory` is in bytes."""
+    """The options of one simulated device. `faults` maps (kind, n) pairs as in `OPTIONS`; `memory` is in bytes."""
 
     like: Personality = PERSONALITIES["cuda"]
     seed: int = 0

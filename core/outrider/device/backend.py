@@ -88,7 +88,10 @@ class Backend(BackendDeclarations, GroupFactory, ABC):
         return self._chosen_kernels if self._chosen_kernels is not None else self.kernels
 
     def use_kernels(self, kernels: KernelSet) -> None:
-        """Compute with ``kernels`` instead of the device's own. Call it once, before a model is loaded."""
+        """Compute with ``kernels`` instead of the device's own. Call it once, before a model is loaded.
+
+        Raises :class:`InterfaceError` if other kernels were chosen before.
+        """
         if self._chosen_kernels is not None:
             raise InterfaceError(f"{self.label} computes with {self._chosen_kernels.name!r} already; make another backend")
         self._chosen_kernels = kernels
@@ -117,7 +120,8 @@ class Backend(BackendDeclarations, GroupFactory, ABC):
     def create_stream(self, name: str, *, priority: int = 0) -> Stream:
         """Create a stream. ``name`` is for reports and schedules, unique among the backend's streams.
 
-        A lower ``priority`` is more urgent; other values than 0 need ``stream_priorities``.
+        A lower ``priority`` is more urgent; other values than 0 need ``stream_priorities``. Raises :class:`CapabilityError`
+        for a priority that the backend doesn't declare.
         """
         if priority != 0 and not self.capabilities.stream_priorities:
             raise CapabilityError(f"{self.label} doesn't declare stream_priorities; create {name!r} with priority=0")
@@ -139,13 +143,16 @@ class Backend(BackendDeclarations, GroupFactory, ABC):
         return tuple(self._streams)
 
     def create_event(self, name: str, *, timing: bool = False) -> Event:
-        """Create an event, at generation 0. ``timing=True`` needs ``event_timing``."""
+        """Create an event, at generation 0. ``timing=True`` needs ``event_timing``.
+
+        Raises :class:`CapabilityError` without it.
+        """
         if timing and not self.capabilities.event_timing:
             raise CapabilityError(f"{self.label} doesn't declare event_timing; create {name!r} without timing")
         return self._create_event(name, timing)
 
     def create_flag(self, name: str) -> Flag:
-        """Create a flag, in the lowered state. Needs ``flags``."""
+        """Create a flag, in the lowered state. Needs ``flags``. Raises :class:`CapabilityError` without them."""
         if not self.capabilities.flags:
             raise CapabilityError(f"{self.label} doesn't declare flags; {name!r} can't be made: use an event")
         return self._create_flag(name)
@@ -161,7 +168,7 @@ class Backend(BackendDeclarations, GroupFactory, ABC):
     def delay(self, stream: Stream, cycles: int) -> None:
         """Keep ``stream`` busy for about ``cycles`` device clocks. Captured, it does so at each replay of the graph.
 
-        Needs ``perturbs_timing``; for tests.
+        Needs ``perturbs_timing``; for tests. Raises :class:`CapabilityError` without it.
         """
         if not self.capabilities.perturbs_timing:
             raise CapabilityError(f"{self.label} doesn't declare perturbs_timing")
@@ -407,7 +414,8 @@ class Backend(BackendDeclarations, GroupFactory, ABC):
     def locate(self, tensor: Tensor) -> Access:
         """Return the storage number and byte range of a tensor, as this backend reports accesses.
 
-        For tools. A backend that declares ``reports_accesses`` implements it, for pinned memory too.
+        For tools. A backend that declares ``reports_accesses`` implements it, for pinned memory too. Raises
+        :class:`CapabilityError` on a backend that doesn't report accesses.
         """
         raise CapabilityError(f"{self.label} doesn't report accesses, so it has no number for {tuple(tensor.shape)}")
 

@@ -122,6 +122,7 @@ class Group(ABC):
         self._allowed_implementations: frozenset[str] | None = None
         self._capturing_graphs: WeakSet[Graph] = WeakSet()
         self._sequence = 0
+        self._peer_written: list[Tensor] = []
         self._point_to_point_calls: dict[tuple[int, int], int] = {}
 
     # -- the verbs -------------------------------------------------------------------------------------------------
@@ -165,7 +166,10 @@ class Group(ABC):
                 self._broadcast(tensor, root)
 
     def all_to_all(self, output: Tensor, tensor: Tensor, *, stream: Stream) -> None:
-        """Copy ``tensor[rank]`` of each rank i to ``output[i]``, where ``rank`` is this rank. Both tensors are [size, …]."""
+        """Copy ``tensor[rank]`` of each rank i to ``output[i]``, where ``rank`` is this rank. Both tensors are [size, …].
+
+        Raises :class:`InterfaceError` for other shapes.
+        """
         if output.shape != tensor.shape or not tensor.dim() or tensor.shape[0] != self.size:
             raise self._misused(
                 "all_to_all", f"output {list(output.shape)} and tensor {list(tensor.shape)}, expected both [{self.size}, …]"
@@ -205,7 +209,8 @@ class Group(ABC):
         """Return one zero-filled buffer per rank, which every rank can access: element i is memory of rank i's device.
 
         Every rank calls this with the same arguments in the same order, and blocks until all have. Only the
-        kernels that write to the buffers order their writes. The buffers live as long as the group is open.
+        kernels that write to the buffers order their writes. The buffers live as long as the group is open. An observer hears
+        that each later call of the group writes the buffer of this rank.
 
         Raises :class:`CapabilityError` if the ranks can't access each other's memory, :class:`InterfaceError` in a capture,
         and :class:`CollectiveError` if a rank doesn't make the call.
@@ -221,7 +226,14 @@ class Group(ABC):
         if capture is not None and not capture.rehearsal:
             raise self._misused("peer_buffers", f"{name!r} in a capture; make it before")
         with self.backend.guard(f"making {name!r} for the ranks of group {self.name!r}"):
-            return self._peer_buffers(name, tuple(shape), dtype)
+            buffers = self._peer_buffers(name, tuple(shape), dtype)
+        self._peer_written.append(buffers[self.rank])
+        return buffers
+
+    @property
+    def peer_written(self) -> tuple[Tensor, ...]:
+        """Return the memory of this rank's device that other ranks write (:meth:`peer_buffers`)."""
+        return tuple(self._peer_written)
 
     # -- implementations of a call ---------------------------------------------------------------------------------
 
@@ -234,7 +246,10 @@ class Group(ABC):
         return ("library",)
 
     def restrict_implementations(self, *ways: str) -> None:
-        """Restrict calls to these implementations and the first, to measure each. Call on every rank, not in a capture."""
+        """Restrict calls to these implementations and the first, to measure each. Call on every rank, not in a capture.
+
+        Raises :class:`InterfaceError` for a name that isn't in ``implementations``.
+        """
         unknown = set(ways) - set(self.implementations)
         if unknown:
             raise self._misused(
@@ -275,6 +290,11 @@ class Group(ABC):
         return self._call("all_reduce", stream, tensor, reads=(tensor, *reads), writes=(tensor, *writes), reduction=reduction)
 
     @property
+    def call_count(self) -> int:
+        """Return how many calls this rank has made that all ranks of the group make."""
+        return self._sequence
+
+    @property
     def progress(self) -> str:
         """Return the progress of this rank, for errors: its index in the group, last decision and last call."""
         decision = "no decision" if self.last_decision is None else "{} = {!r}".format(*self.last_decision)
@@ -285,10 +305,12 @@ class Group(ABC):
     def close(self) -> None:
         """Release the connections and buffers of the group. Allowed twice; no call of the group may be in flight.
 
+        The exception is a call whose peer has left, which never ends: then the method gives up what it can within seconds.
         Graphs that hold calls of the group are released too: a later replay raises :class:`InterfaceError`.
         """
         if not self.closed:
             self.closed = True
+            self._peer_written.clear()
             try:
                 for graph in tuple(self._capturing_graphs):
                     graph.release(f"group {self.name!r}, whose calls it holds, is closed")
@@ -343,7 +365,7 @@ class Group(ABC):
         if call.captured and capture is not None and capture.graph is not None:
             self._capturing_graphs.add(capture.graph)
         if self.backend.observer is not None:
-            self.backend.observer.collective(self, call, stream, reads, writes)
+            self.backend.observer.collective(self, call, stream, reads, (*writes, *self._peer_written))
         return call
 
     def _check_reduced(self, tensor: Tensor, kind: str) -> None:

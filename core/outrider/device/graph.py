@@ -146,7 +146,10 @@ class Graph(ABC):
         return self._generation
 
     def replay(self, stream: Stream) -> int:
-        """Enqueue the captured work on ``stream``; return the replay's generation, counted from 1. Never a no-op."""
+        """Enqueue the captured work on ``stream``; return the replay's generation, counted from 1. Never a no-op.
+
+        Raises :class:`InterfaceError` for a released graph.
+        """
         self.backend.check_not_capturing(f"replay graph {self.name!r}")
         if self.released:
             raise InterfaceError(f"graph {self.name!r} of {self.backend.label} can't be replayed any more: {self.released}")

@@ -57,7 +57,10 @@ class PinnedBuffer:
         return self._generation
 
     def read_generation(self, generation: int) -> Tensor:
-        """Return the host tensor to the owner of ``generation``. The caller has waited for the copy that fills the tensor."""
+        """Return the host tensor to the owner of ``generation``. The caller has waited for the copy that fills the tensor.
+
+        Raises :class:`StaleBufferError` if the buffer has passed to a later generation.
+        """
         if generation != self._generation:
             raise StaleBufferError(
                 f"pinned buffer {self.owner!r} is at generation {self._generation} and was read under {generation}: its "

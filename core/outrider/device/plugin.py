@@ -109,7 +109,10 @@ class BackendHooks:
 
     @hookspec
     def backend_info(self) -> BackendInfo:  # type: ignore[empty-body]
-        """Describe the plugin. Cheap, repeatable, without side effects."""
+        """Describe the plugin. Cheap, repeatable, without side effects.
+
+        The registry calls this hook to list plugins, and again before it creates a backend.
+        """
 
     @hookspec
     def create_backend(self, ordinal: int, options: Mapping[str, str]) -> Backend:  # type: ignore[empty-body]
@@ -130,7 +133,9 @@ class KernelHooks:
 
     @hookspec
     def kernel_info(self) -> KernelInfo:  # type: ignore[empty-body]
-        """Describe the plugin. Cheap, repeatable, without side effects."""
+        """Describe the plugin, cheaply and without side effects. The registry calls this hook to list plugins
+        and before it creates the kernels.
+        """
 
     @hookspec
     def create_kernels(self, backend: Backend) -> KernelSet:  # type: ignore[empty-body]

@@ -164,17 +164,21 @@ class TorchGroup(Group):
             raise self.failed(self._broken) from error
 
     def _close(self) -> None:
-        native, self._native = self._native, None
-        if native is not None and self.backend.capabilities.asynchronous:
-            self._end_native("shutdown" if self._broken is None else "abort", native)
+        if self._native is not None and self.backend.capabilities.asynchronous:
+            self._end_in_time("shutdown" if self._broken is None else "abort")
+        self._native = None
 
-    def _end_native(self, how: str, native: Any) -> None:
-        """Shut the library down in another thread: the shutdown waits for all ranks, and a rank may be gone."""
+    def _end_native(self, how: str) -> None:
+        """End the library by its method ``how``. It waits for all ranks, so this runs in another thread."""
+        getattr(self._native, how)()
+
+    def _end_in_time(self, how: str) -> None:
+        """Call :meth:`_end_native` in another thread, and abandon it after a time limit: a rank may be gone."""
         failed: list[Exception] = []
 
         def run() -> None:
             try:
-                getattr(native, how)()
+                self._end_native(how)
             except Exception as error:  # raised below
                 failed.append(error)
 

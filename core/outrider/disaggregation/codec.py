@@ -100,7 +100,10 @@ def engine_fit(engine: Engine, shards: Shards | None = None) -> dict[str, Any]:
 
 
 def check_fit(ours: Mapping[str, Any], theirs: Any) -> None:
-    """Raise :class:`ConfigError` that names the differing properties of this engine and the other side's engine."""
+    """Raise :class:`ConfigError` that names the differing properties of this engine and the other side's engine.
+
+    Raises :class:`WireError` if ``theirs`` names no properties.
+    """
     if not isinstance(theirs, dict):
         raise WireError("the other side doesn't say what engine it has")
     differing = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]

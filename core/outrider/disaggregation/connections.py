@@ -20,7 +20,7 @@ from outrider.device import ConfigError
 from outrider.disaggregation.wire import VERSION, MessageDecoder, WireError, WireMessage
 
 _MAX_HANDSHAKE_MESSAGE_BYTES = 1 << 14
-"""Maximum message of a peer that hasn't proved that it knows the secret."""
+"""Maximum bytes of a message from a peer that hasn't yet proved that it knows the secret."""
 _MAX_MESSAGE_BYTES = 256 << 20
 _MAX_UNSENT_BYTES = 512 << 20
 """Maximum number of queued bytes for one peer. The hub closes the connection of a peer that reads too slowly."""
@@ -48,7 +48,7 @@ _ALLOWED_PEERS: Mapping[ProcessRole, frozenset[ProcessRole]] = {
 
 @dataclass(frozen=True, slots=True)
 class PeerAddress:
-    """A host and a port on which a server listens."""
+    """The address of a server: a host and a port."""
 
     host: str
     port: int
@@ -73,7 +73,7 @@ class PeerAddress:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionEvent:
-    """An event of one connection."""
+    """An event of one connection, which :meth:`ConnectionHub.poll` returns."""
 
     kind: str
     """``joined`` (the peer is authenticated), ``message`` or ``left`` (the connection is closed)."""

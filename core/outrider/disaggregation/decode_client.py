@@ -21,9 +21,9 @@ from outrider.model import Media
 @dataclass(eq=False, slots=True)
 class _OpenSample:
     state: RequestState
-    """The request with the output that has been received."""
+    """The request, with the output tokens that the client has received."""
     peer: int | None = None
-    """Number of the server; None while no server is connected."""
+    """Number of the server's connection; None while no server is connected."""
     waiting_since: float = field(default_factory=time.monotonic)
 
 

@@ -58,22 +58,22 @@ class _PrefillPeer:
 class _Entry:
     number: int
     state: RequestState
-    """The request with its output so far."""
+    """The request, with its output tokens so far."""
     emit: EmitOutput
     stage: _Stage = _Stage.QUEUED
     compiled: Future[None] | None = None
     peer: _PrefillPeer | None = None
     """The prefill server that prefills the request."""
     ticket: int = 0
-    """Identifies the request in messages with the peer."""
+    """The number that identifies the request in messages with the prefill server."""
     pages: int = 0
-    """Number of pages that the prefill server will write."""
+    """Number of pages that the prefill server will write for the request."""
     relay: Mapping[str, Tensor] = field(default_factory=dict)
-    """Draft state from the prefill server's proposer."""
+    """Host tensors of the draft state, by name, from the prefill server's proposer."""
     expected: ExpectedPages | None = None
     """The reserved pages, until the prefill server has written them."""
     request: int | None = None
-    """Id of the engine's request, once the engine decodes."""
+    """Id of the request in the decode engine, once it decodes."""
 
 
 class DecodeWorker:

@@ -82,7 +82,7 @@ class SingleRankLanding(PageLanding):
         return expected.free.done()
 
     def notices(self) -> list[bytes]:
-        """Return the notices that have arrived on the only link."""
+        """Return the notices of writes that have arrived on this rank's only link, each once."""
         return self._link.notices()
 
     def close(self) -> None:
@@ -187,7 +187,10 @@ class MultiRankLanding(PageLanding):
             self._landings.query_ranks(query | {"ranks": list(owners)})
 
     def are_pages_free(self, expected: ExpectedPages) -> bool:
-        """Query the fence on this rank if it has a part of the pages, and return what the other owners have reported."""
+        """Query the fence on this rank if it has a part of the pages, and return what the other owners have reported.
+
+        Raises :class:`LinkDown` if a link of any rank is down.
+        """
         if self._down is not None:
             raise LinkDown(self._down)
         if self._waits_for_free[expected.request] or (expected.group == 0 and not expected.free.done()):
@@ -201,7 +204,10 @@ class MultiRankLanding(PageLanding):
         self._waits_for_free.pop(expected.request, None)
 
     def notices(self) -> list[bytes]:
-        """Return the notices that have arrived on every rank that owns the pages."""
+        """Return the notices that have arrived on every rank that owns the pages.
+
+        Raises :class:`LinkDown` if a link of any rank is down.
+        """
         self._landings.poll_ranks()
         try:
             self._record_notices(0, self._link.notices())

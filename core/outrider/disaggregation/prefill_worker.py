@@ -69,9 +69,9 @@ class _PrefillJob:
 
     peer: _DecodePeer
     ticket: int
-    """Identifies the request in messages with the peer."""
+    """The number that identifies the request in messages with the decode server."""
     request: int | None = None
-    """Id of the engine's request, until its pages are lent."""
+    """Id of the request in the prefill engine, until its pages are lent."""
     first_output: StepOutput | None = None
     """The output with the first token."""
     lent: LentPages | None = None
@@ -316,7 +316,9 @@ class PrefillWorker:
         peer.send(WireMessage("cancelled", {"ticket": ticket}))
 
     def _release(self, job: _PrefillJob) -> None:
-        """End a request and free its pages. Call this only if no transfer runs for it, or after its link is closed."""
+        """End a request and free its lent pages. Call this only if no transfer runs for the request, or after its link is
+        closed.
+        """
         if job.request is not None:
             self._by_request.pop(job.request, None)
             if job.request in self.engine.open_requests:

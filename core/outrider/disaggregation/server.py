@@ -28,7 +28,7 @@ LogLine = Callable[[str], None]
 """A function that is called with each line of the server's log."""
 _IDLE_POLL_S = 0.5
 _BUSY_POLL_S = 0.0005
-"""Maximum wait of a loop for messages: without any work, and while a request waits for a fence, a guide or a transfer."""
+"""Maximum seconds that the loop waits for messages while a request waits for a fence, a guide or a transfer."""
 
 
 class DisaggregationServer(ABC):
@@ -54,7 +54,8 @@ class DisaggregationServer(ABC):
         say: LogLine = lambda line: None,
     ) -> None:
         self.engine, self._transport, self._say = engine, transport, say
-        self._layout = ParallelConfig(tensor=engine.model.shards.attention.size, data=engine.groups)
+        shards = engine.model.shards
+        self._layout = ParallelConfig(tensor=shards.attention.size, data=engine.groups, expert=shards.divides_experts)
         # A transport that can't register this engine's memory fails now, not when the first peer connects.
         self._try_link(listen.host)
         self._hub = ConnectionHub(self._role, listen=listen, secret=secret, silence_s=silence_s)
@@ -154,7 +155,7 @@ class DisaggregationServer(ABC):
 
     def _send_engine(self, peer: int, fit: Mapping[str, Any], layout: ParallelConfig, offers: Sequence[bytes]) -> None:
         """Send the description ``fit`` of an engine of ``layout`` and the offers of the links over its pages."""
-        body = {"fit": dict(fit), "ranks": [layout.tensor, layout.data]}
+        body = {"fit": dict(fit), "ranks": [layout.tensor, layout.data, int(layout.expert)]}
         self._hub.send(peer, WireMessage("engine", body, tuple(offers)))
 
     def _send_status(self, event: ConnectionEvent) -> None:
@@ -277,7 +278,7 @@ class DecodeServer(DisaggregationServer):
         self._alone, self._describe = alone, describe
         super().__init__(engine, transport, listen=listen, secret=secret, silence_s=silence_s, say=say)
         self._requests_of_client: dict[int, dict[int, int]] = {}
-        """Number of each open request, by peer number of the client and the client's id of the request."""
+        """Number of each open request, by the client's connection number and then by the client's own id of the request."""
         for address in prefill:
             self._hub.connect_to(address)
 
@@ -358,5 +359,5 @@ def _layout_of(message: WireMessage | None) -> ParallelConfig:
     """Return the ranks of a decode server's engine. Raises :class:`WireError` or :class:`ConfigError` for invalid numbers."""
     assert message is not None
     with codec.DecodingContext("a decode server's ranks"):
-        tensor, data = (codec.decode_int(each) for each in message.body["ranks"])
-    return ParallelConfig(tensor=tensor, data=data)
+        tensor, data, expert = (codec.decode_int(each) for each in message.body["ranks"])
+    return ParallelConfig(tensor=tensor, data=data, expert=expert == 1)

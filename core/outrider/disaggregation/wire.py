@@ -23,7 +23,7 @@ KIND, BODY, BLOBS = "kind", "body", "blobs"
 
 
 class WireError(OutriderError):
-    """A received message isn't of this version, or is too long. The receiver closes the connection."""
+    """Raised for a received message that isn't of this version, or is too long. The receiver closes the connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class WireMessage:
 
     kind: str
     body: Mapping[str, Any] = field(default_factory=dict)
-    """Plain data for JSON. It refers to the blobs by their indices."""
+    """Fields of the message, as plain data for JSON, which refers to blobs by their indices."""
     blobs: tuple[bytes, ...] = field(default=(), repr=False)
 
     def encode(self) -> bytes:

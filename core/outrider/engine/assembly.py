@@ -29,7 +29,9 @@ many tokens together, for at most this many iterations.
 
 
 class Assembly:
-    """Stages, prefill and guided decoding of an engine, and what is built of them."""
+    """The factory of an engine's launchers: it holds the stages, the prefill and the guided decoding, and creates step and
+    loop from them.
+    """
 
     def __init__(self, parts: EngineParts, stages: Stages, prefill: Prefill, guided: GuidedDecoding) -> None:
         self._parts = parts
@@ -39,7 +41,9 @@ class Assembly:
         self._guided = guided
 
     def warm_up_step(self) -> IterationLauncher:
-        """Create a step that calls each stage, before any graph is captured."""
+        """Create a step that calls each stage without graphs, for the warm-up that compiles kernels before any graph is
+        captured.
+        """
         runner, prefill = Runner(self._parts), self._prefill
         return self._wrap(Step(self._parts, self._stages, runner, prefill, self._guided), runner, prefill)
 
@@ -82,7 +86,9 @@ class Assembly:
 
 
 class RankedAssembly(Assembly):
-    """The assembly of one of several ranks."""
+    """The assembly of one of several ranks. Its stages and its step broadcast the decider's values, and with data-parallel
+    groups its scheduler schedules all groups.
+    """
 
     def __init__(self, parts: EngineParts, ranks: ModelRanks) -> None:
         ranks.use_stream(parts.streams.forward)
@@ -99,7 +105,7 @@ class RankedAssembly(Assembly):
 
 
 def assembly_of(parts: EngineParts) -> Assembly:
-    """Return the assembly that suits the ranks of the model."""
+    """Return an :class:`Assembly` for a model on one rank, else a :class:`RankedAssembly`."""
     if not parts.model.ranks.is_single:
         return RankedAssembly(parts, parts.model.ranks)
     guided = GuidedDecoding(parts)

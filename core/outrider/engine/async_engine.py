@@ -28,7 +28,9 @@ class AsyncEngineClosed(OutriderError):
 
 @dataclass(eq=False)
 class _OutputReader:
-    """The queue of one call's outputs, which belongs to an event loop. ``left`` counts samples that have not finished."""
+    """The output queue of one ``stream`` call, which an event loop reads. ``left`` has the ids of the samples that have not
+    finished.
+    """
 
     loop: asyncio.AbstractEventLoop
     outputs: asyncio.Queue[StepOutput | BaseException] = field(default_factory=asyncio.Queue)
@@ -252,7 +254,7 @@ class AsyncEngine:
                 self._hand_on(output)
 
     def _take_commands(self, *, block: bool) -> None:
-        """Execute the queued commands of callers. Waits for a command if the engine has no other work."""
+        """Execute the commands that callers have queued. With ``block``, wait for one if the queue is empty."""
         try:
             command = self._commands.get(block=block and self._stop is None)
             while True:
@@ -284,7 +286,7 @@ class AsyncEngine:
             self._drop(reader.left)
 
     def _drop(self, requests: set[int]) -> None:
-        """End requests whose outputs are no longer read."""
+        """Abort requests whose readers are gone, for example because their event loop was closed."""
         engine = self._started.result()
         still_open = engine.open_requests.keys() if requests else ()
         for request in list(requests):

@@ -24,10 +24,10 @@ DraftLengthName = Literal["fixed", "load"]
 ModeName = Literal["staged", "fused"]
 
 KV_DTYPES = ("auto", "plain", *CACHE_FORMATS)
-"""Formats that a KV cache can have."""
+"""Values of :attr:`EngineConfig.kv_dtype`, the format of the target's KV cache."""
 
 DRAFT_LENGTHS = ("fixed", "load")
-"""Policies of the draft length."""
+"""Values of :attr:`EngineConfig.draft_length`, the policy that chooses the number of draft tokens of an iteration."""
 
 MAX_DRAFT_NODES = 4096
 """Maximum number of nodes of a draft tree. The tree mask has a bit for each pair of nodes."""
@@ -46,7 +46,9 @@ SIZES = {
     "max_context": (2, 2**31 - 1),
     "state_checkpoints": (0, 2**20),
 }
-"""Minimum and maximum of each size of an :class:`EngineConfig`. Cache slots are counted in 32 bits."""
+"""Minimum and maximum (both included) of each size of an :class:`EngineConfig`, by field name. Cache slots are counted in 32
+bits.
+"""
 
 _OPTIONAL = (
     "max_requests",
@@ -107,9 +109,12 @@ class EngineConfig:
     checkpoint's scales, or a scale of 1.
     """
     overlap: bool | None = None
-    """The host plans an iteration while the previous one runs, and reads its results one iteration later."""
+    """Plan an iteration on the host while the device runs the previous one. :meth:`Engine.step` then returns the previous
+    results.
+    """
     prefix_cache: bool = True
-    """Requests share the pages of a common prefix."""
+    """Share KV pages between requests whose prompts begin with the same tokens, so that the shared tokens are prefilled once.
+    """
     state_checkpoints: int | None = None
     """Number of prefixes whose recurrent states are kept for the prefix cache, apart from the states of requests.
 
@@ -178,7 +183,9 @@ class EngineConfig:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The setting ``dtype`` as a torch dtype. Raises :class:`ConfigError` if the setting is open."""
+        """The setting ``dtype`` as a torch dtype. Raises :class:`ConfigError` if ``dtype`` is None, because nothing has
+        chosen it.
+        """
         if self.dtype is None:
             raise ConfigError("this config leaves its dtype open; name one, or take that of a model")
         return DTYPES[self.dtype]

@@ -77,8 +77,8 @@ def _context_of_draft(config: DecidedConfig, proposer: Proposer) -> int | None:
 
 
 def _follows_load(config: DecidedConfig, backend: Backend, proposer: Proposer) -> bool:
-    """Return True if the draft length follows load. Raises :class:`ConfigError` if the policy was requested and cannot
-    work.
+    """Return True if the engine shall use :class:`LoadDraftLength`. Raises :class:`ConfigError` if the config requests
+    ``load`` and the backend or the proposer can't vary the draft length.
     """
     chain = proposer.nodes > 0 and not proposer.is_tree
     if config.draft_length == "load":
@@ -146,7 +146,7 @@ def decide(
 
 
 class _Measurement:
-    """The measurement of iterations over internal requests, whose KV no other request reads. No other iteration is in
+    """The measurement of iteration times with made-up requests, whose KV no other request reads. No other iteration may be in
     flight.
     """
 
@@ -157,7 +157,9 @@ class _Measurement:
         self._in_flight: deque[PendingResult] = deque()
 
     def costs(self, sizes: Sequence[int]) -> DraftCosts:
-        """Measure each length with each number of requests, and the cost of a cached token with the most requests."""
+        """Measure each draft length with each number of requests in ``sizes``, and the time per cached token with the most
+        requests. Return the times in seconds.
+        """
         parts, most = self._parts, max(sizes)
         lengths = sorted(parts.lengths)
         room = (_RUNS + 1) * (max(lengths) + 1) + parts.proposer.slots
@@ -179,7 +181,9 @@ class _Measurement:
         return DraftCosts(base, per_token)
 
     def _admit(self, requests: int, tokens: int) -> None:
-        """Give rows 1 to ``requests`` pages for ``cached`` tokens each; rows share pages if there are too few."""
+        """Write block tables for rows 1 to ``requests``, with pages for ``tokens`` tokens each. Rows share pages if there are
+        too few.
+        """
         parts = self._parts
         each = min(-(-tokens // parts.config.page_size), parts.rows.tables.shape[1])
         usable = parts.cache.pages - 1
@@ -190,8 +194,8 @@ class _Measurement:
         self._land(0)
 
     def _seconds(self, length: int, requests: int, tokens: int) -> float:
-        """Measure an iteration that drafts ``length`` tokens for each request, with the given number of cached tokens
-        each.
+        """Return the seconds of the fastest of several iterations that draft ``length`` tokens for each of ``requests``
+        requests with ``tokens`` cached tokens each.
         """
         parts = self._parts
         with parts.backend.on(parts.streams.forward):
@@ -211,7 +215,7 @@ class _Measurement:
         self._in_flight.append(self._step.launch(batch))
 
     def _land(self, keep: int) -> list[float]:
-        """Wait for all iterations in flight but ``keep``, and return the time at which each ended."""
+        """Wait for all iterations in flight but ``keep``, and return the host time in seconds at which each ended."""
         ends = []
         while len(self._in_flight) > keep:
             ticket = self._in_flight.popleft()
@@ -221,6 +225,6 @@ class _Measurement:
 
 
 def _stand_in(row: int, tokens: int) -> Request:
-    """Return a request of ``tokens`` tokens that decodes whenever it is launched."""
+    """Return a request in ``row`` with ``tokens`` known tokens, which the measurement launches without a scheduler."""
     params = SamplingParams(max_tokens=1, ignore_eos=True)
     return Request(-row, (0,) * tokens, params, frozenset(), row=row, prefilled=tokens, decodes_in_flight=_RUNS)

@@ -23,7 +23,9 @@ from outrider.engine.step import Step
 
 
 class FusedStep(Step):
-    """The launcher of iterations in fused mode. Of the host's decisions, the graph reads only the staged rows."""
+    """The launcher of iterations in fused mode. The replayed graph takes the host's decisions from the staging buffer on the
+    device, and nothing else from the host.
+    """
 
     def __init__(
         self, parts: EngineParts, iteration: Iteration, runner: Runner, prefill: PrefillLauncher, guided: GuidedDecoding
@@ -32,7 +34,9 @@ class FusedStep(Step):
         self._iteration = iteration
 
     def _upload_inputs(self, requested: Batch, packer: Packer, entry: int) -> None:
-        """Upload the host's decisions on schedule, and unpack them on forward. A guided request needs the staged upload."""
+        """Upload the packed batch on schedule, and unpack it into request rows on forward. An iteration with a guided request
+        uses the staged upload instead.
+        """
         if requested.features.guided:
             super()._upload_inputs(requested, packer, entry)
             return
@@ -52,7 +56,9 @@ class FusedStep(Step):
             self._input_upload.unpack(batch, packer, None if inputs_unchanged else entry)
 
     def _decode(self, requested: Batch, entry: int) -> None:
-        """Replay the graph of the whole iteration. One with a guided request is staged."""
+        """Replay the graph of the whole iteration on forward. An iteration with a guided request calls the stages in staged
+        mode instead.
+        """
         if requested.features.guided:
             super()._decode(requested, entry)
             return

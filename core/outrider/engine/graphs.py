@@ -55,7 +55,9 @@ def sizes_of_shorter(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 class Runner:
-    """The runner that calls each stage for the exact batch, without padding or graphs."""
+    """The runner that calls each stage for the exact batch, without padding or graphs. The step uses a runner for every
+    stage.
+    """
 
     report: CaptureReport | None = None
     """The captured graphs; None for a runner without graphs."""
@@ -73,11 +75,15 @@ class Runner:
         return DecodeBatch(count, count, drafted, features, max_kv, seq_lens_host=seq_lens_host)
 
     def bind(self, batch: DecodeBatch, stream: Stream) -> None:
-        """Rebind the host parameters of captured stages on ``stream``. A called stage gets its parameters directly."""
+        """Rebind the KV lengths that captured graphs take as host parameters, on ``stream``. Does nothing here: a called
+        stage gets its lengths directly.
+        """
         del batch, stream
 
     def run(self, stage: Stage, batch: DecodeBatch, frame: Frame) -> None:
-        """Enqueue ``stage`` on its stream, and pad the buffer group that it fills."""
+        """Enqueue ``stage`` on its stream for ``batch``, and write padding to the rows of a bucket in the buffer group that
+        the stage fills.
+        """
         group = stage.fills
         with self._backend.on(stage.stream):
             if group is None:
@@ -95,11 +101,11 @@ class CaptureReport:
     graphs: int
     """Number of captured graphs."""
     buckets: tuple[int, ...]
-    """Batch sizes of greedy batches."""
+    """Captured batch sizes of greedy batches, in ascending order."""
     bytes: int | None
     """Device memory that the pools of the graphs hold; None if the device does not report it."""
     seconds: float
-    """Host time, with warm-up and compilation of the captured kernels."""
+    """Host time of all captures in seconds, with the warm-up and compilation of the captured kernels."""
     lengths: tuple[int, ...] = ()
     """Captured draft lengths, in tokens."""
 

@@ -29,25 +29,31 @@ class GuidedDecoding:
         self._masks = parts.masks
 
     def has_prompts(self, batch: Batch) -> bool:
-        """Return True if a chunk of ``batch`` belongs to a guided request."""
+        """Return True if a prefill chunk of ``batch`` belongs to a guided request, so that its first token needs a mask."""
         return any(chunk.request.guidance is not None for chunk in batch.prefill)
 
     def upload_prompt_masks(self, batch: Batch, entry: int) -> None:
-        """Copy the masks of first tokens to the device, on schedule, which has waited for the reads of earlier masks."""
+        """Copy the masks of the first tokens after prompts to the device, on schedule. Schedule has waited for the reads of
+        the previous masks.
+        """
         if self.has_prompts(batch):
             self._masks.upload_prefill_masks(batch.prefill, entry, self._parts.streams.schedule)
 
     def mask_first_tokens(self, kernels: KernelSet, logits: Tensor) -> Tensor:
-        """Return ``logits`` [S, V] of S chunks without the tokens that guides forbid."""
+        """Return ``logits`` [S, V] of S prefill chunks with -inf at the tokens that guides forbid. Runs on forward, before
+        the first tokens are chosen.
+        """
         masks = self._masks.prefill_masks(logits.shape[0])
         return kernels.apply_token_bitmask(logits.unsqueeze(1), masks.unsqueeze(1)).squeeze(1)
 
     def report_late_prompts(self, requests: Sequence[Request]) -> None:
-        """Report walks that took too long to other ranks. With one rank, the request itself knows."""
+        """Report requests whose masks for first tokens exceeded the time limit to other ranks. Does nothing with one rank:
+        the request's guidance knows.
+        """
 
     def mask_draft(self, batch: Batch, decode: DecodeBatch, frame: Frame, entry: int) -> None:
-        """Put the token masks of each position of the draft into ``frame``. The host waits for the draft and walks each
-        grammar along it.
+        """Upload the token masks of each draft node and put their view into ``frame.masks``. The host waits for the draft
+        tokens and advances each grammar along them.
         """
         streams, fences, masks = self._parts.streams, self._parts.fences, self._masks
         if decode.drafted:

@@ -24,9 +24,10 @@ from outrider.errors import RequestError
 
 
 class PageLending:
-    """The requests that move to or from other engines through the network card, which reads or writes their pages.
+    """The requests that move to or from other engines while a network card reads or writes their KV pages.
 
-    Raises :class:`ConfigError` for an engine whose requests are more than pages, or share pages out.
+    Raises :class:`ConfigError` at creation for an engine whose requests have device state outside of pages, or whose ranks
+    share out each page.
     """
 
     def __init__(self, parts: EngineParts, loop: Loop, admission: Admission, session: Session) -> None:
@@ -47,11 +48,11 @@ class PageLending:
         """Requests whose relay may still be being copied to the host: they were cancelled before *pages ready*."""
         self._expected: dict[ExpectedPages, Request] = {}
         self.expected: dict[int, ExpectedPages] = {}
-        """Requests whose pages aren't written, by id; the same on every rank."""
+        """Requests whose pages the network card still has to write, by id. The same on every rank."""
 
     def check_lends(self) -> Scheduler:
-        """The scheduler of an engine of one rank, from which requests are lent. Raises :class:`ConfigError` for several
-        ranks.
+        """Return the scheduler that lent requests leave. Raises :class:`ConfigError` for an engine of data-parallel ranks,
+        which can only receive requests.
         """
         if not isinstance(self._scheduler, Scheduler) or self._has_page_parts:
             raise ConfigError("an engine of several ranks takes requests, and lends none; prefill on one rank")
@@ -101,7 +102,10 @@ class PageLending:
         return lent
 
     def returned(self, lent: LentPages) -> None:
-        """Free the pages of a request that was lent. The caller has seen *pages read*, or no transfer began."""
+        """Free the pages of a request that was lent. The caller has seen *pages read*, or no transfer began.
+
+        Raises :class:`RequestError` if the pages were freed before, or belong to another engine.
+        """
         with self._session.use():
             if lent not in self._lent:
                 raise RequestError("these pages were given back before, or belong to another engine")
@@ -168,7 +172,10 @@ class PageLending:
             self._queue_arrived(self.expected[command.request], command.relay)
 
     def follow_expect(self, command: ExpectPagesCommand) -> None:
-        """Repeat :meth:`expect` on a follower rank."""
+        """Repeat :meth:`expect` on a follower rank.
+
+        Raises :class:`RanksDiffer` if this rank has no pages for the request.
+        """
         if self.expect(command.state, command.group) is None:
             raise RanksDiffer(f"group {command.group} has no pages here for a request that the first rank expects in it")
 
@@ -188,8 +195,8 @@ class PageLending:
         self._loop.add(request)
 
     def forsake(self, expected: ExpectedPages) -> None:
-        """Free the pages reserved for a request. The caller knows that no transfer writes them: no transfer began, or the
-        transfer or its link has ended.
+        """Free the pages reserved for a request that will not arrive. The caller knows that the network card writes none of
+        them: no transfer began, or the transfer or its link has ended.
         """
         with self._session.use():
             self._scheduler.free_reserved(self._taken(expected))

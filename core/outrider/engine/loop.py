@@ -24,7 +24,9 @@ class IterationLauncher(Protocol):
     """A launcher of iterations: :class:`~outrider.engine.step.Step`, or a step that is wrapped for several ranks."""
 
     def launch(self, requested: Batch) -> PendingResult:
-        """Enqueue one iteration and return the pending result."""
+        """Enqueue one iteration of ``requested`` and return its pending result. The host waits for the device only as
+        :mod:`~outrider.engine.step` lists.
+        """
 
     def shape(self, batch: Batch | None) -> Mapping[str, Decision]:
         """Return the decisions about the launch of ``batch`` that other ranks must share."""
@@ -83,12 +85,12 @@ class Loop:
 
     @property
     def has_work(self) -> bool:
-        """True if a request waits or runs, an iteration is in flight, or outputs wait for their receiver."""
+        """True if a request waits or runs, an iteration is in flight, or the shared queue has outputs."""
         return bool(self.output_queue.has_outputs or self._in_flight or self.scheduler.has_work)
 
     @property
     def open_requests(self) -> dict[int, tuple[int, ...]]:
-        """The requests that wait or run, by id, with the output that the host knows of."""
+        """Each waiting or running request's id with its output tokens, as far as the host has read results."""
         return {request.id: tuple(request.output) for request in self.requests.values()}
 
     def add(self, request: Request) -> None:
@@ -139,7 +141,7 @@ class Loop:
             self._backend.release_finished()
 
     def drain(self) -> None:
-        """Handle every iteration in flight without launching another."""
+        """Wait for every iteration in flight and handle its results, without launching another."""
         self.decision_log.publish_or_check("drain")
         self._drain()
 
@@ -150,7 +152,7 @@ class Loop:
         self.scheduler.retire()
 
     def settle(self, request: Request) -> None:
-        """Handle iterations until none in flight is of ``request``."""
+        """Handle the results of iterations in order, until no iteration in flight contains ``request``."""
         with self.failure_recovery.guard_device_work("waiting for a request's iterations"):
             while request.in_flight:
                 self._handle_oldest()
@@ -169,7 +171,9 @@ class Loop:
         return request
 
     def start_followers(self, request: Request) -> None:
-        """Queue the samples that waited for the prompt of ``request``, to share its pages."""
+        """Queue the other samples of a prompt, which waited until the prompt of ``request`` was launched and its pages can be
+        shared.
+        """
         for follower in request.followers:
             if not follower.finished:
                 self.scheduler.add(follower)
@@ -217,7 +221,7 @@ class Loop:
             return self._next_batch()
 
     def _handle_all_but(self, kept: int) -> None:
-        """Handle results until at most ``kept`` iterations are in flight."""
+        """Wait for results and handle them, oldest first, until at most ``kept`` iterations are in flight."""
         while len(self._in_flight) > kept:
             self._handle_oldest()
 
@@ -316,4 +320,4 @@ class EngineLoad:
     free_pages: int
     cached_pages: int
     state_checkpoints: int = 0
-    """Prefixes whose recurrent states are kept."""
+    """Number of prefixes whose recurrent states the prefix cache holds."""

@@ -29,8 +29,8 @@ from outrider.speculative.proposer import ExtendInputs, HostSeqLens
 
 @dataclass(frozen=True, slots=True)
 class PrefilledChunks:
-    """Chunks that the target has read: ``first``, the token after each chunk [S], and the inputs of the draft, None if the
-    draft reads no prompts.
+    """Prompt chunks that the target has processed: ``first``, the token after each chunk, int64 [S], and the inputs of the
+    draft's pass, None if the draft processes no prompts.
     """
 
     inputs: PrefillInputs
@@ -87,7 +87,9 @@ class Prefill:
         self._extend(self._fill(inputs, features, None))
 
     def extend(self, filled: PrefilledChunks) -> None:
-        """Enqueue the draft's pass over chunks that were launched. Only after the last chunk of a prompt is there a draft."""
+        """Enqueue the draft's pass over chunks that :meth:`launch` returned, on forward, and stash the relay that the next
+        chunk or the first draft reads.
+        """
         with self._backend.on(self._forward):
             self._extend(filled)
 
@@ -158,7 +160,7 @@ class Prefill:
         return PrefilledChunks(inputs, first, extend)
 
     def _extend(self, filled: PrefilledChunks) -> None:
-        """Enqueue the draft's pass over the prompt chunks of ``batch``."""
+        """Enqueue the draft's pass over the prompt chunks of ``filled``, and stash first tokens and relay."""
         inputs, first = filled.inputs, filled.first
         relay: Mapping[str, Tensor] = {} if filled.extend is None else self._proposer.extend(filled.extend)
         # A chunk that isn't the last stashes too, for the next one; its row isn't drafted for before that.
@@ -194,7 +196,9 @@ class Prefill:
         return self._model.kernels.sample(logits, temperature, seeds, inputs.ends)
 
     def _features(self, batch: Batch, tokens: int) -> tuple[Tensor | None, Tensor | None]:
-        """Return features [T, H] of images and videos in the chunks, and the bool mask [T] of their tokens."""
+        """Compute on the prefill stream the media features in the chunks. Return them [T, H] with the bool mask [T] of their
+        tokens; both None without media.
+        """
         chunks = [chunk for chunk in batch.prefill if chunk.request.media is not None]
         if self._vision is None or not chunks:
             return None, None
@@ -218,13 +222,15 @@ class Prefill:
         return embeddings, embedded
 
     def _refuse_media(self, chunk: PrefillChunk, index: int, error: Exception) -> None:
-        """End the request of chunk ``index``, whose media cannot be read."""
+        """Raise :class:`RequestFailed`, which ends the request of chunk ``index``: its media cannot be read."""
         del index
         raise RequestFailed(chunk.request, error) from error
 
 
 MAX_GRAPH_TOKENS = 2048
-"""Tokens of the largest chunk that is replayed. The device takes longer for a longer chunk than the host for its launches."""
+"""Maximum number of tokens of prompt chunks that are replayed from a graph. For more tokens the device takes longer than the
+host needs to launch the kernels.
+"""
 MOST_SEQUENCES = 16
 
 
@@ -237,8 +243,8 @@ def max_graph_tokens(backend: Backend) -> int:
 
 
 def token_buckets(most: int) -> tuple[int, ...]:
-    """Return bucket sizes up to ``most``: few sizes where weights determine the time of a forward pass, then steps with
-    little padding.
+    """Return ascending bucket sizes up to ``most``: few small ones, for which reading the weights determines the time, then
+    steps that waste little on padding.
     """
     sizes = (16, 64, *range(128, 1024, 128), *range(1024, most, 256))
     return (*(size for size in sizes if size < most), most)
@@ -291,7 +297,7 @@ class PrefillGraphs:
         return None
 
     def extend(self, filled: PrefilledChunks) -> None:
-        """Enqueue the draft's pass over chunks that were called."""
+        """Enqueue the draft's pass over chunks that were called; a replayed graph contains it."""
         self._prefill.extend(filled)
 
     def _capture(self, size: int, sampling: bool) -> Graph:
@@ -321,7 +327,7 @@ class PrefillGraphs:
 
 
 def _can_replay_prefill(parts: EngineParts) -> bool:
-    """Return True if each part of the engine allows that chunks of prompts are replayed from graphs."""
+    """Return True if config, backend, kernels, model and proposer all allow graphs of prompt chunks."""
     config, model, proposer = parts.config, parts.model, parts.proposer
     if parts.results.is_shared:
         return False  # data-parallel groups have different numbers of tokens in a prefill

@@ -31,7 +31,9 @@ from outrider.speculative.tree import Tree
 
 
 def agree_values(ranks: ModelRanks, *values: Tensor) -> list[Tensor]:
-    """Return ``values`` [B, ...], int64 or bool, of the first tensor-parallel rank, with one broadcast on the device."""
+    """Return ``values`` [B, ...], int64 or bool, as the first tensor-parallel rank has them. One broadcast on the device
+    carries all of them.
+    """
     if ranks.tensor is None:
         return list(values)
     batch = values[0].shape[0]
@@ -42,7 +44,9 @@ def agree_values(ranks: ModelRanks, *values: Tensor) -> list[Tensor]:
 
 
 class RankedDraft(DraftStage):
-    """The draft of the decider. Only that rank reads the distributions."""
+    """The draft stage of a tensor-parallel rank, which broadcasts the decider's draft tokens. Only the decider reads the
+    draft distributions.
+    """
 
     def __init__(self, parts: EngineParts, ranks: ModelRanks) -> None:
         super().__init__(parts)
@@ -59,7 +63,7 @@ class RankedDraft(DraftStage):
 
 
 class RankedVerify(Verify):
-    """The verification whose acceptance and findings are those of the decider."""
+    """The verify stage of a tensor-parallel rank, which broadcasts the decider's accepted tokens and probe results."""
 
     def __init__(self, parts: EngineParts, ranks: ModelRanks) -> None:
         super().__init__(parts)
@@ -77,7 +81,7 @@ class RankedVerify(Verify):
 
 
 class RankedStages(Stages):
-    """The stages of an engine whose model is split over ``ranks``."""
+    """The stages of an engine whose model is split over ``ranks``, with the broadcasts of draft and acceptance."""
 
     def __init__(self, parts: EngineParts, ranks: ModelRanks) -> None:
         super().__init__(parts)
@@ -86,7 +90,7 @@ class RankedStages(Stages):
 
 
 class RankedPrefill(Prefill):
-    """The prefill whose first tokens and findings are those of the decider."""
+    """The prefill of a tensor-parallel rank, which broadcasts the decider's first tokens and probe results."""
 
     def __init__(self, parts: EngineParts, guided: GuidedDecoding, ranks: ModelRanks) -> None:
         super().__init__(parts, guided)
@@ -105,7 +109,9 @@ class RankedPrefill(Prefill):
 
 
 class DecidersGuides(GuidedDecoding):
-    """The guided decoding of the decider, which reports walks that took too long."""
+    """The guided decoding of the decider. It writes a host failure for each request whose masks exceeded the time limit, so
+    that all ranks end the request.
+    """
 
     def report_late_prompts(self, requests: Sequence[Request]) -> None:
         """Write a host failure for each request whose walk took too long, on forward."""
@@ -124,17 +130,17 @@ class FollowersGuides(GuidedDecoding):
     """The guided decoding of a rank that receives the decider's tokens: it walks no grammar and masks nothing."""
 
     def has_prompts(self, batch: Batch) -> bool:
-        """Return False: no chunk needs a mask here."""
+        """Return False: the decider masks the first tokens and broadcasts them."""
         del batch
         return False
 
     def mask_first_tokens(self, kernels: object, logits: Tensor) -> Tensor:
-        """Return ``logits`` unchanged."""
+        """Return ``logits`` [S, V] unchanged: the decider broadcasts the masked choice."""
         del kernels
         return logits
 
     def mask_draft(self, batch: Batch, decode: DecodeBatch, frame: Frame, entry: int) -> None:
-        """Leave ``frame`` without masks."""
+        """Leave ``frame.masks`` None: the decider broadcasts draft and acceptance."""
 
 
 class RankedStep:

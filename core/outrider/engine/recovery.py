@@ -224,7 +224,10 @@ class FailureRecovery:
         return self.stopped
 
     def wait_until_idle(self, streams: Streams) -> bool:
-        """Wait until all streams are idle, so that rows and pages can be reused. Return True if no operation failed."""
+        """Wait until all streams are idle, so that rows and pages can be reused. Return True if no operation failed.
+
+        Raises :class:`DeviceStuck` after :data:`_MAX_FAILURES` failures in a row.
+        """
         no_failure = True
         for _ in range(_MAX_FAILURES):
             try:

@@ -1,4 +1,4 @@
-"""Session: who may call an engine and when, and what other ranks hear of a call."""
+"""Session: the checks of a caller's thread and of the engine's state, and the record of each call for follower ranks."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Session:
         self._used = False
         self._abandoned: deque[Request] = deque()
         self.next_id = 0
-        """The id of the next request."""
+        """The id of the next request, unique within the engine."""
 
     @property
     def has_abandoned(self) -> bool:
@@ -104,7 +104,9 @@ class Session:
             self.drop([self._abandoned.popleft()])
 
     def tell(self, command: Callable[..., Command], *arguments: object) -> None:
-        """Publish a call that changes this engine to the other ranks, in the decision log."""
+        """Append a record of this call to the decision log, so that follower ranks repeat it. The record is
+        ``command(*arguments)``.
+        """
         self._decision_log.append_command(command(*arguments))
 
     def drop(self, requests: Sequence[Request]) -> None:
@@ -130,7 +132,7 @@ class Session:
         return request.id
 
     def choose_group(self, requests: Sequence[Request]) -> None:
-        """Put the samples of a prompt into the data-parallel group with the least work."""
+        """Assign all samples of a prompt to the data-parallel group that has the fewest requests."""
         scheduler = self._loop.scheduler
         if isinstance(scheduler, GroupScheduler):
             group = scheduler.least_busy(self._loop.requests.values())
@@ -138,8 +140,8 @@ class Session:
                 request.group = group
 
     def close_stream(self, request: Request) -> None:
-        """Note that a stream was closed or dropped, perhaps by the garbage collector, in another thread or inside an
-        iteration.
+        """End a request whose stream was closed or dropped. In another thread or inside an iteration, as in garbage
+        collection, the request is noted and ends with the next call.
         """
         if self._used or not self.owner.is_here:
             self._abandoned.append(request)
@@ -152,7 +154,7 @@ class Session:
 
 
 Calls = Mapping[type, Callable[[Any], object]]
-"""What an engine does for each command, by its class."""
+"""The handler of each command class, with which a follower rank's engine repeats the command."""
 
 
 Answer = Callable[[str], str]
@@ -173,6 +175,8 @@ def answering(decision_log: RankedDecisionLog, answer: Answer | None) -> Callabl
 def follow(decision_log: RankedDecisionLog, calls: Calls, loop: Loop) -> None:
     """Replay decision records until the first rank's engine is closed. The first rank delivers the outputs; here they are
     dropped.
+
+    Raises :class:`RanksDiffer` if this rank refuses a command that the first rank accepted.
     """
     try:
         while True:

@@ -106,7 +106,7 @@ class Stage(ABC):
 
     name: str
     on: str
-    """The name of its stream in :class:`~outrider.engine.fences.Streams`."""
+    """The name of the stream, in :class:`~outrider.engine.fences.Streams`, on which the stage is enqueued."""
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     fills: str | None = None
@@ -482,7 +482,9 @@ class Extend(Stage):
         return {name: taken_in + more for name, more in self._proposer.host_widths.items()}
 
     def _taken_in(self, drafted: int) -> int:
-        """Return how many more tokens per request the cache holds: those of verify, or the moved path of a tree."""
+        """Return how many tokens per request the draft cache gains in draft-extend: those of verify, or the moved path of a
+        tree.
+        """
         return (self._proposer.depth if self._proposer.is_tree else drafted) + 1
 
     def run(self, batch: DecodeBatch, frame: Frame) -> None:
@@ -560,11 +562,11 @@ class Stages:
         self.extend_attention = ExtendAttention(parts)
         self.extend = Extend(parts)
         self.extends = parts.has_extend_work
-        """True if draft-extend or a move of tree KV follows verify."""
+        """True if draft-extend or a move of accepted tree KV follows verify."""
 
     @property
     def on_device(self) -> tuple[Stage, ...]:
-        """The stages with device work, in order. Plans of attention are made by calls alone."""
+        """The stages that graphs capture, in launch order. Stages that plan attention are left out: they are called."""
         after = (self.plan_extend, self.extend) if self.extends else ()
         return (self.gather, self.draft, self.plan_positions, self.plan_tokens, self.verify, *after)
 

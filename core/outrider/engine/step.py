@@ -179,9 +179,10 @@ class Step:
         return filled
 
     def _finish_prefill_only(self, requested: Batch, filled: PrefilledChunks | None, entry: int) -> PendingResult:
-        """Finish an iteration without decode. First tokens leave before the draft reads the prompts.
+        """Finish an iteration without decode: copy the results with the first tokens to the host, and enqueue the draft's
+        pass over the prompts after them.
 
-        If results are shared, they leave at the end, because another data-parallel group may decode.
+        If data-parallel groups share results, these leave at the end, because another group may decode.
         """
         self._publish(entry)  # before the results leave: once the host has read them, the ring entry is filled again
         ticket = None if self._results.is_shared else self._copy_results_to_host(requested, entry)
@@ -218,7 +219,9 @@ class Step:
             fences.lengths_on_host[entry].signal(streams.copy)
 
     def _exact_seq_lens(self, batch: Batch, entry: int) -> HostSeqLens:
-        """Wait on the host for the lengths that the previous iteration published, and return those of ``batch``."""
+        """Wait on the host for the lengths that the previous iteration published, and return the lengths of the batch's
+        decoding requests.
+        """
         before = (entry - 1) % self._entries
         by_row = self._parts.seq_lens_ring.read_entry(before, self._fences.lengths_on_host[before])
         return HostSeqLens(tuple(by_row[request.row] for request in batch.decode), self._parts.capacity)

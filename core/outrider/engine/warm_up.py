@@ -16,9 +16,11 @@ from outrider.model import LanguageModel
 from outrider.speculative.proposer import Proposer
 
 _CHUNKS = 2
-"""Of a prompt, unless its pages are shared."""
+"""Number of chunks of a warm-up prompt; its second chunk continues the first one's cache."""
 _ITERATIONS = 3
-"""Behind a prompt, at least: the first, one behind that, and one whose inputs come from another one in flight."""
+"""Minimum number of decode iterations after a prompt: the first one, the next one, and one whose inputs come from an
+iteration in flight.
+"""
 
 
 @dataclass(frozen=True, slots=True)

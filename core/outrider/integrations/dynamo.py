@@ -154,7 +154,9 @@ class OutriderEngine(LLMEngine):
             await self._end(opened.id)
 
     async def cleanup(self) -> None:
-        """Close the engine and the publishers. Does nothing a second time, and works after a failed start."""
+        """Close the engine and the publishers. A second call does nothing; after a failed start, it closes what
+        was created.
+        """
         metrics_task, self._metrics_task = self._metrics_task, None
         engine, self._engine = self._engine, None
         events, self._events = self._events, None

@@ -77,6 +77,7 @@ class RaySettings(BaseModel):
     draft_tokens: int = 4
     tensor_parallel: int = Field(1, ge=1)
     data_parallel: int = Field(1, ge=1)
+    expert_parallel: bool = False
     backend: str | None = None
     dtype: str | None = None
     quantized: str = "kernels"
@@ -125,7 +126,9 @@ class Replica:
         keys = () if settings.api_key_file is None else tuple(settings.api_key_file.read_text("utf-8").split())
         name = settings.served_model_name or ("outrider-bundled" if settings.model is None else settings.model.resolve().name)
         config = ServeConfig(names=(name,), max_queued=settings.max_queued, api_keys=keys)
-        self._engine = create_engine_client(make, tensor=settings.tensor_parallel, data=settings.data_parallel)
+        self._engine = create_engine_client(
+            make, tensor=settings.tensor_parallel, data=settings.data_parallel, expert=settings.expert_parallel
+        )
         info = await self._engine.start()
         prompter = await asyncio.to_thread(PromptBuilder, speculation.model, info, wording)
         self._app = create_app(self._engine, prompter, config)

@@ -10,7 +10,9 @@ REQUIRED_PACKAGES = ("transformers", "tokenizers", "safetensors", "PIL")
 
 
 def require_models() -> None:
-    """Raise :class:`ConfigError` if a package of the extra ``models`` is missing."""
+    """Raise :class:`ConfigError` if a package of the extra ``models`` is missing. The message names the package and the
+    command that installs it.
+    """
     missing = ["pillow" if name == "PIL" else name for name in REQUIRED_PACKAGES if find_spec(name) is None]
     if missing:
         raise ConfigError(

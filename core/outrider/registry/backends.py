@@ -54,7 +54,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendSpec:
-    """A parsed backend name such as ``cuda:1``, ``sim:seed=7,like=npu``, ``sim:0,seed=7`` or ``auto``."""
+    """The parts of a backend name such as ``cuda:1``, ``sim:seed=7,like=npu``, ``sim:0,seed=7`` or ``auto``."""
 
     name: str
     ordinal: int = 0
@@ -72,7 +72,7 @@ class BackendSpec:
 
 
 def parse_spec(text: str) -> BackendSpec:
-    """Parse a backend name. Raises :class:`ConfigError` with the part that isn't valid."""
+    """Return the parts of a backend name. Raises :class:`ConfigError` that names the part that isn't valid."""
     name, colon, arguments = text.strip().partition(":")
     expected = "expected NAME, NAME:DEVICE or NAME:key=value,… such as 'cpu', 'cpu:0' or 'sim:seed=7'"
     if not name or not all(c.isalnum() or c in "_-" for c in name):
@@ -97,7 +97,7 @@ def parse_spec(text: str) -> BackendSpec:
 
 
 class Registry:
-    """The installed backends and kernel sets."""
+    """The installed backends and kernel sets, and the creation of a backend by name."""
 
     _observers: ClassVar[tuple[Callable[[Backend], None], ...]] = ()
 
@@ -142,7 +142,7 @@ class Registry:
         return self._backends.info(name)
 
     def try_in_child(self, name: str) -> ProbeVerdict:
-        """Load the named plugin in a child process and return the effects on that process."""
+        """Load the named plugin in a child process, and return what that changed in the process or why it is not safe."""
         return self._backends.try_in_child(name)
 
     def select(self, explicit: str | None = None, environment: str | None = None) -> BackendSpec:
@@ -216,7 +216,7 @@ class Registry:
         return backend
 
     def _choose_kernels(self, backend: Backend, backend_name: str, name: str) -> None:
-        """Load the kernel set called ``name`` and let ``backend`` use it."""
+        """Load the kernel set called ``name``, and let ``backend`` use it. ``backend_name`` is for error messages."""
         plugins = self.kernels
         offer = plugins.offer(name)
         info = plugins.usable_info(offer)

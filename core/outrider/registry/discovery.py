@@ -14,7 +14,7 @@ _ENTRY_POINTS_FILE = "entry_points.txt"
 
 @dataclass(frozen=True, slots=True)
 class InstalledEntryPoints:
-    """The entry points of one group in all installed distributions."""
+    """The entry points of one group in all installed distributions, and notes about unreadable ones."""
 
     entry_points: tuple[EntryPoint, ...]
     notes: tuple[str, ...] = ()
@@ -59,7 +59,9 @@ class _FileContents(Distribution):
 
 @functools.lru_cache(maxsize=4096)
 def _groups(text: str) -> frozenset[str]:
-    """Return the groups in the text of an entry-point file. The cache avoids parsing about a hundred files again."""
+    """Return the names of the groups in the text of an entry-point file. The cache avoids parsing about a hundred files
+    again.
+    """
     return frozenset(_FileContents(text).entry_points.groups)
 
 

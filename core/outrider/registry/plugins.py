@@ -53,15 +53,15 @@ class PluginGroup(Generic[Info]):
     entry_points: str
     """The name of the entry-point group."""
     noun: str
-    """The word for one plugin in messages."""
+    """The word for one plugin of this kind in error messages, such as ``backend``."""
     hooks: type
-    """The class with the hook specifications."""
+    """The class whose methods are the hook specifications."""
     describe: str
-    """The name of the hook that returns the plugin's description."""
+    """The name of the hook that returns a plugin's description."""
     info: type[Info]
-    """The class of the description."""
+    """The class of a plugin's description."""
     version: int
-    """The version of the plugin interface."""
+    """The version of the plugin interface that this release has."""
     adapters: Mapping[int, Callable[[Any], Any]] = field(default_factory=lambda: MappingProxyType({}))
     """Functions that adapt a plugin's product from an older interface version, by that version."""
 
@@ -144,7 +144,7 @@ class Plugins(Generic[Info]):
         return tuple(self._examine(name, offers_by_name[name], verdicts, load=load) for name in sorted(offers_by_name))
 
     def try_in_child(self, name: str) -> ProbeVerdict:
-        """Load the named plugin in a child process and return the effects on that process."""
+        """Load the named plugin in a child process, and return what that changed in the process or why it is not safe."""
         entry_point = self.offer(name).entry_point
         return in_child([entry_point], self.group.describe, limit_s=self._probe.limit_s)[entry_point]
 
@@ -290,7 +290,9 @@ class Plugins(Generic[Info]):
         return replace(candidate, status=status, reason=reason, advice=info.advice, info=info)
 
     def _load(self, offer: Offer) -> None:
-        """Import the module of one plugin, check its hooks, and register the plugin."""
+        """Import the module of one plugin, check its hooks, and register it with pluggy. Raises :class:`BackendLoadError` or
+        :class:`PluginContractError`.
+        """
         name = offer.entry_point.name
         if self._manager.has_plugin(name):
             return
@@ -390,7 +392,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def type_name(value: object) -> str:
-    """Return a phrase for the type of ``value``, for messages."""
+    """Return the type of ``value`` as a phrase for error messages."""
     return "None" if value is None else f"a {type(value).__name__}"
 
 

@@ -52,7 +52,7 @@ def main(work: Mapping[str, Any], environment: Mapping[str, str]) -> None:
 
 
 def _load(plugin: Mapping[str, str]) -> None:
-    """Load one plugin and call its describing hook, as the parent does later."""
+    """Import one plugin and call its describing hook, as the parent process does later."""
     manager = pluggy.PluginManager("outrider")
     loaded = EntryPoint(plugin["name"], plugin["value"], plugin["group"]).load()
     if manager.parse_hookimpl_opts(loaded, plugin["describe"]) is not None:

@@ -41,7 +41,7 @@ _CHILD_CODE = (
 
 @dataclass(frozen=True, slots=True)
 class ProbeVerdict:
-    """The effects of loading a plugin on the process."""
+    """The result of loading a plugin in a child process: what it changed there, and why it is unsafe to load."""
 
     harm: str = ""
     """The reason why the plugin can't be loaded safely; empty if it can."""
@@ -83,7 +83,7 @@ class PluginProbe:
         return {plugin: verdicts[plugin] for plugin in plugins}
 
     def cached_changes(self) -> dict[str, tuple[str, ...]]:
-        """Return the changes of global state for each cached harmless plugin, by fingerprint."""
+        """Return the changes of global process state for each cached harmless plugin, by :func:`fingerprint`."""
         if self.cache is None:
             return {}
         try:
@@ -93,7 +93,7 @@ class PluginProbe:
             return {}  # a missing or invalid cache is written again
 
     def add_to_cache(self, harmless: Mapping[str, tuple[str, ...]]) -> None:
-        """Add entries to the cache, in the form of :meth:`cached_changes`."""
+        """Add harmless plugins to the cache file, in the form of :meth:`cached_changes`."""
         if self.cache is None:
             return
         entries = {**self.cached_changes(), **harmless}
@@ -158,7 +158,7 @@ def in_child(plugins: Sequence[EntryPoint], describe: str, *, limit_s: float) ->
 
 
 def _run_child(plugins: Sequence[EntryPoint], describe: str, limit_s: float) -> list[ProbeVerdict]:
-    """Return the verdicts of one child, up to the plugin that ended it. The list is never empty."""
+    """Return the verdicts of one child process, in order, up to the plugin that ended it. The list is never empty."""
     entry_points = [{"name": p.name, "value": p.value, "group": p.group, "describe": describe} for p in plugins]
     work = json.dumps({"path": [str(Path(entry).absolute()) for entry in sys.path], "plugins": entry_points})
     verdicts: list[ProbeVerdict] = []

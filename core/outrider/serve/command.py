@@ -32,7 +32,7 @@ from outrider.cli.options.option_values import (
     text,
     whole,
 )
-from outrider.cli.options.rank_processes import DataParallelOption, TensorParallelOption
+from outrider.cli.options.rank_processes import DataParallelOption, ExpertParallelOption, TensorParallelOption
 from outrider.cli.options.request_options import ChatTemplateOption, read_template
 from outrider.cli.terminal.environment import api_keys_from_environment, spans_from_environment
 from outrider.cli.terminal.files import check_listening, read_utf8
@@ -61,6 +61,7 @@ _REFUSED_BY_ROLE = {
         *_DECODE_SERVER_OPTIONS,
         "tensor_parallel",
         "data_parallel",
+        "expert_parallel",
         "prefill_server",
         "through_transformers",
         "trust_remote_code",
@@ -68,12 +69,14 @@ _REFUSED_BY_ROLE = {
     "decode": (*_HTTP_OPTIONS, *_DECODE_SERVER_OPTIONS, "through_transformers", "trust_remote_code"),
 }
 """Parameters of :func:`serve` that have no effect with a role. Passing such an option is an error."""
-_NO_LOCAL_ENGINE_OPTIONS = {"kv_events", "tensor_parallel", "data_parallel"}
+_NO_LOCAL_ENGINE_OPTIONS = {"kv_events", "tensor_parallel", "data_parallel", "expert_parallel"}
 """Further parameters that have no effect without an engine in a process of this server."""
 
 
 def _read_tool_format(tool_format: str | None) -> tuple[str | None, dict[str, Any] | None]:
-    """Return the name of a format, or the response template of a file."""
+    """Return (format name, None) if ``tool_format`` names a format, or (None, response template) if it is a file. Raises
+    :class:`ConfigError` for an unreadable file.
+    """
     if tool_format is None or not tool_format.endswith(".json"):
         return tool_format, None
     return None, _read_json_object(Path(tool_format))
@@ -229,6 +232,7 @@ class RoleOptions:
     ] = "torch"
     tensor_parallel: TensorParallelOption = 1
     data_parallel: DataParallelOption = 1
+    expert_parallel: ExpertParallelOption = False
 
 
 @with_options
@@ -269,6 +273,7 @@ def serve(context: typer.Context, *, options: ServerOptions, http: HttpOptions, 
         drain_s=http.drain_seconds,
         tensor_parallel=roles.tensor_parallel,
         data_parallel=roles.data_parallel,
+        expert_parallel=roles.expert_parallel,
         describe=describe_engine,
         options=options,
     )
@@ -332,7 +337,9 @@ def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: Server
         servers = [PeerAddress.parse(each) for each in roles.decode_server]
         engine: EngineClient = DecodeServers(servers, secret=decode_secret)
     else:
-        engine = create_engine_client(make, tensor=roles.tensor_parallel, data=roles.data_parallel)
+        engine = create_engine_client(
+            make, tensor=roles.tensor_parallel, data=roles.data_parallel, expert=roles.expert_parallel
+        )
     run_loop(serve_until_ended(engine, make_prompter, config, address, started=report_started, spans=spans))
 
 
@@ -355,7 +362,7 @@ def _refuse_options(context: typer.Context, names: Collection[str], reason: str)
 
 
 def describe_engine(engine: Engine) -> dict[str, Any]:
-    """Return what HTTP servers in front of a decode server need to know of its engine."""
+    """Return the facts about a decode server's engine that HTTP servers in front of it read, as plain data for JSON."""
     from outrider.engine.requests.message_codec import to_plain
     from outrider.serve.connection.engine_messages import EngineInfo
 

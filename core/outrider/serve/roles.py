@@ -13,7 +13,7 @@ from rich.console import Console
 
 from outrider.cli.options.engine_options import ServerOptions
 from outrider.cli.options.option_values import checking_options
-from outrider.cli.options.rank_processes import Joined, RankPlacement
+from outrider.cli.options.rank_processes import Joined, RankPlacement, check_expert_parallel
 from outrider.cli.terminal.files import check_listening, read_bounded
 from outrider.cli.terminal.report import CommandReport
 from outrider.cli.terminal.stopping import SignalStop
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from outrider.engine.engine import Engine
 
 _MAX_REQUESTS = 16
-"""Requests that a prefill or decode server runs at a time, without ``--max-requests``."""
+"""Maximum number of requests that a prefill or decode server runs at the same time, unless ``--max-requests`` is given."""
 _MIN_SECRET_BYTES = 16
 _RANK_EXIT_S = 10.0
 """Seconds that child ranks have to end after the first rank, before they are killed."""
@@ -61,6 +61,7 @@ def serve_decode(
     drain_s: float,
     tensor_parallel: int,
     data_parallel: int,
+    expert_parallel: bool,
     describe: Callable[[Engine], dict[str, Any]],
     options: ServerOptions,
 ) -> CommandReport:
@@ -75,7 +76,7 @@ def serve_decode(
     peers = [PeerAddress.parse(each) for each in prefill_servers]
     load_engine = _engine_loader(options)
     transport_plugin = get_transport(transport)
-    with DecodeRanks(load_engine, transport, tensor_parallel, data_parallel) as ranks:
+    with DecodeRanks(load_engine, transport, tensor_parallel, data_parallel, expert=expert_parallel) as ranks:
         server = DecodeServer(
             ranks.load_first_rank(),
             transport_plugin,
@@ -92,11 +93,16 @@ class DecodeRanks:
     """The ranks of a decode server, as a scope: rank 0 is this process, the other ranks are its children.
 
     ``load_engine`` loads the engine of one rank. It is pickled for each child, and gets the ranks as ``joined``.
-    ``transport``: the plugin with which each rank opens its links. If one rank ends, all ranks end.
+    ``transport``: the plugin with which each rank opens its links. ``expert``: the ranks divide a mixture's experts. If one
+    rank ends, all ranks end.
     """
 
-    def __init__(self, load_engine: Callable[..., Engine], transport: str, tensor: int, data: int) -> None:
-        self._load_engine, self._transport, self._tensor, self._data = load_engine, transport, tensor, data
+    def __init__(
+        self, load_engine: Callable[..., Engine], transport: str, tensor: int, data: int, *, expert: bool = False
+    ) -> None:
+        check_expert_parallel(expert, tensor, data)
+        self._load_engine, self._transport = load_engine, transport
+        self._tensor, self._data, self._expert = tensor, data, expert
         self._stack = ExitStack()
         self._store: Any = None
 
@@ -113,13 +119,14 @@ class DecodeRanks:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
         for rank in range(1, world):
-            given = (self._load_engine, self._transport, self._tensor, _rank_placement(rank, world, self._store.port))
+            placement = _rank_placement(rank, world, self._store.port)
+            given = (self._load_engine, self._transport, self._tensor, placement, self._expert)
             process = context.Process(target=follow_first_rank, args=given, name=f"outrider-rank-{rank}", daemon=True)
             with interruptions_blocked_in_children():
                 process.start()
             self._stack.callback(_end_child, process)
         placement = _rank_placement(0, world, self._store.port)
-        joined = self._stack.enter_context(Joined(self._tensor, self._data, placement))
+        joined = self._stack.enter_context(Joined(self._tensor, self._data, placement, expert=self._expert))
         engine = self._load_engine(joined=joined)
         self._stack.callback(engine.close)
         return engine
@@ -129,14 +136,16 @@ class DecodeRanks:
         self._store = None
 
 
-def follow_first_rank(load_engine: Callable[..., Engine], transport: str, tensor: int, placement: RankPlacement) -> None:
+def follow_first_rank(
+    load_engine: Callable[..., Engine], transport: str, tensor: int, placement: RankPlacement, expert: bool = False
+) -> None:
     """Run a child rank: repeat the decisions of rank 0 until rank 0 ends. This is the main function of the process."""
     from outrider.disaggregation.page_landing import FollowerLinks
     from outrider.registry.transports import get_transport
 
     ignore_interruptions()
     end_with_parent()
-    with Joined(tensor, placement.world // tensor, placement) as joined:
+    with Joined(tensor, placement.world // tensor, placement, expert=expert) as joined:
         engine = load_engine(joined=joined)
         pages = FollowerLinks(engine, get_transport(transport), rank=placement.rank)
         try:
@@ -159,7 +168,9 @@ def _end_child(process: Any) -> None:
 
 
 def check_address(host: str, port: int, secret_file: Path | None) -> bytes:
-    """Check the address of a server, and return the secret of the file. Imports no torch. Raises :class:`UsageError`."""
+    """Check the address and the secret of a server before torch is imported, and return the content of ``secret_file``.
+    Raises :class:`UsageError`.
+    """
     from outrider.disaggregation.connections import PeerAddress, require_secret
 
     with checking_options():

@@ -1,1 +1,1 @@
-"""Proposers: they draft the tokens that the target model verifies."""
+"""Proposers: they draft tokens for each request, and the target model verifies these tokens in the same iteration."""

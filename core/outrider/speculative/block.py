@@ -72,7 +72,7 @@ class BlockProposer(HeadProposer):
         return ()
 
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
-        """Allocate the KV cache and the constant tensors of a block."""
+        """Allocate the KV cache of the head and the constant inputs of a block on the device."""
         super().allocate(backend=backend, pages=pages, page_size=page_size)
         width, device = self._draft_tokens + 1, backend.device
         self._block_mask = torch.ones(MAX_BATCH_REQUESTS * width, width, dtype=torch.bool, device=device)
@@ -81,7 +81,7 @@ class BlockProposer(HeadProposer):
         self._query_starts = torch.arange(0, (MAX_BATCH_REQUESTS + 1) * width, width, dtype=torch.int32, device=device)
 
     def draft(self, inputs: DraftInputs) -> Draft:
-        """Draft all tokens with one pass over the blocks of all requests."""
+        """Draft K tokens for each request with one pass of the head over a block of K + 1 positions per request."""
         head, batch, width = self.head, inputs.seq_lens.shape[0], self._draft_tokens + 1
         tokens = torch.cat((inputs.last_tokens.unsqueeze(1), self._mask_tokens.expand(batch, -1)), dim=1)
         positions = torch.empty_like(tokens)
@@ -112,7 +112,7 @@ class BlockProposer(HeadProposer):
         return Draft(self.to_target_tokens(sampled), self.expand_to_target(probs) if inputs.sampling else None)
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
-        """Write keys and values of the accepted tokens.
+        """Write keys and values of the accepted tokens, computed from the target's hidden states, to their slots.
 
         Padding goes to slots that later tokens overwrite, or to page 0.
         """

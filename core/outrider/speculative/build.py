@@ -54,16 +54,18 @@ class DraftOptions:
     backend: Backend
     dtype: torch.dtype
     directory: Path | None
-    """The draft's checkpoint, or None for a proposer without one."""
+    """Directory of the draft's checkpoint, or None for a proposer without one."""
     draft_tokens: int
-    """D, the length of the longest path."""
+    """D, the length of the longest path of a draft in tokens."""
     topk: int = 1
-    """1 for a chain. Otherwise T, the number of candidate children per node; the tree has D * T nodes."""
+    """Number of candidate children per node, T: 1 drafts a chain, more draft a tree of D * T nodes."""
     progress: Progress | None = None
     quantized: QuantizedMode = QuantizedMode.KERNELS
-    """How quantized weights of the draft are run."""
+    """How quantized weights of the draft are loaded and multiplied."""
     output_head: str | None = None
-    """Format of a quantized copy of the target's output head for drafting. None uses that head itself."""
+    """Format of a quantized copy of the target's output head, from which the proposer samples. None uses the target's own
+    head.
+    """
     vocabulary: DraftVocabulary | None = None
     """Tokens that drafts are sampled from. None means all."""
 
@@ -116,7 +118,9 @@ def _draft_directory(options: DraftOptions, name: str, what: str) -> Path:
 
 
 def _load_head(load: Callable[..., _Head], options: DraftOptions, name: str, what: str) -> _Head:
-    """Load a draft head for the target, or for a copy of the target with another output head."""
+    """Load a draft head with ``load`` for the target, or for a copy of the target with the output head that the
+    options name.
+    """
     directory, target = _draft_directory(options, name, what), options.target
     if options.output_head is not None or options.vocabulary is not None:
         target = with_output_head(target, backend=options.backend, format=options.output_head, vocabulary=options.vocabulary)
@@ -226,7 +230,7 @@ def _build_peagle(options: DraftOptions) -> Proposer:
 
 
 def _build_combined(name: str, options: DraftOptions, known: Mapping[str, Builder]) -> Proposer:
-    """Combine suffix decoding with the proposer whose name follows the plus sign."""
+    """Return a proposer that combines suffix decoding with the proposer whose name follows the plus sign in ``name``."""
     fallback_name = name.removeprefix(SUFFIX_PREFIX)
     if fallback_name not in known or fallback_name in DRAFTLESS:
         allowed = ", ".join(sorted(set(known) - DRAFTLESS))
@@ -243,7 +247,7 @@ def _build_suffix(options: DraftOptions) -> Proposer:
 
 
 _MTP_BUILDERS: Mapping[str, Builder] = MappingProxyType({"mimo": _build_mimo_mtp, "chained": _build_chained_mtp})
-"""Builders by the format of the heads, a value of ``MTP_PREFIXES``."""
+"""Builders of proposers with multi-token prediction heads, by the checkpoint's format, a value of ``MTP_PREFIXES``."""
 
 _BUILDER_OF: Mapping[str, Builder] = {
     "none": _build_none,

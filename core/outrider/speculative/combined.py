@@ -62,7 +62,7 @@ class CombinedProposer(Proposer):
 
     @property
     def max_context(self) -> int | None:
-        """The context limit of the other proposer, or None."""
+        """The context limit in tokens of the other proposer, or None if it has none."""
         return self._other.max_context
 
     @property
@@ -77,7 +77,7 @@ class CombinedProposer(Proposer):
 
     @property
     def relay(self) -> tuple[RelaySpec, ...]:
-        """The relayed tensors of the other proposer."""
+        """The tensors that the other proposer relays; the lookup relays none."""
         return self._other.relay
 
     @property
@@ -100,16 +100,16 @@ class CombinedProposer(Proposer):
         return self._other.host_widths
 
     def prompt_passes(self, tokens: int, sequences: int, longest: int) -> tuple[int, ...]:
-        """Return the prompt passes of the other proposer."""
+        """Return the number of tokens of each prompt pass of the other proposer; the lookup makes none."""
         return self._other.prompt_passes(tokens, sequences, longest)
 
     def attention_shapes(self, page_size: int) -> tuple[AttentionShape, ...]:
-        """Return the attention shapes of the other proposer."""
+        """Return the planned attention shapes of the other proposer; the lookup has no attention."""
         return self._other.attention_shapes(page_size)
 
     @property
     def caches(self) -> tuple[Tensor, ...]:
-        """The token history, then the other proposer's caches."""
+        """The token history of the lookup, then the other proposer's caches."""
         return (*self._lookup.caches, *self._other.caches)
 
     @property
@@ -118,12 +118,14 @@ class CombinedProposer(Proposer):
         return self._lookup.token_bytes + self._other.token_bytes
 
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
-        """Allocate the caches of both proposers."""
+        """Allocate the caches of both proposers with the target's page numbers."""
         for part in self.parts:
             part.allocate(backend=backend, pages=pages, page_size=page_size)
 
     def draft(self, inputs: DraftInputs) -> Draft:
-        """Run the drafts of both proposers and select one of the two chains for each request."""
+        """Draft with both proposers, and select for each request, on the device, the lookup's chain if its match is long
+        enough.
+        """
         found, other = self._lookup.continuation(inputs), self._other.draft(inputs)
         count = min(found.tokens.shape[1], other.tokens.shape[1])
         uses_lookup = (found.matched >= self._least).unsqueeze(1)
@@ -135,6 +137,6 @@ class CombinedProposer(Proposer):
         return Draft(tokens, torch.where(uses_lookup.unsqueeze(2), one_hot, probs))
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
-        """Run draft-extend of both proposers over the accepted tokens."""
+        """Run draft-extend of both proposers over the accepted tokens, and return the relay of the other proposer."""
         self._lookup.extend(inputs)
         return self._other.extend(inputs)

@@ -39,7 +39,9 @@ def _check_vocabulary(model: LanguageModel, target: LanguageModel) -> None:
 
 
 def _run_accepted(model: LanguageModel, cache: KVCache, page_size: int, inputs: ExtendInputs) -> Tensor:
-    """Run the accepted tokens, each at its own position. Return the hidden states [B, H] of the last tokens."""
+    """Run the draft model over the accepted tokens, each at its own position. Return the hidden states [B, H] of each
+    request's last token.
+    """
     attention = inputs.attention
     batch = inputs.last.shape[0]
     if inputs.prompt is not None:
@@ -84,7 +86,7 @@ def _run_accepted(model: LanguageModel, cache: KVCache, page_size: int, inputs: 
 
 
 class _ModelDrafts(CachedProposer):
-    """Base class of the chain and the tree of a draft model."""
+    """Base class of the chain and the tree proposer of a draft model."""
 
     _model: LanguageModel
     _context: int | None = None
@@ -104,7 +106,9 @@ class _ModelDrafts(CachedProposer):
 
 
 class DraftModelProposer(_ModelDrafts, ChainProposer):
-    """A chain of K tokens. Relays the first token and, for requests that sample, the distribution of that token."""
+    """A proposer of chains of K tokens from a draft model. It relays the first token and, for requests that sample, the
+    distribution of that token.
+    """
 
     _tokens_ahead = 1
 
@@ -127,14 +131,14 @@ class DraftModelProposer(_ModelDrafts, ChainProposer):
 
     @property
     def relay(self) -> tuple[RelaySpec, ...]:
-        """The first draft token, and the distribution that it was sampled from."""
+        """The first draft token int64 and the distribution float32 [V] that it was sampled from, per request."""
         return (
             RelaySpec("token", (), torch.int64),
             RelaySpec("probs", (self._model.config.vocab_size,), torch.float32),
         )
 
     def draft(self, inputs: DraftInputs) -> Draft:
-        """Draft with one pass per token, except for the first token, which is relayed."""
+        """Run K - 1 passes of one token per request. The first token is relayed, and each pass gives the next one."""
         model, token = self._model, inputs.relay["token"]
         tokens, probs = [token], [inputs.relay["probs"]]
         count = inputs.count or self._draft_tokens
@@ -149,14 +153,18 @@ class DraftModelProposer(_ModelDrafts, ChainProposer):
         return Draft(torch.stack(tokens, dim=1), torch.stack(probs, dim=1) if inputs.sampling else None)
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
-        """Run one pass over the accepted tokens, or two for a prompt, and return the relay of the first draft token."""
+        """Run one pass over the accepted tokens, or two for a prompt. Return the first draft token and its distribution, [B,
+        ...] by name.
+        """
         hidden = _run_accepted(self._model, self.cache, self._page_size, inputs)
         token, probs = sample_draft(self._model.kernels, self._model.logits(hidden), inputs, inputs.next_positions)
         return {"token": token, "probs": probs} if inputs.sampling else {"token": token}
 
 
 class DraftModelTreeProposer(_ModelDrafts, TreeProposer):
-    """A tree of K nodes. Relays the T most likely first tokens and their log-probabilities."""
+    """A proposer of trees of K nodes from a draft model. It relays the T most likely first tokens and their
+    log-probabilities.
+    """
 
     def __init__(self, model: LanguageModel, *, target: LanguageModel, shape: TreeShape) -> None:
         _check_vocabulary(model, target)
@@ -175,7 +183,7 @@ class DraftModelTreeProposer(_ModelDrafts, TreeProposer):
 
     @property
     def relay(self) -> tuple[RelaySpec, ...]:
-        """The first draft tokens and their log-probabilities."""
+        """The T most likely first tokens and their log-probabilities, per request."""
         branches = self._shape.branches
         return (RelaySpec("tokens", (branches,), torch.int64), RelaySpec("scores", (branches,), torch.float32))
 
@@ -187,7 +195,7 @@ class DraftModelTreeProposer(_ModelDrafts, TreeProposer):
         return {"extend": 1, **{f"draft.{nodes}": nodes + 1 for nodes in self._shape.levels}}
 
     def draft(self, inputs: DraftInputs) -> Draft:
-        """Run D - 1 passes, each over all nodes expanded so far."""
+        """Grow the tree from the relayed first tokens with D - 1 passes, each over all nodes expanded so far."""
         model = self._model
 
         def expand(level: Level) -> Tensor:
@@ -201,7 +209,9 @@ class DraftModelTreeProposer(_ModelDrafts, TreeProposer):
         return Draft(tokens, None, tree)
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
-        """Run one pass over the accepted tokens, or two for a prompt, and return the relay of the first draft tokens."""
+        """Run one pass over the accepted tokens, or two for a prompt. Return the T first tokens and their log-probabilities,
+        [B, T] by name.
+        """
         hidden = _run_accepted(self._model, self.cache, self._page_size, inputs)
         first, scores = most_likely(self._model.logits(hidden), self._shape.branches)
         return {"tokens": first, "scores": scores}

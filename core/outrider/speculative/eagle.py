@@ -39,7 +39,7 @@ def _name_of(head: DraftHead) -> str:
 
 
 class HeadDrafts(HeadProposer):
-    """Base class of proposers with an EAGLE or EAGLE-3 head, with draft-extend up to the head's states."""
+    """Base class of proposers with an EAGLE or EAGLE-3 head. Its draft-extend runs the head over the accepted pairs."""
 
     head: DraftHead
 
@@ -53,7 +53,7 @@ class HeadDrafts(HeadProposer):
         return attention_shapes(self.head.config, self._dtype, page_size=page_size)
 
     def run_accepted_pairs(self, inputs: ExtendInputs) -> Tensor:
-        """Run one pass over the accepted pairs. Return the head's states [B, H] at the last pairs."""
+        """Run one pass of the head over the accepted pairs. Return the head's states [B, H] at each request's last pair."""
         rope_positions = extend_rope_positions(self.head.config.rope, inputs)
         flat = ForwardInput(
             inputs.tokens, rope_positions, inputs.slots, inputs.attention, prompt_lens=inputs.prompt_lens, kept=inputs.kept
@@ -64,9 +64,9 @@ class HeadDrafts(HeadProposer):
 
 
 class EagleProposer(HeadDrafts, ChainProposer):
-    """A chain of K tokens from an EAGLE head.
+    """A proposer of chains of K tokens from an EAGLE head.
 
-    Relays for each request the first draft token, the head's hidden state for it and, if the request samples, the
+    It relays for each request the first draft token, the head's hidden state for it and, if the request samples, the
     distribution that the token was sampled from.
     """
 
@@ -80,7 +80,9 @@ class EagleProposer(HeadDrafts, ChainProposer):
 
     @property
     def relay(self) -> tuple[RelaySpec, ...]:
-        """The first draft token, the head's hidden state for it, and the distribution that it was sampled from."""
+        """The first draft token, the head's hidden state [H] for it, and the distribution [V] that it was sampled from, per
+        request.
+        """
         target = self.head.target
         return (
             RelaySpec("token", (), torch.int64),
@@ -89,7 +91,7 @@ class EagleProposer(HeadDrafts, ChainProposer):
         )
 
     def draft(self, inputs: DraftInputs) -> Draft:
-        """Draft with one pass per token, except for the first token, which is relayed."""
+        """Run K - 1 passes of one token per request. The first token is relayed, and each pass gives the next one."""
         token, hidden = inputs.relay["token"], inputs.relay["hidden"]
         tokens, probs = [token], [inputs.relay["probs"]]
         count = inputs.count or self._draft_tokens
@@ -109,7 +111,9 @@ class EagleProposer(HeadDrafts, ChainProposer):
         )
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
-        """Run one pass over the accepted pairs and return the relay of the first draft token."""
+        """Run one pass over the accepted pairs. Return the first draft token, its state and its distribution, [B, ...] by
+        name.
+        """
         hidden = self.run_accepted_pairs(inputs)
         token, probs = self._sample_draft(hidden, inputs, inputs.next_positions)
         relay = {"token": token, "hidden": hidden}
@@ -118,17 +122,17 @@ class EagleProposer(HeadDrafts, ChainProposer):
         return relay
 
     def _sample_draft(self, hidden: Tensor, inputs: DraftInputs | ExtendInputs, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Sample the target's token for each row of ``hidden`` [B, H]. Return also the distribution [B, Vd] that it was
-        sampled from.
+        """Sample a draft token for each row of ``hidden`` [B, H]. Return it as the target's token int64 [B], and the
+        distribution [B, Vd] that it was sampled from.
         """
         sampled, distribution = sample_draft(self.head.kernels, self.head.logits(hidden), inputs, positions)
         return self.to_target_tokens(sampled), distribution
 
 
 class EagleTreeProposer(HeadDrafts, TreeProposer):
-    """A tree of K nodes from an EAGLE head, fixed or dynamic.
+    """A proposer of trees of K nodes from an EAGLE head, of fixed or dynamic shape.
 
-    Relays the T most likely first tokens, their log-probabilities, and the head's hidden state for them.
+    It relays the T most likely first tokens, their log-probabilities, and the head's hidden state for them.
     """
 
     def __init__(self, head: DraftHead, shape: TreeShape) -> None:
@@ -145,7 +149,7 @@ class EagleTreeProposer(HeadDrafts, TreeProposer):
 
     @property
     def relay(self) -> tuple[RelaySpec, ...]:
-        """The first draft tokens, their log-probabilities, and the head's hidden state for them."""
+        """The T first draft tokens, their log-probabilities, and the head's hidden state [H] for them, per request."""
         branches = self._shape.branches
         return (
             RelaySpec("tokens", (branches,), torch.int64),
@@ -159,7 +163,7 @@ class EagleTreeProposer(HeadDrafts, TreeProposer):
         return {"extend": 0, **{f"draft.{nodes}": nodes for nodes in self._shape.levels}}
 
     def draft(self, inputs: DraftInputs) -> Draft:
-        """Run D - 1 passes, each over all nodes expanded so far."""
+        """Grow the tree from the relayed first tokens with D - 1 passes, each over all nodes expanded so far."""
         root, rope = inputs.relay["hidden"], self.head.config.rope
         outputs: Tensor | None = None  # [B, M, H] of the last pass
         features: Tensor | None = None  # [B, M, H]: hidden state for each node's parent
@@ -183,7 +187,9 @@ class EagleTreeProposer(HeadDrafts, TreeProposer):
         return Draft(tokens, None, tree)
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
-        """Run one pass over the accepted pairs and return the relay of the first draft tokens."""
+        """Run one pass over the accepted pairs. Return the T first draft tokens, their log-probabilities and the head's
+        state, [B, ...] by name.
+        """
         hidden = self.run_accepted_pairs(inputs)
         first, scores = most_likely(self.head.logits(hidden), self._shape.branches)
         return {"tokens": self.to_target_tokens(first), "scores": scores, "hidden": hidden}

@@ -33,9 +33,10 @@ from outrider.speculative.tree import Tree
 
 
 class MtpProposer(CachedProposer):
-    """A chain with one token from each of K heads, or with ``branches`` T > 1 a tree with T tokens from each head.
+    """A proposer with K heads: a chain with one token from each head, or with ``branches`` T > 1 a tree with T tokens from
+    each head.
 
-    The children of each head's most likely token are the next head's tokens. Relays the draft tokens and, for a chain that
+    The children of each head's most likely token are the next head's tokens. It relays the draft tokens and, for a chain that
     samples, their distributions. For each head except the last it relays the hidden state at the first position to recompute.
     It also relays the number of such positions (``num_recomputed``) and, with mrope, their positions (``rope_positions``).
     """
@@ -78,7 +79,9 @@ class MtpProposer(CachedProposer):
 
     @property
     def relay(self) -> tuple[RelaySpec, ...]:
-        """The relayed tensors of the drafts, which the class docstring describes."""
+        """The relayed tensors, as the class docstring lists them: drafts, distributions, hidden states and positions to
+        recompute.
+        """
         heads, target = len(self._heads), self._heads[0].target
         specs = [
             RelaySpec("tokens", (heads, self._branches), torch.int64),
@@ -107,7 +110,7 @@ class MtpProposer(CachedProposer):
         return tuple(sequences * (longest + extra) for extra in range(len(self._heads)))
 
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
-        """Allocate the heads' KV caches and the parents of the tree."""
+        """Allocate the heads' KV caches on the device, and the constant parents of the tree."""
         super().allocate(backend=backend, pages=pages, page_size=page_size)
         parents = [-1]
         for head in range(len(self._heads)):
@@ -115,7 +118,7 @@ class MtpProposer(CachedProposer):
         self._parents = torch.tensor(parents, device=backend.device)
 
     def draft(self, inputs: DraftInputs) -> Draft:
-        """Return the drafts that draft-extend has computed, without a pass."""
+        """Return the drafts that draft-extend has computed and relayed, without a pass."""
         tokens, target = inputs.relay["tokens"].flatten(1), self._heads[0].target
         if not self.is_tree:
             probs = inputs.relay["probs"]
@@ -227,13 +230,13 @@ class MtpProposer(CachedProposer):
 
 @dataclass(frozen=True, slots=True)
 class _Lanes:
-    """The token positions int64 [B, W] that one pass of a head computes."""
+    """The token positions int64 [B, W] that one pass of a head computes, W per request."""
 
     positions: Tensor
     is_valid: Tensor
-    """bool [B, W]: False for padding."""
+    """False for lanes that are padding, bool [B, W]."""
     first: Tensor
-    """int64 [B]: first position that is not padding."""
+    """The first position of each request that is not padding, int64 [B]."""
 
     @classmethod
     def from_positions(cls, seq_lens: Tensor, width: int, start: Tensor, count: Tensor, back: Tensor, lane: Tensor) -> _Lanes:
@@ -248,11 +251,13 @@ class _Lanes:
 
 
 def _pass_name(extra: int) -> str:
-    """Return the name of the host lengths of a head's pass."""
+    """Return the name of the host parameter with the KV lengths of the pass of head ``extra``."""
     return f"extend.{extra}" if extra else "extend"
 
 
 def _gather_rows(values: Tensor, index: Tensor) -> Tensor:
-    """Return ``values[b, index[b, j]]`` of [B, W, H]. The index [B, J] is clamped to both ends."""
+    """Return the rows ``values[b, index[b, j]]`` [B, J, H] of ``values`` [B, W, H]. ``index`` int64 [B, J] is clamped to both
+    ends.
+    """
     index = index.clamp(0, values.shape[1] - 1).unsqueeze(-1)
     return values.gather(1, index.expand(-1, -1, values.shape[-1]))

@@ -21,13 +21,13 @@ BUILTIN_PROPOSERS: Mapping[str, str] = MappingProxyType(
 """Proposer names with the checkpoint that each needs. Other lists of names derive from this one."""
 
 DRAFTLESS = frozenset(name for name, needs in BUILTIN_PROPOSERS.items() if needs.startswith("nothing:"))
-"""Proposers that need no checkpoint."""
+"""Names of proposers that need no checkpoint."""
 
 INSIDE_MODEL = frozenset({"mtp"})
-"""Proposers whose heads are in the model's checkpoint if no draft is given."""
+"""Names of proposers whose heads are read from the target's checkpoint if no draft is given."""
 
 USES_TARGET_HEAD = frozenset({"eagle", "dflash", "mtp"})
-"""Proposers that sample drafts with the target's output head."""
+"""Names of proposers that sample drafts with the target's output head."""
 
 SUFFIX_PREFIX = "suffix+"
 """Prefix of a proposer's name: suffix decoding drafts first, and the named proposer drafts where it matches too little."""

@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.device import Backend, ConfigError
+from outrider.device import Backend, ConfigError, KernelSet
 from outrider.speculative.proposer import Draft, DraftInputs, ExtendInputs, Proposer, RelaySpec
 from outrider.speculative.tree import Tree
 
 
 class NgramProposer(Proposer):
-    """T continuations of K tokens each, copied from where the longest suffix of the text occurred before, latest first.
+    """A proposer that drafts T continuations of K tokens each, copied from where the longest suffix of the text occurred
+    before, latest first.
 
     The history is paged like the target's cache: the slot of position i holds token i+1, and the token at position 0 is
     missing. Shared prefixes, chunks and preemption therefore need no further handling, and nothing is relayed. Continuations
@@ -47,18 +48,18 @@ class NgramProposer(Proposer):
         self._branches = branches
         self._longest = longest
         self._shortest = shortest
-        self._page_size = 0
+        self._page_size, self._kernels = 0, KernelSet()
         self._history = torch.empty(0, dtype=torch.int64)
         self._parents = torch.empty(0, dtype=torch.int64)
 
     @property
     def depth(self) -> int:
-        """Number of tokens of one drafted continuation."""
+        """K, the number of tokens of one drafted continuation."""
         return self._draft_tokens
 
     @property
     def nodes(self) -> int:
-        """Number of tokens of all drafted continuations."""
+        """T * K, the number of tokens of all drafted continuations."""
         return self._draft_tokens * self._branches
 
     @property
@@ -68,28 +69,33 @@ class NgramProposer(Proposer):
 
     @property
     def caches(self) -> tuple[Tensor, ...]:
-        """The history [pages, page size] of token ids."""
+        """The history of token ids, one tensor [pages, page size]."""
         return (self._history.view(-1, self._page_size),)
 
     def prompt_passes(self, tokens: int, sequences: int, longest: int) -> tuple[int, ...]:
-        """Return no passes, because there are no layers."""
+        """Return no passes, because the lookup has no layers."""
         del tokens, sequences, longest
         return ()
 
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
-        """Allocate a history with one token per slot, and the parents of the tree."""
-        self._page_size = page_size
+        """Allocate the history with one token per cache slot, and the constant parents of the tree."""
+        self._page_size, self._kernels = page_size, backend.kernels_in_use
         self._history = torch.zeros(pages * page_size, dtype=torch.int64, device=backend.device)
         node = torch.arange(1, self.nodes + 1, device=backend.device)
         self._parents = torch.where((node - 1) % self._draft_tokens == 0, 0, node - 1)
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
-        """Write the accepted tokens to the history. Padding after the last valid token is overwritten before it is read."""
-        self._history[inputs.slots] = inputs.tokens
+        """Write the accepted tokens to the history and return an empty relay. Padding after the last valid token is
+        overwritten before it is read.
+
+        The rows of no request are all at page 0. Nothing is written for them: several would write one slot.
+        """
+        slots = torch.where(inputs.slots < self._page_size, 0, inputs.slots)
+        self._kernels.scatter_rows(self._history, slots, inputs.tokens)
         return {}
 
     def draft(self, inputs: DraftInputs) -> Draft:
-        """Search each request's token history for its last tokens, and copy the tokens that followed them."""
+        """Search each request's token history for its last tokens, and return the tokens that followed them there."""
         text = self._text(inputs)
         match_lengths = self._match_lengths(text, inputs.seq_lens)
         seq_lens = inputs.seq_lens.unsqueeze(1)
@@ -121,15 +127,17 @@ class NgramProposer(Proposer):
         return Draft(drafted, None, Tree.from_parents(torch.cat((root, parents), dim=1), depth=self._draft_tokens))
 
     def _text(self, inputs: DraftInputs) -> Tensor:
-        """Return tokens 1, 2, ... of each request [B, S]. Values after a request's last token are meaningless."""
+        """Return the tokens of each request from its second on, int64 [B, S]. Values after a request's last token are
+        meaningless.
+        """
         pages = max(1, min(-(-inputs.max_kv // self._page_size), inputs.tables.shape[1]))
         first = inputs.tables[:, :pages].to(torch.int64) * self._page_size
         slots = first.unsqueeze(2) + torch.arange(self._page_size, device=first.device)
         return self._history[slots.flatten(1)]
 
     def _match_lengths(self, text: Tensor, seq_lens: Tensor) -> Tensor:
-        """Return int64 [B, S]: how many tokens up to each position equal those up to the last one. 0 from the last position
-        on.
+        """Return, for each position, how many tokens up to it equal those up to the request's last token, int64 [B, S]. 0
+        from the last position on.
         """
         seq_lens = seq_lens.unsqueeze(1)
         index = torch.arange(text.shape[1], device=text.device)

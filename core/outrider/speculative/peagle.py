@@ -32,7 +32,7 @@ _MAX_TOKENS = 63
 
 
 class PEagleProposer(HeadDrafts):
-    """A chain of K tokens from a P-EAGLE head. Relays for each request the K states that predict them.
+    """A proposer of chains of K tokens from a P-EAGLE head. It relays for each request the K head states that predict them.
 
     Keys and values of mask positions use the slots after the accepted tokens. The next pass overwrites all of them with the
     accepted pairs.
@@ -50,7 +50,7 @@ class PEagleProposer(HeadDrafts):
         self._zeros = torch.empty(0)
 
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
-        """Allocate the KV cache and the temperatures of drafts that aren't sampled."""
+        """Allocate the head's KV cache, and a constant tensor of zero temperatures for greedy drafts."""
         super().allocate(backend=backend, pages=pages, page_size=page_size)
         self._zeros = torch.zeros(MAX_BATCH_REQUESTS * self._draft_tokens, device=backend.device)
 
@@ -68,7 +68,7 @@ class PEagleProposer(HeadDrafts):
 
     @property
     def relay(self) -> tuple[RelaySpec, ...]:
-        """The head's states that predict the K draft tokens of each request."""
+        """The head's states [K, H] that predict the draft tokens, per request."""
         return (RelaySpec("hidden", (self._draft_tokens, self.head.config.hidden_size), self.head.target.dtype),)
 
     @property
@@ -82,7 +82,7 @@ class PEagleProposer(HeadDrafts):
         return (*super().prompt_passes(tokens, sequences, longest), *([sequences * masks] if masks else []))
 
     def draft(self, inputs: DraftInputs) -> Draft:
-        """Sample all tokens from the states that draft-extend has computed, without a pass."""
+        """Sample all K tokens from the relayed states, without a pass."""
         head, count = self.head, inputs.count or self._draft_tokens
         hidden = inputs.relay["hidden"][:, :count]
         lane = torch.arange(1, count + 1, device=hidden.device)
@@ -91,14 +91,16 @@ class PEagleProposer(HeadDrafts):
         return Draft(self.to_target_tokens(sampled), self.expand_to_target(probs) if inputs.sampling else None)
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
-        """Run one pass over accepted pairs and mask positions. Prompts, whose chunks differ in length, need a second pass."""
+        """Run one pass over accepted pairs and mask positions, and return the states that predict the next draft. Prompts,
+        whose chunks differ in length, need a second pass.
+        """
         return {
             "hidden": self._states_after_prompts(inputs) if inputs.prompt is not None else self._states_after_drafts(inputs)
         }
 
     def _states_after_drafts(self, inputs: ExtendInputs) -> Tensor:
-        """Return states [B, K, H] from the last accepted pair on. Of the W positions per request, those after it are mask
-        positions.
+        """Return the head's states [B, K, H] at the last accepted pair and the K - 1 positions after it. Those positions are
+        mask positions.
         """
         head, masks, width = self.head, self._draft_tokens - 1, inputs.attention.max_query
         batch = inputs.last.shape[0]

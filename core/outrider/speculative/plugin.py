@@ -34,11 +34,13 @@ class ProposerInfo(PluginInfo):
 
 
 class ProposerHooks:
-    """The hooks of a proposer plugin. They are called before an engine exists; the engine calls the proposer directly."""
+    """The hooks of a proposer plugin. The registry calls them before an engine exists; the engine then calls the proposer
+    directly.
+    """
 
     @hookspec
     def proposer_info(self) -> ProposerInfo:  # type: ignore[empty-body]
-        """Describe the plugin. Cheap, repeatable, without side effects."""
+        """Return the description of the plugin. Calls must be cheap, repeatable and without side effects."""
 
     @hookspec
     def create_proposer(self, options: DraftOptions) -> Proposer:  # type: ignore[empty-body]

@@ -24,7 +24,7 @@ from outrider.speculative.tree import Level, Tree, TreeShape
 
 @dataclass(frozen=True, slots=True)
 class HostSeqLens:
-    """Sequence lengths of a batch on the host."""
+    """KV lengths of a batch's requests on the host, for attention that takes lengths as host integers."""
 
     values: tuple[int, ...]
     """Number of cached tokens of each request."""
@@ -70,7 +70,7 @@ class RelaySpec:
 
     name: str
     shape: tuple[int, ...]
-    """Shape of the tensor for one request."""
+    """Shape of the tensor for one request, without the dimension B."""
     dtype: torch.dtype
     bounds: tuple[int, int] | None = None
     """Lower bound (inclusive) and upper bound (exclusive) of integers, which probes check. None: they are tokens of the
@@ -83,19 +83,19 @@ class DraftInputs:
     """Inputs of a draft. Every tensor is private to the draft, on the stream that the draft runs on."""
 
     seq_lens: Tensor
-    """int64 [B]: number of tokens in the target's cache."""
+    """Number of tokens in the target's cache, int64 [B]."""
     last_tokens: Tensor
-    """int64 [B]: the token after them, which is not cached yet."""
+    """The token after the cached tokens, int64 [B], which is not cached yet."""
     tables: Tensor
-    """int32 [B, P]: block tables."""
+    """Block tables, int32 [B, P]."""
     temperature: Tensor
-    """float32 [B]."""
+    """Sampling temperatures, float32 [B]; 0 for greedy requests."""
     seeds: Tensor
-    """int64 [B]."""
+    """Random seeds, int64 [B]."""
     mrope_position_deltas: Tensor | None
-    """int64 [B]: difference of a token's mrope position and its index. None if the target has no mrope."""
+    """Difference of a token's mrope position and its index, int64 [B]. None if the target has no mrope."""
     relay: Mapping[str, Tensor]
-    """Tensors [B, ...] that the preceding iteration relayed, by name."""
+    """Tensors [B, ...] that the previous iteration relayed, by name."""
     max_kv: int
     """Upper bound of cached tokens after this iteration, known on the host."""
     sampling: bool
@@ -115,13 +115,15 @@ class Draft:
     """The drafted tokens of each request, as a chain or as a tree."""
 
     tokens: Tensor
-    """int64 [B, K]. In a tree, column i is the token of node i + 1; node 0, the root, is the request's last token."""
+    """Draft tokens, int64 [B, K]. In a tree, column i is the token of node i + 1; node 0, the root, is the request's last
+    token.
+    """
     probs: Tensor | None
-    """float32 [B, K, V]: distribution that each token of a chain was sampled from. None for a tree, and if no request
+    """Distribution that each token of a chain was sampled from, float32 [B, K, V]. None for a tree, and if no request
     samples. Trees are verified without distributions (``KernelSet.verify_tree``).
     """
     tree: Tree | None = None
-    """None for a chain."""
+    """The tree of the tokens; None for a chain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,43 +135,44 @@ class ExtendInputs:
     """
 
     tokens: Tensor
-    """int64 [M]: the token *after* each position."""
+    """The token *after* each position, int64 [M]."""
     hidden: Tensor | None
-    """[M, H]: the target's final hidden state at each position. None for prompts unless :attr:`Proposer.reads_hidden` is
+    """The target's final hidden state at each position, [M, H]. None for prompts unless :attr:`Proposer.reads_hidden` is
     true.
     """
     aux_hidden_states: tuple[Tensor, ...]
     """States [M, H] at the inputs of the target's layers ``aux_hidden_state_layers``."""
     positions: Tensor
-    """int64 [M]: indices in the sequence."""
+    """Indices of the tokens in their sequences, int64 [M]."""
     rope_positions: Tensor
-    """Positions of the target's rope: int64 [M], or [3, M] with mrope."""
+    """Positions for the target's rope, int64 [M], or [3, M] with mrope."""
     mrope_position_deltas: Tensor | None
-    """int64 [B] with mrope, else None, see :class:`DraftInputs`."""
+    """Difference of mrope position and index, int64 [B], see :class:`DraftInputs`. None if the target has no mrope."""
     slots: Tensor
-    """int64 [M]: cache slots."""
+    """Cache slots of the tokens, int64 [M]."""
     attention: AttentionMetadata
     """Metadata of the attention over the draft's own cache."""
     last: Tensor
-    """int64 [B]: index into M of each request's last valid token. Later tokens of the request are padding and never read."""
+    """Index into M of each request's last valid token, int64 [B]. Later tokens of the request are padding and never read."""
     next_positions: Tensor
-    """int64 [B]: position of the first token to draft."""
+    """Position of the first token to draft, int64 [B]."""
     temperature: Tensor
     seeds: Tensor
     sampling: bool
     relay: Mapping[str, Tensor]
-    """Tensors [B, ...] that the preceding call relayed. Valid only where ``continues`` is true."""
+    """Tensors [B, ...] that the previous call relayed, by name. Valid only where ``continues`` is true."""
     continues: Tensor
-    """bool [B]: the preceding call ended where this one starts."""
+    """True if the previous call ended where this one starts, bool [B]."""
     prompt: Tensor | None
-    """int64 [M]: the token *at* each position of a prompt. None when decoding: earlier calls had these tokens in ``tokens``.
+    """The token *at* each position of a prompt, int64 [M]. None when decoding: earlier calls had these tokens in
+    ``tokens``.
     """
     embeddings: Tensor | None = None
     """Media features of a prompt, as in :class:`ForwardInput`."""
     embedded: Tensor | None = None
     """Rows of ``embeddings`` that are valid, as in :class:`ForwardInput`."""
     prompt_lens: Tensor | None = None
-    """Prompt lengths, as in :class:`ForwardInput`."""
+    """Length of each token's prompt, as in :class:`ForwardInput`."""
     kept: KeptRows | None = None
     """Selects the tokens at ``last`` as the only rows of a pass whose results are needed. None if attention takes host
     lengths, or if all tokens are needed. A pass may compute all rows nevertheless.
@@ -281,11 +284,15 @@ class Proposer(ABC):
     @property
     @abstractmethod
     def relay(self) -> tuple[RelaySpec, ...]:
-        """The tensors that are relayed from one iteration to the next."""
+        """The declarations of the tensors that :meth:`extend` returns and the next :meth:`draft` and
+        :meth:`extend` receive.
+        """
 
     @property
     def extends(self) -> bool:
-        """True if ``extend`` must process the accepted tokens before the next draft."""
+        """True if :meth:`extend` must process the accepted tokens before the next draft. The engine then launches
+        draft-extend.
+        """
         return bool(self.relay)
 
     @property
@@ -366,15 +373,17 @@ class Proposer(ABC):
 
     @abstractmethod
     def draft(self, inputs: DraftInputs) -> Draft:
-        """Draft K tokens, or ``inputs.count``, for each request."""
+        """Return a draft of K tokens, or ``inputs.count``, for each request. Called in each iteration that drafts, before
+        verify.
+        """
 
     @abstractmethod
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
-        """Process the accepted tokens. Return the relay of each request, [B, ...] by name."""
+        """Process the accepted tokens after verify, or a prompt chunk. Return the relay of each request, [B, ...] by name."""
 
 
 class NonSpeculativeProposer(Proposer):
-    """Drafts nothing: an iteration is one step of non-speculative decoding."""
+    """The proposer that drafts nothing: an iteration is one step of non-speculative decoding."""
 
     name = "none"
     depth = 0
@@ -398,7 +407,7 @@ class NonSpeculativeProposer(Proposer):
 
 
 UNBOUNDED = 1 << 62
-"""A last position greater than every position."""
+"""The last position that ``place_tokens`` may assign, if positions need no limit."""
 
 
 def text_rope_positions(rope: RopeConfig, positions: Tensor, mrope_position_deltas: Tensor | None) -> Tensor:
@@ -438,7 +447,7 @@ def over_target(probs: Tensor, ids: Tensor | None, vocabulary: int) -> Tensor:
 
 
 def too_many_branches(branches: int, vocabulary: int) -> ConfigError:
-    """Return the error of a tree with more branches than the draft vocabulary has tokens."""
+    """Return the :class:`ConfigError` for a tree with more branches than the draft vocabulary has tokens."""
     return ConfigError(
         f"draft_topk is {branches}, and drafts are drawn from {vocabulary} tokens; expected at most as many branches"
     )
@@ -488,12 +497,12 @@ class CachedProposer(Proposer):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values in all layers."""
+        """Bytes of one token's keys and values in all layers of the proposer."""
         config = self._config
         return KVCache.page_bytes(config.num_layers, config.num_kv_heads, config.head_size, page_size=1, dtype=self._dtype)
 
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
-        """Allocate the key and value tensors of each layer of the proposer."""
+        """Allocate the key and value tensors of each layer of the proposer, in pages with the target's page numbers."""
         config = self._config
         self._page_size = page_size
         # The number of pages doesn't limit the batch: captured and measured batches are padded.
@@ -509,17 +518,17 @@ class CachedProposer(Proposer):
         )
 
     def next_positions(self, kernels: KernelSet, inputs: DraftInputs, *, count: int) -> DraftPositions:
-        """Return positions, slots and lengths of the next ``count`` tokens of each request."""
+        """Return positions, slots and lengths of the next ``count`` tokens of each request. One kernel computes them."""
         return DraftPositions(kernels, inputs, self._query_start, count=count, page_size=self._page_size)
 
     @property
     def caches(self) -> tuple[Tensor, ...]:
-        """Key and value tensors of each layer in turn."""
+        """Key and value tensors of each layer of the proposer in turn."""
         return tuple(tensor for pair in self.cache.layers for tensor in pair)
 
     @property
     def cache(self) -> KVCache:
-        """The proposer's KV cache. It exists from :meth:`allocate` on."""
+        """The proposer's KV cache. It exists from :meth:`allocate` on. Raises :class:`ConfigError` before."""
         if self._cache is None:
             raise ConfigError(f"the proposer {self.name!r} has no cache yet; the engine allocates it")
         return self._cache
@@ -530,7 +539,7 @@ class ChainProposer(CachedProposer):
 
     _draft_tokens: int
     _tokens_ahead = 0
-    """Number of tokens that draft-extend adds to the cached length."""
+    """Number of tokens by which draft-extend's passes exceed the accepted tokens."""
 
     @property
     def depth(self) -> int:
@@ -597,7 +606,7 @@ class TreeProposer(CachedProposer):
         return self._shape.nodes
 
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
-        """Allocate the KV cache and the constants of the shape."""
+        """Allocate the KV cache and the constant tensors of the tree's shape on the device."""
         super().allocate(backend=backend, pages=pages, page_size=page_size)
         self._shape.allocate_constants(backend.device)
 

@@ -56,7 +56,8 @@ class SuffixTable:
         return self._longest
 
     def learn(self, contexts: Tensor, known: Tensor, tokens: Tensor, counts: Tensor) -> None:
-        """Record that ``tokens`` int64 [M] followed ``contexts`` int64 [M, C], where ``counts`` bool [M] is true.
+        """Record that ``tokens`` int64 [M] followed ``contexts`` int64 [M, C], for the rows in which ``counts`` bool [M] is
+        true.
 
         A context begins with its last token. ``known`` int64 [M] is the number of valid tokens of each context.
         """
@@ -87,7 +88,9 @@ class SuffixTable:
         return self._token(found).gather(1, best.indices).squeeze(1), best.values.squeeze(1)
 
     def _find(self, contexts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return slot and mark of each context for each length, both int64 [M, L]. A mark is never 0."""
+        """Return the slot and the mark of each context of ``contexts`` for each context length, both int64 [M, L]. A mark is
+        never 0.
+        """
         sums = ((contexts + 1) * self._powers).cumsum(1)[:, self._lengths - 1]
         mixed = (sums + self._lengths) * _MIX_FACTOR
         mixed = (mixed ^ (mixed >> 29)) * _HASH_FACTOR
@@ -104,7 +107,7 @@ class SuffixTable:
 
 
 def _wrap_int64(value: int) -> int:
-    """Wrap ``value`` to the range of int64."""
+    """Return ``value`` modulo 2**64 as a signed 64-bit integer, which torch's int64 arithmetic accepts."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -119,9 +122,9 @@ class Continuation:
     """The tokens that a lookup found for each request, and the length of the match."""
 
     tokens: Tensor
-    """int64 [B, K]."""
+    """The tokens of the continuations, int64 [B, K]."""
     matched: Tensor
-    """int64 [B]: length of the suffix that they follow. 0 means no match, and meaningless tokens."""
+    """Length of the suffix that the continuation follows, int64 [B]. 0 means no match, and meaningless tokens."""
 
 
 class SuffixProposer(NgramProposer):
@@ -158,25 +161,29 @@ class SuffixProposer(NgramProposer):
 
     @property
     def past_outputs(self) -> SuffixTable:
-        """The table of past outputs. It exists from :meth:`allocate` on."""
+        """The table of past outputs. It exists from :meth:`allocate` on. Raises :class:`ConfigError` before."""
         if self._past is None:
             raise ConfigError("the proposer 'suffix' has no table yet; the engine allocates it")
         return self._past
 
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
-        """Allocate the token history and the table of past outputs."""
+        """Allocate the token history and the table of past outputs on the device."""
         super().allocate(backend=backend, pages=pages, page_size=page_size)
         self._past = SuffixTable(slots=self._slots, lengths=CONTEXT_LENGTHS, device=backend.device)
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
-        """Write the accepted tokens to the history, and decoded tokens also to the table of past outputs."""
+        """Write the accepted tokens to the history, and decoded tokens also to the table of past outputs. Returns an empty
+        relay.
+        """
         relayed = super().extend(inputs)
         if inputs.prompt is None:
             self._learn(inputs)
         return relayed
 
     def draft(self, inputs: DraftInputs) -> Draft:
-        """Look up each request's last tokens and copy the continuation that was found."""
+        """Look up each request's last tokens in its own text and in past outputs, and return the continuation of the longer
+        match.
+        """
         tokens = self.continuation(inputs).tokens
         # A deterministic draft is a one-point distribution.
         return Draft(tokens, F.one_hot(tokens, self._vocab_size).to(torch.float32) if inputs.sampling else None)
@@ -191,8 +198,8 @@ class SuffixProposer(NgramProposer):
         return Continuation(torch.where(better.unsqueeze(1), from_past, from_text), torch.where(better, length, matched))
 
     def _find_in_text(self, text: Tensor, seq_lens: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return tokens [B, count] and match lengths [B] from the request's own text [B, S]: the longest match, then the
-        latest.
+        """Return continuations [B, count] and match lengths [B] from each request's own ``text`` [B, S]. The longest match
+        wins, then the latest.
         """
         index = torch.arange(text.shape[1], device=text.device)
         best = (self._match_lengths(text, seq_lens) * text.shape[1] + index).max(dim=1, keepdim=True).values

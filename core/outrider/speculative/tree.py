@@ -21,11 +21,11 @@ class Tree:
     """A tree of N nodes for each request. Node 0 is the root, the request's last token; parents precede their children."""
 
     parents: Tensor
-    """int64 [B, N]: index of the parent. -1 for the root and for unused nodes."""
+    """Index of each node's parent, int64 [B, N]. -1 for the root and for unused nodes."""
     depths: Tensor
-    """int64 [B, N]: number of edges from the root."""
+    """Number of edges from the root to each node, int64 [B, N]."""
     mask: Tensor
-    """bool [B, N, N]: node i attends to node j, which is an ancestor of i or i itself."""
+    """True if node i attends to node j, which is an ancestor of i or i itself, bool [B, N, N]."""
 
     @classmethod
     def from_parents(cls, parents: Tensor, *, depth: int) -> Tree:
@@ -48,19 +48,19 @@ class Level:
     """
 
     tokens: Tensor
-    """int64 [B, M]."""
+    """Tokens of the nodes, int64 [B, M]."""
     parents: Tensor
-    """int64 [B, M]: index among these nodes. -1 for children of the root."""
+    """Index of each node's parent among these nodes, int64 [B, M]. -1 for children of the root."""
     depths: Tensor
-    """int64 [B, M], at least 1."""
+    """Depth of each node in the tree, int64 [B, M], at least 1."""
     mask: Tensor
-    """bool [B, M, M]: ancestor or itself."""
+    """True if node i attends to node j, which is an ancestor or itself, bool [B, M, M]."""
     fresh: int
-    """Number of nodes, at the end, that are new in this level."""
+    """Number of nodes, at the end, that were added in this level."""
 
 
 Expand = Callable[[Level], Tensor]
-"""Function that returns logits [B, fresh, V] of the token after each fresh node of a level."""
+"""The function that returns the logits [B, fresh, V] of the token after each fresh node of a level."""
 
 
 def most_likely(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -70,7 +70,7 @@ def most_likely(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 class TreeShape(ABC):
-    """Rule by which a draft tree grows from the most likely first tokens."""
+    """The rule by which a draft tree grows from the most likely first tokens."""
 
     def __init__(self, *, branches: int, depth: int, nodes: int, levels: tuple[int, ...]) -> None:
         self.branches = branches
@@ -102,7 +102,7 @@ class TreeShape(ABC):
 
 
 class DynamicTree(TreeShape):
-    """The most likely nodes by the draft's probabilities, as in EAGLE-2 (Li et al. 2024, sections 4.1 and 4.2).
+    """A shape of the most likely nodes by the draft's probabilities, as in EAGLE-2 (Li et al. 2024, sections 4.1 and 4.2).
 
     Each of D - 1 steps expands the T most likely nodes of the last level, by the product of the probabilities along the path,
     and scores T children of each. The K most likely of all nodes form the tree: a parent is at least as likely as its child,
@@ -125,7 +125,9 @@ class DynamicTree(TreeShape):
         )
 
     def grow(self, tokens: Tensor, scores: Tensor, expand: Expand, *, ids: Tensor | None = None) -> tuple[Tensor, Tree]:
-        """Expand the most likely nodes level by level, then select the K most likely nodes of all levels."""
+        """Expand the most likely nodes level by level, then select the K most likely nodes of all levels. See the base class
+        for arguments and results.
+        """
         topk, batch, device = self.branches, tokens.shape[0], tokens.device
         # All scored nodes in order of level: token, score, and the parent's index among them.
         scored_tokens, all_scores = [tokens], [scores]
@@ -156,7 +158,9 @@ class DynamicTree(TreeShape):
         return self._select_nodes(torch.cat(scored_tokens, 1), torch.cat(all_scores, 1), torch.cat(scored_parents, 1))
 
     def _select_nodes(self, tokens: Tensor, scores: Tensor, parents: Tensor) -> tuple[Tensor, Tree]:
-        """Select the K best of the scored nodes. The stable sort prefers a parent to a child of equal score."""
+        """Return the K best of the scored nodes as tokens [B, K] and a tree. The stable sort prefers a parent to a child of
+        equal score.
+        """
         order = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, : self.nodes]
         picked = torch.sort(order, dim=1).values
         node = torch.arange(1, self.nodes + 1, device=tokens.device).expand_as(picked)
@@ -168,7 +172,7 @@ class DynamicTree(TreeShape):
 
 
 class FixedTree(TreeShape):
-    """The same shape in every iteration, as in EAGLE-1 and Medusa (Cai et al. 2024, section 2.3.2).
+    """A shape that is the same in every iteration, as in EAGLE-1 and Medusa (Cai et al. 2024, section 2.3.2).
 
     ``paths`` name nodes by ranks: ``(0, 1)`` is the second most likely child of the most likely first token. Every prefix of
     a path is also a node.
@@ -199,7 +203,7 @@ class FixedTree(TreeShape):
         return cls(itertools.product(*(range(width) for width in widths)))
 
     def allocate_constants(self, device: torch.device) -> None:
-        """Allocate the parents of each level and of the whole tree on ``device``."""
+        """Allocate the constant parents of each level and of the whole tree on ``device``."""
         expanded: list[tuple[int, ...]] = []
         self._level_parents = []
         for level in self._levels:
@@ -210,7 +214,7 @@ class FixedTree(TreeShape):
         self._parents = torch.tensor([-1, *(index.get(path[:-1], 0) for path in self._paths)], device=device)
 
     def grow(self, tokens: Tensor, scores: Tensor, expand: Expand, *, ids: Tensor | None = None) -> tuple[Tensor, Tree]:
-        """Fill the nodes of the fixed tree with tokens, level by level."""
+        """Fill the nodes of the fixed tree with tokens, level by level. See the base class for arguments and results."""
         del scores  # the shape doesn't depend on them
         batch = tokens.shape[0]
         token_of: dict[tuple[int, ...], Tensor] = {path: tokens[:, path[0]] for path in self._paths if len(path) == 1}

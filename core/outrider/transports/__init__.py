@@ -1,4 +1,6 @@
-"""Transports, which transfer KV pages between engines: their interface, and the transports ``torch``, ``nixl`` and local."""
+"""Transports, which transfer KV pages between engines: the interface, and the transports ``torch``, ``nixl`` and the one
+within a process.
+"""
 
 from outrider.transports.link import Link, LinkDown, PageTransfer, Transport
 

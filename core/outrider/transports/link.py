@@ -38,15 +38,15 @@ from torch import Tensor
 from outrider.device import Backend, ConfigError, Fence, OutriderError
 
 NOTICE_BYTES = 256
-"""Maximum length of a notice."""
+"""Maximum number of bytes of a notice."""
 OFFER_BYTES = 1 << 22
-"""Maximum length of an offer."""
+"""Maximum number of bytes of an offer."""
 _MAX_COUNT = 1 << 48
-"""Limit of the numbers in an offer."""
+"""Upper limit of the numbers in an offer from the other side, which is untrusted."""
 
 
 class LinkDown(OutriderError):
-    """Raised if the other side of a link is gone or can't be reached."""
+    """Raised when the other side of a link is gone or can't be reached."""
 
 
 class PageTransfer(ABC):
@@ -189,7 +189,7 @@ def check_blocks(blocks: Sequence[int], count: int, whose: str) -> None:
 
 
 def _decode_offer(offer: bytes) -> dict[str, Any]:
-    """Return the checked fields of an offer. Raises :class:`ConfigError`."""
+    """Return the checked fields of an offer. Raises :class:`ConfigError` for an offer that is too long or unreadable."""
     if len(offer) > OFFER_BYTES:
         raise ConfigError(f"the other side's offer has {len(offer)} bytes; expected at most {OFFER_BYTES}")
     try:

@@ -26,7 +26,7 @@ class LocalTransport(Transport):
         self._numbers = count()
 
     def open(self, regions: Sequence[Tensor], backend: Backend, *, accepts: bool, host: str) -> LocalLink:
-        """Create one side of a link. ``accepts`` and ``host`` are ignored."""
+        """Create one side of a link over ``regions``. ``accepts`` and ``host`` are ignored."""
         del accepts, host
         key = b"local %d" % next(self._numbers)
         link = LocalLink(self, key, regions, backend)
@@ -61,7 +61,10 @@ class LocalLink(Link):
         self._expected[notice] = written
 
     def notices(self) -> list[bytes]:
-        """Return the notices of the writes whose fences have been reached."""
+        """Return the notices of the writes whose fences have been reached.
+
+        Raises :class:`LinkDown` once the other side has closed the link.
+        """
         while self._on_host and not self._down:
             self._write_from_host(*self._on_host.pop(0))
         notices = []

@@ -233,7 +233,10 @@ class _NixlTransfer(PageTransfer):
         self._link, self._handle, self._state = link, handle, state
 
     def done(self) -> bool:
-        """Return True once the transfer is over, and release its handle then."""
+        """Return True once the transfer is over, and release its handle then.
+
+        Raises :class:`LinkDown` if the transfer failed.
+        """
         if self._state == "DONE":
             if self._handle is not None:
                 self._link.finish(self)

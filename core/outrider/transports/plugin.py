@@ -38,7 +38,7 @@ class TransportHooks:
 
     @hookspec
     def transport_info(self) -> TransportInfo:  # type: ignore[empty-body]
-        """Describe the plugin. Cheap, repeatable, without side effects."""
+        """Return the description of the plugin. Calls must be cheap, repeatable and without side effects."""
 
     @hookspec
     def create_transport(self, options: Mapping[str, str]) -> Transport:  # type: ignore[empty-body]

@@ -37,11 +37,11 @@ _JOIN_TIMEOUT_S = 5.0
 
 class _Kind(IntEnum):
     WRITE = 1
-    """Write blocks: header, block numbers, notice, bytes of each region."""
+    """Message kind: write blocks. Its parts are header, block numbers, notice, and the bytes of each region."""
     OVER = 2
-    """The write with the header's number is in this side's memory."""
+    """Message kind: the write with the header's number is in this side's memory."""
     END = 3
-    """The sender has closed the link."""
+    """Message kind: the sender has closed the link."""
 
 
 @dataclass(eq=False, slots=True)

@@ -31,24 +31,25 @@ _TRITON = torch.ops.outrider
 
 
 class CacheAttention:
-    """Attention over the cache, alone or fused with the output projection and the norm that follow."""
+    """The launches of attention over the paged cache, alone or fused with the output projection and the norm that follow."""
 
     def __init__(
         self, kernels: KernelSet, tiles: TileSelection, quantized: QuantizedProducts, prompts: PromptAttention
     ) -> None:
         self.prompts = prompts
-        """Prefill attention."""
+        """The kernels of prefill attention."""
         self._kernels, self._tiles, self._quantized, self._pdl = kernels, tiles, quantized, tiles.facts.pdl
 
     def config(self, q: Tensor, k_cache: Tensor, metadata: AttentionMetadata) -> list[int]:
-        """Return the launch of this attention as :class:`~outrider_triton.tiles.derive.attention.AttentionLaunch` lists it.
+        """Return the launch parameters of this attention, as the list of an
+        :class:`~outrider_triton.tiles.derive.attention.AttentionLaunch`.
 
         Only host-side sizes decide: the batch, and the largest query and cache lengths.
         """
         return self.config_for(q, k_cache, metadata.seq_lens.shape[0], metadata.max_query, metadata.max_kv)
 
     def config_for(self, q: Tensor, k_cache: Tensor, batch: int, max_query: int, max_kv: int) -> list[int]:
-        """Return :meth:`config` for a batch of these sizes."""
+        """Return the launch parameters of :meth:`config` for a batch of these sizes."""
         derived = self.attention_launch(q, k_cache, batch, max_query, max_kv, None)
         if self._tiles.table is None or q.dtype.itemsize != 2:
             return derived.as_list()
@@ -76,7 +77,9 @@ class CacheAttention:
         weight: QuantizedWeight,
         bias: Tensor | None,
     ) -> NormedRows | None:
-        """Run attention, its output projection and the norm. Return None, and run nothing, if a kernel is missing."""
+        """Run attention, its output projection, and the norm with the residual; return the normed rows for the product with
+        ``weight``. Return None, and run nothing, if a kernel is missing.
+        """
         projected = residual[:, :1].expand(-1, output.shape[1])  # only the shape and dtype are used
 
         def attention_rows(product_plan: ProductPlan, config: MatmulConfig) -> TokenRows:
@@ -113,7 +116,9 @@ class CacheAttention:
         return TokenRows(out.reshape(out.shape[0], -1), None, False)
 
     def operands(self, call: PrefillOperands, config: list[int]) -> tuple[Any, ...]:
-        """Return the operands of the attention operators."""
+        """Return the operands of the attention operators, in the order of their schema. ``config`` is the result of
+        :meth:`config`.
+        """
         metadata = call.metadata
         addressing = metadata.query_start, metadata.seq_lens, metadata.block_table, metadata.tree_mask
         limits = metadata.max_query, metadata.max_kv, call.scale, call.window
@@ -121,8 +126,8 @@ class CacheAttention:
         return call.q, call.k_cache, call.v_cache, *addressing, *limits, reads_before_wait, config, self._pdl
 
     def compile_variants(self, call: PrefillOperands, planes: int) -> None:
-        """Compile attention with every tile configuration of these heads. Does nothing outside the scope, or the second
-        time.
+        """Compile attention with every launch configuration that these heads may need. Does nothing outside the scope of
+        variants, or for heads that were compiled before.
         """
         q, k_cache, metadata = call.q, call.k_cache, call.metadata
         longest_decode = metadata.max_query if metadata.tree_mask is not None else self.prompts.longest_elsewhere(q)
@@ -144,7 +149,9 @@ class CacheAttention:
 
 
 def _planes(call: PrefillOperands, product_plan: ProductPlan, config: MatmulConfig) -> int:
-    """Return the nibble-plane layout that a product with this plan takes (:func:`row_layout`); 0: row-major rows."""
+    """Return the nibble-plane layout in which a product with this plan reads its rows (:func:`row_layout`); 0 for row-major
+    rows.
+    """
     size = call.q.shape[2]
     return row_layout(config) if product_plan.planes and size % UNIT_COLUMNS.value == 0 and power_of_two(size) == size else 0
 
@@ -158,5 +165,5 @@ def _heads(q: Tensor, k_cache: Tensor) -> AttentionHeads:
 
 
 def attends(q: Tensor) -> bool:
-    """Return True if Triton's kernels attend with heads of this dtype and size."""
+    """Return True if Triton's attention kernels support queries ``q`` [T, Hq, D] of this dtype and head size."""
     return has_kernel(q) and q.shape[-1] <= 256

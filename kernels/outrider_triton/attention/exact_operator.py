@@ -1,4 +1,4 @@
-"""Operator of attention whose sums have one order for each row (:mod:`outrider_triton.attention.jit.exact`)."""
+"""Operators of attention in which the sums of each row have one order (:mod:`outrider_triton.attention.jit.exact`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider_triton.attention.jit import exact
 from outrider_triton.launch import define, launch, power_of_two
 
 FIRST_CHUNK = 256
-"""Positions of the first chunks of attention."""
+"""Number of positions in each of the first chunks of attention."""
 
 
 def _exact_attention(

@@ -33,14 +33,15 @@ _MEASURED_LENGTHS = (128, 512, 2048, 8192)
 _MIN_COPIED_QUERY = 1024
 _MAX_COPY_BYTES = 1 << 29
 _COPY_CONFIGS = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2))
-"""Blocks over a contiguous copy. Two programs share a multiprocessor: one multiplies while the other computes exponentials.
+"""Tile configurations over a contiguous copy: query rows, cached tokens, warps, stages. Two programs share a multiprocessor:
+one multiplies while the other computes exponentials.
 """
 _CONFIGS = ((128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1))
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillOperands:
-    """The operands of one attention, in prefill or not."""
+    """The operands of one call of attention: queries [T, Hq, D], caches, metadata, scale and window."""
 
     q: Tensor
     k_cache: Tensor
@@ -50,7 +51,9 @@ class PrefillOperands:
     window: int
 
     def copied(self, width: int, pdl: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Copy the context; return keys and values with heads of ``width``, and the first row of each sequence."""
+        """Copy the keys and values of the context to contiguous memory with heads of ``width`` elements. Return both, and the
+        first row of each sequence.
+        """
         metadata = self.metadata
         batch = metadata.seq_lens.shape[0]
         rows = prefill_ops.copied_rows(batch * metadata.max_kv, batch)
@@ -77,14 +80,14 @@ class PrefillOperands:
 
 @dataclass(frozen=True, slots=True)
 class PrefillAttentionCandidate:
-    """An implementation of prefill attention."""
+    """One implementation of prefill attention among those that are measured."""
 
     name: str
     attend: Callable[[PrefillOperands], Tensor]
     copies: bool = True
-    """Reads a contiguous copy, so the host must know the number of rows to copy."""
+    """True if the candidate reads a contiguous copy of the context, so that the host must know the number of rows to copy."""
     alone: bool = False
-    """Attends over a single prompt only, so a second candidate is needed for other batches."""
+    """True if the candidate serves only a batch of a single prompt, so that other batches need a second candidate."""
 
 
 def prefill_config(size: int, shared: int, *, copied: bool = False) -> list[int]:
@@ -99,7 +102,7 @@ def prefill_config(size: int, shared: int, *, copied: bool = False) -> list[int]
 
 
 class PromptAttention:
-    """Prefill attention by the fastest measured candidate; by a reasonable default before the measurement."""
+    """Prefill attention by the fastest measured candidate, and before the measurement by a default candidate."""
 
     def __init__(self, facts: DeviceFacts) -> None:
         self._facts = facts
@@ -113,11 +116,13 @@ class PromptAttention:
 
     @property
     def reports(self) -> Mapping[str, str]:
-        """Return the chosen candidates and the unusable ones with reasons, by purpose."""
+        """Return, by purpose, the names of the chosen candidates and of the unusable ones with reasons."""
         return dict(self._reports)
 
     def serves(self, q: Tensor, metadata: AttentionMetadata) -> bool:
-        """Return True for a causal attention with many new tokens per sequence, and enough of them to use the device."""
+        """Return True for causal attention of a batch with many new tokens per sequence, and enough of them in total to
+        occupy the device.
+        """
         if (
             metadata.tree_mask is not None
             or metadata.max_query < MIN_PREFILL_QUERY
@@ -136,7 +141,9 @@ class PromptAttention:
         return max(MIN_PREFILL_QUERY, -(-self._facts.processors // (2 * q.shape[1])) * rows)
 
     def attend(self, prompts: PrefillOperands) -> Tensor:
-        """Attend over the new tokens; padding tokens get zeros."""
+        """Compute attention [T, Hq, D] of the new tokens with the fastest candidate that serves this batch; padding tokens
+        get zeros.
+        """
         return self._choice(prompts).attend(prompts)
 
     def measure(self, prompts: PrefillOperands) -> None:
@@ -204,7 +211,9 @@ class PromptAttention:
             return None
 
     def _confirmed(self, prefix: PrefillOperands, reference: Tensor, names: Sequence[str]) -> bool:
-        """Return True if the first of ``names`` still run correctly, up to the first that serves every batch."""
+        """Return True if the first of the ranked ``names`` still compute correct results, up to the first one that serves
+        every batch.
+        """
         available = {each.name: each for each in self._candidates(prefix)}
         for name in names:
             if name not in available or self._try_candidate(available[name], prefix, reference, None) is None:
@@ -314,7 +323,7 @@ class PromptAttention:
         return _zero_padding(out, metadata)
 
     def _by_cudnn(self, prompts: PrefillOperands) -> Tensor:
-        """Attend with cuDNN over one prompt without a context."""
+        """Compute attention with cuDNN, for a batch of one prompt without cached context."""
         tokens = prompts.q.shape[0]
         keys, values, _ = prompts.copied(prompts.q.shape[-1], self._facts.pdl)
         q, k, v = (x[:tokens].unsqueeze(0).transpose(1, 2) for x in (prompts.q, keys, values))
@@ -346,7 +355,7 @@ def _flash3() -> Any:
 
 
 def _milliseconds(module: Any, call: Callable[[], object], *, repeats: int = 5) -> float:
-    """Return the median device time of ``call`` after one warm-up call, on the current stream."""
+    """Return the median device time of ``call`` in milliseconds, after one warm-up call, on the current stream."""
     call()
     times: list[float] = []
     for _ in range(repeats):

@@ -13,7 +13,7 @@ from outrider_triton.launch import define, launch, power_of_two
 
 ROW_ALIGNMENT: int = jit.SPACE.value
 SEQUENCE_BOUNDS = (16, 256, 4096)
-"""Numbers of sequences that kernels are compiled for."""
+"""Upper bounds of the number of sequences for which kernels are compiled."""
 
 
 def copied_rows(cached: int, sequences: int) -> int:

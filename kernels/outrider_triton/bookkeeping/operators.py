@@ -169,8 +169,8 @@ define("place_accepted.triton", _place_accepted, writes=("following", "last", "p
 
 
 def expect_beside(weight: Tensor, hidden: Tensor) -> None:
-    """Raise unless rows of ``weight`` and ``hidden`` have one dtype and contiguous columns, so that a kernel can concatenate
-    them.
+    """Raise RuntimeError unless rows of ``weight`` and ``hidden`` have one dtype and contiguous columns, so that a
+    kernel can concatenate them.
     """
     expect(
         weight.is_contiguous() and hidden.stride(-1) == 1 and weight.dtype is hidden.dtype,

@@ -21,7 +21,7 @@ from outrider_triton.tiles.facts import DeviceFacts
 
 _TRITON = torch.ops.outrider
 _MAX_UNSORTED_TOKENS = 32
-"""Maximum number of tokens for which each expert multiplies all of them: reading its weights takes the time."""
+"""Maximum number of tokens for which each chosen expert multiplies all tokens: the time is that of reading its weights."""
 
 
 def sorted_block_tokens(tokens: int, chosen: int, experts: int) -> int:
@@ -34,7 +34,7 @@ def sorted_block_tokens(tokens: int, chosen: int, experts: int) -> int:
 
 
 class ExpertProducts:
-    """The products of the chosen experts.
+    """The launches of a mixture of experts' products.
 
     Tile configurations are derived as for one product with the weights of all experts that have a token.
     """
@@ -53,7 +53,9 @@ class ExpertProducts:
         first: ProductPlan,
         second: ProductPlan,
     ) -> Tensor:
-        """Launch experts with quantised weights, whose products have these plans."""
+        """Return the experts' outputs [T, H] for ``x`` [T, H], with quantised weights. ``first`` and ``second`` are the plans
+        of the gate-up and down products.
+        """
         experts, inner = down.shape[0] // x.shape[1], down.shape[1]
         storages = first.stored(gate_up.format), second.stored(down.format)
         size, gates, outputs = self._configs(
@@ -73,14 +75,16 @@ class ExpertProducts:
         )
 
     def samples(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield operands that together need every configuration of these experts; nothing is run with them."""
+        """Yield operands (rows, shares, chosen experts) that together need every configuration of these experts, for
+        compilation; their values are never used.
+        """
         for tokens in self._token_counts(experts, chosen.shape[1]):
             shape = tokens, chosen.shape[1]
             yield x.new_empty((tokens, x.shape[1])), weights.new_empty(shape), chosen.new_zeros(shape)
 
     @staticmethod
     def _token_counts(experts: int, count: int) -> tuple[int, ...]:
-        """Return token counts that together need every configuration."""
+        """Return numbers of tokens that together need every configuration of ``experts`` with ``count`` per token."""
         unsorted = [1 << power for power in range(power_of_two(_MAX_UNSORTED_TOKENS).bit_length())]
         # Invert the block size, mean + 3 sqrt(mean), to the most tokens of each block.
         largest = (int((sqrt(size + 2.25) - 1.5) ** 2 * experts / count) for size in BUCKETS)
@@ -99,7 +103,7 @@ class ExpertProducts:
         operators: tuple[str, str],
         storages: tuple[OperandStorage, OperandStorage],
     ) -> tuple[int, MatmulConfig, MatmulConfig]:
-        """Return :meth:`experts_config` for weights of ``shape``: experts, inner size, hidden size."""
+        """Return the result of :meth:`experts_config` for weights of ``shape`` (experts, inner size, hidden size)."""
         experts, inner, hidden = shape
         unsorted = tokens <= _MAX_UNSORTED_TOKENS
         block_tokens = power_of_two(tokens) if unsorted else sorted_block_tokens(tokens, chosen, experts)
@@ -112,14 +116,16 @@ class ExpertProducts:
         return self._derived[key]
 
     def _tile_config(self, operator: str, m: int, n: int, k: int, stored: OperandStorage) -> MatmulConfig:
-        """Return the best configuration with whole tiles: a tile must not cross from one expert's rows to the next."""
+        """Return the best tile configuration with whole tiles for ``m`` tokens: a tile must not cross from one expert's rows
+        to the next.
+        """
         ranked = rank_configs(self._facts, operator, m=m, n=n, k=k, stored=stored)
         return next(
             config for config in ranked if not config.rows_per_program and not config.descriptor and config.split == 1
         )
 
     def launch_experts(self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """Launch experts with unquantized weights."""
+        """Return the experts' outputs [T, H] for ``x`` [T, H], with unquantized weights [E, 2 I, H] and [E, H, I]."""
         size, gates, outputs = self.experts_config(x.shape[0], chosen.shape[1], gate_up)
         return _TRITON.experts.triton(  # type: ignore[no-any-return]  # torch.ops has no types
             x, weights, chosen, gate_up, down, size, gates.as_list(), outputs.as_list(), self._pdl

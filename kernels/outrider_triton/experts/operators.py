@@ -19,10 +19,10 @@ With more pairs, most experts have a token anyway.
 _MAX_SORTED_PAIRS = 16384
 """Maximum number of pairs that Triton's kernel sorts by expert; each of its programs reads all pairs, 1024 at a time."""
 _MAX_BINS = 1024
-"""Maximum number of experts plus one whose pairs the kernel counts."""
+"""Maximum number of experts, plus one, whose pairs Triton's sorting kernel counts."""
 
 
-def _route(logits: Tensor, count: int, renormalize: bool, pdl: bool) -> tuple[Tensor, Tensor]:
+def _route(logits: Tensor, count: int, renormalize: bool, first: int, last: int, pdl: bool) -> tuple[Tensor, Tensor]:
     expect(
         logits.dim() == 2 and 0 < count <= logits.shape[1] and logits.stride(1) == 1,
         lambda: f"{count} experts of a token, of router logits {tuple(logits.shape)}; expected [T, E], at most E of them",
@@ -34,7 +34,7 @@ def _route(logits: Tensor, count: int, renormalize: bool, pdl: bool) -> tuple[Te
     launch(
         jit.route,
         (logits.shape[0],),
-        *(logits, weights, chosen, experts, logits.stride(0), count),
+        *(logits, weights, chosen, experts, logits.stride(0), count, first, last),
         RENORMALIZE=renormalize,
         COUNT=power_of_two(count),
         BLOCK=block,
@@ -47,7 +47,7 @@ define("route.triton", _route)
 
 
 def block_count(pairs: int, experts: int, size: int) -> int:
-    """Return the maximum number of blocks of ``size`` pairs, if each block has one expert."""
+    """Return the maximum number of blocks of ``size`` token-expert pairs, if each block has one expert."""
     return (pairs + min(experts, pairs) * (size - 1)) // size
 
 
@@ -59,12 +59,15 @@ def sorted_pairs(chosen: Tensor, experts: int, size: int) -> tuple[Tensor, Tenso
     """
     pairs, flat = chosen.numel(), chosen.flatten()
     blocks = block_count(pairs, experts, size)
-    counts = flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))
-    ends = ((counts + (size - 1)) // size).cumsum(0)  # last block of each expert
+    flat = torch.where(flat < 0, experts, flat)  # pairs without an expert come last
+    counts = flat.new_zeros(experts + 1).scatter_add_(0, flat, torch.ones_like(flat))
+    block_counts = (counts + (size - 1)) // size
+    ends = block_counts[:experts].cumsum(0)  # last block of each expert
     experts_in_order, order = flat.sort(stable=True)
-    offsets = (ends - (counts + (size - 1)) // size) * size - (counts.cumsum(0) - counts)
+    offsets = (block_counts.cumsum(0) - block_counts) * size - (counts.cumsum(0) - counts)
     places = torch.arange(pairs, device=flat.device) + offsets.index_select(0, experts_in_order)
-    sorted_order = flat.new_full((blocks * size,), -1).scatter_(0, places, order)
+    places = torch.where(experts_in_order < experts, places, blocks * size)
+    sorted_order = flat.new_full((blocks * size + 1,), -1).scatter_(0, places, order)[:-1]
     block_indices = torch.arange(blocks, device=flat.device)
     return sorted_order, torch.searchsorted(ends, block_indices, right=True).clamp_(max=experts - 1)
 
@@ -112,13 +115,13 @@ def blocks_of(
     return None, None, experts, constants
 
 
-def sum_expert_rows(parts: Tensor, x: Tensor, count: int, pdl: bool) -> Tensor:
-    """Sum ``count`` rows of ``parts`` for each token; return rows shaped like ``x``."""
+def sum_expert_rows(parts: Tensor, chosen: Tensor, x: Tensor, pdl: bool) -> Tensor:
+    """Return the sums of the rows of ``parts`` of each token's experts ``chosen``, shaped like ``x``."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     m, hidden = x.shape
     block = min(power_of_two(hidden), 1024)
     grid = (m, triton.cdiv(hidden, block))
-    launch(jit.add_experts, grid, parts, out, count, hidden, BLOCK=block, pdl=pdl)
+    launch(jit.add_experts, grid, parts, chosen, out, chosen.shape[1], hidden, BLOCK=block, pdl=pdl)
     return out
 
 
@@ -133,8 +136,8 @@ def _experts(
     outputs: list[int],
     pdl: bool,
 ) -> Tensor:
-    """Compute all experts. ``size`` 0: few tokens, one block of tokens per expert; else pairs are sorted into blocks of
-    ``size``.
+    """Compute the experts' outputs. ``size`` 0: few tokens, one block of all tokens per expert; else pairs are sorted into
+    blocks of ``size``. ``gates`` and ``outputs`` are the tile configurations.
     """
     (m, hidden), count = x.shape, chosen.shape[1]
     experts, inner = gate_up.shape[0], gate_up.shape[1] // 2
@@ -161,7 +164,7 @@ def _experts(
             **(tiling.launch_constants(k) | constants),
             pdl=pdl,
         )
-    return sum_expert_rows(parts, x, count, pdl)
+    return sum_expert_rows(parts, chosen, x, pdl)
 
 
 define("experts.triton", _experts)

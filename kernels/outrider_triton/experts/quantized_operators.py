@@ -94,7 +94,7 @@ def _experts_quantized(
 
     multiply(x, gate_and_up, 0)
     multiply(torch.ops.outrider.silu_mul.triton(gate_and_up, pdl), parts, 1)
-    return sum_expert_rows(parts, x, count, pdl)
+    return sum_expert_rows(parts, chosen, x, pdl)
 
 
 # An overload of the operator that has the same operands.

@@ -1,4 +1,4 @@
-"""Programmatic dependent launch, and prefetching of weights."""
+"""Programmatic dependent launch (a kernel starts before its predecessor has ended), and prefetching of weights into L2."""
 
 from __future__ import annotations
 
@@ -8,28 +8,33 @@ import triton.language as tl
 
 @triton.jit
 def allow_next_kernel(PDL: tl.constexpr):
-    """Let the next kernel start once every program has called this. It sees this kernel's results only after its own wait."""
+    """Let the next kernel of the stream start once every program has called this. That kernel sees this kernel's results only
+    after its own wait.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_previous_kernel(PDL: tl.constexpr):
-    """Wait until the preceding kernel has ended and its results are visible."""
+    """Wait until the preceding kernel of the stream has ended and its results are visible."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def begin(PDL: tl.constexpr):
-    """Let the next kernel start, and wait for the preceding one."""
+    """Let the next kernel of the stream start, then wait for the preceding one. Kernels call this before they access memory
+    that other kernels write.
+    """
     allow_next_kernel(PDL)
     wait_for_previous_kernel(PDL)
 
 
 @triton.jit
 def begin_late(PDL: tl.constexpr):
-    """Wait, and only then let the next kernel start: when that starts, every kernel before this one has ended.
+    """Wait for the preceding kernel, and only then let the next one start: when that starts, every kernel before this one has
+    ended.
 
     After :func:`begin`, a kernel that hasn't waited yet can't rely on any earlier kernel: it and its predecessors may all
     have started while a much earlier kernel still runs. One kernel per layer that begins late bounds this. A long kernel
@@ -62,8 +67,8 @@ def prefetch_rows(pointers, columns):
 
 @triton.jit
 def prefetch_lines(pointers):
-    """Prefetch the lines at ``pointers`` into L2. It may precede the wait, since a later write by another kernel goes to L2,
-    too.
+    """Prefetch the cache lines at ``pointers`` into L2. This may precede the wait, since a later write by another kernel goes
+    to L2, too.
     """
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",

@@ -25,9 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from outrider_triton.jit.dependent import allow_next_kernel, wait_for_previous_kernel
 
 PAIRS = gl.constexpr(32)
-"""Pairs of rows per tile."""
+"""Pairs of weight rows per tile."""
 PIECE_COLUMNS = gl.constexpr(128)
-"""Columns of 8 bits per hardware accumulation, which has few bits."""
+"""Columns of 8-bit elements that the matrix unit accumulates at a time: its sums have few bits."""
 MAX_BYTES_IN_FLIGHT = gl.constexpr(48 << 10)
 """Maximum bytes in flight per program while its pipeline fills, or two units: enough to load at memory's full rate."""
 
@@ -37,8 +37,8 @@ MAX_BYTES_IN_FLIGHT = gl.constexpr(48 << 10)
 
 @gluon.jit
 def expect_boxes(barrier, remaining, BOX: gl.constexpr, BOXES: gl.constexpr, BYTES: gl.constexpr):
-    """Tell barrier ``barrier`` the bytes to expect: BOXES boxes of BOX rows and BYTES each, of which those with one of the
-    ``remaining`` rows (1 or more) are loaded.
+    """Tell ``barrier`` how many bytes will arrive: those of the boxes, of BOX rows and BYTES each, that have one of the
+    ``remaining`` (1 or more) rows; BOXES at most.
     """
     for boxes in gl.static_range(1, BOXES):
         mbarrier.expect(barrier, boxes * BYTES, pred=(remaining > (boxes - 1) * BOX) & (remaining <= boxes * BOX))
@@ -80,7 +80,7 @@ def make_pipeline(x, w, FOLD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.c
 
 @gluon.jit
 def _load_weight_unit(w, weights, full, unit, pairs_per_program, half, FOLD: gl.constexpr, STEPS: gl.constexpr):
-    """Load weights of unit u: columns u % STEPS of tile u // STEPS."""
+    """Have the copy engine load unit ``unit`` of the weight: columns unit % STEPS of tile unit // STEPS."""
     STAGES: gl.constexpr = full.shape[0]
     COLUMNS: gl.constexpr = weights.shape[2]
     PIECES: gl.constexpr = weights.shape[0] // STAGES
@@ -135,7 +135,9 @@ def _load_token_unit(x, tokens, tokens_arrived, unit, FOLD: gl.constexpr, STEPS:
 
 @gluon.jit
 def load_weights(w, pipeline, pairs_per_program, half, FOLD: gl.constexpr, STEPS: gl.constexpr):
-    """Run the warp that loads the weight, which no kernel writes."""
+    """Load all units of the program's weight rows into the pipeline. Runs in a warp of its own, also before the wait, since
+    no kernel writes the weight.
+    """
     weights, _, full, empty, _ = pipeline
     STAGES: gl.constexpr = full.shape[0]
     BYTES: gl.constexpr = 2 * PAIRS * (weights.shape[0] // STAGES * weights.shape[2]) * w.dtype.primitive_bitwidth // 8
@@ -152,7 +154,9 @@ def load_weights(w, pipeline, pairs_per_program, half, FOLD: gl.constexpr, STEPS
 def load_tokens(
     x, pipeline, pairs_per_program, FOLD: gl.constexpr, STEPS: gl.constexpr, LATE: gl.constexpr, PDL: gl.constexpr
 ):
-    """Run the warp that loads tokens. LATE: see :func:`outrider_triton.jit.dependent.begin_late`."""
+    """Load the tokens of all units into the pipeline, after the wait. Runs in a warp of its own. LATE: see
+    :func:`outrider_triton.jit.dependent.begin_late`.
+    """
     _, tokens, _, empty, tokens_arrived = pipeline
     STAGES: gl.constexpr = tokens_arrived.shape[0]
     units = gl.cdiv(pairs_per_program, PAIRS) * STEPS
@@ -168,7 +172,7 @@ def load_tokens(
 
 @gluon.jit
 def _begin_unit(pipeline, unit, zeros):
-    """Wait for a unit and start the products of its one or two pieces; return a sum for each."""
+    """Wait for unit ``unit`` and start the products of its one or two pieces of columns; return a sum for each piece."""
     weights, tokens, full, _, tokens_arrived = pipeline
     STAGES: gl.constexpr = full.shape[0]
     PIECES: gl.constexpr = weights.shape[0] // STAGES
@@ -187,7 +191,9 @@ def _begin_unit(pipeline, unit, zeros):
 
 @gluon.jit
 def _end_unit(pipeline, unit, sums, LATER: gl.constexpr):
-    """Wait for the ``sums`` of a unit's pieces and add them up; LATER other products may still run."""
+    """Wait for the ``sums`` of a unit's pieces, release its stage and return their sum; LATER products of the next unit may
+    still run.
+    """
     STAGES: gl.constexpr = pipeline[2].shape[0]
     sums = warpgroup_mma_wait(LATER, deps=sums)
     mbarrier.arrive(pipeline[3].index(unit % STAGES), count=1)
@@ -199,7 +205,8 @@ def _end_unit(pipeline, unit, sums, LATER: gl.constexpr):
 
 @gluon.jit
 def _sum_of_parts(pipeline, tile, total, STEPS: gl.constexpr):
-    """Compute :func:`_product` with few-bit accumulation: each piece's columns separately, two units at a time.
+    """Compute :func:`_product` for operands that the matrix unit accumulates in few bits: the columns of each piece
+    separately, two units at a time.
 
     No product crosses iterations of the loop: the compiler would serialise the products.
     """
@@ -218,7 +225,7 @@ def _sum_of_parts(pipeline, tile, total, STEPS: gl.constexpr):
 
 @gluon.jit
 def _product(pipeline, tile, STEPS: gl.constexpr):
-    """Multiply the program's ``tile``; return [2 PAIRS, tokens] in float32, low rows first.
+    """Multiply the program's ``tile`` by the tokens; return [2 PAIRS, tokens] in float32, low rows first.
 
     One product runs while the next begins, so the pipeline needs two stages or more.
     """
@@ -248,7 +255,9 @@ def _product(pipeline, tile, STEPS: gl.constexpr):
 
 @gluon.jit
 def multiply_halves(pipeline, tile, buffer, FOLD: gl.constexpr, STEPS: gl.constexpr, layout: gl.constexpr):
-    """Multiply the program's ``tile``; return low and high rows, [PAIRS, BLOCK_M] each. FOLD: only the valid half of each."""
+    """Multiply the program's ``tile`` by the tokens; return its low and its high rows, [PAIRS, BLOCK_M] each in ``layout``.
+    FOLD: only the valid half of each.
+    """
     buffer.store(_product(pipeline, tile, STEPS))
     low = buffer.slice(0, PAIRS, 0)
     high = buffer.slice(PAIRS, PAIRS, 0)
@@ -267,7 +276,7 @@ def make_buffer(pipeline):
 
 @gluon.jit
 def squares_of(squares, shares, m, SHARES: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Load partial sums of squares of each token, [SHARES, BLOCK_M]."""
+    """Load the partial sums of squares of the program's tokens, [SHARES, BLOCK_M]."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [4, 1], [0, 1])
     share = gl.arange(0, SHARES, gl.SliceLayout(1, layout))
     token = gl.program_id(2) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))

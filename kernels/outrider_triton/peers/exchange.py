@@ -11,13 +11,14 @@ from torch import Tensor
 
 from outrider.device import InterfaceError
 from outrider_triton.launch import launch, power_of_two
+from outrider_triton.peers.costs import LIBRARY, SHOTS, fastest, max_summed_bytes
 from outrider_triton.peers.jit import exchange as jit
 
 if TYPE_CHECKING:
     from outrider.device import Group
 
-FUSED_BYTES = 1 << 20
-"""Maximum bytes per rank that the fused reduction and norm takes."""
+MAX_MOVED_BYTES = 512 << 10
+"""Maximum bytes per rank of a gather or a broadcast."""
 _BLOCK = 1024
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _GATHER, _SUM, _ROOT = 0, 1, 2
@@ -28,36 +29,39 @@ class _SharedMemory:
     """The slots of peer memory that the ranks of a group write to, and the calls counted so far."""
 
     memory: tuple[Tensor, ...]
-    """int64 [2, ranks, words] of each rank, as mapped on this device."""
+    """The memory of each rank, int64 [2, ranks, words], as mapped on this device."""
     addresses: Tensor
     """Address of each rank's memory, int64 [ranks]."""
     epochs: Tensor
-    """Calls of each program, int32 [programs]."""
+    """Number of calls of each program so far, int32 [programs]."""
     words: int
-    """Capacity for one rank's words."""
+    """Maximum number of 32-bit words that one rank sends in a call."""
 
 
 class PeerExchange:
-    """Direct exchanges between the ranks of one group, up to ``most_bytes`` per rank.
+    """Direct exchanges between the ranks of one group.
 
-    A method returns True if it enqueued the exchange. It returns False, on every rank alike, for operands that are too large
-    or of another kind. Kernels go to the ambient stream. The first call of a kind allocates memory together with the other
-    ranks, so it must not be inside a capture. The group orders its calls.
+    A method returns True if it enqueued the exchange. It returns False, on every rank alike, for operands of another kind and
+    for sizes that the library is estimated to do faster (:mod:`outrider_triton.peers.costs`). Kernels go to the ambient
+    stream. The first call of a kind allocates memory together with the other ranks, so it must not be inside a capture. The
+    group orders its calls.
     """
 
-    def __init__(self, group: Group, *, most_bytes: int, pdl: bool) -> None:
-        self._allocate = WeakMethod(group.peer_buffers)  # a reference from this cache must not keep the group alive
+    def __init__(self, group: Group, *, pdl: bool) -> None:
+        # References from this cache must not keep the group alive.
+        self._allocate, self._allows = WeakMethod(group.peer_buffers), WeakMethod(group.allows_implementation)
         self._rank, self._size = group.rank, group.size
-        self.most_bytes = most_bytes
+        self._max_summed_bytes = max_summed_bytes(self._size)
         self._pdl = pdl
         self._memories: dict[tuple[str, int], _SharedMemory] = {}
 
     def all_reduce(self, tensor: Tensor) -> bool:
         """Sum a tensor of 16 or 32 bit floats over the ranks, in place."""
         kind = _KINDS.get(tensor.dtype)
-        if kind is None:
+        shots = self._shots(tensor.nbytes, (tensor.nbytes // 4 - 1) % _BLOCK + 1)
+        if kind is None or not shots:
             return False
-        return self._exchange(tensor, tensor, _SUM, kind)
+        return self._exchange(tensor, tensor, _SUM, kind, shots=shots)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> bool:
         """Gather all ranks' ``tensor`` into ``output``, in rank order."""
@@ -67,20 +71,35 @@ class PeerExchange:
         """Copy the ``tensor`` of rank ``root`` to all ranks, in place."""
         return self._exchange(tensor, tensor, _ROOT, 0, root)
 
-    def accepts_rows(self, x: Tensor, residual: Tensor, weight: Tensor) -> bool:
-        """Return True if :meth:`all_reduce_rms_norm` supports the shape, dtype and size of these operands."""
+    def row_shots(self, x: Tensor, residual: Tensor, weight: Tensor) -> int:
+        """Return the number of shots for :meth:`all_reduce_rms_norm` of these operands; 0 if it doesn't take them."""
         operands = (x, residual, weight)
         same = x.dtype in _KINDS and all(each.dtype is x.dtype and _in_words(each) for each in operands)
-        return same and 0 < x.nbytes <= self.most_bytes and x.shape[-1] * x.itemsize % 4 == 0
+        if not same or not x.nbytes or x.shape[-1] * x.itemsize % 4:
+            return 0
+        return self._shots(x.nbytes, x.shape[-1] * x.itemsize // 4)
 
-    def all_reduce_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    def _shots(self, nbytes: int, fewest_words: int) -> int:
+        """Return the number of shots of a sum; 0: the library does it. ``fewest_words``: the least that ranks share out."""
+        allows = self._allows()
+        allowed = [each for each in SHOTS if allows is not None and allows(each)]
+        if nbytes > self._max_summed_bytes:
+            return 0
+        candidates = [each for each in allowed if SHOTS[each] == 1 or fewest_words > (self._size - 1) ** 2]
+        if len(allowed) == len(SHOTS):
+            candidates.append(LIBRARY)
+        return SHOTS.get(fastest(nbytes, self._size, candidates), 0) if candidates else 0
+
+    def all_reduce_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor, *, shots: int
+    ) -> None:
         """Reduce over ranks, add to the residual and normalise into ``out``, which is shaped like ``residual``.
 
-        The operands must satisfy :meth:`accepts_rows`.
+        ``shots`` is the number that :meth:`row_shots` returned, at least 1.
         """
         rows, columns = x.shape
         words = columns * x.itemsize // 4
-        max_rows = max(self.most_bytes // (4 * words), 1)
+        max_rows = max(self._max_summed_bytes // (4 * words), 1)
         shared = self._shared_memory("rows", words, max_rows * words, max_rows)
         block = power_of_two(words)
         launch(
@@ -91,15 +110,16 @@ class PeerExchange:
             RANK=self._rank,
             SIZE=self._size,
             KIND=_KINDS[x.dtype],
+            SHOTS=shots,
             BLOCK=block,
             pdl=self._pdl,
             warps=_warps(block),
         )
 
-    def _exchange(self, tensor: Tensor, out: Tensor, mode: int, kind: int, root: int = 0) -> bool:
-        if tensor.nbytes > self.most_bytes or not (_in_words(tensor) and _in_words(out)):
+    def _exchange(self, tensor: Tensor, out: Tensor, mode: int, kind: int, root: int = 0, *, shots: int = 1) -> bool:
+        if not (_in_words(tensor) and _in_words(out)) or (mode != _SUM and tensor.nbytes > MAX_MOVED_BYTES):
             return False
-        max_programs = -(-self.most_bytes // (4 * _BLOCK))
+        max_programs = -(-max(self._max_summed_bytes, MAX_MOVED_BYTES) // (4 * _BLOCK))
         shared = self._shared_memory("parts", _BLOCK, max_programs * _BLOCK, max_programs)
         count = tensor.nbytes // 4
         block = min(_BLOCK, power_of_two(count)) if count < _BLOCK else _BLOCK
@@ -111,6 +131,7 @@ class PeerExchange:
             SIZE=self._size,
             MODE=mode,
             KIND=kind,
+            SHOTS=shots,
             BLOCK=max(block, 32),
             pdl=self._pdl,
             warps=_warps(block),

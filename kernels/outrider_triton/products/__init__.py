@@ -1,1 +1,1 @@
-"""Products with unquantized weights for few tokens, and their fusions."""
+"""Products of few tokens with unquantized weights, alone and fused with the kernels around them."""

@@ -92,8 +92,8 @@ class DenseProducts:
     def _pair(
         self, added: Product, residual: Tensor, norm: Tensor, consumer: str, weight: Tensor, *, half: int = 0
     ) -> tuple[MatmulConfig, MatmulConfig] | None:
-        """Return configurations of a product that ends a residual row and of the product that takes its norm; None: not
-        fused.
+        """Return the configurations of a product that ends a residual row, and of the following product that reads the row's
+        norm; None if they aren't fused.
 
         Only bfloat16 is fused: a row before the division by its root mean square may overflow float16.
         """
@@ -104,7 +104,9 @@ class DenseProducts:
         return None if adding is None or taking is None else (adding, taking)
 
     def _scaled(self, added: Product, residual: Tensor, norm: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the scaled row and squares of each variant of a pair's first product; nothing outside the scope."""
+        """Yield the scaled row and the squares of each variant of a fused pair's first product, for compilation; nothing
+        outside the scope of variants.
+        """
         if residual.dtype is torch.bfloat16 and residual.is_contiguous() and has_kernel(norm):
             for config_list in self.uncompiled("linear_add_scaled", added.x, added.weight):
                 yield _TRITON.linear_add_scaled.triton(
@@ -189,20 +191,22 @@ class DenseProducts:
 
 
 def _has_product(x: Tensor, weight: Tensor) -> bool:
-    """Return True if Triton's kernels multiply operands of these dtypes."""
+    """Return True if Triton's product kernels accept operands of these dtypes."""
     return x.dtype in (torch.bfloat16, torch.float16) and x.dtype is weight.dtype and weight.is_contiguous()
 
 
 def first_rows(x: Tensor) -> Tensor:
-    """Return at most four rows of ``x`` to compile with: the number of rows does not select a kernel variant."""
+    """Return at most four rows of ``x``, as operands for compilation: the number of rows does not select a kernel variant."""
     return x.reshape(-1, x.shape[-1])[:4]
 
 
 def _boxes_fit_heads(config: list[int], rotary: RotaryArgs) -> bool:
-    """Return True unless boxes of rows straddle half a head; unstreamed kernels rotate row by row."""
+    """Return True unless a copy-engine box of a streamed product has rows of both halves of a head. Unstreamed kernels rotate
+    row by row.
+    """
     return config[7] != STREAMED or rotary.k_cache.shape[3] // 2 % config[1] == 0
 
 
 def _sample_rotary(rotary: RotaryArgs) -> RotaryArgs:
-    """Return the rotary arguments of the first rows."""
+    """Return the rotary arguments of at most four tokens, as operands for compilation."""
     return rotary._replace(cos=rotary.cos[:4], sin=rotary.sin[:4], slots=rotary.slots[:4])

@@ -1,4 +1,4 @@
-"""Products that a block hasn't computed yet."""
+"""Records of products that a block has deferred: their operands, until a later kernel computes them."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ class QuantizedProduct(NamedTuple):
     maxima: Tensor | None = None
 
     def silu_mul(self, kernels: KernelSet) -> Tensor:
-        """Return the rows of the product, after the activation if they still need it."""
+        """Return the rows that the product multiplies, [T, in]: ``x``, or with ``gated`` the activation of ``x``."""
         return kernels.silu_mul(self.x) if self.gated else self.x

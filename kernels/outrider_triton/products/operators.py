@@ -17,7 +17,9 @@ from outrider_triton.tiles.configs import LARGE_M, STREAMED, MatmulConfig
 
 
 def _flat_product(x: Tensor, weight: Tensor) -> Tensor:
-    """Return ``x`` [..., K] as rows [T, K] for a product with ``weight`` [N, K]. Raises if the operands don't match."""
+    """Return ``x`` [..., K] as rows [T, K] for a product with ``weight`` [N, K]. Raises RuntimeError if the
+    operands don't match.
+    """
     expect(
         x.shape[-1] == weight.shape[-1] and weight.is_contiguous() and x.dtype is weight.dtype,
         lambda: f"a product of {tuple(x.shape)} {x.dtype} with a weight of {tuple(weight.shape)} {weight.dtype}",
@@ -27,7 +29,9 @@ def _flat_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _expect_blocks(config: list[int]) -> None:
-    """Raise unless each program's rows fit its block and the configuration is unstreamed: else rows would be left out."""
+    """Raise RuntimeError unless each program's rows fit its block and the configuration is unstreamed: else the
+    kernel would leave rows out.
+    """
     expect(
         config[8] <= config[1] and config[7] in (0, 1),
         lambda: (
@@ -38,7 +42,7 @@ def _expect_blocks(config: list[int]) -> None:
 
 
 def _tile_descriptor(weight: Tensor, tiling: MatmulConfig) -> TensorDescriptor | None:
-    """Return the copy engine's descriptor of a weight's tiles, or None if threads load them."""
+    """Return the copy engine's descriptor of a weight's tiles, or None if the configuration loads them by pointers."""
     return TensorDescriptor.from_tensor(weight, [tiling.block_n, tiling.block_k]) if tiling.descriptor else None
 
 
@@ -71,7 +75,9 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: list[int], p
 
 
 def _linear_parts(x: Tensor, weight: Tensor, config: list[int], pdl: bool) -> Tensor:
-    """Multiply in parts: float32 [split, T, N], or [T, N] in the operands' dtype without a split."""
+    """Return the parts of ``x @ weight.T``: float32 [split, T, N], or without a split the product [T, N] in the operands'
+    dtype.
+    """
     split, shape = config[3], (*x.shape[:-1], weight.shape[0])
     out = x.new_empty((split, *shape), dtype=torch.float32) if split > 1 else x.new_empty(shape)
     _multiply(x, weight, None, out, config, pdl)
@@ -91,7 +97,9 @@ def _linear_silu_mul(
     squares: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Multiply and apply SwiGLU; with ``squares``, ``x`` and ``squares`` are the results of ``linear_add_scaled``."""
+    """Return SwiGLU of ``x`` with the gate and up rows of ``weight``. With ``squares``, ``x`` and ``squares`` are the results
+    of ``linear_add_scaled``.
+    """
     tiling = MatmulConfig(*config)
     expect(tiling.split == 1, lambda: "a gated product isn't split: the activation needs the whole sum")
     flat = _flat_product(x, weight)
@@ -122,7 +130,7 @@ define("linear_silu_mul.triton", _linear_silu_mul)
 
 
 def _program_count(weight: Tensor, config: list[int]) -> int:
-    """Return the number of programs that share the rows of a weight."""
+    """Return the number of programs that share the rows of ``weight`` in this configuration."""
     return -(-weight.shape[0] // (config[8] or config[1]))
 
 
@@ -187,7 +195,7 @@ def _linear_rope_write_cache(
     rows: int = 0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Multiply, rotate and write the cache; return queries.
+    """Multiply ``x`` into queries, keys and values, rotate them and write the cache; return queries [T, Hq, D].
 
     With ``x_scales`` and ``scales``, the operands are in e4m3, ``rows`` weight rows share a scale, and queries are in
     ``dtype``.
@@ -244,9 +252,10 @@ def _linear_planes_rope_write_cache(
     config: list[int],
     pdl: bool,
 ) -> Tensor:
-    """Multiply int8 component rows by nibbles in groups of 128 without zero points, rotate and write the cache.
+    """Multiply int8 component rows by nibbles in groups of 128 without zero points, rotate queries and keys, and write the
+    cache.
 
-    Return queries in ``dtype``.
+    Returns queries [T, Hq, D] in ``dtype``.
     """
     rotary = cos, sin, k_cache, v_cache, slots
     q = _queries(x, data, k_cache, dtype)

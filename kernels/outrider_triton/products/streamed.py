@@ -1,4 +1,4 @@
-"""Launches of streamed products, which have the semantics of their unstreamed twins."""
+"""Launches of streamed products. Each computes the same as the unstreamed product of the same name."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def add(
     config: MatmulConfig,
     pdl: bool,
 ) -> None:
-    """Multiply and add to ``residual [m, n]``.
+    """Multiply ``x [m, k]`` by ``weight [n, k]`` and add the result to ``residual [m, n]``.
 
     With a norm, also store the scaled row and its partial sums of squares to the two tensors of ``made``.
     """
@@ -83,10 +83,10 @@ def silu_mul(
     quantized: tuple[Tensor, Tensor, int] | None = None,
     maxima: Tensor | None = None,
 ) -> None:
-    """Multiply gate rows and up rows and store SwiGLU to ``out [m, n]``.
+    """Multiply ``x [m, k]`` by gate rows and up rows, and store SwiGLU to ``out [m, n]``.
 
-    With ``squares``, ``x`` is first divided by its root mean square. ``quantized``: as in :func:`multiply`;
-    ``maxima``, float32 [programs, m], then receives the largest magnitude that each program stores of each row.
+    With ``squares``, ``x`` is first divided by its root mean square. ``quantized``: as in :func:`multiply`; ``maxima``,
+    float32 [programs, m], then receives the largest magnitude that each program stores of each row.
     """
     (m, k), n = x.shape, weight.shape[0] // 2
     shares = _share_count(squares)
@@ -97,7 +97,9 @@ def silu_mul(
 
 
 def silu_mul_large_m(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: MatmulConfig, pdl: bool) -> None:
-    """Run :func:`silu_mul` for normalised rows with tiles for large M (:mod:`outrider_triton.products.jit.large_m_gates`)."""
+    """Compute :func:`silu_mul` of normalised rows with tiles for large M
+    (:mod:`outrider_triton.products.jit.large_m_gates`).
+    """
     (m, k), n, box, groups = x.shape, weight.shape[0] // 2, config.block_n, config.warps // 4
     expect(
         can_stream("linear_silu_mul", config, n=2 * n, k=k),
@@ -139,7 +141,8 @@ def rope_write_cache(
     *,
     quantized: tuple[Tensor, Tensor, int] | None = None,
 ) -> None:
-    """Multiply, rotate, and store queries to ``q`` and keys and values to their slots.
+    """Multiply ``x [m, k]`` into queries, keys and values, rotate them, and store queries to ``q`` and keys and values to
+    their slots.
 
     ``rotary`` is (cos, sin, k_cache, v_cache, slots). ``quantized``: as in :func:`multiply`.
     """
@@ -201,7 +204,7 @@ def rope_write_cache_planes(
     config: MatmulConfig,
     pdl: bool,
 ) -> None:
-    """Run :func:`multiply_planes`, rotate, and store like :func:`rope_write_cache`."""
+    """Multiply as :func:`multiply_planes` does, rotate, and store as :func:`rope_write_cache` does."""
     cos, _, k_cache, _, _ = rotary
     (kv_heads, size), paired = k_cache.shape[2:], nibble_planes_streamed.PAIRED.value
     expect(
@@ -290,7 +293,9 @@ def _share_count(squares: Tensor | None) -> int:
 
 
 def descriptor(rows: Tensor, count: int, columns: int) -> TensorDescriptor:
-    """Return a descriptor of ``rows`` in boxes of ``count`` rows and ``columns``, for the matrix unit's layout."""
+    """Return the copy engine's descriptor of ``rows`` in boxes of ``count`` rows and ``columns``, in the matrix unit's
+    layout.
+    """
     layout = gl.NVMMASharedLayout.get_default_for([count, columns], _LAYOUTS[rows.dtype])
     return TensorDescriptor.from_tensor(
         rows, [count, columns], getattr(layout, "value", layout)
@@ -298,7 +303,7 @@ def descriptor(rows: Tensor, count: int, columns: int) -> TensorDescriptor:
 
 
 def _of_tokens(x: Tensor, count: int, columns: int) -> TensorDescriptor:
-    """Return a :func:`descriptor` of tokens.
+    """Return the :func:`descriptor` of the token rows ``x``.
 
     It describes a copy if rows overlap or don't begin at multiples of 16 bytes, as the copy engine requires.
     """
@@ -307,7 +312,9 @@ def _of_tokens(x: Tensor, count: int, columns: int) -> TensorDescriptor:
 
 
 def registers(config: MatmulConfig, folded: int, pieces: int) -> int:
-    """Return registers per thread, so few that programs of the next kernels fit on the multiprocessor."""
+    """Return the registers per thread of a streamed program: few enough that programs of the next kernels fit on the
+    multiprocessor.
+    """
     sums = config.block_m * folded // 2 * (5 if pieces > 1 else 1)  # sums of two units, and their total
     return 64 if config.block_m <= 16 and sums <= 48 else 96 if config.block_m <= 32 and sums <= 96 else 128
 

@@ -1,1 +1,3 @@
-"""Products with quantised weights: formats, activations, bit planes, and the library's products."""
+"""Products with quantised weights: storage formats, quantised activations, nibble planes, and the products of torch's
+library.
+"""

@@ -30,7 +30,7 @@ def _silu_mul_linear(
     config: list[int],
     pdl: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Multiply e4m3 operands and apply SwiGLU.
+    """Multiply e4m3 rows ``x`` by gate and up rows in e4m3, and apply SwiGLU.
 
     Return the activation [T, I] in ``dtype`` and the largest magnitude per program and row, float32 [programs, T].
     """

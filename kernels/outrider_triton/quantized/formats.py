@@ -22,21 +22,23 @@ class TritonFormat:
 
     elements: ElementFormat
     convert_instructions: float
-    """Estimated instructions per weight element to convert it for the matrix unit."""
+    """Estimated number of instructions that convert one weight element for the matrix unit."""
     is_native: Callable[[DeviceFacts], bool] = lambda facts: False
-    """True on devices whose matrix unit takes the values as stored, with activations in the same format."""
+    """Function that returns True for devices whose matrix unit multiplies the values as stored, with activations in the same
+    format.
+    """
     has_planes: bool = False
     """True if nibble planes exist: :func:`outrider_triton.quantized.jit.nibble_planes.linear_planes`."""
     streams_rows: bool = False
     """True if a streamed kernel takes native values with scales of whole rows."""
     library_dtypes: frozenset[torch.dtype] = frozenset()
-    """Dtypes of activations for which the library multiplies native values with scales of whole rows as stored."""
+    """Dtypes of activations for which torch's library multiplies native values with scales of whole rows as stored."""
     prefers_library: bool = False
-    """True if the library's product of values as stored is faster from 65 tokens on
+    """True if the library's product of values as stored is faster for more than 64 tokens
     (docs/evidence/2026-11-28-many-tokens.md).
     """
     scales_library_sums: bool = False
-    """True if the library's product leaves the scales to a kernel."""
+    """True if the library's product returns unscaled sums, which a kernel of this package multiplies by the scales."""
 
     @property
     def is_packed(self) -> bool:
@@ -45,7 +47,7 @@ class TritonFormat:
 
     @property
     def launch_constants(self) -> dict[str, bool]:
-        """Constants that tell kernels how values are stored."""
+        """Keyword constants by which kernels know how the values are stored."""
         return {"PACKED": self.is_packed, "E4M3": self.elements.is_float}
 
     def kernel_data(self, data: Tensor, *, native: bool) -> Tensor:

@@ -1,4 +1,6 @@
-"""Products with quantised weights by the library: of operands as stored, or of dequantized weights."""
+"""Products with quantised weights by torch's library (cuBLAS and the like): of operands as stored, or of
+dequantized weights.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from outrider_triton.quantized.operators import flat_rows, quantized_rows, weigh
 
 
 def dequantized_weight(weight: QuantizedWeight, dtype: torch.dtype, *, fp8: bool, pdl: bool) -> Tensor:
-    """Dequantize a weight to ``dtype``: compute in float32, round once."""
+    """Return the weight [n, k] dequantized to ``dtype``: computed in float32 and rounded once."""
     (n, k), (rows, columns), block = weight.shape, weight.block, 256
     aligned = columns >= k or columns % block == 0
     width = block if aligned else columns if block % columns == 0 else 0
@@ -50,7 +52,9 @@ def dequantized_weight(weight: QuantizedWeight, dtype: torch.dtype, *, fp8: bool
 def scaled_products(
     sums: Tensor, x_scales: Tensor, scales: Tensor, bias: Tensor | None, rows: int, dtype: torch.dtype, pdl: bool
 ) -> Tensor:
-    """Scale integer ``sums`` [m, n] to products in ``dtype``; ``rows`` weight rows share one of ``scales``."""
+    """Return products [m, n] in ``dtype`` from the library's integer ``sums`` [m, n]; ``rows`` weight rows share one of
+    ``scales``.
+    """
     (m, n), block = sums.shape, 1024
     out = torch.empty((m, n), dtype=dtype, device=sums.device)
     launch(
@@ -84,7 +88,9 @@ def _library(
     fp8: bool,
     pdl: bool,
 ) -> Tensor:
-    """Multiply with the library: operands as stored if ``scaled``, else the dequantized weight."""
+    """Return the library's product of ``x`` and the weight: of the operands as stored if ``scaled``, else of the dequantized
+    weight.
+    """
     weight = weight_of_operands(data, scales, zero_points, input_scale, format, block, shape, activations, activation_group)
     flat, n = flat_rows(x, weight), shape[0]
     if scaled:

@@ -15,13 +15,13 @@ from outrider_triton.quantized.jit import nibble_planes, nibble_planes_gated
 from outrider_triton.tiles.configs import STREAMED, MatmulConfig
 
 NIBBLE_PLANES, INT8_COMPONENTS = 1, 2
-"""Layouts of token rows: 16-bit values in nibble planes for :mod:`outrider_triton.quantized.jit.nibble_planes`, or two int8
-components for :mod:`outrider_triton.quantized.jit.nibble_planes_streamed`.
+"""The layouts of token rows: 16-bit values in nibble planes for :mod:`outrider_triton.quantized.jit.nibble_planes`, or two
+int8 components for :mod:`outrider_triton.quantized.jit.nibble_planes_streamed`.
 """
 
 
 def row_layout(config: MatmulConfig) -> int:
-    """Return the layout of the token rows that a product takes."""
+    """Return the layout of the token rows that a product with this configuration reads."""
     return INT8_COMPONENTS if config.descriptor == STREAMED else NIBBLE_PLANES
 
 
@@ -36,14 +36,15 @@ def computes_swiglu(config: MatmulConfig, m: int) -> bool:
 
 
 def _width(k: int, how: int) -> int:
-    """Return elements per row. A component is followed by room for one float32 per unit; both begin at multiples of 16
-    bytes.
+    """Return the elements per row of layout ``how``. A component is followed by room for one float32 per unit; both begin at
+    multiples of 16 bytes.
     """
     return 2 * (k + 16 * triton.cdiv(k, 4 * nibble_planes.UNIT_COLUMNS.value)) if how == INT8_COMPONENTS else k
 
 
 def allocate_rows(like: Tensor, shape: Sequence[int], how: int) -> tuple[Tensor, Tensor | None]:
-    """Allocate rows of ``shape`` in layout ``how`` (0: row-major) on the device of ``like``, and a view for their grains.
+    """Allocate rows of ``shape`` in layout ``how`` (0: row-major) on the device of ``like``. Return them, and the view of
+    their grains or None.
 
     INT8_COMPONENTS: int8, the low components of a row, then the high ones; float32 grains of its units follow the low ones.
     """
@@ -99,7 +100,7 @@ def _linear_planes(
     config: list[int],
     pdl: bool,
 ) -> Tensor:
-    """Multiply rows by nibbles.
+    """Return the product of the rows ``x`` and a nibble weight.
 
     ``laid`` is the product's dtype if the rows of ``x`` already have the layout of :func:`row_layout`, else None. A split
     product is returned in parts, float32 [split, T, N], without the bias.
@@ -158,7 +159,7 @@ def _gated_planes(
     config: list[int],
     pdl: bool,
 ) -> Tensor:
-    """Apply SwiGLU to one token's gate and up, ``both`` [1, 2 K], and multiply.
+    """Return the product of SwiGLU of one token's gate and up, ``both`` [1, 2 K], and a nibble weight.
 
     A split product is returned in parts, float32 [split, 1, N], without the bias.
     """

@@ -22,9 +22,9 @@ from outrider_triton.tiles.derive.quantized import OperandStorage
 from outrider_triton.tiles.facts import DeviceFacts
 
 _COLUMNS_PER_SCALE = 128
-"""Columns per multiplication where group scales multiply the sums."""
+"""Number of columns per multiplication if group scales multiply the sums."""
 MAX_ROW_ELEMENTS = 1 << 15
-"""Maximum elements of a row that one program holds."""
+"""Maximum number of elements of a row that one program holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +34,25 @@ class ProductPlan:
     """
 
     mode: str
-    """Scales per ``row``, per ``block`` of at least the columns of one multiplication, or ``fine``."""
+    """Granularity of the scales: one per ``row``, one per ``block`` of at least the columns of one multiplication, or
+    ``fine``, per fewer columns.
+    """
     native: bool
     """True if the matrix unit takes both operands as stored."""
     columns: int
-    """Columns per scale, a power of two."""
+    """Number of columns per scale, a power of two."""
     at_once: int
-    """Maximum columns per multiplication; 0: a whole tile."""
+    """Maximum number of columns per multiplication; 0: a whole tile."""
     planes: bool = False
-    """Multiply in nibble planes, by :func:`outrider_triton.quantized.jit.nibble_planes.linear_planes`."""
+    """True if the product uses nibble planes (:func:`outrider_triton.quantized.jit.nibble_planes.linear_planes`)."""
     can_stream: bool = False
-    """A streamed kernel exists: with ``planes`` :func:`outrider_triton.quantized.jit.nibble_planes_streamed.streamed_planes`,
-    else :func:`outrider_triton.products.jit.streamed.streamed_linear`.
+    """True if a streamed kernel exists: with ``planes``
+    :func:`outrider_triton.quantized.jit.nibble_planes_streamed.streamed_planes`, else
+    :func:`outrider_triton.products.jit.streamed.streamed_linear`.
     """
 
     def stored(self, format: str) -> OperandStorage:
-        """Return the operand storage for the estimate of this plan."""
+        """Return the operand storage of a weight in ``format``, from which the time of this plan is estimated."""
         registered = TRITON_FORMATS[format]
         instructions = 0.0 if self.native else registered.convert_instructions * (1.0 if self.mode != "fine" else 1.3)
         instructions = 1.4 if self.planes else instructions
@@ -150,7 +153,7 @@ def weight_of_operands(
     activations: str,
     activation_group: int,
 ) -> QuantizedWeight:
-    """Return the weight that an operator's operands describe."""
+    """Return the :class:`QuantizedWeight` that the operands of an operator describe."""
     return QuantizedWeight(
         format=format,
         data=data,
@@ -198,7 +201,7 @@ def _linear_quantized(
     config: list[int],
     pdl: bool,
 ) -> Tensor:
-    """Multiply by a quantised weight. ``x_scales``: ``x`` is quantised already.
+    """Return the product of ``x`` and a quantised weight. With ``x_scales``, ``x`` is quantised already.
 
     ``parts``: return a split product in parts, float32 [split, T, N], without the bias.
     """
@@ -249,12 +252,14 @@ def _linear_quantized(
 
 
 def activation_dtype(data: Tensor, native: bool) -> torch.dtype:
-    """Return the dtype of quantised activations: the weight's, or float16, which holds the values of either format."""
+    """Return the dtype of quantised activations: the weight's if ``native``, else float16, which holds the values of either
+    format.
+    """
     return data.dtype if native else torch.float16
 
 
 def sum_parts(parts: Tensor, bias: Tensor | None, x: Tensor, dtype: torch.dtype, pdl: bool) -> Tensor:
-    """Add ``parts`` [split, T, N] and ``bias``, shaped like a product of ``x``."""
+    """Return the sum of ``parts`` [split, T, N] and ``bias`` in ``dtype``, shaped like a product of ``x``."""
     split, _, n = parts.shape
     out = torch.empty((*x.shape[:-1], n), dtype=dtype, device=x.device)
     block = 512
@@ -287,7 +292,9 @@ def _linear_quantized_add(
     config: list[int],
     pdl: bool,
 ) -> None:
-    """Add a streamed product to ``residual``. ``x_scales``: of a quantised ``x``; ``rows`` weight rows share a scale."""
+    """Add a streamed product to ``residual`` [T, N] in place. ``x_scales``: the scales of a quantised ``x``; ``rows`` weight
+    rows share a scale.
+    """
     n = data.shape[0]
     expect(
         residual.is_contiguous() and residual.shape == (*x.shape[:-1], n),
@@ -304,7 +311,9 @@ define("linear_quantized.triton_add", _linear_quantized_add, writes=("residual",
 
 
 def allocate_quantized(like: Tensor, k: int, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Allocate quantised rows of ``k`` elements, as many as ``like`` has, and their scales."""
+    """Return uninitialised quantised rows of ``k`` elements in ``dtype``, as many as ``like`` has, and their float32 scales,
+    one per ``group`` columns.
+    """
     m = like.numel() // like.shape[-1]
     scales = torch.empty((m, -(-k // group) if group else 1), dtype=torch.float32, device=like.device)
     return torch.empty((m, k), dtype=dtype, device=like.device), scales

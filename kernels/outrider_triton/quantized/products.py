@@ -28,32 +28,32 @@ _TRITON = torch.ops.outrider
 
 
 class TokenRows(NamedTuple):
-    """Token rows in the format that a product's kernel reads."""
+    """The token rows of a product, in the format that its kernel reads."""
 
     x: Tensor
-    """Rows as computed, quantised or in nibble-plane layout."""
+    """The rows [T, K] as computed, quantised or in nibble-plane layout."""
     scales: Tensor | None
-    """Scales of quantised rows; None: not quantised."""
+    """Scales of quantised rows; None if the rows are not quantised."""
     in_planes: bool
     """True if ``x`` has a nibble-plane layout."""
     gated: bool = False
-    """True if ``x`` is gate and up, and the product computes SwiGLU."""
+    """True if ``x`` has gate and up, [T, 2 K], and the product's kernel computes SwiGLU."""
 
 
 class NormedRows(NamedTuple):
-    """The rows of a norm, and the product that multiplies them next."""
+    """The rows of a norm, and the plan of the product that multiplies them next."""
 
     rows: Tensor
     """Normalised rows, quantised if ``scales`` aren't None, in the layout that the product takes."""
     scales: Tensor | None
     product_plan: ProductPlan
-    """How the following product is computed."""
+    """Plan of the following product."""
     config: MatmulConfig
     """Tile configuration of the following product."""
 
 
 class QuantizedProducts:
-    """Products with quantised weights: one kernel for few tokens, else the library.
+    """The launches of products with quantised weights: one kernel for few tokens, else the library.
 
     The estimated time for the stored bytes decides (:mod:`outrider_triton.tiles.derive.products`); tables have no
     measurements of them. ``kernels`` computes the parts of a product that isn't fused.
@@ -85,17 +85,17 @@ class QuantizedProducts:
         gated: bool = False,
         parts: bool = True,
     ) -> MatmulConfig | None:
-        """Return the derived configuration for ``m`` tokens.
+        """Return the derived configuration for ``m`` tokens and this weight, or None if the library is expected to be faster.
 
-        ``half`` is half a head's size for a product that rotates its rows. ``gated``: gate and up. ``parts``: the product
-        may be split; its consumer or a separate kernel adds the parts.
+        ``half`` is half a head's size for a product that rotates its rows. ``gated``: gate and up. ``parts``: the product may
+        be split; its consumer or a separate kernel adds the parts.
         """
         stored, (n, k) = product_plan.stored(weight.format), weight.shape
         operator = "linear_rope" if half else "linear_silu_mul" if gated else "linear_parts" if parts else "linear"
         return self._tiles.derived(operator, m=m, n=n, k=k, half=half, stored=stored)
 
     def multiplies(self, x: Tensor, weight: QuantizedWeight) -> bool:
-        """Return True if Triton's kernels multiply operands of these dtypes and this format."""
+        """Return True if Triton's kernels support rows of the dtype of ``x`` and this weight's format."""
         is_half = x.dtype in (torch.bfloat16, torch.float16)
         return is_half and weight.format in TRITON_FORMATS and bool(x.numel()) and has_kernel(x, weight.scales)
 
@@ -113,7 +113,7 @@ class QuantizedProducts:
         laid: bool = False,
         gated: bool = False,
     ) -> Tensor:
-        """Launch the Triton product of one weight.
+        """Launch the Triton product of ``x`` and ``weight`` and return its result.
 
         ``scales``: ``x`` was quantised from ``dtype``. ``parts``: return a split product in parts, without its bias.
         ``laid``: ``x`` has a nibble-plane layout. ``gated``: ``x`` is gate and up of one token.
@@ -240,7 +240,9 @@ class QuantizedProducts:
         dtype: torch.dtype,
         config: MatmulConfig,
     ) -> Tensor:
-        """Launch the streamed product that rotates its rows. Rows without ``scales`` are int8 components."""
+        """Launch the streamed product that rotates its own rows and writes the cache; return queries. Rows without ``scales``
+        are int8 components.
+        """
         if scales is None:
             return _TRITON.rope_write_cache.triton_linear_planes(  # type: ignore[no-any-return]  # torch.ops has no types
                 rows, weight.data, weight.scales, bias, dtype, *rotary, config.as_list(), self._pdl
@@ -277,7 +279,9 @@ class QuantizedProducts:
     def second_product(
         self, normed: NormedRows, residual: Tensor, weight: QuantizedWeight, bias: Tensor | None, *, parts: bool
     ) -> Tensor:
-        """Launch the product that follows a norm; ``parts`` as in :meth:`launch_product`."""
+        """Launch the product of ``normed.rows`` and ``weight``, and return it in the dtype of ``residual``; ``parts`` as in
+        :meth:`launch_product`.
+        """
         laid = normed.scales is None and normed.product_plan.planes
         return self.launch_product(
             normed.rows,
@@ -333,7 +337,9 @@ class QuantizedProducts:
     def _first(
         self, added: QuantizedProduct, residual: Tensor, *, parts: bool = True
     ) -> tuple[ProductPlan, MatmulConfig] | None:
-        """Return the plan of a product that is added to ``residual``, perhaps in ``parts``; None: no Triton kernel."""
+        """Return plan and configuration of a product that is added to ``residual``, perhaps in ``parts``; None if Triton has
+        no kernel for it.
+        """
         width = added.x.shape[-1] // 2 if added.gated else added.x.shape[-1]
         operand, product_plan = added.x[..., :width], plan(self._facts, added.weight)
         supported = self.multiplies(operand, added.weight) and self.multiplies(residual, added.weight)
@@ -440,7 +446,9 @@ class QuantizedProducts:
                     self.launch_product(sample, weight, bias, product_plan, tiling)
 
     def every_config(self, like: Tensor, weight: QuantizedWeight, product_plan: ProductPlan) -> tuple[MatmulConfig, ...]:
-        """Return every configuration of this weight for any number of tokens with the dtype and device of ``like``."""
+        """Return every configuration that this weight may need, over all numbers of tokens with the dtype and device of
+        ``like``.
+        """
         (n, k), stored = weight.shape, product_plan.stored(weight.format)
         library_buckets = [
             size for size in BUCKETS if size > MAX_TOKENS_TRITON_GEMM and _prefers_library(like, weight, product_plan)
@@ -572,7 +580,7 @@ class QuantizedProducts:
 
 
 def library_operands(weight: QuantizedWeight, bias: Tensor | None) -> tuple[object, ...]:
-    """Return the operands that describe a weight to an operator, the bias among them."""
+    """Return the operands that describe ``weight`` and ``bias`` to the library's operator, in the order of its schema."""
     tensors = weight.data, weight.scales, weight.zero_points, weight.input_scale, bias
     block, shape = list(weight.block), list(weight.shape)
     return *tensors, weight.format, block, shape, weight.activations or "", weight.activation_group
@@ -583,7 +591,9 @@ def _group(weight: QuantizedWeight) -> int:
 
 
 def activation_format(weight: QuantizedWeight, product_plan: ProductPlan) -> tuple[str, int, torch.dtype]:
-    """Return format, columns per scale (0: all) and dtype of rows for a product with ``dynamic`` activations."""
+    """Return the format, the columns per scale (0: all) and the dtype of rows that are quantised for a product with
+    ``dynamic`` activations.
+    """
     return weight.activations or "", _group(weight), activation_dtype(weight.data, product_plan.native)
 
 
@@ -594,7 +604,7 @@ def has_dynamic_activations(weight: QuantizedWeight) -> bool:
 
 
 def library_scales(x: Tensor, weight: QuantizedWeight, product_plan: ProductPlan | None) -> bool:
-    """Return True if the library multiplies ``x`` and the weight as stored, with a scale per row and column."""
+    """Return True if the library multiplies ``x`` and the weight as stored, with a scale per row of each."""
     return product_plan is not None and x.numel() > 16 * x.shape[-1] and _library_takes_stored(x, weight, product_plan)
 
 
@@ -610,5 +620,5 @@ def _library_takes_stored(like: Tensor, weight: QuantizedWeight, product_plan: P
 
 
 def _prefers_library(like: Tensor, weight: QuantizedWeight, product_plan: ProductPlan) -> bool:
-    """Return True if the library multiplies more than 64 tokens of this weight."""
+    """Return True if the library's product is preferred for more than 64 tokens with this weight."""
     return TRITON_FORMATS[weight.format].prefers_library and _library_takes_stored(like, weight, product_plan)

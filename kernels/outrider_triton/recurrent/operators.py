@@ -14,13 +14,13 @@ from outrider_triton.recurrent.jit import chunks as jit_chunks
 from outrider_triton.recurrent.jit import steps as jit
 
 _FEW_TOKENS = 8
-"""Maximum number of tokens of a sequence for which the convolution has small blocks."""
+"""Maximum number of tokens of a sequence for which the convolution uses small blocks of tokens."""
 _CHUNK = 64
 _CHUNK_VALUES_PER_PROGRAM = 32
-"""Values of a head whose states one program carries from chunk to chunk."""
+"""Number of values of a head whose states one program carries from chunk to chunk."""
 _ROWS_PER_PROGRAM = 4
 _VALUES_PER_PROGRAM = 16
-"""Values of a head whose states one warp holds in registers."""
+"""Number of values of a head whose states one warp holds in registers."""
 
 
 def _convolution(
@@ -61,7 +61,9 @@ def _values(mixed: Tensor, state: Tensor) -> tuple[int, ...]:
 
 
 def _allocate(x: Tensor, shape: Sequence[int], uniform: bool) -> Tensor:
-    """Return memory for a result in x's dtype; zeros if there may be padding, which no program writes."""
+    """Return memory for a result of ``shape`` in x's dtype: zeros if the batch may have padding tokens, which no program
+    writes.
+    """
     return x.new_empty(shape) if uniform else x.new_zeros(shape)
 
 
@@ -80,7 +82,9 @@ def _rule(
     uniform: bool,
     pdl: bool,
 ) -> Tensor:
-    """Compute the rule token by token. ``settled``: no kernel that may still run writes states or lengths."""
+    """Compute the gated delta rule token by token and return the results [T, Hv, E]. ``settled``: no kernel that may still
+    run writes states or lengths.
+    """
     del max_query  # every program reads its sequence's number of tokens
     _expect_rows(mixed, gates, state)
     out = _allocate(mixed, _values(mixed, state), uniform)
@@ -131,7 +135,7 @@ def _chunks(
     max_query: int,
     pdl: bool,
 ) -> Tensor:
-    """Compute the delta rule of prompts."""
+    """Compute the gated delta rule of prompts, 64 tokens at a time, write the states, and return the results [T, Hv, E]."""
     _expect_rows(mixed, gates, state)
     out = _allocate(mixed, _values(mixed, state), uniform=False)
     tokens, sequences, (heads, key_size, value_size) = mixed.shape[0], rows.shape[0], state.shape[1:]
@@ -140,8 +144,8 @@ def _chunks(
     totals = mixed.new_empty((heads, tokens), dtype=torch.float32)
     chunk_state = mixed.new_empty(tokens // _CHUNK + sequences, *state.shape[1:])
     sizes = key_width, heads, heads * key_size // key_width
-    # The matrix unit multiplies 16 rows and columns or more.
-    block_d, block_e = max(power_of_two(key_size), 16), max(power_of_two(value_size), 16)
+    # Triton 3.6 compiles products of 16 and 32 columns wrongly in 16-bit dtypes on an H200; those of 64 are right.
+    block_d, block_e = max(power_of_two(key_size), 64), max(power_of_two(value_size), 64)
     constants = {"D": key_size, "E": value_size, "BLOCK_D": block_d}
     chunks = heads, triton.cdiv(max_query, _CHUNK), sequences
     launch(

@@ -54,7 +54,7 @@ define("rms_norm.triton", _rms_norm)
 def _add_parts(
     x: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, eps: float, pdl: bool, planes: int = 0
 ) -> Tensor:
-    """Add ``x`` and the bias to the residual and return the norm.
+    """Add ``x`` and the bias to the residual in place and return the norm.
 
     ``x`` is [T, H], or [parts, T, H] of a split product. ``planes`` is the layout of the result
     (:func:`outrider_triton.quantized.nibble_planes.allocate_rows`).

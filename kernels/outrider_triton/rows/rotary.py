@@ -21,7 +21,7 @@ def rotates(rotary: RotaryArgs, x: Tensor, *, partly: bool = False) -> bool:
 
 
 def expect_laid_out(cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, *, partly: bool = False) -> None:
-    """Raise for operands that a kernel would read or write wrongly."""
+    """Raise RuntimeError for angles or caches whose strides the rotating kernels don't support."""
     expect(
         _laid_out(cos, sin, k_cache, v_cache),
         lambda: "rope_write_cache: caches must be contiguous, and cos and sin laid out alike",

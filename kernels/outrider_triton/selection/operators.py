@@ -12,7 +12,9 @@ from outrider_triton.selection.jit import token_choice
 
 _VOCABULARY_BLOCK = 1024
 _GREEDY_BLOCK = 2048
-"""Greedy selection keeps little state per program, so that a program can have more loads in flight."""
+"""Number of logits that a program of greedy selection loads at once: it keeps little other state, so more loads can be in
+flight.
+"""
 
 
 def _best(
@@ -29,9 +31,10 @@ def _best(
     pdl: bool,
     find: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the largest logit of each share and its index, both [rows, shares], for ``logits`` [B, V] or [B, N, V].
+    """Return the largest logit of each share and its index, both [rows, shares], for ``logits`` [B, V] or [B, N, V], and
+    None. With ``sampling``, noise is added to the logits.
 
-    ``find``: also return the index of each share's first NaN.
+    ``find``: return the index of each share's first NaN instead of None.
     """
     nodes, vocabulary = (1 if logits.dim() == 2 else logits.shape[1]), logits.shape[-1]
     flat = logits.reshape(-1, vocabulary)
@@ -134,7 +137,9 @@ def _verify_chain(
 def _accept_greedy(
     target_logits: Tensor, draft_tokens: Tensor, found: Tensor | None, shares: int, pdl: bool
 ) -> tuple[Tensor, Tensor]:
-    """Verify drafts where no row samples. ``found``: also report NaN among the logits, at no extra read."""
+    """Verify chains of drafts in a batch in which no row samples. ``found``: also report NaN among the logits, without
+    reading them again.
+    """
     (batch, num_draft_tokens), vocabulary, find = draft_tokens.shape, target_logits.shape[-1], found is not None
     tokens, accepted = _empty_chain(draft_tokens)
     best, index, firsts = _best(target_logits, shares=shares, pdl=pdl, find=find)

@@ -6,11 +6,11 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 BUCKETS = (8, 16, 32, 64, 128)
-"""Upper bounds of token counts with separate configurations."""
+"""Upper bounds of the ranges of token counts that share a configuration."""
 STREAMED = 2
-"""``descriptor`` of streamed products: a warp of its own loads their operands."""
+"""Value of ``descriptor`` for streamed products: a warp of its own loads their operands."""
 LARGE_M = 3
-"""``descriptor`` of gates with tiles for large M."""
+"""Value of ``descriptor`` for gate and up products with tiles for large M."""
 
 
 def bucket(m: int) -> int:
@@ -28,26 +28,26 @@ class MatmulConfig:
     """
 
     block_m: int
-    """Tokens per block."""
+    """Number of tokens per block."""
     block_n: int
-    """Weight rows per block; streamed: rows per copy-engine box."""
+    """Number of weight rows per block; streamed: rows per copy-engine box."""
     block_k: int
-    """Columns per block; streamed with four-bit weights: all columns of a program."""
+    """Number of columns per block; streamed with four-bit weights: all columns of a program."""
     split: int
-    """Programs that share the columns, each with a part of the sum."""
+    """Number of programs that share the columns, each with a part of the sum."""
     warps: int
-    """Warps per program; streamed with four-bit weights or large M: four per warpgroup."""
+    """Number of warps per program; streamed with four-bit weights or large M: four per warpgroup."""
     stages: int
-    """Stages of loads in flight."""
+    """Number of stages of loads in flight."""
     prefetch_columns: int
-    """Weight columns, a multiple of 256, prefetched before the preceding kernel has ended.
+    """Number of weight columns, a multiple of 256, prefetched before the preceding kernel has ended.
 
     Streamed: 0; with four-bit weights, columns per tile; with large M, pipeline stages of tokens.
     """
     descriptor: int
-    """0: pointers; 1: the copy engine loads the weight; :data:`STREAMED`; :data:`LARGE_M`."""
+    """How the weight is loaded: 0 by pointers, 1 by the copy engine, :data:`STREAMED` or :data:`LARGE_M`."""
     rows_per_program: int = 0
-    """Weight rows per program, 0 for a whole block; streamed: pairs of rows, or folded rows without a split."""
+    """Number of weight rows per program, 0 for a whole block; streamed: pairs of rows, or folded rows without a split."""
 
     def as_list(self) -> list[int]:
         """Return the fields in the order that operators and tables use."""
@@ -70,9 +70,9 @@ class AttentionConfig:
     """Measured configuration of attention over the cache."""
 
     block_kv: int
-    """Cached tokens per block."""
+    """Number of cached tokens per block."""
     split: int
-    """Programs that share a sequence's cached tokens."""
+    """Number of programs that share a sequence's cached tokens."""
     warps: int
     stages: int
     streamed: bool = False

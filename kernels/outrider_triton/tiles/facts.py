@@ -11,12 +11,12 @@ CLOCK_HZ = 1.6e9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceFacts:
-    """A device as its runtime describes it."""
+    """The facts about a device from which tile configurations are derived, as its runtime reports them."""
 
     architecture: str
-    """``sm_90`` for NVIDIA, ``gfx942`` for AMD."""
+    """Name of the architecture: ``sm_90`` for NVIDIA, ``gfx942`` for AMD."""
     processors: int
-    """Multiprocessors (compute units)."""
+    """Number of multiprocessors (compute units)."""
     shared_bytes: int
     """Maximum shared memory of one program after opt-in, in bytes."""
     processor_shared: int
@@ -24,17 +24,17 @@ class DeviceFacts:
     l2_bytes: int
     """Size of the second-level cache in bytes."""
     registers: int = 65536
-    """4-byte registers per multiprocessor."""
+    """Number of 4-byte registers per multiprocessor."""
     warp: int = 32
-    """Threads per warp."""
+    """Number of threads per warp."""
     bandwidth: float = 0.0
-    """Memory bandwidth in bytes per second by clock and bus width; 0 if the runtime doesn't report them."""
+    """Memory bandwidth in bytes per second, from clock and bus width; 0 if the runtime doesn't report them."""
     name: str = ""
     """The name that the device reports."""
     early_starts: bool | None = None
-    """True with programmatic dependent launch; None: as usual for the generation."""
+    """True if the device has programmatic dependent launch; None: as usual for the generation."""
     copy_engine: bool | None = None
-    """True with a copy engine that reads by descriptors (TMA); None: as usual for the generation."""
+    """True if the device has a copy engine that reads by descriptors (TMA); None: as usual for the generation."""
 
     @property
     def capability(self) -> int:

@@ -31,7 +31,7 @@ class TileSelection:
 
     @property
     def table(self) -> Table | None:
-        """Return the stored choices in use, or None."""
+        """The stored choices in use: a shipped table merged with this machine's choices, or None."""
         return self._tables[-1]
 
     @table.setter

@@ -22,7 +22,9 @@ _MAX_REQUESTS = 256
 
 
 class VariantScope:
-    """The state of a warm-up: whether variants are being compiled, and which were. All copies of a kernel set share one."""
+    """The state of a warm-up: whether variants are being compiled, and the keys that were. All copies of a kernel set share
+    one.
+    """
 
     def __init__(self) -> None:
         self.depth = 0
@@ -116,7 +118,9 @@ def attention_configs(
 
 
 def share_counts(vocabulary: int, processors: int) -> tuple[int, ...]:
-    """Return every number of programs that may share a vocabulary."""
+    """Return every number of programs that may share a vocabulary of ``vocabulary`` tokens on a device with
+    ``processors``.
+    """
     return tuple(dict.fromkeys(vocabulary_shares(count, vocabulary, processors) for count in _powers(_MAX_ROWS)))
 
 

@@ -481,7 +481,7 @@ def _notes_captures(base):
 
 
 def _groups(base):
-    from outrider_sim.collectives import SimGroup
+    from outrider_sim.ranks.collectives import SimGroup
 
     return SimGroup
 

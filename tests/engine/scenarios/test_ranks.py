@@ -66,6 +66,46 @@ def test_20_ranks_accept_different_counts(explorer):
     assert once(explorer, SPLIT, inject="ulp") is None
 
 
+def test_padding_of_an_idle_rank_has_one_writer(explorer):
+    """An idle rank decodes padding alone, all of it at page 0: several of its rows would write one slot of a history."""
+    setup = replace(IDLE, proposer="suffix+eagle")
+    assert once(explorer, setup) is None
+
+
+DIVIDED = [
+    replace(IDLE, proposer="mtp, experts", expert=True),
+    *(
+        pytest.param(
+            replace(IDLE, proposer=f"{name}, experts", mode=mode, tensor=tensor, data=data, expert=True),
+            marks=pytest.mark.slow,
+        )
+        for name, mode, tensor, data in (
+            ("eagle", "fused", 2, 1),
+            ("ngram", "staged", 1, 2),
+            ("mtp-tree", "graphs", 2, 1),
+            ("eagle", "staged", 2, 2),
+            ("draft-model", "fused", 1, 2),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("setup", DIVIDED, ids=str)
+def test_ranks_that_divide_experts_give_the_tokens_of_one(explorer, setup):
+    """With fences alone: no finding on any rank, also with an idle rank."""
+    assert once(explorer, setup, strategy="mixed") is None
+
+
+@pytest.mark.parametrize(
+    ("inject", "named"), [("length", "drafted"), pytest.param("bucket", "bucket", marks=pytest.mark.slow)]
+)
+def test_a_rank_that_differs_while_experts_are_divided_is_named(explorer, inject, named):
+    one = program(request(6, 8), max_requests=4)
+    error = once(explorer, replace(SPLIT, proposer="mtp, experts", expert=True), one, inject=inject)
+    assert isinstance(error, RaceError)
+    assert decision_named(explorer.report) == named
+
+
 def test_20_a_rank_that_drafts_another_length_is_named(explorer):
     """Whoever follows drafts as it was told; told something else, it's named before it hangs."""
     error = once(explorer, SPLIT, inject="length")

@@ -14,7 +14,13 @@ from rich.table import Table
 
 from outrider.cli.options.engine_options import with_options
 from outrider.cli.options.option_values import JsonOption, UsageError, option
-from outrider.cli.options.rank_processes import DataParallelOption, Joined, TensorParallelOption, run_on_ranks
+from outrider.cli.options.rank_processes import (
+    DataParallelOption,
+    ExpertParallelOption,
+    Joined,
+    TensorParallelOption,
+    run_on_ranks,
+)
 from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import CapabilityError, ConfigError
 from outrider_bench.decoding import profile_batch, run_batch, too_few_tokens
@@ -61,6 +67,7 @@ def decode(
     options: MeasuredEngineOptions,
     tensor_parallel: TensorParallelOption = 1,
     data_parallel: DataParallelOption = 1,
+    expert_parallel: ExpertParallelOption = False,
     plot: PlotOption = None,
     by_kernel: Annotated[bool, option("--by-kernel", help="Show the device's time of each kernel.")] = False,
     json_output: JsonOption = False,
@@ -80,12 +87,12 @@ def decode(
             f"--max-requests is {options.max_requests}, and --batch {max(sizes)} requests decode together; raise it"
         )
     require_torch()
-    spread_out = run_on_ranks(context.obj, tensor_parallel, data_parallel, json_output=json_output)
+    spread_out = run_on_ranks(context.obj, tensor_parallel, data_parallel, expert=expert_parallel, json_output=json_output)
     if spread_out is not None:
         return spread_out
     from outrider_bench.limits import measure_bandwidth, measure_collectives
 
-    joined = Joined(tensor_parallel, data_parallel)
+    joined = Joined(tensor_parallel, data_parallel, expert=expert_parallel)
     engine, described = options.build_engine(
         requests=max(sizes),
         requests_origin="--batch",
@@ -140,7 +147,9 @@ def _write_limits(plot: Path, rows: list[dict[str, Any]], data: dict[str, object
 def _measure(
     engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, bandwidth: float, collectives: CollectiveCost
 ) -> dict[str, object] | None:
-    """Return a row of the table; None if the whole batch decodes in no iteration."""
+    """Return a table row with the measured times of a batch and its limit; None if the whole batch decodes in no
+    iteration.
+    """
     from outrider_bench.limits import iteration_bytes
 
     found = run_batch(engine, batch, prompt_tokens, new_tokens)
@@ -170,7 +179,9 @@ def _measure(
 
 
 def _profiled(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, by_kernel: bool) -> dict[str, object]:
-    """Return the figures of a profiled pass. Raises :class:`CapabilityError` if the device has no times of kernels."""
+    """Return the figures of a profiled pass over the batch. Raises :class:`CapabilityError` if the device has no times of
+    kernels.
+    """
     found = profile_batch(engine, batch, prompt_tokens, new_tokens)
     if found is None:
         if by_kernel:

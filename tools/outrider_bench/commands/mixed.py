@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _MAX_CONCURRENT = 128
 _WARM_UP_DIVISOR = 8
-"""An eighth of the load runs first, unmeasured."""
+"""Divisor of the load for the warm-up: an eighth of the requests runs first, unmeasured."""
 
 
 @with_options

@@ -29,9 +29,11 @@ from outrider.cli.terminal.report import CommandReport, Interrupted
 from outrider.cli.terminal.starting import show_progress
 from outrider.cli.terminal.streams import note
 from outrider.registry import Registry
+from outrider_bench.acceptance import acceptance_rates, describe_acceptance
 from outrider_bench.child import ChildFailed, ChildSession, open_session
 from outrider_bench.mixed_load import MixedLoad
 from outrider_bench.options import (
+    ACCEPTANCE,
     SIZES,
     BatchOption,
     MixedLoadOptions,
@@ -77,13 +79,13 @@ class PeerWorkOptions(RandomWeightOptions):
     shape: RequiredShapeOption = "llama-3.1-8b"
     draft_tokens: DraftTokensOption = 3
     accept_length: Annotated[
-        float,
+        str,
         option(
             "--accept-length",
-            value=number(1, 1025),
-            help="Synthetic acceptance for all engines: mean tokens an iteration yields.",
+            value=ACCEPTANCE,
+            help="Synthetic acceptance for all engines: mean tokens an iteration yields, or HEAD:KIND of a measured head.",
         ),
-    ] = 2.98
+    ] = "2.98"
     dtype: Annotated[str, option("--dtype", value=one_of(*DTYPES), help="Dtype.")] = "bfloat16"
     phases: Annotated[str, option("--phases", value=some_of(*PHASES), help="Phases to measure.")] = "decode"
     batch: BatchOption = "1,8,32"
@@ -149,8 +151,6 @@ class PeerWorkOptions(RandomWeightOptions):
 
     def make_work(self, mixed: MixedLoad, *, device: str, engines: int) -> PeerWork:
         """Return the work for engines on ``device``, ``engines`` of which share its memory. Raises :class:`ConfigError`."""
-        from outrider_bench.synthetic import rates_of_length
-
         measured = tuple(parse_names(self.phases, PHASES))
         batches = tuple(parse_sizes(self.batch))
         concurrent = max(batches) if "decode" in measured else 1
@@ -164,7 +164,7 @@ class PeerWorkOptions(RandomWeightOptions):
             new_tokens=self.new_tokens,
             draft_tokens=self.draft_tokens,
             accept_length=self.accept_length,
-            rates=rates_of_length(self.accept_length, self.draft_tokens),
+            rates=acceptance_rates(self.accept_length, self.draft_tokens),
             device=device,
             phases=measured,
             lengths=tuple(parse_sizes(self.prefill_tokens)),
@@ -239,7 +239,7 @@ def peers(
         **asdict(work),
         "backend": str(spec),
         "quantized": work.quantized,
-        "acceptance": f"synthetic, mean {work.accept_length:g}",
+        "acceptance": describe_acceptance(work.accept_length, work.draft_tokens),
         "repeat": repeat,
         "mixed": work.load.describe() if "mixed" in work.phases else None,
     }
@@ -283,7 +283,7 @@ def _engine_groups(engines: Sequence[str], proposers: Sequence[str], repeat: int
 
 
 def _draw(found: Sequence[EngineRuns], phases: Sequence[str], title: str) -> str | None:
-    """Return the plots of the measured phases, one below the other; None if nothing was measured."""
+    """Return the plots of the measured phases as one SVG, one below the other; None if nothing was measured."""
     drawings = []
     for phase, (across, up) in _AXES.items():
         series = plot_points(found, phase) if phase in phases else {}
@@ -297,7 +297,7 @@ def _renderer(data: dict[str, Any]) -> Callable[[Console], None]:
 
 
 class _PeerRace:
-    """Runs of several engines that are open at the same time and take turns."""
+    """A measurement of engines that are open at the same time and take turns."""
 
     def __init__(
         self,
@@ -314,7 +314,9 @@ class _PeerRace:
         self._report_progress = report_progress
 
     def measure_group(self, group: list[EngineRuns], repeat: int, show_progress: ProgressCallback) -> None:
-        """Open the engines, measure every case ``repeat`` times, all cases once before any case twice, and end them."""
+        """Open the engines, measure every case ``repeat`` times, all cases once before any case twice, and close
+        the engines.
+        """
         with ExitStack() as stack:
             sessions: list[tuple[EngineRuns, ChildSession]] = []
             for each in group:
@@ -378,5 +380,5 @@ class _PeerRace:
 
 
 def _format_numbers(figures: Mapping[str, object]) -> str:
-    """Return the numbers among ``figures`` as text."""
+    """Return the numbers among ``figures`` as text for a progress line."""
     return ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if isinstance(value, int | float))

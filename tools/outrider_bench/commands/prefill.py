@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from outrider.engine.engine import Engine
 
 _NEXT_TOKENS = 8
-"""New tokens of a request that goes on to decode."""
+"""Number of new tokens of a request that continues to decode."""
 
 
 @with_options
@@ -83,7 +83,7 @@ def _row(engine: Engine, length: int, repeat: int) -> dict[str, Any]:
 
 
 def _first_token(engine: Engine, prompt: list[int], count: int) -> float:
-    """Return the seconds until the engine returns the first token; then decode the other tokens."""
+    """Return the seconds until the engine returns the first of ``count`` tokens; then decode the other tokens."""
     from outrider.engine.requests.sampling import SamplingParams
 
     began = time.perf_counter()

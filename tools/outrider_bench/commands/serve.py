@@ -52,7 +52,7 @@ class ServerModelOptions(RandomDraftOptions):
 
     shape: RequiredShapeOption = "llama-3.1-8b"
     draft_tokens: DraftTokensOption = 3
-    accept_length: AcceptLengthOption = 2.98
+    accept_length: AcceptLengthOption = "2.98"
     dtype: DtypeOption = None
 
     def make_setup(self, speculate: str, max_requests: int, *, prompt_tokens: int, new_tokens: int) -> ServerSetup:
@@ -177,7 +177,7 @@ def _measured(
 
 
 def _results(name: str, load: HttpLoad, sizes: list[int], tokenizer: Path | None) -> dict[str, Any]:
-    """Return the results for each number of clients up to the first failure, and the reason of the failure."""
+    """Return the measured results for each number of clients up to the first failure, and the reason of the failure."""
     results: list[dict[str, Any]] = []
     try:
         for number, size in enumerate(sizes, 1):

@@ -111,7 +111,9 @@ def _check_directories(shape: str | None, checkpoint: Path | None, directory: Pa
 
 
 def _start_names(count: int, *, compiles: bool) -> list[str]:
-    """Return ``cold``, ``warm``, ``warm 2`` and so on; without a cache ``start``, ``start 2``."""
+    """Return the names of ``count`` starts: ``cold``, ``warm``, ``warm 2`` and so on; without compiled kernels ``start``,
+    ``start 2``.
+    """
     first, others = (["cold"], "warm") if compiles else ([], "start")
     return [*first, others, *(f"{others} {number}" for number in range(2, count + 1))][:count]
 

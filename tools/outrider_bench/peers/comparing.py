@@ -150,7 +150,7 @@ def plot_points(found: Sequence[EngineRuns], phase: str) -> dict[str, list[tuple
 
 
 def render_engines(console: Console, data: Mapping[str, Any]) -> None:
-    """Print tables of the results of all engines."""
+    """Print a table of each phase's results of all engines."""
     console.print(
         f"random weights of {data['shape']} on {data['backend']} ({data['device']}), {data['dtype']}, "
         f"{data['prompt_tokens']} prompt and {data['new_tokens']} new tokens, {data['draft_tokens']} draft tokens, "

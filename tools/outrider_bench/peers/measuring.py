@@ -21,7 +21,9 @@ from outrider_bench.peers.work import PeerWork
 
 _WARM_TOKENS = 16
 _SETTLE_S = 0.2
-"""Pause before each run, until work that the last run has left on the device has ended, such as an extra iteration."""
+"""Seconds of pause before each run, until work that the last run has left on the device has ended, such as an extra
+iteration.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +31,15 @@ class DraftCounts:
     """Totals of an engine's drafts since its start: drafted and accepted tokens."""
 
     verified: float
-    """Verifications, one for each request of an iteration."""
+    """Number of verifications, one for each request of an iteration."""
     drafted: float
-    """Draft tokens."""
+    """Number of draft tokens that were verified."""
     passed: float
-    """Accepted draft tokens."""
+    """Number of accepted draft tokens."""
 
 
 class Peer(ABC):
-    """An engine that is ready. The engine returns exactly the requested number of tokens and reuses no prefix."""
+    """An engine that is ready to be measured. It returns exactly the requested number of tokens and reuses no prefix."""
 
     version: str
     settings: str
@@ -46,7 +48,9 @@ class Peer(ABC):
 
     @abstractmethod
     def generate(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[int]:
-        """Generate ``counts`` new tokens for the prompts, all at once; return the number of new tokens of each."""
+        """Generate ``counts[i]`` new tokens for prompt i, all prompts at once, and return the number of new tokens
+        of each.
+        """
 
     def draft_counts(self) -> DraftCounts | None:
         """Return the totals of draft tokens so far; None without drafts."""
@@ -61,7 +65,9 @@ class Peer(ABC):
         raise ChildFailed(f"times between tokens aren't measured with {type(self).__name__}")
 
     def limit_ms(self, batch: int, context: float) -> float | None:
-        """Return the lower limit of an iteration's time in milliseconds; None if it isn't known."""
+        """Return the lower limit of an iteration's time in milliseconds for this batch and context; None if it
+        isn't known.
+        """
         del batch, context
         return None
 
@@ -207,7 +213,7 @@ def serve_runs(open_peer: Callable[[PeerWork, str, Path], AbstractContextManager
 
 
 def _measure(runs: PeerRuns, request: Mapping[str, Any]) -> dict[str, object]:
-    """Return the figures of a run, or the reason of its failure, after which the next run is possible."""
+    """Return the figures of a run, or the reason of its failure. The engine can then take the next run."""
     try:
         return runs.measure(request)
     except OutriderError as error:

@@ -30,7 +30,7 @@ class OutriderPeer(Peer):
         self._bandwidth = measure_bandwidth(engine.backend)
 
     def generate(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[int]:
-        """Generate tokens with ``Engine.generate``."""
+        """Generate tokens with :meth:`Engine.generate`, and return the number of new tokens of each prompt."""
         from outrider.engine.requests.sampling import SamplingParams
 
         params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in counts]
@@ -38,13 +38,13 @@ class OutriderPeer(Peer):
         return [len(each.token_ids) for each in made]
 
     def draft_counts(self) -> DraftCounts | None:
-        """Return the totals of the engine's statistics; None without drafts."""
+        """Return the totals of drafts from :meth:`Engine.stats`; None without drafts."""
         stats = self._engine.stats
         passed = stats.verified_tokens - stats.request_iterations
         return DraftCounts(stats.request_iterations, stats.drafted_tokens, passed) if self._drafts else None
 
     def stream(self, prompts: Sequence[Sequence[int]], counts: Sequence[int], arrived: Arrived) -> None:
-        """Step the engine and call ``arrived`` for each output."""
+        """Run the engine step by step for all prompts, and call ``arrived(request, number of tokens)`` for each output."""
         serve_on_engine(self._engine, prompts, counts, arrived)
 
     def limit_ms(self, batch: int, context: float) -> float | None:

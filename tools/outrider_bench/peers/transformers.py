@@ -24,7 +24,9 @@ class TransformersPeer(Peer):
         self._model, self._device = model, device
 
     def generate(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[int]:
-        """Generate tokens for prompts of one length. Raises :class:`ChildFailed` for other loads."""
+        """Generate tokens for prompts of one length, and return their numbers. Raises :class:`ChildFailed` for
+        other loads.
+        """
         import torch
 
         if len({len(prompt) for prompt in prompts}) > 1 or len(set(counts)) > 1:

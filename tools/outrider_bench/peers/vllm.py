@@ -29,7 +29,7 @@ class VllmPeer(Peer):
         self._number = 0
 
     def generate(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[int]:
-        """Generate tokens with ``LLM.generate``."""
+        """Generate tokens with vLLM's ``LLM.generate``, and return the number of new tokens of each prompt."""
         given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         made = self._engine.generate(given, [self._params(count) for count in counts], use_tqdm=False)
         return [len(each.outputs[0].token_ids) for each in made]
@@ -49,7 +49,9 @@ class VllmPeer(Peer):
         return DraftCounts(verified, drafted, passed)
 
     def stream(self, prompts: Sequence[Sequence[int]], counts: Sequence[int], arrived: Arrived) -> None:
-        """Run the loop of ``LLM.generate`` and report outputs when they arrive."""
+        """Run the loop of ``LLM.generate`` for all prompts, and call ``arrived(request, number of tokens)`` when an output
+        arrives.
+        """
         kinds = import_module("vllm.sampling_params").RequestOutputKind
         engine = self._engine.llm_engine
         for prompt, count in zip(prompts, counts, strict=True):
@@ -93,7 +95,9 @@ def open_peer(work: PeerWork, speculate: str, directory: Path) -> Generator[Vllm
 
 
 def _acceptance(work: PeerWork) -> dict[str, object]:
-    """Return the chance of each draft token, which recent versions accept."""
+    """Return the setting of vLLM's synthetic acceptance: the chance of each draft token, in the form of the installed
+    version.
+    """
     known = getattr(import_module("vllm.config").SpeculativeConfig, "__dataclass_fields__", {})
     if "synthetic_acceptance_rates" in known:
         return {"synthetic_acceptance_rates": list(work.rates)}

@@ -29,8 +29,8 @@ class PeerWork:
     new_tokens: int
     """New tokens of each request of ``decode`` and ``context``."""
     draft_tokens: int
-    accept_length: float
-    """Mean number of tokens that an iteration yields, by synthetic acceptance."""
+    accept_length: str | float
+    """Synthetic acceptance: a mean number of tokens an iteration, or ``HEAD:KIND``."""
     rates: tuple[float, ...]
     """For each draft token the chance that it and all before it are accepted."""
     device: str
@@ -41,30 +41,30 @@ class PeerWork:
     contexts: tuple[int, ...]
     """Prompt lengths of ``context``, where one request decodes."""
     requests: int
-    """Requests of ``mixed``."""
+    """Number of requests of ``mixed``."""
     seed: int
-    """Seed of the lengths of ``mixed``."""
+    """Seed of the random lengths of ``mixed``."""
     prompts: tuple[int, int]
-    """Least and most tokens of a prompt of ``mixed``."""
+    """Minimum and maximum number of tokens of a prompt of ``mixed``."""
     outputs: tuple[int, int]
-    """Least and most tokens of an output of ``mixed``."""
+    """Minimum and maximum number of tokens of an output of ``mixed``."""
     max_requests: int
     max_context: int | None
-    """Maximum tokens of a request; None: as many as the work needs."""
+    """Maximum number of tokens of a request; None: as many as the work needs."""
     memory: float
     """Fraction of the device's memory, for an engine that takes a fraction."""
     keep: str | None = None
     """Directory for compiled kernels of the engines; None: a temporary directory."""
     quantize: str | None = None
-    """Format of the layers' weights, also of the draft's."""
+    """Format of the layers' quantized weights, also of the draft's; None: unquantized."""
     quantize_head: bool = False
-    """True: the output head has the format of ``quantize`` too."""
+    """True if the output head also has the format of ``quantize``."""
     draft_output_head: str | None = None
     """Format of the copy of the output head that this project's draft samples with."""
     draft_vocabulary: str | None = None
-    """Tokens that this project's draft samples from."""
+    """Tokens that this project's draft samples from, in the form of ``--draft-vocabulary``; None: all."""
     draft_quantize: str | None = None
-    """Format of the layers of this project's draft alone."""
+    """Format of the quantized layers of this project's draft alone; None: that of ``quantize``."""
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> PeerWork:

@@ -21,7 +21,7 @@ from outrider.registry import Candidate, Registry
 from outrider_conformance.ci_declaration import declaration_fault
 
 _HOSTED = re.compile(r"(ubuntu|windows|macos)-[\w.-]+")
-"""Labels of GitHub's hosted runners."""
+"""A pattern for the labels of GitHub's hosted runners."""
 
 
 _RANKS, _RANKS_LEVEL = "ranks", "L6"

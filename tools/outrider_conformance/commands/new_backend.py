@@ -55,13 +55,13 @@ class _Template:
     """The parts of a package that depend on the kind of the device."""
 
     files: Mapping[str, str]
-    """Templates by path, in addition to the common files or replacing them."""
+    """Template texts by path, in addition to the common files or replacing them."""
     level: str
-    """The level that the package passes unchanged."""
+    """The conformance level that the generated package passes before it is changed."""
     adapted: str
-    """The condition under which the package drives the vendor's device."""
+    """The condition under which the generated package drives the vendor's device, for the printed advice."""
     edit: str
-    """The first edits that the vendor makes."""
+    """The first edits that the vendor makes, for the printed advice."""
 
 
 _TEMPLATES: Mapping[DeviceKind, _Template] = MappingProxyType(
@@ -90,7 +90,7 @@ _TEMPLATES: Mapping[DeviceKind, _Template] = MappingProxyType(
 
 
 class NewBackendError(OutriderError):
-    """The package can't be written to the directory."""
+    """Raised when the package can't be written to the directory."""
 
 
 def new_backend(

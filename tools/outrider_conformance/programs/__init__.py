@@ -1,4 +1,4 @@
 """Random programs over the backend interface, checked against a model of its contract."""
 
 DEFAULT_PROGRAMS = 300
-"""What a run of the kit tries, over all levels."""
+"""Number of random programs that a run of the kit tries, over all levels."""

@@ -25,7 +25,7 @@ _QUERY_TIMEOUT_S = 5.0
 
 
 class WrongProgramValue(AssertionError):
-    """The host read a value that the model does not allow."""
+    """Raised when the host read a value that the model does not allow."""
 
     def __init__(self, expectation: Expectation, found: Tensor | None, said: str) -> None:
         super().__init__(said)
@@ -34,7 +34,7 @@ class WrongProgramValue(AssertionError):
 
 
 class StepFailed(AssertionError):
-    """A step raised an error although the contract allows the step."""
+    """Raised when a step raised an error although the contract allows the step."""
 
     def __init__(self, path: Path, step: Step, error: BaseException) -> None:
         super().__init__(f"step {path} {step!r} raised {type(error).__name__}: {error}")
@@ -43,7 +43,7 @@ class StepFailed(AssertionError):
 
 
 class _Leave(Exception):
-    """An exception that a program's step raises inside a scope to leave the scope."""
+    """Raised by a program's step inside a scope, to leave the scope by an exception."""
 
 
 class _OtherThread:
@@ -420,7 +420,7 @@ _HANDLERS = lang.handlers(ProgramRun)
 
 
 def _drop(_: Any) -> None:
-    """Discard the result of an operation, so that a lambda returns None."""
+    """Discard the argument and return None, so that a lambda which enqueues an operation returns None."""
 
 
 def run(stage: SharedStreams, model: Model) -> None:

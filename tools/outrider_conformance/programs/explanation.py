@@ -39,7 +39,7 @@ PROMISES: Mapping[str, Promise] = MappingProxyType(
         "graph": ("Graph", "An enqueued replay runs even if the Python object is dropped meanwhile."),
     }
 )
-"""Member and words of the promise, by the verb of an edge or node. A test compares the words with the docstrings."""
+"""The promise, as member and words, by the verb of an edge or node. A test compares the words with the docstrings."""
 
 _WAITS = frozenset({"Stream.wait", "Stream.synchronize", "Event.synchronize", "Backend.synchronize", "Flag.wait"})
 _STEPS: Mapping[type, str] = MappingProxyType(

@@ -111,7 +111,7 @@ class _ProgramDraft:
         return self.model
 
     def one(self, kind: str) -> None:
-        """Add one step of the given kind, with the steps that must precede it."""
+        """Add one random step of the given kind to the program, with the steps that must precede it."""
         step = getattr(self, "_" + kind)()
         if step is not None:
             self.emit(step)
@@ -119,7 +119,7 @@ class _ProgramDraft:
                 self.emit(lang.RecordStep(step.stream, self.pick(self.events)))
 
     def emit(self, step: Step) -> None:
-        """Add a step, preceded by steps that order it. A step that the contract forbids is left out."""
+        """Add ``step`` to the program, preceded by steps that order it. A step that the contract forbids is left out."""
         for _ in range(8):
             try:
                 self.model.apply(step, (len(self.steps),))
@@ -132,7 +132,7 @@ class _ProgramDraft:
                 return
 
     def order(self, step: Step, earlier: Node) -> None:
-        """Add a step that orders ``step`` after ``earlier``."""
+        """Add a step that orders ``step`` after the node ``earlier``: a wait for an event, or a host wait."""
         state, model = self.model.state, self.model
         stream = getattr(step, "stream", None)
         covering = [
@@ -156,7 +156,7 @@ class _ProgramDraft:
     # -- spans -----------------------------------------------------------------------------------------------------
 
     def span(self, of: int, length: int, count: int, *, dense: bool = False) -> ElementSpan:
-        """Return a random span of ``count`` elements within ``length``."""
+        """Return a random span of ``count`` elements within the ``length`` elements of buffer ``of``."""
         most = (length - 1) // (count - 1) if count > 1 else 1
         stride = 1 if dense or most < 2 or self.chance(60) else self.number(2, min(most, 5))
         last = length - ((count - 1) * stride + 1 if count else 0)

@@ -18,7 +18,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class ElementSpan:
-    """``count`` elements of buffer ``of``, or of slot ``of`` if ``pinned``: ``start``, ``start + stride``, and so on."""
+    """A selection of ``count`` elements of buffer ``of``, or of pinned slot ``of`` if ``pinned``: ``start``, ``start +
+    stride``, and so on.
+    """
 
     of: int
     start: int
@@ -94,7 +96,9 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """An ordinary copy of new pageable memory with the pattern ``seed`` to the device. The memory is dropped at once."""
+    """An ordinary copy of new pageable host memory with the pattern ``seed`` to the device. The host memory is dropped at
+    once.
+    """
 
     stream: int
     to: ElementSpan
@@ -128,7 +132,7 @@ class Lend:
 
 @dataclass(frozen=True, slots=True)
 class Churn:
-    """``times`` tensors of ``count`` bytes that are made, filled and dropped."""
+    """A step that allocates, fills and drops ``times`` tensors of ``count`` bytes."""
 
     stream: int
     count: int
@@ -137,7 +141,8 @@ class Churn:
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """A buffer is dropped while queued work may use it, and allocated again on its home stream, filled with ``value``.
+    """A step that drops a buffer while queued work may use it, and allocates it again on its home stream, filled with
+    ``value``.
 
     ``held``: the old memory is kept alive until the current work of the home stream has completed.
     """
@@ -185,14 +190,14 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class ReplaceEventStep:
-    """The event is dropped, also while waits for it are queued, and replaced by a new one."""
+    """A step that drops an event, also while waits for it are queued, and replaces it by a new one."""
 
     event: int
 
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """One round of a flag: ``waiter`` waits and does ``after``; ``setter`` does ``before`` and sets the flag.
+    """A step of one round of a flag: ``waiter`` waits and does ``after``; ``setter`` does ``before`` and sets the flag.
 
     ``early``: the wait is enqueued before the set. The waiter resets the flag, and the setter continues after the reset.
     """
@@ -211,7 +216,7 @@ class Signal:
 
 @dataclass(frozen=True, slots=True)
 class HostWrite:
-    """The host writes the pattern ``seed`` to pinned memory."""
+    """A step in which the host writes the pattern ``seed`` to pinned memory."""
 
     slot: ElementSpan
     seed: int
@@ -219,14 +224,16 @@ class HostWrite:
 
 @dataclass(frozen=True, slots=True)
 class HostRead:
-    """The host reads a slot, which must hold the expected value."""
+    """A step in which the host reads a slot, which must hold the expected value."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class ScopeStep:
-    """``steps`` inside ``on(stream)``, each in its own inner scope. ``raises``: an exception leaves the scope."""
+    """A step that runs ``steps`` inside ``on(stream)``, each in its own inner scope. ``raises``: an exception leaves the
+    scope.
+    """
 
     stream: int
     steps: tuple[Step, ...]
@@ -235,14 +242,14 @@ class ScopeStep:
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """``steps`` on the other host thread, while this thread waits for it."""
+    """A step that runs ``steps`` on the other host thread, while this thread waits for it."""
 
     steps: tuple[Step, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadsStep:
-    """Two host threads run their own steps concurrently. They share no stream, memory, event or graph."""
+    """A step in which two host threads run their own steps concurrently. They share no stream, memory, event or graph."""
 
     first: tuple[Step, ...]
     second: tuple[Step, ...]
@@ -253,11 +260,11 @@ class ThreadsStep:
 
 @dataclass(frozen=True, slots=True)
 class CaptureStep:
-    """A capture of ``body``, then of ``branch`` on stream ``fork`` if given, joined before ``tail``.
+    """A step that captures ``body``, then ``branch`` on stream ``fork`` if given, joined before ``tail``.
 
-    Written buffers are outputs, the others are inputs. ``scalar`` is frozen; the caller changes its own copy right after
-    the capture. ``param`` is the host parameter at the capture. The outputs are filled with ``value`` afterwards, since a
-    device may run the work to warm up.
+    Written buffers are outputs, the others are inputs. ``scalar`` is frozen; the caller changes its own copy right after the
+    capture. ``param`` is the host parameter at the capture. The outputs are filled with ``value`` afterwards, since a device
+    may run the work to warm up.
     """
 
     graph: int
@@ -278,7 +285,7 @@ class CaptureStep:
 
 @dataclass(frozen=True, slots=True)
 class ReplayStep:
-    """``times`` replays of a graph, one after the other."""
+    """A step that replays a graph ``times`` times, one after the other."""
 
     graph: int
     stream: int
@@ -287,7 +294,7 @@ class ReplayStep:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """A rebind of the graph's host parameter to ``value``."""
+    """A step that rebinds the graph's host parameter to ``value``."""
 
     graph: int
     stream: int
@@ -296,7 +303,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class DropGraph:
-    """The graph is dropped, also while replays are queued."""
+    """A step that drops a graph, also while replays are queued."""
 
     graph: int
 
@@ -331,7 +338,7 @@ Step = (
 
 @dataclass(frozen=True, slots=True)
 class DeviceProgram:
-    """Resources and steps. At the end the device is synchronised, and all memory is read."""
+    """A program: resources and steps. At its end the device is synchronised, and all memory is read."""
 
     streams: int
     buffers: tuple[ProgramMemory, ...]

@@ -161,7 +161,7 @@ class Model:
         self.work(step.stream, path, "Backend.copy_async" if step.asynchronous else "Backend.on", [self.effect(step)])
 
     def effect(self, step: lang.FillStep | lang.Copy | lang.Mix, scalar: int = 0, param: int = 0) -> Effect:
-        """Return the write that a kernel step makes: target, source and the function between them."""
+        """Return the effect of a kernel step: its target, its source and the function between them."""
         target = step.to.key
         if isinstance(step, lang.FillStep):
             kind, value = lang.dtype_of(self.program.buffers[step.to.of]), step.value

@@ -11,7 +11,9 @@ from outrider_conformance.programs import language as lang
 from outrider_conformance.programs.language import ElementSpan, Path
 
 Key = tuple[str, int]
-"""A resource that is read and written, such as ``("buffer", 2)``: memory, a graph, its host parameter or a flag."""
+"""The key of a resource that is read and written, such as ``("buffer", 2)``: memory, a graph, its host parameter
+or a flag.
+"""
 
 ORDER, LAUNCH = "Stream", "launch"
 """Labels of the edges that every step has. Other edges are named by the verb that makes them."""

@@ -37,7 +37,9 @@ def program_count(family: str, total: int) -> int:
 
 
 class ProgramFailed(AssertionError):
-    """A backend did something that the contract does not allow. ``promise`` is the broken promise, (member, words)."""
+    """Raised when a backend did something that the contract does not allow. ``promise`` is the broken promise, (member,
+    words).
+    """
 
     def __init__(self, report_text: str, promise: tuple[str, str]) -> None:
         super().__init__(report_text)
@@ -110,7 +112,7 @@ def try_programs(
 
 
 def _pace(backend: Backend) -> StreamDelay:
-    """Return a delay of twice the host time of a few operations, which depends on the load of the host."""
+    """Return a stream delay of twice the host time of a few operations, which depends on the load of the host."""
     stream = backend.create_stream("pace")
     with backend.on(stream):
         x = torch.zeros(1, device=backend.device)

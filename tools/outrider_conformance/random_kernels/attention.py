@@ -22,7 +22,7 @@ _PAGES = (4, 16, 32, 128)
 Mapped = Mapping[str, Tensor]
 UNBOUNDED = float("inf")
 _SPREAD: Mapping[str | None, float] = {None: 1.0, "fp8": 300.0}
-"""Scale of keys and values by cache format: some values lie outside the format's range."""
+"""Magnitude of random keys and values by cache format: some values lie outside the format's range."""
 
 
 def _lengths(shape: Shape, dice: RandomValues) -> tuple[list[int], list[int]]:
@@ -37,7 +37,7 @@ def _lengths(shape: Shape, dice: RandomValues) -> tuple[list[int], list[int]]:
 
 
 def _tree(counts: list[int], padding: int, width: int, dice: RandomValues) -> Tensor:
-    """Return a tree mask: each node sees its ancestors and itself. Columns beyond the nodes hold random values."""
+    """Return a random tree mask: each node sees its ancestors and itself. Columns beyond the nodes hold random values."""
     mask = dice.integers(0, 2, sum(counts) + padding, width).bool()
     first = 0
     for count in counts:
@@ -187,7 +187,7 @@ def attend_into(
 
 
 def _of_queries(x: Tensor, sequence: SequenceOperands) -> Tensor:
-    """Return keys or values repeated for each query head, [Hq, L, D]."""
+    """Return the keys or values ``x`` [L, Hkv, D] repeated for each query head of the sequence, [Hq, L, D]."""
     return x.repeat_interleave(sequence.q.shape[1] // x.shape[1], dim=1).transpose(0, 1)
 
 

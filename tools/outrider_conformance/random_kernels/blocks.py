@@ -41,16 +41,16 @@ from outrider_conformance.random_kernels.weights import random_matrix
 
 Mapped = Mapping[str, Tensor]
 _TOLERANCE = MappingProxyType({torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2})
-"""Error of a chain of blocks, relative to the value and to the root mean square of all values."""
+"""Allowed error of a chain of blocks by dtype, relative to the value and to the root mean square of all values."""
 _CACHE_TOLERANCE = 0.13
-"""Relative error of a number in a quantised cache: its rounding may differ by a step."""
+"""Allowed relative error of a number in a quantised cache: its rounding may differ by a step."""
 _HEADS, _KV_HEADS = 4, 2
 _HEAD_SIZES = 64, 128
 _EXPERTS = 3
 
 
 class _ProblemOperands:
-    """Operands of a problem while it is made."""
+    """The operands of a problem of blocks under construction, by name."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, dice: RandomValues, format: str | None = None) -> None:
         self.shape, self.dtype, self.dice, self.format = shape, dtype, dice, format
@@ -133,13 +133,16 @@ def _mlp_block(shape: Shape, dtype: torch.dtype, dice: RandomValues, format: str
 
 
 def _experts_block(shape: Shape, dtype: torch.dtype, dice: RandomValues, format: str | None = None) -> Problem:
-    """Return a problem that routes each token to all experts, so that no rounding decides the route."""
+    """Return a problem that routes each token to all experts, so that no rounding decides the route. ``held``: another rank
+    holds half of them.
+    """
     operands, hidden, inner = _ProblemOperands(shape, dtype, dice, format), shape["hidden"], shape["inner"]
     operands.residual(shape["tokens"], hidden)
     gate_up = operands.matrix("gate_up", _EXPERTS * 2 * inner, hidden)
     down = operands.matrix("down", _EXPERTS * hidden, inner)
     operands.vector("norm", hidden)
-    operands.made["router"] = Operand(dice.factors(_EXPERTS, hidden, dtype=dtype, scale=hidden**-0.5))
+    count = _EXPERTS * (1 + shape["held"])
+    operands.made["router"] = Operand(dice.factors(count, hidden, dtype=dtype, scale=hidden**-0.5))
     operands.made["shared_gate"] = Operand(dice.factors(1, hidden, dtype=dtype, scale=hidden**-0.5))
     shared, following = _mlp(operands, "shared", hidden), _mlp(operands, "following", hidden)
 
@@ -151,8 +154,9 @@ def _experts_block(shape: Shape, dtype: torch.dtype, dice: RandomValues, format:
             norm=o["norm"],
             eps=EPS,
             router=o["router"],
-            per_token=_EXPERTS,
+            per_token=count,
             renormalize=bool(shape["bias"]),
+            held=(1, 1 + _EXPERTS) if shape["held"] else None,
             gate_up=gates,
             down=outputs,
             shared=shared(o),
@@ -303,8 +307,8 @@ _MLPS = (
     {"tokens": 65, "hidden": 128, "inner": 256, "bias": 0, "blocks": 3, "zeros": 0},
     {"tokens": 1, "hidden": 256, "inner": 128, "bias": 0, "blocks": 3, "zeros": 0},
 )
-_EXPERT = {name: each for name, each in _MLP.items() if name != "blocks"} | {"blocks": between(0, 1)}
-_EXPERT_CORNERS = tuple({**corner, "blocks": corner["blocks"] % 2} for corner in _MLPS)
+_EXPERT = {name: each for name, each in _MLP.items() if name != "blocks"} | {"blocks": between(0, 1), "held": _FLAG}
+_EXPERT_CORNERS = tuple({**each, "blocks": each["blocks"] % 2, "held": number % 2} for number, each in enumerate(_MLPS))
 _ATTENTION = {
     **_MLP,
     "batch": between(1, 4),

@@ -16,9 +16,9 @@ UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-1
 TINY = {torch.float64: 2.0**-1074, torch.float32: 2.0**-149, torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133}
 _LAMBDA = 8.0
 _EXPONENT = 100.0
-"""Largest argument whose float32 exponential is neither 0 nor infinite, rounded up."""
+"""Largest magnitude of an argument whose float32 exponential is neither 0 nor infinite, rounded up."""
 _PARTS = 2.0
-"""Roundings of partial sums to a half dtype: a library may split a sum among programs that round their parts."""
+"""Number of roundings of partial sums to a half dtype: a library may split a sum among programs that round their parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def rounded(x: Number, dtype: torch.dtype, times: float = 1.0) -> Number:
 
 
 def add(x: Number, y: Number, dtype: torch.dtype) -> Number:
-    """Return the sum, rounded to ``dtype``. The caller rounds the operands if a kernel may."""
+    """Return ``x + y`` with its error, rounded to ``dtype``. The caller rounds the operands if a kernel may."""
     return rounded(Number(x.value + y.value, x.error + y.error), dtype)
 
 
@@ -140,7 +140,10 @@ def _statistics(dtype: torch.dtype) -> torch.dtype:
 
 
 def compare(made: Tensor, wanted: Number, what: str) -> None:
-    """Fail if ``made``, on the host, is outside the bound. NaN and infinity must be at the same positions."""
+    """Fail if ``made``, on the host, is outside the bound. NaN and infinity must be at the same positions.
+
+    Raises :class:`AssertionError` that names the first wrong element.
+    """
     assert tuple(made.shape) == tuple(wanted.value.shape), (
         f"{what}: shape {tuple(made.shape)}, expected {tuple(wanted.value.shape)}"
     )

@@ -69,7 +69,7 @@ def judge_in_graph(lab: Lab, stream: Stream, problem: Problem, name: str) -> Non
 
 
 def _results(problem: Problem, kernels: KernelSet, operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the results of the call by name, and the operands that it wrote."""
+    """Return the results of the problem's call by name, and the operands that the call wrote."""
     made = problem.call(kernels, operands)
     return {name: operands[name] for name in problem.changed} | dict(made)
 
@@ -87,7 +87,9 @@ def _place(lab: Lab, stream: Stream, operands: Mapping[str, Operand]) -> dict[st
 
 
 def _disturbed(problem: Problem) -> dict[str, Operand]:
-    """Return the operands with other floating numbers of the same shapes. Integers are indices and stay unchanged."""
+    """Return the problem's operands with other floating-point values of the same shapes. Integers are indices and stay
+    unchanged.
+    """
     return {
         name: Operand(_halved(one.tensor) if one.tensor.is_floating_point() else one.tensor, one.layout)
         for name, one in problem.operands.items()

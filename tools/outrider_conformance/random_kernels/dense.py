@@ -1,4 +1,4 @@
-"""Random products, norms and activations."""
+"""Random problems of products, norms and activations."""
 
 from __future__ import annotations
 

@@ -20,10 +20,10 @@ _MOST_ROWS = 257
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """The values of one dimension of a random shape."""
+    """The values of one dimension of a random shape: random ones, and boundaries."""
 
     values: st.SearchStrategy[int]
-    """The random values."""
+    """The strategy that generates the random values."""
     boundaries: tuple[int, ...]
     """The values that every run includes."""
 

@@ -16,7 +16,7 @@ from outrider_conformance.random_kernels.problem import KernelProblems, Operand,
 from outrider_conformance.random_kernels.weights import random_matrix
 
 _MIN_LOGIT_GAP = 0.25
-"""Smallest gap between router logits of a token, so that only one choice of experts is right."""
+"""Minimum gap between the router logits of a token, so that only one choice of experts is right."""
 _EXPERTS = among(1, 2, 5, 8, 60, 128)
 _CHOSEN = between(1, 8)
 _TOKENS = row_counts(1, 12)
@@ -47,10 +47,23 @@ def _route(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
     unit = bounds.wide(dtype)
     spread = exact.amax(-1, keepdim=True) - exact.gather(1, chosen)
     error = weights * unit * (16 + 2 * spread + 2 * bounds.growth(shape["experts"], 1.0)) + 2.0**-140
+    held = _held_experts(shape["experts"], shape["held"])
+    options: dict[str, object] = {"renormalize": bool(shape["flag"])}
+    if held is not None:
+        is_held = (chosen >= held[0]) & (chosen < held[1])
+        weights, error = weights * is_held, error * is_held
+        chosen = torch.where(is_held, chosen - held[0], -1)
+        options["held"] = held
     wanted: dict[str, bounds.Number | Tensor] = {"weights": bounds.Number(weights, error), "chosen": chosen}
 
-    call = kernel_call("route", "logits", count, results=("weights", "chosen"), renormalize=bool(shape["flag"]))
+    call = kernel_call("route", "logits", count, results=("weights", "chosen"), **options)
     return Problem({"logits": Operand(logits)}, call, wanted)
+
+
+def _held_experts(count: int, part: int) -> tuple[int, int] | None:
+    """Return the experts of rank ``part`` of three, counted from 1, that divide ``count`` experts; all for part 0."""
+    first = count * (part - 1) // 3
+    return None if not part else (first, max(count * part // 3, first + 1))
 
 
 def weighted_sum(
@@ -61,7 +74,7 @@ def weighted_sum(
     ``one(expert, rows)`` returns the output of one expert for these tokens, [rows, hidden].
     """
     value, error, magnitude = (torch.zeros(len(chosen), hidden, dtype=torch.float64) for _ in range(3))
-    for expert in chosen.unique().tolist():
+    for expert in chosen[chosen >= 0].unique().tolist():
         rows, slots = (chosen == expert).nonzero(as_tuple=True)
         made = one(expert, rows)
         share = weights[rows, slots].double().unsqueeze(-1)
@@ -86,6 +99,9 @@ def _experts(shape: Shape, dtype: torch.dtype, dice: RandomValues, format: str |
         chosen = chosen[:1].expand(tokens, k).contiguous()
     kept = torch.float64 if dtype is torch.float64 else torch.float32
     weights = dice.positive(tokens, k, dtype=kept)
+    if shape["held"]:  # every third expert is on another rank
+        is_held = chosen % 3 != shape["held"] - 1
+        weights, chosen = weights * is_held, torch.where(is_held, chosen, -1)
     operands = {"x": Operand(x), "weights": Operand(weights), "chosen": Operand(chosen)}
     operands |= {**gate_up.operands, **down.operands}
     gates, outputs = gate_up.values.view(count, -1, hidden), down.values.view(count, hidden, inner)
@@ -107,6 +123,7 @@ def _experts(shape: Shape, dtype: torch.dtype, dice: RandomValues, format: str |
 
 
 _FLAG = between(0, 1)
+_HELD = between(0, 3)
 _EXPERTS_SHAPE = {
     "tokens": _TOKENS,
     "experts": among(1, 2, 5, 8),
@@ -114,27 +131,28 @@ _EXPERTS_SHAPE = {
     "inner": _SIZES,
     "outer": _SIZES,
     "flag": _FLAG,
+    "held": _HELD,
 }
 _ALIGNED_CORNERS = (
-    {"tokens": 3, "experts": 5, "chosen": 2, "inner": 40, "outer": 24, "flag": 0},
-    {"tokens": 65, "experts": 8, "chosen": 2, "inner": 264, "outer": 136, "flag": 0},
-    {"tokens": 65, "experts": 60, "chosen": 4, "inner": 40, "outer": 24, "flag": 1},
+    {"tokens": 3, "experts": 5, "chosen": 2, "inner": 40, "outer": 24, "flag": 0, "held": 0},
+    {"tokens": 65, "experts": 8, "chosen": 2, "inner": 264, "outer": 136, "flag": 0, "held": 2},
+    {"tokens": 65, "experts": 60, "chosen": 4, "inner": 40, "outer": 24, "flag": 1, "held": 0},
 )
 _EXPERTS_CORNERS = (
     *_ALIGNED_CORNERS,
-    {"tokens": 257, "experts": 8, "chosen": 2, "inner": 520, "outer": 136, "flag": 0},
-    {"tokens": 1, "experts": 8, "chosen": 2, "inner": 520, "outer": 129, "flag": 0},
+    {"tokens": 257, "experts": 8, "chosen": 2, "inner": 520, "outer": 136, "flag": 0, "held": 0},
+    {"tokens": 1, "experts": 8, "chosen": 2, "inner": 520, "outer": 129, "flag": 0, "held": 0},
 )
 EXPERTS = (
     KernelProblems(
         "route",
         _route,
-        {"tokens": _TOKENS, "experts": _EXPERTS, "chosen": _CHOSEN, "flag": _FLAG},
+        {"tokens": _TOKENS, "experts": _EXPERTS, "chosen": _CHOSEN, "flag": _FLAG, "held": _HELD},
         [
-            {"tokens": 3, "experts": 8, "chosen": 2, "flag": 1},
-            {"tokens": 300, "experts": 128, "chosen": 8, "flag": 0},
-            {"tokens": 65, "experts": 60, "chosen": 4, "flag": 0},
-            {"tokens": 1, "experts": 1, "chosen": 1, "flag": 1},
+            {"tokens": 3, "experts": 8, "chosen": 2, "flag": 1, "held": 2},
+            {"tokens": 300, "experts": 128, "chosen": 8, "flag": 0, "held": 0},
+            {"tokens": 65, "experts": 60, "chosen": 4, "flag": 0, "held": 0},
+            {"tokens": 1, "experts": 1, "chosen": 1, "flag": 1, "held": 0},
         ],
     ),
     KernelProblems("experts", _experts, _EXPERTS_SHAPE, _EXPERTS_CORNERS),

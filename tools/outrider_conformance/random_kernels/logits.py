@@ -13,7 +13,7 @@ from outrider_conformance.random_kernels.problem import KernelProblems, Operand,
 
 _LAYOUTS = ("rows", "wide")
 _FEW_TOKENS = 100
-"""Vocabulary up to which the order of equal tokens is checked."""
+"""Maximum vocabulary size for which the order of equal tokens is checked."""
 Mapped = Mapping[str, Tensor]
 
 

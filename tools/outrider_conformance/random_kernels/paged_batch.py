@@ -128,7 +128,11 @@ class PagedBatch:
         return out[: sum(self.new)]
 
     def check(self, found: Tensor, context: Sequence[int], how: str) -> None:
-        """Compare ``found`` with the reference on the host, which computes in float64."""
+        """Fail unless ``found`` equals attention of the reference kernels on the host, in float64, within the tolerance of
+        the dtype.
+
+        ``context``: cached tokens of each sequence before its new ones. ``how`` describes the call in the message.
+        """
         wide = {name: x.double() if x.is_floating_point() else x for name, x in self.host.items()}
         wide["seq_lens"] = torch.tensor(self.lengths(context), dtype=torch.int32)
         wanted = self.attend(self.metadata(wide), wide, KernelSet())

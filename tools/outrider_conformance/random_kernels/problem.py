@@ -38,9 +38,9 @@ class Problem:
     call: Callable[[KernelSet, Mapping[str, Tensor]], Mapping[str, Tensor]]
     """Call the kernel, and return its results by name."""
     wanted: Mapping[str, Wanted]
-    """Right results, and right contents of each written operand. Integers are compared for equality."""
+    """Right results by name, and right contents of each written operand. Integers are compared for equality."""
     judge: Callable[[Mapping[str, Tensor]], None] | None = None
-    """Check results of which several are right."""
+    """The check of results of which several are right; None if there is one right result."""
 
     @property
     def changed(self) -> frozenset[str]:
@@ -74,13 +74,13 @@ class KernelProblems:
 
     kernel: str
     make: Make
-    """Return a problem of a shape."""
+    """The function that returns a problem of a given shape."""
     dimensions: Mapping[str, Dimension]
-    """The random dimensions of a shape."""
+    """The random dimensions of a shape, by name."""
     corners: Sequence[Shape] = ()
     """Shapes that every run includes."""
     choices: bool = False
-    """Whether the kernel works only on integers or float32, so that one dtype is enough."""
+    """True if the kernel works only on integers or float32, so that one dtype is enough."""
     format: str | None = None
     """Format of quantised weights that the backend must declare."""
     cache: str | None = None
@@ -89,7 +89,7 @@ class KernelProblems:
 
 @dataclass(frozen=True, slots=True)
 class RandomValues:
-    """Random values on the host, the same for the same seed."""
+    """A source of random values on the host, the same for the same seed."""
 
     seed: int
     generator: torch.Generator = field(init=False, compare=False, repr=False)
@@ -106,7 +106,7 @@ class RandomValues:
         return ((torch.rand(shape, generator=self.generator) * 0.5 + 0.5) * scale).to(dtype)
 
     def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        """Return a tensor of random integers from ``low`` to below ``high``."""
+        """Return a tensor of random integers from ``low`` (included) to ``high`` (excluded)."""
         return torch.randint(low, high, shape, generator=self.generator).to(dtype)
 
     def indices(self, limit: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -201,7 +201,7 @@ class PlacedOperand:
 
     @property
     def before(self) -> Tensor:
-        """The original contents of the operand."""
+        """The contents of the operand before the call."""
         return self._tensor.transpose(-1, -2) if self._flipped else self._tensor
 
 

@@ -15,11 +15,13 @@ from outrider_conformance.random_kernels.dimensions import among, between, row_c
 from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
 
 _ROUNDINGS = 64.0
-"""Roundings of one token's step through the state, relative to the largest magnitude; norms and exponentials included."""
+"""Number of roundings of one token's step through the state, relative to the largest magnitude; norms and exponentials
+included.
+"""
 _CHUNK_ROUNDINGS = 16.0
-"""Roundings to 16 bits of the operands of a chunk's products, relative to the largest magnitude."""
+"""Number of roundings to 16 bits of the operands of a chunk's products, relative to the largest magnitude."""
 Sequences = list[tuple[int, int, int, bool]]
-"""Row, first token and number of tokens of each sequence, and whether it has no earlier token."""
+"""For each sequence: its state row, its first token, its number of tokens, and True if it has no earlier token."""
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

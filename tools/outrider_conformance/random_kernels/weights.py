@@ -1,4 +1,4 @@
-"""Random weights of products: unquantised, and quantised in each format."""
+"""Random weights of products: unquantised ones, and quantised ones in each format."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class RandomMatrix:
 
     name: str
     operands: Mapping[str, Operand]
-    """The operands that make up the weight."""
+    """The operands of the kernel that make up the weight, by name."""
     values: Tensor
     """Its values: in float64 if quantised, else in the model's dtype."""
     dtype: torch.dtype
-    """The model's dtype."""
+    """The dtype of the model, in which the kernel computes."""
     format: str | None
     block: tuple[int, int]
 

@@ -28,10 +28,10 @@ class RankTaskFailed(OutriderError):
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """The surroundings of a task on one rank."""
+    """The surroundings of a task on one rank: its device, its place among the ranks, and their store."""
 
     backend: Backend
-    """The rank's own device."""
+    """The backend of the rank's own device."""
     rank: int
     size: int
     """Number of ranks."""
@@ -44,13 +44,13 @@ class RankResult:
     """The result of a task on one rank."""
 
     value: Any = None
-    """The task's return value."""
+    """The value that the task returned."""
     error: str = ""
-    """The error as text; empty if the task returned."""
+    """The error that the task raised, as text; empty if the task returned."""
     collective: tuple[str, int, int, str] | None = None
     """Group, rank, sequence number and kind of a :class:`CollectiveError`."""
     ended: bool = False
-    """Whether the process has ended or must be killed."""
+    """True if the rank's process has ended or must be killed."""
 
 
 class TaskProcesses:

@@ -24,7 +24,7 @@ _NUMBER = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?(e[+-]?\d+)?")
 _ABSTRACT = re.compile(r"Can't instantiate abstract class (\w+) .*abstract methods? '?([\w, ']+\w)")
 _PARAMETER = re.compile(r"\[([A-Z]\w+\.\w+)\]$")
 _PROMISED = 0.05
-"""Weight of the share of failures that break the promise of the verb itself. It decides between verbs that the same tests
+"""Weight of the fraction of failures that break the promise of the verb itself. It decides between verbs that the same tests
 call.
 """
 

@@ -126,7 +126,7 @@ def _problems(report: Mapping[str, Any]) -> str:
 
 
 def _group(tests: list[Mapping[str, Any]]) -> str:
-    """Return the first test of a group of equal errors, and the names of the others."""
+    """Return the HTML of a group of equal errors: the first test, and the names of the others."""
     others = "".join(f"<div><code>{escape(test['id'])}</code></div>" for test in tests[1:])
     more = f"<details><summary>the same error in {len(tests) - 1} more</summary>{others}</details>" if others else ""
     return _test(tests[0], opened=True) + more
@@ -178,7 +178,7 @@ def _figures(report: Mapping[str, Any]) -> str:
 
 
 def _kernels(report: Mapping[str, Any]) -> str:
-    """Return the table of kernel calls, with one row for each kernel, kernel set and use."""
+    """Return the HTML table of kernel calls, with one row for each kernel, kernel set and use."""
     found: dict[tuple[str, str, str], dict[bool, Mapping[str, int]]] = {}
     for row in report.get("kernel_calls", ()):
         found.setdefault((row["kernel"], row["kernels"], row["use"]), {})[row["own"]] = row["shapes"]
@@ -199,7 +199,7 @@ def _kernels(report: Mapping[str, Any]) -> str:
 
 
 def _shapes(kernel: str, where: str, answers: Mapping[bool, Mapping[str, int]]) -> str:
-    """Return the name of a kernel, which opens the list of its operands' shapes."""
+    """Return the HTML of a kernel's name, which opens the list of its operands' shapes."""
     lines = [
         f"{'own' if own else 'left'} {count}: {shape}"
         for own in (True, False)

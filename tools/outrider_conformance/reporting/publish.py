@@ -23,7 +23,7 @@ def publish(report: Mapping[str, Any], directory: Path) -> None:
 
 
 def junit(report: Mapping[str, Any]) -> str:
-    """Return JUnit XML with one test suite per level."""
+    """Return the report as JUnit XML with one test suite per level."""
     root = ElementTree.Element("testsuites", name=f"outrider conformance: {report['backend']['spec']}")
     for level in report["levels"]:
         tests = [test for test in report["tests"] if f"L{test['level']}" == level]
@@ -54,5 +54,5 @@ def _line(text: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """Replace control characters, most of which XML can't represent."""
+    """Return ``text`` with control characters replaced, most of which XML can't represent."""
     return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)

@@ -41,7 +41,7 @@ class ReportRecorder:
         self._calls: list[list[dict[str, Any]]] = []
         self._verbs: dict[str, list[str]] = {}
         self.stops = True
-        """Whether a failed level ends the run."""
+        """True if a failed level ends the run."""
         self.broken_level: int | None = None
         """The first level with a failed test, above which nothing runs."""
         self._requested: set[str] = set()

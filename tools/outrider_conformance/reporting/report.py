@@ -65,7 +65,7 @@ def complete(
 
 
 def levels_of(tests: Sequence[Mapping[str, Any]], level: int) -> dict[str, dict[str, str]]:
-    """Return result and counts of each level up to ``level``."""
+    """Return the result and the counts of tests of each level up to ``level``, by the level's name."""
     found = {}
     for number in range(level + 1):
         counts = Counter(str(test["outcome"]) for test in tests if test["level"] == number)
@@ -98,7 +98,7 @@ def reached(tests: Sequence[Mapping[str, Any]], level: int) -> str | None:
 
 
 def seal(report: dict[str, Any]) -> dict[str, Any]:
-    """Return the report with the hash of its other content as ``seal``."""
+    """Return ``report`` with the hash of its other content as entry ``seal``."""
     content = {key: value for key, value in report.items() if key != "seal"}
     return {**content, "seal": digest(content)}
 
@@ -128,10 +128,10 @@ def suite_functions() -> dict[str, int]:
 
 
 def verify(report: Mapping[str, Any]) -> list[str]:
-    """Return the problems of a report; an empty list if it holds.
+    """Return the problems of a sealed report; an empty list if there are none.
 
-    Checks the seal, and that the results follow from the tests. If the installed suite made the report, its list of tests
-    is checked too. If another suite made it, that is a problem.
+    Checks the seal, and that the results follow from the tests. If the installed suite made the report, its list of tests is
+    checked too. If another suite made it, that is a problem.
     """
     try:
         return _problems(report)

@@ -19,7 +19,7 @@ from outrider_conformance.reporting.waivers import Waiver
 
 VERDICT = "verdict"
 NOT_REACHED = "not run: "
-"""Beginning of the reason of a skip that leaves a test out."""
+"""First words of the reason of a skip that leaves a test out."""
 _NOT_APPLICABLE = "not applicable: "
 _NO_DIAGNOSIS = Diagnosis(None)
 
@@ -30,13 +30,13 @@ class Verdict(StrEnum):
     PASSED = "passed"
     FAILED = "failed"
     WAIVED = "waived"
-    """Failed, and a waiver that hasn't expired covers the test."""
+    """The test failed, and a waiver that hasn't expired covers it."""
     NOT_DECLARED = "not declared"
     """The test needs an ability that the backend doesn't declare."""
     NOT_APPLICABLE = "not applicable"
     """The tested situation can't arise on this device. The reason says why."""
     NOT_RUN = "not run"
-    """Deselected, or the run ended before the test."""
+    """The test was deselected, or the run ended before it."""
 
 
 def not_applicable(reason: str) -> NoReturn:
@@ -56,7 +56,7 @@ def refusals_left_out(declared: Capabilities) -> Generator[None]:
 
 
 def mark_of(item: pytest.Item, name: str) -> tuple[object, ...]:
-    """Return the arguments of a marker of a test, or an empty tuple without the marker."""
+    """Return the arguments of the marker ``name`` of a test, or an empty tuple without the marker."""
     marker = item.get_closest_marker(name)
     return tuple(marker.args) if marker is not None else ()
 

@@ -21,7 +21,9 @@ _MAX_LAUNCH_EPOCHS = 4096
 THREAD_IS_ALIVE = threading.Thread.is_alive
 
 Step = Callable[[], bool]
-"""An enqueued step of a stream; returns False while the step, or a step before it, waits for a flag."""
+"""An enqueued step of a stream. The function runs the step, or returns False while it, or a step before it, waits
+for a flag.
+"""
 
 
 class SingleUseToken:
@@ -46,14 +48,16 @@ class LastWait(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class LaunchEpochs:
-    """The launches of one host thread on one stream: the stream's epoch at which each epoch of the thread began to launch."""
+    """The launches of one host thread on one stream: for each epoch of the thread that launches, the stream's epoch at which
+    it began.
+    """
 
     number: int
     thread: Actor
     threads: list[int] = field(default_factory=list)
-    """Epochs of the thread."""
+    """Epochs of the thread in which it launched, ascending."""
     own: list[int] = field(default_factory=list)
-    """Epochs of the stream."""
+    """The stream's epoch at the first launch of each of ``threads``."""
 
     def begin(self, epoch: int, own: int) -> bool:
         """Record the stream's epoch ``own`` before the launches of the thread's ``epoch``. Returns False after its first."""
@@ -72,7 +76,9 @@ class LaunchEpochs:
 
 
 class Lane(Actor):
-    """A stream: an actor whose steps may be held. Its operations have a number for each host thread that launches."""
+    """A stream as an actor whose steps may be held by a flag. Its operations have a number for each host thread that
+    launches.
+    """
 
     __slots__ = ("edges", "held", "launcher", "launches", "thread")
 
@@ -90,7 +96,7 @@ class Lane(Actor):
 
 
 class Lanes:
-    """The actors of one device. Not thread-safe: the caller holds a lock around each call."""
+    """The streams and host threads of one device. Not thread-safe: the caller holds a lock around each call."""
 
     def __init__(self, number: Callable[[], int] | None = None) -> None:
         """Create the actors. ``number`` returns actor numbers that are unique across devices whose clocks are joined."""
@@ -183,7 +189,9 @@ class Lanes:
                 del self._tokens[id(token)]
 
     def _begin_task(self, before: Actor | None, known: Clock) -> None:
-        """Give the calling thread of a pool a new actor, which knows the thread's start and the submission alone."""
+        """Give the calling thread of a pool a new actor, which knows only the thread's start and the submission of
+        the task.
+        """
         if not hasattr(self._local, "pool_start"):
             self._local.pool_start = NOTHING if before is None else before.clock
         if before is not None:

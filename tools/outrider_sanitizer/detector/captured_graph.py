@@ -11,7 +11,7 @@ from outrider_sanitizer.detector.memory import Shadow
 
 
 class Verb(NamedTuple):
-    """One captured step: an operation, or an event or flag by its object, on a branch."""
+    """One captured step on a branch: an operation, or a record, wait, set or reset of an event or flag object."""
 
     what: str  # launch, allocate, record, wait, join, set, await, reset, collective
     branch: str

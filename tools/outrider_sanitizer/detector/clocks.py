@@ -15,13 +15,15 @@ from dataclasses import dataclass, field
 from outrider.device import Operation
 
 Clock = Mapping[int, int]
-"""Never changed in place: an actor that learns something takes a new one, so records may keep the old."""
+"""A vector clock: the last known epoch of each actor, by the actor's number. A clock is never changed in place, so a record
+may keep it.
+"""
 
 NOTHING: Clock = {}
 
 
 class Actor:
-    """A stream, a branch of a graph, or a host thread."""
+    """An actor, whose steps have an order: a stream, a branch of a graph, or a host thread."""
 
     __slots__ = ("clock", "handed", "host", "name", "number", "taken")
 
@@ -85,7 +87,7 @@ class Point:
     replay: GraphReplay | None = None
     step: tuple[str, int] | None = None
     between: bool = False
-    """True for a point before ``step`` that is no step itself."""
+    """True for a point that precedes ``step`` and is no step itself."""
     conflicts: bool = False
     """True if a conflict of this point with another access was reported."""
     number: int = field(init=False)

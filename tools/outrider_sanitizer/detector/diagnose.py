@@ -13,7 +13,7 @@ _CASTS = ("aten::_to_copy", "aten::to.", "aten::type_as")
 
 
 class Diagnoser:
-    """Makes findings from conflicts.
+    """The maker of findings from conflicts that the detectors report.
 
     ``control`` is the device's handle for schedules, or None. ``labels`` maps streams to their names in schedules. ``rank``
     is the device's rank if several ranks are watched.
@@ -137,7 +137,7 @@ class Diagnoser:
         )
 
     def edge(self, first: Point, second: Point) -> str:
-        """Return the advice that would order ``first`` before ``second``."""
+        """Return the advice, as text, which edge would order ``first`` before ``second``."""
         one, two = first.actor, second.actor
         after, before = _moment(first), _moment(second)
         if first.replay is not None and first.replay is second.replay:
@@ -156,7 +156,7 @@ class Diagnoser:
         return f"record an event on {one.name!r} after {after} and make {two.name!r} wait for it before {before}"
 
     def hint(self, first: Point, second: Point) -> str:
-        """Return the orderings that are present, and the reason why they are not enough."""
+        """Return, as text, the orderings that are present between the two points and why they are not enough."""
         parts = []
         launcher = _unordered_launcher(first, second)
         if launcher is not None:

@@ -19,12 +19,14 @@ from outrider_sanitizer.detector.listener import Listener
 from outrider_sanitizer.detector.regions import dense_parts, overlap
 
 Record = tuple[Point, Access | None]
-"""Who accessed it, and how; None is an allocation or release of the whole storage."""
+"""An access of a storage: its point, and the access; None instead of an access is an allocation or release of the whole
+storage.
+"""
 
 Records = tuple[Record, ...]
 Over = tuple[str, Record | None, int]
-"""Why contents may no longer be read, since which record, and the place of that in the trace; no reason: they were never
-written.
+"""Why contents may not be read: the reason (empty: they were never written), the record since which, and the position of that
+record in the trace.
 """
 
 
@@ -32,13 +34,15 @@ UNKNOWN_END = 1 << 62
 UNWRITTEN: Over = ("", None, -1)
 _MAX_DENSE_PARTS = 64
 _MAX_SPLIT_PARTS = 8
-"""Maximum number of runs that split intervals; up to ``_MAX_DENSE_PARTS`` if some bytes are unwritten or stale."""
+"""Maximum number of runs of an access that splits intervals; up to ``_MAX_DENSE_PARTS`` if some bytes are
+unwritten or stale.
+"""
 _MAX_HOLED_RECORDS = 512
 """Maximum number of accesses with holes that are kept; older accesses are forgotten."""
 _MIN_HOLED_LIMIT = 32
 """Minimum number of accesses with holes before ordered ones are dropped."""
 _MERGE_ABOVE_INTERVALS = 4
-"""A read over more intervals than this tries to merge them."""
+"""Number of intervals above which a read over them tries to merge them."""
 
 
 @dataclass(eq=False, slots=True)
@@ -63,7 +67,7 @@ class IntervalMap:
         self.owner = owner  # None: itself, without the cycle
         self.intervals = [Interval(0, nbytes or UNKNOWN_END, () if origin is None else (origin,), (), over)]
         self.holed: list[Record] = []
-        """Accesses with holes, and by rows, the oldest first."""
+        """The accesses that have holes, or of whose rows only the range is known, the oldest first."""
         self.limit = _MIN_HOLED_LIMIT
         self.forgotten = 0
 
@@ -91,7 +95,7 @@ class IntervalMap:
             self._meet(point, access, sink, late)
 
     def expire(self, start: int, end: int, over: Over) -> None:
-        """Mark the contents of the bytes as stale."""
+        """Mark the contents of the bytes [start, end) as stale, for the reason in ``over``."""
         first, last = self._cut(start, end)
         for interval in self.intervals[first:last]:
             interval.over = over

@@ -9,9 +9,9 @@ from outrider_sanitizer.detector.clocks import Actor, Clock, Point
 from outrider_sanitizer.detector.intervals import UNWRITTEN, IntervalMap, Over, Record
 
 _MAX_FREED_STORAGES = 256
-"""Freed storages that are remembered for the reuse of their addresses."""
+"""Maximum number of freed storages that are remembered for the reuse of their addresses."""
 _MAX_EARLY_RELEASES = 1024
-"""Releases on one stream that are remembered until that stream allocates again."""
+"""Maximum number of releases on one stream that are remembered until that stream allocates again."""
 
 
 class Shadow(IntervalMap):
@@ -46,10 +46,12 @@ class Shadow(IntervalMap):
 
 
 Loose = tuple["Shadow", list[Record], Point]
-"""A freed storage, its accesses that weren't ordered before the release, and the release."""
+"""A storage that was freed too early: its shadow, its accesses that weren't ordered before the release, and the release."""
 
 Reused = Callable[[Shadow, Record, Point, str], None]
-"""A freed storage, its unordered access, the new allocation, and where it was freed."""
+"""The function that is called for the reuse of freed memory: with the freed storage, its unordered access, the new
+allocation, and the location of the release.
+"""
 
 
 class ShadowMemory:

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from outrider_sanitizer.detector.ordering import Ordering
 
 Key = tuple[str, tuple[int, ...], int]
-"""A group: name, ranks, and which group of that name and those ranks it is."""
+"""The key of a group: its name, its ranks, and its number among the groups with that name and those ranks."""
 
 _MAX_MESSAGES = 64
-"""Messages between two ranks among which a cycle of sends is looked for."""
+"""Maximum number of messages between two ranks that are searched for a cycle of sends."""
 
 
 def _rank_site(operation: str, rank: int, location: str = "", index: int = -1) -> AccessSite:
@@ -39,7 +39,7 @@ _ALIKE_HINT = "then every rank makes the same calls in the same order, with the 
 
 @dataclass(eq=False, slots=True)
 class WatchedCollectivePart:
-    """One rank's part of a collective.
+    """One rank's part of a collective, called its half in this module.
 
     ``clock`` is its stream's clock before the call, or None until the stream has reached the call.
     """
@@ -63,7 +63,7 @@ class WatchedCollectivePart:
 
     @property
     def needs(self) -> tuple[int, ...]:
-        """Indexes of the ranks whose contribution this half waits for."""
+        """Indices of the ranks whose contribution this half waits for."""
         if self.alone:
             return ()
         if self.call.kind == "broadcast":
@@ -93,7 +93,7 @@ class WatchedCollectivePart:
 
 @dataclass(eq=False, slots=True)
 class WatchedCollective:
-    """The halves of one collective, by the index of their rank."""
+    """The parts of one collective, by the index of their rank."""
 
     members: tuple[int, ...]
     halves: dict[int, WatchedCollectivePart] = field(default_factory=dict)
@@ -120,7 +120,7 @@ def _blocks(other: WatchedCollective, message: WatchedCollective) -> bool:
 
 @dataclass(eq=False, slots=True)
 class Decided:
-    """A decision that a rank logged."""
+    """A decision that a rank's host reported with ``Group.decide``."""
 
     name: str
     value: Decision

@@ -28,12 +28,14 @@ if TYPE_CHECKING:
 
 
 _MAX_ENUMERATED_RUNS = 256
-"""Runs of a strided region that are looked at one by one; one of more runs counts as the whole of its extent."""
+"""Maximum number of runs of a strided region that are checked one by one; a region of more runs counts as its
+whole extent.
+"""
 
 
 @dataclass(eq=False, slots=True)
 class Age:
-    """The replays of a graph, numbered over all graphs of the device."""
+    """The replays of one graph so far, with positions in the trace over all graphs of the device."""
 
     name: str
     before: int
@@ -58,7 +60,9 @@ class Mirror(NamedTuple):
 
 
 class Staleness:
-    """Rules for graphs' inputs and outputs, mirrors and marks, applied to the histories that the ordering detector keeps."""
+    """The rules about stale contents: graphs' inputs and outputs, mirrors and marks. They are applied to the histories that
+    the ordering detector keeps.
+    """
 
     def __init__(
         self,
@@ -105,7 +109,7 @@ class Staleness:
             known.append(Mirror(seen.start, seen.end, place))
 
     def freed(self, storage: int) -> None:
-        """Drop the marks of freed memory."""
+        """Drop the marks and mirrors of the memory of ``storage``, which was freed."""
         self._mirrors.pop(storage, None)
 
     # -- graphs ----------------------------------------------------------------------------------------------------
@@ -142,7 +146,7 @@ class Staleness:
         age.sequence = self._ordering.now
 
     def rebound(self, graph: Graph, names: tuple[str, ...]) -> None:
-        """Record the graph's new values of host parameters."""
+        """Record the position in the trace at which the host parameters ``names`` of ``graph`` were rebound."""
         age = self._age(graph)
         for name in names:
             age.rebound[name] = self._ordering.sequence

@@ -37,9 +37,9 @@ _FROM_NUMPY = torch.from_numpy
 _BORN = "_outrider_born"
 _WAITING_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _WAITING = ("aten.is_nonzero.default", "aten.where.default")
-"""Operators that give the host a value or a shape, though no tag says so."""
+"""Names of operators that give the host a value or a shape, although no tag of torch says so."""
 _PICKING = "aten::index"
-"""The operator that has such a tag because boolean indices, and no others, decide its shape."""
+"""Name of the operator that has such a tag only because boolean indices decide its shape; other indices don't."""
 _COPIES = frozenset(("aten::copy_", "aten::to", "aten::_to_copy"))
 _APART = "which rows an operator takes by data: two such accesses to one memory are taken to be disjoint"
 _BLIND = (
@@ -122,7 +122,7 @@ class DerivedSanitizer(Sanitizer):
         self._schemas: dict[Any, _Operands] = {}
         self._scopes = threading.local()
         self._index: dict[str, int] = {}
-        """Steps that each stream was given: operations, records, waits, replays, and the steps of these."""
+        """Number of steps of each stream so far: operations, records, waits, replays, and the steps of replays."""
         self._outside: dict[str, int] = {}
         self._captured: WeakKeyDictionary[Graph, int] = WeakKeyDictionary()
         self._host_only = backend.device.type == "cpu"

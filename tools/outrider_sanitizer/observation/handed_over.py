@@ -23,7 +23,7 @@ from outrider_sanitizer.detector.actors import SingleUseToken, TaskToken
 from outrider_sanitizer.observation.replaced_names import Replacement
 
 _MAX_PENDING_MESSAGES = 4096
-"""Messages of a pipe that nobody here has taken: another process may have."""
+"""Maximum number of messages of a pipe that no thread of this process has taken: another process may have taken them."""
 
 
 class HandOverTokens:

@@ -29,11 +29,11 @@ class _MemoryViewMeta(type):
 
 
 class _MemoryView(metaclass=_MemoryViewMeta):
-    """The name `memoryview` in a watched run."""
+    """A replacement of the name `memoryview` in a watched run, which reports a host read of pinned memory."""
 
 
 def _iterating(operands: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace `numpy.nditer`: its operands count as written if its flags let it write."""
+    """Return `numpy.nditer` over ``operands``, and report accesses to pinned arrays: writes if its flags let it write."""
     writes = "write" in str((args, kwargs.get("op_flags")))
     return call_reporting(_NDITER, (operands, *args), kwargs, writes, None)
 
@@ -57,7 +57,7 @@ for _name in ("random", "standard_normal", "standard_exponential", "standard_gam
 
 
 def _random(seed: Any = None) -> np.random.Generator:
-    """Replace `numpy.random.default_rng`."""
+    """Return a :class:`_WatchedGenerator`; the replacement of `numpy.random.default_rng`."""
     made = _DEFAULT_RNG(seed)
     return made if made is seed else _WatchedGenerator(made.bit_generator)
 

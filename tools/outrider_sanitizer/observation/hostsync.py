@@ -40,10 +40,10 @@ def _told(
     acquired: Callable[..., object] | None = None,
     after_false: bool = False,
 ) -> Callable[[Any], Any]:
-    """Wrap a method: the thread releases a token before the call and acquires a token afterwards.
+    """Return a wrapper of a method: the calling thread releases a token before the call and acquires a token afterwards.
 
-    ``released`` and ``acquired`` return the tokens; None stands for no token. A result of False means that the method gave
-    up waiting: then nothing is acquired, unless ``after_false`` is set.
+    ``released`` and ``acquired`` return the tokens; None stands for no token. A result of False means that the method gave up
+    waiting: then nothing is acquired, unless ``after_false`` is set.
     """
 
     def wrap(original: Any) -> Any:
@@ -68,7 +68,9 @@ def _itself(told: object) -> object:
 
 
 def _start(observer: Observer, around: Callable[[], AbstractContextManager[Any]]) -> Callable[[Any], Any]:
-    """Wrap ``Thread.start``: the new thread runs inside the watched scope, also for subclasses with their own `run`."""
+    """Return a wrapper of ``Thread.start``, which lets the new thread run inside the watched scope, also for subclasses with
+    their own `run`.
+    """
 
     def wrap(original: Any) -> Any:
         def start(self: threading.Thread) -> None:

@@ -1,4 +1,4 @@
-"""Names of modules and classes that a watched run replaces."""
+"""Replacement of names of modules and classes for the duration of a watched run."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class Sanitizer(Observer):
         self._ordering.listener.read = self._read
 
     def finish(self) -> Report:
-        """End of the run: report flags that hang, waits that can be removed, and blind spots."""
+        """End the run and return the report, with flags that hang, waits that can be removed, and blind spots."""
         with self._lock:
             self._ordering.finish()
             self.ranks.finish()

@@ -45,7 +45,7 @@ class Storages:
         self._suspects: list[int] = []
         self._count = 0
         self._pinned: list[tuple[int, int, KnownStorage]] = []
-        """Pinned memory by its address, in order: first, end."""
+        """Pinned memory in the order of addresses: first address, end address, storage."""
 
     def known(self, tensor: Tensor) -> tuple[KnownStorage, bool] | None:
         """Return the storage of a tensor and True if it is new; None for host memory that the device cannot reach."""
@@ -91,7 +91,7 @@ class Storages:
         return _key(tensor.untyped_storage())
 
     def note(self, tensor: Tensor) -> None:
-        """Look up the tensor's storage again after this tensor object is freed."""
+        """Watch for the end of the tensor object, after which :meth:`gone` checks whether its storage was freed too."""
         key = _key(tensor.untyped_storage())
         weak = ref(tensor, partial(self._suspect, key))
         # The reference must live as long as the tensor, and the tensor's own dictionary does.

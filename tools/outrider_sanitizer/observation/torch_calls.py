@@ -58,7 +58,7 @@ class RawTorchEvent:
 
 
 class RawTorchGraph:
-    """A graph that torch captured; its inputs are known only by its operations."""
+    """A graph that torch captured. Its inputs and outputs are known only from its operations."""
 
     def __init__(self) -> None:
         self.name = f"of {caller_location() or 'torch'}"

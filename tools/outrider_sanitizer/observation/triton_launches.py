@@ -23,7 +23,7 @@ _ATOMIC = ("tt.atomic_", "tt.descriptor_reduce")
 _STORES = ("tt.store", "tt.descriptor_store", "tt.descriptor_scatter", *_ATOMIC)
 _LOADS = ("tt.load", "tt.descriptor_load", "tt.descriptor_gather", *_ATOMIC)
 _OPAQUE = ("tt.call", "tt.extern_elementwise", "tt.elementwise_inline_asm", "tt.int_to_ptr", "scf.while", "cf.switch")
-"""After these the text doesn't say any more where a pointer comes from."""
+"""Names of operations in the intermediate representation after which the origin of a pointer is unknown."""
 
 _Held = dict[str, frozenset[int]]
 
@@ -139,7 +139,9 @@ def _walk(lines: Sequence[str], held: _Held, taken: dict[str, list[str]]) -> tup
 
 
 LaunchCallback = Callable[[str, Sequence[tuple[str, Any, bool, bool]]], None]
-"""A kernel's name; its tensors: name, tensor, whether it's read, whether it's written."""
+"""The function that is called with the name of a launched kernel and its tensors: name, tensor, True if it is read, True if
+it is written.
+"""
 
 
 @contextmanager

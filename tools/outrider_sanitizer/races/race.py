@@ -26,7 +26,7 @@ class Race:
     name: str
     about: str
     body: Body
-    """Called with the backend, and True for the corrected program."""
+    """The function that runs the program, called with the backend, and True for the corrected program."""
     kind: FindingKind | None = None
     """Finding that the sanitizer must make after one run in program order; None if only some schedules show the fault."""
     names: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class Race:
     visible: bool = True
     """True if some schedule gives a wrong value or a hang."""
     within: int = 20
-    """Number of schedules that is enough to see a visible fault."""
+    """Number of schedules within which a visible fault shows."""
     needs: str = ""
     """Name of a device capability that the program needs, or an empty string."""
 

@@ -29,7 +29,7 @@ class ProgramRank:
     everyone: Group
     store: Any
     tensors: list[Tensor] = field(default_factory=list)
-    """The program's tensors, kept until the device has finished."""
+    """The program's tensors, kept alive until the device has finished."""
 
     def group(self, name: str, *ranks: int) -> Group:
         """Return a further group of the given ranks, or of all ranks."""
@@ -68,11 +68,11 @@ class RankRace:
 
     name: str
     category: str
-    """Class of the divergence, A to F, as docs/ranks-proof.md defines them."""
+    """Class of the divergence, A to G, as docs/ranks-proof.md defines them."""
     about: str
     body: RankBody
     kinds: frozenset[FindingKind]
-    """Findings that the sanitizer must make after one run with the fault."""
+    """Kinds of the findings that the sanitizer must make after one run with the fault."""
     decision: str = ""
     """Name of the first decision in which the ranks differ."""
     names: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ class RankRace:
     """Name of the divergence for ``outrider explore ranks --inject``."""
     ranks: int = 2
     options: Mapping[str, str] = field(default_factory=dict)
-    """Options of the simulated host."""
+    """Options of the simulated host, by name."""
 
     @property
     def kind_text(self) -> str:

@@ -337,16 +337,65 @@ def width_of_tokens(rank: ProgramRank, fixed: bool) -> None:
         rank.everyone.receive(tokens, source=rank.size - 1, stream=rank.stream)
 
 
+# -- G: tokens sent to the ranks of their experts ----------------------------------------------------------------------
+
+
+def _dispatch(rank: ProgramRank, room: int) -> None:
+    """Send ``room`` tokens to the experts of each rank, and their results back."""
+    sent, received = rank.filled(1.0, rank.size, room, 4), rank.filled(0.0, rank.size, room, 4)
+    rank.everyone.all_to_all(received, sent, stream=rank.stream)
+    rank.everyone.all_to_all(sent, received, stream=rank.stream)
+
+
+@rank_race(RANK_RACES, "G", _DIFFERENT, decision="room", inject="room")
+def room_by_own_router(rank: ProgramRank, fixed: bool) -> None:
+    """A rank sizes the exchange with the experts by where its own router sends its tokens.
+
+    The room for each pair of ranks must hold the most tokens that any rank sends to another.
+    """
+    with rank.backend.on(rank.stream):
+        owner = rank.tensor([0, 0, 0, 1] if rank.index == 0 else [0, 1, 0, 1], torch.int64)
+        most = torch.bincount(owner, minlength=rank.size).max().reshape(1)
+    if fixed:
+        rank.everyone.all_reduce(most, reduction=Reduction.MAX, stream=rank.stream)
+    room = int(rank.read_tensor(most)[0])
+    rank.everyone.decide("room", room)
+    _dispatch(rank, room)
+
+
+@rank_race(RANK_RACES, "G", _LEFT_OUT, decision="dispatches", inject="dispatch")
+def idle_rank_keeps_its_experts(rank: ProgramRank, fixed: bool) -> None:
+    """A rank without tokens leaves the exchange out, although other ranks need its experts."""
+    dispatches = fixed or rank.index == 0
+    rank.everyone.decide("dispatches", int(dispatches))
+    if dispatches:
+        _dispatch(rank, 2)
+
+
+@rank_race(RANK_RACES, "G", _DIFFERENT, decision="first", inject="shared expert")
+def shared_expert_first(rank: ProgramRank, fixed: bool) -> None:
+    """Ranks differ in whether they sum the shared expert or exchange tokens first."""
+    shared_first = rank.index == 0 or fixed
+    rank.everyone.decide("first", "shared" if shared_first else "routed")
+    shared = rank.filled(1.0, 4)
+    if not shared_first:
+        _dispatch(rank, 2)
+    rank.everyone.all_reduce(shared, stream=rank.stream)
+    if shared_first:
+        _dispatch(rank, 2)
+
+
 # -- messages and memory between ranks ---------------------------------------------------------------------------------
 
 
 @rank_race(RANK_RACES, "C", frozenset({FindingKind.SENDS}), names=("receive first",), options={"eager_sends": "2"})
 def sends_before_receives(rank: ProgramRank, fixed: bool) -> None:
     """Every rank sends before it receives, so the sends end only while buffers take them."""
-    other, mine, theirs = 1 - rank.index, rank.filled(1.0), rank.filled(0.0)
-    if fixed and rank.index == 1:
-        rank.everyone.receive(theirs, source=other, stream=rank.stream)
-        rank.everyone.send(mine, to=other, stream=rank.stream)
+    following, previous = (rank.index + 1) % rank.size, (rank.index - 1) % rank.size
+    mine, theirs = rank.filled(1.0), rank.filled(0.0)
+    if fixed and rank.index == rank.size - 1:
+        rank.everyone.receive(theirs, source=previous, stream=rank.stream)
+        rank.everyone.send(mine, to=following, stream=rank.stream)
     else:
-        rank.everyone.send(mine, to=other, stream=rank.stream)
-        rank.everyone.receive(theirs, source=other, stream=rank.stream)
+        rank.everyone.send(mine, to=following, stream=rank.stream)
+        rank.everyone.receive(theirs, source=previous, stream=rank.stream)

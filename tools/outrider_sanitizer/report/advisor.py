@@ -1,4 +1,4 @@
-"""The advisor: waits that can be removed."""
+"""The advisor: it finds waits of the watched run that can be removed, because they add no order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Advice:
 
 
 class Advisor:
-    """Counts, for each line that waits, how often the wait added an order."""
+    """A counter of waits by source line, and of how many of them added an order."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str, str], list[int]] = {}

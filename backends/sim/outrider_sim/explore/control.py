@@ -75,7 +75,7 @@ class SimControl:
     def inject(self, kind: str, number: int) -> None:
         """Inject fault `kind` into operation (for `oom`: allocation) `number`, counted from this call and from 1.
 
-        The fault is the one of the option `fault=kind@number`. A reset removes it.
+        The fault is the one of the option `fault=kind@number`. A reset removes it. Raises `ConfigError` for an unknown kind.
         """
         if kind not in FAULTS:
             raise ConfigError(f"there is no fault {kind!r}; expected one of {', '.join(FAULTS)}")
@@ -88,7 +88,7 @@ class SimControl:
     def diverge(self, kind: str) -> None:
         """Make this device, or for `slow` the calling host thread, differ from other ranks until the next reset.
 
-        `DIVERGENCES` in `divergent_operators` lists the kinds.
+        `DIVERGENCES` in `divergent_operators` lists the kinds. Raises `ConfigError` for an unknown kind.
         """
         if kind not in DIVERGENCES:
             raise ConfigError(f"there is no divergence {kind!r}; expected one of {', '.join(DIVERGENCES)}")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from outrider_sim.backend import SimBackend
 
 Program = Callable[["SimBackend"], None]
-"""What is explored: makes its tensors and streams on the backend, and raises when something is wrong."""
+"""A program to explore: it creates its tensors and streams on the backend, and raises an error if a result is wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -135,11 +135,13 @@ class Strategy:
 
     name = "program"
     host_first = False
-    """The host runs on whenever it can, so the machine needn't ask while the only thread enqueues."""
+    """True if the strategy always picks a ready host thread, so that the machine needs no call while the only thread
+    enqueues.
+    """
     needs_accesses = False
-    """Decisions look at what operations read and write."""
+    """True if the strategy compares what operations read and write, so that the machine records it."""
     sees_all = False
-    """Asked also where there is one candidate alone."""
+    """True if the strategy is also called with a single candidate."""
 
     def choose(self, candidates: Sequence[StreamQueue | HostThread]) -> int:
         """Return the index of the candidate that takes the next step; there are at least two candidates."""
@@ -147,14 +149,14 @@ class Strategy:
         return 0
 
     def begin(self) -> None:
-        """Reset the strategy's state before a run."""
+        """Reset the strategy's state. The scheduler calls this before each run."""
 
     def end(self) -> None:
         """Update the strategy's state after a run, also after a failed run."""
 
 
 class HostFirst(Strategy):
-    """Host-first strategy: streams run in program order, only while all host threads wait."""
+    """A strategy in which the host runs first: streams run in program order, only while all host threads wait."""
 
     name = "lazy"
     host_first = True
@@ -168,7 +170,7 @@ class HostFirst(Strategy):
 
 
 class Slowest(Strategy):
-    """Slow-stream strategy: one stream runs only when no other stream or host thread can."""
+    """A strategy with one slow stream, which runs only when no other stream or host thread can."""
 
     name = "slowest"
 
@@ -181,7 +183,7 @@ class Slowest(Strategy):
 
 
 class Fastest(Strategy):
-    """Fast-stream strategy: one stream runs whenever possible, the others only while all host threads wait."""
+    """A strategy with one fast stream, which runs whenever possible; the others run only while all host threads wait."""
 
     name = "fastest"
 
@@ -200,7 +202,9 @@ class Fastest(Strategy):
 
 
 class Random(Strategy):
-    """Random strategy. The host's weight is sampled once per run, so that some runs have short queues and some deep ones."""
+    """A strategy of random picks. The host's weight is random per run, so that some runs have short queues and some deep
+    ones.
+    """
 
     name = "random"
 
@@ -220,10 +224,10 @@ class Random(Strategy):
 
 
 class PriorityStrategy(Strategy):
-    """Probabilistic concurrency testing: random priorities, lowered at `depth` - 1 random steps.
+    """A strategy of probabilistic concurrency testing: random priorities, lowered at `depth` - 1 random steps.
 
-    A bug that needs `depth` orderings among `n` actors and `steps` decisions is found in one run with probability at
-    least 1 / (n * steps ** (depth - 1)). `steps` should be about the number of decisions of a run.
+    A bug that needs `depth` orderings among `n` actors and `steps` decisions is found in one run with probability at least 1
+    / (n * steps ** (depth - 1)). `steps` should be about the number of decisions of a run.
     """
 
     name = "pct"
@@ -255,7 +259,7 @@ class PriorityStrategy(Strategy):
 
 
 class ReplaySchedule(Strategy):
-    """The replay strategy: program order, except where a delay of the schedule blocks a step."""
+    """A strategy that replays a schedule: program order, except where a delay of the schedule blocks a step."""
 
     name = "replay"
 
@@ -272,12 +276,12 @@ class ReplaySchedule(Strategy):
         return 0
 
     def held(self, step: ScheduleStep) -> bool:
-        """Return whether a delay of the schedule still blocks the step."""
+        """Return True if a delay of the schedule still blocks `step`."""
         after = self._after.get(step)
         return after is not None and self._done.get(after.actor, 0) <= after.number
 
     def note(self, label: str, done: int) -> None:
-        """Record that `actor` has taken `done` steps, so that delays for its steps end."""
+        """Record that the actor named `label` has taken `done` steps, so that delays which wait for these steps end."""
         self._done[label] = done
 
 
@@ -327,7 +331,7 @@ MAKERS: Mapping[str, Callable[[Options, int], Strategy]] = {
     "replay": lambda o, _: ReplaySchedule(Schedule.parse(o.get("schedule", ""))),
     "mixed": _mixed,
 }
-"""Strategy name → maker from options and seed."""
+"""The function that makes a strategy from its options and a seed, by strategy name."""
 
 OPTIONS: Mapping[str, str] = {
     "stream": "stream of the strategies slowest and fastest",
@@ -335,7 +339,7 @@ OPTIONS: Mapping[str, str] = {
     "k": "decisions that pct expects in a run",
     "schedule": "delays of the strategy replay",
 }
-"""Options that strategies take."""
+"""Explanation of each option of the strategies, by option name."""
 
 
 def make_strategy(name: str, seed: int = 0, options: Options | None = None) -> Strategy:
@@ -350,7 +354,10 @@ def make_strategy(name: str, seed: int = 0, options: Options | None = None) -> S
 
 
 def parse_strategy(spec: str) -> tuple[str, dict[str, str]]:
-    """Parse strategy text such as `pct:d=3,k=60` into name and options. The text after `replay:` is one schedule."""
+    """Parse strategy text such as `pct:d=3,k=60` into name and options. The text after `replay:` is one schedule.
+
+    Raises `ConfigError` for an option without `=`.
+    """
     name, _, rest = spec.partition(":")
     if name == "replay" and not rest.startswith("schedule="):
         return name, {"schedule": rest}
@@ -392,7 +399,9 @@ class _Frame:
 
 
 class Exhaustive(Strategy):
-    """The exhaustive strategy: each run takes the next path of one search tree. `exhausted` is set after the last path."""
+    """A strategy that runs every schedule: each run takes the next path of one search tree. `exhausted` is set after the last
+    path.
+    """
 
     name = "exhaustive"
     needs_accesses = True
@@ -408,7 +417,7 @@ class Exhaustive(Strategy):
         self._scheduler: HostScheduler | None = None
 
     def bind(self, scheduler: HostScheduler) -> None:
-        """Store the scheduler whose steps this strategy picks."""
+        """Store the scheduler, whose records of memory accesses the search compares."""
         self._scheduler = scheduler
 
     def begin(self) -> None:

@@ -36,7 +36,7 @@ def make_endless(op: Op) -> None:
 
 
 def fail_on_request() -> None:
-    """Raise the device fault that `provoke_fault` has requested."""
+    """Raise the device fault that a test requested with `provoke_fault`, as the enqueued operation runs."""
     raise DeviceFault("failed on request (provoke_fault); its results are undefined, the device lives on")
 
 
@@ -62,7 +62,7 @@ class FaultState(ABC):
 
     @abstractmethod
     def drop(self) -> None:
-        """Drop all queued operations of the machine."""
+        """Drop all queued operations of this machine without running them."""
 
     def _raise_failed(self) -> None:
         """Raise the machine's pending recoverable error once, then clear it."""

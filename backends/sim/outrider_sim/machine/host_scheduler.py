@@ -164,17 +164,17 @@ def _restore(scheduler: HostScheduler, thread: HostThread) -> None:
 
 
 REFUSALS = 64
-"""As often a thread may hear that something hasn't run before somebody else goes on, whatever the strategy."""
+"""Number of negative answers to a thread's queries after which another actor takes a step, whatever the strategy."""
 
 
 class Ambient(Protocol):
     """Process-wide state with a separate value per host thread, saved and restored when threads switch."""
 
     def save(self) -> Any:
-        """Return the state's value for the running thread."""
+        """Return the current value of the state, before the running thread is switched out."""
 
     def restore(self, saved: Any) -> None:
-        """Set the state to the value that a resumed thread saved."""
+        """Set the state to `saved`, the value of the thread that runs next."""
 
 
 class _SchedulerThread(threading.local):
@@ -229,7 +229,7 @@ class HostScheduler:
         strategy.begin()
 
     def use_options(self) -> None:
-        """Set the strategy that the options name."""
+        """Select the strategy that the options of the device name."""
         self.use(make_strategy(self.options.strategy, self.options.seed, self.options.strategy_options))
 
     def update_mode(self) -> None:

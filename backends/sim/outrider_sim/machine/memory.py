@@ -134,7 +134,7 @@ class Block:
 
 
 class Pool:
-    """Free blocks by stream and size. `graph` names the graph whose private pool this is."""
+    """The free blocks of one pool, by stream and size. `graph` names the graph whose private pool it is."""
 
     __slots__ = ("dead", "free", "graph", "reserved")
 
@@ -192,7 +192,7 @@ class Allocation:
 
     @property
     def address(self) -> int:
-        """Return the simulated device address of the first byte."""
+        """The simulated device address of the allocation's first byte."""
         return self.block.address
 
 
@@ -262,7 +262,9 @@ class CachingAllocator:
             self._local.pool = before
 
     def take_address(self, nbytes: int) -> int:
-        """Reserve simulated addresses for memory outside blocks (pinned host memory)."""
+        """Reserve `nbytes` of simulated addresses for memory outside blocks (pinned host memory); return the first
+        address.
+        """
         start = self._next
         self._next += _rounded(nbytes) + _ALIGN
         return start

@@ -214,7 +214,7 @@ class StreamQueue:
 
     @property
     def step(self) -> int:
-        """The index of the operation that this stream runs next."""
+        """Number of the operation that this stream runs next, counted from the last reset."""
         return self.done
 
     def __str__(self) -> str:
@@ -332,7 +332,9 @@ _PACKAGES = sysconfig.get_path("purelib") + os.sep
 _PARTS = tuple(os.sep.join(("", *parts, "")) for parts in (("outrider", "device"), ("triton", "runtime"), ("outrider_vllm",)))
 _CONSTRUCTORS = os.path.join("outrider_sanitizer", "observation", "host_arrays.py")
 _MODES = ("__torch_function__", "__torch_dispatch__")
-"""What torch calls on the way to an operator, in whoever's file: the line that matters is further out."""
+"""Methods of tensor classes and modes that torch calls on the way to an operator. Their frames are skipped, whichever file
+they are in: the caller's line is meant.
+"""
 
 
 @cache

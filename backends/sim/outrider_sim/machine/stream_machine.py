@@ -328,7 +328,8 @@ class StreamMachine(FaultState):
     def query(self, done: Callable[[], bool], target: Any) -> bool:
         """Return `done()` without blocking. The strategy may run device operations first.
 
-        Under every strategy, a host that polls repeatedly gets True after finitely many calls.
+        Under every strategy, a host that polls repeatedly gets True after finitely many calls. Raises the error of the loss
+        if the device is lost.
         """
         self.scheduler.queries = True
         self.point(Action("query", target))

@@ -147,7 +147,10 @@ def matching_facts(call: Collective, *, in_graph: bool) -> tuple[tuple[str, obje
 def create_group(
     backend: SimBackend, name: str, ranks: tuple[int, ...], rank: int, store: Store, timeout_s: float
 ) -> SimGroup:
-    """Create one rank's membership in a new group. The scheduler knows all ranks, so `store` isn't used."""
+    """Create one rank's membership in a new group. The scheduler knows all ranks, so `store` isn't used.
+
+    Raises `CollectiveError` if the ranks don't meet.
+    """
     del store
     scheduler = backend.sim.machine.scheduler
     if scheduler.exchange is None:

@@ -394,7 +394,7 @@ def _reduction(opts: Any) -> tuple[Reduction, bool]:
 
 
 class _Options:
-    """Substitute for torch's option objects in calls without options."""
+    """A substitute for torch's option objects, for calls that pass none."""
 
     def __init__(self, reduce_op: str = "sum", root: int = 0) -> None:
         self.reduceOp = reduce_op.upper()

@@ -16,7 +16,7 @@ DIVERGENCES: Mapping[str, str] = MappingProxyType(
         "slow": "the calling host thread goes on only when nothing else can",
     }
 )
-"""Kind → what it does; from there to the next reset."""
+"""The kinds of injected differences, with their effects. A difference lasts until the next reset."""
 
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "aten::matmul"})
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 STUCK = "nothing that is queued can run"
 
 Channel = tuple[int, int] | None
-"""(source, destination) of messages between two ranks; None: all ranks of the group."""
+"""The direction (source, destination) of messages between two ranks; None for collectives of all ranks of the group."""
 
 
 class IssuedCollective(NamedTuple):
@@ -43,7 +43,7 @@ class IssuedCollective(NamedTuple):
 
 
 class CollectivePart:
-    """One rank's part of a collective."""
+    """One rank's part of a collective: two operations of its stream, the start and the end."""
 
     __slots__ = ("captured", "failed", "issued", "meeting", "member", "number", "resident", "results", "started", "stream")
 

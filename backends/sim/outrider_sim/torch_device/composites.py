@@ -116,4 +116,4 @@ EMULATED: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "aten::_thnn_fused_gru_cell_backward": gru_cell_backward,
     }
 )
-"""Schema name → a function on host tensors that does the same."""
+"""Functions on host tensors that compute operators which the host lacks, by schema name."""

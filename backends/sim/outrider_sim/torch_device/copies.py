@@ -79,7 +79,10 @@ class CopyOperators:
             sim.synchronize(stream, "a blocking copy to the device")
 
     def device_to_host(self, destination: Tensor, source: SimTensor, non_blocking: bool) -> None:
-        """Copy to the host: asynchronously to contiguous pinned memory, synchronously to other memory."""
+        """Copy to the host: asynchronously to contiguous pinned memory, synchronously to other memory.
+
+        Raises `CaptureError` for other memory in a capture, and `RuntimeError` if the destination isn't on the host.
+        """
         sim = self._core.current
         machine = sim.machine
         stream = machine.stream
@@ -124,7 +127,10 @@ class CopyOperators:
         non_blocking: bool = False,
         memory_format: torch.memory_format | None = None,
     ) -> Tensor:
-        """Return a copy of a tensor with another dtype, layout or device."""
+        """Return a copy of a tensor with another dtype, layout or device.
+
+        Raises `RuntimeError` for a target that is neither this device nor the host.
+        """
         del layout
         target = self._core.device if device is None and isinstance(source, SimTensor) else (device or CPU)
         with torch._C._InferenceMode(False):

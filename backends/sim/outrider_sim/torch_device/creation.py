@@ -61,7 +61,10 @@ class FactoryOperators:
         return self._core.allocate(sim, meta, sim.machine.stream)
 
     def empty_like(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-        """Return a tensor with the shape and dtype of the operand and undefined contents, here or on another device."""
+        """Return a tensor with the shape and dtype of the operand and undefined contents, here or on another device.
+
+        Raises `RuntimeError` for another simulated device.
+        """
         elsewhere = kwargs.get("device")
         if elsewhere is not None and elsewhere.type != self._core.device.type:
             result: Tensor = info.run(args[0]._inner, *args[1:], **kwargs)

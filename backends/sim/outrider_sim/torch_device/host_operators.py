@@ -34,7 +34,10 @@ class HostReads:
         return {"aten::repeat_interleave.Tensor": self._repeat_interleave, "aten::histc": self._histc}
 
     def read_result(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Queue the operator's kernel, wait for it, then allocate results of the shape that the kernel returned."""
+        """Queue the operator's kernel, wait for it, then allocate results of the shape that the kernel returned.
+
+        Raises `CaptureError` in a capture, and `RuntimeError` if the device failed before the kernel.
+        """
         sim = self._core.current
         machine = sim.machine
         stream = machine.stream

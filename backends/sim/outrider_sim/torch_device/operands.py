@@ -45,7 +45,7 @@ class Seeded:
         self.seed = seed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the operator on host tensors with a generator of this seed."""
+        """Run the operator on host tensors with a new generator that has this seed."""
         if self._info.takes_generator:
             return self._info.run(*args, generator=torch.Generator().manual_seed(self.seed), **kwargs)
         before = torch.default_generator.get_state()

@@ -56,7 +56,7 @@ MATRIX = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::linear", "ate
 
 
 PLAN_LIMIT = 4096
-"""Plans kept for an overload; beyond, they are found again."""
+"""Maximum number of cached plans of an operator overload. Further plans are made again at each call."""
 
 
 class OperatorKind(Enum):

@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from outrider_sim.torch_device.dispatch import Dispatcher
 
 _PROBED = 1 << 22
-"""Bytes of operands and results up to which a call is tried on zeros; larger ones run without their `out=` overload."""
+"""Maximum bytes of operands and results for which a call is tried on zeros of its own shapes. A larger call runs without its
+`out=` overload.
+"""
 
 _CUT = 8
-"""Where a larger call has several results, torch's two answers are compared with each dimension cut to this."""
+"""Maximum size of each dimension of the shortened operands with which a larger call is tried."""
 
 
 _Resized = tuple[tuple[str, Meta], ...]

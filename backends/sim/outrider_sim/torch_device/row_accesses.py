@@ -23,19 +23,19 @@ class Elements(NamedTuple):
 
 
 Found = Tensor | Elements | None
-"""Rows of the first dimension, or elements; None: it may touch everything."""
+"""The accesses that a resolver finds: rows of the first dimension, or elements; None means the whole operand."""
 
 Resolver = Callable[[Mapping[str, Any]], Found]
 
 _CPU = torch.device("cpu")
 _MOST = 1 << 18
-"""Maximum number of an operand's elements that are told apart where they are read; of more, rows are."""
+"""Maximum number of an operand's elements for which reads are found element by element; for more, row by row."""
 _MOST_WRITTEN = 1 << 22
-"""Maximum number of an operand's elements that are told apart where they are written."""
+"""Maximum number of an operand's elements for which writes are found element by element; for more, row by row."""
 
 
 def _offsets(operand: Tensor) -> Tensor:
-    """Return the byte offset of each element of the operand, in the operand's shape."""
+    """Return the byte offset of each element from the operand's first one, in the operand's shape."""
     size = operand.element_size()
     made = torch.zeros((), dtype=torch.int64, device=_CPU)
     for dim, (count, stride) in enumerate(zip(operand.shape, operand.stride(), strict=True)):
@@ -114,7 +114,7 @@ def _reached(offsets: Tensor, dim: int, index: Tensor) -> Tensor:
 
 
 def resolvers_of(func: Any) -> Mapping[str, Resolver]:
-    """Return how to find the elements of an overload's operands that are accessed at indices, by operand."""
+    """Return, by operand of an overload, the function that finds the elements accessed at indices."""
     writes = any(argument.alias_info is not None and not argument.is_out for argument in func._schema.arguments)
     find = _written_elements if writes else _read_elements
     return {name: partial(find, func, name) for name in operands_by_index(func)}

@@ -497,7 +497,7 @@ class CUDAGraph:
             capture.close()
 
     def replay(self) -> None:
-        """Enqueue the graph's captured operations on the current stream."""
+        """Enqueue the graph's captured operations on the current stream. Raises `CaptureError` before a capture."""
         if self._graph is None or self._graph.program is None:
             raise CaptureError("replay() of a graph that wasn't captured")
         self._graph.replay(current_stream().wrapped)
@@ -507,7 +507,7 @@ class CUDAGraph:
         self._graph = None
 
     def pool(self) -> Pool:
-        """Return the graph's memory pool, for other graphs to share."""
+        """Return the graph's memory pool, for other graphs to share. Raises `CaptureError` before a capture."""
         if self._graph is None or self._graph.pool is None:
             raise CaptureError("pool() of a graph that wasn't captured")
         return self._graph.pool

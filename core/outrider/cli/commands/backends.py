@@ -55,13 +55,13 @@ def survey(torch: TorchState, *, open_devices: bool) -> Survey:
 
 
 def _block(values: dict[str, object], torch: TorchState) -> None:
-    """Mark every usable backend of a survey as unusable, because torch can't be imported."""
+    """Change each usable backend's row to unusable, with the reason that torch can't be imported."""
     own = f" (the plugin itself: {values['reason']})" if values["reason"] else ""
     values.update(can_run=False, status="unusable", reason=f"torch doesn't import{own}", advice=" ".join(torch.advice))
 
 
 def _described(candidate: Candidate[Any]) -> dict[str, object]:
-    """Return a plugin and its state on this machine as JSON data."""
+    """Return a plugin and its status on this machine as a row of JSON data."""
     return {
         "name": candidate.name,
         "status": candidate.status,
@@ -75,7 +75,7 @@ def _described(candidate: Candidate[Any]) -> dict[str, object]:
 
 
 def row(candidate: Candidate[BackendInfo]) -> dict[str, object]:
-    """Return a backend plugin as JSON data."""
+    """Return what ``outrider backends --json`` prints about one backend plugin."""
     info = candidate.info
     return {
         **_described(candidate),

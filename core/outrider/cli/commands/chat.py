@@ -103,7 +103,7 @@ class _Interrupts:
     terminal: bool
     reading: bool = False
     requested: bool = False
-    """An interrupt has requested the end of the current answer."""
+    """True once an interrupt has requested the end of the current answer."""
 
     def __call__(self) -> bool:
         if self.reading:
@@ -128,7 +128,9 @@ class _LineDropped(KeyboardInterrupt):
 
 @dataclass(slots=True)
 class _Conversation:
-    """The messages so far, and the engine that answers. Each answer reuses the KV pages of earlier turns (prefix cache)."""
+    """The messages of a conversation, and the engine that answers them. Each answer reuses the KV pages of earlier turns
+    (prefix cache).
+    """
 
     engine: Engine
     template: ChatTemplate
@@ -205,7 +207,7 @@ def _answer_messages(conversation: _Conversation, write: Callable[[str], object]
 
 
 def _terminal_lines(interrupts: _Interrupts) -> Iterator[str]:
-    """Yield the messages that a person types at the prompt."""
+    """Yield each message that a person types at the terminal's prompt, until the end of the input."""
     if find_spec("readline") is not None:
         import readline  # noqa: F401  (input() edits lines with it)
     while True:
@@ -240,7 +242,7 @@ def _piped_lines(interrupts: _Interrupts) -> Iterator[str]:
 
 
 def _piped_line() -> str:
-    """Read one line with its line end. Returns an empty text at the end of standard input."""
+    """Return the next line of standard input with its line end; an empty text at the end of the input."""
     line = sys.stdin.buffer.readline(MAX_BYTES + 1)
     if len(line) > MAX_BYTES:
         raise RequestError(f"standard input has a line of more than {MAX_BYTES >> 20} MiB; expected a message")

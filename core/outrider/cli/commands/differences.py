@@ -21,13 +21,13 @@ class Difference:
     """The first difference between two continuations of one prompt, with logits of a prefill of their common part."""
 
     prompt: int
-    """Number of the prompt."""
+    """Index of the prompt."""
     position: int
     """Index of the first different token in the output."""
     speculative: int
-    """Token of the speculative run."""
+    """Token of the speculative run at ``position``."""
     plain: int
-    """Token of the non-speculative run."""
+    """Token of the non-speculative run at ``position``."""
     top_logit: float
     """Largest logit of the vocabulary."""
     gap: float
@@ -42,7 +42,7 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
 
 
 class PrefillComparison:
-    """Computes the logits at the first difference of two outputs once more, by a prefill of their common part.
+    """A comparison of two outputs: it computes the logits at their first difference again, by a prefill of their common part.
 
     ``plain``: an engine of a native model. The comparison uses its model, kernels, dtype, page size and context length.
     """
@@ -89,12 +89,14 @@ class PrefillComparison:
 
 @dataclass(slots=True)
 class _RecordedLogits:
-    """Logits of each call of the ``logprobs`` kernel, in order. They can be read once the engine has no open request."""
+    """The logits that each call of the kernel ``logprobs`` got, in order. They can be read once the engine has no open
+    request.
+    """
 
     calls: list[Tensor] = field(default_factory=list)
 
     def first_row_of_last_call(self) -> list[float]:
-        """Return the logits [V] of the first row of the last call."""
+        """Return the logits [V] of the first row of the last call, copied to the host."""
         row: list[float] = self.calls[-1].tolist()
         return row
 

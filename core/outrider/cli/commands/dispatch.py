@@ -58,7 +58,7 @@ _ADVICE_BY_ERRNO: Mapping[int, str] = MappingProxyType(
         errno.EIO: "the disk or its connection fails; use another one",
     }
 )
-"""Advice for each error number of the operating system, whose own message has none."""
+"""Advice by error number of the operating system, whose own messages have none."""
 
 
 class _Console(Console):
@@ -77,7 +77,9 @@ class _Console(Console):
             super().print(**options)
 
     def _fits(self, table: Table) -> bool:
-        """Make the columns of the table wide enough for their longest words, and return False if the terminal is narrower."""
+        """Make the table's columns wide enough for their longest words. Return False if the terminal is narrower
+        than that.
+        """
         wide = self.options.update(max_width=_MAX_TABLE_WIDTH)
         for column in table.columns:
             words = (Measurement.get(self, wide, cell).minimum for cell in (column.header, *column.cells))
@@ -126,7 +128,9 @@ def dispatch(arguments: Sequence[str] | None, stop: SignalStop) -> int:
 
 
 def _run(arguments: Sequence[str], json_out: TextIO | None, stop: SignalStop, debug: bool) -> int:
-    """Run a command and show its report: as an object on ``json_out``, or for people if that is None."""
+    """Run a command, write its report to ``json_out`` as one object, or to standard output for people if that is None, and
+    return the exit code.
+    """
     if [item for item in arguments if item != "--json"] == ["--version"]:
         version = importlib.metadata.version("outrider")
         if json_out is not None:
@@ -165,7 +169,7 @@ def _show(render: Callable[[Console], None], stream: TextIO) -> None:
 
 
 def _say_ended(json_out: TextIO, number: int) -> None:
-    """Write the only JSON object of a command that a signal ended in the middle of an operation."""
+    """Write the command's JSON object after signal ``number`` ended it in the middle of an operation."""
     kind = "Terminated" if number == signal.SIGTERM else "Interrupted"
     message = f"{kind.lower()} in the middle of an operation that didn't end"
     with suppress(OSError):

@@ -16,7 +16,13 @@ from outrider.cli.commands.streamed_output import StreamedOutput
 from outrider.cli.options.engine_options import ModelOptions, with_options
 from outrider.cli.options.models import launched
 from outrider.cli.options.option_values import INPUT_FILE, JsonOption, checking_options, option, parsed, text
-from outrider.cli.options.rank_processes import DataParallelOption, Joined, TensorParallelOption, run_on_ranks
+from outrider.cli.options.rank_processes import (
+    DataParallelOption,
+    ExpertParallelOption,
+    Joined,
+    TensorParallelOption,
+    run_on_ranks,
+)
 from outrider.cli.options.request_options import (
     ChatOption,
     ConversationPrompt,
@@ -40,7 +46,7 @@ if TYPE_CHECKING:
 
 
 def parse_token_ids(given: str) -> list[int]:
-    """Return the token ids with commas between them. Raises :class:`RequestError`."""
+    """Return the token ids of a text such as ``1,2,3``. Raises :class:`RequestError` for anything else."""
     parts = [part.strip() for part in given.split(",")]
     if not all(part.isdecimal() and part.isascii() and len(part) < 20 for part in parts):
         raise RequestError("expected whole numbers with commas between them, such as 12,7")
@@ -76,6 +82,7 @@ def generate(
     guide: GuideOption = None,
     tensor_parallel: TensorParallelOption = 1,
     data_parallel: DataParallelOption = 1,
+    expert_parallel: ExpertParallelOption = False,
     json_output: JsonOption = False,
 ) -> CommandReport:
     """Continue a prompt, and print the text during generation. Without --model the bundled model continues it."""
@@ -90,7 +97,7 @@ def generate(
             )
         params = sampling.params(max_tokens=max_tokens, guide=build_guide(guide or ()))
     require_torch()
-    ranks_report = run_on_ranks(context.obj, tensor_parallel, data_parallel, json_output=json_output)
+    ranks_report = run_on_ranks(context.obj, tensor_parallel, data_parallel, expert=expert_parallel, json_output=json_output)
     if ranks_report is not None:
         return ranks_report
     from outrider.engine.config import Choice
@@ -101,7 +108,7 @@ def generate(
         dtype = "float32"
         command_choices.insert(0, Choice("dtype", dtype, "--compare compares tokens, and coarser rounding makes others"))
     template = None if conversation is None else conversation.template(speculation.model)
-    with Joined(tensor_parallel, data_parallel) as joined:
+    with Joined(tensor_parallel, data_parallel, expert=expert_parallel) as joined:
         load_engine = options.loader(speculation, max_requests=1, dtype=dtype, command_choices=command_choices, joined=joined)
         load_reference = options.loader(speculation.without(), max_requests=1, dtype=dtype, joined=joined, verbose=False)
         engine = load_engine()
@@ -201,7 +208,7 @@ def _shown_difference(difference: object, dtype: object) -> str:
 
 def _summary(console: Console, data: dict[str, object]) -> None:
     drafted = "" if data["speculate"] == "none" else f", {data['speculate']} accepts {data['acceptance_length']:.2f}"
-    console.print(f"outrider: {data['tokens_per_s']:.1f} tokens/s on {data['device']} in {data['dtype']}{drafted}")
+    console.print(f"outrider: {data['tokens_per_s']:.1f} tokens/s on {data['backend']} in {data['dtype']}{drafted}")
     if "error" in data:
         console.print(f"outrider: error: {data['error']}; the text before it is right", style="bold red", markup=False)
 

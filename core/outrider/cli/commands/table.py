@@ -26,14 +26,16 @@ DEBUG_ROW = ("--debug", "Show the traceback of an error. May stand anywhere.")
 _MAX_OPTION_WIDTH = 24
 _DEFAULT = "[default: "
 _LIKELY_OPTIONS = ("--prompt", "--model")
-"""Options for a value that a user gives as an argument, most likely first."""
+"""Options to suggest for a value that a user gives as an argument, the most likely first."""
 
 
 class CheckedCommand(TyperCommand):
     """A command that refuses texts that are empty or not UTF-8, numbers that aren't finite, and surplus arguments."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments. Raises :class:`UsageError`, and typer's own errors."""
+        """Parse the command line ``args``. Raises :class:`UsageError` for a value that the class refuses, and typer's own
+        errors.
+        """
         if not ctx.resilient_parsing:  # completion of an unfinished line
             _check_texts(args, {name for each in self.params if each.default == "" for name in each.opts})
         surplus_allowed, ctx.allow_extra_args = ctx.allow_extra_args, True
@@ -54,7 +56,7 @@ class CheckedCommand(TyperCommand):
         return f"run `{ctx.command_path} --help`"
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
-        """Write the paragraphs of the docstring."""
+        """Write the paragraphs of the command's docstring to its help."""
         del ctx
         for paragraph in inspect.cleandoc(self.help or "").split("\n\n"):
             formatter.write("\n" + _fill(paragraph, formatter.width, "  ") + "\n")
@@ -95,7 +97,9 @@ def _write_rows(formatter: Any, rows: Sequence[tuple[str, str]]) -> None:
 
 
 def _fill(text: str, width: int, indent: str) -> str:
-    """Return ``text`` in lines that end between words; typer's own lines also end at hyphens, and so within options."""
+    """Return ``text`` in lines of at most ``width`` characters, indented after the first by ``indent``. Lines end only
+    between words; typer's own also end at hyphens, and so within option names.
+    """
     return textwrap.fill(
         text, width, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
@@ -120,7 +124,7 @@ _ROOT_OPTIONS = (("--version", "Show the version of outrider."), DEBUG_ROW)
 
 
 class CommandUnavailable(OutriderError):
-    """The command of an installed package can't be loaded."""
+    """Raised when a command of an installed package is called that can't be loaded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ class ModelOptions:
         }
 
     def sizes(self) -> Sizes:
-        """Return the engine sizes for :func:`~outrider.cli.options.models.load`."""
+        """Return the sizes of the engine that these options give, for :func:`~outrider.cli.options.models.load`."""
         return Sizes(max_context=self.max_context, kv_dtype=None if self.kv_dtype == "auto" else self.kv_dtype)
 
     def loader(self, speculation: Speculation, **overrides: Any) -> Callable[..., Engine]:
@@ -110,14 +110,15 @@ class ServerOptions(ModelOptions):
         return super()._checkpoint_options() | own
 
     def sizes(self) -> Sizes:
-        """Return the engine sizes for :func:`~outrider.cli.options.models.load`."""
+        """Return the sizes of the server's engine that these options give, for :func:`~outrider.cli.options.models.load`."""
         return replace(super().sizes(), kv_memory=self.kv_memory, page_size=self.page_size, max_requests=self.max_requests)
 
 
 def with_options(command: Callable[..., Result]) -> Callable[..., Result]:
     """Decorate a command so that typer sees the options of each parameter that is annotated as a record of options.
 
-    The decorated function takes every option by keyword, as typer calls it, and passes the records to ``command``.
+    The decorated function takes every option by keyword, as typer calls it, and passes the records to ``command``. Raises
+    :class:`TypeError` if two records share an option.
     """
     hints = get_type_hints(command, include_extras=True)
     signature = inspect.signature(command)

@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from outrider.bundled import BUNDLED_HEADS, bundled
+from outrider.bundled import BUNDLED_HEADS, SMOLLM2_HEADS, bundled
 from outrider.cli.options.option_values import (
     CHECKPOINT,
+    DRAFT_CHECKPOINT,
     DRAFT_VOCABULARY,
     DTYPES,
     KV_DTYPES,
@@ -59,8 +60,9 @@ DraftOption = Annotated[
     Path | None,
     option(
         "--draft",
-        value=CHECKPOINT,
-        help="Checkpoint of the draft, a head or a model, named as for --model. Default: the bundled head of that kind.",
+        value=DRAFT_CHECKPOINT,
+        help="Checkpoint of the draft, a head or a model, named as for --model, or the name of a bundled head. Default: the "
+        "bundled head of that kind.",
     ),
 ]
 SpeculateOption = Annotated[
@@ -203,7 +205,9 @@ class Running:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """Sizes of an engine, by the field names of :class:`~outrider.engine.EngineConfig`. None: the engine chooses."""
+    """Engine sizes that a command line gives, by the field names of :class:`~outrider.engine.EngineConfig`. None: the engine
+    chooses.
+    """
 
     max_context: int | None = None
     kv_memory: float | None = None
@@ -220,7 +224,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speculation:
-    """The checkpoints of the model and its draft, and how the draft proposes tokens."""
+    """The checkpoints of model and draft that a command runs, and the proposer's name and options."""
 
     kind: str
     model: Path
@@ -253,6 +257,8 @@ class Speculation:
         Raises :class:`ConfigError` for options that contradict each other and :class:`CheckpointError` for a checkpoint that
         can't be found.
         """
+        if str(draft) in SMOLLM2_HEADS and not Path(str(draft)).exists():
+            kind, draft = kind or SMOLLM2_HEADS[str(draft)], bundled(str(draft))
         head = "eagle" if kind is None else kind.removeprefix("suffix+")
         check_draft(kind, draft)
         if draft is None and model is None and head in BUNDLED_HEADS:
@@ -275,7 +281,7 @@ class Speculation:
         )
 
     def without(self) -> Speculation:
-        """Return the same model with non-speculative decoding."""
+        """Return these options with the proposer ``none`` and no draft: the same model without speculation."""
         return replace(self, kind="none", draft_topk=1, draft_output_head=None, draft_vocabulary=None)
 
 
@@ -285,9 +291,10 @@ def has_mtp_heads(model: Path) -> bool:
     from outrider.model.checkpoint.files import GGUF_LIST
     from outrider.model.checkpoint.mapping import mtp_format
     from outrider.model.checkpoint.opening import open_checkpoint
+    from outrider.model.checkpoint.reading import read_json
 
     if (model / GGUF_LIST).exists():
-        return False  # a GGUF file of a supported model has no such heads, and reading its vocabulary takes seconds
+        return bool(read_json(model / "config.json").get("mtp_num_hidden_layers"))  # opening a GGUF file takes seconds
     try:
         return mtp_format(open_checkpoint(model).tensors) is not None
     except CheckpointError:
@@ -301,7 +308,7 @@ def check_draft(kind: str | None, draft: Path | None) -> None:
 
 
 def vocabulary_of(given: str | int | None) -> Path | int | None:
-    """Parse ``--draft-vocabulary``: a number of tokens, or the path of a file."""
+    """Return the number of tokens or the file path that ``--draft-vocabulary`` gives; None without the option."""
     if given is None or isinstance(given, int):
         return given
     return int(given) if given.isascii() and given.isdigit() else Path(given)
@@ -399,7 +406,7 @@ def launched(engine: Engine, command_choices: Sequence[Choice] = ()) -> dict[str
 
 
 _COPY_FORMAT = 1
-"""Number of the copies' format; part of the name of the cache entry."""
+"""Version of the format of quantized copies; part of the name of a copy's cache entry."""
 _MIB = 1 << 20
 
 

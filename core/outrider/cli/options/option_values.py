@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
+from outrider.bundled import SMOLLM2_HEADS
 from outrider.cli.terminal.files import output_problem
 from outrider.device.errors import ConfigError, OutriderError
 from outrider.device.plugin import ENTRY_POINT_GROUP
@@ -37,7 +38,7 @@ _HEADINGS: Mapping[str, str] = MappingProxyType(
         "--kv-events --drain-seconds",
         "Prefill and decode in separate processes": "--role --prefill-server --decode-server --decode-secret-file "
         "--transport",
-        "Several devices": "--tensor-parallel --data-parallel",
+        "Several devices": "--tensor-parallel --data-parallel --expert-parallel",
         GENERAL: "--json --verbose",
     }
 )
@@ -62,7 +63,7 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?(:[\
 
 
 class UsageError(ConfigError):
-    """A wrong command line. The exit code is 2."""
+    """Raised for a wrong command line. The exit code is 2."""
 
 
 @contextmanager
@@ -78,12 +79,14 @@ def checking_options() -> Generator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A kind of value. ``problem`` returns what is wrong with a value, or None for a valid one."""
+    """A kind of option value, with its check and its name in the help. ``problem`` returns what is wrong with a value, or
+    None for a valid one.
+    """
 
     metavar: str
     problem: Callable[[Any], str | None] = lambda value: None
     choices: Sequence[str] = ()
-    """Values that a shell completes."""
+    """Values that shell completion offers."""
 
 
 def option(*names: str, value: Value | None = None, help: str = "", **others: Any) -> Any:
@@ -116,12 +119,12 @@ def closest(name: str, known: Iterable[str]) -> str:
 
 
 def text(metavar: str = "TEXT") -> Value:
-    """Return the kind of all texts."""
+    """Return the kind of value that accepts every text."""
     return Value(metavar)
 
 
 def whole(least: int = 1, most: int = _MAX_INT) -> Value:
-    """Return the kind of whole numbers from ``least`` to ``most``."""
+    """Return the kind of value that accepts whole numbers from ``least`` to ``most``."""
 
     def problem(given: int) -> str | None:
         if least <= given <= most:
@@ -133,7 +136,9 @@ def whole(least: int = 1, most: int = _MAX_INT) -> Value:
 
 
 def number(least: float, most: float = math.inf, *, above: bool = False) -> Value:
-    """Return the kind of finite numbers from ``least`` to ``most``. ``above``: without ``least`` itself."""
+    """Return the kind of value that accepts finite numbers from ``least`` to ``most``. ``above`` excludes
+    ``least`` itself.
+    """
     expected = f"expected a number {'above' if above else 'of at least'} {least:g}"
     expected += "" if most == math.inf else f", at most {most:g}"
 
@@ -145,7 +150,7 @@ def number(least: float, most: float = math.inf, *, above: bool = False) -> Valu
 
 
 def one_of(*names: str, metavar: str | None = None) -> Value:
-    """Return the kind of one of ``names``. ``metavar``: for names that are too many for the help."""
+    """Return the kind of value that accepts one of ``names``. ``metavar`` stands for names that are too many for the help."""
     return Value(metavar or "|".join(names), lambda given: None if given in names else _expected(given, names), names)
 
 
@@ -154,7 +159,7 @@ def _expected(given: str, names: Sequence[str]) -> str:
 
 
 def parsed(metavar: str, parse: Callable[[str], object]) -> Value:
-    """Return the kind of texts that ``parse`` accepts; the message of its error is the problem."""
+    """Return the kind of value that accepts texts which ``parse`` accepts. The message of its error is the problem."""
 
     def problem(given: str) -> str | None:
         try:
@@ -190,6 +195,11 @@ def _problem_of_checkpoint(given: Path) -> str | None:
     return "expected a directory or a GGUF file that exists, or OWNER/NAME on the Hugging Face Hub"
 
 
+def _problem_of_draft(given: Path) -> str | None:
+    problem = None if str(given) in SMOLLM2_HEADS else _problem_of_checkpoint(given)
+    return problem and f"{problem}, or a bundled head: {', '.join(SMOLLM2_HEADS)}"
+
+
 def _problem_of_input(given: Path) -> str | None:
     if given.is_dir():
         return "is a directory; name a file"
@@ -216,6 +226,7 @@ def _problem_of_shape(given: str) -> str | None:
 
 
 BACKEND = installed_plugin(ENTRY_POINT_GROUP, AUTO, metavar="NAME[:DEVICE]")
+DRAFT_CHECKPOINT = Value("DIR|OWNER/NAME|HEAD", _problem_of_draft)
 CHECKPOINT = Value("DIR|FILE.gguf|OWNER/NAME", _problem_of_checkpoint)
 INPUT_FILE = Value("FILE", _problem_of_input)
 DIRECTORY = Value("DIR", _problem_of_directory)
@@ -239,5 +250,5 @@ BackendOption = Annotated[
 
 
 def output_file(suffix: str | None = None) -> Value:
-    """Return the kind of files that can be written, with a name that ends in ``suffix``."""
+    """Return the kind of value that accepts the path of a writable file whose name ends in ``suffix``."""
     return Value("FILE", lambda given: output_problem(given, suffix))

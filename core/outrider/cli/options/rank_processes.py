@@ -1,4 +1,5 @@
-"""``--tensor-parallel`` and ``--data-parallel``: ranks as child processes of a command, or as processes of torchrun.
+"""``--tensor-parallel``, ``--data-parallel`` and ``--expert-parallel``: ranks as child processes of a command, or as
+processes of torchrun.
 
 A command on several ranks starts itself once per rank, with the environment variables of torchrun, and waits. Rank 0 reads
 the input and prints the report. The follower ranks repeat its decisions and print nothing.
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
 
     from outrider.device import Backend
-    from outrider.engine.ranks.ranks import KeyValueStore, ParallelConfig, Ranks
+    from outrider.engine.ranks.heartbeats import KeyValueStore
+    from outrider.engine.ranks.ranks import ParallelConfig, Ranks
     from outrider.engine.ranks.watch import RankWatch
     from outrider.registry import Registry
 
@@ -51,16 +53,27 @@ DataParallelOption = Annotated[
         help="Run this many groups of devices, each with requests of its own; all groups share each layer's MLP.",
     ),
 ]
+ExpertParallelOption = Annotated[
+    bool,
+    option(
+        "--expert-parallel",
+        help="Divide a mixture's experts among all ranks. Default: each rank has a slice of every expert.",
+    ),
+]
 
 _POLL_S = 0.05
+_STOPPED_CHECKS = 80
+"""Checks in a row, ``_POLL_S`` apart, after which a stopped rank counts as lost: 4 s."""
 _GRACE_S = 1.5
 """Seconds that ranks have to end by themselves after one rank has failed."""
 _STORE_S = 30.0
 _SAY_S = 3.0
 _SILENCE_S = 5.5
-"""Longer than the silence that :class:`RankWatch` reports as the loss of a rank."""
+"""Seconds that a rank of a command waits for another rank's report of the failure; longer than the silence after which
+:class:`RankWatch` reports a rank as lost.
+"""
 _UNSAID = 70
-"""Exit code of a rank whose failure another process reports."""
+"""Exit code of a rank whose failure another rank or the starting command reports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +94,10 @@ class RankPlacement:
 
     @classmethod
     def from_environment(cls) -> RankPlacement | None:
-        """Return the placement of this process, or None if it isn't one of several ranks."""
+        """Return the placement of this process, or None if it isn't one of several ranks.
+
+        Raises :class:`ConfigError` if ``RANK`` is set and the variables that accompany it are missing or unreadable.
+        """
         found = rank_environment()
         if found is None:
             return None
@@ -104,7 +120,9 @@ class RankPlacement:
             ) from None
 
     def connect(self, *, serves: bool = False, seconds: float = _STORE_S) -> Store:
-        """Connect to the key-value store where all ranks meet. ``serves``: the store lives in this process."""
+        """Connect to the key-value store where all ranks meet, and return it. ``serves``: create the store in this process.
+        Raises torch's error if there is no store within ``seconds``.
+        """
         from datetime import timedelta
 
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs don't list it
@@ -119,12 +137,13 @@ class RankPlacement:
 class Joined:
     """The ranks that a command runs on, as a scope. ``ranks`` is None for a single process and before :meth:`join`.
 
-    ``place``: the placement of this process, in place of the environment's.
+    ``place``: the placement of this process, in place of the environment's. ``expert``: the ranks divide experts.
     """
 
-    def __init__(self, tensor: int, data: int, place: RankPlacement | None = None) -> None:
+    def __init__(self, tensor: int, data: int, place: RankPlacement | None = None, *, expert: bool = False) -> None:
         self._tensor = tensor
         self._data = data
+        self._expert = expert
         self._watch: RankWatch | None = None
         self._key_value_store: KeyValueStore
         self.ranks: Ranks | None = None
@@ -139,7 +158,10 @@ class Joined:
         return self
 
     def backend(self, registry: Registry, given: str | None, environment: str | None) -> Backend:
-        """Open the device of this rank: the device with the rank's number on this host, or the only device of the backend."""
+        """Open the device of this rank: the device with the rank's number on this host, or the only device of the backend.
+
+        Raises :class:`ConfigError` if the name has a device number.
+        """
         if self.ranks is not None:
             return self.ranks.backend
         spec = registry.select(given, environment)
@@ -157,14 +179,18 @@ class Joined:
             raise
 
     def join(self, backend: Backend) -> Ranks | None:
-        """Join the other ranks, once for all engines of a command. Returns None in a single process."""
+        """Join the other ranks, once for all engines of a command. Returns None in a single process.
+
+        Raises :class:`ConfigError` if the options ask for another number of ranks than were started.
+        """
         place = self.place
         if place is None or self.ranks is not None:
             return self.ranks
-        from outrider.engine.ranks.ranks import KeyValueStore, ParallelConfig, Ranks
+        from outrider.engine.ranks.heartbeats import KeyValueStore
+        from outrider.engine.ranks.ranks import ParallelConfig, Ranks
         from outrider.engine.ranks.watch import RankWatch, end_with_pipe
 
-        parallel = ParallelConfig(tensor=self._tensor, data=self._data)
+        parallel = ParallelConfig(tensor=self._tensor, data=self._data, expert=self._expert)
         if place.world != parallel.world:
             raise ConfigError(
                 f"--tensor-parallel {self._tensor} and --data-parallel {self._data} are {parallel.world} ranks, and this "
@@ -189,6 +215,7 @@ class Joined:
                 raise Unsaid(1) from error
             return
         self._watch.stop()
+        from outrider.engine.ranks.heartbeats import Heartbeat
         from outrider.engine.ranks.records import RanksFailed
         from outrider.engine.ranks.watch import first_rank_is_lost
 
@@ -196,7 +223,7 @@ class Joined:
         first = ""
         with suppress(Exception):  # the receiver may have ended
             if error is None:
-                self._key_value_store.publish_heartbeat(self.ranks.rank, self._key_value_store.ENDED)
+                self._key_value_store.publish_heartbeat(self.ranks.rank, Heartbeat(number=0))
             elif speaks:
                 self._key_value_store.announce_first_rank_prints()
             else:
@@ -211,7 +238,9 @@ class Joined:
 
 
 def _said_elsewhere(place: RankPlacement, error: OutriderError) -> bool:
-    """Return True if another rank has reported the same error before the ranks have joined, such as a wrong option."""
+    """Return True if another rank, too, fails with this error before the ranks have joined, such as a wrong option, and so
+    reports it.
+    """
     if not place.agent or not place.store_is_elsewhere:
         return False
     key = hashlib.sha256(f"{type(error).__name__}: {error}".encode()).hexdigest()
@@ -229,21 +258,35 @@ def _of_the_ranks(error: BaseException) -> bool:
     return isinstance(error, DeviceError) or not isinstance(error, OutriderError)
 
 
-def run_on_ranks(arguments: Sequence[str] | None, tensor: int, data: int, *, json_output: bool) -> CommandReport | None:
-    """Run the command on several ranks and return their report. Returns None in a rank and for a single process."""
+def check_expert_parallel(expert: bool, tensor: int, data: int) -> None:
+    """Raise :class:`ConfigError` if ``--expert-parallel`` was given for a single rank."""
+    if expert and tensor * data == 1:
+        raise ConfigError(
+            "--expert-parallel divides experts among ranks, and there is one rank; give --tensor-parallel or --data-parallel"
+        )
+
+
+def run_on_ranks(
+    arguments: Sequence[str] | None, tensor: int, data: int, *, expert: bool = False, json_output: bool
+) -> CommandReport | None:
+    """Run the command on several ranks and return their report. Returns None in a rank and for a single process.
+
+    Raises :class:`ConfigError` if the command was called from Python, where there is no command line to start again.
+    """
+    check_expert_parallel(expert, tensor, data)
     if tensor * data == 1 or RankPlacement.from_environment() is not None:
         return None
     if arguments is None:
         raise ConfigError("this command was called from Python; start ranks with torchrun, or run the command in a shell")
     from outrider.engine.ranks.ranks import ParallelConfig
 
-    parallel = ParallelConfig(tensor=tensor, data=data)
+    parallel = ParallelConfig(tensor=tensor, data=data, expert=expert)
     with _Processes(parallel, arguments, json_output=json_output) as processes:
         return processes.wait_for_report()
 
 
 class _Processes:
-    """The ranks of this host as child processes, all of which have ended when the scope ends."""
+    """The ranks of this host as child processes of a command. All have ended when the scope ends."""
 
     def __init__(self, parallel: ParallelConfig, arguments: Sequence[str], *, json_output: bool) -> None:
         self._parallel = parallel
@@ -256,7 +299,7 @@ class _Processes:
     def __enter__(self) -> _Processes:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs don't list it
 
-        from outrider.engine.ranks.ranks import KeyValueStore
+        from outrider.engine.ranks.heartbeats import KeyValueStore
 
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._store = store
@@ -294,9 +337,16 @@ class _Processes:
 
     def wait_for_report(self) -> CommandReport:
         """Wait for all ranks and return the report of rank 0. Raises :class:`RanksFailed` if rank 0 has no report."""
+        from outrider.engine.ranks.heartbeats import StopDetector
+
+        detector = StopDetector(_STOPPED_CHECKS)
         try:
             while any(process.poll() is None for process in self._started):
                 lost = next((rank for rank, process in enumerate(self._started) if process.poll()), None)
+                stopped = detector.find(process.pid for process in self._started)
+                if stopped is not None:
+                    last = self._key_value_store.last_progress(stopped)
+                    self._key_value_store.publish_failure(f"rank {stopped} hangs: a signal has stopped its process; {last}")
                 if lost is not None or self._key_value_store.failure is not None:
                     return self._lost(lost)
                 time.sleep(_POLL_S)
@@ -315,10 +365,8 @@ class _Processes:
 
         code = None if rank is None else self._started[rank].returncode
         if rank is not None and code is not None and code < 0:
-            last = self._key_value_store.last_heartbeat(rank).partition(" ")[2]
-            self._key_value_store.publish_failure(
-                f"rank {rank} was ended by {signal.Signals(-code).name}; {last or 'it had not begun'}"
-            )
+            last = self._key_value_store.last_progress(rank)
+            self._key_value_store.publish_failure(f"rank {rank} was ended by {signal.Signals(-code).name}; {last}")
         hangs = (self._key_value_store.failure or "").startswith("rank 0 hangs")  # rank 0 won't report
         until = time.monotonic() + _GRACE_S * (not hangs)
         while self._started[0].poll() is None and (time.monotonic() < until or self._key_value_store.first_rank_prints):

@@ -51,7 +51,7 @@ GuideOption = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """Options of a request: how its tokens are sampled, and where its text ends."""
+    """Options of a request on the command line: how its tokens are sampled, and where its text ends."""
 
     temperature: TemperatureOption = 0.0
     seed: SeedOption = 0
@@ -198,10 +198,10 @@ ChatTemplateOption = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class ConversationPrompt:
-    """A prompt that is a conversation, put into words by the checkpoint's chat template."""
+    """A prompt that is a conversation. The checkpoint's chat template renders it to tokens."""
 
     messages: tuple[Mapping[str, Any], ...] | None
-    """Messages of a file; None: the prompt of the command is the only message."""
+    """Messages that a file holds; None: the prompt of the command is the only message."""
 
     @classmethod
     def from_options(cls, chat: bool, messages: Path | None) -> ConversationPrompt | None:

@@ -17,17 +17,17 @@ SPANS_VARIABLE = "OTEL_TRACES_EXPORTER"
 
 
 def backend_from_environment() -> str | None:
-    """Return the backend that ``OUTRIDER_BACKEND`` names; empty counts as unset."""
+    """Return the backend that the variable ``OUTRIDER_BACKEND`` names, or None if the variable is empty or unset."""
     return os.environ.get(BACKEND_VARIABLE) or None
 
 
 def api_keys_from_environment() -> tuple[str, ...]:
-    """Return the API keys of ``OUTRIDER_API_KEY``, which commas separate; empty counts as unset."""
+    """Return the API keys in the variable ``OUTRIDER_API_KEY``, separated by commas; none if it is empty or unset."""
     return tuple(key.strip() for key in os.environ.get(API_KEY_VARIABLE, "").split(",") if key.strip())
 
 
 def spans_from_environment() -> bool:
-    """Return True if OpenTelemetry's own variable requests spans over OTLP.
+    """Return True if one of OpenTelemetry's own variables requests the export of spans over OTLP.
 
     Raises :class:`ConfigError` for an exporter that isn't supported.
     """
@@ -50,7 +50,7 @@ def tuned_directory() -> Path | None:
 
 
 def rank_environment() -> dict[str, str] | None:
-    """Return the environment of a rank that torchrun or a command started; None: this process isn't a rank."""
+    """Return the torchrun variables of this process by name; None if the process isn't one of several ranks."""
     if RANK_VARIABLE not in os.environ:
         return None
     # torch prints its own stack many times when a peer is gone. The variable is read when torch is imported.
@@ -93,7 +93,9 @@ def _cache_directory() -> Path | None:
 
 
 def autoload_setting() -> str:
-    """Return the variable that decides whether torch loads device extensions on import; empty: it isn't set."""
+    """Return the value of the variable that decides whether torch loads device extensions on import; empty if it
+    isn't set.
+    """
     return os.environ.get(AUTOLOAD_VARIABLE, "")
 
 

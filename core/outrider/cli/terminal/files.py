@@ -72,7 +72,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 MAX_BYTES = 16 * 2**20
-"""More than any context holds."""
+"""Maximum bytes of an input file: more than the text of any model's context."""
 
 _PIPE_S = 10.0
 

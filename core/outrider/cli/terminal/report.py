@@ -37,7 +37,7 @@ class CommandReport:
 
 
 class Unfinished(OutriderError):
-    """An error with the results until then: ``data``, for scripts. People have seen the results."""
+    """An error of a command that has partial results: ``data``, for scripts. People have already seen the results."""
 
     def __init__(self, error: OutriderError, data: Mapping[str, object]) -> None:
         super().__init__(str(error))
@@ -46,7 +46,7 @@ class Unfinished(OutriderError):
 
 
 class Unsaid(typer.Exit):
-    """An exit without output, because another process reports the reason."""
+    """Raised to end a rank without output, because another process reports the reason."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -59,7 +59,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def exit_code(error: SystemExit) -> int:
-    """Return the exit code of a process that raises ``error``."""
+    """Return the exit code of a process that raises ``error``: its number modulo 256, 0 for None, or 1 for a text."""
     if error.code is None:
         return 0
     return error.code & 0xFF if isinstance(error.code, int) else 1

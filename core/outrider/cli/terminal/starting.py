@@ -22,12 +22,12 @@ Tell = Callable[[str, int, int], None]
 
 
 LOADING = "loading weights"
-"""The task whose progress is in bytes."""
+"""Name of the progress task whose amounts are bytes; other tasks count items."""
 
 
 class _Amount(ProgressColumn):
     def render(self, task: Task) -> str:
-        """Return the part of the task that is done, and the whole."""
+        """Return the text of the progress bar's column: the finished amount of ``task`` and its total."""
         if task.total is None:
             return ""
         form = filesize.decimal if task.description == LOADING else str
@@ -54,7 +54,9 @@ def show_progress(shown: bool = True) -> Generator[Tell]:
 
 
 def sum_of_loads(tell: Tell) -> Tell:
-    """Return a callback for the loads of an engine, of the target and then of the draft, that shows them as one task."""
+    """Return a progress callback for the engine's loads of target and draft, which shows both as one task through
+    ``tell``.
+    """
     before, last = 0, (0, 0)
 
     def progress(tensor: str, done: int, total: int) -> None:

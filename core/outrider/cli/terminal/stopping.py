@@ -15,19 +15,21 @@ from types import FrameType
 from typing import Any
 
 _REPEAT_S = 2.0
-"""A signal that follows within this time is the same request: ``timeout`` signals the process and then its group."""
+"""Seconds within which a second signal counts as the same request: ``timeout`` signals the process and then its group."""
 _TWICE_S = 0.3
-"""The same for an interrupt that doesn't end the command: a person may press Ctrl-C again after a second."""
+"""The same limit for an interrupt that doesn't end the command, in seconds: a person may press Ctrl-C again after
+a second.
+"""
 _AGAIN_S = 0.02
-"""Delay after which an exception that Python dropped is raised again."""
+"""Seconds after which an exception that Python dropped is raised again."""
 _PATIENCE_S = 8.0
-"""Time that an operation of a compiled library may keep Python from handling a signal, before the process is ended."""
+"""Seconds that an operation of a compiled library may keep Python from handling a signal. Then the process is ended."""
 _LAST_S = 2.0
-"""Time that a command has to finish its report after a signal: its output may have no reader."""
+"""Seconds that a command has to finish its report after a signal: its output may have no reader."""
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal requested the end of the command.
+    """Raised in a command when a signal requests its end.
 
     SIGINT raises this class too. After a plain KeyboardInterrupt has passed through ``exec`` of a text, as in ``dataclass``,
     ``python -m`` ends by the signal itself, even if the exception was caught and another exit code was requested.
@@ -46,7 +48,9 @@ class SignalStop:
         """Number of the signal that requested the end of the command, or None."""
         self.done = False
         self.last_words: Callable[[int], None] | None = None
-        """Reports, in the form of the command's output, that the signal with this number ended the process."""
+        """The function that reports, in the form of the command's output, that the signal with a given number ended the
+        process.
+        """
         self.handled_at = float("-inf")
         """Time of the last handled signal, by ``time.monotonic``."""
         self._ready = False
@@ -80,7 +84,9 @@ class SignalStop:
             self._raise()
 
     def handled(self) -> None:
-        """Record that another handler has handled a signal, so that the watcher doesn't end the process."""
+        """Record the time at which another handler has handled a signal, so that the watcher thread doesn't end
+        the process.
+        """
         self.handled_at = time.monotonic()
 
     @classmethod
@@ -121,7 +127,7 @@ class SignalStop:
 
 
 def _is_being_imported(name: str) -> bool:
-    """Return True while the module is being imported."""
+    """Return True while Python is importing the module ``name``."""
     return bool(getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False))
 
 

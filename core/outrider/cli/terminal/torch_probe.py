@@ -129,7 +129,7 @@ def _extensions() -> tuple[str, ...]:
 
 
 def explain(text: str) -> tuple[str, tuple[str, ...]]:
-    """Return an explanation of a failed import of torch, and advice."""
+    """Return an explanation of a failed import of torch, and advice, from the error's ``text``."""
     source = resources.files("outrider.cli.terminal").joinpath("known_failures.toml").read_text(encoding="utf-8")
     for failure in tomllib.loads(source)["failure"]:
         if re.search(failure["match"], text):
@@ -152,7 +152,7 @@ def _import(environment: dict[str, str] | None) -> tuple[str | None, tuple[str, 
 
 
 def require_torch() -> None:
-    """Import torch. Raises :class:`BackendLoadError`, which explains a failure better than a later import would."""
+    """Import torch. If that fails, raise :class:`BackendLoadError` with an explanation and advice."""
     try:
         with show_progress("torch" not in sys.modules) as tell:
             tell("importing torch", 0, 0)

@@ -31,21 +31,23 @@ Attend = Callable[..., Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionBlock:
-    """Weights and constants of an attention block."""
+    """Weights and constants of an attention block, for a kernel set's :meth:`BlockKernels.attention_block`."""
 
     norm: Tensor | None
-    """[H]. None if the block reads the residual stream itself."""
+    """[H]: weight of the norm before the block. None if the block reads the residual stream itself."""
     eps: float
     qkv: Weight
-    """[(Hq + 2 Hkv) D, H], and of a gated block then the rows of the gate [Hq D, H]."""
+    """[(Hq + 2 Hkv) D, H]: rows of queries, keys and values in this order; of a gated block then those of the gate
+    [Hq D, H].
+    """
     output: Weight
-    """[H, Hq D]."""
+    """[H, Hq D]: weight of the product that follows attention."""
     scale: float
-    """Factor of the dot products."""
+    """Factor of the dot products of queries and keys."""
     qkv_bias: Tensor | None = None
     output_bias: Tensor | None = None
     window: int = 0
-    """Window in tokens; 0: none."""
+    """How many of the latest tokens, itself included, a token sees; 0: all."""
     head_norms: HeadNorms | None = None
     gated: bool = False
     """True: the attention output is multiplied by the sigmoid of the last Hq D columns of the product with ``qkv``."""
@@ -61,12 +63,12 @@ class MlpBlock:
     """Weights of an MLP block: a gated MLP with the norm before it."""
 
     norm: Tensor
-    """[H]."""
+    """[H]: weight of the norm before the block."""
     eps: float
     gate_up: Weight
-    """[2 I, H]."""
+    """[2 I, H]: rows of the gate, then rows of up."""
     down: Weight
-    """[H, I]."""
+    """[H, I]: weight of the product that follows ``silu_mul``."""
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     ranks: RankBoundary = SINGLE_RANK
@@ -77,39 +79,41 @@ class ExpertsBlock:
     """Weights of a block of routed experts, and of the expert that all tokens share, if there is one."""
 
     norm: Tensor
-    """[H]."""
+    """[H]: weight of the norm before the block."""
     eps: float
     router: Weight
-    """[E, H]."""
+    """[E, H]: weight of the product that gives the logits of the experts."""
     per_token: int
-    """Experts of a token."""
+    """Number of experts that compute each token."""
     renormalize: bool
-    """As in ``KernelSet.route``."""
+    """True if the weights of a token's experts are scaled to sum 1, as in ``KernelSet.route``."""
+    held: tuple[int, int] | None = None
+    """First and last (exclusive) expert of this rank, if ranks divide the experts; E is their number in the stacks below."""
     gate_up: Weight
-    """[E, 2 I, H], or quantised [E 2 I, H]."""
+    """[E, 2 I, H], or quantised [E 2 I, H]: for each expert rows of the gate, then rows of up."""
     down: Weight
-    """[E, H, I], or quantised [E H, I]."""
+    """[E, H, I], or quantised [E H, I]: for each expert the weight of the product that follows ``silu_mul``."""
     shared: MlpBlock | None = None
     """The shared expert. Its ``norm`` is the block's."""
     shared_gate: Weight | None = None
-    """[1, H]."""
+    """[1, H]: the sigmoid of its product with a token is the factor of the shared expert's output."""
     ranks: RankBoundary = SINGLE_RANK
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecurrentBlock:
-    """Weights of a recurrent block."""
+    """Weights of a recurrent block, for a kernel set's :meth:`BlockKernels.recurrent_block`."""
 
     norm: Tensor
-    """[H]."""
+    """[H]: weight of the norm before the block."""
     eps: float
     projections: tuple[Weight, ...]
     """[C + Hv Ev + 2 Hv, H]: q, k, v, the output gate, b and a. As two weights, the second has the rows of b and a alone."""
     channels: int
-    """C."""
+    """Number C of channels of the short convolution: the columns of q, k and v together."""
     rule: DeltaRuleWeights
     output: Weight
-    """[H, Hv Ev]."""
+    """[H, Hv Ev]: weight of the product that follows the gated norm."""
     output_bias: Tensor | None = None
     ranks: RankBoundary = SINGLE_RANK
 
@@ -118,9 +122,9 @@ class LayerRows(NamedTuple):
     """The rows of a layer's input that continue after attention, and the tensors that receive the input itself."""
 
     kept: Tensor | None = None
-    """int64 [S]: rows that continue; None: all T."""
+    """int64 [S]: indices, among the T rows, of the rows that continue; None: all T."""
     captured: tuple[Tensor, ...] = ()
-    """[T, H] each: they receive the residual stream at the input of the block, complete."""
+    """[T, H] each: the block copies the complete residual stream at its input to them."""
 
     def select(self, kernels: BookkeepingKernels, x: Tensor) -> Tensor:
         """Return the rows of ``x`` [T, ...] that continue."""
@@ -134,30 +138,30 @@ class LayerRows(NamedTuple):
 
 
 class AttentionTokens(NamedTuple):
-    """The tokens of an attention block."""
+    """The T tokens of an attention block: the batch, their rotation and cache slots, and the rows that continue."""
 
     attention: AttentionMetadata
-    """Of the rows that continue."""
+    """Description of the batch, with the rows that continue as its new tokens."""
     rotary: RotaryArgs
-    """Of all T tokens: their keys and values are written."""
+    """Rotation and cache slots of all T tokens, because the keys and values of all are written."""
     rows: LayerRows
     query_scales: Tensor | None = None
-    """[T, 1, 1]: factors of the rotated queries."""
+    """[T, 1, 1]: factors of the rotated queries; None: no factors."""
 
 
 class RecurrentTokens(NamedTuple):
-    """The tokens of a recurrent block and its states."""
+    """The T tokens of a recurrent block, and the states of the B sequences, which the block reads and writes."""
 
     batch: RecurrentBatch
     convolution: Tensor
-    """[R, K - 1, C]: states of the short convolution."""
+    """[R, K - 1, C]: in each of R state rows, the latest inputs of the short convolution, the oldest first."""
     delta: Tensor
-    """[R, Hv, D, Ev]: states of the delta rule."""
+    """[R, Hv, D, Ev]: in each of R state rows, the state of the delta rule."""
     rows: LayerRows = LayerRows()
     decodes: bool = False
-    """True if each sequence has few tokens, which a recurrence computes token by token."""
+    """True if each sequence has few tokens: the block then calls ``gated_delta_rule``, else ``chunk_gated_delta_rule``."""
     counts: Tensor | None = None
-    """int64 [B]: number of new tokens of each sequence; None: the block computes it from ``batch``."""
+    """int64 [B]: number of new tokens of each sequence; None: the block computes them from ``batch``."""
     window: list[tuple[Tensor, Tensor]] | None = None
     """None: the block writes the states after all tokens. A list: states stay unchanged, and the block appends its inputs,
     from which :meth:`BlockKernels.commit_recurrent` computes the states after the accepted tokens.
@@ -170,10 +174,10 @@ RECURRENCES = ("short_convolution", "gated_delta_rule", "chunk_gated_delta_rule"
 
 
 class BlockKernels(ModelKernels, RecurrentKernels, BookkeepingKernels, CollectiveKernels):
-    """Blocks of a layer. The defaults compose primitives. Rules and letters: :class:`~outrider.device.KernelSet`.
+    """Blocks of a layer, which the forward pass of a model calls in order. The defaults compose primitives.
 
-    A block adds the pending contribution of its stream to ``rows`` [T, H] in place. It returns a stream with its own
-    contribution pending: [T, H], or [S, H] of the rows that continue.
+    Rules and letters: :class:`~outrider.device.KernelSet`. A block adds the pending contribution of its stream to ``rows``
+    [T, H] in place. It returns a stream with its own contribution pending: [T, H], or [S, H] of the rows that continue.
     """
 
     @composes(*PRODUCTS, *NORMS, "rope_write_cache", "head_norm_rope_write_cache", "paged_attention", "sigmoid_mul")
@@ -252,7 +256,7 @@ def write_heads(kernels: ModelKernels, qkv: Tensor, block: AttentionBlock, token
 
 
 def continued_queries(kernels: BlockKernels, q: Tensor, tokens: AttentionTokens) -> Tensor:
-    """Return the scaled queries of the rows that continue."""
+    """Return the rows of ``q`` [T, Hq, D] that continue, times ``tokens.query_scales`` if there are any → [S, Hq, D]."""
     return tokens.rows.select(kernels, q if tokens.query_scales is None else q * tokens.query_scales)
 
 
@@ -273,10 +277,11 @@ def attended_rows(
 def experts_stream(
     kernels: BlockKernels, x: ResidualStream, block: ExpertsBlock, mlp: Callable[[Tensor, MlpBlock], Tensor]
 ) -> ResidualStream:
-    """Compute a block of experts, with ``mlp`` for the shared expert."""
+    """Compute a block of experts with the primitives of ``kernels``, and the shared expert, if there is one, with ``mlp``."""
     normed = block.ranks.gather_tokens(x.norm(block.norm, block.eps))
     logits = linear(kernels, normed, block.router)
-    shares, chosen = kernels.route(logits, block.per_token, renormalize=block.renormalize)
+    held = {} if block.held is None else {"held": block.held}  # kernels of one rank may not know the option
+    shares, chosen = kernels.route(logits, block.per_token, renormalize=block.renormalize, **held)
     if isinstance(block.gate_up, QuantizedWeight) and isinstance(block.down, QuantizedWeight):
         value = kernels.experts_quantized(normed, shares, chosen, block.gate_up, block.down)
     else:

@@ -33,17 +33,17 @@ class ElementFormat:
     dtype: torch.dtype
     """Dtype of ``QuantizedWeight.data``."""
     bits: int = 8
-    """Bits of a value."""
+    """Number of bits that one value takes in ``QuantizedWeight.data``."""
     lowest: float
-    """Smallest value."""
+    """Smallest value that the format represents."""
     highest: float
-    """Largest value."""
+    """Largest value that the format represents."""
     weight_divisor: float
     """Divisor of a block's largest magnitude that gives the block's scale."""
     activation_divisor: float | None = None
     """Divisor of the largest magnitude of activations that gives their scale. None: no format of activations."""
     random_deviation: float
-    """Standard deviation of the values of random weights."""
+    """Standard deviation of the values q that :meth:`random_data` generates, before they are clamped to the range."""
     compressed_name: str
     """Name of the storage of such weights in compressed-tensors checkpoints."""
 
@@ -53,7 +53,7 @@ class ElementFormat:
         return self.dtype.is_floating_point
 
     def data_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Return the shape of the data of a weight of this shape."""
+        """Return the shape of ``QuantizedWeight.data`` for a weight of ``shape`` [out, in]."""
         return shape
 
     def round(self, values: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class ElementFormat:
         return values.round().clamp(self.lowest, self.highest)
 
     def encode(self, values: Tensor) -> Tensor:
-        """Return the data of rounded values [out, in]."""
+        """Return ``QuantizedWeight.data`` for ``values`` [out, in], which :meth:`round` has rounded."""
         return values.to(self.dtype)
 
     def decode(self, data: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
@@ -72,7 +72,7 @@ class ElementFormat:
         return data.to(dtype)
 
     def slice_columns(self, data: Tensor, columns: int, start: int, stop: int) -> Tensor:
-        """Return the data of columns ``start`` to ``stop`` of a weight with ``columns`` columns."""
+        """Return columns ``start`` to ``stop`` (exclusive) of ``data``, the data of a weight with ``columns`` columns."""
         del columns
         return data[:, start:stop]
 
@@ -89,7 +89,7 @@ class NibbleFormat(ElementFormat):
     __slots__ = ()
 
     def data_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Return the shape of the bytes, each with two columns."""
+        """Return the shape of the bytes [out, ceil(in / 2)], each with two columns."""
         return (shape[0], -(-shape[1] // 2))
 
     def encode(self, values: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class NibbleFormat(ElementFormat):
         return unpack_nibbles(data, columns).to(dtype) - 8
 
     def slice_columns(self, data: Tensor, columns: int, start: int, stop: int) -> Tensor:
-        """Unpack, because a slice may begin within a byte."""
+        """Return the bytes of columns ``start`` to ``stop`` (exclusive), packed anew: a slice may begin within a byte."""
         return pack_nibbles(unpack_nibbles(data, columns)[:, start:stop])
 
     def random_data(self, like: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -113,9 +113,11 @@ class InvariantKernels(KernelSet):
         """Call the wrapped kernel once per row."""
         return _each(self._inner.sigmoid_mul, x, gate)
 
-    def route(self, logits: Tensor, count: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
+    def route(
+        self, logits: Tensor, count: int, *, renormalize: bool, held: tuple[int, int] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Call the wrapped kernel once per row."""
-        rows = [self._inner.route(row.clone(), count, renormalize=renormalize) for row in logits.split(1)]
+        rows = [self._inner.route(row.clone(), count, renormalize=renormalize, held=held) for row in logits.split(1)]
         weights, chosen = zip(*rows, strict=True)
         return torch.cat(weights), torch.cat(chosen)
 

@@ -21,13 +21,13 @@ class AttentionShape:
     """Number of key heads in the cache."""
     head_size: int
     page_size: int
-    """Tokens of a page."""
+    """Number of tokens in a page of the cache."""
     dtype: torch.dtype
     """The dtype of queries and cache."""
     scale: float
-    """Scale, as in ``paged_attention``."""
+    """Factor of the dot products, as in ``paged_attention``."""
     window: int = 0
-    """Window in tokens, as in ``paged_attention``."""
+    """How many of the latest tokens a token sees, as in ``paged_attention``; 0: all."""
 
     @classmethod
     def from_operands(cls, q: Tensor, k_cache: Tensor, *, scale: float, window: int) -> AttentionShape:

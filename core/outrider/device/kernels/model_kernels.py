@@ -99,21 +99,28 @@ class ModelKernels(BookkeepingKernels):
 
     # -- mixtures of experts: E experts, k of them for a token, inner size I -------------------------------------------
 
-    def route(self, logits: Tensor, count: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
+    def route(
+        self, logits: Tensor, count: int, *, renormalize: bool, held: tuple[int, int] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Select ``count`` experts per token by the router's ``logits`` [T, E] → weights [T, k], experts int64 [T, k].
 
         The experts are the likeliest of a softmax over all experts, in float32 or wider, in descending order, the lower one
         first among equals. Weights are their probabilities, divided by their sum if ``renormalize``. They are float32, or
         float64 for float64 logits.
+
+        ``held``: the first and last (exclusive) expert of this rank, if ranks divide the experts. The selection is over all E
+        experts. A returned expert is counted from the first held one; of an expert that isn't held, expert and weight are -1
+        and 0.
         """
-        return torch.ops.outrider.route(logits, count, renormalize)  # type: ignore[no-any-return]  # torch.ops has no types
+        first, last = held or (0, logits.shape[1])
+        return torch.ops.outrider.route(logits, count, renormalize, first, last)  # type: ignore[no-any-return]  # torch.ops has no types
 
     def experts(self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """Return the sum over a token's experts of ``weights`` [T, k] times :meth:`silu_mul` of ``x`` [T, H] with the
         expert's ``gate_up`` [E, 2*I, H], then with its ``down`` [E, H, I] → [T, H].
 
         ``chosen`` int64 [T, k] are the experts that :meth:`route` returned, each at most once per token. Only the device
-        knows their values.
+        knows their values. -1 is no expert and adds nothing; its weight is 0.
         """
         return torch.ops.outrider.experts(x, weights, chosen, gate_up, down)  # type: ignore[no-any-return]  # torch.ops has no types
 
@@ -124,7 +131,8 @@ class ModelKernels(BookkeepingKernels):
 
         Each weight concatenates the experts' rows. Both have the same format and activation format, and no block has rows of
         two experts. A backend's kernels support the formats that it declares for :meth:`linear_quantized`, whose rules hold.
-        The output of an expert's activation is quantised too.
+        The output of an expert's activation is quantised too. Raises :class:`ConfigError` for weights of other shapes, or of
+        two formats.
         """
         hidden, inner = x.shape[1], down.shape[1]
         expected = gate_up.shape[0] * hidden == down.shape[0] * 2 * inner and gate_up.shape[1] == hidden

@@ -17,13 +17,13 @@ class DeltaRuleWeights:
     """Weights of a recurrent layer besides its large products, for C channels, kernel size K, Hv heads of value size E."""
 
     convolution: Tensor
-    """[C, K]."""
+    """[C, K]: weight of the short convolution, the token's own column last."""
     a_log: Tensor
-    """[Hv], in float32 or wider."""
+    """[Hv], in float32 or wider: logarithm of each head's rate of decay."""
     dt_bias: Tensor
-    """[Hv], in float32 or wider."""
+    """[Hv], in float32 or wider: addend of each head's gate a."""
     norm: Tensor
-    """[E]: norm of each head's result."""
+    """[E]: weight of the norm of each head's result."""
 
 
 class RecurrentBatch(NamedTuple):
@@ -48,7 +48,9 @@ class RecurrentBatch(NamedTuple):
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor, int]:
-        """The fields that the operators take."""
+        """The fields that every operator of recurrent layers takes: ``rows``, ``query_start``, ``seq_lens``,
+        ``max_query``.
+        """
         return self[:4]
 
     @property

@@ -69,11 +69,14 @@ class Computed(Contribution):
     ranks: RankBoundary = SINGLE_RANK
 
     def add(self, rows: Tensor) -> Tensor:
-        """Reduce the value over the ranks, and add it."""
+        """Add the value, summed over the ranks if there are several, to ``rows`` [T, H] in place; return ``rows``."""
         return self.ranks.add(self.value, rows)
 
     def add_rms_norm(self, rows: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """Call ``add_rms_norm``, or ``all_reduce_rms_norm`` on several ranks."""
+        """Add the value, summed over the ranks, to ``rows`` [T, H] in place; return the norm of ``rows``.
+
+        One rank calls ``KernelSet.add_rms_norm``; several ranks reduce and normalise in one collective.
+        """
         return self.ranks.add_rms_norm(self.kernels, self.value, rows, norm, eps)
 
 
@@ -88,7 +91,7 @@ class SeparateInput(Contribution):
         return rows
 
     def add_rms_norm(self, rows: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """Return ``normed`` in place of a norm."""
+        """Return ``normed`` [T, H'] in place of a norm; ``rows``, ``norm`` and ``eps`` are ignored."""
         del rows, norm, eps
         return self.normed
 
@@ -99,7 +102,7 @@ class ResidualStream(NamedTuple):
     kernels: BlockKernels
     rows: Tensor
     pending: Contribution | None = None
-    """None before the first block."""
+    """What the block before adds to ``rows``. None before the first block, and if ``rows`` are complete."""
 
     def add(self) -> Tensor:
         """Add the pending contribution; return ``rows``, which are complete then. Call :meth:`add` or :meth:`norm` once."""

@@ -10,27 +10,27 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderShape:
-    """Sizes of a decoder on one device (of a rank's shard, with several ranks) that determine the speed of kernels."""
+    """Sizes of a decoder on one device that determine the speed of kernels. With several ranks: of one rank's shard."""
 
     hidden: int
-    """Hidden size."""
+    """Hidden size, the width of the residual stream."""
     heads: int
     """Number of query heads."""
     kv_heads: int
     """Number of key heads."""
     head_size: int
     inner: int
-    """Width of the gated MLP."""
+    """Width of the gated MLP: half the rows of its first product."""
     vocabulary: int
-    """Rows of the last product."""
+    """Rows of the last product, which gives the logits."""
     fused: int = 0
     """Columns of the first product of an EAGLE head; 0 without a head."""
     bias: bool = False
-    """The products of queries, keys and values have a bias."""
+    """True if the product that makes queries, keys and values has a bias."""
     qk_norm: bool = False
-    """Queries and keys are normed per head before they are rotated."""
+    """True if queries and keys are normed per head before they are rotated."""
     dtype: torch.dtype = torch.bfloat16
-    """The dtype of the weights."""
+    """The dtype of the weights, which activations share."""
 
 
 TuningProgress = Callable[[int, int, str], None]
@@ -39,7 +39,7 @@ TuningProgress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuningResult:
-    """The result of tuning one shape."""
+    """The outcome of one ``KernelSet.tune``: counts of candidates and choices, and the speed before and after."""
 
     measured: int
     """Number of timed candidates."""
@@ -48,7 +48,7 @@ class TuningResult:
     complete: bool
     """True if every step was finished before the deadline."""
     seconds: float
-    """Duration of the tuning."""
+    """Duration of the tuning in seconds."""
     before_us: float
     """Microseconds of a layer before tuning, summed over the measured numbers of tokens."""
     after_us: float

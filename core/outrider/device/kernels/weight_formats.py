@@ -16,7 +16,7 @@ from outrider.device.kernels.weights import QuantizedWeight
 
 _MIN_GROUP_COLUMNS = 8
 _ROWS_AT_ONCE = 8192
-"""Rows that are quantised or generated at a time, because the float32 copy takes twice the bytes of the weight."""
+"""Rows of a weight that are quantised or generated at a time: their float32 copy takes twice the bytes of bfloat16."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,21 +24,21 @@ class WeightFormat:
     """The values of a quantised weight [out, in], the block of a scale, and the quantisation of activations."""
 
     name: str = ""
-    """Name in :data:`WEIGHT_FORMATS`; empty for a format that only a checkpoint describes."""
+    """Key in :data:`WEIGHT_FORMATS`; empty for a format that only a checkpoint describes."""
     elements: ElementFormat
-    """Format of the values."""
+    """Format of the values q of the weight."""
     rows: int = 1
-    """Rows that share a scale. 0 means all of them."""
+    """Number of a weight's rows that share a scale. 0 means all of them."""
     columns: int = 0
-    """Columns that share a scale. 0 means all of them."""
+    """Number of a weight's columns that share a scale. 0 means all of them."""
     zeros: bool = False
-    """True if each scale has a zero point."""
+    """True if each scale has a zero point, which is subtracted from the values before they are scaled."""
     activations: ElementFormat | None = None
-    """Format of quantised activations, or None."""
+    """Format to which the product rounds activations. None: it leaves them as they are."""
     activation_group: int = 0
-    """Columns of activations that share a dynamic scale. 0 means a whole row."""
+    """Number of columns of activations that share a dynamic scale. 0 means a whole row."""
     static: bool = False
-    """True if activations have one stored scale."""
+    """True if one scale, stored in the checkpoint, quantises all activations of the product."""
 
     @property
     def is_grouped(self) -> bool:
@@ -46,11 +46,11 @@ class WeightFormat:
         return self.rows == 1 and self.columns > 0
 
     def block_of(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Return the rows and columns that share a scale in a weight of this shape."""
+        """Return the numbers of rows and columns that share a scale in a weight of ``shape`` [out, in]."""
         return (self.rows or shape[0], self.columns or shape[1])
 
     def grid(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Return the number of scales along rows and columns."""
+        """Return the numbers of scales along the rows and along the columns of a weight of ``shape`` [out, in]."""
         rows, columns = self.block_of(shape)
         return (-(-shape[0] // rows), -(-shape[1] // columns))
 

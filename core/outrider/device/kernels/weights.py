@@ -124,7 +124,10 @@ Weight = Tensor | QuantizedWeight | SplitWeight
 
 
 def linear(kernels: ModelKernels, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """Return ``x @ weight.T + bias``, with the kernel of the weight's format."""
+    """Return ``x`` [T, in] @ ``weight.T`` + ``bias`` [out] → [T, out], with the kernel of the weight's format.
+
+    A split weight takes one product per part.
+    """
     if isinstance(weight, Tensor):
         return kernels.linear(x, weight, bias)
     if isinstance(weight, QuantizedWeight):

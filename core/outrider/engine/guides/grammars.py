@@ -128,7 +128,9 @@ class Grammars:
         return DelayedMatcher(matcher, marker, bytes_of, crossing=crossing, ends=ends, vocabulary=vocabulary)
 
     def _crossing_tokens(self, marker: bytes, tokenizer: Tokenizer) -> list[tuple[int, bytes]]:
-        """Return the tokens that have text after the marker's last byte. The result for the last marker is kept."""
+        """Return the tokens, with their text in bytes, in which ``marker`` can end before the token does. The result for the
+        last marker is cached.
+        """
         with self._lock:
             crossing = self._crossing.get(marker)
         if crossing is None:
@@ -199,7 +201,7 @@ class Grammars:
 
 
 class XgrammarMatcher:
-    """A :class:`~outrider.engine.guides.guidance.Matcher` of xgrammar."""
+    """A :class:`~outrider.engine.guides.guidance.Matcher` over a guide that xgrammar has compiled."""
 
     def __init__(self, compiled: Any, ends: list[int], textless: frozenset[int]) -> None:
         """Create a matcher of one compiled guide.
@@ -214,7 +216,9 @@ class XgrammarMatcher:
         )
 
     def accept(self, token: int) -> bool:
-        """Pass ``token`` to xgrammar, unless the text is complete or the token has no text."""
+        """Advance xgrammar by ``token`` and return True, or return False if the grammar forbids it. A token after the
+        complete text, or one without text, is not passed to xgrammar.
+        """
         if self.is_complete or token in self._never_allowed:  # xgrammar prints a warning for a token without text
             return False
         return bool(self._matcher.accept_token(token))
@@ -224,12 +228,12 @@ class XgrammarMatcher:
         self._matcher.rollback(count)
 
     def fill(self, words: Tensor, index: int) -> None:
-        """Write xgrammar's bitmask of the tokens that may come next."""
+        """Write xgrammar's mask of the tokens that may come next to row ``index`` of ``words`` int32 [N, W]."""
         self._matcher.fill_next_token_bitmask(words, index)
 
     @property
     def is_complete(self) -> bool:
-        """Return True if xgrammar has terminated the text."""
+        """True if xgrammar has reached the end of the text, so that no token may follow."""
         return bool(self._matcher.is_terminated())
 
 

@@ -24,12 +24,12 @@ All other requests of the batch wait for these masks. Ambiguous grammars take lo
 
 
 def mask_words(vocabulary: int) -> int:
-    """Return the number of 32-bit words of a mask over ``vocabulary`` tokens."""
+    """Return W, the number of int32 words of a mask with one bit for each of ``vocabulary`` tokens."""
     return -(-vocabulary // 32)
 
 
 def mask_of_tokens(tokens: Iterable[int], vocabulary: int) -> Tensor:
-    """Return a mask that allows ``tokens`` only, int32 [W]."""
+    """Return a mask int32 [W] that allows ``tokens`` and no other token."""
     allowed = torch.zeros(mask_words(vocabulary) * 32, dtype=torch.int64)
     allowed[torch.tensor(sorted(tokens), dtype=torch.int64)] = 1
     bits = (allowed.view(-1, 32) << torch.arange(32)).sum(dim=1)
@@ -37,7 +37,9 @@ def mask_of_tokens(tokens: Iterable[int], vocabulary: int) -> Tensor:
 
 
 class Matcher(Protocol):
-    """A grammar position that advances with each token. A grammar library or a test tool implements this protocol."""
+    """A position in a grammar, which advances with each output token. Grammar libraries and test tools implement this
+    protocol.
+    """
 
     def accept(self, token: int) -> bool:
         """Advance by ``token`` and return True, or return False without a change if the grammar doesn't allow it."""
@@ -57,7 +59,7 @@ class Matcher(Protocol):
 
 
 class UnrestrictedMatcher:
-    """A matcher that allows every token and whose text is never complete."""
+    """A matcher that allows every token and whose text is never complete; requests of the warm-up use it."""
 
     is_complete = False
 
@@ -71,7 +73,7 @@ class UnrestrictedMatcher:
         del count
 
     def fill(self, words: Tensor, index: int) -> None:
-        """Write a bitmask that allows all tokens."""
+        """Write :data:`ALLOW_ALL_WORD` to every word of row ``index``."""
         words[index].fill_(ALLOW_ALL_WORD)
 
 
@@ -103,7 +105,9 @@ class DelayedMatcher:
         self._history: list[bytes | None] = []  # the value before each accepted token
 
     def accept(self, token: int) -> bool:
-        """Look for the marker in the token's text. After the marker, pass the token to the matcher."""
+        """Append the token's text and look for the marker in it. After the marker, pass the token to the matcher. Returns
+        False if the token isn't allowed.
+        """
         if self._seen is None:
             if not self._matcher.accept(token):
                 return False
@@ -118,14 +122,16 @@ class DelayedMatcher:
         return True
 
     def rollback(self, count: int) -> None:
-        """Undo the last ``count`` tokens, from the guided phase and then from the unguided one."""
+        """Undo the last ``count`` tokens: first those after the marker, then those before."""
         for _ in range(count):
             self._seen = self._history.pop()
             if self._seen is None:
                 self._matcher.rollback(1)
 
     def fill(self, words: Tensor, index: int) -> None:
-        """Write the matcher's mask, or before the marker a mask of nearly all tokens."""
+        """After the marker, write the matcher's mask to row ``index`` of ``words``. Before it, write a mask without the
+        ``ends`` and the crossing tokens that would violate the guide.
+        """
         if self._seen is None:
             self._matcher.fill(words, index)
             return
@@ -136,7 +142,7 @@ class DelayedMatcher:
 
     @property
     def is_complete(self) -> bool:
-        """Return True if the marker has come and the matcher is complete."""
+        """True if the marker has come and the text after it is complete."""
         return self._seen is None and self._matcher.is_complete
 
 
@@ -225,7 +231,7 @@ class Guidance:
         self._roll_back_to(0)
 
     def _roll_back_to(self, depth: int) -> None:
-        """Undo draft tokens after the first ``depth``, also those that an interrupted call left."""
+        """Roll the matcher back to ``depth`` tokens of the draft, also from tokens that an interrupted call left."""
         if self._draft_depth > depth:
             self._matcher.rollback(self._draft_depth - depth)
             self._draft_depth = depth

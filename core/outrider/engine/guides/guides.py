@@ -53,12 +53,14 @@ class JsonSchema(Guide):
 
 @dataclass(frozen=True, slots=True)
 class JsonObject(Guide):
-    """A guide for any JSON object."""
+    """A guide for any JSON object, without a schema."""
 
 
 @dataclass(frozen=True, slots=True)
 class Regex(Guide):
-    """A guide for a text that ``pattern`` matches as a whole, in the syntax of Python's ``re``."""
+    """A guide for a text that the regular expression ``pattern`` matches from its first to its last character, in the syntax
+    of Python's ``re``.
+    """
 
     pattern: str
 
@@ -78,7 +80,7 @@ class Ebnf(Guide):
 
     grammar: str
     root: str = "root"
-    """The rule that the whole text must match."""
+    """The name of the grammar rule that the whole text must match."""
 
     def __post_init__(self) -> None:
         _checked_text("the grammar", self.grammar)
@@ -87,7 +89,7 @@ class Ebnf(Guide):
 
 @dataclass(frozen=True, slots=True)
 class ChoiceGuide(Guide):
-    """A guide that allows one of several fixed texts."""
+    """A guide that allows exactly one of the texts ``options``."""
 
     options: Sequence[str]
 
@@ -101,7 +103,7 @@ class ChoiceGuide(Guide):
 
     @property
     def grammar(self) -> str:
-        """The options as a GBNF grammar with one rule."""
+        """The options as a GBNF grammar with one rule, which the grammar compiler reads."""
         return "root ::= " + " | ".join(json.dumps(option, ensure_ascii=False) for option in self.options)
 
 

@@ -78,7 +78,7 @@ class _Writer:
         self._branches = 0  # nesting depth of alternatives around the current part
 
     def refused(self, feature: str) -> ConfigError:
-        """Return the error for a pattern with an unsupported feature."""
+        """Return the :class:`ConfigError` for a pattern with ``feature``, which xgrammar can't enforce."""
         return ConfigError(f"the pattern {shown(self._pattern)} has {feature}, which can't be enforced; write it otherwise")
 
     def sequence(self, items: Sequence[Any], first: bool, last: bool) -> str:
@@ -136,7 +136,8 @@ class _Writer:
         return f"(?:{part}){{{least},{'' if unlimited else most}}}"
 
     def _unroll(self, part: str, least: int, most: int | None) -> str:
-        """Unroll a counted repetition into copies.
+        """Return a repetition of ``part`` as written-out copies: ``least`` times at least, ``most`` times at most (None:
+        without limit).
 
         xgrammar 0.2.8 reads ``a|a{1,3}`` inside JSON as ``a|a*``: it drops the count if another alternative starts alike.
         """
@@ -148,7 +149,7 @@ class _Writer:
         return f"(?:{part * least}{f'(?:{part}' * optional}{')?' * optional})"
 
     def _class_ranges(self, members: Iterable[Any]) -> Ranges:
-        """Return the code points of a character class."""
+        """Return the code point ranges of a character class that ``re`` has parsed into ``members``."""
         ranges: Ranges = []
         negated = has_category = False
         for operator, argument in members:
@@ -170,7 +171,9 @@ class _Writer:
         return _intersection(_complement(ranges), _ASCII) if has_category else _complement(ranges)
 
     def _write_class(self, ranges: Ranges) -> str:
-        """Write a character class, without surrogates and, inside JSON, without characters that JSON escapes."""
+        """Return ``ranges`` as a character class of xgrammar, without surrogates and, inside JSON, without characters that
+        JSON escapes.
+        """
         allowed = _intersection(ranges, _complement([_SURROGATES]))
         if self._in_json:
             allowed = _intersection(allowed, _complement(_ESCAPED))

@@ -63,14 +63,18 @@ def supported_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _SchemaReader:
-    """A translator of one schema. ``root`` is the schema that references point into."""
+    """The translator of one JSON schema into keywords that xgrammar enforces. ``root`` is the schema that references point
+    into.
+    """
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._nodes = 0
 
     def read_schema(self, schema: Any, pointer: str, depth: int) -> Any:
-        """Translate the JSON schema at ``pointer`` to a grammar rule."""
+        """Return the translation of ``schema``, which stands at the JSON pointer ``pointer``. Raises :class:`ConfigError` for
+        an unsupported keyword, and beyond the limits of depth and number.
+        """
         self._nodes += 1
         if depth > MAX_DEPTH or self._nodes > MAX_NODES:
             raise ConfigError(
@@ -95,7 +99,7 @@ class _SchemaReader:
         return {name: self.read_schema(schema, f"{pointer}/{name}", depth + 1) for name, schema in schemas.items()}
 
     def _combinator(self, key: str, keywords: dict[str, Any], pointer: str, depth: int) -> dict[str, Any]:
-        """Translate a schema with one of :data:`_COMBINATORS`."""
+        """Return the translation of a schema with the keyword ``key`` of :data:`_COMBINATORS`."""
         value = keywords.pop(key)
         types = _types(keywords.pop("type"), pointer) if "type" in keywords and key in ("const", "enum") else None
         for other in keywords:
@@ -155,7 +159,7 @@ class _SchemaReader:
         return schema if isinstance(schema, Mapping) else {}
 
     def _typed(self, keywords: dict[str, Any], pointer: str, depth: int) -> dict[str, Any]:
-        """Translate a schema with a type, or with keywords that imply one."""
+        """Return the translation of a schema with ``type``, or with keywords that imply a type."""
         if not keywords:
             return {}
         if "type" in keywords:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's 
 
 from outrider.device import Backend, ConfigError
 from outrider.engine.config import DecidedConfig, EngineConfig
+from outrider.engine.ranks.heartbeats import StopDetector, is_stopped
 from outrider.engine.ranks.ranks import ParallelConfig, Ranks
 from outrider.engine.ranks.records import encode
 
 _EXIT_TIMEOUT_S = 5.0
+_STOPPED_CHECKS = 4
+"""Checks in a row, at most a second apart, after which a stopped child counts as lost."""
 
 
 def absolute(path: Path | str | None) -> Path | None:
@@ -66,6 +70,8 @@ class RankProcesses:
     def __init__(self, backend: Backend, parallel: ParallelConfig, model_dir: Path, loading: LoadingArguments) -> None:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._children: list[subprocess.Popen[bytes]] = []
+        self._stop_detector = StopDetector(_STOPPED_CHECKS)
+        self._joined: Ranks | None = None
         try:
             for rank in range(1, parallel.world):
                 child = subprocess.Popen(
@@ -84,36 +90,51 @@ class RankProcesses:
                 )
                 assert child.stdin is not None
                 # The pipe stays open. A child ends once its pipe is closed, for example by the end of this process.
-                child.stdin.write(encode(work, RankWork).encode() + b"\n")
-                child.stdin.flush()
-            self.ranks = Ranks(backend, parallel, rank=0, store=store)
-            self.ranks.find_ended_process = self._find_ended
+                with suppress(BrokenPipeError):  # the child has ended; joining the ranks reports it
+                    child.stdin.write(encode(work, RankWork).encode() + b"\n")
+                    child.stdin.flush()
+            self._joined = Ranks(backend, parallel, rank=0, store=store, find_lost_process=self._find_lost)
         except BaseException:
             self.close()
             raise
 
-    def _find_ended(self) -> str | None:
+    @property
+    def ranks(self) -> Ranks:
+        """The first rank, in this process."""
+        assert self._joined is not None, "the constructor joins the ranks or raises"
+        return self._joined
+
+    def _find_lost(self) -> str | None:
         for rank, child in enumerate(self._children, start=1):
             code = child.poll()
             if code is not None and code < 0:
                 return f"rank {rank} was ended by {signal.Signals(-code).name}"
             if code:
                 return f"rank {rank} ended with exit code {code}"
-        return None
+        stopped = self._stop_detector.find(child.pid for child in self._children)
+        return None if stopped is None else f"rank {stopped + 1} hangs: a signal has stopped its process"
 
     def close(self) -> None:
-        """Wait for the end of all children, after the engine has ended. Kill those that still run after 5 seconds.
+        """Release the graphs and close the groups of this rank, after the engine has ended; then wait for all children.
 
-        Further calls do nothing.
+        Children that are stopped, or that still run after 5 seconds, are killed. Further calls do nothing.
         """
+        try:
+            if self._joined is not None:  # the other ranks' libraries wait for this one's
+                self._joined.close()
+        finally:
+            self._end_children()
+
+    def _end_children(self) -> None:
         for child in self._children:
             try:
-                child.wait(_EXIT_TIMEOUT_S)
+                child.wait(0 if is_stopped(child.pid) else _EXIT_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
-            if child.stdin is not None and not child.stdin.closed:
-                child.stdin.close()
+            if child.stdin is not None:
+                with suppress(BrokenPipeError):
+                    child.stdin.close()
 
 
 def check_one_rank(parallel: ParallelConfig | None) -> None:

@@ -1,6 +1,6 @@
 """Ranks: their number and shares, this process's rank, and its connections to the other ranks of an engine.
 
-Ranks publish heartbeats and the first failure in a key-value store, and agree on the config of a new engine.
+Ranks publish the first failure in a key-value store, and agree on the config of a new engine.
 """
 
 from __future__ import annotations
@@ -8,9 +8,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
@@ -27,61 +26,12 @@ from outrider.device import (
     StepMode,
 )
 from outrider.engine.config import Choice, DecidedConfig
+from outrider.engine.ranks.heartbeats import STORE_LOST, Heartbeat, KeyValueStore, process_name
 from outrider.engine.ranks.records import RanksDiffer, RanksFailed, RecordLog, decode, encode, wait_for_key
 from outrider.engine.requests.hand_over import HandOver
 from outrider.errors import shown
 from outrider.model import LanguageModel, ModelRanks, Shard, Shards
 from outrider.speculative.proposer import Proposer
-
-STORE_LOST = "the process where the ranks meet has ended"
-
-
-class KeyValueStore:
-    """Heartbeats of all ranks and the first failure, as text in the store that all ranks share."""
-
-    ENDED = "ended"
-    """The last heartbeat of a rank that ended normally."""
-    STARTING_SUFFIX = "+"
-    """The suffix of a heartbeat's first word from a rank that hasn't made a decision yet."""
-
-    def __init__(self, store: Store, name: str) -> None:
-        self._store = store
-        self._name = name
-
-    def publish_heartbeat(self, rank: int, said: str) -> None:
-        """Publish a heartbeat of ``rank`` with the text ``said``, its progress."""
-        self._store.set(f"{self._name}/beat/{rank}", said)
-
-    def last_heartbeat(self, rank: int) -> str:
-        """Return the last heartbeat of ``rank``, or an empty string before the first one."""
-        return self._get(f"{self._name}/beat/{rank}") or ""
-
-    def publish_failure(self, said: str) -> str:
-        """Publish the failure ``said`` unless another failure is published. Return the published failure."""
-        first: bytes = self._store.compare_set(f"{self._name}/failed", "", said)
-        return first.decode()
-
-    @property
-    def failure(self) -> str | None:
-        """The published failure; None while all ranks work."""
-        return self._get(f"{self._name}/failed")
-
-    def announce_first_rank_prints(self) -> None:
-        """Announce that the first rank prints the failure itself."""
-        self._store.set(f"{self._name}/speaks", "yes")
-
-    @property
-    def first_rank_prints(self) -> bool:
-        """Return True if the first rank has announced that it prints the failure."""
-        return self._store.check([f"{self._name}/speaks"])
-
-    def wait_for_failure(self, seconds: float) -> None:
-        """Wait for a published failure. Raises RuntimeError if there is none within ``seconds``."""
-        self._store.wait([f"{self._name}/failed"], timedelta(seconds=seconds))
-
-    def _get(self, key: str) -> str | None:
-        return self._store.get(key).decode() if self._store.check([key]) else None
-
 
 MAX_RANKS = 1024
 
@@ -98,6 +48,10 @@ class ParallelConfig:
     """Tensor parallelism: the ranks of a group, which share the attention heads and the vocabulary of the same requests."""
     data: int = 1
     """Data parallelism: the number of groups. Each group has its own requests and KV cache."""
+    expert: bool = False
+    """Expert parallelism: True if all ranks divide the routed experts of a mixture, False if each rank has a slice of every
+    expert. The number of ranks divides the number of experts.
+    """
     timeout_s: float = 8.0
     """Seconds after which a rank counts another one as lost. An iteration must not take longer."""
 
@@ -106,6 +60,12 @@ class ParallelConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_RANKS:
                 raise ConfigError(f"{name} is {shown(value)}; expected a whole number of ranks, 1 to {MAX_RANKS}")
+        if not isinstance(self.expert, bool):
+            raise ConfigError(f"expert is {shown(self.expert)}; expected True or False")
+        if self.expert and self.world == 1:
+            raise ConfigError(
+                "expert is True, and there is one rank; expected several ranks, among which experts are divided"
+            )
         seconds = self.timeout_s
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
             raise ConfigError(f"timeout_s is {shown(seconds)}; expected a positive number of seconds")
@@ -125,10 +85,10 @@ class ParallelConfig:
         """Return the parts of the model's weights that ``rank`` holds."""
         _, tensor = self.group_and_index(rank)
         within = Shard(tensor, self.tensor)
-        return Shards(attention=within, mlp=Shard(rank, self.world), vocabulary=within)
+        return Shards(attention=within, mlp=Shard(rank, self.world), vocabulary=within, divides_experts=self.expert)
 
     def __str__(self) -> str:
-        return f"tensor {self.tensor}, data {self.data}"
+        return f"tensor {self.tensor}, data {self.data}{', experts divided' if self.expert else ''}"
 
 
 _START_TIMEOUT_S = 600.0
@@ -137,6 +97,7 @@ _MIN_LIBRARY_TIMEOUT_S = 120.0
 _FAILURE_WAIT_S = 1.0
 """Seconds that a rank waits for another rank's report of a failure before it reports the failure itself."""
 _POLL_S = 0.05
+_START_POLL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +117,20 @@ class Ranks:
     decision log (:class:`RecordLog`). Their decisions never depend on clocks, free memory or arrival times.
     """
 
-    def __init__(self, backend: Backend, config: ParallelConfig, *, rank: int, store: Store, name: str = "outrider") -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        config: ParallelConfig,
+        *,
+        rank: int,
+        store: Store,
+        name: str = "outrider",
+        find_lost_process: Callable[[], str | None] | None = None,
+    ) -> None:
         """Join the other ranks. Every rank passes its own ``rank``, and the same ``store`` and ``name``.
 
+        ``find_lost_process`` returns a message about a child process that ended or is stopped, if this process started the
+        other ranks.
         Blocks until all ranks have joined. Raises :class:`~outrider.device.CapabilityError` if the backend has no
         collectives, and :class:`~outrider.device.CollectiveError` if a rank doesn't join in time.
         """
@@ -171,6 +143,7 @@ class Ranks:
         tensor = tuple(range(self.data_rank * config.tensor, (self.data_rank + 1) * config.tensor))
         data = tuple(range(self.tensor_rank, config.world, config.tensor))
         self.key_value_store = KeyValueStore(store, name)
+        self._find_lost_process = find_lost_process
         self._engines = itertools.count()
         self._num_exchanges = 0
         self._handed_over_numbers = itertools.count()
@@ -182,8 +155,6 @@ class Ranks:
         """This rank's part of each request between two engines, by a key that is equal on all ranks."""
         self.failure_wait_s = _FAILURE_WAIT_S
         """Seconds that this rank waits for another rank's report after it lost the other ranks."""
-        self.find_ended_process: Callable[[], str | None] | None = None
-        """Returns a message about an ended child process, if this process started the other ranks."""
 
     def _group(self, kind: str, ranks: tuple[int, ...]) -> Group | None:
         if len(ranks) == 1:
@@ -225,9 +196,11 @@ class Ranks:
         self._publish(number, _ExchangeMessage(what, encode(value, kind)))
         values = []
         for rank in range(self.config.world):
-            key = self._exchange_key(number, rank)
-            if not wait_for_key(self.store, key, _START_TIMEOUT_S):
-                raise RanksFailed(f"rank {rank} didn't come to {what!r} within {_START_TIMEOUT_S:g} s")
+            key, until = self._exchange_key(number, rank), time.monotonic() + _START_TIMEOUT_S
+            while not wait_for_key(self.store, key, _START_POLL_S):
+                lost = None if self._find_lost_process is None else self._find_lost_process()
+                if lost is not None or time.monotonic() > until:
+                    raise RanksFailed(lost or f"rank {rank} didn't come to {what!r} within {_START_TIMEOUT_S:g} s")
             message: _ExchangeMessage = decode(self.store.get(key), _ExchangeMessage)
             if message.subject is None:
                 raise RanksFailed(message.text)
@@ -268,32 +241,58 @@ class Ranks:
         """The last decision and collective of this rank, for error messages."""
         return "; ".join(group.progress for group in self.groups)
 
+    def heartbeat(self, number: int) -> Heartbeat:
+        """Return this rank's heartbeat with this number."""
+        return Heartbeat(
+            number=number,
+            has_decided=any(group.last_decision is not None for group in self.groups),
+            calls=sum(group.call_count for group in self.groups),
+            process=process_name(),
+            progress=self.progress,
+        )
+
     def report_failure(self, error: BaseException) -> str:
         """Report to the other ranks that this rank fails, and close the groups. Return the first report of any rank."""
         if isinstance(error, CollectiveError | DeviceStuck):
-            self._wait_for_failure()
+            with suppress(RuntimeError, OutriderError):  # the store may be gone
+                self._wait_for_failure()
         report = f"rank {self.rank} failed: {type(error).__name__}: {error} ({self.progress})"
         try:
             first = self.key_value_store.publish_failure(report)
             self._publish(self._num_exchanges, _ExchangeMessage(None, first))  # ends the wait of ranks in meet()
         except RuntimeError:  # raised by the store
             first = f"{STORE_LOST}: {self.progress}"
-        self.close()
+        with suppress(OutriderError):  # the first failure is the one to report
+            self.close()
         return first
 
     def _wait_for_failure(self) -> None:
-        """Wait for a report of the original failure, which most likely happened on another rank."""
-        if self.find_ended_process is None:
-            with suppress(RuntimeError, OutriderError):
-                self.key_value_store.wait_for_failure(self.failure_wait_s)
-            return
+        """Wait for a report of the original failure, which most likely happened on another rank, or find that rank."""
         until = time.monotonic() + self.failure_wait_s
+        before = self._other_heartbeats()
         while self.key_value_store.failure is None and time.monotonic() < until:
-            ended = self.find_ended_process()
-            if ended is not None:
-                self.key_value_store.publish_failure(f"{ended}; rank {self.rank} waited for it: {self.progress}")
+            lost = None if self._find_lost_process is None else self._find_lost_process()
+            said = None if lost is None else f"{lost}; rank {self.rank} waited for it: {self.progress}"
+            said = said or self._late_rank(before)
+            if said is not None:
+                self.key_value_store.publish_failure(said)
             else:
                 time.sleep(_POLL_S)
+
+    def _other_heartbeats(self) -> dict[int, Heartbeat]:
+        beats = {rank: self.key_value_store.last_heartbeat(rank) for rank in range(self.config.world) if rank != self.rank}
+        return {rank: beat for rank, beat in beats.items() if beat is not None}
+
+    def _late_rank(self, before: Mapping[int, Heartbeat]) -> str | None:
+        """Return a message about a rank that made fewer calls than this one and gave a heartbeat since ``before``."""
+        own_calls, beats = self.heartbeat(0).calls, self._other_heartbeats()
+        late = min(beats, key=lambda rank: beats[rank].calls, default=None)
+        if late is None or beats[late].calls >= own_calls or beats[late].number <= before.get(late, beats[late]).number:
+            return None
+        return (
+            f"rank {late} hangs: it lives, and didn't make the call that rank {self.rank} waited for "
+            f"(limit {self.config.timeout_s:g} s); {beats[late].progress}"
+        )
 
     @contextmanager
     def starting(self) -> Generator[None]:
@@ -307,9 +306,10 @@ class Ranks:
             raise
 
     def close(self) -> None:
-        """Close the groups of this rank. Further calls do nothing."""
-        for group in self.groups:
-            group.close()
+        """Close every group of this rank, also if one of them fails to end. Further calls do nothing."""
+        with ExitStack() as stack:
+            for group in self.groups:
+                stack.callback(group.close)
 
     def _exchange_key(self, number: int, rank: int) -> str:
         return f"{self.name}/meeting/{number}/{rank}"

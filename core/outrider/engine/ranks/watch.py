@@ -9,7 +9,8 @@ import time
 from contextlib import suppress
 
 from outrider.device import DeviceError
-from outrider.engine.ranks.ranks import STORE_LOST, KeyValueStore, Ranks
+from outrider.engine.ranks.heartbeats import STORE_LOST, Heartbeat, KeyValueStore, is_stopped_here
+from outrider.engine.ranks.ranks import Ranks
 
 _HEARTBEAT_PERIOD_S = 0.4
 _MAX_MISSED_HEARTBEATS = 10
@@ -18,7 +19,7 @@ _MAX_MISSED_HEARTBEATS = 10
 This takes 4 s, or longer on an overloaded machine, which delays this rank's heartbeats too.
 """
 _MAX_MISSED_HEARTBEATS_AT_START = 100
-"""The same limit before the rank's first decision: imports and the loading of libraries block its threads for long."""
+"""The same limit before the rank's first decision, unless its process is stopped: imports block its threads for long."""
 _GRACE_PERIOD_S = 2.0
 """Seconds that a rank has to end by itself after another rank has failed."""
 
@@ -37,7 +38,7 @@ class RankWatch:
         self._speaks = speaks
         self._starter = starter
         self._num_heartbeats = 0
-        self._last_seen: dict[int, tuple[str, int, float]] = {}
+        self._last_seen: dict[int, tuple[Heartbeat, int, float]] = {}
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="outrider-ranks", daemon=True)
 
@@ -51,17 +52,17 @@ class RankWatch:
         self._thread.join(2 * _MAX_MISSED_HEARTBEATS * _HEARTBEAT_PERIOD_S)
 
     def _run(self) -> None:
-        while not self._stopped.wait(_HEARTBEAT_PERIOD_S):
+        while True:
             self._num_heartbeats += 1
             try:
-                self._key_value_store.publish_heartbeat(
-                    self._ranks.rank, f"{self._num_heartbeats}{self._start_suffix} {self._ranks.progress}"
-                )
+                self._key_value_store.publish_heartbeat(self._ranks.rank, self._ranks.heartbeat(self._num_heartbeats))
                 failure = self._key_value_store.failure or self._check_starter() or self._check_heartbeats()
             except (RuntimeError, DeviceError) as error:
                 failure = f"{STORE_LOST}: {error}; {self._ranks.progress}"
             if failure is not None and not self._stopped.wait(_GRACE_PERIOD_S):
                 self._end_process(failure)
+            if self._stopped.wait(_HEARTBEAT_PERIOD_S):
+                return
 
     def _check_starter(self) -> str | None:
         if self._starter is None or os.getppid() == self._starter:
@@ -76,28 +77,20 @@ class RankWatch:
             if rank == self._ranks.rank:
                 continue
             heartbeat = self._key_value_store.last_heartbeat(rank)
-            last_seen, own_count, since = self._last_seen.get(rank, ("", self._num_heartbeats, now))
+            if heartbeat is None:
+                continue
+            last_seen, own_count, since = self._last_seen.get(rank, (None, 0, now))
             if heartbeat != last_seen:
                 self._last_seen[rank] = heartbeat, self._num_heartbeats, now
-            elif (
-                heartbeat
-                and heartbeat != KeyValueStore.ENDED
-                and self._num_heartbeats - own_count >= self._max_missed(heartbeat)
-            ):
-                last = heartbeat.partition(" ")[2] or "nothing is known of it"
+            elif heartbeat.number and self._num_heartbeats - own_count >= self._max_missed(heartbeat):
                 return self._key_value_store.publish_failure(
-                    f"rank {rank} hangs: no sign of life for {now - since:.0f} s; {last}"
+                    f"rank {rank} hangs: no sign of life for {now - since:.0f} s; {heartbeat.progress}"
                 )
         return None
 
-    @property
-    def _start_suffix(self) -> str:
-        has_decided = any(group.last_decision is not None for group in self._ranks.groups)
-        return "" if has_decided else KeyValueStore.STARTING_SUFFIX
-
     @staticmethod
-    def _max_missed(heartbeat: str) -> int:
-        is_starting = heartbeat.partition(" ")[0].endswith(KeyValueStore.STARTING_SUFFIX)
+    def _max_missed(heartbeat: Heartbeat) -> int:
+        is_starting = not heartbeat.has_decided and not is_stopped_here(heartbeat.process)
         return _MAX_MISSED_HEARTBEATS_AT_START if is_starting else _MAX_MISSED_HEARTBEATS
 
     def _end_process(self, failure: str) -> None:

@@ -68,8 +68,10 @@ class Admission:
         return samples
 
     def batch(self, first_id: int, prompts: Any, params: Any, media: Any) -> list[list[Request]]:
-        """Create the samples of each prompt. ``params`` is one value for all prompts or one for each; ``media`` is None or
-        one sequence for each prompt.
+        """Create the samples of each prompt, in the order of ``prompts``. ``params`` is one value for all prompts or one for
+        each; ``media`` is None or one sequence for each prompt.
+
+        Raises :class:`RequestError` if one of them cannot be served.
         """
         if not isinstance(prompts, Collection):
             raise RequestError(f"prompts is {shown(prompts)}; expected a text, or a sequence of texts or of token ids")
@@ -121,7 +123,10 @@ class Admission:
             raise RequestError(f"{len(output)} tokens of output came with {len(state.logprobs)} log-probabilities")
 
     def arrival(self, request_id: int, handed: RequestState) -> Request:
-        """Create the request that another engine handed over, without its device state."""
+        """Create the request that another engine handed over, without its device state.
+
+        Raises :class:`RequestError` if its guide belongs to another tokenizer.
+        """
         stops = self.check(handed.prompt, handed.params)
         request = Request(request_id, handed.prompt, handed.params, stops, handed.priority)
         request.media = request_media(handed.media, handed.prompt, self.model.vision, self.vision)
@@ -181,7 +186,9 @@ def checked_media(media: Any) -> tuple[Media, ...]:
 
 
 def _check_prompt(prompt: Sequence[int], params: SamplingParams, *, context: int, vocabulary: int) -> None:
-    """Check that the prompt consists of tokens and leaves room for its output."""
+    """Raise :class:`RequestError` unless the prompt consists of tokens of the vocabulary and leaves room for its output in
+    ``context`` tokens.
+    """
     if not prompt:
         raise RequestError("the prompt is empty; give at least one token")
     total = len(prompt) + params.max_tokens
@@ -196,7 +203,7 @@ def _check_prompt(prompt: Sequence[int], params: SamplingParams, *, context: int
 
 
 def _check_pages(needed: int, pages: int, page_size: int) -> None:
-    """Check that the cache has room for the request at its longest."""
+    """Raise :class:`RequestError` if a request that needs ``needed`` pages at its longest exceeds the cache."""
     if needed > pages:
         raise RequestError(
             f"the request needs {needed} KV pages of {page_size} tokens, the cache has {pages}; raise "
@@ -205,7 +212,9 @@ def _check_pages(needed: int, pages: int, page_size: int) -> None:
 
 
 def _check_options(params: SamplingParams, stops: set[int], *, config: DecidedConfig, vocabulary: int) -> None:
-    """Check that the sampling options name existing tokens, don't ban all, and are within the engine's limits."""
+    """Raise :class:`RequestError` unless the sampling options name existing tokens, leave at least one token, and are within
+    the engine's limits.
+    """
     listed = dict(params.biases)
     wrong = next((token for token in listed if token >= vocabulary), None)
     if wrong is None:

@@ -124,7 +124,7 @@ class Batch:
 
     @property
     def launched(self) -> Batch:
-        """The batch that this rank launches: this one, or with several groups its form padded for data parallelism."""
+        """The batch that this rank enqueues: this one with one data-parallel group, else ``global_batch.launched``."""
         return self if self.global_batch is None else self.global_batch.launched
 
     @property
@@ -136,7 +136,9 @@ class Batch:
 
     @property
     def requests(self) -> tuple[Request, ...]:
-        """Every request of this batch: decoding, then prefilling, then arriving ones."""
+        """Every request of this batch: those that decode, then those that prefill, then those that arrive from another
+        engine.
+        """
         prefilled = (chunk.request for chunk in self.prefill)
         return (*self.decode, *prefilled, *(request for request, _ in self.arrivals))
 
@@ -151,7 +153,7 @@ class Batch:
         return any(request.guidance is not None for request in emitting)
 
     def part_of_request(self, request: Request) -> Batch:
-        """Return a batch with the work of ``request`` alone."""
+        """Return a batch with the decoding, the prefill chunk or the arrival of ``request`` alone."""
         return Batch(
             prefill=tuple(chunk for chunk in self.prefill if chunk.request is request),
             decode=tuple(each for each in self.decode if each is request),

@@ -22,7 +22,7 @@ class DraftLengthPolicy(ABC):
     """
 
     needs_acceptance: bool = True
-    """Tells the host whether to call :meth:`observe`."""
+    """True if the policy reads acceptance counts, so that the scheduler calls :meth:`observe` after each iteration."""
 
     context: int | None = None
     """The draft's context in tokens: nothing is drafted for a batch whose requests all exceed it. None: the target's."""
@@ -43,7 +43,9 @@ class DraftLengthPolicy(ABC):
         """Return the length for the next iteration of ``requests`` requests with ``cached`` KV tokens in total."""
 
     def observe(self, drafted: int, accepted: Sequence[int]) -> None:
-        """Record how many of ``drafted`` tokens the target accepted, for each request of one iteration."""
+        """Record, for each request of one iteration, how many of its ``drafted`` draft tokens the target accepted. Called
+        once the host has read the results.
+        """
         del drafted, accepted
 
 
@@ -85,7 +87,7 @@ class DraftCosts:
     """Measured durations of iterations by draft length and batch size."""
 
     base: Mapping[tuple[int, int], float]
-    """Seconds by (draft length, number of requests), measured with a nearly empty KV cache."""
+    """Seconds of an iteration by (draft length, number of requests), measured with a nearly empty KV cache."""
     per_token: Mapping[int, float] = field(default_factory=dict)
     """Additional seconds for each cached token of the batch, by draft length."""
     _sizes: Mapping[int, Sequence[int]] = field(init=False, repr=False, compare=False)

@@ -17,11 +17,15 @@ from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.requests.scheduler import Scheduler, choose_draft_length, report_accepted
 
 PromptPasses = Callable[[int, int, int], tuple[int, ...]]
-"""Return the number of tokens of each prefill pass from (tokens, sequences, longest sequence)."""
+"""The function that returns the number of tokens of each prefill pass, from (tokens, sequences, tokens of the longest
+sequence).
+"""
 
 
 class AgreedLength(FixedLength):
-    """The draft length of the current iteration, which all groups share."""
+    """The draft-length policy of all groups' schedulers, which returns the one length that :class:`GroupScheduler` chose for
+    the iteration.
+    """
 
     def agree(self, length: int) -> None:
         """Set the draft length of all following iterations to ``length``."""
@@ -65,7 +69,7 @@ class GroupScheduler:
 
     @property
     def chance_of_end(self) -> float:
-        """The probability that the iterations in flight complete the output of every request of all groups."""
+        """Probability that the iterations in flight complete the output of every request of all groups."""
         return prod(scheduler.chance_of_end for scheduler in self._schedulers)
 
     @property

@@ -98,7 +98,9 @@ class HandOver(RequestState):
 
 
 def _shape(tensor: Tensor, leading_dims: int) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return the shape without the first ``leading_dims`` dimensions, and the dtype."""
+    """Return the tensor's shape without its first ``leading_dims`` dimensions, and its dtype, for comparison with another
+    engine's.
+    """
     return tuple(tensor.shape[leading_dims:]), tensor.dtype
 
 

@@ -96,20 +96,20 @@ def from_plain(plain: Any, kind: Any, blobs: Sequence[bytes] = ()) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _FieldFormat:
-    """The values of one type. ``write`` or ``read`` is None for values that are plain data."""
+    """The conversion of the values of one type. ``write`` or ``read`` is None if the value already is plain data."""
 
     accepts: type | tuple[type, ...]
     plain: tuple[type, ...]
-    """The types of the plain data."""
+    """The types that the encoded value may have."""
     write: Write | None = None
     read: Read | None = None
     refuses: tuple[type, ...] = ()
-    """Subclasses of ``accepts`` that are other types."""
+    """Subclasses of ``accepts`` that other formats convert, such as bool under int."""
 
 
 @cache
 def _alternatives(kind: Any) -> tuple[Any, ...]:
-    """Return the types that a value of ``kind`` may have: the members of a union, else one type."""
+    """Return the members of the union ``kind``, or ``kind`` alone if it is no union."""
     if kind is object:
         kind = _TYPES_OF_OBJECT
     if get_origin(kind) in (Union, types.UnionType):
@@ -132,7 +132,9 @@ def _formats(kind: Any) -> tuple[_FieldFormat, ...]:
 
 
 def _format(kind: Any) -> _FieldFormat | None:
-    """Return the format of a type that isn't a record; None for a type whose values are never sent."""
+    """Return the format of values of ``kind`` that are no dataclass or named tuple; None for a type whose values are never
+    sent.
+    """
     origin, arguments = get_origin(kind), get_args(kind)
     if kind in (type(None), bool, str):
         return _FieldFormat(kind, (kind,), None if kind is not str else lambda value, _: str(value))
@@ -176,7 +178,7 @@ def _writer(kind: Any) -> Write:
 
 
 def _is_plain(value_type: type, formats: Sequence[_FieldFormat]) -> bool:
-    """Return whether values of exactly this type are plain data of one of ``formats`` already."""
+    """Return True if one of ``formats`` sends values of exactly ``value_type`` unchanged."""
     return any(each.accepts is value_type and value_type in each.plain and each.read is None for each in formats)
 
 

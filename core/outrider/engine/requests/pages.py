@@ -15,7 +15,8 @@ Extra = Callable[[int, int], object]
 
 
 class FreeList:
-    """The numbers 1 to count-1. Allocation returns the most recently freed number first, initially the lowest.
+    """A pool of the numbers 1 to count-1, for rows or pages. Allocation returns the most recently freed number first,
+    initially the lowest.
 
     Freeing a number twice, or 0, raises: otherwise two requests could own one row.
     """
@@ -117,17 +118,17 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """The number of pages that can be allocated: free pages, and cached pages without a holder."""
+        """Number of pages that can be allocated: free pages, and cached pages that no request holds."""
         return len(self._free) + len(self._cached)
 
     @property
     def cached(self) -> int:
-        """The number of registered pages without a holder."""
+        """Number of registered pages that no request holds."""
         return len(self._cached)
 
     @property
     def state_checkpoints(self) -> int:
-        """The number of prefixes whose recurrent states are kept."""
+        """Number of prefixes whose recurrent states are kept."""
         return 0 if self.checkpoints is None else self.checkpoints.held
 
     def allocate(self) -> int:
@@ -148,7 +149,10 @@ class PagePool:
         return page
 
     def give_back(self, pages: Iterable[int]) -> None:
-        """Drop one hold on each page, the last page first, so that eviction starts at the end of a sequence."""
+        """Drop one hold on each page, the last page first, so that eviction starts at the end of a sequence.
+
+        Raises :class:`InterfaceError` for a page that no request holds.
+        """
         for page in reversed(list(pages)):
             holders = self._holders.get(page, 0)
             if holders == 0:
@@ -239,32 +243,33 @@ class PagePool:
 
 @dataclass(slots=True)
 class DecodedState:
-    """The checkpoint that decoding gives to one request: its newest one, and a copy that may become the next.
+    """The copies of one decoding request's recurrent state: its newest published checkpoint, and one that may become the
+    next.
 
     An iteration decides on the device how many tokens it accepts. The host therefore enqueues a copy where the request's
-    length may be a multiple of the interval, and keeps the copy if the results say that the length was.
+    length may be a multiple of the interval. It publishes the copy if the results confirm that length.
     """
 
     row: int = 0
     """The row that the next copy goes to; 0 if the request has none."""
     length: int = 0
-    """The length that the last copy must have; 0 if there is no copy to decide about."""
+    """The length in tokens at which the last copy becomes a checkpoint; 0 without an undecided copy."""
     awaited: int = 0
-    """Number of results after which the host knows the length of the copy."""
+    """Number of iteration results that the host must still read to know the length at which the copy was made."""
     is_exact: bool = False
     """True if the copy has the expected length. It is published once the pages before it are registered."""
     key: PageKey | None = None
-    """The prefix of the newest checkpoint."""
+    """The key of the last page before the newest checkpoint; None without one."""
     has_evicted: bool = False
-    """True if the request has taken the row of another prefix. It does so once at most, since text is decoded for long."""
+    """True if this request took the row of another prefix's checkpoint. Each request may do so once."""
 
 
 class StateCheckpoints:
-    """The rows of states that no request has, and the prefixes whose states they hold.
+    """The rows of recurrent states that no request holds, and the prefixes whose states they hold.
 
     A recurrent state can't be cut to a shorter prefix, so a prefix hits only where a checkpoint was taken: at a multiple of
-    ``interval`` tokens at which a chunk of a prompt or an iteration of decoding ended. All copies are on one stream, in the
-    order in which the scheduler decides them, so a row may be given to another prefix while a copy from it is enqueued.
+    ``interval`` tokens at which a prompt chunk or a decode iteration ended. All copies are on one stream, in the order in
+    which the scheduler decides them, so a row may be given to another prefix while a copy from it is enqueued.
     """
 
     def __init__(self, *, first_row: int, count: int, interval: int) -> None:
@@ -280,7 +285,9 @@ class StateCheckpoints:
         return len(self._row_of)
 
     def row_of(self, key: PageKey) -> int | None:
-        """Return the row of the state after the page ``key``, or None. The checkpoint counts as used most recently."""
+        """Return the row of the state after the page ``key``, or None without a checkpoint there. The checkpoint counts as
+        most recently used.
+        """
         row = self._row_of.get(key)
         if row is not None:
             self._row_of.move_to_end(key)
@@ -301,9 +308,9 @@ class StateCheckpoints:
         return row
 
     def provide_row(self, decoded: DecodedState) -> bool:
-        """Give a decoding request a row for a copy of its state, if it has none. Return False if there is no row for it.
+        """Give a decoding request a row for the next copy of its state, if it has none. Return False if no row is available.
 
-        Copies that aren't published have half of the rows at most, so that prompts always find a row.
+        Unpublished copies hold at most half of the rows, so that prompts find one.
         """
         num_copies = self.count - len(self._free) - len(self._row_of)
         if decoded.row or num_copies >= self.count // 2:
@@ -340,10 +347,10 @@ class StateCheckpoints:
         self._row_of.clear()
 
     def chunk_end(self, start: int, end: int, length: int) -> int:
-        """Return where a chunk of a prompt of ``length`` tokens ends that could span ``start`` to ``end``.
+        """Return the end of the next prefill chunk of a prompt of ``length`` tokens, which may span ``start`` to ``end``.
 
-        It ends at the last multiple of the interval inside, from which kernels continue with the same bits, and after which
-        there is at least one token left to compute. A chunk without such a multiple keeps its end.
+        The chunk ends at the last multiple of the interval inside, if at least one prompt token follows: kernels continue
+        from there with the same bits. A chunk without such a multiple keeps its end.
         """
         if end == length and not self.count:
             return end
@@ -353,7 +360,7 @@ class StateCheckpoints:
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """A run of consecutive full pages that requests can hit from now on."""
+    """An event: consecutive full pages are registered, so that requests can hit them from now on."""
 
     hashes: tuple[int, ...]
     """One unsigned 64-bit hash for each page, over its tokens, its extra and its parent's hash. Equal in every process."""
@@ -374,18 +381,18 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """The prefix cache is empty, for example after a device fault."""
+    """An event: the prefix cache is empty, for example after a device fault."""
 
 
 CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class CacheEvents:
-    """The receiver of all changes of the registered pages of a :class:`PagePool`, in order: it passes each to ``handle`` as
-    an event, on the thread that makes the change.
+    """The sender of all changes of a :class:`PagePool`'s registered pages, in order: it passes each to ``handle`` as an
+    event, on the thread that makes the change.
 
-    Several pages can have the same tokens and differ in the draft's cache, which depends on the token after the page.
-    Such pages share one hash: the first of them sends :class:`BlockStored`, the last one :class:`BlockRemoved`.
+    Several pages can have the same tokens and differ in the draft's cache, which depends on the token after the page. Such
+    pages share one hash: the first of them sends :class:`BlockStored`, the last one :class:`BlockRemoved`.
     """
 
     def __init__(self, handle: Callable[[CacheEvent], None]) -> None:
@@ -394,7 +401,7 @@ class CacheEvents:
         self._page_counts: Counter[int] = Counter()
 
     def stored(self, keys: Sequence[PageKey]) -> None:
-        """Send one :class:`BlockStored` for each run of consecutive pages with new hashes."""
+        """Send one :class:`BlockStored` for each series of consecutive pages whose hashes are new."""
         run: list[PageKey] = []
         for key in keys:
             page_hash = self._hashes[key] = self._hash(key)

@@ -152,13 +152,13 @@ class StepOutput:
     refused: bool = False
     """True if the request's own options cause the error, so that a retry fails too."""
     cached: int = 0
-    """Number of prompt tokens that the prefix cache had; set in a request's first output."""
+    """Number of prompt tokens that the prefix cache supplied; set in a request's first output."""
     stopped_by: str | int | None = None
     """The stop string or the token of ``stop_token_ids`` that ended the request; None for any other end."""
     transcript: Transcript | None = field(default=None, repr=False, compare=False)
     """The request's text; None without a tokenizer."""
     index: int = field(default=0, repr=False, compare=False)
-    """Number of the output in the transcript."""
+    """Index of this output in ``transcript``, for :meth:`Transcript.read_text`."""
 
     @property
     def text(self) -> str | None:
@@ -261,7 +261,7 @@ class Request:
 
     @property
     def mrope_position_delta(self) -> int:
-        """The difference between rope positions and sequence indices of tokens after a prompt with media."""
+        """Rope position minus sequence index of the tokens after a prompt with media; 0 for text."""
         return self.media.mrope_position_delta if self.media is not None else 0
 
     def extra_identity(self, start: int, end: int) -> object:
@@ -281,11 +281,11 @@ class Request:
 
     @property
     def _missing_tokens(self) -> int:
-        """The number of tokens up to ``max_tokens`` that the iterations in flight don't guarantee."""
+        """The number of tokens still missing to ``max_tokens`` if each iteration in flight adds its guaranteed minimum."""
         return self.params.max_tokens - len(self.output) - self.tokens_in_flight
 
     def chance_of_end(self, growth: int) -> float:
-        """Return the probability that the iterations in flight reach ``max_tokens``, at ``growth`` tokens each at most.
+        """Return the probability that the iterations in flight reach ``max_tokens``, if each adds at most ``growth`` tokens.
 
         The estimate uses the request's average number of tokens per verification so far.
         """
@@ -368,7 +368,9 @@ class Request:
         return StepOutput(self.id, (), reason, searched_text=text, error=error, transcript=self.transcript, index=index)
 
     def _transcribe(self, tokens: Sequence[int]) -> int:
-        """Add an output to the request's transcript, if any, and return the index of the output."""
+        """Append the tokens of an output to the request's transcript and return the index of the output there; 0 without a
+        transcript.
+        """
         return 0 if self.transcript is None else self.transcript.append(tokens, is_last=self.finished)
 
     def _stopped_by(self) -> str | int | None:

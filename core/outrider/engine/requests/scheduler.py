@@ -182,9 +182,10 @@ class Scheduler:
         return [copy]
 
     def _publish_decoded(self, request: Request) -> None:
-        """Publish the copy of a request's state if its length is the expected one; forget the copy if not.
+        """Publish the undecided copy of a request's state as a checkpoint if the copied length is the expected one, else
+        discard it.
 
-        The results of the last iteration of a request can have more tokens than the request, so they decide nothing.
+        The last results of a request may have more tokens than the request keeps, so they decide nothing.
         """
         checkpoints, decoded = self.pages.checkpoints, request.decoded_state
         if checkpoints is None or not decoded.length or decoded.awaited:
@@ -201,7 +202,7 @@ class Scheduler:
 
     @staticmethod
     def _can_decode(request: Request) -> bool:
-        """Return True if one more iteration can add tokens to the request."""
+        """Return True if the request's context is prefilled and one more iteration can add tokens to its output."""
         return not (request.finished or request.is_prefill_only or request.needs_prefill or request.will_finish)
 
     def handle_landed(self, batch: Batch, accepted: Sequence[int]) -> None:
@@ -375,7 +376,7 @@ class Scheduler:
         return tuple(admitted)
 
     def _restore(self, request: Request, key: PageKey | None) -> None:
-        """Copy the state at the end of the cached prefix to the request's row, before its prefill continues."""
+        """Schedule the copy of the checkpoint after page ``key`` to the request's row, before its prefill continues there."""
         if self.pages.checkpoints is not None and key is not None:
             row = self.pages.checkpoints.row_of(key)
             assert row is not None  # a prefix ends at a checkpoint, and no page was evicted since it was matched

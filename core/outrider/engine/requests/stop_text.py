@@ -34,7 +34,9 @@ class StopText:
         return self.matched is not None
 
     def finish(self) -> bool:
-        """Release the text that is held back, at the end of the request. Return True if it has a stop string."""
+        """Release the text that is held back, at the end of the request. Return True if the released text contains a stop
+        string.
+        """
         if self.matched is None:
             self._add(self._decoder.flush())
             if self.matched is None:
@@ -42,7 +44,7 @@ class StopText:
         return self.matched is not None
 
     def pop_certain_text(self) -> str:
-        """Return the text that was released since the last call."""
+        """Return the text that became certain since the last call: no stop string can contain it any more."""
         text, self._ready = self._ready, ""
         return text
 
@@ -98,7 +100,7 @@ class Transcript:
         self._texts: list[str] = []
 
     def append(self, tokens: Sequence[int], *, is_last: bool) -> int:
-        """Add the tokens of an output and return its index."""
+        """Append the tokens of one output and return the index of the output. ``is_last`` marks the request's last output."""
         self._outputs.append((tokens, is_last))
         return len(self._outputs) - 1
 

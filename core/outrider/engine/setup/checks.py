@@ -39,7 +39,9 @@ def check_loading_types(model_dir: object, backend: object, draft_dir: object, *
 
 
 def check_policy(backend: Backend, config: DecidedConfig, proposer: Proposer, kernels: KernelSet) -> None:
-    """Check that the backend's policy and the kernels support this configuration."""
+    """Raise :class:`CapabilityError` unless the backend's policy, the kernels and the proposer's lengths suit this
+    configuration.
+    """
     sync = backend.speculative_sync
     if config.step_mode not in sync.step_modes:
         raise CapabilityError(
@@ -63,7 +65,9 @@ def check_policy(backend: Backend, config: DecidedConfig, proposer: Proposer, ke
 
 
 def check_invariance(config: DecidedConfig, model: LanguageModel) -> None:
-    """Check that a batch-invariant engine has batch-invariant kernels."""
+    """Raise :class:`ConfigError` if ``batch_invariant`` is set and the model's kernels are not batch-invariant, or more than
+    2 data-parallel ranks share its MLPs.
+    """
     if config.batch_invariant and not (model.native and model.kernels.row_invariant):
         raise ConfigError(
             "batch_invariant is set, but the model doesn't run on kernels that are; use Engine.from_checkpoint with a "
@@ -78,7 +82,9 @@ def check_invariance(config: DecidedConfig, model: LanguageModel) -> None:
 
 
 def check_tree(model: LanguageModel, proposer: Proposer) -> None:
-    """Check that the model can verify the proposer's drafts."""
+    """Raise :class:`ConfigError` if the proposer drafts trees and the model has recurrent or sliding-window layers, which
+    can't verify trees.
+    """
     if proposer.nodes < proposer.depth:
         raise ConfigError(
             f"the proposer {proposer.name!r} declares {proposer.nodes} nodes and paths of {proposer.depth}: a path has no "
@@ -97,7 +103,8 @@ def check_tree(model: LanguageModel, proposer: Proposer) -> None:
 
 
 def check_cache(backend: Backend, config: DecidedConfig, model: LanguageModel, *, pages: int) -> None:
-    """Check that 32 bits can count the slots of the target's KV cache, and that the cache fits into its memory.
+    """Raise :class:`ConfigError` unless 32 bits can count the slots of the target's KV cache, and :class:`OutOfDeviceMemory`
+    unless ``pages`` pages and the recurrent states fit into memory.
 
     The memory is that of the device, or of the host if the device keeps tensors there.
     """

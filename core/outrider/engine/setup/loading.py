@@ -70,7 +70,10 @@ def load_checkpoint(
     progress: Progress | None = None,
     ranks: Ranks | None = None,
 ) -> Loaded:
-    """Load a checkpoint and its draft; see :meth:`outrider.engine.engine.Engine.from_checkpoint` for the arguments."""
+    """Load a checkpoint and its draft; see :meth:`outrider.engine.engine.Engine.from_checkpoint` for the arguments.
+
+    Raises :class:`ConfigError` for options that exclude each other.
+    """
     config = config or EngineConfig()
     directory = find_checkpoint(directory, code=trust_remote_code)
     draft_dir = None if draft_dir is None else find_checkpoint(draft_dir)
@@ -153,7 +156,9 @@ def _plan_native(
     ranks: Ranks | None,
     quantized: QuantizedMode,
 ) -> DecoderPlan:
-    """Read the headers of a checkpoint, to load the model with the kernels that the config selects."""
+    """Return the plan of a checkpoint from the headers of its files. The plan loads the model later, with the kernels that
+    the config selects.
+    """
     kernels = backend.kernels_in_use
     return plan_decoder(
         directory,
@@ -169,7 +174,7 @@ def _plan_native(
 def _draft_head_choices(
     model: LanguageModel, output_head: str | None, vocabulary: DraftVocabulary | None
 ) -> tuple[Choice, ...]:
-    """Return the user's choices for the output head from which drafts are sampled, for the report."""
+    """Return the user's choices of the output head that proposers use, for :attr:`Engine.chosen`."""
     made: tuple[Choice, ...] = ()
     if output_head is not None:
         why = "as asked: drafts are drawn with a copy of the target's output head; what is verified takes the head itself"
@@ -181,7 +186,9 @@ def _draft_head_choices(
 
 
 def _recurrent_layers(model: LanguageModel) -> tuple[Choice, ...]:
-    """Return the report's choice of kernels for the recurrent layers; empty for a model without recurrent layers."""
+    """Return the choice of kernels for the recurrent layers, for :attr:`Engine.chosen`; empty for a model without recurrent
+    layers.
+    """
     recurrent = model.config.recurrent
     if recurrent is None:
         return ()
@@ -193,7 +200,9 @@ def _recurrent_layers(model: LanguageModel) -> tuple[Choice, ...]:
 
 
 def _quantized_weights(model: LanguageModel, mode: QuantizedMode, directory: Path) -> tuple[Choice, ...]:
-    """Return the weight implementation for a quantized checkpoint; an empty mapping for an unquantized one."""
+    """Return the choice of weight kernels for a quantized checkpoint, for :attr:`Engine.chosen`; empty for an unquantized
+    one.
+    """
     if not isinstance(model, Decoder):
         return ()
     if mode is QuantizedMode.DEQUANTIZE:

@@ -21,7 +21,7 @@ class PredictedMemory:
     page_bytes: int
     """Bytes of one page in the target's cache."""
     state_bytes: int
-    """Bytes of the states of one request; 0 for a model without recurrent layers."""
+    """Bytes of the recurrent states of one request; 0 for a model without recurrent layers."""
     free: int | None
     """Bytes that are free before loading; None if the device and the host report none."""
     config: DecidedConfig
@@ -34,11 +34,11 @@ class PredictedMemory:
 
     @property
     def states(self) -> int:
-        """Bytes of the states of all requests and of the prefix cache."""
+        """Bytes of the recurrent states of all requests and of the prefix cache."""
         return self.state_bytes * state_rows(self.config.max_requests, self.config.state_checkpoints)
 
     def lines(self) -> list[str]:
-        """Return one line for each part of the memory."""
+        """Return one line of text for each part of the memory, with its size in GiB."""
         config = self.config
         tokens = (config.num_pages - 1) * config.page_size
         found = [

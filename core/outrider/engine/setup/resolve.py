@@ -21,23 +21,31 @@ from outrider.speculative.proposer import Proposer
 
 GIB = 1 << 30
 KV_SHARE = 0.9
-"""Of the memory that is free after the weights, for the KV cache at most: estimates don't count everything."""
+"""Maximum fraction of the memory that is free after the weights, which the KV cache takes. The remainder covers what
+estimates miss.
+"""
 HOST_KV_SHARE = 0.25
-"""The same where the device's memory is the host's, which others use too."""
+"""The same fraction for a device whose memory is the host's, which other processes also use."""
 HOST_MOST = 0.9
-"""Of the host's free memory, for a cache that was asked for and the work beside it at most."""
+"""Maximum fraction of the host's free memory for a cache of the size that the user requested, together with the other work of
+the engine.
+"""
 STATES_SHARE = 0.25
-"""Of the free memory, for the recurrent states of requests at most, where their number is chosen."""
+"""Maximum fraction of the free memory for the recurrent states of requests, if the engine chooses the number of requests."""
 CHECKPOINTS_SHARE = 0.1
-"""Of the free memory, for the states that the prefix cache keeps at most, where their number is chosen."""
+"""Maximum fraction of the free memory for the recurrent states that the prefix cache keeps, if the engine chooses their
+number.
+"""
 CHECKPOINTS_PER_REQUEST = 2
 COMMON_CONTEXT = 4096
-"""Tokens that a request has room for where nothing is known of the memory, and all but one where it's the host's."""
+"""Tokens of a request's context if the memory is unknown, and the target for most requests if the memory is the host's."""
 
 SIZES_BY_MEMORY = ((70, 8192, 256), (20, 2048, 64), (0, 512, 16))
-"""From so many GiB of device memory on: prompt tokens of an iteration, and requests that run at the same time."""
+"""Rows (GiB of device memory, prompt tokens of an iteration, concurrent requests). The engine uses the first row whose memory
+the device has.
+"""
 SIZES_WITHOUT_LIMIT = (512, 8)
-"""The same for a device that declares no limit of its memory."""
+"""The same sizes (prompt tokens, requests) for a device that declares no limit of its memory."""
 
 _WIDER: Mapping[torch.dtype, tuple[torch.dtype, ...]] = MappingProxyType(
     {
@@ -47,7 +55,7 @@ _WIDER: Mapping[torch.dtype, tuple[torch.dtype, ...]] = MappingProxyType(
         torch.float16: (torch.float32, torch.float64),
     }
 )
-"""Dtypes that hold every value of another, the nearest first."""
+"""For each dtype, the dtypes that represent all its values, the nearest first."""
 _OTHERS = (torch.float32, torch.bfloat16, torch.float16)
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -65,16 +73,16 @@ class CacheMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceModelFacts:
-    """The facts by which an engine is configured, after its weights were loaded."""
+    """The facts about device and model from which the engine chooses settings, collected after the weights were loaded."""
 
     capabilities: Capabilities
-    """Declarations of the device."""
+    """The capabilities that the device declares."""
     step_modes: frozenset[StepMode]
-    """Modes that are correct on the device."""
+    """The step modes that the backend declares as correct."""
     dtype: torch.dtype
     """Dtype of the weights."""
     context: int
-    """Maximum number of tokens that the model supports."""
+    """Maximum number of tokens of a request that the model supports."""
     slots: int
     """Cache slots after the cached tokens that an iteration may write."""
     token_bytes: int
@@ -84,7 +92,7 @@ class DeviceModelFacts:
     drafted_token_bytes: int = 0
     """Maximum bytes of a forward pass per verified token."""
     request_bytes: int = 0
-    """Further bytes per request."""
+    """Bytes of device memory per request, besides its KV pages and states."""
     fixed_bytes: int = 0
     """Bytes of the engine that do not depend on its requests."""
     memory: CacheMemory | None = None
@@ -103,7 +111,10 @@ class DeviceModelFacts:
 
 
 def choose_dtype(capabilities: Capabilities, checkpoint: torch.dtype | None) -> Choice:
-    """Return the dtype in which a checkpoint of dtype ``checkpoint`` is loaded; None if the checkpoint names no dtype."""
+    """Return the dtype in which a checkpoint of dtype ``checkpoint`` is loaded; None if the checkpoint names no dtype.
+
+    Raises :class:`ConfigError` if the device computes in no such dtype.
+    """
     own = checkpoint if checkpoint in _NAMES else torch.float32
     assert own is not None
     if checkpoint is None:
@@ -144,7 +155,7 @@ def resolve(config: EngineConfig, known: DeviceModelFacts, before: tuple[Choice,
 
 
 class _Choices:
-    """The settings decided so far, and the list of those that the engine chose."""
+    """The settings decided so far by name, and a :class:`Choice` for each that the engine made."""
 
     def __init__(self, config: EngineConfig, before: tuple[Choice, ...]) -> None:
         self.config = config
@@ -166,7 +177,7 @@ class _Choices:
 
 
 def _keeping(choices: _Choices, known: DeviceModelFacts) -> None:
-    """Decide the format of KV pages. The model was loaded with the scales of this format."""
+    """Decide ``kv_dtype``, the format of KV pages. The model was loaded with the scales of this format."""
     asked = choices.config.kv_dtype
     format = next((name for name, dtype in CACHE_FORMATS.items() if dtype is known.cache_dtype), "plain")
     if asked not in ("auto", format):
@@ -213,7 +224,7 @@ def _launching(choices: _Choices, known: DeviceModelFacts) -> None:
 
 
 def _sizes(choices: _Choices, known: DeviceModelFacts) -> None:
-    """Decide the settings for page size, number of requests and prefill chunk size."""
+    """Decide ``page_size``, ``max_requests`` and ``prefill_chunk``."""
     choices.add("page_size", known.capabilities.page_size, "the backend's kernels run with it")
     if known.memory is None or known.memory.shared:
         (chunk, requests), why = SIZES_WITHOUT_LIMIT, "the device declares no limit of its memory"
@@ -230,7 +241,9 @@ def _sizes(choices: _Choices, known: DeviceModelFacts) -> None:
 
 
 def _requests(choices: _Choices, known: DeviceModelFacts, requests: int, why: str) -> None:
-    """Decide the number of requests: the common one, or fewer if their recurrent states would take much of the memory."""
+    """Decide ``max_requests``: ``requests``, or fewer if their recurrent states would exceed :data:`STATES_SHARE` of the
+    memory.
+    """
     if known.state_bytes and known.memory is not None:
         held = max(1, int(known.memory.free * STATES_SHARE) // known.state_bytes - 1)
         if held < requests:
@@ -242,7 +255,7 @@ def _requests(choices: _Choices, known: DeviceModelFacts, requests: int, why: st
 
 
 def _checkpoints(choices: _Choices, known: DeviceModelFacts) -> None:
-    """Decide the number of recurrent states that the prefix cache keeps."""
+    """Decide ``state_checkpoints``, the number of recurrent states that the prefix cache keeps."""
     if not known.state_bytes:
         if choices.config.state_checkpoints:
             raise ConfigError(
@@ -261,7 +274,7 @@ def _checkpoints(choices: _Choices, known: DeviceModelFacts) -> None:
 
 
 def _cache(choices: _Choices, known: DeviceModelFacts) -> None:
-    """Decide context and pages: as much as the model accepts and the memory holds."""
+    """Decide ``max_context`` and ``num_pages``: as much as the model accepts and the memory holds."""
     config, limit = choices.config, known.context
     if config.max_context is not None and config.max_context > limit:
         raise ConfigError(f"max_context is {config.max_context}, the model was made for {limit} at most")
@@ -311,7 +324,9 @@ def _cache(choices: _Choices, known: DeviceModelFacts) -> None:
 
 
 def _advice(choices: _Choices, known: DeviceModelFacts) -> str:
-    """Return which part of the memory to reduce for a first request: weights, recurrent states or the KV cache."""
+    """Return the advice which part of the memory to reduce so that one request fits: weights, recurrent states or the KV
+    cache.
+    """
     memory, states, share = known.memory, _count_state_bytes(choices, known), choices.config.kv_memory
     assert memory is not None
     if known.weight_bytes > HOST_MOST * (memory.free + known.weight_bytes):
@@ -348,7 +363,7 @@ def _most_pages(choices: _Choices, known: DeviceModelFacts, page_bytes: int) -> 
 
 
 def _count_state_bytes(choices: _Choices, known: DeviceModelFacts) -> int:
-    """Return the bytes of all rows of recurrent states."""
+    """Return the bytes of all rows of recurrent states: those of requests, of checkpoints, and the padding row."""
     return state_rows(choices.number("max_requests"), choices.number("state_checkpoints")) * known.state_bytes
 
 
@@ -366,7 +381,7 @@ def _check_left(share: float, memory: CacheMemory, work: int) -> None:
 
 
 def _width(context: int, slots: int, page_size: int) -> int:
-    """Return the number of pages of a request with ``tokens`` tokens."""
+    """Return the number of pages of a request with ``context`` tokens and ``slots`` further cache slots."""
     return -(-(context + slots) // page_size)
 
 
@@ -385,16 +400,18 @@ _GROUPS = Path("/proc/self/cgroup")
 _GROUP_FILES = Path("/sys/fs/cgroup")
 _GROUP_NAMES = ("memory.max", "memory.current", "inactive_file")
 _FIRST_GROUP_NAMES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-"""Of a control group, in each version: its limit, what is used of it, and in ``memory.stat`` what of that can be dropped."""
-_LOGITS_AT_ONCE = 16
-"""Copies of a token's logits, in float32, that shaping, sampling and verification hold at the same time."""
-_GRAPHS_BYTES, _GRAPHS_REQUEST_BYTES = 3 << 28, 8 << 20
-"""What captured graphs take besides, in all and for each request: sixty megabytes each where it was measured, 17 of them for
-32 requests and 41 for 256.
+"""For control groups version 1: the files of the limit and of the usage in bytes, and the row of ``memory.stat`` with the
+bytes that the kernel can reclaim.
 """
+_LOGITS_AT_ONCE = 16
+"""Number of float32 copies of a token's logits that option processing, sampling and verification hold at the same time."""
+_GRAPHS_BYTES, _GRAPHS_REQUEST_BYTES = 3 << 28, 8 << 20
+"""Estimated device memory of captured graphs in bytes: a fixed part, and a part for each request of the largest bucket."""
 _HIDDEN_AT_ONCE = 6
 _INNER_AT_ONCE = 3
-"""Rows of a layer that a forward holds at the same time, of the model's width and of its inner width."""
+"""Numbers of activation rows per token that a forward pass holds at the same time: ``_HIDDEN_AT_ONCE`` of the hidden size,
+``_INNER_AT_ONCE`` of the MLP's inner size.
+"""
 
 
 def situation_of(
@@ -463,8 +480,8 @@ def memory_of(backend: Backend) -> CacheMemory | None:
 
 
 def _available(otherwise: int) -> int:
-    """Return the bytes of host memory that Linux reports as available without swapping; ``otherwise`` if nothing reports
-    it.
+    """Return the bytes of host memory that Linux reports as available without swapping; ``otherwise`` if no report can be
+    read.
     """
     try:
         lines = _HOST_FIGURES.read_text().splitlines()
@@ -475,7 +492,8 @@ def _available(otherwise: int) -> int:
 
 
 def _of_groups() -> tuple[int, int]:
-    """Return the smallest limit of the control groups of this process (such as a container), and the smallest rest.
+    """Return the smallest memory limit of this process's control groups (such as a container), and the smallest number of
+    bytes that they leave free.
 
     The limit is a large number if no group is limited.
     """
@@ -493,7 +511,9 @@ def _of_groups() -> tuple[int, int]:
 
 
 def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Yield the directory of each control group that limits this process's memory, and of its parents."""
+    """Yield the directory of each control group that limits this process's memory and of its parents, with the names of the
+    limit file, the usage file and the reclaimable row.
+    """
     try:
         lines = _GROUPS.read_text().splitlines()
     except OSError:

@@ -38,7 +38,7 @@ class BufferSpec:
     dtype: torch.dtype = torch.int64
     per: int = 1
     leading: tuple[int, ...] = ()
-    """Dimensions before the rows."""
+    """Dimensions of the tensor before the dimension of rows."""
     padding: int | float | bool = 0
     """The value in rows of a bucket without a request."""
     step: int = 0
@@ -174,7 +174,7 @@ class VerifyOutputs:
     """The outputs of verify, which the forward stream writes."""
 
     hidden: Tensor
-    """Hidden states, [B*N, H]."""
+    """The target's final hidden states of all verified tokens, [B*N, H]."""
     aux_hidden_states: tuple[Tensor, ...]
     """Hidden states of the inner layers that the proposer reads, [B*N, H] each."""
     tokens: Tensor
@@ -251,7 +251,7 @@ class StaticBuffers:
                 starts = torch.arange(0, (max_requests + 1) * per, per, dtype=torch.int32, device=backend.device)
                 self._query_starts[per] = starts
         self.lane = torch.arange(max(self._query_starts), device=backend.device)
-        """The numbers 0, 1, … for as many tokens as a request can have in an iteration."""
+        """The numbers 0, 1, … as a device tensor, as many as a request can have tokens in an iteration, int64."""
 
     def _laid_out(self, spec: BufferSpec, max_requests: int) -> Tensor:
         """Return the first elements of a buffer's memory in the layout of ``spec``."""

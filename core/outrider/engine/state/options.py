@@ -88,9 +88,9 @@ class OptionTable:
     def __init__(self, *, rows: int, vocabulary: int, device: torch.device) -> None:
         self._vocabulary = vocabulary
         self._numbers = torch.zeros((rows, 2), dtype=torch.int64, device=device)
-        """Top-k and number of bias entries."""
+        """Top-k and number of bias entries of each request row, int64 [R, 2]."""
         self._shares = torch.zeros((rows, 5), dtype=torch.float32, device=device)
-        """Top-p, min-p and the three penalties."""
+        """Top-p, min-p and the three penalties of each request row, float32 [R, 5]."""
         self._bias_tokens = torch.zeros((rows, MAX_LOGIT_BIAS), dtype=torch.int64, device=device)
         self._bias_values = torch.zeros((rows, MAX_LOGIT_BIAS), dtype=torch.float32, device=device)
         self._bias_until = torch.zeros((rows, MAX_LOGIT_BIAS), dtype=torch.int64, device=device)
@@ -200,7 +200,7 @@ def _floats(bits: Tensor) -> Tensor:
 
 
 def _bias_list(request: Request) -> list[tuple[int, float, int]]:
-    """Return the biases as (token, value, first position without the bias)."""
+    """Return the request's biases as (token, added value, first position at which the bias ends)."""
     params = request.params
     biases = [(token, value, _NO_END) for token, value in params.biases]
     if params.min_tokens and request.guidance is None:  # a guide's masks already exclude the stop tokens

@@ -124,7 +124,7 @@ class EngineParts:
 
     @property
     def capacity(self) -> int:
-        """Number of tokens that a block table holds."""
+        """Maximum number of tokens of a request: those of a full block table."""
         return self.rows.tables.shape[1] * self.config.page_size
 
     @property

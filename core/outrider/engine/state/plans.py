@@ -101,7 +101,7 @@ class Plans:
         plan.destinations.copy_(slots[:, 1:].flatten())
 
     def _clamped(self, positions: Tensor) -> Tensor:
-        """Return the positions limited to the context of the model."""
+        """Return ``positions`` limited to the last position of the model's context: rejected tokens may lie beyond it."""
         return positions.clamp(max=self._max_context - 1)
 
 
@@ -131,12 +131,16 @@ class PlanAtJoin:
         return self.inputs.seq_lens.shape[0] == 0
 
     def recompute(self, what: Recompute) -> None:
-        """Write the rope positions on three axes again, from sequence indices and deltas."""
+        """Write verify's rope positions on three axes again, from sequence indices and deltas. Called after the join for a
+        device whose policy names them.
+        """
         if what is Recompute.MROPE_POSITIONS:
             self.plans.write_rope_positions(self.inputs, self.verify)
 
     def refresh(self, buffer: str) -> None:
-        """Copy ``rope_positions`` to the buffer of a captured verify. Does nothing without a graph."""
+        """Copy ``rope_positions`` to the buffer that a captured verify reads, after the join. Without a graph it does
+        nothing.
+        """
         if buffer == "rope_positions":
             self.plans.copy_rope_positions_for_graph(self.inputs, self.verify, captured=self.captured)
 

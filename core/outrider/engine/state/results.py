@@ -94,7 +94,7 @@ class Probes:
 
     @property
     def width(self) -> int:
-        """The number of columns of a request's probe results."""
+        """The number of columns of a request's probe results: two for each probe."""
         return 2 * len(self.probes)
 
     def check_for_nan(self, name: str, value: Tensor, found: Tensor) -> None:

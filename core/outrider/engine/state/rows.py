@@ -37,7 +37,9 @@ class RowTable:
         """Rope position minus sequence index of tokens after a prompt with media, int64 [R]."""
 
     def update(self, batch: Batch, view: View, segments: Mapping[str, tuple[int, int]]) -> None:
-        """Write the rows of admitted requests, then the new pages of all requests."""
+        """Write the rows of the batch's admitted requests, then the new block-table entries of all its requests. ``segments``
+        locates the values in the staging ``view``.
+        """
         if batch.admitted:
             bits = view(segments["temperature"]).to(torch.int32)
             seeds, deltas = view(segments["seeds"]), view(segments["mrope_position_deltas"])
@@ -46,14 +48,16 @@ class RowTable:
             self.append(view(segments["entries"]), view(segments["pages"]))
 
     def admit(self, rows: Tensor, temperature: Tensor, seeds: Tensor, deltas: Tensor) -> None:
-        """Write sampling parameters, rope position deltas and an empty block table to ``rows``."""
+        """Write sampling parameters, rope position deltas and an empty block table to the request ``rows`` int64 [B], on the
+        current stream.
+        """
         self.temperature[rows] = temperature
         self.seeds[rows] = seeds
         self.mrope_position_deltas[rows] = deltas
         self.tables.index_fill_(0, rows, 0)
 
     def append(self, entries: Tensor, pages: Tensor) -> None:
-        """Write ``pages`` to the flat block-table ``entries`` (row * P + index)."""
+        """Write the page numbers ``pages`` to the flat block-table indices ``entries`` (row * P + index), int64 [n] each."""
         self.tables.view(-1)[entries] = pages.to(torch.int32)
 
 
@@ -78,11 +82,11 @@ class FutureMap:
         """The stashed tensors that the proposer relays between iterations, by name, [R, ...]."""
 
     def publish(self, rows: Tensor, seq_lens: Tensor) -> None:
-        """Write new lengths of ``rows`` int64 [B]. Row 0 keeps length 0."""
+        """Write the new lengths ``seq_lens`` of ``rows``, int64 [B] each, on forward. Row 0 keeps length 0."""
         self.seq_lens[rows] = torch.where(rows > 0, seq_lens, 0)
 
     def resolve_seq_lens(self, rows: Tensor) -> None:
-        """Gather the published lengths of ``rows`` into ``batch_seq_lens``, on the schedule stream."""
+        """Gather the published lengths of ``rows`` int64 [B] into ``batch_seq_lens``, on the schedule stream."""
         self.batch_seq_lens[: rows.shape[0]] = self.seq_lens.index_select(0, rows)
 
     def stash(self, rows: Tensor, last_tokens: Tensor, relay: Mapping[str, Tensor]) -> None:
@@ -91,12 +95,14 @@ class FutureMap:
         self.stash_relay(rows, relay)
 
     def stash_relay(self, rows: Tensor, relay: Mapping[str, Tensor]) -> None:
-        """Write the proposer's relay to ``rows``. Tensors that ``relay`` lacks keep their value."""
+        """Write the proposer's relay tensors [B, ...] to ``rows`` int64 [B], on forward. Tensors that ``relay`` lacks keep
+        their value.
+        """
         for name, value in relay.items():
             self._kernels.scatter_rows(self.relay[name], rows, value)
 
     def gather_relay(self, rows: Tensor) -> Mapping[str, Tensor]:
-        """Return the relayed tensors of ``rows`` by name, [B, ...]."""
+        """Return copies of the relayed tensors of ``rows`` int64 [B], by name, [B, ...] each."""
         return {name: self._kernels.gather_rows(value, rows) for name, value in self.relay.items()}
 
 

@@ -44,9 +44,11 @@ class PrefillInputs:
     continues: Tensor
     """True if an earlier prefill chunk computed the request's previous tokens, bool [S]. False after a prefix hit."""
     query_start: Tensor
-    """The first token of each sequence, int32 [S+1]."""
+    """The index of each sequence's first token, and at the end the number of tokens: int32 [S+1]."""
     host_query_start: tuple[int, ...] | None
-    """The same on the host; None for a captured graph, whose host code knows only the bounds."""
+    """The first token of each sequence as host integers, S+1 of them; None for a captured graph, whose host code knows only
+    the bounds.
+    """
     max_query: int
     """Upper bound of the tokens of one sequence."""
     max_kv: int
@@ -194,7 +196,7 @@ class Packer:
 
 
 def staging_capacity(*, requests: int, pages: int, prefill_chunk: int) -> int:
-    """Return the maximum number of values of a batch, without sampling options."""
+    """Return the maximum number of int64 values that :func:`pack` produces for one batch, without sampling options."""
     return 8 * prefill_chunk + 16 * requests + 1 + 2 * requests * pages + _MAX_SEGMENTS
 
 
@@ -271,7 +273,7 @@ def _range_array(start: int, end: int) -> array[int]:
 
 
 def _slots(chunk: PrefillChunk, page_size: int) -> array[int]:
-    """Return the cache slots of the chunk's tokens."""
+    """Return the cache slots of the chunk's tokens: page number times ``page_size`` plus the index in the page."""
     first_page, end_page = chunk.start // page_size, -(-chunk.end // page_size)
     slots = array("q", bytes(8 * (end_page - first_page) * page_size))
     tensor = torch.frombuffer(slots, dtype=torch.int64).view(-1, page_size)

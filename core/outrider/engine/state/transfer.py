@@ -190,7 +190,7 @@ class StateTransfer:
             self._future.stash(row, self._scalar(arrived.last_token), relay)
 
     def _slots(self, row: int, count: int) -> Tensor:
-        """Return the cache slots of the first ``count`` tokens of a row."""
+        """Return the cache slots of the first ``count`` tokens of a request row, int64 [count]."""
         positions = torch.arange(count, device=self._backend.device).unsqueeze(0)
         return slots_of(positions, self._rows.tables[row : row + 1], self._cache.page_size).squeeze(0)
 

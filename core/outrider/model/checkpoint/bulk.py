@@ -67,20 +67,22 @@ class TensorRead:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A contiguous range of a part's values that one worker reads."""
+    """A contiguous range of a tensor's values, which one worker thread reads."""
 
     part: TensorRead
     first: int
-    """Index of the chunk's first value in the part."""
+    """Index of the chunk's first value among all values of the tensor that is read."""
     values: int
-    """Number of values."""
+    """Number of values in the chunk."""
     last: bool
-    """True for the last chunk of its part."""
+    """True for the last chunk of its tensor."""
 
 
 @dataclass(slots=True)
 class _BulkSlot:
-    """A pinned buffer and the event that marks the end of the copy from it."""
+    """A pinned host buffer, and the event after which the copy from it to the device has ended and the buffer is
+    free again.
+    """
 
     buffer: PinnedBuffer
     copied: Event
@@ -196,7 +198,9 @@ def _destination_of(chunk: _Chunk) -> Tensor:
 
 
 def _read_pinned(chunk: _Chunk, into: Tensor, staging: Tensor | None) -> None:
-    """Read ``chunk`` into pinned memory ``into``, through ``staging`` with a torch copy if ``staging`` is not None."""
+    """Read ``chunk`` from its file into the pinned host tensor ``into``. With ``staging``, read into that and copy with
+    torch, which observers see.
+    """
     if staging is None:
         _read(chunk, into)
     else:
@@ -205,7 +209,9 @@ def _read_pinned(chunk: _Chunk, into: Tensor, staging: Tensor | None) -> None:
 
 
 def _read(chunk: _Chunk, into: Tensor) -> None:
-    """Read ``chunk`` into host memory ``into``. Runs in a worker thread and never touches the device."""
+    """Read ``chunk`` from its file into the host tensor ``into``. Runs in a worker thread and never touches the device.
+    Raises :class:`CheckpointError` for a file that is too short or unreadable.
+    """
     extent = chunk.part.extent
     view = into.view(torch.uint8).numpy().data
     with wrap_read_errors(extent.path, f"tensor {chunk.part.key!r}"), extent.path.open("rb", buffering=0) as file:

@@ -41,8 +41,8 @@ def check_count(config: ModelConfig, tensors: Collection[str], origin: object) -
 def expert_targets(config: ModelConfig, prefix: str, name: str, present: Container[str], shards: Shards) -> list[Target]:
     """Return the expert weights of one layer, called ``name`` in the model and ``prefix`` in the checkpoint.
 
-    ``present`` holds the checkpoint's tensor names, which determine the layout. A rank holds a slice of every expert's
-    intermediate size and the whole router. Stacks are read as their concatenated rows.
+    ``present`` holds the checkpoint's tensor names, which determine the layout. A rank holds the whole router, and either a
+    slice of every expert's intermediate size or some of the experts. Stacks are read as their concatenated rows.
     """
     experts = config.experts
     assert experts is not None  # the caller asks for layers that have some
@@ -56,23 +56,34 @@ def expert_targets(config: ModelConfig, prefix: str, name: str, present: Contain
         first = f"{block}.experts.0"
         mixtral_names = mixtral_names and not any(f"{first}.{part}" in present for part in _GATE_UP_DOWN)
         parts = _MIXTRAL_PARTS if mixtral_names else _GATE_UP_DOWN
-        each = [f"{block}.experts.{expert}" for expert in range(experts.count)]
-        targets += _expert_targets(each, parts, hidden, experts.intermediate_size, name, "", shards)
+        held = shards.held_experts(experts.count)
+        each = [f"{block}.experts.{expert}" for expert in range(*(held or (0, experts.count)))]
+        span = shards.mlp.even(experts.intermediate_size) if held is None else None
+        targets += _expert_targets(each, parts, hidden, experts.intermediate_size, name, "", span)
     if experts.shared_size:
         shared = f"{block}.shared_expert"
-        targets += _expert_targets([shared], _GATE_UP_DOWN, hidden, experts.shared_size, name, "shared_", shards)
+        span = shards.mlp.even(experts.shared_size)
+        targets += _expert_targets([shared], _GATE_UP_DOWN, hidden, experts.shared_size, name, "shared_", span)
         targets.append(Target(f"{name}.shared_gate", (Piece(f"{shared}_gate.weight", (1, hidden)),)))
     return targets
 
 
 def _expert_targets(
-    stems: list[str], parts: tuple[str, str, str], hidden: int, inner: int, name: str, field: str, shards: Shards
+    stems: list[str],
+    parts: tuple[str, str, str],
+    hidden: int,
+    inner: int,
+    name: str,
+    field: str,
+    span: tuple[int, int] | None,
 ) -> list[Target]:
-    """Return the stacked gate-up and down weights of MLPs that have separate tensors."""
+    """Return the stacked gate-up and down weights of experts or a shared expert with one tensor per projection.
+
+    ``span``: the part of the intermediate size ``inner`` that is read; None for all of it.
+    """
     gate, up, down = parts
-    span = shards.mlp.even(inner)
-    is_unsliced = span == (0, inner)
-    rows, columns = (None, None) if is_unsliced else (TensorSlice(0, *span), TensorSlice(1, *span))
+    is_unsliced = span is None or span == (0, inner)
+    rows, columns = (None, None) if span is None or is_unsliced else (TensorSlice(0, *span), TensorSlice(1, *span))
     gates = [Piece(f"{stem}.{part}", (inner, hidden), rows) for stem in stems for part in (gate, up)]
     return [
         Target(f"{name}.{field}gate_up", tuple(gates)),
@@ -81,13 +92,22 @@ def _expert_targets(
 
 
 def _stacked_targets(experts: ExpertsConfig, hidden: int, stem: str, name: str, shards: Shards) -> list[Target]:
-    """Return the gate-up and down weights of a checkpoint that stores all experts as two stacks."""
+    """Return the gate-up and down weights of a checkpoint that stores the experts of a layer as two stacked tensors."""
     inner, count = experts.intermediate_size, experts.count
-    span = shards.mlp.even(inner)
+    held = shards.held_experts(count)
+    span = shards.mlp.even(inner) if held is None else (0, inner)
     gate_up_shape, down_shape = (count, 2 * inner, hidden), (count, hidden, inner)
-    if span == (0, inner):
+    if held is not None:
+        gates, downs = (
+            [
+                Piece(f"{stem}.{stack}", shape, TensorSlice(0, 0, shape[1], matrix=expert), stack=True)
+                for expert in range(*held)
+            ]
+            for stack, shape in ((_STACKS[0], gate_up_shape), (_STACKS[1], down_shape))
+        )
+    elif span == (0, inner):
         gates = [Piece(f"{stem}.{_STACKS[0]}", gate_up_shape, stack=True)]
-        downs = Piece(f"{stem}.{_STACKS[1]}", down_shape, stack=True)
+        downs = [Piece(f"{stem}.{_STACKS[1]}", down_shape, stack=True)]
     else:
         gates = [
             Piece(
@@ -99,8 +119,8 @@ def _stacked_targets(experts: ExpertsConfig, hidden: int, stem: str, name: str, 
             for expert in range(count)
             for half in (0, inner)
         ]
-        downs = Piece(f"{stem}.{_STACKS[1]}", down_shape, TensorSlice(1, *span), stack=True)
-    return [Target(f"{name}.gate_up", tuple(gates)), Target(f"{name}.down", (downs,))]
+        downs = [Piece(f"{stem}.{_STACKS[1]}", down_shape, TensorSlice(1, *span), stack=True)]
+    return [Target(f"{name}.gate_up", tuple(gates)), Target(f"{name}.down", tuple(downs))]
 
 
 def stack_experts(experts: ExpertsConfig, fields: dict[str, Any]) -> dict[str, Any]:
@@ -110,6 +130,6 @@ def stack_experts(experts: ExpertsConfig, fields: dict[str, Any]) -> dict[str, A
     """
     stacks = {key: fields[key] for key in ("gate_up", "down")}
     return fields | {
-        key: value.view(experts.count, -1, value.shape[-1]) if isinstance(value, Tensor) else value
+        key: value.view(experts.held, -1, value.shape[-1]) if isinstance(value, Tensor) else value
         for key, value in stacks.items()
     }

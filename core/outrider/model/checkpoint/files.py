@@ -30,7 +30,7 @@ class TensorFile(ABC):
 
     @abstractmethod
     def read_tensor(self, name: str, tensor_slice: TensorSlice | None = None) -> Tensor:
-        """Return the tensor, or its slice ``tensor_slice``, on the host in the file's dtype."""
+        """Return tensor ``name``, or the part ``tensor_slice`` of it, on the host in the dtype of the file."""
 
     @abstractmethod
     def dtype(self, name: str) -> torch.dtype | None:
@@ -77,7 +77,7 @@ class CheckpointFiles:
         return "of a dtype that isn't known" if dtype is None else str(dtype).removeprefix("torch.")
 
     def read_stored(self, name: str) -> Tensor:
-        """Return a tensor of any dtype, on the host."""
+        """Return tensor ``name`` as the file stores it, in any dtype, on the host."""
         return self.tensors[name].read_tensor(name)
 
     def extent(self, name: str) -> Extent | None:

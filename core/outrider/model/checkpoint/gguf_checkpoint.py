@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, UnionType
 from typing import Any
 
 import numpy
@@ -31,6 +31,7 @@ from outrider.device import ConfigError
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.bulk import Extent
 from outrider.model.checkpoint.files import GGUF_LIST, CheckpointFiles, TensorFile
+from outrider.model.checkpoint.gguf_hybrid import HYBRID_FAMILIES, Convert, HybridLayout, hybrid_config, without_one
 from outrider.model.checkpoint.pieces import TensorSlice
 from outrider.model.checkpoint.reading import read_json, regular_size, wrap_read_errors
 from outrider.model.config.rope import RopeConfig, inverse_frequencies
@@ -38,7 +39,9 @@ from outrider.model.config.rope import RopeConfig, inverse_frequencies
 _UNPACKED_FORMAT = 1
 """Number of this module's output format; part of the name of the cache entry."""
 _PART_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
-_FAMILIES = MappingProxyType({"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"})
+_FAMILIES = MappingProxyType(
+    {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", **HYBRID_FAMILIES}
+)
 _FILE_DTYPES = MappingProxyType({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16})
 _QUANTIZED_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 _WHOLE_NAMES = MappingProxyType(
@@ -77,6 +80,7 @@ _SPLITS = MappingProxyType(
     {
         "llama-bpe": rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}",
         "qwen2": rf"{_WORDS}|\p{{N}}|{_REST}",
+        "qwen35": rf"{_WORDS}|\p{{N}}|{_REST}".replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}"),
         "deepseek-r1-qwen": rf"{_WORDS}|\p{{N}}|{_REST}",
         "tekken": rf"{_CASED}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     }
@@ -92,14 +96,13 @@ _CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 class _StoredTensor:
     """One tensor of a GGUF file under transformers' name.
 
-    ``index`` selects an expert's matrix of a stack. ``heads`` is the number of heads whose rows llama.cpp reordered; 0 if it
-    reordered none.
+    ``index`` selects an expert's matrix of a stack. ``convert`` undoes llama.cpp's changes to the values, if there are any.
     """
 
     source: Any
     shape: tuple[int, ...]
     index: int | None = None
-    heads: int = 0
+    convert: Convert | None = None
 
 
 class _GgufFile(TensorFile):
@@ -115,11 +118,12 @@ class _GgufFile(TensorFile):
             data = stored.source.data if stored.index is None else stored.source.data[stored.index]
             kind = stored.source.tensor_type
             if kind.name == "BF16":
-                values = torch.from_numpy(data.view(numpy.uint8).copy()).view(torch.bfloat16).reshape(stored.shape)
+                values = torch.from_numpy(data.view(numpy.uint8).copy()).view(torch.bfloat16)
             else:
-                values = torch.from_numpy(numpy.array(dequantize(data, kind))).reshape(stored.shape)
-            if stored.heads:
-                values = _in_rotary_halves(values, stored.heads)
+                values = torch.from_numpy(numpy.array(dequantize(data, kind)))
+            values = values.reshape(_shape_of(stored.source) if stored.index is None else stored.shape)
+            if stored.convert is not None:
+                values = stored.convert(values)
             return values if tensor_slice is None else values[tensor_slice.slices(len(stored.shape))].clone()
 
     def dtype(self, name: str) -> torch.dtype | None:
@@ -128,12 +132,12 @@ class _GgufFile(TensorFile):
     def extent(self, name: str) -> Extent | None:
         stored = self._tensors[name]
         dtype = _FILE_DTYPES.get(stored.source.tensor_type.name)
-        if dtype is None or stored.heads or stored.index is not None:
+        if dtype is None or stored.convert is not None or stored.index is not None:
             return None
         return Extent(self.path, int(stored.source.data_offset), dtype)
 
 
-def _in_rotary_halves(values: Tensor, heads: int) -> Tensor:
+def _in_rotary_halves(heads: int, values: Tensor) -> Tensor:
     """Return the rows of each head in transformers' order, first all first halves of the rotated pairs.
 
     llama.cpp stores the two rows of a pair next to each other.
@@ -148,7 +152,7 @@ class _Metadata:
         self._fields = reader.fields
         self.architecture = str(self.value("general.architecture", str))
 
-    def value(self, key: str, kind: type, default: Any = None) -> Any:
+    def value(self, key: str, kind: type | UnionType, default: Any = None) -> Any:
         """Return the value of ``key``. Raises :class:`ConfigError` if it is missing without a default, or of another type."""
         field = self._fields.get(key)
         if field is None:
@@ -157,11 +161,13 @@ class _Metadata:
             return default
         found = field.contents()
         if not isinstance(found, kind) or (isinstance(found, bool) and kind is not bool):
-            raise ConfigError(f"{key} is {shown(found)}, expected {kind.__name__}")
+            raise ConfigError(f"{key} is {shown(found)}, expected {getattr(kind, '__name__', kind)}")
         return found
 
-    def of_model(self, key: str, kind: type, default: Any = None) -> Any:
-        """Return the metadata value of ``key`` with the prefix of the file's model architecture."""
+    def of_model(self, key: str, kind: type | UnionType, default: Any = None) -> Any:
+        """Return the metadata value of ``key``, prefixed with the model architecture of the file. Errors are those of
+        :meth:`value`.
+        """
         return self.value(f"{self.architecture}.{key}", kind, default)
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -225,7 +231,7 @@ def open_gguf(directory: Path) -> CheckpointFiles:
 
 
 def _parts(path: Path) -> list[Path]:
-    """Return the paths of all files of a GGUF checkpoint whose first or only file is ``path``."""
+    """Return the paths of all part files of a GGUF checkpoint, in order. ``path`` is its first or only file."""
     match = _PART_NAME.fullmatch(path.name)
     if match is None:
         return [path]
@@ -261,11 +267,12 @@ def _open_parts(paths: list[Path]) -> tuple[list[Any], _Metadata, list[dict[str,
     readers = [_open_reader(path) for path in paths]
     with wrap_read_errors(paths[0], "a GGUF checkpoint"):
         metadata = _Metadata(readers[0])
-        return readers, metadata, [_named_tensors(reader, metadata) for reader in readers]
+        hybrid = HybridLayout.from_metadata(metadata) if metadata.architecture in HYBRID_FAMILIES else None
+        return readers, metadata, [_named_tensors(reader, metadata, hybrid) for reader in readers]
 
 
 def _unpacked_files(paths: list[Path]) -> dict[str, Any]:
-    """Return the JSON files of the checkpoint directory by name."""
+    """Return the contents of the JSON files that :func:`unpack_gguf` writes, by file name."""
     readers, metadata, _ = _open_parts(paths)
     with wrap_read_errors(paths[0], "a GGUF checkpoint"):
         shapes = {tensor.name: _shape_of(tensor) for reader in readers for tensor in reader.tensors}
@@ -285,7 +292,7 @@ def _unpacked_files(paths: list[Path]) -> dict[str, Any]:
         return files | {GGUF_LIST: {"files": [str(path.resolve()) for path in paths]}}
 
 
-def _named_tensors(reader: Any, metadata: _Metadata) -> dict[str, _StoredTensor]:
+def _named_tensors(reader: Any, metadata: _Metadata, hybrid: HybridLayout | None) -> dict[str, _StoredTensor]:
     """Return a file's tensors by transformers' names. Raises :class:`ConfigError` for an unknown name or type."""
     found: dict[str, _StoredTensor] = {}
     for tensor in reader.tensors:
@@ -294,32 +301,40 @@ def _named_tensors(reader: Any, metadata: _Metadata) -> dict[str, _StoredTensor]
             known = ", ".join((*_FILE_DTYPES, *_QUANTIZED_TYPES))
             raise ConfigError(f"tensor {shown(tensor.name)} has type {kind}, which isn't supported; supported are {known}")
         if tensor.name not in _NO_WEIGHTS:
-            found |= _names_of(tensor, metadata)
+            found |= _names_of(tensor, metadata, hybrid)
     return found
 
 
-def _names_of(tensor: Any, metadata: _Metadata) -> dict[str, _StoredTensor]:
+def _names_of(tensor: Any, metadata: _Metadata, hybrid: HybridLayout | None) -> dict[str, _StoredTensor]:
     shape = _shape_of(tensor)
     if tensor.name in _WHOLE_NAMES:
-        return {_WHOLE_NAMES[tensor.name]: _StoredTensor(tensor, shape)}
+        convert = without_one if hybrid is not None and tensor.name == "output_norm.weight" else None
+        return {_WHOLE_NAMES[tensor.name]: _StoredTensor(tensor, shape, convert=convert)}
+    block = re.fullmatch(r"blk\.(\d{1,4})\.(.+)", tensor.name)
+    if hybrid is not None and block is not None:
+        named = hybrid.named(int(block[1]), block[2], shape)
+        if named is not None:
+            return {name: _StoredTensor(tensor, shape, convert=convert) for name, (shape, convert) in named.items()}
     match = re.fullmatch(r"blk\.(\d{1,4})\.(\w+)\.(weight|bias)", tensor.name)
+    prefix = "" if match is None else f"model.layers.{match[1]}" if hybrid is None else hybrid.prefix(int(match[1]))
     if match is not None and match[2] in _EXPERT_NAMES and match[3] == "weight" and len(shape) == 3:
-        stem = f"model.layers.{match[1]}.mlp.experts"
+        stem = f"{prefix}.mlp.experts"
         part = _EXPERT_NAMES[match[2]]
         return {f"{stem}.{expert}.{part}.weight": _StoredTensor(tensor, shape[1:], expert) for expert in range(shape[0])}
     if match is None or match[2] not in _LAYER_NAMES:
         raise ConfigError(f"tensor {shown(tensor.name)} isn't one of a {metadata.architecture} model")
-    heads = 0
+    convert = None
     if metadata.architecture == "llama" and match[2] in ("attn_q", "attn_k"):
         query_heads = metadata.of_model("attention.head_count", int)
         heads = query_heads if match[2] == "attn_q" else metadata.of_model("attention.head_count_kv", int, query_heads)
         if heads < 1 or shape[0] % (2 * heads):
             raise ConfigError(f"tensor {shown(tensor.name)} has {shape[0]} rows, which {heads} heads can't share")
-    return {f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}": _StoredTensor(tensor, shape, heads=heads)}
+        convert = partial(_in_rotary_halves, heads)
+    return {f"{prefix}.{_LAYER_NAMES[match[2]]}.{match[3]}": _StoredTensor(tensor, shape, convert=convert)}
 
 
 def _shape_of(tensor: Any) -> tuple[int, ...]:
-    """Return the shape in torch's order; GGUF lists the fastest dimension first."""
+    """Return a tensor's shape with the slowest dimension first, as torch has it; GGUF lists the fastest first."""
     return tuple(map(int, reversed(tensor.shape)))
 
 
@@ -331,7 +346,9 @@ def _file_dtype(readers: list[Any]) -> str:
 
 
 def _rope_factors(readers: list[Any]) -> Tensor | None:
-    """Return the divisors of the rotary frequencies, [D / 2], or None if the file has none."""
+    """Return the divisors of the rotary frequencies, float [D / 2] on the host for D rotated dimensions, or None if the file
+    has none.
+    """
     for reader in readers:
         for tensor in reader.tensors:
             if tensor.name == "rope_freqs.weight":
@@ -340,7 +357,9 @@ def _rope_factors(readers: list[Any]) -> Tensor | None:
 
 
 def _config(metadata: _Metadata, shapes: Mapping[str, tuple[int, ...]], factors: Tensor | None, dtype: str) -> dict[str, Any]:
-    """Return transformers' config.json of the model."""
+    """Return the model's config.json as transformers writes it. Raises :class:`ConfigError` for metadata that is missing or
+    unsupported.
+    """
     family = _FAMILIES.get(metadata.architecture)
     if family is None:
         raise ConfigError(f"its architecture is {shown(metadata.architecture)}; supported are {', '.join(sorted(_FAMILIES))}")
@@ -356,9 +375,9 @@ def _config(metadata: _Metadata, shapes: Mapping[str, tuple[int, ...]], factors:
         "hidden_size": hidden,
         "num_hidden_layers": metadata.of_model("block_count", int),
         "num_attention_heads": heads,
-        "num_key_value_heads": metadata.of_model("attention.head_count_kv", int, heads),
+        "num_key_value_heads": _kv_heads(metadata, heads),
         "head_dim": head_dim,
-        "intermediate_size": metadata.of_model("feed_forward_length", int),
+        "intermediate_size": metadata.of_model("feed_forward_length", int, 1 if family == "qwen3_5_moe_text" else None),
         "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": context,
         "hidden_act": "silu",
@@ -371,21 +390,34 @@ def _config(metadata: _Metadata, shapes: Mapping[str, tuple[int, ...]], factors:
         window = metadata.optional("llama.attention.sliding_window", int)
         if window:
             config |= {"model_type": "mistral", "sliding_window": window}
-    if family == "qwen3_moe":
-        config |= {
+    if metadata.architecture in HYBRID_FAMILIES:
+        config |= hybrid_config(metadata, shapes)
+    if family in ("qwen3_moe", "qwen3_next", "qwen3_5_moe_text"):
+        config = {
             "num_experts": metadata.of_model("expert_count", int),
             "num_experts_per_tok": metadata.of_model("expert_used_count", int),
             "moe_intermediate_size": metadata.of_model("expert_feed_forward_length", int),
             "norm_topk_prob": True,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
-        }
+        } | config
     return config
+
+
+def _kv_heads(metadata: _Metadata, heads: int) -> int:
+    """Return the number of KV heads of layers with attention. A list of all layers has 0 for recurrent ones."""
+    found = metadata.of_model("attention.head_count_kv", int | list, heads)
+    return found if isinstance(found, int) else max(found, default=0)
 
 
 def _rope_parameters(metadata: _Metadata, context: int, head_dim: int, factors: Tensor | None) -> dict[str, Any]:
     theta = metadata.number("rope.freq_base", 10000.0)
     rotated = metadata.of_model("rope.dimension_count", int, head_dim)
+    if metadata.architecture in HYBRID_FAMILIES:
+        sections = [each for each in metadata.of_model("rope.dimension_sections", list, []) if each]
+        axes = {"mrope_section": sections, "mrope_interleaved": True} if sections else {}
+        share = rotated / head_dim
+        return {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share, **axes}
     if rotated != head_dim:
         raise ConfigError(
             f"{metadata.architecture}.rope.dimension_count is {rotated}, only the head size {head_dim} is supported"
@@ -425,7 +457,10 @@ def _llama3_parameters(theta: float, head_dim: int, factors: Tensor) -> dict[str
 
 
 def _tokenizer(metadata: _Metadata, path: Path) -> HfTokenizer:
-    """Return the tokenizer: byte-level byte-pair encoding, or sentencepiece, which transformers converts."""
+    """Return the tokenizer: byte-level byte-pair encoding, or sentencepiece, which transformers converts.
+
+    Raises :class:`ConfigError` for another kind of tokenizer.
+    """
     kind = metadata.value("tokenizer.ggml.model", str)
     builders: Mapping[str, Callable[[], HfTokenizer]] = {
         "gpt2": partial(_byte_level_tokenizer, metadata),
@@ -457,7 +492,7 @@ def _byte_level_tokenizer(metadata: _Metadata) -> HfTokenizer:
         raise ConfigError("two tokens of the tokenizer have the same spelling")
     tokenizer = HfTokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _WHOLE_WORDS_FIRST))
     tokenizer.pre_tokenizer = _pre_tokenizer(pre)
-    if pre == "qwen2":
+    if pre in ("qwen2", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     added = [number for number, kind in enumerate(kinds) if kind in (_CONTROL, _USER_DEFINED)]

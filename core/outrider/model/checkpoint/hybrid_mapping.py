@@ -64,19 +64,21 @@ class _Layout:
         self._is_whole = (self._first, self._last) == (0, config.key_heads)
 
     def keys(self, offset: int) -> TensorSlice:
-        """Return the rows of this rank's heads in a block of keys or queries that starts at ``offset``."""
+        """Return this rank's rows of key heads in the block of q or k rows that starts at row ``offset``."""
         size = self._config.key_size
         return TensorSlice(0, offset + self._first * size, offset + self._last * size)
 
     def values(self, rows: int, size: int, offset: int = 0) -> TensorSlice | None:
-        """Return this rank's rows of value heads of ``size`` in a block at ``offset``; None if the tensor is that block."""
+        """Return this rank's rows of value heads, ``size`` rows per head, in the block of ``rows`` rows at ``offset``. None
+        if the rank reads the tensor as a whole.
+        """
         if self._is_whole and rows == self._config.value_heads * size:
             return None
         each = self._values_per_key * size
         return TensorSlice(0, offset + self._first * each, offset + self._last * each)
 
     def channel_slices(self) -> tuple[TensorSlice | None, ...]:
-        """Return this rank's rows of q, k and v in a checkpoint tensor that concatenates all channels."""
+        """Return this rank's rows of q, k and v in a tensor over all channels of the convolution, in this order."""
         config = self._config
         if self._is_whole:
             return (None,)
@@ -149,7 +151,9 @@ def offset_norms(config: ModelConfig, targets: Iterable[Target]) -> Iterator[Tar
 
 
 def nest_recurrent(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the weights of a layer by field, with those of a recurrent block moved to a record of their own."""
+    """Return a layer's weights by field, with those of its recurrent block moved into one
+    :class:`DeltaRuleWeights` record.
+    """
     inner = {key.removeprefix(_RECURRENT): value for key, value in fields.items() if key.startswith(_RECURRENT)}
     if not inner:
         return fields

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from outrider.device import CACHE_FORMATS, Backend, KernelSet
+from outrider.device import CACHE_FORMATS, Backend, ConfigError, KernelSet
 from outrider.model.checkpoint.expert_mapping import check_count
 from outrider.model.checkpoint.files import CheckpointFiles
 from outrider.model.checkpoint.mapping import decoder_stem, decoder_targets, decoder_weights, is_mtp_tensor, vision_name
@@ -69,12 +69,12 @@ def load_decoder(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderPlan:
-    """A decoder whose headers were read and checked, and whose weights weren't."""
+    """A decoder whose checkpoint headers were read and checked. :meth:`load` reads the weights."""
 
     native: ClassVar[bool] = True
-    """As :attr:`LanguageModel.native`."""
+    """True, as for every decoder that the plan loads, see :attr:`LanguageModel.native`."""
     config: ModelConfig
-    """The part of this rank."""
+    """Shape of this rank's part of the decoder."""
     backend: Backend
     dtype: torch.dtype
     kernels: KernelSet
@@ -89,7 +89,7 @@ class DecoderPlan:
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """Dtype of keys and values in the cache."""
+        """Dtype of keys and values in the KV cache."""
         return self.dtype if self.format is None else CACHE_FORMATS[self.format]
 
     @property
@@ -114,7 +114,9 @@ class DecoderPlan:
         return found
 
     def load(self, progress: Progress | None = None) -> Decoder:
-        """Load the weights. Blocks until they are on the device."""
+        """Load the weights and return the decoder. Blocks until they are on the device. Raises :class:`CheckpointError` for
+        unreadable tensors.
+        """
         with loading_stream(self.backend, self.dtype) as stream:
             weights = load_tensors(
                 self.files,
@@ -158,6 +160,8 @@ def plan_decoder(
     config = replace(_untie(config, files), max_context=max(config.max_context, positions))
     ranks = or_single_rank(ranks)
     shards = ranks.shards
+    if shards.divides_experts and config.experts is None and not drafts:
+        raise ConfigError(f"{directory} has no experts to divide among ranks; run it without expert parallelism")
     local = shards.local(config, str(directory))
     check_count(config, files.tensors, files.origin)
     targets = decoder_targets(config, files.tensors, shards)
@@ -198,9 +202,11 @@ def plan_decoder(
 
 
 def header_bytes(plan: DecoderPlan, draft_dir: Path) -> int:
-    """Return the bytes of a draft's weights by the headers of its files, in the target's dtype unless stored in 8 bits.
+    """Return the bytes of a draft model's or head's weights, computed from its file headers in the target's dtype unless
+    stored in 8 bits.
 
-    Of the target's own checkpoint, only the heads of multi-token prediction count.
+    If the draft is part of the target's own checkpoint, only its heads of multi-token prediction count. Of experts, the
+    part of this rank counts.
     """
     own = draft_dir.resolve() == plan.files.origin.parent.resolve()
     files = plan.files if own else open_checkpoint(draft_dir)
@@ -208,13 +214,14 @@ def header_bytes(plan: DecoderPlan, draft_dir: Path) -> int:
     for key in files.tensors:
         if is_mtp_tensor(key) or not own:
             stored = files.dtype(key) or torch.int8
-            found += math.prod(files.shape(key)) * (1 if stored.itemsize == 1 else plan.dtype.itemsize)
+            ranks = plan.ranks.shards.mlp.size if ".experts." in key else 1
+            found += math.prod(files.shape(key)) * (1 if stored.itemsize == 1 else plan.dtype.itemsize) // ranks
     return found
 
 
 def _untie(config: ModelConfig, files: CheckpointFiles) -> ModelConfig:
-    """Return ``config`` without the tie if the files hold an output head that differs from the embedding, as transformers
-    does.
+    """Return ``config`` with untied embeddings if the files hold an output head that differs from the embedding, as
+    transformers does.
     """
     embedding = f"{decoder_stem(files.tensors)}embed_tokens.weight"
     if not config.tie_embeddings or not {_HEAD, embedding} <= files.tensors.keys():

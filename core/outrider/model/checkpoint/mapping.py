@@ -27,7 +27,7 @@ SINGLE_RANK = Shards()
 
 
 def _projection_slices(config: ModelConfig, shards: Shards) -> dict[str, tuple[int, int, int]]:
-    """Return the dimension, start and stop of this rank's slice of each projection of a layer."""
+    """Return this rank's slice of each projection of a layer, by projection name: (dimension, start, stop)."""
     size = config.head_size
     heads, kv_heads, inner = shards.heads(config), shards.kv_heads(config), shards.mlp.even(config.intermediate_size)
     queries, keys = (heads[0] * size, heads[1] * size), (kv_heads[0] * size, kv_heads[1] * size)
@@ -128,7 +128,7 @@ def layer_weights(weights: Mapping[str, Any], name: str, experts: ExpertsConfig 
 
 
 def table_target(name: str, key: str, rows: int, width: int, shards: Shards) -> Target:
-    """Return the weight of a table with one row per token.
+    """Return the target ``name``: a table [rows, width] with one row per token, read from tensor ``key``.
 
     Each rank holds a slice of the vocabulary, padded to the size of the first rank's slice.
     """
@@ -144,12 +144,12 @@ def decoder_stem(present: Container[str]) -> str:
 
 
 def is_model(present: Container[str]) -> bool:
-    """Return True if a checkpoint with these tensors holds a decoder, not only heads that draft."""
+    """Return True if a checkpoint with the tensor names ``present`` holds a decoder, and not only draft heads."""
     return f"{decoder_stem(present)}embed_tokens.weight" in present
 
 
 def decoder_targets(config: ModelConfig, present: Container[str], shards: Shards = SINGLE_RANK) -> list[Target]:
-    """Return the weights of a decoder, by transformers' tensor names of a causal language model.
+    """Return the targets of a decoder's weights, by transformers' tensor names of a causal language model.
 
     ``present`` holds the checkpoint's tensor names, because vision-language models have two spellings. ``config`` is the
     checkpoint's; ``shards`` are the slices that this rank reads.
@@ -172,7 +172,7 @@ def decoder_targets(config: ModelConfig, present: Container[str], shards: Shards
 
 
 def decoder_weights(config: ModelConfig, weights: Mapping[str, Any]) -> DecoderWeights:
-    """Return the decoder's weights from the loaded tensors."""
+    """Return the decoder's weights from ``weights``, the loaded tensors by target name."""
     return DecoderWeights(
         embedding=weights["embedding"],
         head=weights["embedding"] if config.tie_embeddings else weights["head"],
@@ -193,7 +193,7 @@ def vision_name(key: str) -> str | None:
 
 
 def is_mtp_tensor(key: str) -> bool:
-    """Return True for a tensor of heads of multi-token prediction."""
+    """Return True if ``key`` names a tensor of multi-token prediction heads."""
     return key.startswith(tuple(MTP_PREFIXES))
 
 
@@ -203,5 +203,5 @@ def mtp_format(present: Iterable[str]) -> str | None:
 
 
 def is_unused_tensor(key: str) -> bool:
-    """Return True for tensors that are accepted but not used: rotary frequencies that old checkpoints stored."""
+    """Return True if ``key`` names a tensor that loading accepts and ignores: rotary frequencies in old checkpoints."""
     return key.endswith("rotary_emb.inv_freq")

@@ -125,7 +125,9 @@ class _TorchFile(TensorFile):
 
 
 def _check_archive(path: Path, size: int) -> None:
-    """Raise ValueError unless the file is an uncompressed torch archive that holds only tensors."""
+    """Raise ValueError unless the file of ``size`` bytes is an uncompressed torch archive that holds only tensors, so that
+    unpickling runs no code of the file.
+    """
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
         if sum(member.file_size for member in members) > size or any(member.compress_type for member in members):
@@ -164,7 +166,9 @@ def open_checkpoint(directory: Path) -> CheckpointFiles:
 
 
 def _other_tensor_files(directory: Path) -> str:
-    """Describe tensor files with other names, for the error message."""
+    """Return a sentence about tensor files with other names in ``directory``, for the error message; empty if
+    there are none.
+    """
     try:
         found = sorted(path.name for path in directory.iterdir() if path.suffix in (".safetensors", ".bin"))
     except OSError:

@@ -52,7 +52,7 @@ def describe(error: BaseException) -> str:
 
 
 def present(path: Path) -> bool:
-    """Return True if the directory has an entry of that name, even a dangling link."""
+    """Return True if the directory of ``path`` has an entry of that name, even a dangling link."""
     return path.is_symlink() or path.exists()
 
 

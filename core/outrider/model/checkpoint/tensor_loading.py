@@ -70,7 +70,9 @@ def check_tensors(
 
 
 def _explain_quantized(extra: Sequence[str], quantization: Quantization | None) -> list[str]:
-    """Return an explanation of tensors of quantized weights that the config doesn't declare."""
+    """Return a message for tensors ``extra`` that belong to quantized weights which the config doesn't declare; empty for
+    other tensors.
+    """
     if not any(key.rpartition(".")[2] in SUFFIXES for key in extra):
         return []
     if quantization is None:
@@ -87,7 +89,10 @@ def _list_with_count(names: Sequence[str], count: int) -> str:
 
 @contextmanager
 def loading_stream(backend: Backend, dtype: torch.dtype) -> Generator[Stream]:
-    """Open the scope of a new stream for loading, and wait for its work at the end."""
+    """Open the scope of a new stream for loading, and wait for its work at the end.
+
+    Raises :class:`CapabilityError` if the device doesn't compute in ``dtype``.
+    """
     usable = backend.capabilities.dtypes & _MODEL_DTYPES
     if dtype not in usable:
         names = ", ".join(sorted(str(each).removeprefix("torch.") for each in usable))

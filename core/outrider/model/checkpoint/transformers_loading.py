@@ -63,7 +63,9 @@ def load_through_transformers(
 
 
 def _check_files(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -> None:
-    """Raise unless the files are sound and hold about as many values as a model of this config needs."""
+    """Raise :class:`CheckpointError` unless the tensor files are intact and hold about as many values as a model of this
+    config needs.
+    """
     path = directory / "config.json"
     refuse_other_formats(directory)
     refuse_quantized(directory)
@@ -89,7 +91,7 @@ def _check_files(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -
 
 
 def _meta_model(directory: Path, dtype: torch.dtype) -> Any:
-    """Return the model on the meta device, without memory for its values."""
+    """Return the transformers model on torch's meta device, which allocates no values, to count its parameters."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -129,7 +131,9 @@ def _load(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
 
 
 def _model_config(directory: Path, hf: Any) -> ModelConfig:
-    """Return the fields of a ModelConfig that an engine reads."""
+    """Return the transformers config ``hf`` as a ModelConfig with the fields that an engine reads. Raises
+    :class:`CheckpointError` for a rope that depends on the batch.
+    """
     rope = getattr(hf, "rope_parameters", None) or {}
     kinds = {rope.get("rope_type")} | {each.get("rope_type") for each in rope.values() if isinstance(each, dict)}
     stateful = [kind for kind in _BATCH_DEPENDENT_ROPE if kind in kinds]
@@ -174,7 +178,10 @@ def _required_size(directory: Path, hf: Any, name: str) -> int:
 
 
 def _uniform_size(directory: Path, hf: Any, name: str) -> int | None:
-    """Return a size of the config that is equal in all layers, or None if the config lacks the size."""
+    """Return the value ``name`` of the config, which must be equal in all layers, or None if the config lacks it.
+
+    Raises :class:`CheckpointError` if layers differ.
+    """
     try:
         value: int | None = getattr(hf, name, None)
     except Exception as error:  # transformers refuses to name one size where layers differ
@@ -226,7 +233,9 @@ def _logits_without_cache(directory: Path, config: ModelConfig, model: Any) -> l
 
 
 def _compare_with_unpaged(directory: Path, decoder: TransformersDecoder, model: Any, expected: list[Tensor]) -> None:
-    """Run the two sequences through the paged cache in two ragged batches, and compare their logits with ``expected``."""
+    """Run the two sequences through the paged cache in two ragged batches. Raise :class:`CheckpointError` if their logits
+    differ from ``expected``.
+    """
     config, device = decoder.config, decoder.device
     prompts = _prompts(config)
     model.set_attn_implementation(ATTENTION)
@@ -263,9 +272,10 @@ def _compare_with_unpaged(directory: Path, decoder: TransformersDecoder, model: 
 
 
 def _check_windows(directory: Path, config: ModelConfig, model: Any, found: list[int]) -> None:
-    """Raise unless the windows ``found`` by the attentions of a forward pass equal the config's, one per layer.
+    """Raise :class:`CheckpointError` unless the windows ``found`` by the attentions of a forward pass equal the config's, one
+    per layer.
 
-    The two sequences are too short to show a different window in their logits.
+    The two test sequences are too short to show a different window in their logits.
     """
     kind = type(model).__name__
     if len(found) != config.num_layers:
@@ -288,7 +298,7 @@ def _window(size: int) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return the reason why a transformers model can't run on paged attention."""
+    """Return one line for the user on why ``error`` keeps a transformers model from running on paged attention."""
     if isinstance(error, TypeError) and "outrider" in str(error):
         return "its layers don't hand on to the attention what they don't know themselves"
     if isinstance(error, AttributeError) and "Identity" in str(error):

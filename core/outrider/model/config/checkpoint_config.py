@@ -96,7 +96,9 @@ def _check_causal(raw: Mapping[str, Any]) -> None:
 
 
 def _family(raw: Mapping[str, Any]) -> str:
-    """Return the model type, or that of the family with the same decoder. Raise if it is not supported."""
+    """Return the config's model type, or that of the family with the same decoder. Raises :class:`ConfigError` for an
+    unsupported one.
+    """
     family = raw.get("model_type")
     if isinstance(family, str) and (known := _SAME_DECODER.get(family, family)) in _FAMILIES:
         return known
@@ -276,7 +278,7 @@ def _rope(hf: HfConfig, *, mrope: bool, partial: bool) -> RopeConfig:
 
 
 def _rope_factor(hf: HfConfig) -> float:
-    """Return the factor by which the rope stretches positions.
+    """Return the factor by which the rope stretches the context.
 
     For a yarn rope whose factor is null, and for longrope without one, it is the ratio of the two context lengths, as in
     transformers.
@@ -325,7 +327,8 @@ def _check_rope(config: ModelConfig) -> None:
 def special_tokens(directory: Path, hf: HfConfig) -> tuple[tuple[int, ...], int | None]:
     """Return the end-of-sequence tokens and the start token (or None).
 
-    generation_config.json takes precedence over config.json, as in transformers' ``generate``.
+    generation_config.json takes precedence over config.json, as in transformers' ``generate``. Raises
+    :class:`CheckpointError` for a token outside the vocabulary, or for too many tokens.
     """
     path = directory / "generation_config.json"
     generation = read_json(path) if present(path) else {}

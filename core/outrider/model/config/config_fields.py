@@ -32,7 +32,7 @@ class Field:
     expected: str
     """The constraint in words, for error messages."""
     fits: Callable[[Any], bool]
-    """The predicate that a value must satisfy."""
+    """The predicate that a value of this field must satisfy."""
     empty: bool = True
     """True if the value may be null."""
     inside: Mapping[str, Field] | None = None
@@ -240,7 +240,7 @@ FAMILY_FIELDS: Mapping[str, Mapping[str, Field]] = MappingProxyType(
         **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _HYBRID_WITH_VISION),
     }
 )
-"""Fields of the families that aren't dense text models."""
+"""Fields of config.json that a model family has in addition to the common ones, by family."""
 
 
 def check_fields(raw: Mapping[str, Any], fields: Mapping[str, Field], within: str = "") -> dict[str, Any]:

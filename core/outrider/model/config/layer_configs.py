@@ -25,7 +25,7 @@ class Refusal:
 
     why: str
     elsewhere: bool = False
-    """True if transformers' own code may run the family on the paged cache."""
+    """True if the transformers fallback may run the family."""
 
 
 _LATENT_ATTENTION = Refusal(
@@ -91,7 +91,8 @@ def qwen3_moe(hf: HfConfig) -> dict[str, Any]:
 def experts_of(hf: HfConfig, *, shared: int) -> ExpertsConfig | None:
     """Return the mixture config, or None if every layer is dense.
 
-    Dense layers are those in ``mlp_only_layers`` and all but every ``decoder_sparse_step``-th layer.
+    Dense layers are those in ``mlp_only_layers`` and all but every ``decoder_sparse_step``-th layer. Raises
+    :class:`ConfigError` for an invalid ``decoder_sparse_step``.
     """
     layers, step = hf.num_hidden_layers, hf.decoder_sparse_step
     if step < 1:
@@ -152,7 +153,7 @@ def qwen3_next(hf: HfConfig) -> dict[str, Any]:
 
 
 def qwen3_5(hf: HfConfig) -> dict[str, Any]:
-    """Return the fields of a dense Qwen3.5 config."""
+    """Return the fields of a dense Qwen3.5 config, with recurrent layers and layers with gated attention."""
     return _hybrid(hf)
 
 
@@ -169,7 +170,9 @@ def qwen3_5_moe(hf: HfConfig) -> dict[str, Any]:
 
 
 def _hybrid(hf: HfConfig) -> dict[str, Any]:
-    """Return the fields that all families have. Raises :class:`ConfigError` for unknown kinds of layers and for biases."""
+    """Return the fields that all hybrid families share. Raises :class:`ConfigError` for unknown layer types and
+    for biases.
+    """
     kinds = list(hf.layer_types)
     if set(kinds) - set(_KINDS) or len(kinds) != hf.num_hidden_layers:
         raise ConfigError(

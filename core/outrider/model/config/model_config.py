@@ -41,6 +41,8 @@ class ExpertsConfig:
     """Intermediate size of the shared expert, which processes every token. 0 if there is none."""
     dense_layers: tuple[int, ...] = ()
     """Indices of the layers that have a dense MLP of the model's intermediate size."""
+    parts: int = 1
+    """Number of ranks that divide the routed experts; each holds ``count / parts`` of them."""
 
     def __post_init__(self) -> None:
         if min(self.count, self.per_token, self.intermediate_size) < 1 or self.shared_size < 0:
@@ -50,18 +52,30 @@ class ExpertsConfig:
                 f"model config: a token goes to {self.per_token} experts, expected at most the {self.count} there are"
             )
 
-    def shard(self, ranks: int) -> ExpertsConfig:
-        """Return the config of one of ``ranks`` tensor-parallel ranks, which holds a slice of every expert's intermediate
-        size.
+    @property
+    def held(self) -> int:
+        """Number of routed experts that one rank holds."""
+        return self.count // self.parts
 
-        Raises :class:`ConfigError` if ``ranks`` does not divide an intermediate size.
+    def shard(self, ranks: int, *, divided: bool = False) -> ExpertsConfig:
+        """Return the config of one of ``ranks`` ranks, which holds a slice of every expert's intermediate size.
+
+        ``divided``: the rank holds some of the routed experts instead, and a slice of the shared expert. Raises
+        :class:`ConfigError` if ``ranks`` does not divide an intermediate size or the number of experts.
         """
-        for size in (self.intermediate_size, self.shared_size):
+        if divided and self.count % ranks:
+            raise ConfigError(
+                f"{self.count} experts can't be divided among {ranks} ranks; expected a number that divides them, or "
+                "no expert parallelism"
+            )
+        for size in (self.shared_size,) if divided else (self.intermediate_size, self.shared_size):
             if size % ranks:
                 raise ConfigError(
                     f"experts of an inner size of {size} can't be shared out among {ranks} ranks; expected a number that "
                     "divides it"
                 )
+        if divided:
+            return replace(self, parts=ranks, shared_size=self.shared_size // ranks)
         return replace(self, intermediate_size=self.intermediate_size // ranks, shared_size=self.shared_size // ranks)
 
 
@@ -72,14 +86,14 @@ class RecurrentConfig:
     """
 
     layers: tuple[int, ...]
-    """Indices of the layers, ascending."""
+    """Indices of the recurrent layers, ascending."""
     key_heads: int
     value_heads: int
-    """A multiple of ``key_heads``."""
+    """Number of value heads, a multiple of ``key_heads``."""
     key_size: int
     value_size: int
     kernel_size: int
-    """Tokens that the short convolution reads, the token's own included."""
+    """Number of tokens that the short convolution reads, the current one included."""
     state_dtype: torch.dtype = torch.float32
     """Dtype of the delta rule's state. A model in a wider dtype keeps its states in that dtype."""
 
@@ -112,7 +126,7 @@ class RecurrentConfig:
 
     @property
     def prompt_values(self) -> int:
-        """Values that a forward pass holds for each prompt token of a layer, in the model's dtype.
+        """Number of values, in the model's dtype, that a recurrent layer's forward pass holds for each prompt token.
 
         They are the projections, the convolution, the operands of chunks of 64 tokens and the state before each chunk.
         """
@@ -121,7 +135,9 @@ class RecurrentConfig:
         return 2 * self.channels + 3 * self.value_width + chunks
 
     def state_shapes(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
-        """Return the shapes of one layer's states: last inputs of the convolution, and the delta rule's state."""
+        """Shapes of one request's states in one layer: [K - 1, channels] inputs of the convolution, and the delta rule's
+        [value heads, key size, value size].
+        """
         return (self.kernel_size - 1, self.channels), (self.value_heads, self.key_size, self.value_size)
 
     def state_bytes(self, dtype: torch.dtype) -> int:
@@ -148,7 +164,7 @@ class ModelConfig:
     """Shape and constants of a Llama-style decoder. Raises :class:`ConfigError` for impossible values."""
 
     family: str
-    """The checkpoint's model type."""
+    """Model type in the checkpoint's config.json, such as ``llama``."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int

@@ -28,7 +28,9 @@ def _shape(
     context: int,
     **other: Any,
 ) -> ModelConfig:
-    """Return a config. ``heads`` are the numbers of query and KV heads and the head size."""
+    """Return a ModelConfig of these sizes. ``heads`` are the number of query heads, the number of KV heads and the
+    head size.
+    """
     return ModelConfig(
         family=family,
         vocab_size=vocabulary,
@@ -61,7 +63,7 @@ def _qwen3(hidden: int, inner: int, layers: int, heads: tuple[int, int, int], **
 
 
 def _qwen35(hidden: int, inner: int, layers: int, heads: tuple[int, int, int], value_heads: int, **other: Any) -> ModelConfig:
-    """Return a config with attention in each fourth layer and recurrent layers between."""
+    """Return the ModelConfig of a hybrid model with attention in each fourth layer and recurrent layers between."""
     recurrent = RecurrentConfig(
         layers=tuple(index for index in range(layers) if index % 4 != 3),
         key_heads=16,
@@ -155,7 +157,9 @@ def shape_file(shape: str) -> Path | None:
 
 
 def decoder_shape(config: ModelConfig, dtype: torch.dtype) -> DecoderShape:
-    """Return the sizes that kernels are tuned for. ``fused`` is that of a published EAGLE head."""
+    """Return the sizes of a decoder for which kernels are tuned. Its ``fused`` width is that of a published EAGLE head's
+    fusion.
+    """
     return DecoderShape(
         hidden=config.hidden_size,
         heads=config.num_heads,

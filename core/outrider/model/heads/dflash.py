@@ -38,18 +38,18 @@ from outrider.model.quantization import QuantizedMode, read_quantization
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DFlashWeights:
-    """Device tensors of a DFlash head."""
+    """Device tensors of a DFlash head, in the model's dtype."""
 
     fusion: Weight
-    """[H, A H]."""
+    """Projection [H, A H] of the A captured states to the state that the text's keys and values are computed from."""
     hidden_norm: Tensor
-    """[H]."""
+    """Norm weight [H] of the projected state."""
     norm: Tensor
     """Weight [H] of the final norm."""
     layers: tuple[LayerWeights, ...]
-    """Layers with q and k norms."""
+    """The layers, whose attention norms q and k."""
     embedding: Tensor | None = None
-    """[V, H]. None means the target's."""
+    """Embedding table [V, H] of the head's own; None uses the target's."""
 
 
 class DFlashHead(BaseDraftHead):
@@ -146,7 +146,9 @@ class DFlashHead(BaseDraftHead):
 
 _MAX_BLOCK_SIZE = 64
 _AUX_LAYERS, _TARGET_LAYERS = ("aux_hidden_state_layer_ids", 0), ("target_layer_ids", 1)
-"""Keys of the target's layers, and the offset from each number to the layer whose input is meant."""
+"""For each published key of the captured layers: the key, and the number to add to its values to get the layers whose inputs
+the head reads.
+"""
 
 
 def load_dflash(
@@ -164,7 +166,8 @@ def load_dflash(
     tensors are ``fc``, ``hidden_norm``, ``layers.i`` and ``norm``; embedding and output head are the target's unless the head
     has ``embed_tokens`` or ``lm_head``, the latter over a draft vocabulary with ``d2t``. Arguments and errors follow
     :func:`load_eagle`. A :class:`CheckpointError` names each unsupported feature: positions that predict the next token
-    (``sample_from_anchor``), target layers that don't exist, and tensors of other drafters.
+    (``sample_from_anchor``), target layers that don't exist, and tensors of other drafters. Raises :class:`CheckpointError`
+    for a config of another kind of head.
     """
     directory = Path(directory)
     file = directory / "config.json"
@@ -226,7 +229,9 @@ def load_dflash(
 
 
 def _causal(raw: Mapping[str, Any], options: Mapping[str, Any], config: ModelConfig) -> tuple[bool, ...]:
-    """Return for each layer whether a position sees only earlier ones of its block: by default in sliding layers."""
+    """Return for each layer whether a position attends only to earlier positions of its block. Without a setting, sliding
+    layers do.
+    """
     said = raw.get("is_causal", options.get("causal"))
     if said is None and raw.get("sliding_window_non_causal"):
         said = False
@@ -234,7 +239,9 @@ def _causal(raw: Mapping[str, Any], options: Mapping[str, Any], config: ModelCon
 
 
 def _layers(file: Path, options: Mapping[str, Any], named: tuple[str, int], depth: int) -> tuple[int, ...]:
-    """Return the target's layers whose inputs the head reads."""
+    """Return the target's layers whose inputs the head reads. Raises :class:`CheckpointError` unless ``options`` lists layers
+    of a target with ``depth`` layers.
+    """
     key, offset = named
     found = options.get(key)
     if not isinstance(found, list) or not found or not all(is_whole(each, -offset, depth - 1 - offset) for each in found):

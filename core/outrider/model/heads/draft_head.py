@@ -44,7 +44,7 @@ class BaseDraftHead:
 
     @property
     def target_ids(self) -> Tensor | None:
-        """int64 [Vd] target token of each draft token, or None if both vocabularies are the same."""
+        """Target token of each draft token, int64 [Vd]; None if both vocabularies are the same."""
         return self.target.output_ids if self._head is None else self._ids
 
     def condition(self, final: Tensor | None, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
@@ -54,7 +54,7 @@ class BaseDraftHead:
         return final
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return draft logits [N, Vd] of ``hidden`` [N, H]."""
+        """Return the logits [N, Vd] of the draft vocabulary for hidden states ``hidden`` [N, H]."""
         if self._head is None:
             return self.target.logits(hidden)
         return self.target.gather_logits(linear(self.kernels, hidden, self._head), self.draft_vocab_size)

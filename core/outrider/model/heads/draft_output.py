@@ -38,7 +38,7 @@ OUTPUT_FORMATS = tuple(WEIGHT_FORMATS)
 _FILE_SUFFIXES = (".json", ".pt")
 _EXPECTED_FILE = "expected a list of numbers in JSON, or one that torch saved, without code of its own"
 _MAX_TOKENS = 1 << 24
-"""Upper limit of the size of any vocabulary."""
+"""Upper limit of a vocabulary's number of tokens, against absurd files."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +46,7 @@ class DraftVocabulary:
     """The tokens that drafts are sampled from."""
 
     ids: Tensor
-    """int64 [Vd] on the host, ascending."""
+    """Token ids, int64 [Vd] on the host, ascending."""
     origin: str
     """Description of the list for error messages."""
 
@@ -81,7 +81,9 @@ class DraftVocabulary:
 
 
 def _read_token_list(path: Path) -> list[int]:
-    """Return the token ids in a file: at least one, none negative."""
+    """Return the token ids that ``path`` lists, at least one and none negative. Raises the errors of
+    :meth:`DraftVocabulary.load`.
+    """
     if path.suffix not in _FILE_SUFFIXES:
         raise ConfigError(f"draft_vocabulary is {path}; expected a number of tokens, or a file {' or '.join(_FILE_SUFFIXES)}")
     if not present(path):

@@ -25,14 +25,14 @@ from outrider.model.layers.layer_weights import LayerWeights
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EagleWeights:
-    """Device tensors of an EAGLE head."""
+    """Device tensors of an EAGLE head, in the model's dtype."""
 
     fusion: Weight
-    """[H, 2 H]."""
+    """Projection [H, 2 H] of a token's embedding and the hidden state side by side."""
     fusion_bias: Tensor | None
-    """[H], or None."""
+    """Bias [H] of the projection, or None."""
     embedding: Tensor
-    """[V, H]. The head's own copy, or the target's tensor if the checkpoint has none."""
+    """Embedding table [V, H]: the head's own, or the target's tensor if the checkpoint has none."""
     layers: tuple[LayerWeights, ...]
 
 
@@ -80,12 +80,12 @@ class EagleHead(BaseDraftHead):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Eagle3Weights:
-    """Device tensors of an EAGLE-3 head."""
+    """Device tensors of an EAGLE-3 head, in the model's dtype."""
 
     fusion: Weight | None
-    """[H, 3 Ht], or None if the head reads the target's final state."""
+    """Projection [H, 3 Ht] of the three target states side by side; None if the head reads the target's final state."""
     embedding: Tensor
-    """[V, H]."""
+    """Embedding table [V, H]."""
     head: Weight | None
     """The output head [Vd, H], or None for the target's."""
     norm: Tensor
@@ -97,7 +97,7 @@ class Eagle3Weights:
     H]. ``attention_norm`` normalizes the embedding.
     """
     target_ids: Tensor | None
-    """int64 [Vd] target token of each draft token, or None if both vocabularies are the same."""
+    """Target token of each draft token, int64 [Vd]; None if both vocabularies are the same."""
     input_norm: Tensor | None = None
     """Weight [3 Ht] of a norm over the three joined states, or None."""
     state_norms: tuple[Tensor, ...] = ()
@@ -176,7 +176,7 @@ class Eagle3Head(BaseDraftHead):
         return x.norm(weights.norm, eps) if self._norm_output else x.add()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return draft logits [N, Vd] of ``hidden`` [N, H]."""
+        """Return the logits [N, Vd] of the draft vocabulary for the head's states ``hidden`` [N, H]."""
         normed = hidden
         if not self._norm_output:
             normed = self.kernels.rms_norm(hidden, self.weights.norm, self.config.rms_eps)

@@ -102,7 +102,9 @@ def read_eagle3_options(
 
 
 def _flag(file: Path, raw: dict[str, object], key: str) -> bool | None:
-    """Return a boolean from the top level or ``eagle_config``, or None if neither has the key."""
+    """Return the boolean ``key`` from the top level or from ``eagle_config``, or None if neither has the key. Raises
+    :class:`CheckpointError` for another type.
+    """
     nested = raw.get(_NESTED)
     values = [part[key] for part in (raw, nested) if isinstance(part, dict) and part.get(key) is not None]
     if not all(isinstance(each, bool) for each in values):
@@ -115,7 +117,9 @@ def _flag(file: Path, raw: dict[str, object], key: str) -> bool | None:
 
 
 def _layers(file: Path, raw: dict[str, object], depth: int) -> tuple[int, ...]:
-    """Return the target's layers whose inputs the head reads. The default is the published choice."""
+    """Return the target's layers whose inputs the head reads, by default the published choice. Raises
+    :class:`CheckpointError` for layers that a target of ``depth`` layers lacks.
+    """
     found: dict[str, tuple[int, ...]] = {}
     for container, key, offset in _LAYER_KEYS:
         part = raw if container is None else raw.get(container)

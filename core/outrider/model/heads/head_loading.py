@@ -40,7 +40,7 @@ from outrider.model.quantization import Quantization, QuantizedMode, read_quanti
 
 
 def eagle_targets(config: ModelConfig, present: Container[str], shards: Shards = SINGLE_RANK) -> list[Target]:
-    """Return the weights of an EAGLE head. ``present`` holds the checkpoint's tensor names, for optional tensors.
+    """Return the targets of an EAGLE head's weights. ``present`` holds the checkpoint's tensor names, for optional tensors.
 
     Published heads have no ``layers.0.input_layernorm`` and no final norm. They may have ``fc.bias`` and their own copies of
     the embedding and of the output head.
@@ -77,7 +77,9 @@ def eagle3_targets(
     present: Container[str],
     shards: Shards = SINGLE_RANK,
 ) -> list[Target]:
-    """Return which tensors to load for an EAGLE-3 head, with their shapes. ``present`` has the checkpoint's names."""
+    """Return the targets of an EAGLE-3 head's weights: the tensors to load and their shapes. ``present`` holds the
+    checkpoint's tensor names, for optional tensors.
+    """
     hidden, states = config.hidden_size, len(options.layers)
     targets = [
         Target("norm", (Piece("norm.weight", (hidden,)),)),
@@ -179,14 +181,14 @@ class CheckedEagle3Checkpoint:
     directory: Path
     config: ModelConfig
     options: Eagle3Options
-    """Options in the config besides the shape of the layers."""
+    """Options of the config that do not follow from the layers' shape, such as the states that the head reads."""
     files: CheckpointFiles
     quantization: Quantization | None
     draft_vocab: int
     """Number of tokens in the draft vocabulary."""
     target_ids: Tensor | None
     more: tuple[Target, ...]
-    """Weights in addition to those of :class:`Eagle3Weights`."""
+    """Targets that a P-EAGLE head has in addition to those of :class:`Eagle3Weights`."""
 
     @property
     def head_options(self) -> Eagle3HeadOptions:
@@ -225,7 +227,9 @@ class CheckedEagle3Checkpoint:
         return config, record, {each.name: weights[each.name] for each in self.more}
 
     def _rows_of_target(self, target: LanguageModel, backend: Backend) -> tuple[Weight, Tensor | None]:
-        """Return the rows of the target's output head that a head without its own drafts from, and their tokens."""
+        """Return the rows of the target's output head from which a head without its own drafts, and the tokens int64 of these
+        rows (None: all).
+        """
         assert self.target_ids is not None  # the caller has checked
         if not isinstance(target, Decoder):
             raise CheckpointError(
@@ -391,7 +395,9 @@ def _head_rope(directory: Path, head: ModelConfig, target: ModelConfig) -> RopeC
 
 
 def read_draft_vocab_size(file: Path, raw: Mapping[str, object], config: ModelConfig) -> int:
-    """Return the number of tokens that a head drafts, by default the whole vocabulary."""
+    """Return the number of tokens that a head drafts from, by default the whole vocabulary. Raises :class:`CheckpointError`
+    for an impossible number.
+    """
     draft_vocab = raw.get("draft_vocab_size")
     draft_vocab = config.vocab_size if draft_vocab is None else draft_vocab
     if not is_whole(draft_vocab, 1, config.vocab_size):
@@ -403,7 +409,12 @@ def read_draft_vocab_size(file: Path, raw: Mapping[str, object], config: ModelCo
 
 
 def read_target_ids(files: CheckpointFiles, draft_vocab: int, vocab: int) -> Tensor | None:
-    """Return the target's token of each draft token. ``d2t`` holds the offset of each."""
+    """Return the target token of each draft token, int64 [draft_vocab] on the host, from the offsets in the tensor ``d2t``;
+    None without that tensor.
+
+    Raises :class:`CheckpointError` if the tensor is missing where it is needed, has another shape, or names tokens outside
+    the target's vocabulary.
+    """
     if "d2t" not in files.tensors:
         if draft_vocab != vocab:
             raise CheckpointError(f"{files.origin}: missing: 'd2t' [{draft_vocab}], since draft_vocab_size isn't vocab_size")

@@ -51,7 +51,9 @@ class MtpWeights:
     token_norm: Tensor
     hidden_norm: Tensor
     projection: Weight
-    """[H, 2 H] over the hidden state and the embedding, in this order unless the head says otherwise."""
+    """Projection [H, 2 H] of the normed hidden state and the normed embedding side by side, in this order unless the head
+    reads the embedding first.
+    """
     layer: LayerWeights
     final_norm: Tensor
 
@@ -94,7 +96,7 @@ class MtpHead(BaseDraftHead):
 
 
 def mtp_targets(config: ModelConfig, heads: int, shards: Shards = SINGLE_RANK) -> list[Target]:
-    """Return the weights of all heads."""
+    """Return the targets of all ``heads`` multi-token prediction heads, in the format of MiMo."""
     hidden = config.hidden_size
     targets: list[Target] = []
     for index in range(heads):
@@ -166,7 +168,8 @@ def load_mtp(
 ) -> tuple[MtpHead, ...]:
     """Load the ``num_nextn_predict_layers`` multi-token prediction heads of a checkpoint for ``target``.
 
-    :func:`load_mtp_tensors` says what the checkpoint holds. Arguments and errors follow :func:`load_eagle`.
+    :func:`load_mtp_tensors` says what the checkpoint holds. Arguments and errors follow :func:`load_eagle`. Raises
+    :class:`CheckpointError` if the config names no valid number of heads.
     """
     directory = Path(directory)
     files = open_checkpoint(directory)
@@ -209,9 +212,11 @@ def load_chained_mtp(
     progress: Progress | None = None,
     quantized: QuantizedMode = QuantizedMode.KERNELS,
 ) -> MtpHead:
-    """Load the head of a checkpoint for ``target``. Arguments and errors follow :func:`load_eagle`.
+    """Load the one head for ``target``, in the format that chains it (tensors ``mtp.*``). Its result is its own next input,
+    so it drafts any number of tokens.
 
-    :func:`load_mtp_tensors` says what the checkpoint holds. Embedding and output head are the target's.
+    :func:`load_mtp_tensors` says what the checkpoint holds. Embedding and output head are the target's. Arguments and errors
+    follow :func:`load_eagle`.
     """
     directory = Path(directory)
     files = open_checkpoint(directory)
@@ -227,7 +232,7 @@ def load_chained_mtp(
         progress=progress,
         quantized=quantized,
     ) as weights:
-        record = mtp_weights(weights, HEAD_NAME, config.experts)
+        record = mtp_weights(weights, HEAD_NAME, local.experts)
         return MtpHead(local, record, target, ahead=1, embedding_first=True)
 
 
@@ -259,12 +264,14 @@ def _head_config(directory: Path, target: LanguageModel, dtype: torch.dtype, pre
 
 
 def chained_head_config(config: ModelConfig) -> ModelConfig:
-    """Return the config of the one layer of a head for a model with ``config``."""
+    """Return the config of a chained head's one layer, for a model with ``config``."""
     return replace(config, num_layers=1, windows=(0,), recurrent=None)
 
 
 def chained_mtp_targets(config: ModelConfig, present: Container[str], shards: Shards) -> list[Target]:
-    """Return the weights of the head."""
+    """Return the targets of a chained head's weights. ``present`` holds the checkpoint's tensor names, for
+    optional tensors.
+    """
     hidden, mixture = config.hidden_size, config.experts is not None
     targets = [
         Target(f"{HEAD_NAME}.token_norm", (Piece("mtp.pre_fc_norm_embedding.weight", (hidden,)),)),

@@ -35,11 +35,13 @@ class PEagleWeights(Eagle3Weights):
     """Device tensors of a P-EAGLE head."""
 
     mask_state: Tensor
-    """[H]. Replaces the fused target states at positions where they are unknown."""
+    """State [H] that replaces the fused target states at positions where these are unknown."""
 
 
 class PEagleHead(Eagle3Head):
-    """Drafts several tokens in one pass. Positions without target states read ``mask_state`` and ``mask_token``."""
+    """A head that drafts several tokens in one pass. Positions without target states read ``mask_state`` and
+    ``mask_token``.
+    """
 
     weights: PEagleWeights
 
@@ -94,7 +96,7 @@ def load_peagle(
 
 
 def _mask_target(files: CheckpointFiles, width: int) -> tuple[Target, ...]:
-    """Return the mask state's weight, in any of the published shapes."""
+    """Return the target of the mask state's weight, whichever published shape the file has."""
     shape = files.shape(_MASK_STATE)
     is_published_shape = shape[-1:] == (width,) and math.prod(shape) == width
     return (Target(_MASK_STATE, (Piece(_MASK_STATE, shape if is_published_shape else (1, 1, width)),)),)

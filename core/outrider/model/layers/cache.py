@@ -19,9 +19,9 @@ class LayerState(NamedTuple):
     """States of one recurrent layer. Row 0 is reserved for the writes of padding sequences."""
 
     convolution: Tensor
-    """[R, K - 1, C] in the model's dtype: last inputs of the short convolution, the oldest first."""
+    """Last inputs of the short convolution, the oldest first, [R, K - 1, C] in the model's dtype."""
     delta: Tensor
-    """[R, Hv, D, E]: state of the gated delta rule, in float32 or wider unless the config says otherwise."""
+    """State of the gated delta rule, [R, Hv, D, E] in float32 or wider unless the config says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class KVCache:
     """
 
     layers: tuple[tuple[Tensor, Tensor], ...]
-    """Of the layers with attention, in order."""
+    """Keys and values [P, S, Hkv, D] of each layer with attention, in the order of the layers."""
     states: tuple[LayerState, ...] = ()
-    """Of the recurrent layers, in order."""
+    """States of each recurrent layer, in the order of the layers; empty for a model without one."""
 
     @classmethod
     def for_model(

@@ -33,7 +33,7 @@ class DecoderWeights:
     """Device tensors of a decoder. A tensor-parallel rank holds its slices, with the vocabulary padded by zero rows."""
 
     embedding: Tensor
-    """[V, H]. The same tensor as ``head`` if the embeddings are tied."""
+    """Embedding table [V, H]; the same tensor as ``head`` if the embeddings are tied."""
     head: Weight
     """The output head [V, H], possibly quantized."""
     norm: Tensor
@@ -75,7 +75,9 @@ class Decoder(LanguageModel):
         return self.dtype if format is None else format.dtype
 
     def implementations(self) -> dict[str, Any]:
-        """Return what computes each block of each layer, and each primitive: ``native``, ``composed`` or ``reference``."""
+        """Return the implementation of each block of each layer and of each primitive, by name: ``native``, ``composed`` or
+        ``reference``.
+        """
         primitives = (name for name in kernel_names() if name not in BLOCKS)
         return {
             "blocks": [{block.name: block.implementation for block in layer.blocks} for layer in self._layers],
@@ -89,7 +91,11 @@ class Decoder(LanguageModel):
     def forward_with_aux_hidden_states(
         self, inputs: ForwardInput, cache: KVCache, layers: tuple[int, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Run all layers. Attention metadata is ``settled`` after the first layer. See the base class for the results."""
+        """Run all layers. After the first layer, attention reads the ``settled`` metadata. See the base class for arguments
+        and results.
+
+        Raises :class:`ConfigError` for layers that the decoder lacks.
+        """
         missing = [layer for layer in layers if not 0 <= layer <= len(self._layers)]
         if missing:
             raise ConfigError(f"there are no layers {missing} to capture, the decoder has {len(self._layers)}")
@@ -122,7 +128,9 @@ class Decoder(LanguageModel):
         return final, states
 
     def commit(self, inputs: ForwardInput, cache: KVCache, accepted: Tensor) -> None:
-        """Run the recurrent layers over the accepted tokens again and write their states."""
+        """Run the recurrent layers again over the ``accepted`` int64 [B] tokens of each sequence, from the inputs that the
+        pass kept, and write the resulting states to ``cache``.
+        """
         assert inputs.states is not None  # the caller verified drafts
         assert inputs.states.window is not None
         layers, counts = (layer for layer in self._layers if isinstance(layer, RecurrentLayer)), accepted + 1

@@ -18,7 +18,7 @@ class KeptRows:
     """
 
     index: Tensor
-    """int64 [S]: indices of the kept rows among the T tokens."""
+    """Indices of the kept rows among the T tokens, int64 [S]."""
     attention: AttentionMetadata
     """Metadata of the kept tokens alone: each is the one new token of a sequence whose cached tokens end with it."""
 
@@ -62,11 +62,11 @@ class StateInput:
     """The states of recurrent layers that a pass reads, and how it writes them."""
 
     rows: Tensor
-    """int64 [B]: row of each sequence's states; row 0 for padding sequences."""
+    """Row of each sequence's states, int64 [B]; row 0 for padding sequences."""
     decodes: bool = False
     """True if each sequence has few tokens, which a recurrence computes token by token."""
     counts: Tensor | None = None
-    """int64 [B]: number of new tokens of each sequence, so that no layer computes it again. The decoder sets it."""
+    """Number of new tokens of each sequence, int64 [B]. The decoder computes it once for all layers."""
     window: list[tuple[Tensor, Tensor]] | None = None
     """None: the pass writes the states after all tokens. A list: states stay unchanged, and each recurrent layer appends its
     inputs, from which :meth:`LanguageModel.commit` computes the states after the accepted tokens.
@@ -78,28 +78,28 @@ class ForwardInput:
     """A ragged batch of T new tokens, padding included. Every tensor is on the model's device."""
 
     tokens: Tensor
-    """int64 [T]."""
+    """Token ids, int64 [T]."""
     positions: Tensor
-    """int64 [T], or [3, T] for a model with mrope."""
+    """Positions for the rope, int64 [T], or [3, T] for a model with mrope."""
     slots: Tensor
-    """int64 [T]: cache slot of each token's key and value (page * page size + offset). Padding is written to page 0."""
+    """Cache slot of each token's key and value, int64 [T] (page * page size + offset). Padding is written to page 0."""
     attention: AttentionMetadata
-    """The tokens and pages of each sequence."""
+    """Metadata of attention: the number of tokens and the pages of each sequence."""
     embeddings: Tensor | None = None
-    """[T, H] in the model's dtype: features of images and videos. Given together with ``embedded``."""
+    """Features of images and videos, [T, H] in the model's dtype. Given together with ``embedded``."""
     embedded: Tensor | None = None
-    """bool [T]: rows of ``embeddings`` that replace the embedding of their token."""
+    """True for the tokens whose embedding is replaced by their row of ``embeddings``, bool [T]."""
     prompt_lens: Tensor | None = None
-    """int64 [T]: length of each token's prompt, needed for prefill with a dynamic rope. None when decoding."""
+    """Length of each token's prompt, int64 [T], needed for prefill with a dynamic rope. None when decoding."""
     kept: KeptRows | None = None
     """Rows whose results are needed; None means all. Every layer writes keys and values of all tokens. Only the kept rows
     continue after the attention of the last layer.
     """
 
     query_scales: Tensor | None = None
-    """[T, 1, 1] in the model's dtype: factors of the queries of each token; None means 1. The decoder sets them."""
+    """Factors of the queries of each token, [T, 1, 1] in the model's dtype; None means 1. The decoder sets them."""
     states: StateInput | None = None
-    """Required by models with recurrent layers."""
+    """State rows of each sequence; required by models with recurrent layers, None for others."""
 
     @property
     def whole(self) -> ForwardInput:

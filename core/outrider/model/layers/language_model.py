@@ -28,7 +28,7 @@ class SideBySide(tuple[Tensor, ...]):
     joined: Tensor
 
     def __new__(cls, joined: Tensor, size: int) -> SideBySide:
-        """Split ``joined`` into views of ``size`` columns, H."""
+        """Create the tuple of views [T, H] with ``size`` columns H each of ``joined`` [T, A H]."""
         states = super().__new__(cls, joined.split(size, dim=-1))
         states.joined = joined
         return states
@@ -75,14 +75,14 @@ class LanguageModel(ABC):
         return self.ranks.logits(own, vocabulary)
 
     def implementations(self) -> dict[str, Any]:
-        """Return what computes the ``blocks`` of each layer, and each of the ``primitives``. A model that isn't native has
-        none.
+        """Return the implementations of the ``blocks`` of each layer and of each of the ``primitives``, by name; empty for a
+        model that isn't native.
         """
         return {"blocks": [], "primitives": {}}
 
     @property
     def output_ids(self) -> Tensor | None:
-        """int64 [Vd] tokens that the output head covers, ascending, or None if it covers the vocabulary."""
+        """Tokens that the output head covers, int64 [Vd] ascending, or None if it covers the vocabulary."""
         return None
 
     @property
@@ -91,7 +91,9 @@ class LanguageModel(ABC):
         return self.config.vocab_size if self.output_ids is None else self.output_ids.shape[0]
 
     def begin_pass(self, inputs: ForwardInput) -> None:
-        """Announce a pass over ``inputs`` through layers of this model or of one of its draft heads."""
+        """Tell the ranks that a pass over ``inputs`` through layers of this model or of one of its draft heads begins. Called
+        before the first layer.
+        """
         self.ranks.begin_pass(inputs.tokens.shape[0])
 
     @property

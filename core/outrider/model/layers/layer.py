@@ -51,7 +51,9 @@ class LayerBlock:
         self._compute = kernels.resolve_block(name, weights)
 
     def __call__(self, x: ResidualStream, *tokens: Any) -> ResidualStream:
-        """Return the residual stream with the block's contribution."""
+        """Return the residual stream with the block's contribution added. ``tokens`` are the further arguments of the block's
+        kernel.
+        """
         return self._compute(x, self.weights, *tokens)  # type: ignore[no-any-return]
 
 
@@ -109,7 +111,9 @@ class DecoderLayer:
 
 
 class RecurrentLayer(DecoderLayer):
-    """A layer with a recurrent block in place of attention. Its ``cache`` holds states."""
+    """A layer with a recurrent block in place of attention. Its ``cache`` is a :class:`LayerState` instead of keys and
+    values.
+    """
 
     is_recurrent = True
 
@@ -120,7 +124,9 @@ class RecurrentLayer(DecoderLayer):
         return recurrent_input(inputs, LayerState(*cache), rows)
 
     def commit(self, kept: tuple[Tensor, Tensor], inputs: ForwardInput, state: LayerState, counts: Tensor) -> None:
-        """Write the states after ``counts`` int64 [B] of the tokens whose inputs a pass ``kept``."""
+        """Write to ``state`` the states after the first ``counts`` int64 [B] tokens of each sequence. ``kept`` are the
+        layer's inputs that the pass over ``inputs`` kept.
+        """
         block: RecurrentBlock = self._mixer.weights
         tokens = recurrent_input(inputs, state)
         # The layers of the pass ran after the last write to the states.

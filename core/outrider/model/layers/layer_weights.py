@@ -25,10 +25,11 @@ from outrider.device import (
 )
 from outrider.device.kernels.weights import label
 from outrider.model.config.model_config import ModelConfig, RecurrentConfig
+from outrider.model.layers.ranks import ModelRanks
 
 
 def attention_scale(config: ModelConfig) -> float:
-    """Return the factor of the dot products of queries and keys."""
+    """Return the factor by which attention multiplies the dot products of queries and keys."""
     return float(config.head_size**-0.5)
 
 
@@ -43,11 +44,11 @@ class CacheFormat:
     dtype: torch.dtype
     """Dtype of the pages, one of ``CACHE_FORMATS``."""
     input_scales: Tensor | None = None
-    """[Hq + 2 Hkv, 1]: factors of q, k and v before the rotary embedding. Queries are multiplied by the scale of their keys,
+    """Factors of q, k and v before the rotary embedding, [Hq + 2 Hkv, 1]. Queries are multiplied by the scale of their keys,
     keys and values by the inverse of theirs.
     """
     output_scales: Tensor | None = None
-    """[Hq, 1]: factors of the attention output, the scales of the values."""
+    """Factors of the attention output, the scales of the values, [Hq, 1]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,37 +59,37 @@ class LayerWeights:
     """
 
     qkv: Weight
-    """[(Hq + 2 Hkv) D, H]: q, k and v concatenated, then the rows [Hq D, H] of the attention's gate if the config has one. Of
-    a recurrent layer: q, k, v, the output gate, then the rows of b and a of each value head.
+    """Product for q, k and v, [(Hq + 2 Hkv) D, H] in this order, then the rows [Hq D, H] of the attention's gate if the
+    config has one. In a recurrent layer: q, k, v, the output gate, then the rows of b and a of each value head.
     """
     output: Weight
-    """[H, Hq D]. Of a recurrent layer: [H, Hv E] for Hv value heads of size E."""
+    """Output projection [H, Hq D] of attention. In a recurrent layer: [H, Hv E] for Hv value heads of size E."""
     gate_up: Weight
-    """[2 I, H], or [E, 2 I, H] for experts."""
+    """Gate and up projections of the MLP in one product, [2 I, H], or [E, 2 I, H] for experts."""
     down: Weight
-    """[H, I], or [E, H, I] for experts."""
+    """Down projection of the MLP, [H, I], or [E, H, I] for experts."""
     mlp_norm: Tensor
-    """[H]."""
+    """Norm weight [H] of the MLP's input."""
     attention_norm: Tensor | None = None
-    """[H]. None in an EAGLE head that doesn't norm its input."""
+    """Norm weight [H] of the attention's input; None in an EAGLE head that doesn't norm it."""
     recurrent: DeltaRuleWeights | None = None
-    """Further weights of a recurrent layer. None for a layer with attention."""
+    """Further weights of a recurrent layer; None for a layer with attention."""
     qkv_bias: Tensor | None = None
     output_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     q_norm: Tensor | None = None
-    """[D]."""
+    """Norm weight [D] of each query head; None for models without it."""
     k_norm: Tensor | None = None
-    """[D]."""
+    """Norm weight [D] of each key head; None for models without it."""
     router: Weight | None = None
-    """[E, H]."""
+    """Product [E, H] for the logits by which tokens are routed to experts; None without experts."""
     shared_gate_up: Weight | None = None
-    """[2 Is, H] of a shared expert with intermediate size Is."""
+    """Gate and up projections [2 Is, H] of a shared expert with intermediate size Is; None without one."""
     shared_down: Weight | None = None
-    """[H, Is]."""
+    """Down projection [H, Is] of the shared expert; None without one."""
     shared_gate: Weight | None = None
-    """[1, H]."""
+    """Product [1, H] for the gate that scales the shared expert's output; None without one."""
     cache: CacheFormat | None = None
     """Format of the layer's KV pages. None means the model's dtype."""
 
@@ -143,7 +144,7 @@ def _without_gates(projection: Weight, rows: int) -> tuple[Weight, ...]:
 
 
 def mlp_block(config: ModelConfig, weights: LayerWeights, ranks: RankBoundary) -> MlpBlock:
-    """Return the MLP block of a layer."""
+    """Return the MLP block of a layer with a dense MLP."""
     return MlpBlock(
         norm=weights.mlp_norm,
         eps=config.rms_eps,
@@ -155,10 +156,8 @@ def mlp_block(config: ModelConfig, weights: LayerWeights, ranks: RankBoundary) -
     )
 
 
-def experts_block(
-    config: ModelConfig, weights: LayerWeights, router: Weight, ranks: RankBoundary, index: int
-) -> ExpertsBlock:
-    """Return the block of experts of layer ``index``. Each rank holds a slice of every expert's intermediate size.
+def experts_block(config: ModelConfig, weights: LayerWeights, router: Weight, ranks: ModelRanks, index: int) -> ExpertsBlock:
+    """Return the block of experts of layer ``index``. Each rank holds a slice of every expert, or some of the experts.
 
     Raises :class:`ConfigError` for a config without experts, and for experts that are stored in different formats.
     """
@@ -181,6 +180,7 @@ def experts_block(
         router=router,
         per_token=experts.per_token,
         renormalize=experts.renormalize,
+        held=ranks.shards.held_experts(experts.count),
         gate_up=gate_up,
         down=down,
         shared=shared,

@@ -30,7 +30,9 @@ class Shard:
             raise ConfigError(f"part {self.rank} of {self.size} can't be; expected a number from 0 to {self.size - 1}")
 
     def even(self, count: int) -> tuple[int, int]:
-        """Return the first and last (exclusive) of ``count`` items in this slice. ``count`` is a multiple of ``size``."""
+        """Return the first and last (exclusive) item of this slice, of ``count`` items in equal slices. ``count`` is a
+        multiple of ``size``.
+        """
         each = count // self.size
         return self.rank * each, (self.rank + 1) * each
 
@@ -39,8 +41,8 @@ class Shard:
         return -(-count // self.size)
 
     def uneven(self, count: int) -> tuple[int, int]:
-        """Return the first and last (exclusive) of ``count`` items in this slice: :meth:`width` items, or fewer in the last
-        slices.
+        """Return the first and last (exclusive) item of this slice, of ``count`` items: :meth:`width` items, or fewer in the
+        last slices.
         """
         width = self.width(count)
         return min(self.rank * width, count), min((self.rank + 1) * width, count)
@@ -56,6 +58,12 @@ class Shards:
     attention: Shard = field(default_factory=Shard)
     mlp: Shard = field(default_factory=Shard)
     vocabulary: Shard = field(default_factory=Shard)
+    divides_experts: bool = False
+    """True if the ranks of ``mlp`` divide the routed experts, instead of the intermediate size of each."""
+
+    def held_experts(self, count: int) -> tuple[int, int] | None:
+        """Return the first and last (exclusive) of ``count`` experts of this rank. None if it has a slice of each."""
+        return self.mlp.even(count) if self.divides_experts else None
 
     def heads(self, config: ModelConfig) -> tuple[int, int]:
         """Return the first and last (exclusive) query head of this rank."""
@@ -91,7 +99,7 @@ class Shards:
             num_heads=config.num_heads // ranks,
             num_kv_heads=last - first,
             intermediate_size=config.intermediate_size // mlp,
-            experts=None if experts is None else experts.shard(mlp),
+            experts=None if experts is None else experts.shard(mlp, divided=self.divides_experts),
             recurrent=None if config.recurrent is None else config.recurrent.shard(ranks),
         )
 
@@ -138,17 +146,21 @@ class ModelRanks(RankBoundary):
     # -- attention and MLP -----------------------------------------------------------------------------------------
 
     def reduce(self, partial: Tensor) -> Tensor:
-        """Sum ``partial`` over the tensor-parallel ranks in place. Return ``partial``."""
+        """Sum ``partial`` [T, H] over the tensor-parallel ranks in place, and return it."""
         if self.tensor is not None:
             self.tensor.all_reduce(partial, stream=self.stream)
         return partial
 
     def add(self, partial: Tensor, rows: Tensor) -> Tensor:
-        """Reduce ``partial`` over the tensor-parallel ranks, and add the sum to ``rows``."""
+        """Add the sum of ``partial`` [T, H] over the tensor-parallel ranks to ``rows`` [T, H] in place, and return
+        ``rows``.
+        """
         return rows.add_(self.reduce(partial))
 
     def add_rms_norm(self, kernels: BlockKernels, partial: Tensor, rows: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """Call ``all_reduce_rms_norm`` on several tensor-parallel ranks, else ``add_rms_norm``."""
+        """Add ``partial`` [T, H], reduced over the tensor-parallel ranks, to the residual ``rows`` [T, H], and return the
+        normed sum. Several ranks use the kernel ``all_reduce_rms_norm``.
+        """
         if self.tensor is None:
             return kernels.add_rms_norm(partial, rows, norm, eps)
         return kernels.all_reduce_rms_norm(partial, rows, norm, eps, group=self.tensor, stream=self.stream)
@@ -161,7 +173,11 @@ class ModelRanks(RankBoundary):
         self._pass_widths = deque(widths)
 
     def begin_pass(self, tokens: int) -> None:
-        """Begin a pass through layers with ``tokens`` tokens on this rank."""
+        """Begin a pass through layers with ``tokens`` tokens on this rank: take the next of the widths that
+        :meth:`expect_pass_widths` set.
+
+        Raises :class:`ConfigError` for more tokens than the ranks agreed on.
+        """
         self._width = self._pass_widths.popleft() if self._pass_widths else tokens
         if tokens > self._width:
             raise ConfigError(f"a pass has {tokens} tokens here, and the ranks agreed on {self._width} at most")
@@ -213,7 +229,7 @@ class ModelRanks(RankBoundary):
 
     @property
     def is_decider(self) -> bool:
-        """True on the tensor-parallel rank whose values the others receive, see :meth:`agree`."""
+        """True on the tensor-parallel rank whose values the others receive in :meth:`agree`."""
         return self.tensor is None or self.tensor.rank == 0
 
     # -- decisions -------------------------------------------------------------------------------------------------

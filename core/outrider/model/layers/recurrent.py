@@ -13,7 +13,9 @@ from outrider.model.layers.inputs import ForwardInput
 
 
 def recurrent_input(inputs: ForwardInput, state: LayerState, rows: LayerRows | None = None) -> RecurrentTokens:
-    """Return the tokens of a recurrent block. Raises :class:`ConfigError` for a pass without states."""
+    """Return the tokens and states that a recurrent block processes in the pass ``inputs``. Raises :class:`ConfigError` for a
+    pass without states.
+    """
     states, attention = inputs.states, inputs.attention
     if states is None:
         raise ConfigError("a model with recurrent layers was called without the rows of its states (ForwardInput.states)")

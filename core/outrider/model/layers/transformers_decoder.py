@@ -35,7 +35,7 @@ class PagedPass:
     cache: KVCache
     kernels: KernelSet
     windows: list[int] = field(default_factory=list)
-    """Attention window that each layer's attention was called with."""
+    """Attention windows, in tokens, with which the layers called attention, in order; 0 for full attention."""
 
 
 def paged_attention(
@@ -52,7 +52,8 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer, with the signature of transformers' attention interface.
 
-    ``query`` [1, Hq, T, D], ``key`` and ``value`` [1, Hkv, T, D] are already rotated. Returns [1, T, Hq, D].
+    ``query`` [1, Hq, T, D], ``key`` and ``value`` [1, Hkv, T, D] are already rotated. Returns [1, T, Hq, D]. Raises
+    :class:`CheckpointError` for options of attention, or shapes, that the paged cache doesn't support.
     """
     del attention_mask  # transformers builds none for a custom attention; the metadata determines the visible tokens
     for option in ("softcap", "s_aux"):
@@ -108,6 +109,8 @@ class TransformersDecoder(LanguageModel):
     def forward_pass(self, paged: PagedPass, layers: tuple[int, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run :meth:`forward_with_aux_hidden_states` with a caller-owned ``paged``, in which the attention records its
         windows.
+
+        Raises :class:`ConfigError` for embeddings of images, and for layers that the model lacks.
         """
         missing = [layer for layer in layers if not 0 <= layer < self.config.num_layers]
         if missing:
@@ -126,14 +129,16 @@ class TransformersDecoder(LanguageModel):
         return final, tuple(out.hidden_states[layer].squeeze(0) for layer in layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [N, V] of ``hidden`` [N, H], with the model's own scaling or capping."""
+        """Return logits [N, V] of ``hidden`` [N, H], computed by the transformers model with its own scaling or capping."""
         with torch.no_grad():
             logits: Tensor = self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
         return logits.squeeze(0)
 
 
 def _without_body(model: Any) -> Any:
-    """Return the causal model with an identity body, which computes logits from hidden states. It shares ``model``'s head."""
+    """Return a copy of the causal model whose layers return their input, so that it computes logits from hidden states. The
+    copy shares the output head.
+    """
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
     class Identity(torch.nn.Module):

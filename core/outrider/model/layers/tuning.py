@@ -17,7 +17,7 @@ class PreparedKernels:
     """Summary of the kernels that were compiled or tuned before the first request."""
 
     num_loaded: int
-    """Number of stored choices that were loaded."""
+    """Number of stored tuning choices that were loaded."""
     result: TuningResult | None = None
     """Result of the tuning, or None if nothing was tuned."""
 

@@ -40,7 +40,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self.source = source
         self.tool_source = source if with_tools is None else with_tools
-        """The template of conversations with tools."""
+        """The Jinja template of conversations with tools."""
         self.response_template: Mapping[str, Any] | None = getattr(tokenizer, "response_template", None)
 
     @classmethod

@@ -91,7 +91,7 @@ def _kind(token: int, vision: VisionConfig) -> Literal["image", "video"] | None:
 
 
 def _run_length(tokens: Sequence[int], begin: int, vision: VisionConfig) -> int:
-    """Return the number of consecutive tokens of one kind from ``begin`` on."""
+    """Return the number of consecutive tokens from index ``begin`` on that are of one kind: text, image or video."""
     kind = _kind(tokens[begin], vision)
     end = begin
     while end < len(tokens) and _kind(tokens[end], vision) == kind:

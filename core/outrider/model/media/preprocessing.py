@@ -51,10 +51,10 @@ _IMAGE: Mapping[str, Field] = MappingProxyType(
         "merge_size": _UP_TO_64,
     }
 )
-"""Keys of preprocessor_config.json that are read."""
+"""The keys of preprocessor_config.json that are read, with the constraints of their values."""
 
 Picture = Any
-"""A ``PIL.Image.Image``, or an array or tensor of rows, columns and colours."""
+"""An image that a caller passes: a ``PIL.Image.Image``, or an array or tensor [rows, columns, colours]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Media:
 
     grid: MediaGrid
     pixels: Tensor
-    """float32 [patches, values of a patch], on the host."""
+    """Patches of the medium, float32 [patches, values of a patch] on the host."""
     digest: bytes
     """Hash of grid and pixels. Prompts can share a cached prefix only if their media have equal digests."""
 
@@ -128,7 +128,10 @@ class MediaProcessor:
         return _media(grid, temporal_patches.reshape(grid.patches, -1))
 
     def _patches(self, picture: Picture, options: dict[str, Any]) -> tuple[Tensor, int, int]:
-        """Return the patches of one image [rows * columns, values], and rows and columns."""
+        """Return the patches of one image [rows * columns, values], and rows and columns.
+
+        Raises :class:`RequestError` for an image that the processor can't process.
+        """
         try:
             processed = self._processor.preprocess(picture, return_tensors="pt", **options)
         except Exception as error:  # the processor's libraries may raise anything
@@ -150,7 +153,9 @@ def _checked(raw: dict[str, Any], fields: Mapping[str, Field]) -> dict[str, Any]
 
 
 def _edges(size: dict[str, int]) -> dict[str, int]:
-    """Return ``size`` after a check. Raises :class:`ConfigError` unless it has minimum and maximum pixels."""
+    """Return ``size``, the limits of an image's number of pixels. Raises :class:`ConfigError` unless it has a minimum and a
+    maximum.
+    """
     min_pixels, max_pixels = size.get("shortest_edge"), size.get("longest_edge")
     if not isinstance(min_pixels, int) or not isinstance(max_pixels, int) or min_pixels > max_pixels:
         raise ConfigError(f"size is {shown(size)}, expected shortest_edge and longest_edge, in pixels, and the first smaller")
@@ -158,7 +163,7 @@ def _edges(size: dict[str, int]) -> dict[str, int]:
 
 
 def _check_tower(directory: Path, path: Path, processor: Any) -> None:
-    """Raise unless the processor's patch sizes match the checkpoint's vision tower."""
+    """Raise :class:`CheckpointError` unless the processor's patch sizes equal those of the checkpoint's vision tower."""
     config = directory / "config.json"
     if not present(config):
         return

@@ -79,7 +79,8 @@ class StreamDecoder:
         return piece
 
     def _start_of_new(self, text: str) -> int:
-        """Return the number of characters of the window's ``text`` that were returned or belong to the given context.
+        """Return the number of characters of the window's ``text`` that :meth:`push` has returned or that belong to the given
+        context.
 
         The first tokens may complete a character that the context leaves incomplete.
         """
@@ -89,7 +90,7 @@ class StreamDecoder:
         return next(differing, min(len(self._lead), len(text)))
 
     def _is_open(self) -> bool:
-        """Return True if the last token that has any text leaves a run of bytes open."""
+        """Return True if the last token with text is one byte of a run that further tokens may continue."""
         if self._continues is None:
             return False
         for token in reversed(self._pending):
@@ -244,7 +245,9 @@ class Tokenizer:
         return StreamDecoder(decode_spelled if spelled else self.decode, continues, context)
 
     def _context(self, prompt: Sequence[int], continues: Callable[[int], bool] | None) -> list[int]:
-        """Return the last tokens of ``prompt``, after its last special token. They begin outside a run of bytes."""
+        """Return the last tokens of ``prompt`` that decide how the following text begins: those after its last special token,
+        from outside a run of bytes.
+        """
         special, start = self.special_tokens, max(len(prompt) - _CONTEXT_TOKENS, 0)
         while continues is not None and start > 0 and continues(prompt[start]):
             start -= 1
@@ -341,7 +344,7 @@ def _added_token(value: dict[str, Any]) -> AddedToken:
 
 
 def _add(tokenizer: HfTokenizer, tokens: dict[int, AddedToken]) -> None:
-    """Add tokens that the tokenizer lacks, if the tokenizer gives them their declared ids."""
+    """Add the added tokens that the tokenizer lacks, as long as the tokenizer gives each its declared id."""
     existing = tokenizer.get_added_tokens_decoder()
     for token in sorted(tokens.keys() - existing.keys()):
         known = tokenizer.token_to_id(tokens[token].content)
@@ -350,7 +353,9 @@ def _add(tokenizer: HfTokenizer, tokens: dict[int, AddedToken]) -> None:
 
 
 def _growth(part: Any) -> int:
-    """Return the factor by which a normalizer or decoder may lengthen a text. Replacements apply to each other's results."""
+    """Return the factor by which a normalizer or decoder may lengthen a text, from its part of tokenizer.json. Successive
+    replacements multiply.
+    """
     if not isinstance(part, dict):
         return 1
     inner = math.prod(_growth(each) for name in ("normalizers", "decoders") for each in part.get(name, ()))

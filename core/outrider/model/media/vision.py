@@ -27,7 +27,9 @@ from outrider.model.media.preprocessing import Media
 
 
 class VisionTower:
-    """Computes features in the decoder's space from pixels."""
+    """The vision tower of a model: it computes features in the decoder's hidden space from the pixels of images
+    and videos.
+    """
 
     def __init__(self, module: Any, *, device: torch.device, dtype: torch.dtype) -> None:
         self._module = module

@@ -33,7 +33,9 @@ from outrider.model.quantization.storages import (
 _EXPRESSION_PREFIX = "re:"
 _MAX_CHARACTERS = 512
 _MAX_OPEN_REPEATS = 4
-"""Maximum number of open repeats in an expression. The matching time can grow with the name's length to this power."""
+"""Maximum number of open repeats (``*``, ``+``) in an expression. The matching time can grow with this power of the name's
+length.
+"""
 
 
 def checked_pattern(target: str) -> str:
@@ -63,7 +65,9 @@ def _parser() -> Any:
 
 
 def _repeats(parsed: Any, *, inside: bool) -> int:
-    """Return the number of open repeats in a parsed expression."""
+    """Return the number of open repeats (``*``, ``+``) in a parsed expression. Raises ValueError for nested ones and for
+    group references. ``inside``: the expression is part of an open repeat.
+    """
     found = 0
     for operator, argument in parsed:
         name = str(operator)
@@ -254,7 +258,9 @@ def _group_scheme(name: str, group: Any, default_format: str) -> Scheme | None:
 
 
 def _input_activations(source: str, args: Any) -> dict[str, Any]:
-    """Return the fields of a format for quantised activations; empty for unquantised ones."""
+    """Return the :class:`WeightFormat` fields for quantized activations that ``args`` describes; empty for
+    unquantized ones.
+    """
     if args is None:
         return {}
     what = f"{source}: input activations of {args.num_bits} bits, {args.type}, strategy {args.strategy}"
@@ -347,7 +353,9 @@ def _gptq_scheme(config: Mapping[str, Any]) -> Scheme:
 
 
 def _auto_round(config: Mapping[str, Any]) -> FindScheme:
-    """Parse AutoRound's config: words as GPTQ or AWQ pack them, and other settings of single modules in ``extra_config``."""
+    """Return the scheme finder of AutoRound's config: words packed as by GPTQ or AWQ, with other settings for single modules
+    in ``extra_config``.
+    """
     packing, data_type, extra = config.get("packing_format"), config.get("data_type", "int"), config.get("extra_config") or {}
     name = "auto_gptq" if packing is None else str(packing).removeprefix("auto_round:")
     if name not in _AUTO_ROUND_LAYOUTS:
@@ -379,7 +387,9 @@ def _word_layout(config: Mapping[str, Any], older_key: str, default: str) -> tup
 
 
 def _modelopt(config: Mapping[str, Any]) -> FindScheme:
-    """Parse ``hf_quant_config.json``, or the flatter form in config.json, which names unquantized modules ``ignore``."""
+    """Return the scheme finder of ``hf_quant_config.json``, or of the flatter form in config.json, which calls unquantized
+    modules ``ignore``.
+    """
     fields = _modelopt_fields(config)
     algorithm = fields.get("quant_algo")
     known = {
@@ -411,7 +421,9 @@ def _modelopt_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _modelopt_cache(config: Mapping[str, Any]) -> object:
-    """Return the KV cache scheme in the vocabulary of compressed-tensors, or None."""
+    """Return the KV cache scheme of a ModelOpt config in the vocabulary of compressed-tensors, or None if the cache is
+    unquantized.
+    """
     if config.get(KEY) is not None:
         return config[KEY]
     algorithm = _modelopt_fields(config).get(MODELOPT_KEY)
@@ -421,7 +433,9 @@ def _modelopt_cache(config: Mapping[str, Any]) -> object:
 
 
 def _group_size(value: object) -> int:
-    """Return the number of columns of a group. 0 means all columns."""
+    """Return the number of columns that share a scale; 0 for -1, which means all columns. Raises :class:`ConfigError` unless
+    it is a multiple of 8.
+    """
     if value == -1 and not isinstance(value, bool):
         return 0
     if not is_whole(value, 1, _MAX_GROUP_SIZE) or value % 8:
@@ -447,7 +461,9 @@ def _modules(config: Mapping[str, Any], key: str) -> list[str]:
 
 
 def _all_except(scheme: Scheme, names: Sequence[str]) -> FindScheme:
-    """Return ``scheme`` for every module except those with one of ``names`` as a dotted part of their name."""
+    """Return a scheme finder: ``scheme`` for every module but those that have one of ``names`` among the dotted parts of
+    their name.
+    """
     skipped = tuple(f".{name.strip('.')}." for name in names if name.strip("."))
 
     def find(module: str) -> Scheme | None:

@@ -17,7 +17,9 @@ from outrider.model.quantization.storages import repeat_rows
 
 
 def map_scales(weight: QuantizedWeight, change: Callable[[Tensor], Tensor], **fields: Any) -> QuantizedWeight:
-    """Return the weight with ``change`` applied to scales and zero points, and with other ``fields``."""
+    """Return a copy of ``weight`` with ``change`` applied to its scales and its zero points, and with other ``fields``
+    replaced.
+    """
     zeros = weight.zero_points
     changed = None if zeros is None else change(zeros).contiguous()
     return replace(weight, scales=change(weight.scales).contiguous(), zero_points=changed, **fields)
@@ -32,7 +34,9 @@ def with_row_scales(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def slice_weight(weight: QuantizedWeight, tensor_slice: TensorSlice | None) -> QuantizedWeight:
-    """Return the rows or columns of the weight that ``tensor_slice`` selects."""
+    """Return the rows or columns of ``weight`` that ``tensor_slice`` selects; the whole weight for None. A cut within a group
+    of columns gives smaller groups.
+    """
     if tensor_slice is None:
         return weight
     start, stop = tensor_slice.start, tensor_slice.stop
@@ -116,7 +120,7 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def to_device(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
-    """Return the weight on ``device``, valid after the current stream's work."""
+    """Return a copy of ``weight`` with all tensors on ``device``, valid after the current stream's work."""
 
     def copied(tensor: Tensor) -> Tensor:
         result = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)

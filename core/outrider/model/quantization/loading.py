@@ -27,18 +27,18 @@ _EMBEDDING = "embed_tokens.weight"
 
 
 QuantizedName = Literal["kernels", "reference", "dequantize"]
-"""Names of :class:`QuantizedMode`."""
+"""The names of :class:`QuantizedMode`'s members, as settings spell them."""
 
 
 class QuantizedMode(StrEnum):
     """The way in which quantized weights are loaded and multiplied."""
 
     KERNELS = "kernels"
-    """Keep them quantized. A format that the backend doesn't declare is an error."""
+    """Keep the weights quantized. A format that the backend doesn't declare is an error."""
     REFERENCE = "reference"
-    """Keep them quantized, and use the slow torch reference for formats that the backend doesn't declare."""
+    """Keep the weights quantized, and use the slow torch reference for formats that the backend doesn't declare."""
     DEQUANTIZE = "dequantize"
-    """Convert them to the model's dtype at load time. Activations are then not quantized."""
+    """Convert the weights to the model's dtype at load time. Activations are then not quantized."""
 
     @classmethod
     def from_name(cls, value: str) -> QuantizedMode:
@@ -53,13 +53,13 @@ class Quantization:
     """The parsed quantization config of a checkpoint."""
 
     path: Path
-    """The config file."""
+    """The file from which the config was read, for error messages."""
     method: str
-    """Name of the quantization method."""
+    """Name of the quantization method, such as ``gptq``."""
     scheme: Callable[[str], Scheme | None]
     """Function from a module's name to its scheme, or to None for an unquantized module."""
     mode: QuantizedMode
-    """How quantized weights are run."""
+    """How the quantized weights are loaded and multiplied."""
     cache: object = None
     """The unparsed KV cache scheme of the config, or None."""
     weights: bool = True
@@ -160,7 +160,7 @@ class Quantization:
             )
 
     def _names_any(self, targets: Sequence[Target]) -> bool:
-        """Return True if the config declares at least one product of the model as quantized."""
+        """Return True if the config declares at least one matrix of ``targets`` as quantized."""
         keys = (piece.key for target in targets for piece in target.pieces if len(piece.shape) == 2)
         modules = (key.removesuffix(_WEIGHT) for key in keys if key.endswith(_WEIGHT) and not key.endswith(_EMBEDDING))
         return any(self.scheme(module) is not None for module in modules)
@@ -215,7 +215,7 @@ def _dequantized(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def _concatenate(parts: Sequence[Tensor | QuantizedWeight]) -> list[Tensor | QuantizedWeight]:
-    """Concatenate the rows of adjacent parts with compatible formats."""
+    """Return ``parts`` in order, with the rows of adjacent parts concatenated where their formats allow."""
     quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
     if len(parts) > 1 and len(quantized) == len(parts):
         stacked_all = stack_weights(quantized)  # one concatenation, because a layer may have hundreds of experts

@@ -37,7 +37,7 @@ SUFFIXES = frozenset(
         "weight_zero_point",
     }
 )
-"""Suffixes of tensor names that only quantized weights have."""
+"""Suffixes of the names of tensors that only quantized weights have, such as ``qweight``."""
 # vLLM's writers and transformers use different suffixes for the same scale.
 _ALTERNATIVE_SUFFIXES: Mapping[str, str] = MappingProxyType(
     {"weight_scale": "weight_scale_inv", "weight_scale_inv": "weight_scale", "input_scale": "activation_scale"}
@@ -55,13 +55,13 @@ class StoredTensor:
     """One tensor that stores part of a module's weight."""
 
     suffix: str
-    """Suffix of its name."""
+    """Suffix of the tensor's name after the module's name."""
     shapes: tuple[tuple[int, ...], ...]
-    """Shapes that it may have."""
+    """Shapes that the tensor may have."""
     dtypes: tuple[torch.dtype, ...]
-    """Dtypes that it may have."""
+    """Dtypes that the tensor may have."""
     optional: bool = False
-    """True if a module may lack it."""
+    """True if a module may lack the tensor."""
 
     def key(self, module: str, present: Container[str]) -> str:
         """Return the tensor's name among the names ``present``, or its default name if it is missing."""
@@ -74,7 +74,7 @@ class Storage(ABC):
 
     @abstractmethod
     def stored(self, format: WeightFormat, shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
-        """Return the tensors that store a weight of this format and shape."""
+        """Return the tensors that store a weight of this ``format`` and ``shape`` [out, in]."""
 
     @abstractmethod
     def read(
@@ -93,10 +93,10 @@ class ValuesStorage(Storage):
     """A tensor of the format's dtype, with its scales and zero points: compressed-tensors, Hugging Face's fp8, ModelOpt."""
 
     scale: str = "weight_scale"
-    """Suffix of the scale's name."""
+    """Suffix of the name of the scales' tensor."""
 
     def stored(self, format: WeightFormat, shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
-        """Return values, scales, zero points and the scale of static activations."""
+        """Return the declarations of the values, the scales, the zero points and the scale of static activations."""
         scale_shapes = _scale_shapes(format.grid(shape))
         zeros = self._stored_zeros(format, shape)
         return (
@@ -117,7 +117,10 @@ class ValuesStorage(Storage):
     def read(
         self, format: WeightFormat, shape: tuple[int, int], tensors: Mapping[str, Tensor], *, grouped: bool
     ) -> QuantizedWeight:
-        """Return the stored values; a single scale of all rows is repeated for each row, because weights are stacked."""
+        """Return the stored values; a single scale of all rows is repeated for each row, because weights are stacked.
+
+        Raises :class:`ConfigError` if the scale of the activations isn't positive.
+        """
         del grouped
         (grid, block), scales = (format.grid(shape), format.block_of(shape)), tensors[self.scale]
         if scales.dtype == torch.float8_e8m0fnu:  # powers of two
@@ -203,7 +206,7 @@ class AwqStorage(Storage):
     """AWQ's ``gemm`` layout: words of eight columns of the transposed weight, in an order of their own."""
 
     def stored(self, format: WeightFormat, shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
-        """Return values, zero points and scales."""
+        """Return the declarations of the packed values, the packed zero points and the scales."""
         (rows, columns), groups, per_word = shape, format.grid(shape)[1], _per_word(format)
         return (
             StoredTensor("qweight", ((columns, -(-rows // per_word)),), _INTEGERS[:1]),
@@ -214,7 +217,9 @@ class AwqStorage(Storage):
     def read(
         self, format: WeightFormat, shape: tuple[int, int], tensors: Mapping[str, Tensor], *, grouped: bool
     ) -> QuantizedWeight:
-        """Return the transposed weight. Zero points that the config denies must stand for zero."""
+        """Return the weight on the host, transposed to [out, in]. Zero points that the config denies must stand for zero,
+        else raises :class:`ConfigError`.
+        """
         del grouped
 
         def unpack_columns(words: Tensor) -> Tensor:
@@ -239,7 +244,7 @@ class GptqStorage(Storage):
     """Number that is added to stored zero points."""
 
     def stored(self, format: WeightFormat, shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
-        """Return values, zero points, scales and the groups of the columns."""
+        """Return the declarations of the packed values, the packed zero points, the scales, and the group of each column."""
         (rows, columns), groups, per_word = shape, format.grid(shape)[1], _per_word(format)
         return (
             StoredTensor("qweight", ((-(-columns // per_word), rows),), _INTEGERS[:1]),
@@ -251,7 +256,12 @@ class GptqStorage(Storage):
     def read(
         self, format: WeightFormat, shape: tuple[int, int], tensors: Mapping[str, Tensor], *, grouped: bool
     ) -> QuantizedWeight:
-        """Return the transposed weight, with a scale per column if ``g_idx`` reorders them and ``grouped`` is False."""
+        """Return the weight on the host, transposed to [out, in], with one scale per column if ``g_idx`` reorders the columns
+        and ``grouped`` is False.
+
+        Raises :class:`ConfigError` if ``g_idx`` names groups without a scale, and :class:`ActOrderError` if it reorders
+        columns that must stay grouped.
+        """
         out_features, in_features = shape
         block = format.block_of(shape)
         values = _unpack(format, tensors["qweight"], dim=0, count=in_features).T
@@ -298,12 +308,12 @@ COMPRESSED_STORAGES: Mapping[str, ValuesStorage] = MappingProxyType(
         "pack-quantized": PackedStorage(),
     }
 )
-"""Storages of compressed-tensors, by its names of them."""
+"""Storages of compressed-tensors, by the name of the format in its configs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """The format of one module's weight and its spelling in a checkpoint."""
+    """The format of one module's weight, and the storage in which a checkpoint spells it."""
 
     format: WeightFormat
     storage: Storage
@@ -311,7 +321,7 @@ class Scheme:
     """Location of the scheme in the config, for error messages."""
 
     def stored(self, shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
-        """Return the tensors that store a weight of this shape."""
+        """Return the tensors that store a weight of ``shape`` [out, in]."""
         return self.storage.stored(self.format, shape)
 
 
@@ -326,7 +336,7 @@ def _per_word(format: WeightFormat) -> int:
 
 
 def _zero_value(format: WeightFormat) -> int:
-    """Return the unsigned value that stands for zero."""
+    """Return the unsigned stored value that stands for the number zero."""
     return 1 << format.elements.bits - 1
 
 

@@ -59,7 +59,8 @@ class WrittenCheckpoint:
 
 
 def fitting_group(source: Path, format: str) -> int | None:
-    """Return the number of columns that share a scale in ``format`` in all weights of the checkpoint ``source``.
+    """Return the number of columns per scale in ``format`` that divides the columns of all weights in the checkpoint
+    ``source``.
 
     None for a format without groups. Raises :class:`ConfigError` if no group divides the columns of a weight.
     """
@@ -145,7 +146,7 @@ def _keys_to_quantize(files: CheckpointFiles, *, head: bool) -> list[str]:
 
 
 def _has_tied_head(config: Mapping[str, Any], files: CheckpointFiles) -> bool:
-    """Return True if the output head is the embedding, even if the files hold a copy of it.
+    """Return True if the model uses its embedding as output head, even if the files hold a copy of it.
 
     A draft head may have its own output head in any case.
     """
@@ -215,7 +216,9 @@ def _with_group(format: WeightFormat, group: int) -> WeightFormat:
 def _write_tensors(
     files: CheckpointFiles, keys: list[str], out: Path, rounding: WeightFormat, progress: Progress | None
 ) -> WrittenCheckpoint:
-    """Write the quantized tensors, one file for each source file, and an index if there are several files."""
+    """Write the checkpoint's tensors to ``out``, those named in ``keys`` quantized: one file for each source file, and an
+    index if there are several. Return the counts.
+    """
     wanted, total, num_done = set(keys), len(files.tensors), 0
     by_file: dict[Path, list[str]] = {}
     for key, file in files.tensors.items():

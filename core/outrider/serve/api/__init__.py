@@ -1,1 +1,1 @@
-"""Requests and responses in OpenAI's format, and the service that admits and generates them."""
+"""Requests and responses in OpenAI's format, and the service that admits requests and runs their generation."""

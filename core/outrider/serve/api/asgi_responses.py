@@ -15,21 +15,21 @@ from outrider.serve.api.api_errors import ApiError
 _JSON_CONTENT_TYPE = b"application/json"
 _EVENTS_CONTENT_TYPE = b"text/event-stream; charset=utf-8"
 DONE_EVENT = b"data: [DONE]\n\n"
-"""The event that ends a stream of completions."""
+"""The server-sent event that ends a stream of completions."""
 
 
 def encode_event(data: Mapping[str, Any]) -> bytes:
-    """Return ``data`` encoded as one server-sent event."""
+    """Return ``data`` as JSON in one unnamed server-sent event, encoded."""
     return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
 
 
 def encode_named_event(data: Mapping[str, Any]) -> bytes:
-    """Return ``data`` encoded as one server-sent event whose name is its ``type``."""
+    """Return ``data`` as JSON in one server-sent event whose name is the field ``type``, encoded."""
     return f"event: {data['type']}\n".encode() + encode_event(data)
 
 
 class ClientGone(Exception):
-    """The client has closed its connection, or hasn't read for the allowed time."""
+    """Raised when the client has closed its connection, or hasn't read for the allowed time."""
 
 
 class DeferredResponse(Response):

@@ -16,7 +16,7 @@ class ChoiceDelta:
     """The new text and new tokens of one choice since its previous delta."""
 
     index: int
-    """Number of the choice in the response."""
+    """Index of the choice in the response, from 0."""
     text: str
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -26,7 +26,7 @@ class ChoiceDelta:
     proposed: int = 0
     """Number of draft tokens that the engine verified in this iteration."""
     pieces: list[tuple[str, bool]] = field(default_factory=list)
-    """Text of each token and whether the token was drafted. Empty unless the request asks for it."""
+    """The text of each token, with True if the token was drafted. Empty unless the request asks for pieces."""
     stopped_by: str | int | None = None
     """The stop string or stop token of the request that ended the choice."""
 

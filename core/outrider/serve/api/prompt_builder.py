@@ -26,12 +26,14 @@ from outrider.serve.formats.model_formats import ModelFormat, choose_format
 _MAX_IMAGES = 64
 """Maximum number of images in a request."""
 _CHARACTERS_PER_TOKEN = 8
-"""Characters of a long text that are tokenised first, for each token of the context length."""
+"""Characters per token of the context length that a long text's first part has; this part is tokenised first, to refuse texts
+that are too long.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePrompt:
-    """A prompt in the form that the engine reads."""
+    """A prompt in the form that the engine reads: token ids and images."""
 
     tokens: Sequence[int]
     media: Sequence[Media] = ()
@@ -210,7 +212,9 @@ class PromptBuilder:
         return EnginePrompt(tokens, images, text, features - len(images))
 
     def _message(self, index: int, message: ChatMessage, images: list[Media]) -> dict[str, Any]:
-        """Return a message in the form that chat templates read. Its images are appended to ``images``."""
+        """Return ``message``, number ``index`` of the request, in the form that chat templates read. Its images are appended
+        to ``images``.
+        """
         field = f"messages[{index}]"
         for name in ("audio", "function_call"):
             if getattr(message, name) is not None:
@@ -238,7 +242,9 @@ class PromptBuilder:
         return variables
 
     def _content(self, field: str, parts: Sequence[MessagePart], images: list[Media]) -> str | list[dict[str, str]]:
-        """Return the parts of a message, or one text if there are no images: every template reads text."""
+        """Return the parts of a message for the chat template: one text without images, which every template reads, else a
+        list of parts. Images are appended to ``images``; errors name ``field``.
+        """
         content: list[dict[str, str]] = []
         for number, part in enumerate(parts):
             part_field = f"{field}.content[{number}]"
@@ -304,7 +310,9 @@ def _decode_image(data: bytes, field: str) -> Any:
 
 
 def _arguments(text: str) -> Any:
-    """Return the arguments of a call as an object, which templates expect. Text that is no JSON object stays text."""
+    """Return the arguments of a tool call as an object, which chat templates expect. Text that is no JSON object is returned
+    unchanged.
+    """
     try:
         arguments = json.loads(text)
     except ValueError:

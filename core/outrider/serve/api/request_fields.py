@@ -65,7 +65,7 @@ def _limited_biases(biases: Any) -> Any:
 
 
 class StrictFields(BaseModel):
-    """The base of requests. An unknown field is an error, and the cost of errors is bounded."""
+    """The base class of request bodies. An unknown field is an error, and the number of reported errors is bounded."""
 
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
     answer_role: ClassVar[str | None] = None
@@ -87,7 +87,7 @@ class StrictFields(BaseModel):
 
 
 class StreamOptions(StrictFields):
-    """The additional content of a streamed response."""
+    """The field ``stream_options``: what a streamed response contains in addition to the text."""
 
     include_usage: bool = Field(False, description="Send a last chunk that has the usage and no choices.")
     continuous_usage_stats: bool = Field(
@@ -152,7 +152,7 @@ class CompletionRequest(SamplingFields):
 
 
 class FunctionCall(StrictFields):
-    """The function and the arguments (JSON text) of an earlier call by the assistant."""
+    """The function name and the arguments (JSON text) of a tool call in an earlier message of the assistant."""
 
     answer_role = "assistant"
     name: _ShortText
@@ -160,7 +160,7 @@ class FunctionCall(StrictFields):
 
 
 class ToolCall(StrictFields):
-    """An earlier tool call by the assistant."""
+    """A tool call in an earlier message of the assistant."""
 
     answer_role = "assistant"
     id: _ShortText
@@ -169,7 +169,7 @@ class ToolCall(StrictFields):
 
 
 class ImageUrl(StrictFields):
-    """An image of a message, as a data URL."""
+    """The image of a message part, as a data URL."""
 
     url: str
     detail: Literal["auto", "low", "high"] | None = None
@@ -218,20 +218,20 @@ class Tool(StrictFields):
 
 
 class NamedFunction(StrictFields):
-    """The name of a function among the tools."""
+    """The name of the function that a ``tool_choice`` forces."""
 
     name: _ShortText
 
 
 class NamedTool(StrictFields):
-    """The tool that the model must call."""
+    """A ``tool_choice`` that makes the model call one tool."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 class AllowedTools(StrictFields):
-    """The tools of a request that the model may call this time."""
+    """The list of a request's tools that the model may call this time, in ``tool_choice``."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[ListOf[NamedTool], Field(max_length=1024)]

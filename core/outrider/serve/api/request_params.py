@@ -109,7 +109,9 @@ def check_supported(request: SamplingFields) -> None:
 
 
 def _top_p(top_p: float | None) -> float:
-    """Return ``top_p`` for the engine, which requires a value above 0. OpenAI's 0 selects only the likeliest token."""
+    """Return ``top_p`` for the engine, which requires a value above 0: 1 for None, and 1e-6 for OpenAI's 0, which selects the
+    likeliest token.
+    """
     return 1.0 if top_p is None else max(top_p, 1e-6)
 
 

@@ -162,7 +162,9 @@ class ResponseWriter:
             yield encode_event({**self._head, "choices": [], "usage": self.usage})
 
     def _tail(self) -> bytes:
-        """Return the end of a chunk after its choices: the ``usage`` field if the client asked for it, and the brace."""
+        """Return the end of an encoded chunk after its choices: the ``usage`` field if the client asked for it, and the
+        closing brace.
+        """
         if self._has_usage_in_each_chunk:
             return b',"usage":%b}\n\n' % json.dumps(self.usage, separators=(",", ":")).encode()
         return b',"usage":null}\n\n' if self._has_usage else b"}\n\n"
@@ -200,7 +202,7 @@ class ResponseWriter:
 
 
 def _merge_by_choice(deltas: Sequence[ChoiceDelta]) -> Sequence[ChoiceDelta]:
-    """Return one delta for each choice: a slow reader gets several deltas of a choice at once."""
+    """Return one delta for each choice, in order. ``deltas`` has several of a choice if the client reads slowly."""
     if len(deltas) == 1:
         return deltas
     merged: dict[int, ChoiceDelta] = {}

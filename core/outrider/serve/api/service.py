@@ -21,7 +21,7 @@ from outrider.serve.monitoring.metrics import ServerMetrics
 
 T = TypeVar("T")
 _RETRY_AFTER_S = 1
-"""Value of ``Retry-After`` for a client whose request was refused."""
+"""Value in seconds of the header ``Retry-After`` for a client whose request was refused."""
 _MAX_INLINE_CHARACTERS = 1024
 """Prompts below this length are tokenised on the event loop: a switch to a thread takes longer."""
 _NUM_PROMPT_THREADS = 2
@@ -29,13 +29,13 @@ _NUM_PROMPT_THREADS = 2
 
 
 class ServerState(StrEnum):
-    """The state of a server, which decides whether it accepts new requests."""
+    """The state of a server, by which it accepts or refuses new requests."""
 
     READY = "ready"
     DRAINING = "draining"
     """The server is about to end: it refuses new requests and finishes the running ones."""
     LOST = "lost"
-    """The engine is gone."""
+    """The engine has ended; the server refuses all requests."""
 
 
 class Service:
@@ -68,7 +68,7 @@ class Service:
             raise unavailable("this server is about to end; ask another one", "draining", _RETRY_AFTER_S)
 
     def check_model(self, name: str) -> None:
-        """Raise :class:`ApiError` unless ``name`` is one of the model's names."""
+        """Raise :class:`ApiError` (404) unless ``name`` is one of the names under which the server offers its model."""
         if name not in self.config.names:
             message = f"the model {name!r} does not exist; this server has {', '.join(self.config.names)}"
             raise ApiError(404, message, param="model", code="model_not_found")
@@ -162,7 +162,7 @@ class Service:
 
 
 class Generation:
-    """The running choices of one request."""
+    """The running choices of one HTTP request, and its counts and times for log and metrics."""
 
     def __init__(self, service: Service, *, pieces: bool) -> None:
         self._service = service
@@ -172,7 +172,7 @@ class Generation:
         self._arrival_time = time.perf_counter()
         self._last_output_time: dict[int, float] = {}
         self._first_keys: set[int] = set()
-        """Keys of the first request of each prompt, whose cached tokens count."""
+        """Keys of the first engine request of each prompt, whose cached tokens are counted."""
         self._timer: asyncio.TimerHandle | None = None
         self._closed = self._recorded = False
         self.log_fields: dict[str, Any] = {}
@@ -184,7 +184,7 @@ class Generation:
         self.proposed_draft_tokens = 0
         """Number of draft tokens that the target verified, over all choices."""
         self.cached_tokens = 0
-        """Number of prompt tokens that the prefix cache had."""
+        """Number of prompt tokens that the prefix cache supplied."""
         self.first_token_s: float | None = None
         """Seconds from the request's arrival to its first token; None before the first token."""
         service._open.add(self)
@@ -200,7 +200,10 @@ class Generation:
         return [choice.finish_reason for choice in self._choices.values() if choice.finish_reason is not None]
 
     async def start(self, prompts: Sequence[EnginePrompt], params: Sequence[SamplingParams], priority: int) -> None:
-        """Submit one engine request for each prompt, and wait until the engine has accepted all of them."""
+        """Submit one engine request for each prompt, and wait until the engine has accepted all of them.
+
+        Raises :class:`ApiError` if the engine refuses one of them.
+        """
         service = self._service
         timeout_s = service.config.request_timeout_s
         timeout = ApiError(504, f"the request wasn't done within {timeout_s:g} s", kind=SERVER, code="timeout")
@@ -312,7 +315,7 @@ class Generation:
 
 
 def _client_error(error: Exception) -> Exception:
-    """Return the error that the client gets for an error of the engine client."""
+    """Return the :class:`ApiError` that a client gets for ``error`` of the engine client, or ``error`` itself."""
     if isinstance(error, RequestError):
         return bad_request(str(error))
     if isinstance(error, EngineGone):

@@ -20,9 +20,9 @@ from outrider.serve.formats.model_formats import ModelFormat
 
 _CONTENT = ModelFormat("none", "none")
 _CALL_LIST = ModelFormat("json", "none")
-"""Formats of guided text: all of it is content, or a list of calls."""
+"""The format of text that a guide enforces: all of it is content, or a JSON list of calls."""
 _NAMED_SCHEMAS = ("properties", "$defs", "definitions")
-"""Keywords of JSON Schema whose values are objects of schemas by name."""
+"""Keywords of JSON Schema whose values map names to schemas."""
 _VALUE_KEYWORDS = ("const", "enum", "default", "examples")
 """Keywords of JSON Schema that hold values, in which ``$ref`` is no reference."""
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
@@ -228,7 +228,7 @@ def _without_calls(template: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _calls_of(value: Any) -> list[dict[str, Any]]:
-    """Return the tool calls in a parsed value, or none if one of them can't be read."""
+    """Return the tool calls in ``value``, which a parser has read; an empty list if one of them can't be read."""
     try:
         functions = [call["function"] for call in (value if isinstance(value, list) else [value])]
         named = [(str(function["name"]), function["arguments"]) for function in functions]
@@ -252,7 +252,9 @@ def _definition_name(index: int) -> str:
 
 
 def _moved(schema: Any, index: int) -> Any:
-    """Return the schema of a tool's parameters for its place in ``$defs``: references stay relative to the tool's schema."""
+    """Return the schema of a tool's parameters, rewritten for entry ``index`` of ``$defs``: its references still point into
+    the tool's own schema.
+    """
     if isinstance(schema, list):
         return [_moved(each, index) for each in schema]
     if not isinstance(schema, dict):

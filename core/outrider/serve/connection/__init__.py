@@ -1,1 +1,1 @@
-"""The connection between a server and its engine: messages, clients, and the engine's loop."""
+"""The connection between a server and its engine: messages, clients on the server's side, and the engine's loop."""

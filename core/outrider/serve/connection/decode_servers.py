@@ -27,9 +27,9 @@ from outrider.serve.connection.engine_messages import (
 )
 
 _TICK_S = 0.25
-"""Interval in which the client reconnects, pings and asks for the servers' counters."""
+"""Interval in seconds in which the client reconnects, pings and requests the servers' counters."""
 _MAX_START_WAIT_S = 2.0
-"""Time that a start waits for the other servers once one has answered."""
+"""Seconds that a start waits for the other decode servers once one has answered."""
 
 
 class DecodeServers(EngineClient):
@@ -44,7 +44,7 @@ class DecodeServers(EngineClient):
         self._servers, self._patience_s = servers, patience_s
         self._client = DecodeClient(servers, secret=secret, patience_s=patience_s)
         self._sample_of: dict[int, tuple[int, int]] = {}
-        """(key, number of the sample) of each open sample, by its number in the client."""
+        """Request key and sample number of each open sample, by the sample's number in the client of decode servers."""
         self._ticker: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
@@ -91,7 +91,7 @@ class DecodeServers(EngineClient):
                     self._client.abort(number)
 
     def _receive(self) -> None:
-        """Read what the sockets have, and pass the outputs on."""
+        """Read all complete messages from the sockets, and deliver the outputs to the callers' inboxes."""
         outputs = self._client.poll(0.0)
         self._handle([event for output in outputs if (event := self._event(output)) is not None])
 
@@ -105,7 +105,9 @@ class DecodeServers(EngineClient):
 
 
 def _ready(statuses: Sequence[Mapping[str, Any]]) -> EngineReady:
-    """Return the properties of all servers together: the smallest context, and the sum of requests and pages."""
+    """Return the properties of all decode servers as those of one engine: the smallest context, and the sums of requests and
+    pages.
+    """
     infos: list[EngineInfo] = [from_plain(status["engine"], EngineInfo) for status in statuses]
     return EngineReady(
         replace(
@@ -118,7 +120,7 @@ def _ready(statuses: Sequence[Mapping[str, Any]]) -> EngineReady:
 
 
 def _snapshot(statuses: Sequence[Mapping[str, Any]]) -> EngineSnapshot:
-    """Return the sums of the servers' counters."""
+    """Return the sums of all decode servers' counters as one snapshot."""
     stats, load = (
         {name: sum(status[part][name] for status in statuses) for name in statuses[0][part]} for part in ("stats", "load")
     )

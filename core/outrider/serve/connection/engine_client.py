@@ -27,7 +27,7 @@ from outrider.serve.connection.engine_messages import (
 
 
 class EngineGone(OutriderError):
-    """The engine has ended: its device was lost, its process died, or it was closed. It serves no request."""
+    """Raised once the engine has ended: its device was lost, its process died, or it was closed. It serves no request."""
 
 
 class Inbox:
@@ -133,7 +133,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def _launch(self) -> None:
-        """Start the thread or the processes of the engine, whose events are passed to :meth:`_handle`."""
+        """Start the thread or the processes of the engine. Their events reach :meth:`_handle` on the event loop."""
 
     @abstractmethod
     def _send(self, command: EngineCommand) -> None:
@@ -191,7 +191,7 @@ class EngineClient(ABC):
     # -- events of the engine ----------------------------------------------------------------------------------------
 
     def _handle(self, events: Iterable[EngineEvent]) -> None:
-        """Handle events that the engine has sent. Called on the event loop."""
+        """Deliver the events that the engine has sent to the inboxes of their requests. Called on the event loop."""
         for event in events:
             if type(event) is SampleOutput:
                 self._deliver(event)

@@ -26,9 +26,9 @@ from outrider.serve.connection.engine_messages import (
 _MAX_CONSECUTIVE_FAILURES = 8
 """Number of consecutive recoverable device failures after which the loop raises the error."""
 _GUIDE_POLL_INTERVAL_S = 0.01
-"""Interval in which the loop checks for commands while its only requests wait for their guides."""
+"""Seconds between two checks for commands while all requests of the loop wait for their guides."""
 _SNAPSHOT_INTERVAL_S = 0.1
-"""Minimum time between two snapshots while the engine has requests."""
+"""Minimum seconds between two snapshots while the engine has requests."""
 
 
 class EnginePort(Protocol):
@@ -54,7 +54,7 @@ class EngineLoop:
         self._engine = engine
         self._port = port
         self._sample_of: dict[int, tuple[int, int]] = {}
-        """(key, number of the sample) of each engine request that hasn't ended, by request id."""
+        """Request key and sample number of each engine request that hasn't ended, by request id."""
         self._request_ids: dict[int, list[int]] = {}
         """Ids of the engine requests that haven't ended, by key."""
         self._events: list[EngineEvent] = []

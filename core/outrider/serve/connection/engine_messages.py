@@ -26,7 +26,7 @@ class SubmitRequest(NamedTuple):
     """Command to run all samples of a request."""
 
     key: int
-    """Identifies the request in all later messages. The sender chooses the key and uses it once."""
+    """The key of the request in all later messages. The sender chooses it and uses it once."""
     tokens: Sequence[int]
     params: SamplingParams
     priority: int
@@ -84,7 +84,7 @@ class SampleOutput(NamedTuple):
 
 
 class EngineSnapshot(NamedTuple):
-    """Event: the engine's counters and its current load."""
+    """Event: the counters and the current load of the engine. Sent at most every 0.1 s, and when the engine becomes idle."""
 
     stats: EngineStats
     load: EngineLoad
@@ -181,13 +181,13 @@ class FrameDecoder:
 
 
 def frame(item: Any) -> bytes:
-    """Return ``item``, plain data for JSON, encoded as one frame."""
+    """Return ``item``, plain data for JSON, encoded as one length-prefixed frame."""
     data = json.dumps(item, separators=(",", ":")).encode()
     return _LENGTH.pack(len(data)) + data
 
 
 def command_to_wire(command: EngineCommand) -> Any:
-    """Return a command as plain data for JSON."""
+    """Return ``command`` as plain data for JSON, for :func:`frame`."""
     return to_plain(command, EngineCommand)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from outrider.cli.options.rank_processes import Joined
+from outrider.cli.options.rank_processes import Joined, check_expert_parallel
 from outrider.cli.terminal.environment import become_rank
 from outrider.engine.engine import Engine
 from outrider.registry.children import end_with_parent, ignore_interruptions, interruptions_blocked_in_children
@@ -39,11 +39,11 @@ from outrider.serve.connection.engine_messages import (
 _RECEIVE_BYTES = 1 << 18
 _SOCKET_BUFFER_BYTES = 8 << 20
 _EXIT_TIMEOUT_S = 10.0
-"""Time that a child process has to exit after it was told to end. Then it is killed."""
+"""Seconds that a child process has to exit after it was told to end. Then it is killed."""
 
 
 async def join_or_kill(process: Any) -> None:
-    """Wait for a child process to exit, and kill it after ``_EXIT_TIMEOUT_S``."""
+    """Wait for a ``multiprocessing`` child to exit, and kill it after ``_EXIT_TIMEOUT_S`` seconds."""
     loop = asyncio.get_running_loop()
     await loop.run_in_executor(None, process.join, _EXIT_TIMEOUT_S)
     if process.is_alive():
@@ -113,7 +113,9 @@ class EngineProcess(EngineClient):
 
 
 class _EventProtocol(asyncio.Protocol):
-    """The asyncio protocol of the server's end: decodes the child's frames and passes the events to the client."""
+    """The server's end of the socket pair: an asyncio protocol that decodes the child's frames and passes the events to the
+    client.
+    """
 
     def __init__(self, client: EngineProcess) -> None:
         self._client = client
@@ -132,14 +134,16 @@ class _EventProtocol(asyncio.Protocol):
 
 
 class _ChildPort:
-    """The engine's end of the socket pair."""
+    """The engine's end of the socket pair, an :class:`EnginePort` in the child process."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._frames = FrameDecoder()
 
     def receive_commands(self, *, block: bool) -> Sequence[EngineCommand]:
-        """Return the commands in the socket. A closed connection means that the server is gone."""
+        """Return the commands that the socket has received; with ``block`` wait for one. A closed connection returns
+        :class:`StopEngine`.
+        """
         commands: list[EngineCommand] = []
         while not commands:
             if not block and not select.select([self._socket], [], [], 0)[0]:
@@ -173,9 +177,12 @@ def _serve(make: Callable[[], Engine], sock: socket.socket) -> None:
         os._exit(1)  # after a lost device, the vendor runtime's exit handlers may hang
 
 
-def create_engine_client(make: Callable[..., Engine], *, tensor: int = 1, data: int = 1) -> EngineProcess:
+def create_engine_client(
+    make: Callable[..., Engine], *, tensor: int = 1, data: int = 1, expert: bool = False
+) -> EngineProcess:
     """Return a client of an engine in one child process, or of ``tensor`` x ``data`` ranks in one child process each."""
-    return EngineProcess(make) if tensor * data == 1 else EngineRanks(make, tensor=tensor, data=data)
+    check_expert_parallel(expert, tensor, data)
+    return EngineProcess(make) if tensor * data == 1 else EngineRanks(make, tensor=tensor, data=data, expert=expert)
 
 
 class EngineRanks(EngineProcess):
@@ -183,12 +190,12 @@ class EngineRanks(EngineProcess):
 
     ``make`` is pickled and called in each child. It gets the ranks as the keyword argument ``joined``
     (:class:`~outrider.cli.options.rank_processes.Joined`) and returns the engine of its rank. If one rank ends, all ranks
-    end.
+    end. ``expert``: the ranks divide a mixture's experts.
     """
 
-    def __init__(self, make: Callable[..., Engine], *, tensor: int = 1, data: int = 1) -> None:
+    def __init__(self, make: Callable[..., Engine], *, tensor: int = 1, data: int = 1, expert: bool = False) -> None:
         self._make_rank = make
-        self._tensor, self._data = tensor, data
+        self._tensor, self._data, self._expert = tensor, data, expert
         self._store: Any = None
         self._followers: list[Any] = []
         super().__init__(make)
@@ -204,7 +211,9 @@ class EngineRanks(EngineProcess):
     async def _launch(self) -> None:
         # In a thread: the import of torch takes a second, which would block the event loop.
         self._store = await asyncio.get_running_loop().run_in_executor(None, _create_store)
-        ranks = functools.partial(_Rank, self._make_rank, self._tensor, self._data, port=self._store.port)
+        ranks = functools.partial(
+            _Rank, self._make_rank, self._tensor, self._data, expert=self._expert, port=self._store.port
+        )
         context = multiprocessing.get_context("spawn")
         for rank in range(1, self._tensor * self._data):
             process = context.Process(target=ranks(rank=rank).follow, name=f"outrider-rank-{rank}", daemon=True)
@@ -223,20 +232,21 @@ class EngineRanks(EngineProcess):
 class _Rank:
     """A picklable description of one rank. Its process calls :meth:`engine` (rank 0) or :meth:`follow`."""
 
-    def __init__(self, make: Callable[..., Engine], tensor: int, data: int, *, rank: int, port: int) -> None:
+    def __init__(self, make: Callable[..., Engine], tensor: int, data: int, *, expert: bool, rank: int, port: int) -> None:
         self._make, self._tensor, self._data, self._rank, self._port = make, tensor, data, rank, port
+        self._expert = expert
 
     def engine(self) -> Engine:
         """Create and return the engine of rank 0. The process group lasts until the process ends."""
         become_rank(rank=self._rank, world=self._tensor * self._data, port=self._port)
-        return self._make(joined=Joined(self._tensor, self._data))
+        return self._make(joined=Joined(self._tensor, self._data, expert=self._expert))
 
     def follow(self) -> None:
         """Create this rank's engine and repeat the decisions of rank 0 until rank 0 ends."""
         ignore_interruptions()
         end_with_parent()
         become_rank(rank=self._rank, world=self._tensor * self._data, port=self._port)
-        with Joined(self._tensor, self._data) as joined:
+        with Joined(self._tensor, self._data, expert=self._expert) as joined:
             self._make(joined=joined).follow()
 
 

@@ -55,7 +55,7 @@ class EngineThread(EngineClient):
     # -- the port, called in the engine's thread ---------------------------------------------------------------------
 
     def receive_commands(self, *, block: bool) -> Sequence[EngineCommand]:
-        """Return the queued commands. Called in the engine's thread."""
+        """Return the commands that the server has queued; with ``block`` wait for one. Called in the engine's thread."""
         commands: list[EngineCommand] = []
         with suppress(Empty):
             commands.append(self._commands.get(block=block))

@@ -18,7 +18,9 @@ from outrider.serve.formats.model_formats import NAMED_ARGUMENTS, FormatRegion, 
 
 
 class ArgumentElement:
-    """An open element, which becomes an object, a list or a single value in JSON. The methods return pieces of the JSON."""
+    """An open argument element in a tool call, which becomes an object, a list or a single value in JSON. Its methods return
+    the next pieces of that JSON.
+    """
 
     def __init__(self, name: str, schema: Any) -> None:
         self.name = name
@@ -29,10 +31,10 @@ class ArgumentElement:
         self.is_text = self._types == {"string"}
         """True if the schema allows only text, which is reported while the model writes it."""
         self.pending = ""
-        """Text of a value of another type, which is reported at its end."""
+        """Text of a value that the schema doesn't restrict to text; it is reported when the element ends."""
 
     def add_text(self, text: str) -> str:
-        """Append ``text`` to the value."""
+        """Append ``text`` to the element's value, and return the JSON that is certain now."""
         if not self.is_text or not text:
             self.pending += text
             return ""
@@ -40,7 +42,9 @@ class ArgumentElement:
         return quote + escape_text(text)
 
     def open_child(self, name: str) -> tuple[str, ArgumentElement]:
-        """Begin an inner element. Elements with the name ``item`` make a list, others an object."""
+        """Begin an inner element. Return the JSON before it and the element. Elements with the name ``item`` make a list,
+        others an object.
+        """
         before = ", " if self._brackets else ""
         if not self._brackets:
             self._brackets = "[]" if name == "item" and self._types <= {"array", "null"} else "{}"
@@ -52,7 +56,7 @@ class ArgumentElement:
         return f"{before}{json.dumps(name)}: ", ArgumentElement(name, schema)
 
     def close(self) -> str:
-        """Return the text that ends the element: the whole value if no piece of the value was returned before."""
+        """Return the JSON that ends the element: the whole value if no piece of it was returned before."""
         if self._brackets:
             return self._brackets[1]
         if self.is_text:
@@ -64,7 +68,7 @@ class ArgumentElement:
 
 
 _PAIR_TOKEN = r"(?P<key>[^\s{}\[\],:<\"]+):|(?P<word>[^\s{}\[\],:<\"]+)(?=[\s{}\[\],<\"])|(?P<other>[\s{}\[\],:<\"])"
-"""A key, another word, or a single character."""
+"""A regular expression for a key, another word, or a single character of a tool call in the form ``pairs``."""
 
 
 class FormatReader:
@@ -177,7 +181,9 @@ class FormatReader:
         self._state = self._read_object
 
     def _read_object(self) -> bool:
-        """Read a tool call's object up to its arguments, or as a whole if the name doesn't come first."""
+        """Read a tool call's object up to its arguments, or as a whole if the name doesn't come first. Return False if more
+        text is needed.
+        """
         match = None if self._scanned else regex.match(NAMED_ARGUMENTS, self._buffer, partial=not self._last)
         if match is not None and match.partial:
             return False
@@ -202,7 +208,7 @@ class FormatReader:
         return True
 
     def _read_json(self) -> bool:
-        """Report the JSON arguments of a tool call while the model writes them."""
+        """Report the JSON arguments of a tool call while the model writes them. Return False if more text is needed."""
         outer = 1 if self._region.body == "object" else 0
         end = self._scanner.advance(self._buffer, outer)
         self._add_arguments(self._take(len(self._buffer) if end is None else end))
@@ -212,7 +218,7 @@ class FormatReader:
         return True
 
     def _read_object_rest(self) -> bool:
-        """Skip the text of a tool call's object after its arguments."""
+        """Skip the text of a tool call's object after its arguments. Return False if more text is needed."""
         end = self._scanner.advance(self._buffer, 0)
         self._take(len(self._buffer) if end is None else end)
         return end is not None and self._close_call()
@@ -266,7 +272,9 @@ class FormatReader:
         return bool(literal)
 
     def _read_python_value(self) -> bool:
-        """Read an argument of a Python call, up to the comma or the bracket that ends it."""
+        """Read an argument of a Python call, up to the comma or the bracket that ends it. Return False if more text is
+        needed.
+        """
         end = self._scanner.advance(self._buffer, 0, self._scanned)
         self._scanned = len(self._buffer)
         if end is None and not self._last:
@@ -279,7 +287,9 @@ class FormatReader:
         return end is not None
 
     def _read_elements(self) -> bool:
-        """Read up to the next tag of an argument, an inner value or the call, and report what the tag completes."""
+        """Read up to the next tag of an argument, of an inner value or of the call, and report what the tag completes. Return
+        False if more text is needed.
+        """
         top, is_call = self._elements[-1], len(self._elements) == 1
         position, literal = self._find(self._region.value_ends)
         tag = regex.match(self._region.parameter, self._buffer, pos=position, partial=not self._last) if literal else None
@@ -312,7 +322,9 @@ class FormatReader:
     # -- pairs without quotes --------------------------------------------------------------------------------------------
 
     def _read_pairs(self) -> bool:
-        """Emit one token of a tool call's object whose keys have no quotes."""
+        """Read one token of a tool call's object whose keys have no quotes, and report it as JSON. Return False if more text
+        is needed.
+        """
         quote = self._region.ends[0]
         if self._value_is_text:
             position, literal = self._find((quote,))
@@ -346,7 +358,7 @@ class FormatReader:
         return True
 
     def _read_tails(self) -> bool:
-        """Skip the text that ends a tool call, or begin the next call of a list."""
+        """Skip the text that ends a tool call, or begin the next call of a list. Return False if more text is needed."""
         again = regex.match(self._region.again, self._buffer, partial=not self._last) if self._region.again else None
         if again is not None and again.partial:
             return False

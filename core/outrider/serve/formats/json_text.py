@@ -19,7 +19,7 @@ _TYPES: Mapping[type, tuple[str, ...]] = {
     dict: ("object",),
     type(None): ("null",),
 }
-"""Types of JSON schema that a value may have, by its Python type."""
+"""Types of JSON Schema that a decoded value fits, by its Python type."""
 
 
 class JsonScanner:
@@ -63,7 +63,7 @@ class JsonScanner:
 
 
 def escape_text(text: str) -> str:
-    """Return ``text`` as the inside of a JSON text."""
+    """Return ``text`` escaped for the inside of a JSON string, without the quotes."""
     return json.dumps(text)[1:-1]
 
 
@@ -101,7 +101,7 @@ def python_to_json(text: str) -> str:
 
 
 def _encoded(text: str, read: Callable[[str], Any]) -> tuple[Any, str]:
-    """Return the value that ``read`` finds in ``text``, and its JSON. The JSON is empty if there is none."""
+    """Return the value that ``read`` parses from ``text``, and its JSON. The JSON is empty if ``text`` is no such value."""
     try:
         value = read(text)
         return value, json.dumps(value, allow_nan=False)

@@ -17,7 +17,9 @@ _JSON_NAME = r'"name"\s*:\s*"(?P<name>[^"\\]{1,256})"\s*,\s*"(?:arguments|parame
 NAMED_ARGUMENTS = regex.compile(rf'\{{\s*(?:"type"\s*:\s*"function"\s*,\s*)?{_JSON_NAME}(?=\{{)')
 """Start of a JSON object that is a call: everything before the object of the arguments."""
 _PROMPT_TAIL = 256
-"""Characters at the end of a prompt in which the start of reasoning is looked for."""
+"""Number of characters at the end of a prompt in which :meth:`ModelFormat.open_reasoning` looks for the start of
+reasoning.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,19 +84,21 @@ REASONING_FORMATS: Final = _regions("reasoning")
 
 @dataclass(frozen=True, slots=True)
 class ModelFormat:
-    """The regions in the text of one model."""
+    """The formats of one model's text: its regions of reasoning and of tool calls."""
 
     tool_format: str
     reasoning_format: str
 
     @property
     def regions(self) -> tuple[FormatRegion, ...]:
-        """All regions, calls first: their heads are more specific."""
+        """All regions of the model's text, those of calls first: their heads are more specific."""
         return TOOL_FORMATS[self.tool_format] + REASONING_FORMATS[self.reasoning_format]
 
     @property
     def literals(self) -> str:
-        """A text that contains each literal of the regions, such as the spelling of special tokens."""
+        """A text that contains each literal of the regions, from which the tokenizer finds the special tokens to
+        spell out.
+        """
         patterns = [
             pattern
             for region in self.regions

@@ -134,7 +134,7 @@ def create_app(
 
 
 def _openapi_schema(app: FastAPI, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the OpenAPI schema without FastAPI's error format, which this server doesn't use."""
+    """Return the OpenAPI schema that ``make`` creates, without FastAPI's error format, which this server doesn't use."""
     if app.openapi_schema is None:
         schema = make()
         for methods in schema["paths"].values():

@@ -41,7 +41,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse a piece, and refuse headers that are unfinished after :data:`MAX_HEADER_BYTES`."""
+        """Parse a piece of received bytes, and refuse headers that are unfinished after :data:`MAX_HEADER_BYTES`."""
         if self.cycle is None or not self.cycle.more_body:
             self._start_timer()
         if self._has_part_of_headers:
@@ -51,13 +51,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refuse(_too_large())
 
     def on_message_begin(self) -> None:
-        """Count a new request's headers from 0."""
+        """Start to count the headers of a new request from 0."""
         super().on_message_begin()
         self._has_part_of_headers = True
         self._part_bytes = self._header_bytes = 0
 
     def on_url(self, url: bytes) -> None:
-        """Count the path and the query as a part of the headers."""
+        """Add the path and the query to the size of the request's headers."""
         self._count(len(url))
         super().on_url(url)
 
@@ -67,7 +67,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Stop the time limit and start the request."""
+        """Stop the time limit of the headers, and pass the request on."""
         self._has_part_of_headers = False
         self._stop_timer()
         super().on_headers_complete()

@@ -35,7 +35,7 @@ class HttpAddress:
 
 
 class ServerLost(OutriderError):
-    """The server has ended because its engine ended."""
+    """Raised when the server has ended because its engine ended."""
 
 
 async def serve_http(
@@ -80,7 +80,7 @@ async def serve_http(
         shutdown_tasks: list[asyncio.Task[None]] = []
 
         async def shut_down(drain_s: float) -> None:
-            """Drain the running requests, then close the port and all connections."""
+            """Drain the running requests for ``drain_s`` seconds, then close the port and all connections."""
             all_ended = await service.drain(drain_s)
             log.info("drained", extra={"fields": {"all_ended": all_ended}})
             server.should_exit = True

@@ -184,7 +184,7 @@ class ServerMetrics:
 
 
 class _DraftCollector(Collector):
-    """A collector that counts drafts by draft length and by accepted length, at the cost of two additions per output."""
+    """A collector that counts drafts by draft length and by accepted length. Recording an output costs two additions."""
 
     def __init__(self, model: str, max_length: int) -> None:
         self._model = model

@@ -15,18 +15,18 @@ from outrider.serve.api.request_fields import MAX_MESSAGES, ChatRequest, ListOf,
 _SYSTEM_ROLES = ("system", "developer")
 T = TypeVar("T")
 ObjectList = ListOf[NestedObject]
-"""A list of JSON objects. The first other value ends the validation: its cost is bounded."""
+"""A list of JSON objects. The first item of another type ends the validation, which bounds its cost."""
 Conversation = Annotated[ObjectList, Field(max_length=MAX_MESSAGES)]
-"""The messages or items of a conversation."""
+"""The messages or items of a conversation: at most ``MAX_MESSAGES`` JSON objects."""
 
 
 class TranslatedRequest(StrictFields):
     """The base class of requests that become chat requests."""
 
     refused: ClassVar[Mapping[str, str]]
-    """Fields that ask for what the server doesn't have, and what to do instead. They may be empty."""
+    """Fields for features that the server lacks, with the advice for the error message. A request may have them empty."""
     ignored: ClassVar[frozenset[str]]
-    """Fields without an effect."""
+    """Fields that are accepted and have no effect."""
 
     model: Annotated[str, Field(max_length=4096)]
     chat_template_kwargs: NestedObject | None = Field(None, description="A field of this server.")
@@ -79,7 +79,9 @@ class ConversationBuilder:
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
 
     def _assistant(self, lacking: Sequence[str] = ()) -> dict[str, Any]:
-        """Return the last message if the assistant wrote it and it has no field of ``lacking``, else a new message."""
+        """Return the last message if it is the assistant's and lacks the fields ``lacking``, else append and return a new
+        one.
+        """
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant" or any(name in last for name in lacking):
             last = {"role": "assistant"}
@@ -126,7 +128,9 @@ def expect(value: Any, kind: type[T], field: str) -> T:
 
 
 def expect_objects(value: Any, field: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return the objects of a list, each with the name of its field. Raises :class:`ApiError`."""
+    """Return each object of the list ``value`` with the name of its field, such as ``input[2]``. Raises :class:`ApiError` for
+    anything else.
+    """
     listed = expect(value, list, field)
     return [(name, expect(each, dict, name)) for name, each in ((f"{field}[{i}]", each) for i, each in enumerate(listed))]
 

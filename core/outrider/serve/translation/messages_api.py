@@ -164,7 +164,7 @@ def _content(name: str, content: Any) -> str | list[dict[str, Any]]:
 
 
 def _part(name: str, block: dict[str, Any]) -> dict[str, Any]:
-    """Return a block of text, an image or a document in plain text as a part of a chat message."""
+    """Return a content block (text, image, or document in plain text) as a part of a chat message. Errors name ``name``."""
     kind = block.get("type")
     if kind == "text":
         return text_part(expect(block.get("text"), str, f"{name}.text"))
@@ -179,7 +179,7 @@ def _part(name: str, block: dict[str, Any]) -> dict[str, Any]:
 
 
 _DELTA_KEYS = {"reasoning": ("thinking_delta", "thinking"), "text": ("text_delta", "text")}
-"""Type and key of the delta of each kind of block; a call has ``input_json_delta``."""
+"""For each kind of block, the ``type`` of its deltas and the key of the text in them; a call has ``input_json_delta``."""
 
 
 class MessagesWriter:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 _FIELDS = (("reasoning_content", "reasoning"), ("content", "text"))
-"""Field of a message delta and kind of the block that gets the field's text."""
+"""The field of a message delta, and the kind of block that collects the field's text."""
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class BlockSplitter:
         self.blocks: list[OutputBlock] = []
         self._current: OutputBlock | None = None
         self._space = ("", "")
-        """White space that no block has yet, after the kind of block that it belongs to."""
+        """Kind of block and white space that :meth:`feed` holds back until text of that kind follows."""
 
     @property
     def is_reasoning(self) -> bool:

@@ -91,7 +91,7 @@ class ResponsesRequest(TranslatedRequest):
 
 @dataclass
 class ResponsesTools:
-    """The tools that the model is offered.
+    """The tools that one request offers to the model, in the client's form and in that of the chat request.
 
     Tools that OpenAI's own servers run, such as ``web_search``, are left out: the model doesn't see them.
     """
@@ -99,7 +99,7 @@ class ResponsesTools:
     offered: list[dict[str, Any]] = field(default_factory=list)
     """The tools as the client sent them."""
     functions: list[dict[str, Any]] = field(default_factory=list)
-    """Tools of the chat request."""
+    """The tools in the form of the chat request."""
     custom: set[str] = field(default_factory=set)
     """Names of custom tools."""
     namespaces: dict[str, str] = field(default_factory=dict)
@@ -168,7 +168,7 @@ def translate_responses_request(
 
 
 def _tool_fields(choice: str | dict[str, Any] | None, functions: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the fields ``tools`` and ``tool_choice`` of the chat request."""
+    """Return the fields ``tools`` and ``tool_choice`` of the chat request for the client's ``choice`` among ``functions``."""
     if isinstance(choice, dict):
         kind = choice.get("type")
         if kind == "allowed_tools":
@@ -237,7 +237,7 @@ _ITEM_ADDERS: Mapping[str, Callable[[ConversationBuilder, str, dict[str, Any]], 
     "function_call_output": _add_result,
     "custom_tool_call_output": _add_result,
 }
-"""Function that adds an item to the conversation, by the item's type."""
+"""For each type of item, the function that adds the item to the conversation."""
 
 
 def _content(name: str, content: Any) -> str | list[dict[str, Any]]:
@@ -268,7 +268,7 @@ MAX_STORED_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """One response and the conversation up to its end."""
+    """A finished response, and the items of its conversation up to its end."""
 
     response: dict[str, Any]
     items: Sequence[dict[str, Any]]
@@ -278,7 +278,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """A store in memory. When it is full, the responses that were used least recently leave it. Use it in one thread."""
+    """A store of responses in memory. When it is full, the least recently used responses leave it. Use it in one thread."""
 
     def __init__(self, *, max_responses: int = MAX_STORED_RESPONSES, max_bytes: int = MAX_STORED_BYTES) -> None:
         self._max_responses, self._max_bytes = max_responses, max_bytes
@@ -476,7 +476,9 @@ def _part(part_type: str, text: str) -> dict[str, Any]:
 
 
 def _custom_input(arguments: str) -> str:
-    """Return the free text of a custom tool's call; of arguments that aren't an object with ``input`` all text."""
+    """Return the free text in the arguments of a custom tool's call. If ``arguments`` is no object with ``input``, return all
+    of it.
+    """
     try:
         return str(json.loads(arguments)["input"])
     except (ValueError, KeyError, TypeError):

@@ -23,14 +23,16 @@ from outrider_triton.attention.jit.paged import (
 from outrider_triton.jit.dependent import begin
 
 CHUNKS_PER_DOUBLING = tl.constexpr(8)
-"""Chunks of one length; the next ones are twice as long, so that a long context has few."""
+"""Number of consecutive chunks of one length. The following chunks are twice as long, so that a long context has
+few chunks.
+"""
 _LOADED_AT_ONCE = tl.constexpr(8)
-"""Chunks whose results a program loads in one memory round trip."""
+"""Number of chunks whose results a program loads in one memory round trip."""
 
 
 @triton.jit
 def chunk_start(chunk, CHUNK: tl.constexpr):
-    """Return the first position of a chunk; the first 16 chunks have CHUNK positions each."""
+    """Return the first position of chunk ``chunk``; the first 16 chunks have CHUNK positions each."""
     doublings = tl.maximum(chunk // CHUNKS_PER_DOUBLING - 1, 0)
     return (chunk - CHUNKS_PER_DOUBLING * doublings) * CHUNK << doublings
 
@@ -91,7 +93,7 @@ def exact_attention(
     BLOCK_SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Attend; program (block of queries, sequence and key head, chunk). Rows: see
+    """Compute attention; one program per (block of queries, sequence and key head, chunk). Rows and operands: see
     :func:`outrider_triton.attention.jit.paged.paged_attention`.
 
     SHARED: each program has one chunk. It stores its result to ``parts [token, head, chunks, size]`` and its maximum and sum
@@ -156,7 +158,9 @@ def exact_attention(
 def merge_chunks(
     parts, stats, counts, query_start, out, batch, heads, chunks, size, BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr
 ):
-    """Merge the chunks of a token and head; program (token, head). Padding rows are not written."""
+    """Merge the results of all chunks of a token and head into ``out`` [T, heads, size]; one program per (token, head).
+    Padding rows are not written.
+    """
     begin(PDL)
     place = tl.program_id(0).to(tl.int64) * heads + tl.program_id(1)
     lane = tl.arange(0, BLOCK_SIZE)[None, :]

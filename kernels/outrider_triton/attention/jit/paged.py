@@ -24,7 +24,9 @@ def program_share(
     QUERIES: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
-    """Return the sequence's first new token, new token count and context length, and this program's range of positions."""
+    """Return this program's sequence and share of its positions: the first new token, the number of new tokens, the context
+    length, and the range of positions to attend to.
+    """
     sequence = tl.program_id(1) // kv_heads
     first = tl.load(query_start + sequence)
     count = tl.load(query_start + sequence + 1) - first
@@ -60,7 +62,9 @@ def cache_positions(table, at, high, context, kv_head, cache_slot, cache_head, P
 
 @triton.jit
 def keys_and_values(k_cache, v_cache, slot, lane, size, which, TYPE: tl.constexpr):
-    """Load keys [size, BLOCK_KV] and values [BLOCK_KV, size] of the slots selected by ``which``, zeros elsewhere, as TYPE."""
+    """Load keys [size, BLOCK_KV] and values [BLOCK_KV, size] of the cache slots ``slot`` where ``which``, zeros elsewhere,
+    converted to TYPE.
+    """
     keys = tl.load(k_cache + slot[None, :] + lane[:, None], mask=which[None, :] & (lane[:, None] < size), other=0.0)
     values = tl.load(v_cache + slot[:, None] + lane[None, :], mask=which[:, None] & (lane[None, :] < size), other=0.0)
     return keys.to(TYPE), values.to(TYPE)
@@ -70,7 +74,9 @@ def keys_and_values(k_cache, v_cache, slot, lane, size, which, TYPE: tl.constexp
 def visible_positions(
     new, inside, query_index, row_mask, token, tree_mask, mask_width, WINDOW: tl.constexpr, TREE: tl.constexpr
 ):
-    """Return the mask [BLOCK_ROWS, BLOCK_KV] of positions that each row attends to; ``new``: see :func:`cache_positions`."""
+    """Return the mask [BLOCK_ROWS, BLOCK_KV] of positions that each query row attends to. ``new`` is the result of
+    :func:`cache_positions`.
+    """
     if TREE:
         mask_bits = (new[None, :] >= 0) & row_mask[:, None] & inside[None, :]
         bits = tl.load(tree_mask + token[:, None] * mask_width + new[None, :], mask=mask_bits, other=0)
@@ -85,7 +91,8 @@ def visible_positions(
 
 @triton.jit
 def zero_padding(out, token, tokens, step, heads, kv_head, size, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Store zeros for padding tokens after the last sequence, so that no later kernel reads uninitialised memory.
+    """Store zeros to ``out`` [tokens, heads, size] for padding tokens after the last sequence, so that no later kernel reads
+    uninitialised memory.
 
     The program stores the heads of one group for every ``step``-th token from ``token`` on.
     """
@@ -111,7 +118,9 @@ def load_queries(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Return each row's index among the new tokens, its token, its head, the mask of valid rows, and the queries."""
+    """Load a block of query rows. Return each row's index among the new tokens, its token, its head, the mask of valid rows,
+    and the queries [BLOCK_ROWS, BLOCK_SIZE].
+    """
     row = tl.arange(0, BLOCK_ROWS)
     lane = tl.arange(0, BLOCK_SIZE)
     query_index = begin_query + row // GROUP
@@ -178,8 +187,8 @@ def paged_attention(
     BLOCK_SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Attend; program (block of queries, sequence and key head, split). Row r of a block is query r // GROUP, head r %
-    GROUP.
+    """Compute attention; one program per (block of queries, sequence and key head, split). Row r of a block is query r //
+    GROUP, head r % GROUP.
 
     With splits, a program stores its result to ``parts [token, head, split, size]`` and its maximum and sum to ``stats
     [token, head, split, 2]``, all float32. A share is one SPLITS-th of *this* sequence's blocks. A program without a block
@@ -268,7 +277,8 @@ def join_splits(
     PLANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Join the splits of a token and head: sum the parts, weighted by their maxima. Padding rows are not written.
+    """Join the splits of a token and head into ``out`` [T, heads, size]: sum the parts, weighted by their maxima. Padding
+    rows are not written.
 
     PLANES: round to the dtype of ``like``, concatenate the heads of a token, and store them like
     :func:`outrider_triton.quantized.jit.nibble_planes.store_in_planes`, with or without ``grains``; padding rows get zeros.

@@ -26,7 +26,9 @@ from outrider_triton.jit.tma_pipeline import expect_boxes
 
 @gluon.jit
 def _load_block(k_cache, v_cache, table, at, high, column, stage, pipeline, PAGE: gl.constexpr):
-    """Load keys and values of positions from ``at`` to ``high`` into stage ``stage``, box by box."""
+    """Have the copy engine load keys and values of the positions ``at`` to ``high`` into pipeline stage ``stage``, one box of
+    a page at a time.
+    """
     keys, values, full_keys, full_values, _ = pipeline
     BOX: gl.constexpr = k_cache.block_type.shape[0]
     BLOCK_KV: gl.constexpr = keys.shape[1]
@@ -64,7 +66,7 @@ def _load_blocks(
     QUERIES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Run the warp that loads keys and values."""
+    """Load all blocks of keys and values of the program's share into the pipeline, in order. Runs in the loading warp."""
     query_start, seq_lens, block_table, _ = addressing
     _, _, heads, _, size, _, _, table_width, _ = sizes
     kv_heads = heads // GROUP
@@ -106,7 +108,7 @@ def _attend(
     SPLITS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Run the four warps that attend."""
+    """Attend to the blocks in the pipeline and store the result. Runs in the four multiplying warps."""
     query_start, seq_lens, _, tree_mask = addressing
     out, parts, stats = results
     tokens, batch, heads, scale, size, q_token, q_head, _, mask_width = sizes
@@ -249,7 +251,8 @@ def paged_attention_ring(
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Run :func:`outrider_triton.attention.jit.paged.paged_attention` with streamed keys and values.
+    """Compute attention as :func:`outrider_triton.attention.jit.paged.paged_attention` does, with keys and values loaded by a
+    TMA pipeline.
 
     Descriptors see caches as [slots, key heads times size], in boxes of rows of one page and the columns of one head. Both
     box sizes and the page size are powers of two.

@@ -18,7 +18,7 @@ SPACE = tl.constexpr(128)
 
 @triton.jit
 def _first_copy_row(seq_lens, batch, sequence, BATCH: tl.constexpr):
-    """Return the first row of ``sequence`` in the copy."""
+    """Return the first row of ``sequence`` in the contiguous copy of all sequences' keys and values."""
     lane = tl.arange(0, BATCH)
     lens = tl.load(seq_lens + lane, mask=(lane < batch) & (lane < sequence), other=0)
     return tl.sum(tl.where(lane < sequence, tl.cdiv(lens, SPACE) * SPACE + SPACE, 0), axis=0)
@@ -46,7 +46,8 @@ def copy_context(
     BLOCK_COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Copy keys and values of a sequence out of its pages; program (block of rows, block of columns, sequence).
+    """Copy keys and values of a sequence from its pages to ``keys`` and ``values``; one program per (block of rows, block of
+    columns, sequence).
 
     ``keys`` and ``values`` are [rows, columns] in their own dtype, with heads PADDED wide. Rows after the sequence, as many
     as an attention block may read, and columns after a head are zeros. ``kv_start [batch + 1]`` receives each sequence's
@@ -101,7 +102,9 @@ def _attend_blocks(
     EVEN: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
-    """Attend to positions from ``low`` to ``high``. Without MASKED, ``high - low`` is a multiple of BLOCK_KV."""
+    """Attend to the positions ``low`` to ``high`` and return the updated maximum, sum and weighted values of each row.
+    Without MASKED, ``high - low`` is a multiple of BLOCK_KV.
+    """
     for at in range(low, high, BLOCK_KV):
         position = at + tl.arange(0, BLOCK_KV)
         in_range = position < high
@@ -178,7 +181,7 @@ def prompt_attention(
     BATCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Attend during prefill; program (block of queries and head of a group, key head), the last block first.
+    """Compute attention of prompts; one program per (block of queries and head of a group, key head), the last block first.
 
     Later blocks of a sequence have more work. Blocks are counted over all sequences, and each sequence begins a new block.
     Surplus programs exit at once.

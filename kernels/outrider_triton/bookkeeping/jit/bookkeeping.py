@@ -31,7 +31,9 @@ def gather_requests(
     FOUND: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Copy one request's state row to the iteration's tensors, ``pages`` of its block table BLOCK at a time."""
+    """Copy one request's row of state to the iteration's own tensors; one program per request. BLOCK of the ``pages``
+    block-table entries are copied at a time.
+    """
     begin(PDL)
     request = tl.program_id(0)
     row = tl.load(rows + request)
@@ -61,7 +63,7 @@ def _is_nan(value):
 
 @triton.jit
 def _least_bad_lane(bad, lane, first):
-    """Return the least lane that is ``bad``, or ``first`` if that is lower."""
+    """Return the lowest index in ``lane`` where ``bad`` is True, or ``first`` if that is lower."""
     return tl.minimum(first, tl.min(tl.where(bad, lane, 0x7FFFFFFF), axis=0))
 
 
@@ -79,7 +81,8 @@ def gather_checked(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Copy one row of ``size`` elements and report an invalid one.
+    """Copy one row of ``size`` elements to ``out``, and store the index and value of its first invalid element to ``found``;
+    one program per row.
 
     NUMBERS: NaN is invalid. Otherwise values below ``low``, or not below ``high``, are.
     """
@@ -111,7 +114,9 @@ def gather_checked(
 
 @triton.jit
 def partial_nan(x, firsts, size, SHARES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Find the first NaN of a share; program (row, share)."""
+    """Store the index of the first NaN in a share of a row of ``x`` [rows, size] to ``firsts`` [rows, SHARES]; one program
+    per (row, share).
+    """
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     share = tl.program_id(1)
@@ -126,7 +131,7 @@ def partial_nan(x, firsts, size, SHARES: tl.constexpr, BLOCK: tl.constexpr, PDL:
 
 @triton.jit
 def reduce_nan(firsts, found, found_stride, SHARES: tl.constexpr, PDL: tl.constexpr):
-    """Store the index of a row's first NaN or -1, then -1."""
+    """Store to ``found`` the index of a row's first NaN, or -1, and then -1 as its value; one program per row."""
     begin(PDL)
     row = tl.program_id(0)
     first = tl.min(tl.load(firsts + row * SHARES + tl.arange(0, SHARES)), axis=0)
@@ -155,7 +160,9 @@ def place_tokens(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Place one request's ``count`` tokens after its cached ones; the last ``ends`` of them also store cached lengths."""
+    """Compute positions, cache slots and lengths of one request's ``count`` tokens after its cached ones; one program per
+    request. The last ``ends`` tokens also store cached lengths.
+    """
     begin(PDL)
     request = tl.program_id(0).to(tl.int64)
     token = tl.arange(0, BLOCK)
@@ -188,7 +195,9 @@ def publish_accepted(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Publish one request's ``path`` tokens. The accepted tokens may be columns of a wider tensor."""
+    """Write one request's ``path`` tokens, accepted count and new length to the state rows and results; one program per
+    request. The accepted tokens may be columns of a wider tensor.
+    """
     begin(PDL)
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + request)
@@ -207,7 +216,7 @@ def publish_accepted(
 
 @triton.jit
 def place_accepted(lens, tokens, accepted, following, last, positions, path, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Place one request's ``path`` accepted tokens for the draft pass."""
+    """Compute the draft pass's tokens and positions from one request's ``path`` accepted tokens; one program per request."""
     begin(PDL)
     request = tl.program_id(0).to(tl.int64)
     count = tl.load(accepted + request)
@@ -220,7 +229,9 @@ def place_accepted(lens, tokens, accepted, following, last, positions, path, BLO
 
 @triton.jit
 def embed_beside(tokens, weight, hidden, out, size, hidden_size, hidden_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Concatenate ``size`` embedding columns and ``hidden_size`` feature columns; program (token, chunk)."""
+    """Write a token's embedding (``size`` columns) and hidden state (``hidden_size`` columns) side by side to its row of
+    ``out``; one program per (token, chunk of columns).
+    """
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

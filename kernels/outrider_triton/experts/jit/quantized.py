@@ -49,10 +49,10 @@ def expert_quantized(
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply by an expert's ``weight [experts * n, k]`` into ``out [pairs, n]``.
+    """Multiply by an expert's quantised ``weight [experts * n, k]`` into ``out [pairs, n]``.
 
-    BY_PAIR: a row of ``x`` belongs to a pair, and the result is multiplied by the pair's share; else a row belongs to a
-    token. Other operands are those of :func:`outrider_triton.quantized.jit.products.linear_quantized`.
+    BY_PAIR: a row of ``x`` belongs to a token-expert pair, and the result is multiplied by the pair's share; else a row
+    belongs to a token. Other operands are those of :func:`outrider_triton.quantized.jit.products.linear_quantized`.
     """
     begin(PDL)
     expert, pairs = own_pairs(chosen, order, expert_of, m, count, SORTED, PAIRS, COUNT, BLOCK_M)

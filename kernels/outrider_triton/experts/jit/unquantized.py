@@ -13,7 +13,7 @@ from outrider_triton.jit.dependent import begin, begin_late
 from outrider_triton.products.jit.matmul import sum_of_tiles, sums_of_gates, swiglu
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "last"])
 def route(
     logits,
     weights,
@@ -21,12 +21,18 @@ def route(
     experts,
     stride,
     count,
+    first,
+    last,
     RENORMALIZE: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Route one token: softmax of ``experts`` logits, then the ``count`` largest in descending order; ties take the first."""
+    """Store one token's expert weights and expert numbers, ``count`` of each: the largest of the softmax of its ``experts``
+    logits, in descending order; ties take the first. One program per token.
+
+    Experts count from ``first``; those before it, and from ``last`` on, become -1 with weight 0.
+    """
     begin(PDL)
     token = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
@@ -46,8 +52,9 @@ def route(
     if RENORMALIZE:
         shares = shares / tl.sum(shares, axis=0)
     slot_mask = place < count
-    tl.store(weights + token * count + place, shares, mask=slot_mask)
-    tl.store(chosen + token * count + place, chosen_experts, mask=slot_mask)
+    is_held = (chosen_experts >= first) & (chosen_experts < last)
+    tl.store(weights + token * count + place, tl.where(is_held, shares, 0.0), mask=slot_mask)
+    tl.store(chosen + token * count + place, tl.where(is_held, chosen_experts - first, -1), mask=slot_mask)
 
 
 @triton.jit(do_not_specialize=["pairs", "experts", "size", "blocks"])
@@ -65,8 +72,8 @@ def lay_out_pairs(
 ):
     """Store one expert's token-expert pairs in order to ``order [blocks * size]``, and its blocks to ``expert_of [blocks]``.
 
-    A block has one expert. Empty places are -1. All programs share the blocks that no expert uses and mark them as the last
-    expert's. BINS is larger than ``experts``.
+    A block has one expert. Empty places are -1; pairs without an expert have no place. All programs share the blocks that no
+    expert uses and mark them as the last expert's. BINS is larger than ``experts``.
     """
     begin(PDL)
     expert = tl.program_id(0)
@@ -74,7 +81,7 @@ def lay_out_pairs(
     counts = tl.zeros([BINS], dtype=tl.int32)
     for at in range(0, pairs, BLOCK):
         pair_expert = tl.load(chosen + at + lane, mask=at + lane < pairs, other=experts)
-        counts += tl.histogram(pair_expert.to(tl.int32), BINS)
+        counts += tl.histogram(tl.where(pair_expert < 0, experts, pair_expert).to(tl.int32), BINS)
     bins = tl.arange(0, BINS)
     block_counts = tl.where(bins < experts, (counts + size - 1) // size, 0)  # blocks of each expert
     used = tl.sum(block_counts, axis=0)
@@ -99,7 +106,7 @@ def lay_out_pairs(
 
 @triton.jit
 def _nth_expert(chosen, nth, pairs, PAIRS: tl.constexpr):
-    """Return the ``nth`` distinct expert in the order of pairs; -1 if there are fewer."""
+    """Return the ``nth`` distinct expert in the order of the token-expert pairs; -1 if there are fewer."""
     pair = tl.arange(0, PAIRS)
     name = tl.load(chosen + pair, mask=pair < pairs, other=-1)
     other = tl.load(chosen + pair, mask=pair < pairs, other=-2)
@@ -121,7 +128,7 @@ def own_pairs(
     COUNT: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Return the expert of a program (tile of rows, block) and its token-expert pairs, -1 for none."""
+    """Return the expert of a program (tile of rows, block), and the indices of its token-expert pairs, -1 for none."""
     block = tl.program_id(1)
     lane = tl.arange(0, BLOCK_M)
     if SORTED:
@@ -161,9 +168,11 @@ def expert_gates(
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute ``out [pairs, n]``: SwiGLU of ``x [m, k]`` with an expert's gate and up, ``weight [experts, 2 n, k]``.
+    """Store SwiGLU of ``x [m, k]`` with each pair's expert, ``weight [experts, 2 n, k]`` (gate, then up), to ``out [pairs,
+    n]``.
 
-    It begins late, so that the next kernel can read the pairs' experts at once.
+    The kernel begins late (:func:`outrider_triton.jit.dependent.begin_late`), so that the next kernel can read the pairs'
+    experts at once.
     """
     begin_late(PDL)
     expert, pairs = own_pairs(chosen, order, expert_of, m, count, SORTED, PAIRS, COUNT, BLOCK_M)
@@ -206,7 +215,7 @@ def expert_outputs(
     """Multiply each pair's ``x [pairs, k]`` by its expert's ``weight [experts, n, k]`` and its share, into ``out [pairs,
     n]``.
 
-    It follows :func:`expert_gates`, which begins late, so it reads the pairs' experts while that kernel still runs.
+    The kernel follows :func:`expert_gates`, which begins late, so it reads the pairs' experts while that kernel still runs.
     """
     expert, pairs = own_pairs(chosen, order, expert_of, m, count, SORTED, PAIRS, COUNT, BLOCK_M)
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -226,14 +235,17 @@ def expert_outputs(
 
 
 @triton.jit
-def add_experts(parts, out, count, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Sum a token's ``count`` rows of ``parts`` in order and in float32 into its row of ``out [m, n]``."""
+def add_experts(parts, chosen, out, count, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Sum a token's ``count`` rows of ``parts`` in order and in float32 into its row of ``out [m, n]``; one program per
+    (token, block of columns). No row is read of a pair without an expert.
+    """
     begin(PDL)
     token = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < n
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for slot in range(count):
-        row = (token * count + slot).to(tl.int64) * n
-        total += tl.load(parts + row + column, mask=inside, other=0.0).to(tl.float32)
+        pair = (token * count + slot).to(tl.int64)
+        has_expert = tl.load(chosen + pair) >= 0
+        total += tl.load(parts + pair * n + column, mask=inside & has_expert, other=0.0).to(tl.float32)
     tl.store(out + token.to(tl.int64) * n + column, total.to(out.dtype.element_ty), mask=inside)

@@ -37,7 +37,8 @@ def linear_add(
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute ``residual [m, n] += x [m, k] @ weight [n, k].T`` (+ bias); program (share of weight rows, block of tokens).
+    """Compute ``residual [m, n] += x [m, k] @ weight [n, k].T`` (+ bias); one program per (share of weight rows, block of
+    tokens).
 
     With ``norm``, also store ``scaled [m, n]``, the new residual times ``norm``, and ``squares [shares, m]``, partial sums of
     squares.
@@ -146,7 +147,7 @@ def linear_rope_write_cache(
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply ``x [m, k]`` into queries, keys and values, rotate them and write them.
+    """Multiply ``x [m, k]`` into queries, keys and values, rotate queries and keys, and write keys and values to the cache.
 
     A program has ``pairs_per_program`` of the pairs of elements that rotate together, HALF of them per head. ``weight`` has
     the rows of queries, keys and values, 2 HALF rows per head. Queries go to ``q [m, heads, 2 HALF]``, keys and values to

@@ -1,9 +1,10 @@
-"""Gates of about 100 tokens, with tiles for large M loaded by a TMA pipeline (:mod:`outrider_triton.jit.tma_pipeline`).
+"""Gate and up products of about 100 tokens, with tiles for large M loaded by a TMA pipeline
+(:mod:`outrider_triton.jit.tma_pipeline`).
 
 This many tokens have as many bytes as the weight's tile, and each program reads all of their columns from the second-level
-cache. So a program multiplies as many weight rows at a time as its accumulators allow, and reads the tokens once for them:
-64 pairs of a gate row and an up row per warpgroup. A warpgroup has the sums of both rows of a pair in the same register
-layout, and computes the activation in registers.
+cache. So a program multiplies as many weight rows at a time as its accumulators allow, and reads the tokens once for them: 64
+pairs of a gate row and an up row per warpgroup. A warpgroup has the sums of both rows of a pair in the same register layout,
+and computes the activation in registers.
 
 Token loads queue after all other memory requests, so tokens have a pipeline of their own with as many stages as fit. Results
 are stored 16 bytes per thread.
@@ -22,9 +23,9 @@ from outrider_triton.products.jit.matmul import swiglu
 GROUP = gl.constexpr(64)
 """Pairs of rows per warpgroup: 64 gate rows, the matrix unit's height, and 64 up rows."""
 UNIT = gl.constexpr(8)
-"""Shares of programs, and gate rows, are multiples of this."""
+"""The number of gate rows, and each program's share of them, are multiples of this."""
 _REGISTERS = gl.constexpr(168)
-"""Registers per multiplying thread: 128 sums, and their operands."""
+"""Registers per multiplying thread: for 128 sums and their operands."""
 
 
 @gluon.jit
@@ -61,7 +62,7 @@ def _make_pipelines(
 
 @gluon.jit
 def _load_unit(w, pipeline, unit, pairs_per_program, n, STEPS: gl.constexpr):
-    """Load unit u: columns u % STEPS of tile u // STEPS."""
+    """Have the copy engine load unit ``unit`` of gate and up rows: columns unit % STEPS of tile unit // STEPS."""
     weights, full, _ = pipeline
     STAGES: gl.constexpr = weights.shape[0]
     TILE_PAIRS: gl.constexpr = weights.shape[1] // 2
@@ -84,7 +85,9 @@ def _load_unit(w, pipeline, unit, pairs_per_program, n, STEPS: gl.constexpr):
 
 @gluon.jit
 def _load_weights(w, pipeline, pairs_per_program, n, STEPS: gl.constexpr):
-    """Run the warp that loads the weight, which no kernel writes."""
+    """Load all units of the program's gate and up rows into the pipeline. Runs in a warp of its own, also before the wait,
+    since no kernel writes the weight.
+    """
     weights, full, empty = pipeline
     STAGES: gl.constexpr = weights.shape[0]
     TILE_PAIRS: gl.constexpr = weights.shape[1] // 2
@@ -99,7 +102,9 @@ def _load_weights(w, pipeline, pairs_per_program, n, STEPS: gl.constexpr):
 
 @gluon.jit
 def _load_tokens(x, pipeline, tiles, STEPS: gl.constexpr, PDL: gl.constexpr):
-    """Run the warp that loads tokens, once per tile; it begins late (:func:`outrider_triton.jit.dependent.begin_late`)."""
+    """Load the tokens into their pipeline once per tile. Runs in a warp of its own, which begins late
+    (:func:`outrider_triton.jit.dependent.begin_late`).
+    """
     tokens, arrived, released = pipeline
     TOKEN_STAGES: gl.constexpr = tokens.shape[0]
     BLOCK_M: gl.constexpr = tokens.shape[1]
@@ -119,7 +124,7 @@ def _load_tokens(x, pipeline, tiles, STEPS: gl.constexpr, PDL: gl.constexpr):
 
 @gluon.jit
 def _release(pipelines, unit, pred):
-    """Release both stages of ``unit`` for this warpgroup."""
+    """Release the weight stage and the token stage of ``unit`` for this warpgroup, if ``pred``."""
     weights, _, empty = pipelines[0]
     tokens, _, released = pipelines[1]
     mbarrier.arrive(empty.index(unit % weights.shape[0]), count=1, pred=pred)
@@ -128,7 +133,8 @@ def _release(pipelines, unit, pred):
 
 @gluon.jit
 def _sums(pipelines, tile, WHICH: gl.constexpr, STEPS: gl.constexpr, layout: gl.constexpr):
-    """Multiply gate and up rows of warpgroup WHICH in the program's ``tile``; return [GROUP, tokens] each in float32.
+    """Multiply gate and up rows of warpgroup WHICH in the program's ``tile`` by the tokens; return both sums, [GROUP, tokens]
+    each in float32.
 
     Products of one stage run while those of the next begin.
     """
@@ -157,7 +163,7 @@ def _sums(pipelines, tile, WHICH: gl.constexpr, STEPS: gl.constexpr, layout: gl.
 
 @gluon.jit
 def _with_bias(sums, bias, first, remaining, layout: gl.constexpr):
-    """Add the bias to ``sums`` of the ``remaining`` rows from ``first`` on."""
+    """Return ``sums`` with the bias of the ``remaining`` rows from row ``first`` on added."""
     if bias is not None:
         lane = gl.arange(0, GROUP, gl.SliceLayout(1, layout))
         sums += gl.load(bias + first + lane, mask=lane < remaining, other=0.0).to(gl.float32)[:, None]
@@ -166,13 +172,15 @@ def _with_bias(sums, bias, first, remaining, layout: gl.constexpr):
 
 @gluon.jit
 def _opaque(number):
-    """Return integer ``number`` opaquely, so that values derived from it don't occupy registers during the products."""
+    """Return integer ``number`` through inline assembly, so that the compiler doesn't keep values derived from it in
+    registers during the products.
+    """
     return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def _store(activations, out, first, remaining, n, m):
-    """Store activations ``activations`` [GROUP, tokens] of the ``remaining`` rows from ``first`` on."""
+    """Store ``activations`` [GROUP, tokens] of the ``remaining`` rows from row ``first`` on to ``out [m, n]``."""
     BLOCK_M: gl.constexpr = activations.shape[1]
     store_layout: gl.constexpr = gl.BlockedLayout([UNIT, 1], [GROUP // UNIT, 32 * UNIT // GROUP], [1, 4], [0, 1])
     activations = gl.convert_layout(activations, store_layout)
@@ -196,7 +204,7 @@ def _gate(
     layout: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Run warpgroup WHICH: multiply, add the bias, apply SwiGLU and store."""
+    """Multiply, add the bias, apply SwiGLU and store, for all tiles of the program. Runs in warpgroup WHICH."""
     bias, out, m, n, pairs_per_program = operands
     wait_for_previous_kernel(PDL)
     for tile in range(gl.cdiv(pairs_per_program, GROUPS * GROUP)):
@@ -228,7 +236,9 @@ def tall_silu_mul(
     TOKEN_STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Run :func:`outrider_triton.products.jit.matmul.linear_silu_mul` with one or two warpgroups (GROUPS)."""
+    """Compute :func:`outrider_triton.products.jit.matmul.linear_silu_mul` of normalised rows with one or two warpgroups
+    (GROUPS).
+    """
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     pipelines = _make_pipelines(x, w, GROUPS, BLOCK_M, BLOCK_K, STAGES, TOKEN_STAGES)
     operands = bias, out, m, n, pairs_per_program

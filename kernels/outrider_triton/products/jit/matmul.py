@@ -16,7 +16,7 @@ from outrider_triton.jit.dependent import begin, begin_late, prefetch_rows
 
 @triton.jit
 def rows_and_tokens(rows_per_program, n, TOKENS_AXIS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return a program's weight rows, the mask of its own rows, and its tokens."""
+    """Return a program's weight rows, the mask of the rows that are its own, and the indices of its tokens."""
     lane = tl.arange(0, BLOCK_N)
     rows = tl.program_id(0) * rows_per_program + lane
     row_mask = (lane < rows_per_program) & (rows < n)
@@ -25,7 +25,9 @@ def rows_and_tokens(rows_per_program, n, TOKENS_AXIS: tl.constexpr, BLOCK_N: tl.
 
 @triton.jit
 def prefetch_gates(weight, rows, n, k, prefetch_columns):
-    """Prefetch rows of the gate, and of up, which are ``n`` rows later."""
+    """Prefetch the first ``prefetch_columns`` of the gate ``rows`` of the weight into L2, and of the up rows, which are ``n``
+    rows later.
+    """
     first = weight + tl.minimum(rows, n - 1).to(tl.int64) * k
     prefetch_rows(first, prefetch_columns)
     prefetch_rows(first + tl.cast(n, tl.int64) * k, prefetch_columns)  # an n of 1 is a Python integer here
@@ -83,7 +85,9 @@ def sums_of_gates(
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Run :func:`sum_of_tiles` over ``k`` columns for two tiles of weight rows, ``gates`` and ``ups``; return both sums."""
+    """Compute :func:`sum_of_tiles` over ``k`` columns for two tiles of weight rows, ``gates`` and ``ups``; return
+    both sums.
+    """
     lane = tl.arange(0, BLOCK_K)
     column_mask = token_mask[None, :]
     gate = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
@@ -122,7 +126,7 @@ def linear(
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute ``x [m, k] @ weight [n, k].T``.
+    """Compute ``out [m, n] = x [m, k] @ weight [n, k].T`` (+ bias).
 
     SPLIT: part p is ``out [p, m, n]`` in float32, over its own share of k, without bias. EVEN: k is a multiple of SPLIT *
     BLOCK_K. With a descriptor, the copy engine loads tiles of the weight.
@@ -160,7 +164,7 @@ def swiglu(gate, up, out_type: tl.constexpr):
 
 @triton.jit
 def load_squares(squares, tokens, shares, m, SHARES: tl.constexpr):
-    """Load partial sums of squares of each token; the load overlaps with the product."""
+    """Load the partial sums of squares of each token, [SHARES, tokens]. The load overlaps with the product."""
     share = tl.arange(0, SHARES)
     mask = (share[:, None] < shares) & (tokens[None, :] < m)
     return tl.load(squares + share[:, None] * m + tokens[None, :], mask=mask, other=0.0)
@@ -168,7 +172,7 @@ def load_squares(squares, tokens, shares, m, SHARES: tl.constexpr):
 
 @triton.jit
 def inverse_rms(parts, width, eps):
-    """Return each token's factor: one over the root mean square of its row of ``width`` elements."""
+    """Return each token's factor of the RMS norm: one over the root mean square of its row of ``width`` elements."""
     return tl.rsqrt(tl.sum(parts, axis=0) / width + eps)[None, :]
 
 
@@ -194,7 +198,8 @@ def linear_silu_mul(
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute ``silu(x @ gate.T) * (x @ up.T)``; the weight's first n rows are the gate's, the next n are those of up.
+    """Compute ``out [m, n] = silu(x @ gate.T) * (x @ up.T)``; the weight's first n rows are the gate's, the next n are those
+    of up.
 
     With ``squares [shares, m]``, ``x`` is divided by the root mean square from them
     (:mod:`outrider_triton.products.jit.fused`).

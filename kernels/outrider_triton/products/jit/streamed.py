@@ -1,4 +1,4 @@
-"""Skinny matrix products with neighbouring kernels, with operands loaded by a TMA pipeline
+"""Matrix products of few tokens, alone and fused with neighbouring kernels, with operands loaded by a TMA pipeline
 (:mod:`outrider_triton.jit.tma_pipeline`).
 
 They correspond to the kernels of :mod:`outrider_triton.products.jit.matmul` and :mod:`outrider_triton.products.jit.fused`:
@@ -25,12 +25,12 @@ from outrider_triton.products.jit.fused import load_angles, write_rotated
 from outrider_triton.products.jit.matmul import swiglu
 
 _LAYOUT = gl.constexpr(gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1]))
-"""Layout of a tile of results [pairs, tokens]."""
+"""Register layout of a tile of results [pairs, tokens]."""
 
 
 @gluon.jit
 def _pairs_and_tokens(BLOCK_M: gl.constexpr):
-    """Return the positions of pairs in a tile, and the program's tokens."""
+    """Return the indices of the pairs in a tile, and those of the program's tokens."""
     pairs = gl.arange(0, PAIRS, gl.SliceLayout(1, _LAYOUT))
     return pairs, gl.program_id(2) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, _LAYOUT))
 
@@ -107,7 +107,8 @@ def streamed_linear(
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Run :func:`outrider_triton.products.jit.matmul.linear`; program (share of rows, part of the columns, block of tokens).
+    """Compute :func:`outrider_triton.products.jit.matmul.linear` with a TMA pipeline; one program per (share of rows, part of
+    the columns, block of tokens).
 
     A product in parts isn't folded, and has no bias. ROWS: both operands are quantised, ``x`` by ``x_scales [m]``, and the
     weight by one of ``scales`` per ROWS rows; 0: neither is. Quantised products are folded. ADD: add to ``out``; only folded
@@ -179,7 +180,9 @@ def streamed_linear_add(
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Run :func:`outrider_triton.products.jit.fused.linear_add`; folded, and a program has at most one tile."""
+    """Compute :func:`outrider_triton.products.jit.fused.linear_add` with a TMA pipeline. The product is folded, and a program
+    has at most one tile.
+    """
     pipeline = make_pipeline(x, w, True, BLOCK_M, BLOCK_K, STAGES)
     buffer = make_buffer(pipeline)
     operands = bias, residual, norm, scaled, squares, m, n, rows_per_program
@@ -267,10 +270,10 @@ def streamed_silu_mul(
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Run :func:`outrider_triton.products.jit.matmul.linear_silu_mul`.
+    """Compute :func:`outrider_triton.products.jit.matmul.linear_silu_mul` with a TMA pipeline.
 
-    ROWS: as in :func:`streamed_linear`. The largest magnitudes of a program's part of each row then go to ``maxima
-    [programs, m]``: infinity for NaN.
+    ROWS: as in :func:`streamed_linear`. The largest magnitudes of a program's part of each row then go to ``maxima [programs,
+    m]``: infinity for NaN.
     """
     pipeline = make_pipeline(x, w, False, BLOCK_M, BLOCK_K, STAGES)
     buffer = make_buffer(pipeline)
@@ -373,7 +376,9 @@ def streamed_rope_write_cache(
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Run :func:`outrider_triton.products.jit.fused.linear_rope_write_cache`; ROWS: as in :func:`streamed_linear`."""
+    """Compute :func:`outrider_triton.products.jit.fused.linear_rope_write_cache` with a TMA pipeline; ROWS: as in
+    :func:`streamed_linear`.
+    """
     pipeline = make_pipeline(x, w, False, BLOCK_M, BLOCK_K, STAGES)
     buffer = make_buffer(pipeline)
     operands = squares, bias, q, eps, m, k, shares, pairs_per_program, x_scales, scales

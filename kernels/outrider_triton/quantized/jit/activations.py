@@ -1,5 +1,5 @@
-"""Quantised activations: rows are divided by their scales and rounded, in a kernel of their own or in the producing
-kernel.
+"""Quantisation of activations: rows are divided by their scales and rounded, in a kernel of their own or at the end of the
+producing kernel.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _INT8_LARGEST = tl.constexpr(INT8_LARGEST)
 
 @triton.jit
 def _round_to_integer(value):
-    """Round to the nearest integer, ties to even, for magnitudes below 2**22."""
+    """Return ``value``, float32, rounded to the nearest integer, ties to even. Valid for magnitudes below 2**22."""
     return (value + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def _round_to_format(quotient, E4M3: tl.constexpr):
-    """Round to the nearest value of the format. NaN becomes 0, since integers can't represent it: the scale is NaN
-    instead.
+    """Return ``quotient`` rounded to the nearest value of the format, e4m3 or int8. NaN becomes 0, since integers can't
+    represent it: the scale is NaN instead.
     """
     quotient = tl.where(quotient == quotient, quotient, 0.0)
     if E4M3:
@@ -35,14 +35,17 @@ def _round_to_format(quotient, E4M3: tl.constexpr):
 
 @triton.jit
 def _scale_of(maximum, E4M3: tl.constexpr):
-    """Return the scale for values whose largest magnitude is ``maximum``; 1 if all are zero."""
+    """Return the scale of values whose largest magnitude is ``maximum``: the format's largest value then represents it. The
+    scale is 1 if all are zero.
+    """
     largest: tl.constexpr = 448.0 if E4M3 else _INT8_LARGEST
     return tl.where(maximum / largest > 0, maximum / largest, 1.0)
 
 
 @triton.jit
 def _quantize_row(value, row, out, scales, size, E4M3: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Quantise a row and store it like :func:`quantize_rows`, with a scale per GROUP elements (0: one scale).
+    """Quantise a row of ``size`` elements and store it as :func:`quantize_rows` does, with a scale per GROUP elements (0: one
+    scale).
 
     ``value`` must be 0 from ``size`` on.
     """
@@ -75,8 +78,8 @@ def quantize_rows(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Quantise one group of one row: store the scale to ``scales [m, groups]`` and the quotient to ``out [m, k]`` in its
-    dtype.
+    """Quantise one group of one row: store the scale to ``scales [m, groups]`` and the rounded quotient to ``out [m, k]`` in
+    its dtype; one program per (row, group).
 
     With ``given``, divide by this scale. PLAIN: multiply the quotient by the scale again. NaN makes the scale NaN.
     """
@@ -114,7 +117,7 @@ def quantize_by_maxima(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Quantise BLOCK elements of a row like :func:`quantize_rows`; program (row, block).
+    """Quantise BLOCK elements of a row as :func:`quantize_rows` does; one program per (row, block).
 
     The producer of ``x [m, size]`` stored the largest magnitudes of each row, ``maxima [shares, m]``. Infinity there makes
     the scale NaN.
@@ -150,7 +153,9 @@ def add_rms_norm_quantize(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Run :func:`outrider_triton.rows.jit.rows.add_rms_norm` and quantise the row."""
+    """Compute :func:`outrider_triton.rows.jit.rows.add_rms_norm` for one row, quantise the norm, and store it to ``out`` with
+    its ``scales``.
+    """
     lane = tl.arange(0, BLOCK)
     inside = lane < size
     factor = tl.load(weight + lane, mask=inside, other=0.0)
@@ -171,7 +176,7 @@ def silu_mul_quantize(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Run :func:`outrider_triton.rows.jit.rows.silu_mul` for one row and quantise it."""
+    """Compute SwiGLU of one row of ``gate_up`` [rows, 2 size], quantise it, and store it to ``out`` with its ``scales``."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
@@ -197,7 +202,9 @@ def embed_beside_quantize(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Run :func:`outrider_triton.bookkeeping.jit.bookkeeping.embed_beside` for one row and quantise it."""
+    """Join one token's embedding and hidden state as :func:`outrider_triton.bookkeeping.jit.bookkeeping.embed_beside` does,
+    quantise the row, and store it to ``out`` with its ``scales``.
+    """
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)

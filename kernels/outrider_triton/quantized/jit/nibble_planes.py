@@ -16,12 +16,12 @@ from outrider_triton.jit.dependent import begin, begin_late, prefetch_rows
 from outrider_triton.products.jit.matmul import rows_and_tokens
 
 UNIT_COLUMNS = tl.constexpr(128)
-"""Columns that are permuted together."""
+"""Number of columns of a unit, within which columns are permuted."""
 
 
 @triton.jit
 def place_in_planes(column):
-    """Return the position of a token's column in the nibble-plane layout."""
+    """Return the position of a token's column ``column`` in the nibble-plane layout."""
     unit: tl.constexpr = UNIT_COLUMNS
     return column // unit * unit + column % 4 * (unit // 4) + column % unit // 4
 
@@ -49,7 +49,7 @@ def grain_and_times(largest):
 
 @triton.jit
 def nearest_whole(number):
-    """Round to the nearest integer below 2**22, as int32; ties to even."""
+    """Return ``number`` rounded to the nearest integer as int32, ties to even. Valid for magnitudes below 2**22."""
     return (number + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000  # 1.5 * 2**23
 
 
@@ -92,7 +92,7 @@ def store_in_planes(out, grains, row, begins, value, k, stride, BLOCK: tl.conste
 
 @triton.jit(do_not_specialize=["x_stride"])
 def lay_in_planes(x, out, grains, k, x_stride, stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Store each row of ``x`` to ``out [m, k]`` like :func:`store_in_planes`; program (row, chunk)."""
+    """Store a chunk of a row of ``x`` to ``out [m, k]`` as :func:`store_in_planes` does; one program per (row, chunk)."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     begins = tl.program_id(1) * BLOCK
@@ -102,7 +102,9 @@ def lay_in_planes(x, out, grains, k, x_stride, stride, BLOCK: tl.constexpr, PDL:
 
 
 def _halves(shift: int, leading: str, behind: str) -> tl.constexpr:
-    """Return code that makes two elements of a plane from bits at position ``shift`` in both halves of a register."""
+    """Return inline assembly that makes two elements of a plane from the bits at position ``shift`` in both halves of a
+    register.
+    """
     bits = f"shr.u32 $0, $1, {shift}; lop3.b32 $0, $0, 0x000F000F, {leading}, 0xEA;"
     return tl.constexpr("{.reg .b32 a, b; " + bits + behind + "}")
 
@@ -184,10 +186,11 @@ def linear_planes(
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Run :func:`outrider_triton.quantized.jit.products.linear_quantized` for int4 and ``x [m, k]`` in nibble-plane layout.
+    """Compute :func:`outrider_triton.quantized.jit.products.linear_quantized` for int4 weights and ``x [m, k]`` in
+    nibble-plane layout.
 
-    ``weight`` is int16 [n, k / 4]. k is a multiple of UNIT_COLUMNS. SUB is a multiple of 64, and above UNIT_COLUMNS
-    of UNIT_COLUMNS.
+    ``weight`` is int16 [n, k / 4]. k is a multiple of UNIT_COLUMNS. SUB is a multiple of 64, and above UNIT_COLUMNS of
+    UNIT_COLUMNS.
     """
     rows, row_mask, tokens = rows_and_tokens(rows_per_program, n, 1, BLOCK_N, BLOCK_M)
     TYPE: tl.constexpr = x.dtype.element_ty

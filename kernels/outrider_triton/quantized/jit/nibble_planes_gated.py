@@ -18,17 +18,17 @@ from outrider_triton.products.jit.matmul import swiglu
 from outrider_triton.quantized.jit.nibble_planes import grain_and_times, nearest_whole
 
 COLUMNS = gl.constexpr(512)
-"""Columns per step: four units, one for each warp of a warpgroup."""
+"""Number of columns per step: four units, one for each warp of a warpgroup."""
 STEPS_AT_MOST = gl.constexpr(8)
-"""Maximum steps per warpgroup: all loads of a group are in flight at once, and each needs registers."""
+"""Maximum number of steps per warpgroup: all loads of a group are in flight at once, and each needs registers."""
 _UNIT = gl.constexpr(128)
 _WORDS = gl.constexpr(64)
-"""Words per unit, of two columns each."""
+"""Number of 32-bit words per unit; each holds two columns."""
 
 
 @gluon.jit
 def _number(words, high, TYPE: gl.constexpr):
-    """Return the low or the high half of each word as TYPE."""
+    """Return the low half of each 32-bit word as TYPE, or with ``high`` the high half."""
     return gl.where(high, words >> 16, words).to(gl.int16).to(TYPE, bitcast=True)
 
 
@@ -50,7 +50,7 @@ def lay_gated(both, tokens, grains, have, WHICH: gl.constexpr, GROUPS: gl.conste
     """Apply SwiGLU to ``both [2 k]``, one token's gate and up, after the wait for the preceding kernel.
 
     Store the components of the program's columns to ``tokens`` and their grains to ``grains [units, tokens]``. Warpgroup
-    WHICH handles every GROUPSth step from WHICH on, and synchronises with itself by the barrier ``have`` of that index.
+    WHICH handles every GROUPSth step from WHICH on, and synchronises its own warps by the barrier ``have`` of that index.
     """
     COMPONENTS: gl.constexpr = tokens.shape[1]
     TOKENS: gl.constexpr = grains.shape[1]

@@ -37,13 +37,13 @@ from outrider_triton.quantized.jit.nibble_planes import bytes_of_half
 from outrider_triton.quantized.jit.nibble_planes_gated import lay_gated
 
 ROWS = gl.constexpr(64)
-"""Rows per tile, the matrix unit's height."""
+"""Weight rows per tile, the matrix unit's height."""
 _GROUP = gl.constexpr(128)
-"""Columns that may have a scale of their own, and are permuted together."""
+"""Number of columns that may have a scale of their own, and are permuted together."""
 _GROUP_BYTES = gl.constexpr(64)
-"""Bytes of a group in a row of a tile."""
+"""Number of bytes of a group of columns in a row of a tile."""
 PAIRED = gl.constexpr(8)
-"""Consecutive low rows, and then high ones, in a tile of pairs."""
+"""Number of consecutive low rows, and then of high rows, in a tile of row pairs."""
 
 
 # -- loads ----------------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ PAIRED = gl.constexpr(8)
 
 @gluon.jit
 def _load_unit(w, weights, full, unit, each, steps, HALF: gl.constexpr):
-    """Load unit u: columns u % steps of tile u // steps."""
+    """Have the copy engine load unit ``unit`` of the weight: columns unit % steps of tile unit // steps."""
     STAGES: gl.constexpr = weights.shape[0]
     BOX: gl.constexpr = w.block_type.shape[0]
     TILE_BYTES: gl.constexpr = w.block_type.shape[1]
@@ -76,7 +76,9 @@ def _load_unit(w, weights, full, unit, each, steps, HALF: gl.constexpr):
 
 @gluon.jit
 def _load_weights(w, pipeline, each, steps, TILES: gl.constexpr, HALF: gl.constexpr):
-    """Run the warp that loads the weight, which no kernel writes."""
+    """Load all units of the program's weight rows into the pipeline. Runs in a warp of its own, also before the wait, since
+    no kernel writes the weight.
+    """
     weights, _, full, empty, _ = pipeline
     STAGES: gl.constexpr = weights.shape[0]
     units = TILES * steps
@@ -90,7 +92,7 @@ def _load_weights(w, pipeline, each, steps, TILES: gl.constexpr, HALF: gl.conste
 
 @gluon.jit
 def _load_tokens(x, pipeline, STEPS: gl.constexpr):
-    """Load all of the program's token columns, after the wait."""
+    """Load all token columns of the program to shared memory, after the wait."""
     _, tokens, _, _, arrived = pipeline
     COLUMNS: gl.constexpr = x.block_type.shape[1]
     for step in range(STEPS):
@@ -104,7 +106,7 @@ def _load_tokens(x, pipeline, STEPS: gl.constexpr):
 
 @gluon.jit
 def _row_of(place, tile, each, HALF: gl.constexpr):
-    """Return the weight row at ``place`` in the program's ``tile``, and True if it belongs to the program."""
+    """Return the weight row at position ``place`` of the program's ``tile``, and True if the row belongs to the program."""
     if HALF > 0:
         index = tile * (ROWS // 2) + place // (2 * PAIRED) * PAIRED + place % PAIRED
         pair = gl.program_id(0) * each + index
@@ -116,13 +118,13 @@ def _row_of(place, tile, each, HALF: gl.constexpr):
 
 @gluon.jit
 def _concatenate(left, right):
-    """Concatenate the columns of ``left`` and ``right``: [rows, 2 columns]."""
+    """Return ``left`` and ``right`` side by side: [rows, 2 columns]."""
     return gl.join(left, right).permute((0, 2, 1)).reshape((left.shape[0], 2 * left.shape[1]))
 
 
 @gluon.jit
 def _part(packed, tokens, GROUP: gl.constexpr, layout: gl.constexpr):
-    """Start the product of 128 columns, int32 [64, components].
+    """Start the product of 128 columns, and return its sums, int32 [64, components].
 
     ``packed`` is int8 [64, 64], and ``tokens`` int8 [components, columns of a unit].
     """
@@ -138,14 +140,18 @@ def _part(packed, tokens, GROUP: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _split_components(values):
-    """Split [64, components] into low and high components, [64, tokens] each; a thread has both of a token."""
+    """Return the low and the high components of ``values`` [64, components], [64, tokens] each. A thread has both components
+    of a token.
+    """
     TOKENS: gl.constexpr = values.shape[1] // 2
     return gl.split(values.reshape((ROWS, TOKENS, 2)))
 
 
 @gluon.jit
 def _add_product(total, product, factor, grain):
-    """Add a group's product to ``total [64, tokens]``: both components of a token, times its grain and the row's scale."""
+    """Return ``total [64, tokens]`` plus a group's product: both components of a token, times its grain and the
+    row's scale.
+    """
     low, high = _split_components(product)
     return total + (high * 256 + low).to(gl.float32) * (factor.to(gl.float32)[:, None] * grain[None, :])
 
@@ -213,7 +219,7 @@ def _product(
 def _read_scales(
     scales, destination, n, groups, each, GROUPS_PER_PROGRAM: gl.constexpr, TILES: gl.constexpr, HALF: gl.constexpr
 ):
-    """Load the transposed scales of all the program's tiles into shared memory."""
+    """Load the transposed scales of all tiles of the program into shared memory."""
     COUNT: gl.constexpr = destination.shape[0] // next_power_of_2(TILES)
     PER_THREAD: gl.constexpr = 8 if COUNT > 8 else COUNT
     ACROSS: gl.constexpr = 8 if COUNT // PER_THREAD > 8 else COUNT // PER_THREAD
@@ -228,7 +234,7 @@ def _read_scales(
 
 @gluon.jit
 def _read_grains(grains, destination, m, stride, GROUPS_PER_PROGRAM: gl.constexpr):
-    """Load the grains of the program's groups into ``destination`` [groups, tokens], after the wait."""
+    """Load the tokens' grains of the program's column groups into ``destination`` [groups, tokens], after the wait."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1])
     group = gl.arange(0, destination.shape[0], gl.SliceLayout(1, layout))[:, None]
     token = gl.arange(0, destination.shape[1], gl.SliceLayout(0, layout))[None, :]
@@ -238,7 +244,7 @@ def _read_grains(grains, destination, m, stride, GROUPS_PER_PROGRAM: gl.constexp
 
 @gluon.jit
 def _halves(total):
-    """Split a tile of pairs into low and high rows, [32, tokens] each."""
+    """Return the low and the high rows of a tile of row pairs, [32, tokens] each."""
     TOKENS: gl.constexpr = total.shape[1]
     low, high = gl.split(total.reshape((ROWS // (2 * PAIRED), 2, PAIRED, TOKENS)).permute((0, 2, 3, 1)))
     return low.reshape((ROWS // 2, TOKENS)), high.reshape((ROWS // 2, TOKENS))
@@ -256,7 +262,8 @@ def _store(
     GATED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Run the first warpgroup: add the second one's sums to its own, rotate them if required, and store them.
+    """Compute the program's tiles: add the second warpgroup's sums to this one's, rotate them if required, and store them.
+    Runs in the first warpgroup.
 
     It begins late (:func:`outrider_triton.jit.dependent.begin_late`).
     """
@@ -326,7 +333,9 @@ def _run_second_group(
     GATED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Run the second warpgroup, which passes its sums to the first."""
+    """Compute the second warpgroup's part of the program's tiles, and pass the sums to the first warpgroup through shared
+    memory.
+    """
     pipeline, factors, held_grains, grains_ready, second_group = shared
     second_sums, sums_ready, sums_taken = second_group
     if GATED:
@@ -375,12 +384,12 @@ def streamed_planes(
     MAX_REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Run :func:`~outrider_triton.quantized.jit.nibble_planes.linear_planes` for scales of 128 columns without zero points
-    and up to BLOCK_M tokens.
+    """Compute :func:`~outrider_triton.quantized.jit.nibble_planes.linear_planes` with a TMA pipeline, for scales of 128
+    columns without zero points and up to BLOCK_M tokens.
 
-    Program (share of rows, part of the columns). A program has ``rows_per_program`` rows in TILES tiles, and STEPS units of
-    columns. ``w``: int8 [n, k / 2], in boxes of rows. ``x``: int8 [2 m, k], tokens in two components. ``grains``: theirs, in
-    rows ``stride`` apart. GROUPS: multiplying warpgroups, the second with MAX_REGISTERS per thread.
+    One program per (share of rows, part of the columns). A program has ``rows_per_program`` rows in TILES tiles, and STEPS
+    units of columns. ``w``: int8 [n, k / 2], in boxes of rows. ``x``: int8 [2 m, k], tokens in two components. ``grains``:
+    theirs, in rows ``stride`` apart. GROUPS: multiplying warpgroups, the second with MAX_REGISTERS per thread.
 
     HALF: half a head's size, or 0 to store rows without rotation. With HALF, ``rows_per_program`` counts pairs of rows HALF
     apart, in boxes of PAIRED, and the product isn't split. Queries go to ``out``, keys and values to the slots, as in

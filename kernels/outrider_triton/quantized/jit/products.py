@@ -17,7 +17,9 @@ from outrider_triton.products.jit.matmul import rows_and_tokens
 
 @triton.jit
 def _unpack_nibbles(packed, TYPE: tl.constexpr, ASM: tl.constexpr):
-    """Return both nibbles of each byte, less 8. ASM: two at a time, by inserting them into the mantissa of 128 or 1024."""
+    """Return both nibbles of each byte, less 8, as TYPE. ASM: convert two at a time, by inserting them into the mantissa of
+    128 or 1024.
+    """
     if ASM and tl.bfloat16 == TYPE:
         return tl.inline_asm_elementwise(
             """
@@ -81,7 +83,9 @@ def _unpack_nibbles(packed, TYPE: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _convert_e4m3(bits, TYPE: tl.constexpr, FP8: tl.constexpr):
-    """Convert e4m3 bytes to TYPE. Without FP8 by bit operations: float16 has one more exponent bit, and a bias 8 larger."""
+    """Return e4m3 bytes ``bits`` converted to TYPE. Without FP8 instructions the conversion uses bit operations: float16 has
+    one more exponent bit, and a bias larger by 8.
+    """
     if FP8:
         half = bits.to(tl.float8e4nv, bitcast=True).to(tl.float16)
         # Compute capability 8.9 converts float16 to bfloat16 only through float32.
@@ -98,7 +102,7 @@ def _convert_e4m3(bits, TYPE: tl.constexpr, FP8: tl.constexpr):
 
 @triton.jit
 def _load_bytes(weight, offset, mask, E4M3: tl.constexpr, TYPE: tl.constexpr, FP8: tl.constexpr):
-    """Load eight-bit weights and convert them to TYPE."""
+    """Load 8-bit weights, zeros where ``mask`` is False, and convert them to TYPE."""
     bits = tl.load(weight + offset, mask=mask, other=0, eviction_policy="evict_first")
     return _convert_e4m3(bits, TYPE, FP8) if E4M3 else bits.to(tl.float32).to(TYPE)
 
@@ -357,7 +361,9 @@ def linear_quantized(
 
 @triton.jit
 def add_parts(parts, bias, out, size, n, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Add PARTS parts and ``bias [n]`` into ``out [m, n]``, which has ``size`` elements."""
+    """Add PARTS ``parts`` and ``bias [n]`` into ``out [m, n]``, which has ``size`` elements; one program per BLOCK
+    elements.
+    """
     begin(PDL)
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = lane < size
@@ -381,7 +387,7 @@ def scale_products(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Scale the library's integer ``sums`` into ``out [m, n]``, and add ``bias [n]``; program (row, BLOCK elements).
+    """Scale the library's integer ``sums`` into ``out [m, n]``, and add ``bias [n]``; one program per (row, BLOCK elements).
 
     The factors are ``x_scales [m]`` and one of ``scales`` per ROWS of the n.
     """

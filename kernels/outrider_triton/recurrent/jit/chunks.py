@@ -18,25 +18,27 @@ from outrider_triton.recurrent.jit.steps import _NORM_EPS, log_decay
 
 _CHUNK = tl.constexpr(64)
 _BLOCK = tl.constexpr(16)
-"""Rows of a diagonal block that is inverted row by row."""
+"""Number of rows of a diagonal block that is inverted row by row."""
 
 
 @triton.jit
 def _dot(a, b):
-    """Multiply; operands in float32 aren't rounded."""
+    """Return the matrix product of ``a`` and ``b``; float32 operands are not rounded to TF32."""
     return tl.dot(a, b, input_precision="ieee", out_dtype=tl.float32)
 
 
 @triton.jit
 def load_normalized(mixed, rows, lanes, mask, stride):
-    """Load rows of queries or keys and divide each by its Euclidean norm, in float32."""
+    """Load ``rows`` and columns ``lanes`` of the queries or keys ``mixed``, and divide each row by its Euclidean norm:
+    float32 [rows, lanes].
+    """
     x = tl.load(mixed + rows[:, None] * stride + lanes[None, :], mask=mask, other=0.0).to(tl.float32)
     return x * tl.rsqrt(tl.sum(x * x, axis=1) + _NORM_EPS)[:, None]
 
 
 @triton.jit
 def between_tokens(total, lane):
-    """Return e^(G_i - G_j) for j <= i, else 0."""
+    """Return the matrix [L, L] of decays between tokens, e^(G_i - G_j) for j <= i, else 0."""
     earlier = lane[:, None] >= lane[None, :]
     # The decays of later tokens are positive here; masked before the exponential, which would overflow.
     return tl.where(earlier, tl.exp(tl.where(earlier, total[:, None] - total[None, :], 0.0)), 0.0)
@@ -44,7 +46,9 @@ def between_tokens(total, lane):
 
 @triton.jit
 def _dot_wide(a, b, NARROW: tl.constexpr):
-    """Multiply operands in float32. With a narrower dtype, each is the sum of two numbers in that dtype."""
+    """Return the matrix product of ``a`` and ``b`` in float32. With a narrower dtype NARROW, each operand is the sum of two
+    numbers in that dtype.
+    """
     if NARROW.primitive_bitwidth == 32:
         product = _dot(a, b)
     else:
@@ -83,7 +87,9 @@ def inverse_of_triangle(system, lane, NARROW: tl.constexpr):
 
 @triton.jit
 def first_chunk(start, sequence):
-    """Return the number of a sequence's first chunk. Numbers of chunks are distinct; some belong to no chunk."""
+    """Return the number of a sequence's first chunk. Numbers of chunks are distinct over all sequences; some belong to no
+    chunk.
+    """
     return (start // _CHUNK + sequence).to(tl.int64)
 
 
@@ -110,7 +116,7 @@ def corrections(
     BLOCK_E: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Solve the triangular system of one chunk; program (value head, chunk, sequence).
+    """Solve the triangular system of one chunk; one program per (value head, chunk, sequence).
 
     Stores normalised ``keys`` [T, Hk, D], w [T, Hv, D] and u [T, Hv, E] in their dtype, and G [Hv, T] in float32 to
     ``totals``.
@@ -178,7 +184,7 @@ def chunk_states(
     BLOCK_E: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Go through the chunks of a sequence and write its state; program (value head, block of values, sequence).
+    """Go through the chunks of a sequence and write its state; one program per (value head, block of values, sequence).
 
     Operands are the results of :func:`corrections`. Stores the state before each chunk to ``chunk_state`` [N, Hv, D, E], and
     the corrections to ``out``: only what a chunk needs of the chunk before is computed here.
@@ -239,7 +245,9 @@ def chunk_results(
     BLOCK_E: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Replace the corrections in ``out`` by the results of one chunk; program (value head, chunk, sequence)."""
+    """Replace the corrections in ``out`` [T, Hv, E] by the results of one chunk; one program per (value head, chunk,
+    sequence).
+    """
     begin(PDL)
     head, sequence = tl.program_id(0), tl.program_id(2)
     start = tl.load(query_start + sequence)

@@ -21,14 +21,18 @@ def silu(x):
 
 @triton.jit
 def log_decay(a, rate, bias):
-    """Return the logarithm of the state's factor, -rate softplus(a + bias)."""
+    """Return the logarithm of the factor by which the state decays at a token: -rate softplus(a + bias)."""
     x = a + bias
     return -rate * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
 
 
 @triton.jit
 def load_input(x, state, position, channels, start, row, has_state, x_stride, width, mask, KERNEL: tl.constexpr):
-    """Load the convolution's input at ``position`` of a sequence; before the first new token, from the row's state."""
+    """Load the convolution's input at ``position`` of a sequence; before the first new token, from the row's state.
+
+    ``x`` [T, width] has the new tokens, the sequence's from ``start`` on; ``state`` is [R, K - 1, width]. ``channels``
+    selects columns, of which ``mask`` are valid.
+    """
     slot = position + (KERNEL - 1)
     fresh = tl.load(x + (start + position).to(tl.int64) * x_stride + channels, mask=mask & (position >= 0), other=0.0)
     kept = tl.load(
@@ -41,7 +45,11 @@ def load_input(x, state, position, channels, start, row, has_state, x_stride, wi
 
 @triton.jit
 def write_window(x, state, kept, channels, start, row, has_state, x_stride, width, KERNEL: tl.constexpr):
-    """Write the last inputs of a sequence's first ``kept`` new tokens to the row's state."""
+    """Write the K - 1 inputs up to the first ``kept`` new tokens of a sequence to ``state`` [R, K - 1, width] at ``row``, the
+    oldest first.
+
+    Operands as in :func:`load_input`.
+    """
     mask = channels < width
     for slot in tl.static_range(KERNEL - 1):  # ascending: a slot takes the input of a later one
         position = kept + (slot - (KERNEL - 1))
@@ -66,7 +74,8 @@ def short_convolution(
     BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Convolve a block of tokens and channels; program (block of tokens, block of channels, sequence).
+    """Convolve a block of tokens and channels of ``x`` [T, width] to ``out``; one program per (block of tokens, block of
+    channels, sequence).
 
     The first block of tokens reads the row's state. The same program writes the state after ``commit`` tokens.
     """
@@ -98,7 +107,7 @@ def short_convolution(
 
 @triton.jit
 def load_token(mixed, gates, index, q_lane, k_lane, v_lane, head, value_heads, mixed_stride, gates_stride, in_d, in_e):
-    """Load q, k and v of one token, and its gates a and b, in float32."""
+    """Load q [D], k [D] and v of one token and value head, and its gates a and b, in float32."""
     row = mixed + index * mixed_stride
     q = tl.load(row + q_lane, mask=in_d, other=0.0).to(tl.float32)
     k = tl.load(row + k_lane, mask=in_d, other=0.0).to(tl.float32)
@@ -133,12 +142,12 @@ def delta_rule(
     BLOCK_E: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute the gated delta rule of a sequence's few tokens; program (value head, block of values, sequence).
+    """Compute the gated delta rule for the few tokens of a sequence, to ``out`` [T, Hv, E]; one program per (value head,
+    block of values, sequence).
 
     One warp has all keys of a few values, so no sum crosses warps. With ``writes_state``, the state after ``commit`` tokens
     is written, and later tokens aren't computed. Decoding, verification and replay run the same machine code, so their bits
-    are equal. ``reads_early``: no
-    kernel that may still run writes the state or the lengths, so their loads precede the wait.
+    are equal. ``reads_early``: no kernel that may still run writes the state or the lengths, so their loads precede the wait.
     """
     allow_next_kernel(PDL)
     head, sequence = tl.program_id(0), tl.program_id(2)
@@ -190,7 +199,7 @@ def delta_rule(
 
 @triton.jit
 def gated_norm(normed, z, scale, out_type: tl.constexpr):
-    """Multiply normalised values by ``scale`` and SiLU of ``z``, rounded where the reference rounds."""
+    """Return normalised values ``normed`` times ``scale`` and SiLU of ``z``, rounded where the reference rounds."""
     scaled = normed.to(out_type).to(tl.float32) * scale.to(tl.float32)
     if scale.dtype == out_type:
         scaled = scaled.to(out_type).to(tl.float32)
@@ -213,7 +222,9 @@ def gated_rms_norm(
     BLOCK_E: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute the gated norm of ROWS of ``count`` rows. Row r of ``gate`` is at (r // inner, r % inner)."""
+    """Compute the gated RMS norm of ROWS of the ``count`` rows of ``x`` [count, E]; one program per ROWS rows. Row r of
+    ``gate`` is at (r // inner, r % inner).
+    """
     e = tl.arange(0, BLOCK_E)
     scale = tl.load(weight + e, mask=e < E, other=0.0)
     begin(PDL)
@@ -229,7 +240,9 @@ def gated_rms_norm(
 
 @triton.jit
 def sigmoid_mul(x, gate, out, size, x_stride, gate_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Multiply a chunk of a row by the sigmoid of its gate; program (row, chunk)."""
+    """Store a chunk of a row of ``x`` [rows, size] times the sigmoid of its gate to ``out`` [rows, size]; one program per
+    (row, chunk).
+    """
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -11,7 +11,7 @@ from outrider_triton.quantized.jit.nibble_planes import store_in_planes
 
 @triton.jit
 def norm(wide, weight, out_type: tl.constexpr, size, eps):
-    """Normalise one row in float32 (RMS norm), rounded as the reference rounds it: before the weight and after it.
+    """Return the RMS norm of one row ``wide`` (float32), rounded as the reference rounds it: before the weight and after it.
 
     A weight in another dtype than the result is wider, and multiplies what isn't rounded yet.
     """
@@ -24,7 +24,9 @@ def norm(wide, weight, out_type: tl.constexpr, size, eps):
 
 @triton.jit(do_not_specialize=["inner"])
 def rms_norm(x, weight, out, eps, size, inner, stride_outer, stride_inner, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Normalise row r of ``x``, at (r // inner, r % inner); ``out`` is contiguous."""
+    """Store the RMS norm of row r of ``x`` [..., size], at (r // inner, r % inner), to the contiguous ``out``, with
+    ``weight`` [size]; one program per row.
+    """
     lane = tl.arange(0, BLOCK)
     inside = lane < size
     scale = tl.load(weight + lane, mask=inside, other=0.0)  # a weight, so its load may precede the wait
@@ -46,8 +48,8 @@ def add_row(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Begin, compute ``residual += sum of x's parts (+ bias)`` in row ``row``, and return that row in the
-    residual's dtype.
+    """Wait for the preceding kernel, compute ``residual += sum of x's parts (+ bias)`` in row ``row``, and return that row in
+    the residual's dtype.
     """
     lane = tl.arange(0, BLOCK)
     mask = lane < size
@@ -83,7 +85,8 @@ def add_rms_norm(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute ``residual += sum of x's parts (+ bias)``, then its norm. Parts are those of a split matrix product.
+    """Compute ``residual [rows, size] += sum of x's parts (+ bias)``, then store the RMS norm of the row to ``out``; one
+    program per row. Parts are those of a split matrix product.
 
     PLANES: store the norm like :func:`outrider_triton.quantized.jit.nibble_planes.store_in_planes`, with or without
     ``grains``.
@@ -102,7 +105,9 @@ def add_rms_norm(
 
 @triton.jit
 def silu_mul(gate_up, out, grains, size, stride, PLANES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Apply SwiGLU to a chunk of a row; program (row, chunk). PLANES: as in :func:`add_rms_norm`."""
+    """Store SwiGLU of a chunk of a row of ``gate_up`` [rows, 2 size] to ``out`` [rows, size]; one program per (row, chunk).
+    PLANES: as in :func:`add_rms_norm`.
+    """
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     begins = tl.program_id(1) * BLOCK
@@ -120,8 +125,8 @@ def silu_mul(gate_up, out, grains, size, stride, PLANES: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def nearest_e4m3(value):
-    """Round to the nearest e4m3 value, as float32: the step is an eighth of the next lower power of two, and at
-    least 2**-9.
+    """Return ``value`` rounded to the nearest e4m3 value, as float32: the step is an eighth of the next lower power of two,
+    and at least 2**-9.
     """
     exponent = tl.maximum((value.to(tl.int32, bitcast=True) >> 23) & 0xFF, 121)
     shift = (((exponent + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)  # 1.5 * 2**23 steps
@@ -130,7 +135,9 @@ def nearest_e4m3(value):
 
 @triton.jit
 def as_cached(x, cache):
-    """Convert ``x`` to the dtype of ``cache``: e4m3 is clamped to its range like in the reference, and keeps NaN."""
+    """Return ``x`` in the dtype of ``cache``: e4m3 values are clamped to the format's range as in the reference, and NaN
+    stays NaN.
+    """
     if cache.dtype.element_ty == tl.float8e4nv:
         wide = x.to(tl.float32)
         wide = tl.where(wide > 448.0, 448.0, wide)
@@ -142,7 +149,7 @@ def as_cached(x, cache):
 
 @triton.jit
 def _rotate(pointers, half, cos_low, sin_low, cos_high, sin_high, mask):
-    """Rotate and store both halves of some heads in place; return them."""
+    """Rotate the low and high halves of some heads at ``pointers`` in place, and return the rotated halves."""
     low = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(pointers + half, mask=mask, other=0.0).to(tl.float32)
     rotated_low = (low * cos_low - high * sin_low).to(pointers.dtype.element_ty)
@@ -179,7 +186,9 @@ def rope_write_cache(
     BLOCK_HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rotate one token's queries and keys and write the cache. Strides are in elements; ``cache_slot`` is that of a slot."""
+    """Rotate one token's queries and keys in place, and write its keys and values to its cache slot; one program per token.
+    Strides are in elements; ``cache_slot`` is that of a slot.
+    """
     begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK_HALF)[None, :]
@@ -229,9 +238,10 @@ def add_parts_rope_write_cache(
     BLOCK_HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Run :func:`rope_write_cache` on the sum of ``parts [PARTS, m, (heads + 2 kv_heads) 2 half]`` (+ bias), rounded to
-    q's dtype; queries go to ``q [m, heads, 2 half]``. Program (token, head). With norms, queries and keys are normalised per
-    head before the rotation, with ``q_norm`` and ``k_norm [2 half]``. The first 2 ``rotated`` elements of a head rotate.
+    """Compute :func:`rope_write_cache` on the sum of ``parts [PARTS, m, (heads + 2 kv_heads) 2 half]`` (+ bias), rounded to
+    q's dtype; one program per (token, head). Queries go to ``q [m, heads, 2 half]``. With norms, queries and keys are
+    normalised per head before the rotation, with ``q_norm`` and ``k_norm [2 half]``. The first 2 ``rotated`` elements of a
+    head rotate.
     """
     head = tl.program_id(1)
     pair = tl.arange(0, BLOCK_HALF)
@@ -298,7 +308,9 @@ def add_parts_rope_write_cache(
 def move_cache(
     k_cache, v_cache, sources, destinations, moves, size, MOVES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """Move a block of columns of every row: a program reads all rows before it writes any."""
+    """Move the cache rows ``sources`` to ``destinations``; one program per block of columns. A program reads all rows before
+    it writes any.
+    """
     begin(PDL)
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     move = tl.arange(0, MOVES)
@@ -314,7 +326,7 @@ def move_cache(
 
 @triton.jit
 def gather_rows(state, rows, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Gather rows of ``state``; program (row, chunk)."""
+    """Copy a chunk of row ``rows[i]`` of ``state`` [R, size] to row i of ``out`` [B, size]; one program per (i, chunk)."""
     begin(PDL)
     index = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -324,7 +336,9 @@ def gather_rows(state, rows, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit
 def copy_rows(source, out, size, source_row, out_row, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Copy rows of ``size`` elements, with strides ``source_row`` and ``out_row`` in elements; program (row, chunk)."""
+    """Copy a chunk of a row of ``size`` elements from ``source`` to ``out``, with strides ``source_row`` and ``out_row`` in
+    elements; one program per (row, chunk).
+    """
     begin(PDL)
     index = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -334,7 +348,9 @@ def copy_rows(source, out, size, source_row, out_row, BLOCK: tl.constexpr, PDL: 
 
 @triton.jit
 def scatter_rows(state, rows, values, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Scatter rows to ``state``; program (row, chunk). Row 0 is reserved and isn't written."""
+    """Write a chunk of row i of ``values`` [B, size] to row ``rows[i]`` of ``state`` [R, size]; one program per (i, chunk).
+    Row 0 is reserved and isn't written.
+    """
     begin(PDL)
     index = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -15,13 +15,13 @@ from outrider_triton.jit.dependent import begin
 
 @triton.jit
 def _uniform(words):
-    """Convert 32 random bits to a uniform float32 in (0, 1)."""
+    """Return 32 random bits ``words`` as a uniform float32 in (0, 1)."""
     return ((words >> 9).to(tl.float32) + 0.5) * (1.0 / (1 << 23))
 
 
 @triton.jit
 def uniforms(seed, position, LANE: tl.constexpr, start, COUNT: tl.constexpr):
-    """Return uniforms of the indices from ``start`` (a multiple of 4) to ``start + COUNT``."""
+    """Return uniform random numbers of the indices from ``start`` (a multiple of 4) to ``start + COUNT``."""
     block = (start // 4 + tl.arange(0, COUNT // 4)).to(tl.uint32)
     zero = block * 0
     low = zero + (position & 0xFFFFFFFF).to(tl.uint32)
@@ -46,7 +46,7 @@ def _update_argmax(best, best_at, values, start):
 
 @triton.jit
 def _argmax(best, index, row, SHARES: tl.constexpr):
-    """Return the index of the maximum over all shares; earlier shares hold lower indices."""
+    """Return the index of a row's maximum over the results of all SHARES shares; earlier shares hold lower indices."""
     share = tl.arange(0, SHARES)
     at = tl.argmax(tl.load(best + row * SHARES + share), axis=0, tie_break_left=True)
     return tl.load(index + row * SHARES + at)
@@ -54,7 +54,7 @@ def _argmax(best, index, row, SHARES: tl.constexpr):
 
 @triton.jit
 def _depth(parents, node, DEPTH: tl.constexpr):
-    """Return a node's distance from the root, at most DEPTH."""
+    """Return the distance of tree node ``node`` from the root, at most DEPTH."""
     depth = 0
     parent = tl.load(parents + node)
     for _ in tl.static_range(DEPTH):
@@ -84,10 +84,11 @@ def partial_argmax(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Store the best token of a share; program (row, share), with ``nodes`` rows per request.
+    """Store the largest logit of a share and its index; one program per (row, share), with ``nodes`` rows per request.
 
-    Row r is node r % nodes of request r // nodes. Its position is the request's, plus the node's depth in a tree (DEPTH > 0)
-    given by ``parents`` [B, nodes]. With ``firsts``, also store the share's first NaN there; a NaN wins the choice.
+    SAMPLING: the choice is random, by Gumbel noise on logits / temperature. Row r is node r % nodes of request r // nodes.
+    Its position is the request's, plus the node's depth in a tree (DEPTH > 0) given by ``parents`` [B, nodes]. With
+    ``firsts``, also store the share's first NaN there; a NaN wins the choice.
 
     Each lane of a block tracks its own best, and the lanes are compared once at the end. A comparison across threads in each
     block would delay the next loads, and loading is most of the work.
@@ -133,7 +134,7 @@ def partial_argmax(
 
 @triton.jit
 def reduce_argmax(best, index, tokens, SHARES: tl.constexpr, PDL: tl.constexpr):
-    """Store the winning token of one row."""
+    """Store the token of one row: the best over all shares; one program per row."""
     begin(PDL)
     row = tl.program_id(0)
     tl.store(tokens + row, _argmax(best, index, row, SHARES).to(tl.int64))
@@ -155,7 +156,8 @@ def accept_greedy(
     NUM_DRAFT_TOKENS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Accept one request's drafts up to the first that isn't the argmax. ``num_draft_tokens`` equals NUM_DRAFT_TOKENS.
+    """Accept one request's drafts up to the first that isn't the argmax, and store tokens and accepted count; one program per
+    request. ``num_draft_tokens`` equals NUM_DRAFT_TOKENS.
 
     With ``firsts``, also store the index of the request's first NaN or -1, then -1, to ``found``.
     """
@@ -195,7 +197,8 @@ def walk_tree(
     DEPTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Walk one request's tree: from the root, follow the first child that holds the chosen token.
+    """Walk one request's tree from the root, always to the first child that holds the chosen token, and store tokens, path
+    and accepted count; one program per request.
 
     ``drafts`` and ``parents`` are [B, nodes].
     """
@@ -236,7 +239,9 @@ def partial_softmax(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Store the maximum, its index, and the sum of exponentials of logits / temperature of a share; program (row, share)."""
+    """Store the maximum of logits / temperature of a share of a row, its index, and the sum of exponentials, to [rows,
+    SHARES] each; one program per (row, share).
+    """
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     share = tl.program_id(1)
@@ -263,7 +268,7 @@ def partial_softmax(
 
 @triton.jit
 def _softmax(best, sums, row, divisor, SHARES: tl.constexpr):
-    """Return a row's maximum and sum from those of its shares."""
+    """Return the maximum and the sum of exponentials of a row, joined from those of its shares."""
     share = tl.arange(0, SHARES)
     share_maxima = tl.load(best + row * SHARES + share)
     top = tl.max(share_maxima, axis=0)
@@ -292,7 +297,8 @@ def partial_residual(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sample from max(p - q, 0) and from p, and store the mass of the former; program (row, share).
+    """Sample from max(p - q, 0) and from p within a share, and store the mass of the former; one program per (row, share). p
+    is the target's distribution, q the draft's.
 
     ``picked`` and ``picked_at`` are [2, rows, SHARES]. After the last draft there is no q.
     """
@@ -358,7 +364,9 @@ def accept_sampling(
     NUM_DRAFT_TOKENS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Accept one request's drafts, each with probability min(1, p / q); at temperature 0, if it is the argmax."""
+    """Accept one request's drafts, each with probability min(1, p / q), or at temperature 0 if it is the argmax, and store
+    tokens and accepted count; one program per request.
+    """
     begin(PDL)
     request = tl.program_id(0).to(tl.int64)
     divisor = tl.load(temperature + request)
@@ -404,7 +412,9 @@ def accept_sampling(
 def apply_token_bitmask(
     logits, bitmask, out, nodes, vocabulary, words, batch_stride, node_stride, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """Mask a chunk of logits; program (row, chunk). Bit i of word w keeps token 32w + i."""
+    """Store a chunk of a row of logits [rows, vocabulary] to ``out``, with -inf for tokens that the bitmask excludes; one
+    program per (row, chunk). Bit i of word w keeps token 32w + i.
+    """
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

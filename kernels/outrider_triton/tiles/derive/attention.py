@@ -25,7 +25,7 @@ following product.
 _MAX_STREAMED_ROWS = 32
 """Maximum rows of a block (new tokens times query heads per key head) for which streaming was measured."""
 _LONG_CONTEXT_TOKENS = 16384
-"""Capacity in tokens above which twice as many splits are allowed. Each split costs a little even if it has no tokens."""
+"""Capacity in tokens above which twice as many splits are allowed. Each split costs some time even if it has no tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,14 +33,14 @@ class AttentionHeads:
     """Head shapes of an attention."""
 
     group: int
-    """Query heads per key head."""
+    """Number of query heads per key head."""
     kv_heads: int
     size: int
-    """Elements per head."""
+    """Number of elements per head."""
     bytes: int
-    """Bytes per element."""
+    """Number of bytes per element."""
     page: int = 0
-    """Tokens per page; 0 if a copy engine can't read the cache (other dtype than queries, or unaligned)."""
+    """Number of tokens per page; 0 if a copy engine can't read the cache (other dtype than queries, or unaligned)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,9 +48,9 @@ class AttentionLaunch:
     """A launch of attention: block sizes, splits, warps and pipeline stages."""
 
     block_rows: int
-    """Query rows per block: new tokens times query heads per key head."""
+    """Number of query rows per block: new tokens times query heads per key head."""
     block_kv: int
-    """Cached tokens per block."""
+    """Number of cached tokens per block."""
     split: int
     warps: int
     stages: int
@@ -58,7 +58,7 @@ class AttentionLaunch:
     """True if keys and values come through the TMA pipeline, to which ``stages`` then refers."""
 
     def as_list(self) -> list[int]:
-        """Return the list that the operator takes as ``config``."""
+        """Return the fields as the list that the attention operators take as ``config``."""
         return [self.block_rows, self.block_kv, self.split, self.warps, self.stages, int(self.streamed)]
 
 

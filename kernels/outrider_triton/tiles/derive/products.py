@@ -105,7 +105,9 @@ def config_tokens(m: int, stored: OperandStorage = UNQUANTIZED) -> int:
 
 
 def _wins(facts: DeviceFacts, operator: str, best: MatmulConfig, *, m: int, n: int, k: int, stored: OperandStorage) -> bool:
-    """Return True if Triton's kernel is expected to beat the library's product plus the kernels around it."""
+    """Return True if Triton's kernel in configuration ``best`` is expected to be faster than the library's product plus the
+    kernels around it.
+    """
     if operator == "linear_add_scaled" and (k > 2 * n or m > 32):
         return False  # long rows, and many of them, are faster in parts that the norm adds up
     if m <= MAX_TOKENS_TRITON_GEMM or stored != UNQUANTIZED:
@@ -136,8 +138,8 @@ def candidate_configs(
 
 
 def _unstreamed(facts: DeviceFacts, operator: str, m: int, n: int, stored: OperandStorage) -> Iterator[MatmulConfig]:
-    """Yield configurations of :mod:`outrider_triton.products.jit.matmul`, :mod:`outrider_triton.products.jit.fused` and
-    :mod:`outrider_triton.quantized.jit.products`.
+    """Yield unstreamed configurations, for the kernels of :mod:`outrider_triton.products.jit.matmul`,
+    :mod:`outrider_triton.products.jit.fused` and :mod:`outrider_triton.quantized.jit.products`.
     """
     # NVIDIA's matrix unit takes 8 tokens from compute capability 8.0 on
     block_m = max(stored.min_tokens if facts.capability >= 80 else 16, m)
@@ -288,7 +290,9 @@ def _streamed_nibbles(
 
 
 def _rows_per_unit(operator: str) -> int:
-    """Return the weight rows per counted row: rotated rows come in pairs."""
+    """Return the number of weight rows that one unit of ``rows_per_program`` counts: 2 for rotated rows, which
+    come in pairs.
+    """
     return 2 if operator == "linear_rope" else 1
 
 

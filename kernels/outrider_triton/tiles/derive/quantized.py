@@ -42,25 +42,25 @@ _ADD_PARTS_S = 1.0e-6  # until the parts are added up
 
 @dataclass(frozen=True, slots=True)
 class OperandStorage:
-    """Storage of a product's operands."""
+    """The storage of a product's operands, from which its time is estimated."""
 
     weight_bits: int = 16
-    """Bits per weight element."""
+    """Number of bits per weight element."""
     token_bytes: int = 2
-    """Bytes per token element."""
+    """Number of bytes per token element."""
     columns: int = 0
-    """Maximum columns per multiplication, because each group of columns has its own scale; 0: a whole tile."""
+    """Maximum number of columns per multiplication, because each group of columns has its own scale; 0: a whole tile."""
     convert_instructions: float = 0.0
-    """Instructions per weight element to dequantise it for the matrix unit; 0: the unit takes the stored format."""
+    """Number of instructions per weight element to dequantise it for the matrix unit; 0: the unit takes the stored format."""
     stores_converted: bool = False
     """True if dequantised elements are also written to shared memory."""
     min_tokens: int = 16
-    """Tokens of the smallest tile."""
+    """Number of tokens of the smallest tile."""
     can_stream: bool = False
     """True if a streamed kernel exists for this storage."""
 
     def at_once(self, columns: int) -> int:
-        """Return how many of a tile's ``columns`` are multiplied at a time."""
+        """Return the number of a tile's ``columns`` that one multiplication takes."""
         return min(self.columns, columns) if self.columns else columns
 
 

@@ -26,9 +26,9 @@ from outrider.device import (
 from outrider_triton.tiles.measure.timing import microseconds
 
 LAYERS = 8
-"""The most layers of a chain."""
+"""Maximum number of layers of a chain."""
 _ROTATE_BYTES = 1 << 30
-"""Weights of a chain, if fewer layers have as many: several times any second-level cache."""
+"""Bytes of weights of a chain that has fewer layers: several times any second-level cache."""
 _PAGE = 16
 _EPS = 1e-5
 

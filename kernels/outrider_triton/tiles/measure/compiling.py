@@ -30,7 +30,7 @@ _WORKER_BYTES = 1 << 30  # device memory that one worker process needs
 
 @dataclass(frozen=True, slots=True)
 class ProductJob:
-    """A product to compile: a weight of ``key``, as layers of ``shape`` use it."""
+    """A product to compile: a weight with the table key ``key``, as layers of ``shape`` use it."""
 
     key: Key
     config: MatmulConfig
@@ -39,7 +39,9 @@ class ProductJob:
 
 @dataclass(frozen=True, slots=True)
 class AttentionJob:
-    """An attention to compile: ``shape`` with the tile configuration ``config`` and ``width`` new tokens."""
+    """An attention kernel to compile: for layers of ``shape``, with the tile configuration ``config`` and ``width`` new
+    tokens.
+    """
 
     shape: DecoderShape
     config: tuple[int, ...]

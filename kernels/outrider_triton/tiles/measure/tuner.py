@@ -44,10 +44,10 @@ _WIN_FACTOR = 0.995  # a stored choice must reduce a layer's time below this fra
 _NOISE_FACTOR = 0.999  # a smaller reduction counts as noise
 _ROTATE_BYTES = 256 << 20
 _FUSED_PRODUCTS = ("linear_silu_mul", "linear_parts", "linear_rope")
-"""Operators that fuse a product with the kernel that follows."""
+"""Operators of products that are fused with the kernel that follows."""
 _ATTENTION = ((64, 4, 3), (128, 8, 1), (128, 8, 2), (32, 4, 2), (64, 8, 2))
 _STREAMED_ATTENTION = ((64, 4, 3), (64, 4, 2), (128, 4, 2))
-"""Cached tokens per block, warps, stages."""
+"""Candidates of streamed attention: cached tokens per block, warps, stages."""
 
 
 class Chain(LayerChain):
@@ -60,7 +60,7 @@ class Chain(LayerChain):
         self.kernels: TritonKernels = kernels.for_shape(shape)
 
     def attempt(self, table: Table) -> float:
-        """Install ``table`` and return microseconds per layer; infinite if one of its kernels can't be compiled."""
+        """Install ``table`` and return the microseconds of one layer; infinite if one of its kernels can't be compiled."""
         self.kernels.tiles.table = table
         try:
             return self.layer_us()
@@ -81,7 +81,7 @@ class _DeadlinePassed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """Keys of the choices of a layer, and of the products outside layers."""
+    """The table keys of a layer's products, and of the products outside layers."""
 
     qkv: Key
     gates: Key
@@ -154,7 +154,10 @@ def tune(
     progress: TuningProgress | None = None,
     workers: int | None = None,
 ) -> tuple[TuningResult, ...]:
-    """Tune kernels for each shape and store the choices; see ``KernelSet.tune``."""
+    """Tune kernels for each shape and store the choices; see ``KernelSet.tune``.
+
+    Raises :class:`CapabilityError` for kernels without a device, and :class:`ConfigError` for another dtype than bfloat16.
+    """
     device = kernels.device
     if device is None or device.type == "cpu":
         raise CapabilityError("kernels in Triton can be tuned on a device alone, and these were made without one")
@@ -173,7 +176,7 @@ def tune(
 
 
 class _Tuner:
-    """The tuning of the kernels of one layer shape."""
+    """The tuning of one layer shape: it measures candidates, and stores choices by number of tokens."""
 
     def __init__(
         self,

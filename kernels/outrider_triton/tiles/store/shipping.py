@@ -21,7 +21,7 @@ from outrider_triton.tiles.store.table import ANY_LAYER, parse, table_name
 _PRODUCT = ("operator", "dtype", "n", "k", "m", "layer")
 _ATTENTION = ("groups", "head_size", "group", "layer")
 _DEFAULTS = {"head_size": 128, "group": 4, "layer": ANY_LAYER}
-"""Values of keys that a row lacks: attention with these heads, and every layer."""
+"""Values of the keys that a row may lack: attention with these heads, and every layer."""
 
 
 def add(table: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -40,7 +40,9 @@ def _key(row: Mapping[str, Any], keys: Sequence[str]) -> tuple[Any, ...]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse the arguments and replace the table atomically. An unreadable choice raises like ``parse``."""
+    """Parse the command line and replace the table's file atomically. Raises the error of ``parse`` for an
+    unreadable choice.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m outrider_triton.tiles.store.shipping", description="Put choices into a table that ships."
     )

@@ -26,7 +26,7 @@ ANY_LAYER = ""
 """Layer name of measurements outside a layer, and of rows without a layer; such entries apply to every layer."""
 
 Key = tuple[str, str, int, int]
-"""Operator, dtype, rows and columns of the weight."""
+"""The key of a product in a table: operator, dtype, and rows and columns of the weight."""
 
 
 def layer_of(shape: DecoderShape) -> str:
@@ -48,7 +48,7 @@ class ProductEntry:
     config: MatmulConfig | None
     """The fastest configuration; None: torch's product was faster."""
     us: float
-    """Microseconds with ``config``."""
+    """Microseconds of the product with ``config``."""
     torch_us: float
     """Microseconds of torch's product."""
 
@@ -58,15 +58,15 @@ class AttentionEntry:
     """The measured configuration of attention for one shape of heads and number of programs."""
 
     groups: int
-    """Programs without splits: sequences times key heads times blocks of queries."""
+    """Number of programs without splits: sequences times key heads times blocks of queries."""
     max_kv: int
-    """Cached tokens during the measurement."""
+    """Number of cached tokens during the measurement."""
     config: AttentionConfig | None
     """The fastest configuration; None: the derived one was faster."""
     head_size: int = 128
-    """Elements per head."""
+    """Number of elements per head."""
     group: int = 4
-    """Query heads per key head."""
+    """Number of query heads per key head."""
     layer: str = ANY_LAYER
 
 

@@ -42,7 +42,7 @@ BUILDS_ON: Mapping[str, str] = MappingProxyType(
         "row_exact_accesses": "reports_accesses",
     }
 )
-"""The ability on which an ability builds."""
+"""For each ability that builds on another one, the ability on which it builds."""
 
 
 @promise("Backend.capabilities", "Return the capabilities of the device. Constant over the backend's life.")

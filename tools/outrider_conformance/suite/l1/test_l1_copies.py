@@ -14,9 +14,11 @@ from outrider_conformance.reporting.verdict import not_applicable
 
 _DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
 _LENGTHS = (WIDTH, 1 << 14, 1 << 18, (1 << 18) + 1, (1 << 22) + 1)
-"""Numbers of copies of 256 bytes, 64 KiB, 1 MiB, and a little more than 1 and 16 MiB: drivers change their ways there."""
+"""Numbers of float32 elements of copies, of 256 bytes, 64 KiB, 1 MiB, and slightly more than 1 and 16 MiB: drivers use other
+implementations there.
+"""
 _FEW_COPIES = 1 << 18
-"""Numbers from which one copy is made instead of several."""
+"""Number of elements from which on one copy is made instead of several."""
 
 
 @promise(

@@ -13,10 +13,10 @@ from outrider_conformance.promises import promise
 from outrider_conformance.reporting.verdict import not_applicable
 
 _MANY = 300
-"""Beyond the 256 of a byte, and the places of small tables."""
+"""Number of objects of a kind: more than the 256 values of a byte, and than the entries of small tables."""
 _DEEP = 520
 _LONG = 33_000
-"""Half of 16 bits, beyond which a difference of counters changes its sign."""
+"""Number of records: more than half of the range of 16 bits, beyond which a difference of counters changes its sign."""
 _SECONDS = 1.0
 _ROUNDS, _WRITES = 4, 12
 

@@ -16,7 +16,7 @@ _MIB = 1 << 20
 
 
 class _Thing:
-    """An object whose lifetime a weak reference shows."""
+    """An object whose lifetime a test observes by a weak reference."""
 
 
 @promise("Stream", "A new stream is not ordered after work that other streams hold.")

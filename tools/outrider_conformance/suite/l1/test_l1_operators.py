@@ -57,7 +57,7 @@ OPERATORS: Mapping[str, _Operator] = MappingProxyType(
         "where": lambda x, i: torch.where(x > 0, x, i),
     }
 )
-"""The operators by name."""
+"""The operators that must not block the host, by name."""
 _Verb = Callable[[Lab, Stream, Stream, Event], object]
 """A verb that is called with a busy stream, another stream, and an event that was recorded on the busy one."""
 
@@ -86,7 +86,7 @@ VERBS: Mapping[str, _Verb] = MappingProxyType(
         "Fence": _fenced,
     }
 )
-"""The verbs by name."""
+"""The verbs that must not block the host, by name."""
 
 
 @needs("asynchronous")

@@ -14,12 +14,12 @@ from outrider_conformance.lab import Lab, expect, in_every_order
 from outrider_conformance.promises import promise
 
 _LIVE = 200
-"""Tensors that live at one time. Pools of drivers hold 16, 32, 64 or 128 of one size."""
+"""Number of tensors that live at one time. Pools of drivers hold 16, 32, 64 or 128 of one size."""
 _STEPS = 600
 _SIZES = (1, 7, 64, 65, 512, 1024, 1025, 4096, 4097)
 _DTYPES = (torch.uint8, torch.int32, torch.float32, torch.int64)
 _VALUES = 113
-"""Different contents; a prime, so that buffers whose numbers differ by a power of two differ in contents."""
+"""Number of different contents; a prime, so that buffers whose numbers differ by a power of two differ in contents."""
 
 
 @dataclass

@@ -21,7 +21,7 @@ _EACH = 3
 _ROUNDS = 6
 _PATIENCE_S = 30.0
 _SWITCH_INTERVAL_S = 1e-6
-"""Seconds after which Python may pass on to another thread. The usual 5 ms hide most races."""
+"""Seconds after which Python may switch to another thread. The default of 5 ms hides most races."""
 _Made = TypeVar("_Made")
 
 

@@ -15,7 +15,7 @@ _GRAPHS = 40
 _REPLAYS = 300
 _CYCLES = 24
 _TEMPORARY = 1 << 18
-"""Numbers of a temporary tensor of a graph, 1 MiB."""
+"""Number of float32 elements of a graph's temporary tensor, 1 MiB."""
 
 
 def _adding(lab: Lab, stream: Stream, number: int, pool: GraphPool | None = None) -> Graph:

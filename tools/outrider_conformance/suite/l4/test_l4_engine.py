@@ -14,7 +14,7 @@ from outrider_conformance.reporting.verdict import not_applicable
 _SCHEDULES = 3
 _JITTERS = 2
 _LONG_DRAFT = 8
-"""Tokens of a draft whose later passes attend to the KV of several earlier ones."""
+"""Number of draft tokens, so that the later passes of a draft attend to the KV of several earlier ones."""
 _OPERATIONS = 200  # of two short requests, far fewer than there are
 
 

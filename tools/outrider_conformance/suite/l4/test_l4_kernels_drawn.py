@@ -25,7 +25,7 @@ from outrider_conformance.reporting.verdict import not_applicable, refusals_left
 
 _COMPILED_DRAWS = 1
 _SHARES = 3
-"""Dtypes that share the boundaries of a kernel."""
+"""Number of dtypes that share the boundaries of a kernel."""
 _BATCH = {
     "batch": 3,
     "new": 1,
@@ -38,7 +38,7 @@ _BATCH = {
     "size": 0,
     "page": 1,
 }
-"""A batch of attention: three sequences with one new token each."""
+"""The shape of an attention batch: three sequences with one new token each."""
 _DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 

@@ -22,7 +22,7 @@ from outrider_conformance.reporting.verdict import not_applicable, refusals_left
 
 _FEW, _MANY = 2, 66
 _SLACK_BYTES = 1 << 16
-"""Memory that allocators may keep in pieces, independent of the number of requests."""
+"""Bytes of memory that allocators may keep in pieces, independent of the number of requests."""
 
 
 @promise("KernelSet.plan_attention", "return the metadata with the plan.")

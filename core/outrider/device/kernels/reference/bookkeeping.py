@@ -28,7 +28,10 @@ def gather_requests(
     own_tables: Tensor,
     found: Tensor,
 ) -> None:
-    """Copy the inputs of an iteration from the rows of its requests, and clear the findings."""
+    """Copy the state of the requests in ``rows`` int64 [B] to the iteration's own tensors, and fill ``found`` with -1.
+
+    ``lens_by_row``: ``lens`` has one entry per row of state, else one per request. See ``KernelSet.gather_requests``.
+    """
     own_rows.copy_(rows)
     own_lens.copy_(lens.index_select(0, rows) if lens_by_row else lens)
     for state, own in (
@@ -42,7 +45,11 @@ def gather_requests(
 
 
 def gather_checked(source: Tensor, rows: Tensor | None, low: int, high: int, out: Tensor, found: Tensor) -> None:
-    """Copy rows of ``source``, and write to ``found`` which values are invalid."""
+    """Copy rows ``rows`` of ``source``, or all, to ``out``, and write the first invalid value of each to ``found`` [B, 2].
+
+    Invalid are NaN and integers outside ``low`` to ``high``; a row with an invalid integer is replaced by ``low``. See
+    ``KernelSet.gather_checked``.
+    """
     value = source if rows is None else source.index_select(0, rows)
     flat = value.reshape(value.shape[0], -1)
     if source.is_floating_point():
@@ -58,7 +65,10 @@ def gather_checked(source: Tensor, rows: Tensor | None, low: int, high: int, out
 def place_tokens(
     lens: Tensor, tables: Tensor, page_size: int, last: int, positions: Tensor, slots: Tensor, seq_lens: Tensor
 ) -> None:
-    """Compute positions, cache slots and lengths of the tokens that follow ``lens`` cached tokens."""
+    """Write positions, cache slots and lengths of the tokens that follow ``lens`` int64 [B] cached tokens.
+
+    See ``KernelSet.place_tokens``.
+    """
     count, ends = positions.shape[1], seq_lens.shape[1]
     unbounded = lens.unsqueeze(1) + torch.arange(count, device=lens.device)
     index = unbounded // page_size
@@ -80,7 +90,10 @@ def publish_accepted(
     own_tokens: Tensor,
     own_accepted: Tensor,
 ) -> None:
-    """Write the decision of verify to the next iteration's rows, to the results and to draft-extend's inputs."""
+    """Write the decision of verify to the next iteration's rows, to ``results`` [B, 1 + E] and to draft-extend's inputs.
+
+    Row 0 takes padding and stays zero. See ``KernelSet.publish_accepted``.
+    """
     real = rows > 0
     lengths.index_copy_(0, rows, torch.where(real, lens + accepted + 1, 0))
     decided = tokens.gather(1, accepted.unsqueeze(1)).squeeze(1)
@@ -94,7 +107,10 @@ def publish_accepted(
 def place_accepted(
     lens: Tensor, tokens: Tensor, accepted: Tensor, following: Tensor, last: Tensor, positions: Tensor
 ) -> None:
-    """Compute the inputs of draft-extend from the accepted tokens."""
+    """Write the inputs of draft-extend after ``tokens`` [B, E], of which the first ``accepted`` [B] and the next are final.
+
+    ``last`` [B] receives the index of each request's last token in the flat ``following``. See ``KernelSet.place_accepted``.
+    """
     batch, path = tokens.shape
     following.copy_(tokens.clamp(min=0))
     last.copy_(torch.arange(0, batch * path, path, device=tokens.device) + accepted)

@@ -18,17 +18,25 @@ _MAX_GATHERED_BYTES = 64 << 20
 """Maximum number of bytes of weights that are copied at a time; the weights of one expert are always copied."""
 
 
-def route(logits: Tensor, count: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """Return probabilities and numbers of the ``count`` likeliest experts, with sum 1 if ``renormalize``."""
+def route(logits: Tensor, count: int, renormalize: bool, first: int, last: int) -> tuple[Tensor, Tensor]:
+    """Return float weights [T, count] and int64 numbers [T, count] of the ``count`` likeliest experts of ``logits`` [T, E].
+
+    With ``renormalize``, the weights of each token have sum 1. Numbers count from ``first``. Weights and numbers of experts
+    before it, and from ``last`` on, become 0 and -1. See ``KernelSet.route``.
+    """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     # A stable sort puts the lower expert first among equals, on every device.
     likely, order = wide.softmax(-1).sort(dim=-1, descending=True, stable=True)
     weights, chosen = likely[:, :count], order[:, :count].contiguous()
-    return (weights / weights.sum(-1, keepdim=True) if renormalize else weights.contiguous()), chosen
+    weights = weights / weights.sum(-1, keepdim=True) if renormalize else weights.contiguous()
+    if (first, last) == (0, logits.shape[1]):
+        return weights, chosen
+    is_held = (chosen >= first) & (chosen < last)
+    return torch.where(is_held, weights, 0.0), torch.where(is_held, chosen - first, -1)
 
 
 def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Return the weighted sum of the outputs of each token's experts."""
+    """Return the weighted sum [T, H] of the outputs of each token's experts. See ``KernelSet.experts``."""
     expert_bytes = (gate_up[0].numel() + down[0].numel()) * gate_up.element_size()
 
     def multiply(rows: Tensor, own: Tensor) -> Tensor:
@@ -113,6 +121,7 @@ def _mixed(
     one expert's weights.
     """
     tokens, chosen_each = chosen.shape
+    chosen = chosen.clamp(min=0)  # -1, no expert, has the weight 0
     size = _block(tokens * chosen_each, count)
     rows, expert_of, place = _blocks(chosen, count, size)
     padded = x.index_select(0, rows).view(-1, size, x.shape[1])  # [blocks, rows of a block, H]

@@ -17,7 +17,10 @@ LANE_SAMPLE, LANE_ACCEPT, LANE_DRAFT, LANE_RESIDUAL = 0, 1, 2, 3
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension, statistics in float32 or wider (Zhang and Sennrich 2019)."""
+    """Return the root-mean-square norm of ``x`` [..., H] over the last dimension, times ``weight`` [H].
+
+    Statistics are in float32 or wider (Zhang and Sennrich 2019).
+    """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if weight.dtype is not x.dtype:  # a weight in float32 multiplies what isn't rounded yet
@@ -26,26 +29,29 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute ``residual += x`` in place, and return the norm of ``residual``."""
+    """Compute ``residual += x``, both [T, H], in place; return the norm of ``residual`` [T, H]."""
     residual.add_(x)
     return rms_norm(residual, weight, eps)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """SwiGLU: ``silu(gate) * up`` of the two halves of the last dimension."""
+    """Return ``silu(gate) * up`` [T, I] of the two halves of ``gate_up`` [T, 2 I] (SwiGLU)."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
-    """Multiply by the sigmoid of the gate."""
+    """Return ``x`` times the sigmoid of ``gate``, which has the same shape."""
     return x * torch.sigmoid(gate)
 
 
 def rope_write_cache(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
 ) -> None:
-    """Rotate q and k in place (halves, as Hugging Face lays them out), then write k and v into the cache."""
+    """Rotate q [T, Hq, D] and k [T, Hkv, D] in place, then write k and v to the cache at ``slots`` int64 [T].
+
+    The halves of a head are rotated against each other, as Hugging Face lays them out.
+    """
     for x in (q[..., : cos.shape[-1]], k[..., : cos.shape[-1]]):
         half = x.shape[-1] // 2
         rotated = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
@@ -77,7 +83,10 @@ def paged_attention(
     scale: float,
     window: int,
 ) -> Tensor:
-    """Attention of the new tokens over each sequence's pages; padding tokens give zeros."""
+    """Return attention [T, Hq, D] of the new tokens over each sequence's pages; padding tokens give zeros.
+
+    See ``KernelSet.paged_attention``.
+    """
     tokens, heads, head_size = q.shape
     batch = seq_lens.shape[0]
     page_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
@@ -204,24 +213,26 @@ def verify_tree(
 
 
 def gather_rows(state: Tensor, rows: Tensor) -> Tensor:
-    """Return the rows ``rows`` of ``state``."""
+    """Return the rows ``rows`` int64 [n] of ``state`` [R, ...] as a new tensor [n, ...]."""
     return state.index_select(0, rows)
 
 
 def scatter_rows(state: Tensor, rows: Tensor, values: Tensor) -> None:
-    """Write ``values`` to the rows ``rows`` of ``state``, except to row 0."""
+    """Write ``values`` [n, ...] to the rows ``rows`` int64 [n] of ``state`` [R, ...], except to row 0, which takes
+    padding.
+    """
     real = (rows > 0).view(-1, *([1] * (state.dim() - 1)))
     state.index_copy_(0, rows, torch.where(real, values, state[:1]))
 
 
 def copy_rows(source: Tensor, out: Tensor) -> None:
-    """Copy ``source`` to ``out``."""
+    """Copy ``source`` to ``out``, both of one shape and dtype."""
     check_copy(source, out)
     out.copy_(source)
 
 
 def move_cache(k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
-    """Copy cache rows; every row is read before any is written."""
+    """Copy cache rows ``sources`` to ``destinations``, int64 slots; every row is read before any is written."""
     page_size = k_cache.shape[1]
     for cache in (k_cache, v_cache):
         rows = cache[sources // page_size, sources % page_size]  # a copy, so sources and destinations may overlap

@@ -52,7 +52,7 @@ def quantize_activations(x: Tensor, format: str, group: int, input_scale: Tensor
 
 
 def _scaled(x: Tensor, elements: ElementFormat) -> Tensor:
-    """Quantise ``x`` by the largest magnitude of the last dimension. Zeros stay zeros."""
+    """Return ``x`` [..., n], quantised with one scale per last dimension, from its largest magnitude. Zeros stay zeros."""
     assert elements.activation_divisor is not None  # a QuantizedWeight has no other activations
     scale = x.abs().amax(dim=-1, keepdim=True) / elements.activation_divisor
     scale = torch.where(scale > 0, scale, 1.0)
@@ -72,7 +72,10 @@ def linear_quantized(
     activations: str,
     activation_group: int,
 ) -> Tensor:
-    """Multiply with the dequantized weight; ``activations`` is empty if the activations aren't quantised."""
+    """Return ``x`` [..., in] times the transpose of the dequantized weight [out, in] → [..., out].
+
+    ``activations`` names their format; empty if they aren't quantised. See ``KernelSet.linear_quantized``.
+    """
     if activations:
         x = quantize_activations(x, activations, activation_group, input_scale)
     # Contiguous as in ``ModelKernels.linear``: a library may read a strided row past its end.

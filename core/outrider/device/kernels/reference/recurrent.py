@@ -13,7 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64
-"""Tokens that prefill processes at once. Chunks of a prompt that end on multiples leave the bits of later tokens alone."""
+"""Number of tokens that prefill processes at once.
+
+Prompts that are cut at multiples of this number leave the bits of later tokens alone.
+"""
 _NORM_EPS = 1e-6
 
 
@@ -22,9 +25,9 @@ class _SequenceLanes:
     """The tokens of ragged sequences as a rectangle [B, Q]."""
 
     index: Tensor
-    """int64 [B, Q]: index of each token among the T tokens; of padding, any valid index."""
+    """int64 [B, Q]: index of each token among the T tokens of the pass; of padding, any valid index."""
     is_token: Tensor
-    """bool [B, Q]: False for padding."""
+    """bool [B, Q]: True where the rectangle holds a token, False where it holds padding."""
     has_state: Tensor
     """bool [B]: True if earlier tokens left a state. A sequence without earlier tokens starts from zeros."""
 
@@ -86,15 +89,15 @@ class _RuleOperands:
     """Operands of the delta rule in float32 or wider, dense: zeros for padding, so that padding changes no state."""
 
     q: Tensor
-    """[B, Q, Hv, D], normalized and scaled."""
+    """[B, Q, Hv, D]: queries, normalized and scaled."""
     k: Tensor
-    """[B, Q, Hv, D], normalized."""
+    """[B, Q, Hv, D]: keys, normalized."""
     v: Tensor
-    """[B, Q, Hv, E]."""
+    """[B, Q, Hv, E]: values, as the convolution made them."""
     decay: Tensor
-    """[B, Q, Hv]: logarithm of the factor of the state."""
+    """[B, Q, Hv]: logarithm of the factor by which a token decays the state; at most 0."""
     beta: Tensor
-    """[B, Q, Hv]: share of a key's value that is replaced."""
+    """[B, Q, Hv]: share, from 0 to 1, of a key's stored value that the token replaces."""
 
     @classmethod
     def from_inputs(
@@ -200,7 +203,11 @@ def chunk_gated_delta_rule(
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the root-mean-square norm over the last dimension, times SiLU of the gate, computed in float32 or wider."""
+    """Return the root-mean-square norm of ``x`` [..., E] over the last dimension, times SiLU of ``gate`` [..., E].
+
+    Both factors are computed in float32 or wider, and the norm is rounded to the dtype of ``x`` between. See
+    ``KernelSet.gated_rms_norm``.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     values = x.to(wide)
     normed = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)

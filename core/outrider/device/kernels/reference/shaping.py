@@ -15,14 +15,18 @@ IN_PROMPT, OCCURRENCE = 1, 2
 
 
 def apply_token_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
-    """Set the logits of tokens whose bit isn't set to ``-inf``."""
+    """Return ``logits`` [..., V] with ``-inf`` for tokens whose bit in ``bitmask`` int32 [..., ceil(V / 32)] isn't set."""
     bits = torch.arange(32, dtype=torch.int32, device=bitmask.device)
     allowed = (bitmask.unsqueeze(-1) >> bits) & 1
     return logits.masked_fill(allowed.flatten(-2)[..., : logits.shape[-1]] == 0, -torch.inf)
 
 
 def bias_logits(logits: Tensor, positions: Tensor, entries: Tensor, tokens: Tensor, values: Tensor, until: Tensor) -> Tensor:
-    """Add those of each request's first ``entries`` biases whose ``until`` exceeds the decided position."""
+    """Return ``logits`` [B, N, V] with each request's biases added.
+
+    Of ``tokens`` and ``values`` [B, M], the first ``entries`` [B] count, and of these a node takes those whose ``until`` [B,
+    M] exceeds the position in ``positions`` [B, N] that the node decides.
+    """
     batch, nodes, _ = logits.shape
     lane = torch.arange(tokens.shape[1], device=tokens.device)
     applies = (lane < entries.unsqueeze(1)).unsqueeze(1) & (positions.unsqueeze(2) < until.unsqueeze(1))  # [B, N, M]
@@ -35,7 +39,11 @@ def bias_logits(logits: Tensor, positions: Tensor, entries: Tensor, tokens: Tens
 def penalize_logits(
     logits: Tensor, tokens: Tensor, tree_mask: Tensor | None, rows: Tensor, counts: Tensor, penalties: Tensor
 ) -> Tensor:
-    """Apply penalties by each row's history and, at each node, by the drafted tokens on the path to the node."""
+    """Return ``logits`` [B, N, V] with penalties by each row's history and the drafted tokens on the path to each node.
+
+    ``counts`` [R, V] is the history, of which request b has row ``rows[b]``. ``penalties`` [B, 3]: repetition, presence,
+    frequency.
+    """
     batch, nodes, vocabulary = logits.shape
     history = counts.index_select(0, rows).unsqueeze(1)  # [B, 1, V]
     if nodes == 1:
@@ -58,14 +66,20 @@ def penalize_logits(
 
 
 def count_tokens(counts: Tensor, rows: Tensor, tokens: Tensor) -> None:
-    """Count output ``tokens`` (-1: none) in their rows; an ignored token adds zero to the reserved row."""
+    """Add output ``tokens`` [B, n] (-1: none) to their rows of ``counts`` [R, V] in place.
+
+    An ignored token adds zero to the reserved row.
+    """
     real = tokens >= 0
     index = torch.where(real, rows.unsqueeze(1), 0)
     counts.index_put_((index, tokens.clamp(min=0)), real.to(counts.dtype) * OCCURRENCE, accumulate=True)
 
 
 def truncate_logits(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Set the logits of tokens that top-k, then top-p, then min-p drop to ``-inf``."""
+    """Return ``logits`` [B, N, V] with ``-inf`` for the tokens that top-k, then top-p, then min-p drop.
+
+    The parameters are tensors [B]. Rows with temperature 0 keep all tokens.
+    """
     batch, _, vocabulary = logits.shape
     hot = temperature > 0
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -87,7 +101,11 @@ def truncate_logits(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: T
 
 
 def logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities of ``tokens`` and of the ``count`` likeliest tokens, and the ids of the latter."""
+    """Return log-probabilities float32 [B, N, 1 + count] of ``tokens`` [B, N] and of the likeliest tokens, and ids of the
+    latter.
+
+    The ids are int64 [B, N, count].
+    """
     logs = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
     chosen = logs.gather(2, tokens.clamp(min=0).unsqueeze(2))
     ids = _likeliest(logs, count)

@@ -1,0 +1,37 @@
+"""Ranks of the kit in processes, as on GPUs: one that leaves, and a device that never finishes a call."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from outrider_conformance.ranks.processes import TaskProcesses
+from outrider_conformance.ranks.runner import serve
+
+PEER_DIES = "outrider_conformance.ranks.faults:peer_dies"
+
+
+@pytest.mark.slow  # two processes for each way
+@pytest.mark.parametrize("how", ["closes", "hangs", "exits"])
+def test_a_rank_in_a_process_names_the_call_of_a_peer_that_left(how):
+    with TaskProcesses("cpu", 2) as ranks:
+        work = {"program": PEER_DIES, "args": [how], "timeout_s": 1.0}
+        first, second = ranks.task_results("outrider_conformance.ranks.runner:serve", work, limit_s=60)
+    assert not first.error
+    assert second.error == ("the process ended with exit code 7" if how == "exits" else "")
+
+
+def finishes(rank):
+    return rank.index
+
+
+def never_finishes(rank):
+    rank.lost_calls.append("all_reduce #2")
+    return rank.index
+
+
+@pytest.mark.parametrize(("program", "waits"), [("finishes", 1), ("never_finishes", 0)])
+def test_nothing_waits_for_a_device_with_a_call_that_never_ends(program, waits):
+    waited = []
+    place = SimpleNamespace(backend=SimpleNamespace(synchronize=lambda: waited.append(1)), rank=3, size=4, store=None)
+    assert serve(place, program=f"{__name__}:{program}", args=(), timeout_s=1.0) == 3
+    assert len(waited) == waits
