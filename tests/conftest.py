@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import os
+import shutil
+import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -67,12 +71,35 @@ def missing_device(kind: str, count: int = 1, compute_capability: int | None = N
     return None
 
 
+def missing_nixl() -> str | None:
+    """Return why a test that needs NIXL can't run, or None if it can."""
+    from outrider.transports.nixl_transport import PACKAGES
+
+    return None if any(find_spec(name) for name in PACKAGES) else "not run: NIXL isn't installed (extra nixl)"
+
+
+@functools.cache
+def missing_namespaces() -> str | None:
+    """Return why a test that needs network namespaces can't run, or None if it can."""
+    absent = [command for command in ("unshare", "nsenter", "ip") if shutil.which(command) is None]
+    if absent:
+        return f"not run: this machine lacks the command {absent[0]}"
+    command = ["unshare", "--net", "--mount", "mount", "-t", "sysfs", "sysfs", "/sys"]
+    made = subprocess.run(command, capture_output=True, text=True)
+    return f"not run: no network namespace can be made: {made.stderr.strip()}" if made.returncode else None
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test whose device is missing, with the reason."""
-    for marker in item.iter_markers("needs_device"):
-        reason = missing_device(*marker.args, **marker.kwargs)
-        if reason is not None:
-            pytest.skip(reason)
+    """Skip a test whose device, package or privilege is missing, with the reason."""
+    for kind, missing in (
+        ("needs_device", missing_device),
+        ("needs_nixl", missing_nixl),
+        ("needs_namespaces", missing_namespaces),
+    ):
+        for marker in item.iter_markers(kind):
+            reason = missing(*marker.args, **marker.kwargs)
+            if reason is not None:
+                pytest.skip(reason)
 
 
 def pytest_collection_finish() -> None:

@@ -5,8 +5,10 @@ from collections import deque
 
 from outrider.disaggregation.decode_worker import DecodeWorker
 from outrider.disaggregation.page_landing import LandingRegistry, SingleRankLanding
+from outrider.disaggregation.page_parts import registered_memory, slots_of_part
 from outrider.disaggregation.prefill_worker import PrefillWorker
 from outrider.disaggregation.wire import MessageDecoder
+from outrider.engine.ranks.ranks import ParallelConfig
 
 PEER = 1
 LIMIT_S = 60
@@ -25,14 +27,19 @@ class Couple:
         """As after a start of either side."""
         self.to_prefill, self.to_decode = deque(), deque()
         giver, taker = self.prefill.engine, self.decode.engine
-        there = self.transport.open(taker.page_memory, taker.backend, accepts=False, host="127.0.0.1")
-        landing = SingleRankLanding(there) if taker.groups == 1 else LandingRegistry(taker).open_landing(there, "127.0.0.1")
+        layout = ParallelConfig(tensor=taker.model.shards.attention.size, data=taker.groups)
+        landed = registered_memory(taker.page_memory, layout.tensor)
+        there = self.transport.open(landed, taker.backend, accepts=False, host="127.0.0.1")
+        landing = SingleRankLanding(there) if layout.world == 1 else LandingRegistry(taker).open_landing(there, "127.0.0.1")
         offers = landing.offers()
-        links = [self.transport.open(giver.page_memory, giver.backend, accepts=True, host="127.0.0.1") for _ in offers]
+        parts = [layout.shards(rank).attention for rank in range(layout.world)]
+        given = [giver.page_memory if part.size == 1 else slots_of_part(giver.page_memory, part) for part in parts]
+        links = [self.transport.open(each, giver.backend, accepts=True, host="127.0.0.1") for each in given]
         for link, offer in zip(links, offers, strict=True):
             link.connect(offer)
         landing.connect([link.offer() for link in links])
-        self.prefill.add_peer(PEER, lambda message: self.to_decode.append(message.encode()), links)
+        self.links = links
+        self.prefill.add_peer(PEER, lambda message: self.to_decode.append(message.encode()), links, layout.tensor)
         self.decode.add_peer(PEER, lambda message: self.to_prefill.append(message.encode()), landing)
 
     def submit(self, state):

@@ -1,20 +1,26 @@
 """Requests of a prefill engine land on the ranks of a data-parallel one; ranks are threads here."""
 
+from dataclasses import replace
+
 import pytest
 
+from disaggregation import couple
 from disaggregation.couple import Couple
 from disaggregation.test_sides import NEW, prompts, state
-from outrider import Engine
+from outrider import Engine, SamplingParams
 from outrider.device import ConfigError, EngineStopped
 from outrider.disaggregation.page_landing import FollowerLinks
 from outrider.engine.ranks.ranks import ParallelConfig
 from outrider.engine.ranks.records import RanksFailed
 from outrider.errors import RequestError
+from outrider.transports import LinkDown
 from outrider.transports.local_transport import LocalTransport
 from outrider_cpu.backend import CpuBackend
-from outrider_proof import tiny
+from outrider_proof import rank_landing, tiny
 from outrider_proof.proposers import MAKERS, decoder
 from outrider_proof.tiny import plain_config
+from outrider_sim.explore.exploration import run_once
+from outrider_sim.explore.strategies import make_strategy
 from ranks.threads import run_bodies
 
 CONFIG = {"dtype": "float64", "max_context": 64, "page_size": 4, "max_requests": 3, "overlap": True, "num_pages": 40}
@@ -26,7 +32,7 @@ def made(name, ranks=None, **fields):
     return Engine(model, backend, proposer=MAKERS[name](model, backend), config=plain_config(**CONFIG | fields), ranks=ranks)
 
 
-def on_ranks(name, lead, data=2, **fields):
+def on_ranks(name, lead, data=2, tensor=1, **fields):
     """What ``lead`` returns for a prefill engine and a decode engine on several ranks; no rank keeps a page or a row."""
     transport = LocalTransport()
 
@@ -53,33 +59,48 @@ def on_ranks(name, lead, data=2, **fields):
         assert (engine.free_pages, engine.free_rows) == before
         return found
 
-    return run_bodies(ParallelConfig(data=data, timeout_s=60), body)[0]
+    return run_bodies(ParallelConfig(data=data, tensor=tensor, timeout_s=60), body)[0]
 
 
 def groups_of(engine):
     return {request.group for request in engine._requests.values()}
 
 
-@pytest.mark.parametrize("name", ["mtp", "none"])
-def test_tokens_are_those_of_one_engine_on_every_group(name):
-    given = prompts(name, 7)
+def plain_tokens(name):
+    """The tokens of one engine."""
+    made_alone = made("none")
+    params = SamplingParams(max_tokens=18, ignore_eos=True)
+    return [each.token_ids for each in made_alone.generate(prompts(name, 7), params)]
+
+
+def served(name, layout):
+    """The groups that had requests, counts, and the tokens of each prompt: long enough to depend on every head."""
+    given, (tensor, data) = prompts(name, 7), layout
 
     def lead(sides):
         seen = set()
         for prompt in given:
-            sides.submit(state(prompt))
+            sides.submit(state(prompt, max_tokens=18, ignore_eos=True))
 
         def ended():
             seen.update(groups_of(sides.decode.engine))
             return len(sides.ended) == len(given)
 
         sides.run(ended)
-        return seen, dict(sides.decode.counts), [sides.tokens(key) for key in range(len(given))]
+        return seen, [sides.tokens(key) for key in range(len(given))], dict(sides.decode.counts)
 
-    seen, counts, tokens = on_ranks(name, lead)
-    assert tokens == [tiny.plain(prompt, NEW) for prompt in given]
-    assert seen == {0, 1}
-    assert counts["arrived"] == len(given) - counts["finished_there"] > 4
+    return on_ranks(name, lead, data=data, tensor=tensor)
+
+
+@pytest.mark.sample(1, per="layout")
+@pytest.mark.parametrize("name", ["mtp", "none", "ngram", "eagle-tree", "suffix+eagle"])
+@pytest.mark.parametrize("layout", [(1, 2), (2, 1), (4, 1), (2, 2)], ids=["data2", "tensor2", "tensor4", "tensor2-data2"])
+def test_tokens_are_those_of_one_engine_on_every_rank(layout, name):
+    """On four tensor-parallel ranks two ranks hold the same KV head."""
+    seen, tokens, counts = served(name, layout)
+    assert tokens == plain_tokens(name)
+    assert seen == set(range(layout[1]))
+    assert counts["arrived"] == 7
 
 
 def test_a_prefill_side_dies():
@@ -102,7 +123,8 @@ def test_a_prefill_side_dies():
     assert on_ranks("eagle", lead, num_pages=14) == [tiny.plain(prompt, NEW) for prompt in given] * 2
 
 
-def test_what_is_shared_out_can_not_be_lent():
+@pytest.mark.parametrize("layout", [{"data": 2}, {"tensor": 2}], ids=["data", "tensor"])
+def test_several_ranks_lend_nothing(layout):
     def body(ranks):
         engine = made("none", ranks)
         if engine.follows:
@@ -113,25 +135,66 @@ def test_what_is_shared_out_can_not_be_lent():
                 engine.resume(state((1, 2)), lend=True)
             with pytest.raises(RequestError, match="a token of output at least"):
                 engine.lending.expect(state((1, 2)))
-            assert engine.groups == 2
-            assert engine.load.pages == engine.load.free_pages == 2 * (CONFIG["num_pages"] - 1)
+            groups = layout.get("data", 1)
+            assert engine.groups == groups
+            assert engine.load.pages == engine.load.free_pages == groups * (CONFIG["num_pages"] - 1)
         finally:
             engine.close()
 
-    run_bodies(ParallelConfig(data=2, timeout_s=60), body)
+    run_bodies(ParallelConfig(**layout, timeout_s=60), body)
 
-    def shared(ranks):
-        engine = made("none", ranks)
-        if engine.follows:
-            engine.follow()
-            return
-        try:
-            with pytest.raises(ConfigError, match="a part of every page"):
-                engine.lending.expect(state((1, 2)))
-        finally:
-            engine.close()
 
-    run_bodies(ParallelConfig(tensor=2, timeout_s=60), shared)
+def test_heads_of_another_rank_are_found(monkeypatch):
+    """The fault that parts of pages can have: each rank gets the heads of the first rank."""
+    real = couple.slots_of_part
+    monkeypatch.setattr(couple, "slots_of_part", lambda caches, part: real(caches, replace(part, rank=0)))
+    assert served("none", (2, 1))[1] != plain_tokens("none")
+
+
+@pytest.mark.parametrize(("side", "named"), [("prefill", "link to rank 3 of the decode server"), ("decode", "rank 3: ")])
+def test_a_link_that_fails_is_named_and_its_requests_start_again(side, named):
+    """The link of one rank of a group fails; the other ranks' links of the request are closed, too."""
+    given, broken = prompts(3, 5), 3
+
+    def lead(sides):
+        for prompt in given:
+            sides.submit(state(prompt))
+        sides.run(lambda: any(job.is_announced for job in sides.prefill._prefilled))
+        worker = getattr(sides, side)
+
+        def fail(*arguments, **named):
+            raise LinkDown("the cable was pulled")
+
+        if side == "prefill":
+            sides.links[broken].start_write = fail
+        else:
+            sides.links[broken].close()
+        sides.run(lambda: worker.broken_peers)
+        (why,) = worker.broken_peers.values()
+        assert named in why, why
+        sides.lose("prefill")
+        sides.prefill = type(sides.prefill)(made("eagle"))
+        sides.connect()
+        sides.run()
+        return [sides.tokens(key) for key in range(len(given))]
+
+    assert on_ranks("eagle", lead, data=2, tensor=2, num_pages=40) == [tiny.plain(prompt, NEW) for prompt in given]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "data", "seed"),
+    [(2, 1, 3), pytest.param(2, 2, 24, marks=pytest.mark.slow), pytest.param(4, 1, 4, marks=pytest.mark.slow)],
+)
+def test_pages_land_on_simulated_ranks_without_a_race(tensor, data, seed):
+    devices, layout = rank_landing.SimulatedDevices(), ParallelConfig(tensor=tensor, data=data)
+    counts = {}
+    error = run_once(
+        devices.backends[0],
+        lambda _: counts.update(rank_landing.run(devices, seed, layout)),
+        make_strategy("mixed", seed, {}),
+    )
+    assert error is None, str(error)
+    assert counts["arrived"] > 0
 
 
 def test_a_rank_that_has_no_answer_says_so():

@@ -81,10 +81,8 @@ def test_tokens_are_those_of_one_engine(name, overlap):
     sides.close()
 
 
-@pytest.mark.parametrize("transport", ["torch", "nixl"])
+@pytest.mark.parametrize("transport", ["torch", pytest.param("nixl", marks=pytest.mark.needs_nixl)])
 def test_over_transports_of_processes(transport):
-    if transport == "nixl":
-        pytest.importorskip("nixl_cu12", reason="NIXL isn't installed")
     sides = couple("eagle", get_transport(transport), overlap=True)
     before, given = free(sides), prompts(transport, 5)
     for prompt in given:

@@ -1,5 +1,7 @@
 """Ranks that share the heads of recurrent layers and of gated attention out among them."""
 
+from dataclasses import replace
+
 import pytest
 from threads import run
 
@@ -7,32 +9,80 @@ from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.engine.ranks.ranks import ParallelConfig
 from outrider.model import Shard, Shards
+from outrider.registry import Registry
 from outrider_proof import tiny
-from outrider_proof.engine_setups import with_short_intervals
+from outrider_proof.engine_setups import WIDE_HYBRID, random_host_program, with_short_intervals
 from outrider_proof.proposers import CHAINED, MAKERS, decoder
+from outrider_proof.rank_engine import RankExplorer, RankSetup
 from outrider_proof.tiny import plain_config
+from outrider_sanitizer import RaceError
+from outrider_sim.explore.exploration import run_once
+from outrider_sim.explore.strategies import make_strategy
 
 PROMPTS = [(3, 1, 4, 1, 5, 9), (7, 7, 2), (1,), (3, 1, 4, 1, 5, 8)]
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
 CONFIG = plain_config(max_context=40, max_requests=3, page_size=4, prefill_chunk=4, dtype="float64")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(1, per="layout")
+@pytest.mark.parametrize("mode", [{}, {"graphs": True}, {"mode": "fused"}], ids=["staged", "graphs", "fused"])
 @pytest.mark.parametrize("proposer", ["mtp-chain", "ngram", "none"])
-@pytest.mark.parametrize("tensor", [2, 1], ids=["tensor", "data"])
-def test_tokens_are_those_of_one_rank(tensor, proposer):
+@pytest.mark.parametrize("layout", [(2, 1), (1, 2), (4, 1), (2, 2)], ids=["tensor2", "data2", "tensor4", "tensor2-data2"])
+def test_tokens_are_those_of_one_rank(layout, proposer, mode):
+    """The second round continues prefixes that the first one cached."""
+    tensor, data = layout
+    target = tiny.hybrid(recurrent=tiny.WIDE_RECURRENT)
+    config = replace(CONFIG, **mode)
+
     def make(ranks):
-        model = decoder(tiny.hybrid(), ranks.backend, ranks.model, kernels=with_short_intervals(ranks.backend))
-        assert model.config.recurrent.value_heads == 4 // tensor
+        model = decoder(target, ranks.backend, ranks.model, kernels=with_short_intervals(ranks.backend))
+        assert model.config.recurrent.value_heads == 8 // tensor
         drafts = {**MAKERS, **CHAINED}[proposer](model, ranks.backend)
-        return Engine(model, ranks.backend, proposer=drafts, config=CONFIG, ranks=ranks)
+        return Engine(model, ranks.backend, proposer=drafts, config=config, ranks=ranks)
 
     def tokens(engine):
         made = [each.token_ids for each in engine.generate(PROMPTS, PARAMS)]
-        return made + [each.token_ids for each in engine.generate(PROMPTS, PARAMS)]
+        made += [each.token_ids for each in engine.generate(PROMPTS, PARAMS)]
+        return made, engine.stats.prefix_hits > 0
 
-    layout = ParallelConfig(tensor=tensor, data=2 // tensor)
-    assert run(layout, make, tokens) == tokens(Engine(tiny.hybrid(), tiny.BACKEND, config=CONFIG))
+    made, hits = run(ParallelConfig(tensor=tensor, data=data), make, tokens)
+    assert made == tokens(Engine(target, tiny.BACKEND, config=CONFIG))[0]
+    assert hits
+
+
+def explored(setup, number, change=None):
+    """The error of one random program on simulated ranks that the sanitizer watches, or None."""
+    explorer = RankExplorer(Registry())
+    explorer.change = change
+    program, device = random_host_program(number), explorer.devices(setup)[0]
+    return run_once(device, lambda _: explorer.run_program(setup, program), make_strategy("mixed", number, {}))
+
+
+@pytest.mark.parametrize(
+    ("layout", "proposer", "mode", "number"),
+    [
+        pytest.param((2, 1), "mtp-chain", "fused", 8, marks=pytest.mark.slow),
+        ((4, 1), "mtp-chain", "graphs", 9),
+        pytest.param((2, 2), "ngram", "staged", 6, marks=pytest.mark.slow),
+        pytest.param((4, 1), "none", "graphs", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_the_sanitizer_is_silent_on_simulated_ranks(layout, proposer, mode, number):
+    setup = RankSetup(tensor=layout[0], data=layout[1], proposer=proposer + WIDE_HYBRID, mode=mode, like="cuda")
+    error = explored(setup, number)
+    assert error is None, str(error)
+
+
+@pytest.mark.slow
+def test_a_copy_of_states_on_another_stream_of_one_rank_is_found():
+    def change(rank, engine):
+        if rank == 1:
+            engine._step.step._state_copies._forward = engine.backend.create_stream("elsewhere")
+
+    setup = RankSetup(tensor=2, data=1, proposer="none" + WIDE_HYBRID, mode="staged", like="cuda")
+    error = explored(setup, 0, change)
+    assert isinstance(error, RaceError), error
+    assert "transfer.py" in str(error)
 
 
 def test_ranks_that_do_not_divide_the_key_heads_are_refused():

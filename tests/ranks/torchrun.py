@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from killing import children
+from namespaces import INTERFACE, EmulatedHost
 
 from outrider_proof.disaggregation import free_port
 
@@ -56,16 +57,23 @@ class Agents:
 
 
 @contextmanager
-def torchrun(directory: Path, hosts: int, each: int, *command: str, restarts: int = 0) -> Iterator[Agents]:
-    """``each`` ranks on each of so many hosts, all of which are this one. No process is left behind the scope."""
-    port = free_port()
+def torchrun(
+    directory: Path, hosts: int, each: int, *command: str, restarts: int = 0, emulated: Sequence[EmulatedHost] = ()
+) -> Iterator[Agents]:
+    """``each`` ranks on each of so many hosts, all of which are this one or ``emulated``. No process outlives the scope."""
+    endpoint = f"{emulated[0].address}:29400" if emulated else f"127.0.0.1:{free_port()}"
     said, errors = ([directory / f"{kind}{host}" for host in range(hosts)] for kind in ("out", "err"))
     processes = []
     for host in range(hosts):
         launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(hosts), "--nproc-per-node", str(each)]
         launch += ["--max-restarts", str(restarts), "--rdzv-backend", "c10d", "--rdzv-id", "test"]
-        launch += ["--rdzv-endpoint", f"127.0.0.1:{port}", "-m", "outrider.cli.main", *command]
+        launch += ["--rdzv-endpoint", endpoint]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if emulated:  # all have this machine's name, by which torchrun and gloo would otherwise find their addresses
+            launch += ["--rdzv-conf", f"is_host={int(host == 0)}", "--local-addr", emulated[host].address]
+            launch = emulated[host].command(*launch)
+            environment["GLOO_SOCKET_IFNAME"] = INTERFACE
+        launch += ["-m", "outrider.cli.main", *command]
         with said[host].open("w") as out, errors[host].open("w") as err:
             processes.append(subprocess.Popen(launch, stdout=out, stderr=err, text=True, env=environment))
     agents = Agents(processes, said, errors)

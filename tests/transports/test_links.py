@@ -23,9 +23,10 @@ def until(condition):
     return found
 
 
+TRANSPORTS = ["local", "torch", pytest.param("nixl", marks=pytest.mark.needs_nixl)]
+
+
 def make(name):
-    if name == "nixl":
-        pytest.importorskip("nixl_cu12", reason="NIXL isn't installed")
     return LocalTransport() if name == "local" else get_transport(name)
 
 
@@ -48,7 +49,7 @@ class Pair:
             link.close()
 
 
-@pytest.fixture(params=["local", "torch", "nixl"])
+@pytest.fixture(params=TRANSPORTS)
 def pair(request):
     made = Pair(request.param)
     yield made
@@ -68,6 +69,26 @@ def test_blocks_are_written_and_told_of(pair):
             assert torch.equal(region, old)
         until(transfer.done)
         assert pair.links[1 - side].notices() == []
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_blocks_with_gaps_between_them_are_written(name):
+    """A region may be every second part of a tensor, as the KV heads of one rank are."""
+    transport, whole = make(name), torch.arange(24, dtype=torch.float32)
+    parts, landed = whole.view(6, 2, 2), torch.zeros(8, 2)
+    here = transport.open([parts[:, 1]], BACKEND, accepts=True, host="127.0.0.1")
+    there = transport.open([landed], BACKEND, accepts=False, host="127.0.0.1")
+    here.connect(there.offer())
+    there.connect(here.offer())
+    transfer = here.start_write([1, 2, 5], [3, 4, 0], b"part")
+    assert until(lambda: there.notices() or (transfer.done() and None)) == [b"part"]
+    assert landed[[3, 4, 0]].tolist() == [[6, 7], [10, 11], [22, 23]]
+    assert landed.count_nonzero() == 6
+    back = there.start_write([3], [0], b"back")
+    assert until(lambda: here.notices() or (back.done() and None)) == [b"back"]
+    assert whole.tolist() == [0, 1, 6, 7, *range(4, 24)]
+    for link in (here, there):
+        link.close()
 
 
 @pytest.mark.parametrize(
@@ -105,7 +126,7 @@ def test_after_a_close_both_sides_are_down_and_no_byte_lands(pair):
     pair.links[0].close()
 
 
-@pytest.mark.parametrize("name", ["local", "torch", "nixl"])
+@pytest.mark.parametrize("name", TRANSPORTS)
 def test_regions_that_differ_do_not_connect(name):
     transport = make(name)
     one = transport.open([torch.zeros(4, 2)], BACKEND, accepts=True, host="127.0.0.1")

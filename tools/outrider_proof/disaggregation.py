@@ -5,9 +5,10 @@ Examples on the simulated device:
     python -m outrider_proof.disaggregation --transport nixl --programs 200
     python -m outrider_proof.disaggregation --kill decode --programs 40
 
-Several data-parallel ranks:
+Several ranks of the decode server:
 
     python -m outrider_proof.disaggregation --data 2 --models mtp "ngram, images" --transport nixl
+    python -m outrider_proof.disaggregation --tensor 2 --data 2 --models mtp --transport nixl
 
 Two GPUs:
 
@@ -15,7 +16,7 @@ Two GPUs:
 
 Every model has a prefill server and a decode server, whose engines have random sizes. A program is a batch mix of requests;
 the client aborts some of them. ``--kill`` kills a server (SIGKILL) in the middle of every few programs and restarts it on its
-port. ``--data`` sets the number of data-parallel ranks of the decode server's engine, each in its own process.
+port. ``--tensor`` and ``--data`` set the layout of the ranks of the decode server's engine, each in its own process.
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ def child(
     listen: str,
     prefill: str,
     sizes: Sequence[int],
+    tensor: int = 1,
     data: int = 1,
     rank: int = 0,
     port: int = 0,
@@ -122,20 +124,21 @@ def child(
     end_with_parent()
     torch.set_num_threads(1)
     moves, device = get_transport(transport), get_backend(backend)
-    if data > 1:
+    if tensor * data > 1:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         from outrider.engine.ranks.ranks import ParallelConfig, Ranks
 
         store = TCPStore("127.0.0.1", port, is_master=not rank, wait_for_workers=False)
         if not rank:
-            for other in range(1, data):
-                child_arguments = [role, model, backend, transport, listen, prefill, list(sizes), data, other, store.port]
+            for other in range(1, tensor * data):
+                child_arguments = [role, model, backend, transport, listen, prefill, list(sizes), tensor, data]
+                child_arguments += [other, store.port]
                 subprocess.Popen(
                     [sys.executable, "-m", "outrider_proof.disaggregation", "--child", json.dumps(child_arguments)]
                 )
         # A process may wait for a core for long.
-        ranks = Ranks(device, ParallelConfig(data=data, timeout_s=LIMIT_S), rank=rank, store=store)
+        ranks = Ranks(device, ParallelConfig(tensor=tensor, data=data, timeout_s=LIMIT_S), rank=rank, store=store)
         engine = make_engine(model, device, EngineSizes(*sizes), ranks)
     else:
         engine = make_engine(model, device, EngineSizes(*sizes))
@@ -167,9 +170,15 @@ class Pair:
     """A prefill server and a decode server of one model as processes, and a client of the decode server."""
 
     def __init__(
-        self, stack: ExitStack, model: str, backends: Sequence[str], transport: str, rng: random.Random, data: int = 1
+        self,
+        stack: ExitStack,
+        model: str,
+        backends: Sequence[str],
+        transport: str,
+        rng: random.Random,
+        layout: tuple[int, int] = (1, 1),
     ) -> None:
-        self._stack, self._model, self._transport, self._data = stack, model, transport, data
+        self._stack, self._model, self._transport, self._layout = stack, model, transport, layout
         self._backends = dict(zip(("prefill", "decode"), backends, strict=True))
         page_size = rng.choice((2, 4, 16))
         self._sizes = {role: EngineSizes.draw(rng, page_size) for role in ("prefill", "decode")}
@@ -198,7 +207,7 @@ class Pair:
             self._addresses[role],
             self._addresses["prefill"],
         ]
-        child_arguments += [listed, self._data if role == "decode" else 1]
+        child_arguments += [listed, *(self._layout if role == "decode" else (1, 1))]
         command = [sys.executable, "-m", "outrider_proof.disaggregation", "--child", json.dumps(child_arguments)]
         self.processes[role] = self._stack.enter_context(child_session(command, stdout=subprocess.DEVNULL))
 
@@ -352,7 +361,7 @@ def prove(options: argparse.Namespace) -> dict[str, Any]:
         count = options.programs // len(models) + (place < options.programs % len(models))
         rng, reference = random.Random(f"{model} {options.seed}"), Reference(model, options.backends[0])
         with ExitStack() as stack:
-            pair = Pair(stack, model, options.backends, options.transport, rng, options.data)
+            pair = Pair(stack, model, options.backends, options.transport, rng, (options.tensor, options.data))
             for seed in range(options.seed, options.seed + count):
                 if time.monotonic() - began > options.seconds:
                     break
@@ -404,6 +413,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--backends", nargs=2, default=["cpu", "cpu"], metavar=("PREFILL", "DECODE"))
+    parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks of the decode server's engine")
     parser.add_argument("--data", type=int, default=1, help="data-parallel ranks of the decode server's engine")
     parser.add_argument("--kill", choices=("prefill", "decode"))
     parser.add_argument("--kill-every", type=int, default=2, help="programs from one kill to the next")

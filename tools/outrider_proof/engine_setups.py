@@ -46,6 +46,8 @@ MIXTURE = ", experts"
 """Suffix of the name of a proposer whose target is a mixture of experts."""
 HYBRID = ", hybrid"
 """Suffix of the name of a proposer whose target has recurrent layers."""
+WIDE_HYBRID = ", wide hybrid"
+"""Suffix of the name of a proposer whose target has recurrent layers with heads for four ranks."""
 PROPOSERS = ("none", *(name for name in MAKERS if name != "none"), VISION)
 MODES = ("staged", "graphs", "fused")
 PERSONALITIES = ("cuda", "rocm", "npu")
@@ -186,14 +188,17 @@ def with_short_intervals(backend: Backend) -> KernelSet:
 
 def text_target(proposer: str, backend: Backend, part: ModelRanks | None) -> Decoder:
     """Return the target of a text proposer on ``backend``; with ranks, this rank's part."""
-    if proposer.endswith(HYBRID):
-        return decoder(tiny.hybrid(), backend, part, kernels=with_short_intervals(backend))
+    if proposer.endswith((HYBRID, WIDE_HYBRID)):
+        target = tiny.hybrid() if proposer.endswith(HYBRID) else tiny.hybrid(recurrent=tiny.WIDE_RECURRENT)
+        return decoder(target, backend, part, kernels=with_short_intervals(backend))
     return decoder(tiny.mixture() if proposer.endswith(MIXTURE) else tiny.target(), backend, part)
 
 
 def text_proposer(name: str, target: Decoder, backend: Backend) -> Proposer | None:
     """Return the text proposer ``name``, which may have the suffix of a target; None for non-speculative decoding."""
-    return {**MAKERS, **EXTREMES, **CHAINED}[name.removesuffix(MIXTURE).removesuffix(HYBRID)](target, backend)
+    for suffix in (MIXTURE, HYBRID, WIDE_HYBRID):
+        name = name.removesuffix(suffix)
+    return {**MAKERS, **EXTREMES, **CHAINED}[name](target, backend)
 
 
 @functools.cache

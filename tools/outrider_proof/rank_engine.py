@@ -73,6 +73,10 @@ NAMED = ("abort", "length", "bucket")
 MODES = ("staged", "graphs", "fused")
 IMAGE_PROPOSERS = ("ngram, images", "eagle, images")
 """Proposers of the tiny vision-language model."""
+HYBRID_PROPOSERS = ("none", "ngram", "suffix", "draft-model", "mtp-chain", "eagle, untrained")
+"""Proposers whose target can have recurrent layers: they draft chains."""
+_HYBRID_FRACTION = 0.2
+"""Fraction of programs whose target has recurrent layers."""
 _SCHEDULE_SEED_STRIDE = 1_000_003
 """Difference between the seeds of two schedules of one program."""
 _PERSONALITIES = ("cuda", "rocm", "cuda", "npu")
@@ -119,13 +123,15 @@ def layouts(ranks: int) -> list[tuple[int, int]]:
 
 def random_rank_setup(seed: int, wanted: RanksWanted) -> RankSetup:
     """Return the random setup of program ``seed``."""
-    from outrider_proof.engine_setups import MIXTURE
+    from outrider_proof.engine_setups import MIXTURE, WIDE_HYBRID
     from outrider_proof.proposers import MAKERS
 
     rng = random.Random(f"ranks {seed}")
     chosen = wanted.layout() if wanted.tensor or wanted.data else rng.choice(layouts(wanted.ranks))
     mode, like = rng.choice(MODES), rng.choice(_PERSONALITIES)
     proposer = rng.choice(("eagle", "mtp", *IMAGE_PROPOSERS, *sorted(MAKERS)))
+    if rng.random() < _HYBRID_FRACTION:
+        proposer = rng.choice(HYBRID_PROPOSERS) + WIDE_HYBRID
     if like == "npu" and (mode == "fused" or chosen[1] > 1):
         like = "cuda"  # it rebinds parameters instead of fusing, and plans on the host, which an idle rank can't
     mixture = random.Random(f"experts {seed}").choice(("none", "shared", "divided"))

@@ -1,6 +1,7 @@
-"""Prove disaggregation with ranks: prefill on one simulated device, decode on data-parallel ranks of other devices.
+"""Prove disaggregation with ranks: prefill on one simulated device, decode on ranks of this and other devices.
 
     python -m outrider_proof.rank_landing --programs 50
+    python -m outrider_proof.rank_landing --programs 50 --tensor 2 --data 2
 
 A simulated network card connects both sides, and the sanitizer watches each run. Each run must satisfy: the tokens equal
 those of one rank, the sanitizer has no finding, and no side loses a page or row. ``--drop`` leaves a network fence out
@@ -22,6 +23,7 @@ from outrider import SamplingParams
 from outrider.device import Fence
 from outrider.disaggregation.decode_worker import DecodeWorker
 from outrider.disaggregation.page_landing import FollowerLinks, LandingRegistry
+from outrider.disaggregation.page_parts import registered_memory, slots_of_part
 from outrider.disaggregation.prefill_worker import PrefillWorker
 from outrider.disaggregation.wire import WireMessage
 from outrider.engine.ranks.ranks import ParallelConfig, Ranks
@@ -39,17 +41,18 @@ if TYPE_CHECKING:
 
 NETWORK = ("pages_ready", "pages_read", "pages_free", "pages_written")
 PROPOSERS = ("mtp", "eagle", "eagle-tree", "draft-model", "none", engine_setups.VISION)
+_DEVICES = 4
 _PEER_ID = 1
 _CROWDED_FRACTION = 0.5
 """Fraction of programs whose requests arrive together with few pages, so that each freed page gets a new owner at once."""
 
 
 class SimulatedDevices:
-    """The three simulated devices of one machine on which programs run, opened once."""
+    """The four simulated devices of one machine on which programs run, opened once."""
 
     def __init__(self) -> None:
         registry = Registry()
-        self.backends = [registry.create(f"sim:{rank}") for rank in range(3)]
+        self.backends = [registry.create(f"sim:{rank}") for rank in range(_DEVICES)]
         self._models: dict[str, engine_setups.Models] = {}
 
     def prefill_models(self, proposer: str) -> engine_setups.Models:
@@ -60,7 +63,12 @@ class SimulatedDevices:
 
 
 def run(
-    devices: SimulatedDevices, seed: int, *, data: int = 2, proposer: str | None = None, drop: str | None = None
+    devices: SimulatedDevices,
+    seed: int,
+    layout: ParallelConfig,
+    *,
+    proposer: str | None = None,
+    drop: str | None = None,
 ) -> dict[str, int]:
     """Run one random program on the current schedule and return counts of its requests. Raises the program's first error."""
     from outrider_sanitizer.races.rank_program import control_of
@@ -74,7 +82,7 @@ def run(
         program = replace(program, spare_pages=0, arrivals=tuple(replace(arrival, step=0) for arrival in program.arrivals))
     giver_program = replace(program, max_requests=rng.randint(2, 4), spare_pages=rng.choice((8, 40)))
     wanted = [engine_setups.reference_tokens(chosen, engine_setups.without_schedule(arrival)) for arrival in program.arrivals]
-    backends: list[Backend] = devices.backends[:data]
+    backends: list[Backend] = devices.backends[: layout.world]
     store = control_of(backends[0]).create_store()
     transport, counts, lost = LocalTransport(), dict[str, int](), list[str]()
     log = FenceLog(lambda _: 0, drop=drop)
@@ -83,7 +91,7 @@ def run(
         return log.wrap(fence) if drop is not None and fence.name.startswith(f"{drop}[") else fence
 
     def body(rank: int) -> None:
-        ranks = Ranks(backends[rank], ParallelConfig(data=data), rank=rank, store=store)
+        ranks = Ranks(backends[rank], layout, rank=rank, store=store)
         engine = engine_setups.Models(chosen, backends[rank], ranks).engine(program, mode=mode, wrap=wrap)
         before = (engine.free_pages, engine.free_rows)
         if rank:
@@ -93,7 +101,8 @@ def run(
         else:
             giver = devices.prefill_models(chosen).engine(giver_program, mode=mode, wrap=wrap)
             held = (giver.free_pages, giver.free_rows)
-            counts.update(_serve(PrefillWorker(giver), DecodeWorker(engine), transport, program, chosen, wanted))
+            decode = DecodeWorker(engine)
+            counts.update(_serve(PrefillWorker(giver), decode, layout, transport, program, chosen, wanted))
             giver.drain()
             engine.close()
             if (giver.free_pages, giver.free_rows) != held:
@@ -113,6 +122,7 @@ def run(
 def _serve(
     prefill: PrefillWorker,
     decode: DecodeWorker,
+    layout: ParallelConfig,
     transport: LocalTransport,
     program: HostProgram,
     proposer: str,
@@ -121,15 +131,18 @@ def _serve(
     """Serve all requests of a program; prefill and decode both run in the first rank's thread."""
     giver, taker = prefill.engine, decode.engine
     house = LandingRegistry(taker)
-    landing = house.open_landing(transport.open(taker.page_memory, taker.backend, accepts=False, host=""), "")
-    offers = landing.offers()
-    links = [transport.open(giver.page_memory, giver.backend, accepts=True, host="") for _ in offers]
-    for link, offer in zip(links, offers, strict=True):
-        link.connect(offer)
+    landed = registered_memory(taker.page_memory, layout.tensor)
+    landing = house.open_landing(transport.open(landed, taker.backend, accepts=False, host=""), "")
+    links = []
+    for rank, offer in enumerate(landing.offers()):
+        part = layout.shards(rank).attention
+        regions = giver.page_memory if part.size == 1 else slots_of_part(giver.page_memory, part)
+        links.append(transport.open(regions, giver.backend, accepts=True, host=""))
+        links[-1].connect(offer)
     landing.connect([link.offer() for link in links])
     to_decode: deque[WireMessage] = deque()
     to_prefill: deque[WireMessage] = deque()
-    prefill.add_peer(_PEER_ID, to_decode.append, links)
+    prefill.add_peer(_PEER_ID, to_decode.append, links, layout.tensor)
     decode.add_peer(_PEER_ID, to_prefill.append, landing)
     got: list[list[int]] = [[] for _ in wanted]
     ended: dict[int, str] = {}
@@ -195,12 +208,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--programs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--data", type=int, default=2, choices=(2, 3))
+    parser.add_argument("--tensor", type=int, default=1, choices=(1, 2, 4))
+    parser.add_argument("--data", type=int, default=2)
     parser.add_argument("--proposer", choices=PROPOSERS)
     parser.add_argument("--drop", choices=NETWORK)
     parser.add_argument("--strategy", default="mixed", help="how schedules are drawn; program: the order of the program")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no program after so long")
     options = parser.parse_args()
+    if not 1 < options.tensor * options.data <= _DEVICES:
+        parser.error(f"--tensor times --data is {options.tensor * options.data}; expected 2 to {_DEVICES} ranks")
     from outrider_sim.explore.exploration import run_once
     from outrider_sim.explore.strategies import make_strategy
 
@@ -213,7 +229,8 @@ def main() -> int:
         found: dict[str, int] = {}
 
         def once(_: object, seed: int = seed, found: dict[str, int] = found) -> None:
-            found.update(run(devices, seed, data=options.data, proposer=options.proposer, drop=options.drop))
+            layout = ParallelConfig(tensor=options.tensor, data=options.data)
+            found.update(run(devices, seed, layout, proposer=options.proposer, drop=options.drop))
 
         error = run_once(devices.backends[0], once, make_strategy(options.strategy, seed, {}))  # type: ignore[arg-type]
         if error is not None:

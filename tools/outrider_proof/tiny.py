@@ -146,23 +146,27 @@ def mixture(noise: float = 1.0) -> Decoder:
 
 
 RECURRENT = RecurrentConfig(layers=(0, 2), key_heads=2, value_heads=4, key_size=6, value_size=4, kernel_size=4)
+WIDE_RECURRENT = replace(RECURRENT, key_heads=4, value_heads=8)
+"""Recurrent layers whose heads four tensor-parallel ranks share."""
 
 
-def _recurrent_layer(generator: torch.Generator, dense: LayerWeights, noise: float) -> LayerWeights:
-    """Return the layer ``dense`` with a random recurrent block instead of its attention."""
-    heads, width = RECURRENT.value_heads, RECURRENT.channels + RECURRENT.value_width
+def _recurrent_layer(
+    generator: torch.Generator, dense: LayerWeights, noise: float, shape: RecurrentConfig = RECURRENT
+) -> LayerWeights:
+    """Return the layer ``dense`` with a random recurrent block of ``shape`` instead of its attention."""
+    heads, width = shape.value_heads, shape.channels + shape.value_width
     projections = random(generator, width, HIDDEN, scale=1 / HIDDEN**0.5)
-    output = random(generator, HIDDEN, RECURRENT.value_width, scale=2 * noise / HIDDEN**0.5)
+    output = random(generator, HIDDEN, shape.value_width, scale=2 * noise / HIDDEN**0.5)
     gates = random(generator, 2 * heads, HIDDEN, scale=1 / HIDDEN**0.5)
     return replace(
         dense,
         qkv=torch.cat((projections, gates)),
         output=output,
         recurrent=DeltaRuleWeights(
-            convolution=random(generator, RECURRENT.channels, RECURRENT.kernel_size, scale=0.7),
+            convolution=random(generator, shape.channels, shape.kernel_size, scale=0.7),
             a_log=random(generator, heads),
             dt_bias=random(generator, heads),
-            norm=1 + random(generator, RECURRENT.value_size, scale=0.2),
+            norm=1 + random(generator, shape.value_size, scale=0.2),
         ),
     )
 
@@ -175,16 +179,16 @@ def _gated_layer(generator: torch.Generator, dense: LayerWeights) -> LayerWeight
 
 
 @functools.cache
-def hybrid(noise: float = 1.0) -> Decoder:
+def hybrid(noise: float = 1.0, recurrent: RecurrentConfig = RECURRENT) -> Decoder:
     """Return a target with recurrent layers and the same successors; the heads here draft for it, too."""
     generator = torch.Generator().manual_seed(17)
     weights = target().weights
     layers = tuple(
-        _recurrent_layer(generator, dense, noise) if index in RECURRENT.layers else _gated_layer(generator, dense)
+        _recurrent_layer(generator, dense, noise, recurrent) if index in recurrent.layers else _gated_layer(generator, dense)
         for index, dense in enumerate(weights.layers)
     )
     shape = config(
-        len(layers), recurrent=RECURRENT, attention_gate=True, qk_norm=True, rope=RopeConfig(theta=100.0, rotated_share=0.5)
+        len(layers), recurrent=recurrent, attention_gate=True, qk_norm=True, rope=RopeConfig(theta=100.0, rotated_share=0.5)
     )
     return Decoder(shape, replace(weights, layers=layers), BACKEND.kernels)
 

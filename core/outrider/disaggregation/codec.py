@@ -9,13 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from outrider.device import ConfigError
+from outrider.disaggregation.page_parts import part_shape
 from outrider.disaggregation.wire import WireError
 from outrider.engine.engine import Engine
 from outrider.engine.requests.hand_over import RequestState
 from outrider.engine.requests.message_codec import MessageError, from_plain, to_plain
 from outrider.engine.requests.request import StepOutput
 from outrider.errors import RequestError
-from outrider.model import Media
+from outrider.model import Media, Shards
 from outrider.model.media.preprocessing import digest_of
 
 
@@ -77,14 +78,15 @@ def _decode(body: Any, kind: Any, blobs: Sequence[bytes] = ()) -> Any:
         raise WireError(f"a message can't be read: {error}; run one version on both sides") from None
 
 
-def engine_fit(engine: Engine) -> dict[str, Any]:
-    """Return the properties, as text by name, that must be equal for one engine to continue the other's requests."""
-    config, proposer, ranks = engine.model.config, engine.proposer, engine.model.ranks
-    # On several ranks, the config has the sizes of this rank's part of an MLP and of the experts.
-    size, experts = ranks.shards.mlp.size, config.experts
-    whole = None if experts is None else experts.whole(size)
-    config = replace(config, intermediate_size=config.intermediate_size * size, experts=whole)
-    shapes = [[list(cache.shape[1:]), str(cache.dtype)] for cache in proposer.caches]
+def engine_fit(engine: Engine, shards: Shards | None = None) -> dict[str, Any]:
+    """Return the properties, as text by name, that must be equal for one engine to continue the other's requests.
+
+    ``shards``: of an engine of one rank, the properties that its first rank would have if several ranks shared the model.
+    Raises :class:`ConfigError` for a model that so many ranks can't share.
+    """
+    shards = shards or Shards()
+    config, proposer = shards.local(engine.model.config, "the prefill server's model"), engine.proposer
+    shapes = [[part_shape(cache, shards.attention), str(cache.dtype)] for cache in proposer.caches]
     relay = {spec.name: [list(spec.shape), str(spec.dtype)] for spec in proposer.relay}
     of_model = {f"model.{each.name}": repr(getattr(config, each.name)) for each in fields(config)}
     return of_model | {

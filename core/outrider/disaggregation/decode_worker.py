@@ -95,8 +95,8 @@ class DecodeWorker:
         self._alone = alone
         self._compilers = GuideCompilers(engine.compile_guide)
         self._peers: dict[int, _PrefillPeer] = {}
-        self.broken_peers: set[int] = set()
-        """Peers whose links are down. The server closes their connections."""
+        self.broken_peers: dict[int, str] = {}
+        """Peers with a link that is down, and the reason. The server closes their connections."""
         self._entries: dict[int, _Entry] = {}
         self._by_request: dict[int, _Entry] = {}
         self._numbers, self._tickets = count(1), count(1)
@@ -159,7 +159,7 @@ class DecodeWorker:
 
     def remove_peer(self, peer: int) -> None:
         """Remove a prefill server that is gone: close its links, then free its requests' pages and start them again."""
-        self.broken_peers.discard(peer)
+        self.broken_peers.pop(peer, None)
         removed = self._peers.pop(peer, None)
         if removed is None:
             return
@@ -231,8 +231,8 @@ class DecodeWorker:
             try:
                 for entry in list(peer.entries.values()):
                     busy |= self._advance(peer, entry)
-            except LinkDown:
-                self.broken_peers.add(peer.number)
+            except LinkDown as error:
+                self.broken_peers[peer.number] = str(error)
         return busy
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -326,8 +326,8 @@ class DecodeWorker:
         """Start to decode each request whose pages the peer has written. Return whether a notice has arrived."""
         try:
             notices = peer.landing.notices()
-        except LinkDown:
-            self.broken_peers.add(peer.number)
+        except LinkDown as error:
+            self.broken_peers[peer.number] = str(error)
             return False
         waiting = {written_notice(ticket): entry for ticket, entry in peer.entries.items()}
         for notice in notices:

@@ -1,6 +1,7 @@
-"""The receiving end of page transfers from a prefill server: on one rank, or on the ranks of data-parallel groups.
+"""The receiving end of page transfers from a prefill server: on one rank, or on tensor-parallel and data-parallel ranks.
 
-Each rank of the decode server has its own link with the prefill server. The first rank controls the links of the other ranks
+Each rank of the decode server has its own link with the prefill server, for its KV heads of the pages of its group. A request
+has arrived once all ranks of its group have their notice. The first rank controls the links of the other ranks
 with :meth:`~outrider.engine.engine.Engine.ask_ranks`, in JSON, between two iterations. On the other ranks,
 :class:`FollowerLinks` executes the requests.
 """
@@ -16,6 +17,7 @@ from itertools import count
 from typing import Any
 
 from outrider.device import CapabilityError, ConfigError, DeviceError, EngineStopped, OutriderError
+from outrider.disaggregation.page_parts import registered_memory
 from outrider.engine.engine import Engine
 from outrider.engine.requests.hand_over import ExpectedPages
 from outrider.transports import Link, LinkDown, Transport
@@ -128,33 +130,39 @@ class LandingRegistry:
         """Query the link events of the other ranks, if a landing waits for one, and pass them to the landings."""
         if not any(landing.is_waiting for landing in self.landings.values()):
             return
-        for reply in self.query_ranks({"do": "look"}):
+        for rank, reply in enumerate(self.query_ranks({"do": "look"}), 1):
             for number, events in reply["links"].items():
                 landing = self.landings.get(int(number))
                 if landing is not None:
-                    landing.handle_link_events(events)
+                    landing.handle_link_events(rank, events)
+
+    def ranks_of_group(self, group: int) -> range:
+        """Return the tensor-parallel ranks of a data-parallel group, which share the KV heads of its pages."""
+        tensor = self._engine.model.shards.attention.size
+        return range(group * tensor, (group + 1) * tensor)
 
 
 class MultiRankLanding(PageLanding):
-    """The landing of an engine of data-parallel ranks, on the first rank."""
+    """The landing of an engine of several ranks, on the first rank."""
 
     def __init__(self, landings: LandingRegistry, number: int, link: Link, offers: Iterable[bytes]) -> None:
         self._landings, self._number, self._link = landings, number, link
         self._offers = (link.offer(), *offers)
         self._is_open = True
-        self._waits_for_free: set[int] = set()
-        """Requests whose pages on another rank aren't known to be free, by their numbers in :class:`ExpectedPages`."""
-        self._freed: set[int] = set()
-        """Requests whose pages on another rank are free, until :meth:`are_pages_free` has returned True for them."""
-        self._pending_notices: set[bytes] = set()
-        """Notices that will arrive on another rank."""
-        self._received_notices: list[bytes] = []
+        self._waits_for_free: dict[int, set[int]] = {}
+        """Other ranks on which the pages of a request aren't known to be free, by its number in :class:`ExpectedPages`. The
+        entry stays, empty, until :meth:`are_pages_free` has returned True.
+        """
+        self._pending_notices: dict[bytes, set[int]] = {}
+        """Ranks on which a notice hasn't arrived, by notice."""
         self._down: str | None = None
 
     @property
     def is_waiting(self) -> bool:
         """True if the landing waits for free pages or for a notice on another rank."""
-        return self._is_open and bool(self._waits_for_free or self._pending_notices)
+        return self._is_open and any(
+            ranks - {0} for ranks in (*self._waits_for_free.values(), *self._pending_notices.values())
+        )
 
     def offers(self) -> tuple[bytes, ...]:
         """Return the offer of each rank's link, the first rank's first."""
@@ -168,54 +176,61 @@ class MultiRankLanding(PageLanding):
         self._landings.query_ranks({"do": "connect", "link": self._number, "offers": encoded})
 
     def expect_pages(self, notice: bytes, expected: ExpectedPages) -> None:
-        """Register the transfer with the link of the rank that owns the pages."""
-        if expected.group == 0:
+        """Register the transfer with the links of the ranks of the group that owns the pages."""
+        owners = self._landings.ranks_of_group(expected.group)
+        self._pending_notices[notice] = set(owners)
+        self._waits_for_free[expected.request] = set(owners) - {0}
+        if 0 in owners:
             self._link.expect_notice(notice, expected.written)
-            return
-        self._waits_for_free.add(expected.request)
-        self._pending_notices.add(notice)
-        query = {"do": "expect", "link": self._number, "notice": notice.hex(), "request": expected.request}
-        self._landings.query_ranks(query | {"rank": expected.group})
+        if any(owners):
+            query = {"do": "expect", "link": self._number, "notice": notice.hex(), "request": expected.request}
+            self._landings.query_ranks(query | {"ranks": list(owners)})
 
     def are_pages_free(self, expected: ExpectedPages) -> bool:
-        """Query the fence on this rank, or return what the owning rank has reported.
+        """Query the fence on this rank if it has a part of the pages, and return what the other owners have reported.
 
         Raises :class:`LinkDown` if a link of any rank is down.
         """
         if self._down is not None:
             raise LinkDown(self._down)
-        if expected.group == 0:
-            return expected.free.done()
-        if expected.request not in self._freed:
+        if self._waits_for_free[expected.request] or (expected.group == 0 and not expected.free.done()):
             return False
-        self._freed.remove(expected.request)
+        del self._waits_for_free[expected.request]
         return True
 
     def cancel_landing(self, notice: bytes, expected: ExpectedPages) -> None:
         """Stop waiting for the pages and the notice of a cancelled transfer."""
-        self._pending_notices.discard(notice)
-        self._waits_for_free.discard(expected.request)
-        self._freed.discard(expected.request)
+        self._pending_notices.pop(notice, None)
+        self._waits_for_free.pop(expected.request, None)
 
     def notices(self) -> list[bytes]:
-        """Return the notices that have arrived on this rank's link and on the other ranks' links.
+        """Return the notices that have arrived on every rank that owns the pages.
 
         Raises :class:`LinkDown` if a link of any rank is down.
         """
         self._landings.poll_ranks()
-        notices, self._received_notices = [*self._received_notices, *self._link.notices()], []
-        if not notices and self._down is not None:
+        try:
+            self._record_notices(0, self._link.notices())
+        except LinkDown as error:
+            self._down = self._down or f"rank 0: {error}"
+        complete = [notice for notice, ranks in self._pending_notices.items() if not ranks]
+        for notice in complete:
+            del self._pending_notices[notice]
+        if not complete and self._down is not None:
             raise LinkDown(self._down)
-        return notices
+        return complete
 
-    def handle_link_events(self, events: dict[str, Any]) -> None:
+    def handle_link_events(self, rank: int, events: dict[str, Any]) -> None:
         """Record the events of another rank's link: freed pages, received notices, and the reason if the link is down."""
-        self._down = events.get("down") or self._down
-        self._freed.update(self._waits_for_free.intersection(events["free"]))
-        self._waits_for_free.difference_update(events["free"])
-        notices = [bytes.fromhex(each) for each in events["notices"]]
-        self._pending_notices.difference_update(notices)
-        self._received_notices += notices
+        if "down" in events:
+            self._down = self._down or f"rank {rank}: {events['down']}"
+        for request in events["free"]:
+            self._waits_for_free.get(request, set()).discard(rank)
+        self._record_notices(rank, [bytes.fromhex(each) for each in events["notices"]])
+
+    def _record_notices(self, rank: int, notices: Iterable[bytes]) -> None:
+        for notice in notices:
+            self._pending_notices.get(notice, set()).discard(rank)
 
     def close(self) -> None:
         """Close the link of each rank. May be called twice."""
@@ -261,13 +276,14 @@ class FollowerLinks:
         number = query["link"]
         if query["do"] == "open":
             engine = self._engine
-            link = self._transport.open(engine.page_memory, engine.backend, accepts=False, host=query["host"])
+            regions = registered_memory(engine.page_memory, engine.model.shards.attention.size)
+            link = self._transport.open(regions, engine.backend, accepts=False, host=query["host"])
             self._links[number], self._waits_for_free[number] = link, {}
             return {"offer": base64.b64encode(link.offer()).decode()}
         if query["do"] == "connect":
             self._links[number].connect(_decode(query["offers"][self._rank - 1]))
         elif query["do"] == "expect":
-            if query["rank"] == self._rank:
+            if self._rank in query["ranks"]:
                 expected = self._engine.lending.expected[query["request"]]
                 self._links[number].expect_notice(bytes.fromhex(query["notice"]), expected.written)
                 self._waits_for_free[number][expected.request] = expected

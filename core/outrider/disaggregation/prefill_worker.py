@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.device import ConfigError, DeviceError
 from outrider.disaggregation import codec
+from outrider.disaggregation.page_parts import slots_of_pages
 from outrider.disaggregation.wire import WireError, WireMessage
 from outrider.engine.engine import Engine
 from outrider.engine.guides.grammars import GuideCompilers
@@ -26,11 +28,38 @@ def written_notice(ticket: int) -> bytes:
     return b"pages %d" % ticket
 
 
+class _RankTransfers(PageTransfer):
+    """The transfer of one request to every rank of a group, as one transfer. Errors name the rank."""
+
+    def __init__(self, transfers: Mapping[int, PageTransfer]) -> None:
+        self._transfers = dict(transfers)
+
+    def done(self) -> bool:
+        """Return whether all ranks have their part. Every transfer that runs is asked, because that makes it progress."""
+        for rank, transfer in list(self._transfers.items()):
+            with _naming_rank(rank):
+                if transfer.done():
+                    del self._transfers[rank]
+        return not self._transfers
+
+
+@contextmanager
+def _naming_rank(rank: int) -> Generator[None]:
+    """Name the rank in the error of a link that is down."""
+    try:
+        yield
+    except LinkDown as error:
+        raise LinkDown(f"the link to rank {rank} of the decode server: {error}") from error
+
+
 @dataclass(eq=False, slots=True)
 class _DecodePeer:
     number: int
     send: SendMessage
     links: tuple[Link, ...]
+    """The link to each rank of the peer."""
+    tensor_ranks: int
+    """Number of ranks of the peer that share the KV heads of a page."""
     jobs: dict[int, _PrefillJob] = field(default_factory=dict)
 
 
@@ -70,8 +99,8 @@ class PrefillWorker:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._peers: dict[int, _DecodePeer] = {}
-        self.broken_peers: set[int] = set()
-        """Peers whose links are down. The server closes their connections."""
+        self.broken_peers: dict[int, str] = {}
+        """Peers with a link that is down, and the reason. The server closes their connections."""
         self._compilers = GuideCompilers(engine.compile_guide)
         self._compiling: dict[_PrefillJob, tuple[RequestState, Future[None]]] = {}
         self._by_request: dict[int, _PrefillJob] = {}
@@ -94,13 +123,15 @@ class PrefillWorker:
         """True if :meth:`run_iteration` may make progress before another message arrives."""
         return bool(self._prefilled or self._compiling) or self.engine.has_unfinished
 
-    def add_peer(self, peer: int, send: SendMessage, links: Sequence[Link]) -> None:
-        """Add a decode server. Link i reaches the pages of its data-parallel group i."""
-        self._peers[peer] = _DecodePeer(peer, send, tuple(links))
+    def add_peer(self, peer: int, send: SendMessage, links: Sequence[Link], tensor_ranks: int = 1) -> None:
+        """Add a decode server. Link i reaches the pages of its rank i. ``tensor_ranks`` successive ranks share the KV heads
+        of a page; each of their links has the token slots of the rank's heads (:mod:`outrider.disaggregation.page_parts`).
+        """
+        self._peers[peer] = _DecodePeer(peer, send, tuple(links), tensor_ranks)
 
     def remove_peer(self, peer: int) -> None:
         """Remove a decode server that is gone: close its links, then free the pages of its requests and end them."""
-        self.broken_peers.discard(peer)
+        self.broken_peers.pop(peer, None)
         removed = self._peers.pop(peer, None)
         if removed is None:
             return
@@ -223,8 +254,8 @@ class PrefillWorker:
                 return True
             if job.transfer is None or not job.transfer.done():
                 return False
-        except LinkDown:
-            self.broken_peers.add(job.peer.number)
+        except LinkDown as error:
+            self.broken_peers[job.peer.number] = str(error)
             return False
         self.counts["writes"] += 1
         self.counts["pages_written"] += len(job.lent.pages)
@@ -254,14 +285,25 @@ class PrefillWorker:
             raise WireError(f"ticket {ticket} has no pages to write")
         if not isinstance(pages, list) or len(pages) != len(job.lent.pages):
             raise WireError(f"ticket {ticket} has {len(job.lent.pages)} pages, and the peer has other ones for them")
-        if not 0 <= group < len(peer.links):
-            raise WireError(f"ticket {ticket} is to go to group {group}, and the peer has {len(peer.links)}")
+        tensor, groups = peer.tensor_ranks, len(peer.links) // peer.tensor_ranks
+        if not 0 <= group < groups:
+            raise WireError(f"ticket {ticket} is to go to group {group}, and the peer has {groups}")
+        local, remote = list(job.lent.pages), [codec.decode_int(page) for page in pages]
+        if tensor > 1:
+            local, remote = (slots_of_pages(each, self.engine.config.page_size) for each in (local, remote))
+        transfers: dict[int, PageTransfer] = {}
         try:
-            job.transfer = peer.links[group].start_write(job.lent.pages, pages, written_notice(ticket), read=job.lent.read)
+            for rank in range(group * tensor, (group + 1) * tensor):
+                with _naming_rank(rank):
+                    # A fence is signalled by one link; the other links create their own.
+                    read = None if transfers else job.lent.read
+                    transfers[rank] = peer.links[rank].start_write(local, remote, written_notice(ticket), read=read)
         except ConfigError as error:
             raise WireError(str(error)) from None
-        except LinkDown:
-            self.broken_peers.add(peer.number)
+        except LinkDown as error:
+            self.broken_peers[peer.number] = str(error)
+            return
+        job.transfer = _RankTransfers(transfers)
 
     def _cancel(self, peer: _DecodePeer, ticket: int) -> None:
         """End a request. The message *cancelled* is sent once no page of the peer can be written for it."""

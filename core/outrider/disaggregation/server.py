@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
+
+from torch import Tensor
 
 from outrider.device import ConfigError
 from outrider.disaggregation import codec
 from outrider.disaggregation.connections import ConnectionEvent, ConnectionHub, PeerAddress, ProcessRole
 from outrider.disaggregation.decode_worker import DecodeWorker, StandaloneMode
 from outrider.disaggregation.page_landing import LandingRegistry, PageLanding, SingleRankLanding
+from outrider.disaggregation.page_parts import registered_memory, slots_of_part
 from outrider.disaggregation.prefill_worker import PrefillWorker
 from outrider.disaggregation.wire import WireError, WireMessage
 from outrider.engine.engine import Engine
+from outrider.engine.ranks.ranks import MAX_RANKS, ParallelConfig
 from outrider.engine.requests.request import FinishReason, StepOutput
 from outrider.errors import RequestError
 from outrider.transports import Link, LinkDown, Transport
 
 LogLine = Callable[[str], None]
 """A function that is called with each line of the server's log."""
-_MAX_RANKS = 1024
 _IDLE_POLL_S = 0.5
 _BUSY_POLL_S = 0.0005
 """Maximum seconds that the loop waits for messages while a request waits for a fence, a guide or a transfer."""
@@ -51,6 +54,8 @@ class DisaggregationServer(ABC):
         say: LogLine = lambda line: None,
     ) -> None:
         self.engine, self._transport, self._say = engine, transport, say
+        shards = engine.model.shards
+        self._layout = ParallelConfig(tensor=shards.attention.size, data=engine.groups, expert=shards.divides_experts)
         # A transport that can't register this engine's memory fails now, not when the first peer connects.
         self._try_link(listen.host)
         self._hub = ConnectionHub(self._role, listen=listen, secret=secret, silence_s=silence_s)
@@ -97,8 +102,8 @@ class DisaggregationServer(ABC):
         Without any work, wait up to ``idle_s`` seconds for a message.
         """
         busy = self.worker.run_iteration()
-        for peer in list(self.worker.broken_peers):
-            self._hub.disconnect(peer, "its link is down")
+        for peer, why in list(self.worker.broken_peers.items()):
+            self._hub.disconnect(peer, why)
         for event in self._hub.poll(0.0 if busy else _BUSY_POLL_S if self.worker.has_work else idle_s):
             self._handle(event)
 
@@ -133,24 +138,25 @@ class DisaggregationServer(ABC):
         except (WireError, LinkDown) as error:
             self._hub.disconnect(event.peer, str(error))
 
-    def _open_link(self, host: str, *, accepts: bool) -> Link:
-        return self._transport.open(self.engine.page_memory, self.engine.backend, accepts=accepts, host=host)
+    def _open_link(self, host: str, regions: Sequence[Tensor], *, accepts: bool) -> Link:
+        return self._transport.open(regions, self.engine.backend, accepts=accepts, host=host)
 
-    def _check_engine(self, message: WireMessage | None) -> tuple[bytes, ...]:
-        """Return the link offers of the peer's engine. Raises :class:`ConfigError` if the engines don't fit."""
+    def _check_engine(self, message: WireMessage | None, fit: Mapping[str, Any]) -> tuple[bytes, ...]:
+        """Return the link offers of the peer's engine. Raises :class:`ConfigError` if its description doesn't fit ``fit``."""
         assert message is not None
         peer_fit = message.body.get("fit")
         if message.kind == "refused":
-            codec.check_fit(self._fit, peer_fit)  # raises an error that names this engine's values first
+            codec.check_fit(fit, peer_fit)  # raises an error that names this engine's values first
             raise ConfigError(str(message.body.get("error")))
-        if message.kind != "engine" or not 0 < len(message.blobs) <= _MAX_RANKS:
+        if message.kind != "engine" or not 0 < len(message.blobs) <= MAX_RANKS:
             raise WireError(f"expected what engine it has, it says {message.kind!r}")
-        codec.check_fit(self._fit, peer_fit)
+        codec.check_fit(fit, peer_fit)
         return message.blobs
 
-    def _send_engine(self, peer: int, offers: Sequence[bytes]) -> None:
-        """Send the description of this engine and the offers of the links over its pages."""
-        self._hub.send(peer, WireMessage("engine", {"fit": self._fit}, tuple(offers)))
+    def _send_engine(self, peer: int, fit: Mapping[str, Any], layout: ParallelConfig, offers: Sequence[bytes]) -> None:
+        """Send the description ``fit`` of an engine of ``layout`` and the offers of the links over its pages."""
+        body = {"fit": dict(fit), "ranks": [layout.tensor, layout.data, layout.expert]}
+        self._hub.send(peer, WireMessage("engine", body, tuple(offers)))
 
     def _send_status(self, event: ConnectionEvent) -> None:
         engine = self.engine
@@ -212,7 +218,7 @@ class PrefillServer(DisaggregationServer):
             self._send_status(event)
 
     def _try_link(self, host: str) -> None:
-        self._open_link(host, accepts=True).close()
+        self._open_link(host, self.engine.page_memory, accepts=True).close()
 
     def _start_handshake(self, peer: int) -> None:
         del peer  # the decode server sends the first message, with the number of its ranks
@@ -220,20 +226,28 @@ class PrefillServer(DisaggregationServer):
     def _finish_handshake(self, peer: int, message: WireMessage | None, landing: PageLanding | None) -> None:
         del landing
         links: list[Link] = []
+        fit, pages = self._fit, self.engine.page_memory
         try:
-            for offer in self._check_engine(message):
-                links.append(self._open_link(self.address.host, accepts=True))
+            layout = _layout_of(message)
+            fit = codec.engine_fit(self.engine, layout.shards(0))
+            offers = self._check_engine(message, fit)
+            if len(offers) != layout.world:
+                raise WireError(f"it offers {len(offers)} links for {layout.world} ranks")
+            for rank, offer in enumerate(offers):
+                part = layout.shards(rank).attention
+                regions = pages if part.size == 1 else slots_of_part(pages, part)
+                links.append(self._open_link(self.address.host, regions, accepts=True))
                 links[-1].connect(offer)
         except (ConfigError, WireError, LinkDown) as error:
             for link in links:
                 link.close()
             if not isinstance(error, ConfigError):
                 raise
-            self._hub.send(peer, WireMessage("refused", {"error": str(error), "fit": self._fit}))
+            self._hub.send(peer, WireMessage("refused", {"error": str(error), "fit": fit}))
             self._say(f"decode server {peer} was refused: {error}")
             return
-        self._send_engine(peer, [link.offer() for link in links])
-        self.worker.add_peer(peer, lambda out: self._hub.send(peer, out), links)
+        self._send_engine(peer, fit, layout, [link.offer() for link in links])
+        self.worker.add_peer(peer, lambda out: self._hub.send(peer, out), links, layout.tensor)
         self._say(f"decode {peer} is here, by {self._transport.name}")
 
 
@@ -259,7 +273,8 @@ class DecodeServer(DisaggregationServer):
         silence_s: float = 30.0,
         say: LogLine = lambda line: None,
     ) -> None:
-        self._ranks = LandingRegistry(engine) if engine.groups > 1 else None
+        is_alone = engine.groups == engine.model.shards.attention.size == 1
+        self._ranks = None if is_alone else LandingRegistry(engine)
         self._alone, self._describe = alone, describe
         super().__init__(engine, transport, listen=listen, secret=secret, silence_s=silence_s, say=say)
         self._requests_of_client: dict[int, dict[int, int]] = {}
@@ -318,23 +333,31 @@ class DecodeServer(DisaggregationServer):
         self._open_landing(host).close()
 
     def _open_landing(self, host: str) -> PageLanding:
-        link = self._open_link(host, accepts=False)
+        link = self._open_link(host, registered_memory(self.engine.page_memory, self._layout.tensor), accepts=False)
         return SingleRankLanding(link) if self._ranks is None else self._ranks.open_landing(link, host)
 
     def _start_handshake(self, peer: int) -> PageLanding:
         landing = self._open_landing(self.address.host)
-        self._send_engine(peer, landing.offers())
+        self._send_engine(peer, self._fit, self._layout, landing.offers())
         return landing
 
     def _finish_handshake(self, peer: int, message: WireMessage | None, landing: PageLanding | None) -> None:
         assert landing is not None
         try:
-            offers = self._check_engine(message)
+            offers = self._check_engine(message, self._fit)
             if len(offers) != len(landing.offers()):
-                raise WireError(f"it has {len(offers)} links for {len(landing.offers())} groups here")
+                raise WireError(f"it has {len(offers)} links for {len(landing.offers())} ranks here")
             landing.connect(offers)
         except BaseException:
             landing.close()
             raise
         self.worker.add_peer(peer, lambda out: self._hub.send(peer, out), landing)
         self._say(f"prefill {peer} is here, by {self._transport.name}")
+
+
+def _layout_of(message: WireMessage | None) -> ParallelConfig:
+    """Return the ranks of a decode server's engine. Raises :class:`WireError` or :class:`ConfigError` for invalid numbers."""
+    assert message is not None
+    with codec.DecodingContext("a decode server's ranks"):
+        tensor, data, expert = message.body["ranks"]
+        return ParallelConfig(tensor=codec.decode_int(tensor), data=codec.decode_int(data), expert=expert)

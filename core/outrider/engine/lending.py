@@ -38,17 +38,14 @@ class PageLending:
                 "the model has recurrent layers, and a network card moves pages alone, not the states of these layers: the "
                 "engine can't lend requests or borrow them; use hand_over in one process, or prefill and decode on one engine"
             )
-        if loop.decision_log.has_page_parts:
-            raise ConfigError(
-                "the engine's heads are shared out among tensor-parallel ranks, which have a part of every page each: "
-                "it can't lend requests or borrow them; use data-parallel ranks, or hand_over in one process"
-            )
         self._scheduler = loop.scheduler
-        self._group = loop.decision_log.own_group
+        self._group, self._has_page_parts = loop.decision_log.own_group, loop.decision_log.has_page_parts
         transfers = len(parts.fences.pages_ready) + 1
         self._leaving = FreeList("slot for a request that leaves", transfers)
         self._coming = FreeList("slot for a request that comes", transfers)
         self._lent: dict[LentPages, list[int]] = {}
+        self._returned: list[LentPages] = []
+        """Requests whose relay may still be being copied to the host: they were cancelled before *pages ready*."""
         self._expected: dict[ExpectedPages, Request] = {}
         self.expected: dict[int, ExpectedPages] = {}
         """Requests whose pages the network card still has to write, by id. The same on every rank."""
@@ -57,8 +54,8 @@ class PageLending:
         """Return the scheduler that lent requests leave. Raises :class:`ConfigError` for an engine of data-parallel ranks,
         which can only receive requests.
         """
-        if not isinstance(self._scheduler, Scheduler):
-            raise ConfigError("an engine of data-parallel ranks takes requests, and lends none; prefill on one rank")
+        if not isinstance(self._scheduler, Scheduler) or self._has_page_parts:
+            raise ConfigError("an engine of several ranks takes requests, and lends none; prefill on one rank")
         return self._scheduler
 
     def lend(self, request_id: int) -> LentPages | None:
@@ -74,6 +71,7 @@ class PageLending:
 
     def _lend(self, request: Request) -> LentPages | None:
         scheduler = self.check_lends()
+        self._returned = [lent for lent in self._returned if not lent.ready.done()]
         if not self._leaving.available:
             return None
         slot = self._leaving.allocate()
@@ -113,6 +111,7 @@ class PageLending:
                 raise RequestError("these pages were given back before, or belong to another engine")
             self.check_lends().pages.give_back(self._lent.pop(lent))
             self._leaving.give_back(lent.slot)
+            self._returned.append(lent)
 
     def expect(self, state: RequestState, group: int | None = None) -> ExpectedPages | None:
         """Reserve pages for a request that another engine of the same model and kind of proposer lends. Returns None if pages
@@ -150,7 +149,7 @@ class PageLending:
         return expected
 
     def has_pages(self, expected: ExpectedPages) -> bool:
-        """True if the pages of the request are on this rank."""
+        """True if the pages of the request, or this rank's heads of them, are on this rank."""
         return expected.group == self._group
 
     def arrived(self, expected: ExpectedPages, relay: Mapping[str, Tensor]) -> int:
@@ -162,7 +161,8 @@ class PageLending:
             with self._guard("taking a request over"):
                 self.check(relay)
                 self._queue_arrived(expected, relay)
-            relayed = {} if self.has_pages(expected) else dict(relay)
+            needs_relay = self._has_page_parts or not self.has_pages(expected)
+            relayed = dict(relay) if needs_relay else {}
             self._session.tell(PagesArrivedCommand, expected.request, relayed)
             return expected.request
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 _MAX_FILE_BYTES = 1 << 20
 _DEFAULT_PORTS = {"all": 8000, "prefill": 9500, "decode": 9600}
-_HTTP_OPTIONS = ("name", "allow_origin", "chat_template", "tool_format", "reasoning_format", "kv_events", "tensor_parallel")
+_HTTP_OPTIONS = ("name", "allow_origin", "chat_template", "tool_format", "reasoning_format", "kv_events")
 _DISAGGREGATION_OPTIONS = ("prefill_server", "transport")
 _DECODE_SERVER_OPTIONS = ("decode_server", "decode_secret_file")
 _REFUSED_BY_ROLE = {
@@ -59,6 +59,7 @@ _REFUSED_BY_ROLE = {
     "prefill": (
         *_HTTP_OPTIONS,
         *_DECODE_SERVER_OPTIONS,
+        "tensor_parallel",
         "data_parallel",
         "expert_parallel",
         "prefill_server",
@@ -270,6 +271,7 @@ def serve(context: typer.Context, *, options: ServerOptions, http: HttpOptions, 
         transport=roles.transport,
         secret=secret,
         drain_s=http.drain_seconds,
+        tensor_parallel=roles.tensor_parallel,
         data_parallel=roles.data_parallel,
         expert_parallel=roles.expert_parallel,
         describe=describe_engine,

@@ -59,6 +59,7 @@ def serve_decode(
     transport: str,
     secret: bytes,
     drain_s: float,
+    tensor_parallel: int,
     data_parallel: int,
     expert_parallel: bool,
     describe: Callable[[Engine], dict[str, Any]],
@@ -75,7 +76,7 @@ def serve_decode(
     peers = [PeerAddress.parse(each) for each in prefill_servers]
     load_engine = _engine_loader(options)
     transport_plugin = get_transport(transport)
-    with DecodeRanks(load_engine, transport, data_parallel, expert=expert_parallel) as ranks:
+    with DecodeRanks(load_engine, transport, tensor_parallel, data_parallel, expert=expert_parallel) as ranks:
         server = DecodeServer(
             ranks.load_first_rank(),
             transport_plugin,
@@ -89,16 +90,19 @@ def serve_decode(
 
 
 class DecodeRanks:
-    """The data-parallel ranks of a decode server, as a scope: rank 0 is this process, the other ranks are its children.
+    """The ranks of a decode server, as a scope: rank 0 is this process, the other ranks are its children.
 
     ``load_engine`` loads the engine of one rank. It is pickled for each child, and gets the ranks as ``joined``.
     ``transport``: the plugin with which each rank opens its links. ``expert``: the ranks divide a mixture's experts. If one
     rank ends, all ranks end.
     """
 
-    def __init__(self, load_engine: Callable[..., Engine], transport: str, data: int, *, expert: bool = False) -> None:
-        check_expert_parallel(expert, 1, data)
-        self._load_engine, self._transport, self._data, self._expert = load_engine, transport, data, expert
+    def __init__(
+        self, load_engine: Callable[..., Engine], transport: str, tensor: int, data: int, *, expert: bool = False
+    ) -> None:
+        check_expert_parallel(expert, tensor, data)
+        self._load_engine, self._transport, self._tensor, self._data = load_engine, transport, tensor, data
+        self._expert = expert
         self._stack = ExitStack()
         self._store: Any = None
 
@@ -107,21 +111,22 @@ class DecodeRanks:
 
     def load_first_rank(self) -> Engine:
         """Start the child ranks, join them, and return the engine of rank 0."""
-        if self._data == 1:
+        world = self._tensor * self._data
+        if world == 1:
             return self._load_engine()
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
-        for rank in range(1, self._data):
-            given = (self._load_engine, self._transport, _rank_placement(rank, self._data, self._store.port), self._expert)
+        for rank in range(1, world):
+            placement = _rank_placement(rank, world, self._store.port)
+            given = (self._load_engine, self._transport, self._tensor, placement, self._expert)
             process = context.Process(target=follow_first_rank, args=given, name=f"outrider-rank-{rank}", daemon=True)
             with interruptions_blocked_in_children():
                 process.start()
             self._stack.callback(_end_child, process)
-        joined = self._stack.enter_context(
-            Joined(1, self._data, _rank_placement(0, self._data, self._store.port), expert=self._expert)
-        )
+        placement = _rank_placement(0, world, self._store.port)
+        joined = self._stack.enter_context(Joined(self._tensor, self._data, placement, expert=self._expert))
         engine = self._load_engine(joined=joined)
         self._stack.callback(engine.close)
         return engine
@@ -132,7 +137,7 @@ class DecodeRanks:
 
 
 def follow_first_rank(
-    load_engine: Callable[..., Engine], transport: str, placement: RankPlacement, expert: bool = False
+    load_engine: Callable[..., Engine], transport: str, tensor: int, placement: RankPlacement, expert: bool = False
 ) -> None:
     """Run a child rank: repeat the decisions of rank 0 until rank 0 ends. This is the main function of the process."""
     from outrider.disaggregation.page_landing import FollowerLinks
@@ -140,7 +145,7 @@ def follow_first_rank(
 
     ignore_interruptions()
     end_with_parent()
-    with Joined(1, placement.world, placement, expert=expert) as joined:
+    with Joined(tensor, placement.world // tensor, placement, expert=expert) as joined:
         engine = load_engine(joined=joined)
         pages = FollowerLinks(engine, get_transport(transport), rank=placement.rank)
         try:

@@ -64,7 +64,8 @@ class PageTransfer(ABC):
 class Link(ABC):
     """One side of a connection. The module describes order, lifetime, errors and threads.
 
-    ``regions`` are contiguous tensors [blocks, ...] on the device of ``backend``, all with the same number of blocks.
+    ``regions`` are tensors [blocks, ...] on the device of ``backend``, all with the same number of blocks. Each block is
+    contiguous. Blocks of a region may have gaps between them, so that a region can be a part of the KV heads.
     """
 
     def __init__(self, transport: str, regions: Sequence[Tensor], backend: Backend) -> None:
@@ -74,7 +75,7 @@ class Link(ABC):
         counts = {region.shape[0] if region.dim() else 0 for region in self.regions}
         if len(counts) != 1 or 0 in counts:
             raise ConfigError(f"the regions of a link have {sorted(counts)} blocks; expected one number for all, above 0")
-        if not all(region.is_contiguous() for region in self.regions):
+        if not all(region[0].is_contiguous() for region in self.regions):
             raise ConfigError("a region of a link isn't contiguous: a block of it would be scattered over memory")
         (self.blocks,) = counts
         self.block_bytes = tuple(region.numel() // self.blocks * region.element_size() for region in self.regions)

@@ -7,7 +7,7 @@ because two backends share no fence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
 from torch import Tensor
@@ -93,8 +93,10 @@ class LocalLink(Link):
         if peer.backend is not self.backend:
             staging = self._create_staging(len(local_blocks))
             for region, buffer in zip(self.regions, staging, strict=True):
-                for index, block in enumerate(local_blocks):
-                    self.backend.copy_async(buffer.tensor[index], region[block], stream=self._stream)
+                for staged, blocks in _runs(range(len(local_blocks)), local_blocks):
+                    with self.backend.on(self._stream):
+                        packed = region[blocks].contiguous()  # a copy only if the region has gaps
+                    self.backend.copy_async(buffer.tensor[staged], packed, stream=self._stream)
             read.signal(self._stream)
 
             def pass_to_peer() -> None:
@@ -103,8 +105,8 @@ class LocalLink(Link):
             return _HostTransfer(self, read, pass_to_peer)
         with self.backend.on(self._stream):
             for target, source in zip(peer.regions, self.regions, strict=True):
-                for target_block, source_block in zip(peer_blocks, local_blocks, strict=True):
-                    target[target_block].copy_(source[source_block])
+                for target_blocks, source_blocks in _runs(peer_blocks, local_blocks):
+                    target[target_blocks].copy_(source[source_blocks])
         read.signal(self._stream)
         written = peer._expected.pop(notice, None) or self._create_fence()
         written.signal(self._stream)
@@ -123,8 +125,8 @@ class LocalLink(Link):
         staging = self._create_staging(len(blocks))
         for region, buffer, value in zip(self.regions, staging, values, strict=True):
             buffer.tensor.copy_(value)
-            for index, block in enumerate(blocks):
-                self.backend.copy_async(region[block], buffer.tensor[index], stream=self._stream)
+            for written_blocks, staged in _runs(blocks, range(len(blocks))):
+                self.backend.copy_async(region[written_blocks], buffer.tensor[staged], stream=self._stream)
         written = self._expected.pop(notice, None) or self._create_fence()
         written.signal(self._stream)
         self._arriving.append((notice, written, staging))
@@ -137,6 +139,17 @@ class LocalLink(Link):
 
     def _create_fence(self) -> Fence:
         return self.backend.speculative_sync.create_fence("transfer")
+
+
+def _runs(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """Return slices of both sequences of block numbers in which the numbers of both are consecutive."""
+    start = 0
+    for end in range(1, len(first) + 1):
+        is_consecutive = end < len(first) and all(each[end] == each[end - 1] + 1 for each in (first, second))
+        if not is_consecutive:
+            count = end - start
+            yield slice(first[start], first[start] + count), slice(second[start], second[start] + count)
+            start = end
 
 
 class _HostTransfer(PageTransfer):

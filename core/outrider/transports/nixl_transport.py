@@ -73,7 +73,7 @@ class NixlLink(Link):
             self._agent.create_backend(
                 "UCX", {"ucx_error_handling_mode": errors, **({"ucx_devices": devices} if devices else {})}
             )
-            self._registered = self._agent.register_memory(list(self.regions))
+            self._registered = self._agent.register_memory(self._spans(), self._memory)
             if self._registered is None:
                 raise CapabilityError("nixl registers no such memory")
         except CapabilityError:
@@ -111,8 +111,18 @@ class NixlLink(Link):
         self._down = ""
 
     def _region_addresses(self) -> list[list[int]]:
-        """Return [address, device index] of each region. Host memory has index 0."""
-        return [[region.data_ptr(), max(region.get_device(), 0)] for region in self.regions]
+        """Return [address, device index, bytes from block to block] of each region. Host memory has index 0."""
+        return [
+            [region.data_ptr(), max(region.get_device(), 0), region.stride(0) * region.element_size()]
+            for region in self.regions
+        ]
+
+    def _spans(self) -> list[tuple[int, int, int, str]]:
+        """Return (address, bytes, device index, label) of the memory from the first to the last byte of each region."""
+        return [
+            (address, (self.blocks - 1) * stride + size, device, "")
+            for (address, device, stride), size in zip(self._region_addresses(), self.block_bytes, strict=True)
+        ]
 
     def _offer(self) -> bytes:
         text = {
@@ -127,9 +137,9 @@ class NixlLink(Link):
         try:
             fields = json.loads(address)
             name, memory, regions = str(fields["name"]), fields["memory"], fields["regions"]
-            numbers = [number for pair in regions for number in pair]
+            numbers = [number for region in regions for number in region]
             has_memory = memory in (_HOST_MEMORY, _DEVICE_MEMORY)
-            if not has_memory or len(regions) != len(self.regions) or len(numbers) != 2 * len(regions):
+            if not has_memory or len(regions) != len(self.regions) or len(numbers) != 3 * len(regions):
                 raise ValueError("the regions are others")
             if not all(type(number) is int and 0 <= number < 1 << 64 for number in numbers):
                 raise ValueError("an address is out of range")
@@ -149,9 +159,9 @@ class NixlLink(Link):
     def _make_descriptors(self, regions: list[list[int]], blocks: int) -> Any:
         """Return (address, bytes, device index) of each block, as a uint64 array [regions x blocks, 3]."""
         rows = np.empty((len(regions) * blocks, 3), dtype=np.uint64)
-        for index, ((address, device), size) in enumerate(zip(regions, self.block_bytes, strict=True)):
+        for index, ((address, device, stride), size) in enumerate(zip(regions, self.block_bytes, strict=True)):
             part = rows[index * blocks : (index + 1) * blocks]
-            part[:, 0] = np.uint64(address) + np.arange(blocks, dtype=np.uint64) * np.uint64(size)
+            part[:, 0] = np.uint64(address) + np.arange(blocks, dtype=np.uint64) * np.uint64(stride)
             part[:, 1], part[:, 2] = size, device
         return rows
 
