@@ -9,10 +9,15 @@ from disaggregation.couple import Couple
 from disaggregation.test_sides import NEW, prompts, state
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError, EngineStopped
+from outrider.disaggregation.codec import engine_fit
 from outrider.disaggregation.page_landing import FollowerLinks
+from outrider.disaggregation.page_parts import head_shard
+from outrider.disaggregation.server import _layout_of
+from outrider.disaggregation.wire import WireError, WireMessage
 from outrider.engine.ranks.ranks import ParallelConfig
 from outrider.engine.ranks.records import RanksFailed
 from outrider.errors import RequestError
+from outrider.model import Shard
 from outrider.transports import LinkDown
 from outrider.transports.local_transport import LocalTransport
 from outrider_cpu.backend import CpuBackend
@@ -196,6 +201,42 @@ def test_pages_land_on_simulated_ranks_without_a_race(tensor, data, seed):
     )
     assert error is None, str(error)
     assert counts["arrived"] > 0
+
+
+@pytest.mark.parametrize("target", [tiny.target, tiny.mixture], ids=["dense", "experts"])
+def test_a_prefill_engine_describes_itself_as_a_rank_would(target):
+    """Sizes that ranks share out are compared as the first rank of the decode server has them."""
+    whole = Engine(
+        target(), tiny.BACKEND, proposer=MAKERS["suffix+eagle"](target(), tiny.BACKEND), config=plain_config(**CONFIG)
+    )
+    layout = ParallelConfig(tensor=2, data=2, timeout_s=60)
+
+    def body(ranks):
+        model = decoder(target(), ranks.backend, ranks.model)
+        proposer = MAKERS["suffix+eagle"](model, ranks.backend)
+        engine = Engine(model, ranks.backend, proposer=proposer, config=plain_config(**CONFIG), ranks=ranks)
+        if engine.follows:
+            engine.follow()
+            return None
+        engine.close()
+        return engine_fit(engine)
+
+    found = run_bodies(layout, body)[0]
+    assert found == engine_fit(whole, layout.shards(0))
+    assert found != engine_fit(whole)
+
+
+@pytest.mark.parametrize("ranks", [None, [], [2, 1], [1, 1, "x"], [2, 1, 1, 1], [True, 1, 0]])
+def test_ranks_that_can_not_be_read_end_the_connection(ranks):
+    with pytest.raises(WireError):
+        _layout_of(WireMessage("engine", {"ranks": ranks}))
+
+
+def test_heads_that_ranks_can_not_share_are_refused():
+    with pytest.raises(ConfigError, match="6 KV heads can't be shared out among 4"):
+        head_shard(6, Shard(0, 4))
+    with pytest.raises(ConfigError, match="tensor is 0"):
+        _layout_of(WireMessage("engine", {"ranks": [0, 1, 0]}))
 
 
 def test_a_rank_that_has_no_answer_says_so():

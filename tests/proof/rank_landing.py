@@ -48,7 +48,7 @@ _CROWDED_FRACTION = 0.5
 
 
 class SimulatedDevices:
-    """The four simulated devices of one machine on which programs run, opened once."""
+    """Four simulated devices of one machine on which programs run, opened once."""
 
     def __init__(self) -> None:
         registry = Registry()

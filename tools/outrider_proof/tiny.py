@@ -153,7 +153,7 @@ WIDE_RECURRENT = replace(RECURRENT, key_heads=4, value_heads=8)
 def _recurrent_layer(
     generator: torch.Generator, dense: LayerWeights, noise: float, shape: RecurrentConfig = RECURRENT
 ) -> LayerWeights:
-    """Return the layer ``dense`` with a random recurrent block of ``shape`` instead of its attention."""
+    """Return the layer ``dense`` with a random recurrent block of the given shape instead of its attention."""
     heads, width = shape.value_heads, shape.channels + shape.value_width
     projections = random(generator, width, HIDDEN, scale=1 / HIDDEN**0.5)
     output = random(generator, HIDDEN, shape.value_width, scale=2 * noise / HIDDEN**0.5)

@@ -155,7 +155,7 @@ class DisaggregationServer(ABC):
 
     def _send_engine(self, peer: int, fit: Mapping[str, Any], layout: ParallelConfig, offers: Sequence[bytes]) -> None:
         """Send the description ``fit`` of an engine of ``layout`` and the offers of the links over its pages."""
-        body = {"fit": dict(fit), "ranks": [layout.tensor, layout.data, layout.expert]}
+        body = {"fit": dict(fit), "ranks": [layout.tensor, layout.data, int(layout.expert)]}
         self._hub.send(peer, WireMessage("engine", body, tuple(offers)))
 
     def _send_status(self, event: ConnectionEvent) -> None:
@@ -359,5 +359,5 @@ def _layout_of(message: WireMessage | None) -> ParallelConfig:
     """Return the ranks of a decode server's engine. Raises :class:`WireError` or :class:`ConfigError` for invalid numbers."""
     assert message is not None
     with codec.DecodingContext("a decode server's ranks"):
-        tensor, data, expert = message.body["ranks"]
-        return ParallelConfig(tensor=codec.decode_int(tensor), data=codec.decode_int(data), expert=expert)
+        tensor, data, expert = (codec.decode_int(each) for each in message.body["ranks"])
+    return ParallelConfig(tensor=tensor, data=data, expert=expert == 1)

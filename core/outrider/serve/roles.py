@@ -101,8 +101,8 @@ class DecodeRanks:
         self, load_engine: Callable[..., Engine], transport: str, tensor: int, data: int, *, expert: bool = False
     ) -> None:
         check_expert_parallel(expert, tensor, data)
-        self._load_engine, self._transport, self._tensor, self._data = load_engine, transport, tensor, data
-        self._expert = expert
+        self._load_engine, self._transport = load_engine, transport
+        self._tensor, self._data, self._expert = tensor, data, expert
         self._stack = ExitStack()
         self._store: Any = None
 

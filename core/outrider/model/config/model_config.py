@@ -78,11 +78,6 @@ class ExpertsConfig:
             return replace(self, parts=ranks, shared_size=self.shared_size // ranks)
         return replace(self, intermediate_size=self.intermediate_size // ranks, shared_size=self.shared_size // ranks)
 
-    def whole(self, ranks: int) -> ExpertsConfig:
-        """Return the config that :meth:`shard` divided among ``ranks`` ranks."""
-        inner = self.intermediate_size * (ranks if self.parts == 1 else 1)
-        return replace(self, parts=1, intermediate_size=inner, shared_size=self.shared_size * ranks)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecurrentConfig:
