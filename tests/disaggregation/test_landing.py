@@ -21,11 +21,12 @@ from outrider.model import Shard
 from outrider.transports import LinkDown
 from outrider.transports.local_transport import LocalTransport
 from outrider_cpu.backend import CpuBackend
-from outrider_proof import rank_landing, tiny
+from outrider_proof import tiny
 from outrider_proof.proposers import MAKERS, decoder
 from outrider_proof.tiny import plain_config
 from outrider_sim.explore.exploration import run_once
 from outrider_sim.explore.strategies import make_strategy
+from proof import rank_landing
 from ranks.threads import run_bodies
 
 CONFIG = {"dtype": "float64", "max_context": 64, "page_size": 4, "max_requests": 3, "overlap": True, "num_pages": 40}

@@ -27,7 +27,7 @@ from outrider.integrations import dynamo as adapter
 from outrider.integrations.dynamo import OutriderEngine, sampling_params
 from outrider.speculative.eagle import EagleProposer
 from outrider_proof import tiny
-from outrider_proof.disaggregation import free_port
+from proof.disaggregation import free_port
 
 PROMPT = [0, 1, 4, 1, 6]
 GREEDY = {"temperature": 0.0}

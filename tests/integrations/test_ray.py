@@ -24,7 +24,7 @@ from starlette.requests import Request
 
 from outrider.device import ConfigError
 from outrider.integrations.ray import Ingress, RaySettings, Replica, app, scale
-from outrider_proof.disaggregation import free_port
+from proof.disaggregation import free_port
 
 START = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain"), (b"x-request-id", b"r")]}
 

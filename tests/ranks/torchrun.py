@@ -15,7 +15,7 @@ from pathlib import Path
 from killing import children
 from namespaces import INTERFACE, EmulatedHost
 
-from outrider_proof.disaggregation import free_port
+from proof.disaggregation import free_port
 
 PROMPT = "def fibonacci(n):"
 ENDED_S = 900.0

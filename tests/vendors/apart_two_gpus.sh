@@ -33,7 +33,7 @@ for transport in "${@:-nixl}"; do
     tail -c 500 "$out/link-$transport.err"
     [ "$SECONDS_EACH" = 0 ] && continue
     began=$SECONDS
-    timeout -k 5 $((SECONDS_EACH + 90)) "$python" -m outrider_proof.disaggregation --models bundled --backends "$prefill" "$decode" \
+    PYTHONPATH="$root/tests" timeout -k 5 $((SECONDS_EACH + 90)) "$python" -m proof.disaggregation --models bundled --backends "$prefill" "$decode" \
         --transport "$transport" --programs 200 --seconds "$SECONDS_EACH" >"$out/apart-$transport.json" 2>"$out/apart-$transport.err"
     echo "programs, $transport: exit code $?, $((SECONDS - began)) s"
     head -c 900 "$out/apart-$transport.json"

@@ -1,6 +1,6 @@
 """Run the long proof of ranks: corrected corpus programs, engine programs and each injected divergence.
 
-    python -m outrider_proof.rank_proof -n 16 --corpus 10000 --engine 400 --seconds 170 --out build/rank-proof.jsonl
+    PYTHONPATH=tests python -m proof.rank_proof -n 16 --corpus 10000 --engine 400 --seconds 170
 
 A pool of processes runs the jobs. Each finished job is a line of ``--out``; a second call with the same file runs the missing
 jobs, so `--seconds` can split the proof over several calls. The exit code is 1 if any job had a false alarm, a wrong token or

@@ -1,7 +1,7 @@
 """Prove disaggregation with ranks: prefill on one simulated device, decode on ranks of this and other devices.
 
-    python -m outrider_proof.rank_landing --programs 50
-    python -m outrider_proof.rank_landing --programs 50 --tensor 2 --data 2
+    PYTHONPATH=tests python -m proof.rank_landing --programs 50
+    PYTHONPATH=tests python -m proof.rank_landing --programs 50 --tensor 2 --data 2
 
 A simulated network card connects both sides, and the sanitizer watches each run. Each run must satisfy: the tokens equal
 those of one rank, the sanitizer has no finding, and no side loses a page or row. ``--drop`` leaves a network fence out

@@ -2,17 +2,17 @@
 
 Examples on the simulated device:
 
-    python -m outrider_proof.disaggregation --transport nixl --programs 200
-    python -m outrider_proof.disaggregation --kill decode --programs 40
+    PYTHONPATH=tests python -m proof.disaggregation --transport nixl --programs 200
+    PYTHONPATH=tests python -m proof.disaggregation --kill decode --programs 40
 
 Several ranks of the decode server:
 
-    python -m outrider_proof.disaggregation --data 2 --models mtp "ngram, images" --transport nixl
-    python -m outrider_proof.disaggregation --tensor 2 --data 2 --models mtp --transport nixl
+    PYTHONPATH=tests python -m proof.disaggregation --data 2 --models mtp "ngram, images" --transport nixl
+    PYTHONPATH=tests python -m proof.disaggregation --tensor 2 --data 2 --models mtp --transport nixl
 
 Two GPUs:
 
-    python -m outrider_proof.disaggregation --models bundled --backends cuda:0 cuda:1 --transport nixl --programs 200
+    PYTHONPATH=tests python -m proof.disaggregation --models bundled --backends cuda:0 cuda:1 --transport nixl --programs 200
 
 Every model has a prefill server and a decode server, whose engines have random sizes. A program is a batch mix of requests;
 the client aborts some of them. ``--kill`` kills a server (SIGKILL) in the middle of every few programs and restarts it on its
@@ -134,9 +134,7 @@ def child(
             for other in range(1, tensor * data):
                 child_arguments = [role, model, backend, transport, listen, prefill, list(sizes), tensor, data]
                 child_arguments += [other, store.port]
-                subprocess.Popen(
-                    [sys.executable, "-m", "outrider_proof.disaggregation", "--child", json.dumps(child_arguments)]
-                )
+                subprocess.Popen([sys.executable, "-m", "proof.disaggregation", "--child", json.dumps(child_arguments)])
         # A process may wait for a core for long.
         ranks = Ranks(device, ParallelConfig(tensor=tensor, data=data, timeout_s=LIMIT_S), rank=rank, store=store)
         engine = make_engine(model, device, EngineSizes(*sizes), ranks)
@@ -208,7 +206,7 @@ class Pair:
             self._addresses["prefill"],
         ]
         child_arguments += [listed, *(self._layout if role == "decode" else (1, 1))]
-        command = [sys.executable, "-m", "outrider_proof.disaggregation", "--child", json.dumps(child_arguments)]
+        command = [sys.executable, "-m", "proof.disaggregation", "--child", json.dumps(child_arguments)]
         self.processes[role] = self._stack.enter_context(child_session(command, stdout=subprocess.DEVNULL))
 
     def kill(self, role: str) -> None:
