@@ -30,7 +30,7 @@ HEADS = {kind: name for name, kind in SMOLLM2_HEADS.items()}
 OURS = {"plain": ("none", 1), "ngram": ("ngram", 7), **{kind: (kind, 3) for kind in HEADS}}
 
 
-def load_outrider(directory: Path, proposer: str, draft_tokens: int, dtype: str) -> Engine:
+def load_outrider(directory: Path, proposer: str, draft_tokens: int, dtype: str | None) -> Engine:
     draft = bundled(HEADS[proposer]) if proposer in HEADS else None
     config = EngineConfig(max_requests=1, max_context=1024, draft_tokens=draft_tokens, dtype=dtype)
     return Engine.from_checkpoint(directory, "cpu", draft_dir=draft, speculate=proposer, config=config)
@@ -68,7 +68,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", help="default: the backend's preferred dtype")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     file = find_weights()

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import select
 import signal
 import struct
@@ -20,6 +21,17 @@ from outrider.cli.terminal.report import CommandReport, Interrupted, to_json
 from outrider.cli.terminal.stopping import Stopped, until_stopped
 from outrider.cli.terminal.streams import wrap_words
 from outrider.device import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("variables", "limited"), [({}, True), ({"GOMP_SPINCOUNT": "7"}, False), ({"OMP_WAIT_POLICY": "ACTIVE"}, False)]
+)
+def test_a_waiting_thread_of_openmp_sleeps_soon(child, variables, limited):
+    """libgomp prints its settings when torch loads it: the command has set the variable before."""
+    spins = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", child("backends", OMP_DISPLAY_ENV="verbose", **variables).err)
+    if not spins:
+        pytest.skip("not run: this torch doesn't load libgomp")
+    assert (spins == ["1000"]) is limited
 
 
 @pytest.fixture

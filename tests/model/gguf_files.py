@@ -48,14 +48,15 @@ def quantized(values, kind):
 
 
 def stored(writer, name, values, kind):
-    """Add a tensor and return the values that the file has."""
+    """Add a tensor and return the values that a reader has: those of a quantized type are rounded to float16."""
     if values.ndim == 1 or kind == "F32":
         writer.add_tensor(name, np.ascontiguousarray(values))
         return values
     raw_kind = gguf.GGMLQuantizationType[kind]
     data = quantized(values, kind)
     writer.add_tensor(name, data, raw_dtype=raw_kind)
-    return gguf.dequantize(data, raw_kind)
+    values = gguf.dequantize(data, raw_kind)
+    return values if kind == "BF16" else values.astype(np.float16).astype(np.float32)
 
 
 def gguf_name(name):

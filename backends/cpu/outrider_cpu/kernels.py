@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.device import CACHE_FORMATS, AttentionMetadata, HeadNorms, KernelSet, RotaryArgs
-from outrider_cpu import operators as _operators  # noqa: F401  (registers them)
-from outrider_cpu.packed_weights import PackedWeights
+from outrider_cpu.attention import attend_pages
+from outrider_cpu.operators import rope_write_cache
+from outrider_cpu.packed_weights import PackedWeights, is_observed
 
 _TARGET, _DRAFT = 0, 2
 """Random-number lanes of the target's and the draft's samples."""
@@ -33,6 +34,8 @@ class CpuKernels(KernelSet):
 
     def __init__(self) -> None:
         self._packed_weights = PackedWeights()
+        self._eps: dict[tuple[float, torch.dtype], Tensor] = {}
+        """Scalars of the norms: a tensor operand costs less than a number."""
 
     def batch_invariant(self) -> KernelSet:
         """Return the torch references' batch-invariant kernels. The kernels here depend on the batch's longest sequence."""
@@ -54,10 +57,15 @@ class CpuKernels(KernelSet):
         return made.t().contiguous().view(*x.shape[:-1], -1)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Use torch's operator for float32 and wider dtypes, where it is as exact as the reference."""
-        if x.dtype.itemsize < torch.float32.itemsize or weight.dtype is not x.dtype:
+        """Compute the mean square from the norm of each row, in float32 or the wider dtype of ``x``."""
+        if weight.dtype is not x.dtype:
             return super().rms_norm(x, weight, eps)
-        return F.rms_norm(x, weight.shape, weight, eps)
+        wide = x.float() if x.dtype.itemsize < torch.float32.itemsize else x
+        if (added := self._eps.get((eps, wide.dtype))) is None:
+            added = self._eps[eps, wide.dtype] = torch.tensor(eps, dtype=wide.dtype)
+        norms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        normed = wide * torch.addcmul(added, norms, norms, value=1 / x.shape[-1]).rsqrt_()
+        return normed.to(x.dtype).mul_(weight)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Add to the residual in place, then normalize the sum."""
@@ -75,7 +83,8 @@ class CpuKernels(KernelSet):
             return super().head_norm_rope_write_cache(qkv, norms, rotary)
         heads = qkv.view(qkv.shape[0], -1, size)
         turned, v = heads[:, :-kv_heads], heads[:, -kv_heads:]
-        rotated: Tensor = torch.ops.outrider.rope_write_cache.host(turned, v, *rotary)
+        rotate = torch.ops.outrider.rope_write_cache.host if is_observed() else rope_write_cache
+        rotated: Tensor = rotate(turned, v, *rotary)
         return rotated[:, :-kv_heads]
 
     def paged_attention(
@@ -89,7 +98,8 @@ class CpuKernels(KernelSet):
         window: int = 0,
     ) -> Tensor:
         """Compute attention over each request's cached tokens, without the unused rest of its block table."""
-        return torch.ops.outrider.paged_attention.host(  # type: ignore[no-any-return]
+        attend = torch.ops.outrider.paged_attention.host if is_observed() else attend_pages
+        return attend(
             q,
             k_cache,
             v_cache,

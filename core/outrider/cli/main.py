@@ -13,6 +13,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code. Takes ``sys.argv`` unless ``arguments`` are given."""
     with until_stopped(process_ends=arguments is None) as stop:
         from outrider.cli.commands.dispatch import dispatch
+        from outrider.cli.terminal.environment import limit_spinning
+
+        if arguments is None:
+            limit_spinning()
 
         code = dispatch(arguments, stop)
     if arguments is None:

@@ -14,6 +14,10 @@ CACHE_VARIABLE = "XDG_CACHE_HOME"
 API_KEY_VARIABLE = "OUTRIDER_API_KEY"
 RANK_VARIABLE = "RANK"
 SPANS_VARIABLE = "OTEL_TRACES_EXPORTER"
+SPIN_VARIABLE = "GOMP_SPINCOUNT"
+_WAIT_VARIABLES = (SPIN_VARIABLE, "OMP_WAIT_POLICY")
+_SPINS = "1000"
+"""Checks of a waiting OpenMP thread before it sleeps, about 20 µs: the number of libgomp if threads outnumber processors."""
 
 
 def backend_from_environment() -> str | None:
@@ -81,6 +85,16 @@ def become_rank(*, rank: int, world: int, port: int) -> None:
     variables = rank_variables(rank=rank, world=world, port=port, pipe=-1)
     del variables["OUTRIDER_RANK_PIPE"]
     os.environ.update(variables)
+
+
+def limit_spinning() -> None:
+    """Let waiting OpenMP threads sleep soon, unless the user chose how they wait. libgomp reads this when torch is imported.
+
+    By default a thread spins for milliseconds at the end of each operator. If other processes use the processors, it takes
+    the time from the thread that it waits for: two threads then decode many times slower than one.
+    """
+    if not any(variable in os.environ for variable in _WAIT_VARIABLES):
+        os.environ[SPIN_VARIABLE] = _SPINS
 
 
 def _cache_directory() -> Path | None:
