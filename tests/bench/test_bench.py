@@ -30,8 +30,8 @@ def test_figures(outrider):
         assert 64 <= row["mean_context"] <= 80
 
 
-PRODUCTS = ("aten::mm", "mkldnn::_linear_pointwise")
-"""Operators that multiply by a weight; the second one by a packed weight, on processors for which oneDNN packs."""
+PRODUCTS = ("aten::mm", "mkldnn::_linear_pointwise", "quantized::linear_dynamic_fp16")
+"""Operators that multiply by a weight; the others by a packed weight, on processors for which oneDNN or FBGEMM packs."""
 
 
 @pytest.mark.parametrize(

@@ -123,11 +123,12 @@ def test_outrider_help_shows_the_reason(outrider, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "beyond"),
     [
-        ("generate", {"--exact", "--quantize", "--verbose"}),
+        ("generate", {"--exact", "--expert-parallel", "--quantize", "--verbose"}),
         (
             "serve",
             {
                 "--exact",
+                "--expert-parallel",
                 "--role",
                 "--tool-format",
                 "--reasoning-format",

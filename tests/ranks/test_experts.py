@@ -68,9 +68,9 @@ def test_every_layout_gives_the_tokens_of_one_rank(layout, proposer, mode, plain
 def test_engines_of_other_ranks_continue_requests():
     """A prefill server of one rank fits a decode server whose ranks share or divide the experts."""
     proposer = MAKERS["eagle"](tiny.mixture(), tiny.BACKEND)
-    whole = engine_fit(Engine(tiny.mixture(), tiny.BACKEND, proposer=proposer, config=CONFIG))
+    prefill = Engine(tiny.mixture(), tiny.BACKEND, proposer=proposer, config=CONFIG)
     for layout in (LAYOUTS["data"], LAYOUTS["data, divided"]):
-        check_fit(whole, run(layout, make, engine_fit))
+        check_fit(engine_fit(prefill, layout.shards(0)), run(layout, make, engine_fit))
 
 
 def test_a_head_with_experts_divides_them_too(tmp_path):
