@@ -27,7 +27,15 @@ CONFIG = plain_config(max_context=40, max_requests=3, page_size=4, prefill_chunk
 @pytest.mark.sample(1, per="layout")
 @pytest.mark.parametrize("mode", [{}, {"graphs": True}, {"mode": "fused"}], ids=["staged", "graphs", "fused"])
 @pytest.mark.parametrize("proposer", ["mtp-chain", "ngram", "none"])
-@pytest.mark.parametrize("layout", [(2, 1), (1, 2), (4, 1), (2, 2)], ids=["tensor2", "data2", "tensor4", "tensor2-data2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param((2, 1), id="tensor2"),
+        pytest.param((1, 2), id="data2"),
+        pytest.param((4, 1), id="tensor4", marks=pytest.mark.slow),
+        pytest.param((2, 2), id="tensor2-data2", marks=pytest.mark.slow),
+    ],
+)
 def test_tokens_are_those_of_one_rank(layout, proposer, mode):
     """The second round continues prefixes that the first one cached."""
     tensor, data = layout
