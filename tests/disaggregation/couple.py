@@ -3,11 +3,10 @@
 import time
 from collections import deque
 
+from outrider.disaggregation.codec import MessageDecoder
 from outrider.disaggregation.decode_worker import DecodeWorker
-from outrider.disaggregation.page_landing import LandingRegistry, SingleRankLanding
-from outrider.disaggregation.page_parts import registered_memory, slots_of_part
+from outrider.disaggregation.page_landing import LandingRegistry, SingleRankLanding, registered_memory, slots_of_part
 from outrider.disaggregation.prefill_worker import PrefillWorker
-from outrider.disaggregation.wire import MessageDecoder
 from outrider.engine.ranks.ranks import ParallelConfig
 
 PEER = 1

@@ -9,11 +9,9 @@ from disaggregation.couple import Couple
 from disaggregation.test_sides import NEW, prompts, state
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError, EngineStopped
-from outrider.disaggregation.codec import engine_fit
-from outrider.disaggregation.page_landing import FollowerLinks
-from outrider.disaggregation.page_parts import head_shard
+from outrider.disaggregation.codec import WireError, WireMessage, engine_fit
+from outrider.disaggregation.page_landing import FollowerLinks, head_shard
 from outrider.disaggregation.server import _layout_of
-from outrider.disaggregation.wire import WireError, WireMessage
 from outrider.engine.ranks.ranks import ParallelConfig
 from outrider.engine.ranks.records import RanksFailed
 from outrider.errors import RequestError

@@ -12,12 +12,12 @@ from disaggregation.couple import LIMIT_S, Couple
 from outrider import Engine, SamplingParams
 from outrider.bundled import bundled
 from outrider.disaggregation import codec
+from outrider.disaggregation.codec import WireError
 from outrider.disaggregation.decode_worker import StandaloneMode
-from outrider.disaggregation.wire import WireError
 from outrider.engine import ChoiceGuide, Ebnf, JsonObject, JsonSchema, Regex
 from outrider.engine.requests.hand_over import RequestState
 from outrider.errors import RequestError
-from outrider.registry.transports import get_transport
+from outrider.registry.engine_plugins import get_transport
 from outrider.transports.local_transport import LocalTransport
 from outrider_proof import tiny
 from outrider_proof.tiny import plain_config

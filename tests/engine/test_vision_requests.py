@@ -16,7 +16,7 @@ from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeP
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.mtp import MtpProposer
 from outrider.speculative.ngram import NgramProposer
-from outrider.speculative.peagle import PEagleProposer
+from outrider.speculative.parallel import PEagleProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.checkpoints import VISION_FAMILIES, write_eagle, write_vision_checkpoint

@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING
 
 from outrider import SamplingParams
 from outrider.device import Fence
+from outrider.disaggregation.codec import WireMessage
 from outrider.disaggregation.decode_worker import DecodeWorker
-from outrider.disaggregation.page_landing import FollowerLinks, LandingRegistry
-from outrider.disaggregation.page_parts import registered_memory, slots_of_part
+from outrider.disaggregation.page_landing import FollowerLinks, LandingRegistry, registered_memory, slots_of_part
 from outrider.disaggregation.prefill_worker import PrefillWorker
-from outrider.disaggregation.wire import WireMessage
 from outrider.engine.ranks.ranks import ParallelConfig, Ranks
 from outrider.engine.requests.hand_over import RequestState
 from outrider.registry import Registry

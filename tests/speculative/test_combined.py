@@ -5,10 +5,9 @@ import torch
 
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
-from outrider.speculative.combined import CombinedProposer
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.proposer import NonSpeculativeProposer
-from outrider.speculative.suffix import SuffixProposer
+from outrider.speculative.suffix import CombinedProposer, SuffixProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import tiny

@@ -87,8 +87,8 @@ def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float | No
     read and written, and with drafts read once more, because verification leaves the states unchanged.
     """
     from outrider.model import Decoder, EagleHead, MtpHead
-    from outrider.speculative.block import BlockProposer
     from outrider.speculative.eagle import EagleProposer
+    from outrider.speculative.parallel import BlockProposer
     from outrider.speculative.proposer import NonSpeculativeProposer
 
     target = engine.model

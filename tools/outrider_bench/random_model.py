@@ -100,8 +100,8 @@ class RandomModel:
         """Return the model and its proposer on a device, or this rank's part of them."""
         from outrider.cli.options.models import vocabulary_of
         from outrider.model import Decoder, DraftVocabulary, with_output_head
-        from outrider.speculative.block import BlockProposer
         from outrider.speculative.eagle import EagleProposer
+        from outrider.speculative.parallel import BlockProposer
         from outrider_bench.random_weights import (
             RandomQuantization,
             random_decoder,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from outrider.device import ConfigError
-from outrider.disaggregation.wire import VERSION, MessageDecoder, WireError, WireMessage
+from outrider.disaggregation.codec import VERSION, MessageDecoder, WireError, WireMessage
 
 _MAX_HANDSHAKE_MESSAGE_BYTES = 1 << 14
 """Maximum bytes of a message from a peer that hasn't yet proved that it knows the secret."""

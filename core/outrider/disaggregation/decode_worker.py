@@ -12,9 +12,9 @@ from torch import Tensor
 
 from outrider.device import ConfigError, DeviceError
 from outrider.disaggregation import codec
+from outrider.disaggregation.codec import WireError, WireMessage
 from outrider.disaggregation.page_landing import PageLanding
 from outrider.disaggregation.prefill_worker import SendMessage, written_notice
-from outrider.disaggregation.wire import WireError, WireMessage
 from outrider.engine.engine import Engine
 from outrider.engine.guides.grammars import GuideCompilers
 from outrider.engine.requests.hand_over import ExpectedPages, RequestState

@@ -4,6 +4,9 @@ Each rank of the decode server has its own link with the prefill server, for its
 has arrived once all ranks of its group have their notice. The first rank controls the links of the other ranks
 with :meth:`~outrider.engine.engine.Engine.ask_ranks`, in JSON, between two iterations. On the other ranks,
 :class:`FollowerLinks` executes the requests.
+
+A prefill engine of one rank has all heads of a page, and a tensor-parallel decode rank has its part of them. Both sides then
+transfer *token slots* instead of pages. A slot is contiguous on both sides, and the transport copies it without staging.
 """
 
 from __future__ import annotations
@@ -16,11 +19,56 @@ from contextlib import suppress
 from itertools import count
 from typing import Any
 
+from torch import Tensor
+
 from outrider.device import CapabilityError, ConfigError, DeviceError, EngineStopped, OutriderError
-from outrider.disaggregation.page_parts import registered_memory
 from outrider.engine.engine import Engine
 from outrider.engine.requests.hand_over import ExpectedPages
+from outrider.model import Shard
 from outrider.transports import Link, LinkDown, Transport
+
+_KV_DIMS = 4
+"""Dimensions of a cache of keys or values: [pages, page size, KV heads, head size]. Other caches aren't shared out."""
+
+
+def head_shard(heads: int, rank: Shard) -> Shard:
+    """Return the slice of ``heads`` KV heads that tensor-parallel rank ``rank`` holds. If there are fewer heads than ranks,
+    several ranks hold the same head. Raises :class:`ConfigError` if the heads can't be divided.
+    """
+    size = min(heads, rank.size)
+    if heads % size or rank.size % size:
+        raise ConfigError(f"a cache of {heads} KV heads can't be shared out among {rank.size} tensor-parallel ranks")
+    return Shard(rank.rank * size // rank.size, size)
+
+
+def part_shape(cache: Tensor, rank: Shard) -> list[int]:
+    """Return the shape of one page of ``cache`` on tensor-parallel rank ``rank``."""
+    shape = list(cache.shape[1:])
+    if cache.dim() == _KV_DIMS:
+        shape[1] //= head_shard(shape[1], rank).size
+    return shape
+
+
+def slots_of_part(caches: Sequence[Tensor], rank: Shard) -> tuple[Tensor, ...]:
+    """Return views [token slots, elements of a slot] of the part of ``caches`` that tensor-parallel rank ``rank`` holds."""
+    parts = []
+    for cache in caches:
+        heads = head_shard(cache.shape[2], rank) if cache.dim() == _KV_DIMS else Shard()
+        slots = cache.flatten(0, 1)
+        parts.append(slots.reshape(slots.shape[0], heads.size, -1)[:, heads.rank])
+    return tuple(parts)
+
+
+def registered_memory(caches: Sequence[Tensor], tensor_ranks: int) -> tuple[Tensor, ...]:
+    """Return the regions that a decode rank registers with its link: ``caches`` themselves, or views of their token slots if
+    the rank is one of several tensor-parallel ranks.
+    """
+    return tuple(caches) if tensor_ranks == 1 else slots_of_part(caches, Shard())
+
+
+def slots_of_pages(pages: Sequence[int], page_size: int) -> list[int]:
+    """Return the numbers of the token slots of ``pages``, in order."""
+    return [page * page_size + slot for page in pages for slot in range(page_size)]
 
 
 class PageLanding(ABC):

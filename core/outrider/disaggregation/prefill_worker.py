@@ -10,8 +10,8 @@ from typing import Any
 
 from outrider.device import ConfigError, DeviceError
 from outrider.disaggregation import codec
-from outrider.disaggregation.page_parts import slots_of_pages
-from outrider.disaggregation.wire import WireError, WireMessage
+from outrider.disaggregation.codec import WireError, WireMessage
+from outrider.disaggregation.page_landing import slots_of_pages
 from outrider.engine.engine import Engine
 from outrider.engine.guides.grammars import GuideCompilers
 from outrider.engine.requests.hand_over import LentPages, RequestState
@@ -125,7 +125,7 @@ class PrefillWorker:
 
     def add_peer(self, peer: int, send: SendMessage, links: Sequence[Link], tensor_ranks: int = 1) -> None:
         """Add a decode server. Link i reaches the pages of its rank i. ``tensor_ranks`` successive ranks share the KV heads
-        of a page; each of their links has the token slots of the rank's heads (:mod:`outrider.disaggregation.page_parts`).
+        of a page; each of their links has the token slots of the rank's heads (:mod:`outrider.disaggregation.page_landing`).
         """
         self._peers[peer] = _DecodePeer(peer, send, tuple(links), tensor_ranks)
 

@@ -12,12 +12,17 @@ from torch import Tensor
 
 from outrider.device import ConfigError
 from outrider.disaggregation import codec
+from outrider.disaggregation.codec import WireError, WireMessage
 from outrider.disaggregation.connections import ConnectionEvent, ConnectionHub, PeerAddress, ProcessRole
 from outrider.disaggregation.decode_worker import DecodeWorker, StandaloneMode
-from outrider.disaggregation.page_landing import LandingRegistry, PageLanding, SingleRankLanding
-from outrider.disaggregation.page_parts import registered_memory, slots_of_part
+from outrider.disaggregation.page_landing import (
+    LandingRegistry,
+    PageLanding,
+    SingleRankLanding,
+    registered_memory,
+    slots_of_part,
+)
 from outrider.disaggregation.prefill_worker import PrefillWorker
-from outrider.disaggregation.wire import WireError, WireMessage
 from outrider.engine.engine import Engine
 from outrider.engine.ranks.ranks import MAX_RANKS, ParallelConfig
 from outrider.engine.requests.request import FinishReason, StepOutput

@@ -180,7 +180,7 @@ class Engine:
 
         ``backend`` is a backend, or its name for :func:`~outrider.registry.get_backend`. The engine chooses each setting that
         ``config`` leaves open, see :attr:`chosen`. ``speculate`` names a proposer: one
-        of :data:`outrider.speculative.names.BUILTIN_PROPOSERS`, one of ``builders``, or a plugin. ``draft_dir`` has its
+        of :data:`outrider.speculative.plugin.BUILTIN_PROPOSERS`, one of ``builders``, or a plugin. ``draft_dir`` has its
         checkpoint.
 
         ``through_transformers`` runs any decoder with a replaceable attention by transformers' code on the paged cache,

@@ -43,7 +43,7 @@ def serve_prefill(
     """Prefill prompts for the decode servers that connect, until SIGTERM or SIGINT and the end of the running requests."""
     from outrider.disaggregation.connections import PeerAddress
     from outrider.disaggregation.server import PrefillServer
-    from outrider.registry.transports import get_transport
+    from outrider.registry.engine_plugins import get_transport
 
     load_engine = _engine_loader(options)
     transport_plugin = get_transport(transport)
@@ -71,7 +71,7 @@ def serve_decode(
     """
     from outrider.disaggregation.connections import PeerAddress
     from outrider.disaggregation.server import DecodeServer
-    from outrider.registry.transports import get_transport
+    from outrider.registry.engine_plugins import get_transport
 
     peers = [PeerAddress.parse(each) for each in prefill_servers]
     load_engine = _engine_loader(options)
@@ -141,7 +141,7 @@ def follow_first_rank(
 ) -> None:
     """Run a child rank: repeat the decisions of rank 0 until rank 0 ends. This is the main function of the process."""
     from outrider.disaggregation.page_landing import FollowerLinks
-    from outrider.registry.transports import get_transport
+    from outrider.registry.engine_plugins import get_transport
 
     ignore_interruptions()
     end_with_parent()

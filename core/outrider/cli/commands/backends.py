@@ -31,7 +31,7 @@ class Survey:
 
 def survey(torch: TorchState, *, open_devices: bool) -> Survey:
     """Probe every plugin; ``torch``: whether torch imports; ``open_devices``: also open the device of each usable backend."""
-    from outrider.registry.proposers import PROPOSERS
+    from outrider.registry.engine_plugins import PROPOSERS
 
     # A plugin may import torch in this process, and an import that crashes would end the process.
     importable = torch.ok or torch.version_without_autoload is not None
@@ -94,7 +94,7 @@ def extra_row(candidate: Candidate[Any], kind: str, detail: str) -> dict[str, ob
 
 def extra_rows(registry: Registry, proposers: Plugins[Any], *, load: bool = True) -> list[dict[str, object]]:
     """Return the installed kernel sets and proposers as JSON data."""
-    from outrider.registry.proposers import with_reserved_name_check
+    from outrider.registry.engine_plugins import with_reserved_name_check
 
     rows = []
     for kernels in registry.kernels.candidates(load=load):

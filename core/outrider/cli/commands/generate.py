@@ -38,7 +38,7 @@ from outrider.cli.terminal.files import read_text
 from outrider.cli.terminal.report import CommandReport, Interrupted
 from outrider.device.errors import ConfigError
 from outrider.errors import RequestError
-from outrider.speculative.names import DRAFTLESS
+from outrider.speculative.plugin import DRAFTLESS
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine

@@ -9,8 +9,8 @@ from outrider.cli.options.option_values import JsonOption
 from outrider.cli.terminal.environment import plugin_probe
 from outrider.cli.terminal.report import CommandReport
 from outrider.registry import Plugins
-from outrider.registry.proposers import PROPOSERS, with_reserved_name_check
-from outrider.speculative.names import BUILTIN_PROPOSERS
+from outrider.registry.engine_plugins import PROPOSERS, with_reserved_name_check
+from outrider.speculative.plugin import BUILTIN_PROPOSERS
 
 
 def models(json_output: JsonOption = False) -> CommandReport:

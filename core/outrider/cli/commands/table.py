@@ -20,7 +20,7 @@ from outrider.cli.options.option_values import GENERAL, UsageError, checking_opt
 from outrider.cli.terminal.files import check_utf8
 from outrider.device.errors import OutriderError
 from outrider.errors import shown
-from outrider.registry.discovery import installed_entry_points
+from outrider.registry.plugins import installed_entry_points
 
 DEBUG_ROW = ("--debug", "Show the traceback of an error. May stand anywhere.")
 _MAX_OPTION_WIDTH = 24

@@ -32,8 +32,7 @@ from outrider.cli.terminal.torch_probe import require_torch
 from outrider.device.scopes import uncollected
 from outrider.errors import CheckpointError
 from outrider.registry import Registry
-from outrider.speculative.names import BUILTIN_PROPOSERS, DRAFTLESS, SUFFIX_PREFIX
-from outrider.speculative.plugin import PROPOSERS_GROUP
+from outrider.speculative.plugin import BUILTIN_PROPOSERS, DRAFTLESS, PROPOSERS_GROUP, SUFFIX_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable

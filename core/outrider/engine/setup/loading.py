@@ -34,9 +34,9 @@ from outrider.model import (
     plan_decoder,
 )
 from outrider.model.quantization import read_quantization
-from outrider.registry.proposers import plugin_builders
+from outrider.registry.engine_plugins import plugin_builders
 from outrider.speculative.build import Builder, DraftOptions, build_proposer, check_output_head
-from outrider.speculative.names import BUILTIN_PROPOSERS, DRAFTLESS, INSIDE_MODEL, SUFFIX_PREFIX
+from outrider.speculative.plugin import BUILTIN_PROPOSERS, DRAFTLESS, INSIDE_MODEL, SUFFIX_PREFIX
 from outrider.speculative.proposer import Proposer
 
 
