@@ -154,7 +154,7 @@ def serve_random_weights(work: Mapping[str, Any]) -> None:
     from outrider.serve.config import ServeConfig
     from outrider.serve.connection.engine_process import EngineProcess
     from outrider.serve.http.server import HttpAddress, serve_http
-    from outrider.serve.monitoring.tracing import log_to_stderr
+    from outrider.serve.http.tracing import log_to_stderr
 
     log_to_stderr("json")
     model = Path(work["model"])

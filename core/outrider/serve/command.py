@@ -308,7 +308,7 @@ def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: Server
         from outrider.serve.connection.engine_process import create_engine_client
         from outrider.serve.http.server import HttpAddress
         from outrider.serve.http.server import serve_http as serve_until_ended
-        from outrider.serve.monitoring.tracing import RequestSpans, log_to_stderr
+        from outrider.serve.http.tracing import RequestSpans, log_to_stderr
 
     wording = PromptResources(
         speculation.model,
@@ -332,7 +332,7 @@ def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: Server
 
     address = HttpAddress(host=http.host, port=port)
     if roles.decode_server:
-        from outrider.serve.connection.decode_servers import DecodeServers
+        from outrider.serve.connection.engine_client import DecodeServers
 
         servers = [PeerAddress.parse(each) for each in roles.decode_server]
         engine: EngineClient = DecodeServers(servers, secret=decode_secret)
@@ -372,7 +372,7 @@ def describe_engine(engine: Engine) -> dict[str, Any]:
 
 def _with_kv_events(make: Any, addresses: str) -> Any:
     require_kv_events()
-    from outrider.serve.monitoring.kv_events import make_engine_with_events
+    from outrider.serve.connection.kv_events import make_engine_with_events
 
     address, _, replay = addresses.partition(",")
     return functools.partial(make_engine_with_events, make, address, replay or None)

@@ -14,10 +14,9 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.serve.api.api_errors import SERVER, ApiError
-from outrider.serve.api.asgi_responses import ClientGone, send_error
+from outrider.serve.api.responses import SERVER, ApiError, ClientGone, send_error
 from outrider.serve.api.service import Service
-from outrider.serve.monitoring.tracing import RequestSpans
+from outrider.serve.http.tracing import RequestSpans
 
 LOGGER_NAME = "outrider.serve"
 """Name of the server's logger. The attribute ``fields`` of a record has the values to log in addition to the message."""

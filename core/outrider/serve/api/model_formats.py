@@ -74,7 +74,7 @@ def _fixed(value: Any) -> Any:
 
 
 _TABLE: Final[Mapping[str, Any]] = MappingProxyType(
-    tomllib.loads(resources.files("outrider.serve.formats").joinpath("formats.toml").read_text(encoding="utf-8"))
+    tomllib.loads(resources.files("outrider.serve.api").joinpath("formats.toml").read_text(encoding="utf-8"))
 )
 TOOL_FORMATS: Final = _regions("tools", kind="call")
 """Regions of tool calls by the name of the format."""

@@ -13,16 +13,13 @@ from fastapi import FastAPI, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from outrider.serve.api.api_errors import MESSAGES_PATH, ApiError, bad_request, messages_error
-from outrider.serve.api.asgi_responses import DeferredResponse, EventStreamResponse, encode_named_event
-from outrider.serve.api.choice_text import ChoiceDelta
-from outrider.serve.api.request_fields import ChatRequest, ListOf, NestedObject
-from outrider.serve.api.response_writer import ResponseWriter
-from outrider.serve.api.service import Service
-from outrider.serve.translation.conversation import (
+from outrider.serve.api.conversation import (
+    BlockSplitter,
+    BlockStep,
     Conversation,
     ConversationBuilder,
     ObjectList,
+    OutputBlock,
     TranslatedRequest,
     chat_request,
     compact_json,
@@ -33,8 +30,19 @@ from outrider.serve.translation.conversation import (
     text_part,
     thinking_variables,
 )
-from outrider.serve.translation.output_blocks import BlockSplitter, BlockStep, OutputBlock
-from outrider.serve.translation.responses_api import ChatStarter
+from outrider.serve.api.request_fields import ChatRequest, ListOf, NestedObject
+from outrider.serve.api.response_writer import ResponseWriter
+from outrider.serve.api.responses import (
+    MESSAGES_PATH,
+    ApiError,
+    DeferredResponse,
+    EventStreamResponse,
+    bad_request,
+    encode_named_event,
+    messages_error,
+)
+from outrider.serve.api.responses_api import ChatStarter
+from outrider.serve.api.service import ChoiceDelta, Service
 
 
 class CountTokensRequest(TranslatedRequest):

@@ -18,15 +18,13 @@ from fastapi import FastAPI, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from outrider.serve.api.api_errors import SERVER, ApiError, bad_request
-from outrider.serve.api.asgi_responses import DeferredResponse, EventStreamResponse, encode_named_event
-from outrider.serve.api.request_fields import ChatRequest, NestedObject
-from outrider.serve.api.response_writer import ResponseWriter
-from outrider.serve.api.service import Service
-from outrider.serve.translation.conversation import (
+from outrider.serve.api.conversation import (
+    BlockSplitter,
+    BlockStep,
     Conversation,
     ConversationBuilder,
     ObjectList,
+    OutputBlock,
     TranslatedRequest,
     chat_request,
     compact_json,
@@ -37,7 +35,17 @@ from outrider.serve.translation.conversation import (
     text_part,
     thinking_variables,
 )
-from outrider.serve.translation.output_blocks import BlockSplitter, BlockStep, OutputBlock
+from outrider.serve.api.request_fields import ChatRequest, NestedObject
+from outrider.serve.api.response_writer import ResponseWriter
+from outrider.serve.api.responses import (
+    SERVER,
+    ApiError,
+    DeferredResponse,
+    EventStreamResponse,
+    bad_request,
+    encode_named_event,
+)
+from outrider.serve.api.service import Service
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _CUSTOM_PARAMETERS = {
