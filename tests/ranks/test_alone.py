@@ -8,11 +8,11 @@ import torch
 from threads import failing, run, run_bodies
 
 from outrider import Engine, SamplingParams
-from outrider.engine.guides.guidance import Guidance
+from outrider.engine.guides.grammars import Guidance
 from outrider.engine.guides.guides import Regex
+from outrider.engine.ranks.heartbeats import RankWatch
 from outrider.engine.ranks.ranks import ParallelConfig
 from outrider.engine.ranks.records import RanksDiffer, RanksFailed
-from outrider.engine.ranks.watch import RankWatch
 from outrider.model import load_decoder, load_vision
 from outrider.speculative.ngram import NgramProposer
 from outrider_cpu.backend import CpuBackend

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from outrider.device import Backend, ConfigError, DeviceError, Fence
-from outrider.engine.assembly import Assembly, assembly_of
+from outrider.engine.assembly import Assembly, WarmUp, assembly_of, warm_up
 from outrider.engine.config import Choice, EngineConfig
 from outrider.engine.draft_costs import decide, lengths_for
 from outrider.engine.fences import Streams
@@ -48,7 +48,6 @@ from outrider.engine.setup.checks import check_engine_types, check_invariance, c
 from outrider.engine.setup.loading import load_checkpoint
 from outrider.engine.setup.resolve import resolve, situation_of
 from outrider.engine.state.parts import EngineParts
-from outrider.engine.warm_up import WarmUp, warm_up
 from outrider.errors import RequestError
 from outrider.model import LanguageModel, Media, OutputFormat, QuantizedName, Tokenizer, VisionTower
 from outrider.registry import get_backend

@@ -20,7 +20,7 @@ from outrider.engine.prefill import Prefill, PrefillLauncher
 from outrider.engine.requests.batch import Batch, PrefillChunk
 from outrider.engine.requests.request import Request
 from outrider.engine.stages import DecodeBatch, DraftStage, Frame, Stages, Verify
-from outrider.engine.state.masks import late_guidance_indices
+from outrider.engine.state.options import late_guidance_indices
 from outrider.engine.state.parts import EngineParts
 from outrider.engine.state.results import GUIDE_LATE, MEDIA_FAILED, PendingResult
 from outrider.engine.state.staging import PrefillInputs

@@ -30,8 +30,7 @@ from outrider.engine.stages import DecodeBatch, Stages, build_frame
 from outrider.engine.state.parts import EngineParts, ring_entries
 from outrider.engine.state.plans import PlanAtJoin
 from outrider.engine.state.results import PendingResult
-from outrider.engine.state.staging import RESTORED_STATES, SAVED_STATES, Packer, PrefillBucket
-from outrider.engine.state.transfer import StateCopies
+from outrider.engine.state.staging import RESTORED_STATES, SAVED_STATES, Packer, PrefillBucket, StateCopies
 from outrider.speculative.proposer import HostSeqLens
 
 

@@ -78,7 +78,7 @@ def _implementations(model: Path, backend: str | None) -> CommandReport:
 
     require_torch()
     from outrider.engine.config import DTYPES, EngineConfig
-    from outrider.engine.setup.memory_prediction import predict_memory
+    from outrider.engine.setup.checks import predict_memory
     from outrider.engine.setup.resolve import choose_dtype
     from outrider.model import checkpoint_dtype, find_checkpoint, plan_decoder
 

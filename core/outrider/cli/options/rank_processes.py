@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
 
     from outrider.device import Backend
-    from outrider.engine.ranks.heartbeats import KeyValueStore
+    from outrider.engine.ranks.heartbeats import KeyValueStore, RankWatch
     from outrider.engine.ranks.ranks import ParallelConfig, Ranks
-    from outrider.engine.ranks.watch import RankWatch
     from outrider.registry import Registry
 
 TensorParallelOption = Annotated[
@@ -186,9 +185,8 @@ class Joined:
         place = self.place
         if place is None or self.ranks is not None:
             return self.ranks
-        from outrider.engine.ranks.heartbeats import KeyValueStore
+        from outrider.engine.ranks.heartbeats import KeyValueStore, RankWatch, end_with_pipe
         from outrider.engine.ranks.ranks import ParallelConfig, Ranks
-        from outrider.engine.ranks.watch import RankWatch, end_with_pipe
 
         parallel = ParallelConfig(tensor=self._tensor, data=self._data, expert=self._expert)
         if place.world != parallel.world:
@@ -215,9 +213,8 @@ class Joined:
                 raise Unsaid(1) from error
             return
         self._watch.stop()
-        from outrider.engine.ranks.heartbeats import Heartbeat
+        from outrider.engine.ranks.heartbeats import Heartbeat, first_rank_is_lost
         from outrider.engine.ranks.records import RanksFailed
-        from outrider.engine.ranks.watch import first_rank_is_lost
 
         speaks = error is not None and self.place.rank == 0 and not _of_the_ranks(error)
         first = ""

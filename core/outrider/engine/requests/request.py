@@ -11,7 +11,7 @@ from enum import StrEnum
 from torch import Tensor
 
 from outrider.device import OutriderError
-from outrider.engine.guides.guidance import Guidance
+from outrider.engine.guides.grammars import Guidance
 from outrider.engine.requests.hand_over import ArrivedPages, HandOver
 from outrider.engine.requests.pages import DecodedState, PageKey
 from outrider.engine.requests.sampling import SamplingParams, TokenLogprobs

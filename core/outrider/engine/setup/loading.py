@@ -13,7 +13,7 @@ from outrider.device import Backend, ConfigError
 from outrider.device.kernels.weights import quantized_products
 from outrider.engine.config import DTYPES, Choice, DecidedConfig, DtypeName, EngineConfig
 from outrider.engine.ranks.ranks import Ranks, part_of_model
-from outrider.engine.setup.memory_prediction import predict_memory
+from outrider.engine.setup.checks import predict_memory
 from outrider.engine.setup.resolve import choose_dtype, resolve, situation_of
 from outrider.model import (
     Decoder,

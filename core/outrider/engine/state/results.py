@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import Backend, Fence, Group, KernelSet, PinnedBuffer, Stream
-from outrider.engine.guides.guidance import MASK_TIME_LIMIT_S
+from outrider.engine.guides.grammars import MASK_TIME_LIMIT_S
 from outrider.engine.ranks.records import RanksDiffer
 from outrider.engine.requests.batch import Batch, logprobs_of
 from outrider.engine.requests.sampling import TokenLogprobs
