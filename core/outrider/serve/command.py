@@ -36,8 +36,7 @@ from outrider.cli.options.rank_processes import DataParallelOption, ExpertParall
 from outrider.cli.options.request_options import ChatTemplateOption, read_template
 from outrider.cli.terminal.environment import api_keys_from_environment, spans_from_environment
 from outrider.cli.terminal.files import check_listening, read_utf8
-from outrider.cli.terminal.report import CommandReport
-from outrider.cli.terminal.starting import show_progress
+from outrider.cli.terminal.report import CommandReport, show_progress
 from outrider.device.errors import ConfigError
 from outrider.disaggregation.connections import PeerAddress
 from outrider.serve.config import require_kv_events, require_serve

@@ -15,9 +15,8 @@ from outrider.cli.options.engine_options import ServerOptions
 from outrider.cli.options.option_values import checking_options
 from outrider.cli.options.rank_processes import Joined, RankPlacement, check_expert_parallel
 from outrider.cli.terminal.files import check_listening, read_bounded
-from outrider.cli.terminal.report import CommandReport
+from outrider.cli.terminal.report import CommandReport, note
 from outrider.cli.terminal.stopping import SignalStop
-from outrider.cli.terminal.streams import note
 from outrider.device.errors import ConfigError
 from outrider.registry.children import (
     accepted_interruptions,

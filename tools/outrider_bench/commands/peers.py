@@ -25,9 +25,7 @@ from outrider.cli.options.option_values import (
 )
 from outrider.cli.terminal.environment import backend_from_environment
 from outrider.cli.terminal.files import check_directory
-from outrider.cli.terminal.report import CommandReport, Interrupted
-from outrider.cli.terminal.starting import show_progress
-from outrider.cli.terminal.streams import note
+from outrider.cli.terminal.report import CommandReport, Interrupted, note, show_progress
 from outrider.registry import Registry
 from outrider_bench.acceptance import acceptance_rates, describe_acceptance
 from outrider_bench.child import ChildFailed, ChildSession, open_session

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
 
-from outrider.cli.commands.streamed_output import StreamedOutput
+from outrider.cli.commands.generate import StreamedOutput
 from outrider.cli.options.engine_options import ModelOptions, with_options
 from outrider.cli.options.models import launched
 from outrider.cli.options.option_values import JsonOption, checking_options, option, text
@@ -24,9 +24,8 @@ from outrider.cli.options.request_options import (
     read_template,
 )
 from outrider.cli.terminal.files import MAX_BYTES, check_utf8
-from outrider.cli.terminal.report import CommandReport, Interrupted, Unfinished
+from outrider.cli.terminal.report import CommandReport, Interrupted, Unfinished, note
 from outrider.cli.terminal.stopping import SignalStop
-from outrider.cli.terminal.streams import note
 from outrider.device.errors import OutriderError
 from outrider.errors import RequestError
 

@@ -11,12 +11,11 @@ from typing import Annotated, Any
 
 from rich.console import Console
 
-from outrider.cli.commands.backends import survey
+from outrider.cli.commands.listings import survey
 from outrider.cli.options.models import ModelOption
 from outrider.cli.options.option_values import BackendOption, JsonOption, option
 from outrider.cli.terminal.environment import AUTOLOAD_VARIABLE, BACKEND_VARIABLE, backend_from_environment, plugin_probe
-from outrider.cli.terminal.report import CommandReport
-from outrider.cli.terminal.starting import show_progress
+from outrider.cli.terminal.report import CommandReport, show_progress
 from outrider.cli.terminal.torch_probe import TorchState, loaded_torch, probe_torch
 from outrider.device.errors import OutriderError
 from outrider.device.plugin import INTERFACE_VERSION

@@ -144,13 +144,13 @@ value is ``module:function``. Nothing is loaded before the command is asked for.
 OWN: Mapping[str, Target] = {
     "generate": "outrider.cli.commands.generate:generate",
     "chat": "outrider.cli.commands.chat:chat",
-    "models": "outrider.cli.commands.supported_models:models",
-    "backends": "outrider.cli.commands.backends:backends",
+    "models": "outrider.cli.commands.listings:models",
+    "backends": "outrider.cli.commands.listings:backends",
     "doctor": "outrider.cli.commands.doctor:doctor",
-    "fences": "outrider.cli.commands.fences:fences",
-    "tune": "outrider.cli.commands.tune:tune",
-    "quantize": "outrider.cli.commands.quantize:quantize",
-    "draft-vocabulary": "outrider.cli.commands.draft_vocabulary:draft_vocabulary",
+    "fences": "outrider.cli.commands.listings:fences",
+    "tune": "outrider.cli.commands.preparation:tune",
+    "quantize": "outrider.cli.commands.preparation:quantize",
+    "draft-vocabulary": "outrider.cli.commands.preparation:draft_vocabulary",
 }
 
 

@@ -1,4 +1,4 @@
-"""``outrider backends``: list the installed backend plugins, and say whether they can run here."""
+"""Commands that list what is installed and supported: ``outrider backends``, ``outrider models`` and ``outrider fences``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Annotated, Any
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.options.option_values import JsonOption, option
-from outrider.cli.terminal.environment import disable_autoload, plugin_probe
-from outrider.cli.terminal.report import CommandReport
-from outrider.cli.terminal.starting import show_progress
+from outrider.cli.options.option_values import BackendOption, JsonOption, option
+from outrider.cli.terminal.environment import backend_from_environment, disable_autoload, plugin_probe
+from outrider.cli.terminal.report import CommandReport, show_progress
 from outrider.cli.terminal.torch_probe import TorchState, known_torch
 from outrider.device.errors import OutriderError
 from outrider.device.plugin import BackendInfo
 from outrider.registry import Candidate, Plugins, Registry
+from outrider.registry.engine_plugins import PROPOSERS, with_reserved_name_check
+from outrider.speculative.plugin import BUILTIN_PROPOSERS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,3 +171,86 @@ def _said(key: str, value: object) -> str:
     if isinstance(value, bool):
         return key
     return f"{key} {' '.join(value)}" if isinstance(value, list) else f"{key} {value}"
+
+
+def models(json_output: JsonOption = False) -> CommandReport:
+    """List model families that run natively, rope scalings, dtypes, and proposers with the checkpoint that each needs."""
+    del json_output
+    from outrider.engine.config import DTYPES
+    from outrider.model import supported_families
+    from outrider.model.config.rope import ROPE_KINDS
+
+    plugins = Plugins(PROPOSERS, probe=plugin_probe())
+    families = supported_families()
+    proposers = dict(BUILTIN_PROPOSERS)
+    for candidate in map(with_reserved_name_check, plugins.candidates()):
+        if candidate.info is not None and candidate.status == "usable":
+            proposers[candidate.name] = f"{candidate.info.needs} (from {candidate.distribution})"
+    data = {
+        "families": list(families),
+        "rope": list(ROPE_KINDS),
+        "dtypes": list(DTYPES),
+        "proposers": proposers,
+        "through_transformers": "other decoders with a replaceable attention, slower",
+    }
+
+    def render(console: Console) -> None:
+        table = Table(box=None, pad_edge=False, show_header=False)
+        table.add_row("families", ", ".join(families))
+        table.add_row("", "others with --through-transformers, if transformers can replace their attention: slower")
+        table.add_row("rope", ", ".join(ROPE_KINDS))
+        table.add_row("dtypes", ", ".join(DTYPES))
+        console.print(table)
+        drafts = Table("--speculate", "needs", box=None, pad_edge=False)
+        for name, needs in proposers.items():
+            drafts.add_row(name, needs)
+        console.print()
+        console.print(drafts)
+
+    return CommandReport(data=data, render=render)
+
+
+def fences(backend: BackendOption = None, json_output: JsonOption = False) -> CommandReport:
+    """List the fences: producer, consumers, hazard, protected resources, and the backend's mechanism."""
+    del json_output
+    from outrider.cli.terminal.torch_probe import require_torch
+    from outrider.engine.fences import FENCES
+
+    require_torch()
+    registry = Registry(probe=plugin_probe())
+    device = registry.create(registry.select(backend, backend_from_environment()))
+    sync = device.speculative_sync
+    rows = [
+        {
+            "name": fence.name,
+            "producer": fence.producer,
+            "consumer": list(fence.consumers),
+            "hazard": fence.hazard.value,
+            "resources": fence.resources,
+            "mechanism": sync.create_fence(fence.name).mechanism,
+        }
+        for fence in FENCES
+    ]
+    policy = {
+        "published_waiter": sync.published_waiter.value,
+        "exact_host_lengths": sync.exact_host_lengths,
+        "plans_on_host": device.kernels_in_use.plans_on_host,
+        "results_on_forward": sync.results_on_forward,
+        "recompute_after_join": sorted(what.value for what in sync.recompute_after_join),
+        "refresh_before_replay": sorted(sync.refresh_before_replay),
+        "draft_lengths": "all" if sync.draft_lengths is None else sorted(sync.draft_lengths),
+        "bytes_per_request": sync.bytes_per_request,
+        "step_modes": sorted(mode.value for mode in sync.step_modes),
+    }
+
+    def render(console: Console) -> None:
+        table = Table("fence", "edge", "hazard", "mechanism", "protects", box=None, pad_edge=False)
+        for fence, row in zip(FENCES, rows, strict=True):
+            edge = f"{fence.producer} → {', '.join(fence.consumers)}"
+            table.add_row(fence.name, edge, fence.hazard.value, str(row["mechanism"]), fence.resources)
+        console.print(table)
+        console.print()
+        for name, value in policy.items():
+            console.print(f"{name}: {', '.join(map(str, value)) or 'none' if isinstance(value, list) else value}")
+
+    return CommandReport(data={"backend": device.name, "fences": rows, "policy": policy}, render=render)
