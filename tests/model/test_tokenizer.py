@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from outrider import Engine, SamplingParams
 from outrider.cli.commands.generate import StreamedOutput
-from outrider.cli.options.request_options import EncodedPrompt
+from outrider.cli.options.option_records import EncodedPrompt
 from outrider.errors import CheckpointError
 from outrider.model import Tokenizer
 from outrider_cpu.backend import CpuBackend

@@ -14,7 +14,7 @@ from outrider.engine.ranks.heartbeats import RankWatch
 from outrider.engine.ranks.ranks import ParallelConfig
 from outrider.engine.ranks.records import RanksDiffer, RanksFailed
 from outrider.model import load_decoder, load_vision
-from outrider.speculative.ngram import NgramProposer
+from outrider.speculative.lookup import NgramProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import proposers, tiny
 from outrider_proof.checkpoints import IMAGE

@@ -6,8 +6,8 @@ import torch
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
+from outrider.speculative.lookup import CombinedProposer, SuffixProposer
 from outrider.speculative.proposer import NonSpeculativeProposer
-from outrider.speculative.suffix import CombinedProposer, SuffixProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import tiny

@@ -153,8 +153,8 @@ def serve_random_weights(work: Mapping[str, Any]) -> None:
     from outrider.serve.command import run_loop
     from outrider.serve.config import ServeConfig
     from outrider.serve.connection.engine_process import EngineProcess
+    from outrider.serve.http.request_middleware import log_to_stderr
     from outrider.serve.http.server import HttpAddress, serve_http
-    from outrider.serve.http.tracing import log_to_stderr
 
     log_to_stderr("json")
     model = Path(work["model"])

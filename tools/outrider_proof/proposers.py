@@ -34,10 +34,9 @@ from outrider.model import (
 )
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
+from outrider.speculative.lookup import CombinedProposer, NgramProposer, SuffixProposer
 from outrider.speculative.mtp import MtpProposer
-from outrider.speculative.ngram import NgramProposer
 from outrider.speculative.parallel import BlockProposer, PEagleProposer
-from outrider.speculative.suffix import CombinedProposer, SuffixProposer
 from outrider.speculative.tree import DynamicTree, FixedTree
 from outrider_proof import tiny
 from outrider_proof.tiny import plain_config

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.options.engine_options import ServerOptions, with_options
+from outrider.cli.options.option_records import ChatTemplateOption, ServerOptions, read_template, with_options
 from outrider.cli.options.option_values import (
     INPUT_FILE,
     REASONING_FORMATS,
@@ -33,7 +33,6 @@ from outrider.cli.options.option_values import (
     whole,
 )
 from outrider.cli.options.rank_processes import DataParallelOption, ExpertParallelOption, TensorParallelOption
-from outrider.cli.options.request_options import ChatTemplateOption, read_template
 from outrider.cli.terminal.environment import api_keys_from_environment, spans_from_environment
 from outrider.cli.terminal.files import check_listening, read_utf8
 from outrider.cli.terminal.report import CommandReport, show_progress
@@ -305,9 +304,9 @@ def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: Server
         tell("importing the server", 0, 0)
         from outrider.serve.api.prompt_builder import PromptBuilder, PromptResources
         from outrider.serve.connection.engine_process import create_engine_client
+        from outrider.serve.http.request_middleware import RequestSpans, log_to_stderr
         from outrider.serve.http.server import HttpAddress
         from outrider.serve.http.server import serve_http as serve_until_ended
-        from outrider.serve.http.tracing import RequestSpans, log_to_stderr
 
     wording = PromptResources(
         speculation.model,

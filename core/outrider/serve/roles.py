@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from outrider.cli.options.engine_options import ServerOptions
+from outrider.cli.options.option_records import ServerOptions
 from outrider.cli.options.option_values import checking_options
 from outrider.cli.options.rank_processes import Joined, RankPlacement, check_expert_parallel
 from outrider.cli.terminal.files import check_listening, read_bounded

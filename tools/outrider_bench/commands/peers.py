@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from outrider.cli.options.engine_options import with_options
 from outrider.cli.options.models import DraftTokensOption
+from outrider.cli.options.option_records import with_options
 from outrider.cli.options.option_values import (
     DIRECTORY,
     DTYPES,

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.options.engine_options import with_options
 from outrider.cli.options.models import DraftTokensOption
+from outrider.cli.options.option_records import with_options
 from outrider.cli.options.option_values import DIRECTORY, BackendOption, JsonOption, UsageError, number, option, whole
 from outrider.cli.terminal.environment import backend_from_environment
 from outrider.cli.terminal.files import check_directory

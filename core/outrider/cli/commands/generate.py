@@ -14,17 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from rich.console import Console
 
-from outrider.cli.options.engine_options import ModelOptions, with_options
 from outrider.cli.options.models import launched
-from outrider.cli.options.option_values import INPUT_FILE, JsonOption, checking_options, option, parsed, text
-from outrider.cli.options.rank_processes import (
-    DataParallelOption,
-    ExpertParallelOption,
-    Joined,
-    TensorParallelOption,
-    run_on_ranks,
-)
-from outrider.cli.options.request_options import (
+from outrider.cli.options.option_records import (
     ChatOption,
     ConversationPrompt,
     EncodedPrompt,
@@ -32,8 +23,18 @@ from outrider.cli.options.request_options import (
     ImageOption,
     MaxTokensOption,
     MessagesOption,
+    ModelOptions,
     SamplingOptions,
     build_guide,
+    with_options,
+)
+from outrider.cli.options.option_values import INPUT_FILE, JsonOption, checking_options, option, parsed, text
+from outrider.cli.options.rank_processes import (
+    DataParallelOption,
+    ExpertParallelOption,
+    Joined,
+    TensorParallelOption,
+    run_on_ranks,
 )
 from outrider.cli.terminal.files import read_text
 from outrider.cli.terminal.report import CommandReport, Interrupted

@@ -146,7 +146,7 @@ OWN: Mapping[str, Target] = {
     "chat": "outrider.cli.commands.chat:chat",
     "models": "outrider.cli.commands.listings:models",
     "backends": "outrider.cli.commands.listings:backends",
-    "doctor": "outrider.cli.commands.doctor:doctor",
+    "doctor": "outrider.cli.commands.listings:doctor",
     "fences": "outrider.cli.commands.listings:fences",
     "tune": "outrider.cli.commands.preparation:tune",
     "quantize": "outrider.cli.commands.preparation:quantize",

@@ -1,31 +1,25 @@
 """The server's ends of connections to an engine: they submit requests and deliver their outputs, on one event loop.
 
-The engine runs in a thread (:class:`EngineThread`), in decode servers (:class:`DecodeServers`), or in a child process
-(:mod:`outrider.serve.connection.engine_process`).
+The engine runs in decode servers (:class:`DecodeServers`), or as :mod:`outrider.serve.connection.engine_process` says.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from queue import Empty, SimpleQueue
 from typing import Any
 
 from outrider.device import OutriderError
 from outrider.disaggregation.connections import PeerAddress
 from outrider.disaggregation.decode_client import DecodeClient
-from outrider.engine.engine import Engine
 from outrider.engine.loop import EngineLoad, EngineStats
 from outrider.engine.requests.message_codec import from_plain
 from outrider.engine.requests.request import StepOutput
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.errors import RequestError
 from outrider.model import Media
-from outrider.serve.connection.engine_loop import EngineLoop
 from outrider.serve.connection.engine_messages import (
     AbortRequest,
     EngineCommand,
@@ -37,7 +31,6 @@ from outrider.serve.connection.engine_messages import (
     RequestAdmitted,
     RequestRefused,
     SampleOutput,
-    StopEngine,
     SubmitRequest,
 )
 
@@ -258,64 +251,6 @@ class EngineClient(ABC):
         if not expected:
             for listener in self._listeners:
                 listener(error)
-
-
-class EngineThread(EngineClient):
-    """A client that runs the engine in a thread.
-
-    ``make`` is an engine, or a function that returns one; the thread calls the function. The thread adopts an existing
-    engine: the thread that created the engine must not use it afterwards.
-
-    The thread shares Python's global interpreter lock with the event loop. Under load, use
-    :class:`~outrider.serve.connection.engine_process.EngineProcess`.
-    """
-
-    def __init__(self, make: Engine | Callable[[], Engine]) -> None:
-        super().__init__()
-        self._make: Callable[[], Engine] = (lambda: make) if isinstance(make, Engine) else make
-        self._commands: SimpleQueue[EngineCommand] = SimpleQueue()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
-
-    async def close(self) -> None:
-        """Tell the thread to end and wait until it has ended."""
-        self._gone(EngineGone("the engine was closed"), expected=True)
-        if self._thread.ident is not None:
-            self._commands.put(StopEngine())
-            await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
-
-    async def _launch(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._thread.start()
-
-    def _send(self, command: EngineCommand) -> None:
-        self._commands.put(command)
-
-    # -- the port, called in the engine's thread ---------------------------------------------------------------------
-
-    def receive_commands(self, *, block: bool) -> Sequence[EngineCommand]:
-        """Return the commands that the server has queued; with ``block`` wait for one. Called in the engine's thread."""
-        commands: list[EngineCommand] = []
-        with suppress(Empty):
-            commands.append(self._commands.get(block=block))
-            while True:
-                commands.append(self._commands.get_nowait())
-        return commands
-
-    def send(self, events: Sequence[EngineEvent]) -> None:
-        """Schedule the handling of ``events`` on the event loop. Called in the engine's thread."""
-        assert self._loop is not None
-        with suppress(RuntimeError):  # the event loop was closed, so no caller waits for the events
-            self._loop.call_soon_threadsafe(self._handle, events)
-
-    def _run(self) -> None:
-        try:
-            engine = self._make()
-            engine.adopt()
-            self.send([EngineReady(EngineInfo.from_engine(engine))])
-            EngineLoop(engine, self).serve_until_stopped()
-        except BaseException as error:
-            self.send([EngineFailed(f"{type(error).__name__}: {error}")])
 
 
 _TICK_S = 0.25

@@ -43,8 +43,11 @@ from outrider.serve.api.service import ServerState, Service  # noqa: E402
 from outrider.serve.api.tool_calls import RequestToolCalls  # noqa: E402
 from outrider.serve.connection.engine_client import EngineClient  # noqa: E402
 from outrider.serve.http.metrics import PROMETHEUS_CONTENT_TYPE  # noqa: E402
-from outrider.serve.http.request_middleware import LOG_FIELDS_KEY, RequestMiddleware  # noqa: E402
-from outrider.serve.http.tracing import RequestSpans  # noqa: E402
+from outrider.serve.http.request_middleware import (  # noqa: E402
+    LOG_FIELDS_KEY,
+    RequestMiddleware,
+    RequestSpans,
+)
 
 _ERROR_SCHEMA = {
     "type": "object",

@@ -24,8 +24,7 @@ from outrider.serve.config import ServeConfig
 from outrider.serve.connection.engine_client import EngineClient, EngineGone
 from outrider.serve.connection.engine_messages import EngineInfo
 from outrider.serve.http.app import create_app
-from outrider.serve.http.request_middleware import LOGGER_NAME
-from outrider.serve.http.tracing import RequestSpans
+from outrider.serve.http.request_middleware import LOGGER_NAME, RequestSpans
 
 MAX_HEADERS = 256
 """Maximum number of a request's headers and trailers."""
