@@ -3,7 +3,7 @@
 import time
 from collections import deque
 
-from outrider.disaggregation.codec import MessageDecoder
+from outrider.disaggregation.connections import MessageDecoder
 from outrider.disaggregation.decode_worker import DecodeWorker
 from outrider.disaggregation.page_landing import LandingRegistry, SingleRankLanding, registered_memory, slots_of_part
 from outrider.disaggregation.prefill_worker import PrefillWorker

@@ -9,7 +9,8 @@ from disaggregation.couple import Couple
 from disaggregation.test_sides import NEW, prompts, state
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError, EngineStopped
-from outrider.disaggregation.codec import WireError, WireMessage, engine_fit
+from outrider.disaggregation.codec import engine_fit
+from outrider.disaggregation.connections import WireError, WireMessage
 from outrider.disaggregation.page_landing import FollowerLinks, head_shard
 from outrider.disaggregation.server import _layout_of
 from outrider.engine.ranks.ranks import ParallelConfig

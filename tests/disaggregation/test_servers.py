@@ -12,8 +12,15 @@ from disaggregation.test_sides import NEW, engine, prompts
 from outrider import DecodeClient, SamplingParams
 from outrider.cli.terminal.stopping import SignalStop
 from outrider.device import ConfigError
-from outrider.disaggregation.codec import VERSION, MessageDecoder, WireError, WireMessage
-from outrider.disaggregation.connections import ConnectionHub, PeerAddress, ProcessRole
+from outrider.disaggregation.connections import (
+    VERSION,
+    ConnectionHub,
+    MessageDecoder,
+    PeerAddress,
+    ProcessRole,
+    WireError,
+    WireMessage,
+)
 from outrider.disaggregation.server import DecodeServer, PrefillServer
 from outrider.serve.roles import _ended_by_signals
 from outrider.transports.local_transport import LocalTransport

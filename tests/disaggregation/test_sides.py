@@ -12,7 +12,7 @@ from disaggregation.couple import LIMIT_S, Couple
 from outrider import Engine, SamplingParams
 from outrider.bundled import bundled
 from outrider.disaggregation import codec
-from outrider.disaggregation.codec import WireError
+from outrider.disaggregation.connections import WireError
 from outrider.disaggregation.decode_worker import StandaloneMode
 from outrider.engine import ChoiceGuide, Ebnf, JsonObject, JsonSchema, Regex
 from outrider.engine.requests.hand_over import RequestState

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from outrider import SamplingParams
 from outrider.device import Fence
-from outrider.disaggregation.codec import WireMessage
+from outrider.disaggregation.connections import WireMessage
 from outrider.disaggregation.decode_worker import DecodeWorker
 from outrider.disaggregation.page_landing import FollowerLinks, LandingRegistry, registered_memory, slots_of_part
 from outrider.disaggregation.prefill_worker import PrefillWorker

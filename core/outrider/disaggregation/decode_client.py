@@ -10,8 +10,14 @@ from itertools import count
 from typing import Any
 
 from outrider.disaggregation import codec
-from outrider.disaggregation.codec import WireError, WireMessage
-from outrider.disaggregation.connections import ConnectionEvent, ConnectionHub, PeerAddress, ProcessRole
+from outrider.disaggregation.connections import (
+    ConnectionEvent,
+    ConnectionHub,
+    PeerAddress,
+    ProcessRole,
+    WireError,
+    WireMessage,
+)
 from outrider.engine.requests.hand_over import RequestState
 from outrider.engine.requests.request import FinishReason, StepOutput
 from outrider.engine.requests.sampling import SamplingParams

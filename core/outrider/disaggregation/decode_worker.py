@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.device import ConfigError, DeviceError
 from outrider.disaggregation import codec
-from outrider.disaggregation.codec import WireError, WireMessage
+from outrider.disaggregation.connections import WireError, WireMessage
 from outrider.disaggregation.page_landing import PageLanding
 from outrider.disaggregation.prefill_worker import SendMessage, written_notice
 from outrider.engine.engine import Engine

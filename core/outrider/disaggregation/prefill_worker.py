@@ -10,7 +10,7 @@ from typing import Any
 
 from outrider.device import ConfigError, DeviceError
 from outrider.disaggregation import codec
-from outrider.disaggregation.codec import WireError, WireMessage
+from outrider.disaggregation.connections import WireError, WireMessage
 from outrider.disaggregation.page_landing import slots_of_pages
 from outrider.engine.engine import Engine
 from outrider.engine.guides.grammars import GuideCompilers

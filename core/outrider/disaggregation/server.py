@@ -12,8 +12,14 @@ from torch import Tensor
 
 from outrider.device import ConfigError
 from outrider.disaggregation import codec
-from outrider.disaggregation.codec import WireError, WireMessage
-from outrider.disaggregation.connections import ConnectionEvent, ConnectionHub, PeerAddress, ProcessRole
+from outrider.disaggregation.connections import (
+    ConnectionEvent,
+    ConnectionHub,
+    PeerAddress,
+    ProcessRole,
+    WireError,
+    WireMessage,
+)
 from outrider.disaggregation.decode_worker import DecodeWorker, StandaloneMode
 from outrider.disaggregation.page_landing import (
     LandingRegistry,

@@ -17,7 +17,6 @@ from outrider.speculative.plugin import (
     ProposerHooks,
     ProposerInfo,
 )
-from outrider.transports.plugin import TRANSPORT_VERSION, TRANSPORTS_GROUP, TransportHooks, TransportInfo
 
 if TYPE_CHECKING:
     from outrider.speculative.build import Builder, DraftOptions
@@ -71,24 +70,23 @@ def _build(plugins: Plugins[ProposerInfo], name: str, options: DraftOptions) -> 
     return proposer
 
 
-TRANSPORTS = PluginGroup(
-    entry_points=TRANSPORTS_GROUP,
-    noun="transport",
-    hooks=TransportHooks,
-    describe="transport_info",
-    info=TransportInfo,
-    version=TRANSPORT_VERSION,
-)
-
-
 def get_transport(name: str) -> Transport:
     """Create the transport of a name such as ``nixl`` or ``nixl:devices=eth0``.
 
     Raises :class:`ConfigError` for an unknown name or option, and the errors of :meth:`Plugins.usable_info`.
     """
     from outrider.transports.link import Transport
+    from outrider.transports.plugin import TRANSPORT_VERSION, TRANSPORTS_GROUP, TransportHooks, TransportInfo
 
-    plugins, spec = Plugins(TRANSPORTS), parse_spec(name)
+    group = PluginGroup(
+        entry_points=TRANSPORTS_GROUP,
+        noun="transport",
+        hooks=TransportHooks,
+        describe="transport_info",
+        info=TransportInfo,
+        version=TRANSPORT_VERSION,
+    )
+    plugins, spec = Plugins(group), parse_spec(name)
     if spec.name not in plugins.names:
         raise ConfigError(f"there is no transport {spec.name!r}; expected one of {', '.join(plugins.names)}")
     offer = plugins.offer(spec.name)
