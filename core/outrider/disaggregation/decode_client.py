@@ -170,7 +170,7 @@ class DecodeClient:
                 self._hub.disconnect(event.peer, str(error))
 
     def _receive(self, peer: int, message: WireMessage) -> None:
-        with codec.DecodingContext(f"a message {message.kind!r}"):
+        with codec.decoding(f"a message {message.kind!r}"):
             if message.kind == "status":
                 self._status[peer] = dict(message.body)
                 return

@@ -183,7 +183,7 @@ class DecodeWorker:
         sender = self._peers.get(peer)
         if sender is None:
             return  # the peer was refused, or is gone
-        with codec.DecodingContext(f"a message {message.kind!r}"):
+        with codec.decoding(f"a message {message.kind!r}"):
             ticket = codec.decode_int(message.body["ticket"])
             entry = sender.entries.get(ticket)
             if entry is None:

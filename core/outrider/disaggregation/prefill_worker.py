@@ -152,7 +152,7 @@ class PrefillWorker:
         sender = self._peers.get(peer)
         if sender is None:
             return  # the peer was refused, or is gone
-        with codec.DecodingContext(f"a message {message.kind!r}"):
+        with codec.decoding(f"a message {message.kind!r}"):
             ticket = codec.decode_int(message.body["ticket"])
             if message.kind == "prefill":
                 self._start_request(sender, ticket, message)

@@ -307,7 +307,7 @@ class DecodeServer(DisaggregationServer):
             return
         assert event.message is not None
         kind, body = event.message.kind, event.message.body
-        with codec.DecodingContext(f"a message {kind!r}"):
+        with codec.decoding(f"a message {kind!r}"):
             if kind == "status":
                 self._send_status(event)
             elif kind == "submit":
@@ -369,6 +369,6 @@ class DecodeServer(DisaggregationServer):
 def _layout_of(message: WireMessage | None) -> ParallelConfig:
     """Return the ranks of a decode server's engine. Raises :class:`WireError` or :class:`ConfigError` for invalid numbers."""
     assert message is not None
-    with codec.DecodingContext("a decode server's ranks"):
+    with codec.decoding("a decode server's ranks"):
         tensor, data, expert = (codec.decode_int(each) for each in message.body["ranks"])
     return ParallelConfig(tensor=tensor, data=data, expert=expert == 1)

@@ -21,8 +21,8 @@ from outrider.engine.prefill import Prefill, PrefillLauncher, build_prefill_grap
 from outrider.engine.ranked import DecidersGuides, FollowersGuides, RankedPrefill, RankedStages, RankedStep
 from outrider.engine.ranks.decision_log import DecisionLog
 from outrider.engine.recovery import Watchdog
-from outrider.engine.requests.draft_length import DraftLengthPolicy
-from outrider.engine.requests.groups import AgreedLength, GroupScheduler
+from outrider.engine.requests.draft_length import DraftLengthPolicy, FixedLength
+from outrider.engine.requests.groups import GroupScheduler
 from outrider.engine.requests.pages import FreeList, PagePool, StateCheckpoints
 from outrider.engine.requests.request import Request
 from outrider.engine.requests.sampling import SamplingParams
@@ -163,7 +163,7 @@ def _build_scheduler(parts: EngineParts, draft_length: DraftLengthPolicy) -> Sch
 
 def _build_groups(parts: EngineParts, data: Group, draft_length: DraftLengthPolicy) -> GroupScheduler:
     """Create one scheduler for each data-parallel group."""
-    agreed, proposer = AgreedLength(draft_length.lengths[-1]), parts.proposer
+    agreed, proposer = FixedLength(draft_length.lengths[-1]), parts.proposer
 
     def passes(tokens: int, sequences: int, longest: int) -> tuple[int, ...]:
         return tokens, *(proposer.prompt_passes(tokens, sequences, longest) if proposer.extends else ())

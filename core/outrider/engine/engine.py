@@ -365,7 +365,7 @@ class Engine:
         decision_log = self._decision_log
         if not isinstance(decision_log, RankedDecisionLog) or decision_log.leads:
             raise ConfigError("this engine leads its ranks, or is alone: it has nothing to follow")
-        self._session.owner.check()
+        self._session.check_owner()
         handed_over = decision_log.ranks.handed_over
         calls: dict[type, Callable[[Any], object]] = {
             AddCommand: lambda command: self.add_request(
@@ -401,7 +401,7 @@ class Engine:
 
         Raises :class:`~outrider.engine.session.WrongThread` in a forked process: devices don't survive a fork.
         """
-        self._session.owner.adopt()
+        self._session.adopt()
 
     def watch_prefix_cache(self, handle: Callable[[CacheEvent], None] | None) -> None:
         """Call ``handle`` for each page that the prefix cache stores or drops, in order. Pages already cached are reported at
@@ -567,7 +567,7 @@ class Engine:
     @property
     def free_rows(self) -> int:
         """Number of rows that no request holds."""
-        return self._scheduler.rows.available
+        return self._scheduler.free_rows
 
     @property
     def open_requests(self) -> dict[int, tuple[int, ...]]:

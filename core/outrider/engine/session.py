@@ -22,39 +22,6 @@ class WrongThread(OutriderError):
     """A thread or a forked process called an engine that it doesn't own."""
 
 
-class Owner:
-    """The thread and the process that own an engine: its creator, or the last caller of :meth:`adopt`."""
-
-    def __init__(self) -> None:
-        self._thread, self._name, self._process = _current_thread()
-
-    @property
-    def is_here(self) -> bool:
-        """Return True if the calling thread is the owner."""
-        return threading.get_ident() == self._thread and os.getpid() == self._process
-
-    def check(self) -> None:
-        """Raise :class:`WrongThread` unless the calling thread is the owner."""
-        if threading.get_ident() != self._thread:
-            raise WrongThread(
-                f"this engine belongs to thread {self._name!r} and was called from {threading.current_thread().name!r}: an "
-                "engine is used by one thread; use outrider.AsyncEngine for several, or call Engine.adopt() in the new one "
-                "once the old one is done with it"
-            )
-        if os.getpid() != self._process:
-            raise WrongThread(
-                f"this engine was made in process {self._process} and was called in {os.getpid()}, a fork of it; devices "
-                "don't survive a fork: make the backend and the engine in the new process"
-            )
-
-    def adopt(self) -> None:
-        """Make the calling thread the owner. Raises :class:`WrongThread` in a forked process."""
-        if os.getpid() != self._process:
-            self._thread = threading.get_ident()
-            self.check()
-        self._thread, self._name, _ = _current_thread()
-
-
 def _current_thread() -> tuple[int, str, int]:
     return threading.get_ident(), threading.current_thread().name, os.getpid()
 
@@ -62,11 +29,13 @@ def _current_thread() -> tuple[int, str, int]:
 class Session:
     """The guarded use of an engine through its loop: calls of one thread, which the ranks that follow repeat.
 
+    The thread that owns the engine is its creator, or the last caller of :meth:`adopt`.
+
     ``shares_prompts``: the samples of a prompt start once the first was launched, and share its pages.
     """
 
     def __init__(self, loop: Loop, *, shares_prompts: bool) -> None:
-        self.owner = Owner()
+        self._thread, self._thread_name, self._process = _current_thread()
         self._loop = loop
         self._decision_log = loop.decision_log
         self._failure_recovery = loop.failure_recovery
@@ -81,12 +50,38 @@ class Session:
         """True if a stream was dropped whose request has not ended."""
         return bool(self._abandoned)
 
+    @property
+    def is_owned_here(self) -> bool:
+        """True if the calling thread owns the engine."""
+        return threading.get_ident() == self._thread and os.getpid() == self._process
+
+    def check_owner(self) -> None:
+        """Raise :class:`WrongThread` unless the calling thread owns the engine."""
+        if threading.get_ident() != self._thread:
+            raise WrongThread(
+                f"this engine belongs to thread {self._thread_name!r} and was called from "
+                f"{threading.current_thread().name!r}: an engine is used by one thread; use outrider.AsyncEngine for "
+                "several, or call Engine.adopt() in the new one once the old one is done with it"
+            )
+        if os.getpid() != self._process:
+            raise WrongThread(
+                f"this engine was made in process {self._process} and was called in {os.getpid()}, a fork of it; devices "
+                "don't survive a fork: make the backend and the engine in the new process"
+            )
+
+    def adopt(self) -> None:
+        """Make the calling thread the owner. Raises :class:`WrongThread` in a forked process."""
+        if os.getpid() != self._process:
+            self._thread = threading.get_ident()
+            self.check_owner()
+        self._thread, self._thread_name, _ = _current_thread()
+
     @contextmanager
     def use(self) -> Generator[None]:
         """Guard each call that changes the engine. Raises if this thread may not use the engine, or if the engine has
         stopped. Before and after the call, it ends the requests of streams that were dropped meanwhile.
         """
-        self.owner.check()
+        self.check_owner()
         self._failure_recovery.check()
         self._decision_log.check_leads_or_replays()
         outermost, self._used = not self._used, True
@@ -143,7 +138,7 @@ class Session:
         """End a request whose stream was closed or dropped. In another thread or inside an iteration, as in garbage
         collection, the request is noted and ends with the next call.
         """
-        if self._used or not self.owner.is_here:
+        if self._used or not self.is_owned_here:
             self._abandoned.append(request)
         elif self._failure_recovery.stopped is not None:
             self._loop.output_queue.close(request.id)

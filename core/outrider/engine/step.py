@@ -222,7 +222,8 @@ class Step:
         decoding requests.
         """
         before = (entry - 1) % self._entries
-        by_row = self._parts.seq_lens_ring.read_entry(before, self._fences.lengths_on_host[before])
+        self._fences.lengths_on_host[before].wait_host()
+        by_row: list[int] = self._parts.seq_lens_ring.read_entry(before).tolist()
         return HostSeqLens(tuple(by_row[request.row] for request in batch.decode), self._parts.capacity)
 
     def _decode_batch(

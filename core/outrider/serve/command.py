@@ -305,7 +305,6 @@ def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: Server
         from outrider.serve.api.prompt_builder import PromptBuilder, PromptResources
         from outrider.serve.connection.engine_process import create_engine_client
         from outrider.serve.http.request_middleware import RequestSpans, log_to_stderr
-        from outrider.serve.http.server import HttpAddress
         from outrider.serve.http.server import serve_http as serve_until_ended
 
     wording = PromptResources(
@@ -328,7 +327,6 @@ def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: Server
         sys.stdout.write(f"outrider: serving {config.names[0]} at http://{shown}:{port}\n")
         sys.stdout.flush()
 
-    address = HttpAddress(host=http.host, port=port)
     if roles.decode_server:
         from outrider.serve.connection.engine_client import DecodeServers
 
@@ -338,7 +336,8 @@ def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: Server
         engine = create_engine_client(
             make, tensor=roles.tensor_parallel, data=roles.data_parallel, expert=roles.expert_parallel
         )
-    run_loop(serve_until_ended(engine, make_prompter, config, address, started=report_started, spans=spans))
+    served = serve_until_ended(engine, make_prompter, config, host=http.host, port=port, started=report_started, spans=spans)
+    run_loop(served)
 
 
 def run_loop(work: Coroutine[Any, Any, None]) -> None:

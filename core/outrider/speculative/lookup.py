@@ -12,7 +12,6 @@ CombinedProposer drafts by suffix lookup if a long enough suffix matches, and by
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -256,16 +255,6 @@ CONTEXT_LENGTHS = (1, 2, 3, 4, 6, 8)
 _TABLE_SLOTS = 1 << 20  # 8 MiB; each output token uses at most one slot per length
 
 
-@dataclass(frozen=True, slots=True)
-class Continuation:
-    """The tokens that a lookup found for each request, and the length of the match."""
-
-    tokens: Tensor
-    """The tokens of the continuations, int64 [B, K]."""
-    matched: Tensor
-    """Length of the suffix that the continuation follows, int64 [B]. 0 means no match, and meaningless tokens."""
-
-
 class SuffixProposer(NgramProposer):
     """A chain of K tokens. Past outputs of all requests are used if they match a longer suffix than the request's own text.
 
@@ -323,18 +312,21 @@ class SuffixProposer(NgramProposer):
         """Look up each request's last tokens in its own text and in past outputs, and return the continuation of the longer
         match.
         """
-        tokens = self.continuation(inputs).tokens
+        tokens, _ = self.continuation(inputs)
         # A deterministic draft is a one-point distribution.
         return Draft(tokens, F.one_hot(tokens, self._vocab_size).to(torch.float32) if inputs.sampling else None)
 
-    def continuation(self, inputs: DraftInputs) -> Continuation:
-        """Return the continuation of each request's longest matching suffix. Without a match it repeats the last token."""
+    def continuation(self, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
+        """Return the continuation int64 [B, K] of each request's longest matching suffix, and that suffix's length int64 [B].
+
+        Length 0 means no match: the continuation then repeats the last token.
+        """
         count = inputs.count or self._draft_tokens
         text = self._text(inputs)
         from_text, matched = self._find_in_text(text, inputs.seq_lens, count)
         from_past, length = self._find_in_past(text, from_text, inputs.seq_lens)
         better = (length > matched) & (inputs.temperature <= 0)
-        return Continuation(torch.where(better.unsqueeze(1), from_past, from_text), torch.where(better, length, matched))
+        return torch.where(better.unsqueeze(1), from_past, from_text), torch.where(better, length, matched)
 
     def _find_in_text(self, text: Tensor, seq_lens: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Return continuations [B, count] and match lengths [B] from each request's own ``text`` [B, S]. The longest match
@@ -496,14 +488,14 @@ class CombinedProposer(Proposer):
         """Draft with both proposers, and select for each request, on the device, the lookup's chain if its match is long
         enough.
         """
-        found, other = self._lookup.continuation(inputs), self._other.draft(inputs)
-        count = min(found.tokens.shape[1], other.tokens.shape[1])
-        uses_lookup = (found.matched >= self._least).unsqueeze(1)
-        tokens = torch.where(uses_lookup, found.tokens[:, :count], other.tokens[:, :count])
+        (found, matched), other = self._lookup.continuation(inputs), self._other.draft(inputs)
+        count = min(found.shape[1], other.tokens.shape[1])
+        uses_lookup = (matched >= self._least).unsqueeze(1)
+        tokens = torch.where(uses_lookup, found[:, :count], other.tokens[:, :count])
         if other.probs is None:
             return Draft(tokens, None)
         probs = other.probs[:, :count]
-        one_hot = F.one_hot(found.tokens[:, :count], probs.shape[-1]).to(probs.dtype)
+        one_hot = F.one_hot(found[:, :count], probs.shape[-1]).to(probs.dtype)
         return Draft(tokens, torch.where(uses_lookup.unsqueeze(2), one_hot, probs))
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:

@@ -17,7 +17,6 @@ from rich.console import Console
 from outrider.cli.options.models import launched
 from outrider.cli.options.option_records import (
     ChatOption,
-    ConversationPrompt,
     EncodedPrompt,
     GuideOption,
     ImageOption,
@@ -26,6 +25,8 @@ from outrider.cli.options.option_records import (
     ModelOptions,
     SamplingOptions,
     build_guide,
+    find_template,
+    read_messages,
     with_options,
 )
 from outrider.cli.options.option_values import INPUT_FILE, JsonOption, checking_options, option, parsed, text
@@ -194,8 +195,8 @@ def generate(
     from outrider.cli.terminal.torch_probe import require_torch
 
     with checking_options():
-        conversation = ConversationPrompt.from_options(chat, messages)
-        tokens_or_text = _prompt_of(prompt, prompt_file, token_ids, conversation)
+        conversation = None if messages is None else read_messages(messages)
+        tokens_or_text = _prompt_of(prompt, prompt_file, token_ids, chat=chat, has_messages=conversation is not None)
         if compare and sampling.temperature != 0:
             raise ConfigError(
                 f"--compare compares greedy decoding, the temperature is {sampling.temperature}; leave --temperature out"
@@ -212,7 +213,7 @@ def generate(
     if compare and dtype is None and not options.exact:
         dtype = "float32"
         command_choices.insert(0, Choice("dtype", dtype, "--compare compares tokens, and coarser rounding makes others"))
-    template = None if conversation is None else conversation.template(speculation.model)
+    template = find_template(speculation.model) if chat or conversation is not None else None
     with Joined(tensor_parallel, data_parallel, expert=expert_parallel) as joined:
         load_engine = options.loader(speculation, max_requests=1, dtype=dtype, command_choices=command_choices, joined=joined)
         load_reference = options.loader(speculation.without(), max_requests=1, dtype=dtype, joined=joined, verbose=False)
@@ -223,8 +224,8 @@ def generate(
                 load_reference().follow()
             return CommandReport.silent_report()
         with closing(engine):
-            if conversation is not None and template is not None:
-                tokens_or_text = conversation.tokens(template, tokens_or_text, images=len(image or ()))
+            if template is not None:
+                tokens_or_text = template.tokens(conversation or [_user_message(tokens_or_text, len(image or ()))])
             encoded = EncodedPrompt.encode(engine, tokens_or_text, speculation.model, image or ())
             output = StreamedOutput(encoded)
             try:
@@ -378,21 +379,29 @@ def _summary(console: Console, data: dict[str, object]) -> None:
         console.print(f"outrider: error: {data['error']}; the text before it is right", style="bold red", markup=False)
 
 
+def _user_message(prompt: str | Sequence[int], images: int) -> dict[str, Any]:
+    """Return the only message of a conversation. It begins with placeholders for ``images`` images."""
+    content: Any = prompt
+    if images:
+        content = [*({"type": "image"} for _ in range(images)), {"type": "text", "text": prompt}]
+    return {"role": "user", "content": content}
+
+
 def _prompt_of(
-    prompt: str | None, prompt_file: Path | None, token_ids: str | None, conversation: ConversationPrompt | None
+    prompt: str | None, prompt_file: Path | None, token_ids: str | None, *, chat: bool, has_messages: bool
 ) -> str | list[int]:
     """Return the text or the tokens to continue, or an empty text if the conversation comes from a file."""
-    if conversation is None or conversation.messages is None:
-        if conversation is not None and token_ids is not None:
-            raise RequestError("--chat was given with --token-ids; a template is filled in with text: give --prompt instead")
-        if token_ids is None:
-            return _prompt_text(prompt, prompt_file)
-        if prompt is not None or prompt_file is not None:
-            raise RequestError("--token-ids is a prompt, and so are --prompt and --prompt-file; give one of them")
-        return parse_token_ids(token_ids)
-    if prompt is not None or prompt_file is not None or token_ids is not None:
-        raise RequestError("--messages is a prompt, and so are --prompt, --prompt-file and --token-ids; give one of them")
-    return ""
+    if has_messages:
+        if prompt is not None or prompt_file is not None or token_ids is not None:
+            raise RequestError("--messages is a prompt, and so are --prompt, --prompt-file and --token-ids; give one of them")
+        return ""
+    if chat and token_ids is not None:
+        raise RequestError("--chat was given with --token-ids; a template is filled in with text: give --prompt instead")
+    if token_ids is None:
+        return _prompt_text(prompt, prompt_file)
+    if prompt is not None or prompt_file is not None:
+        raise RequestError("--token-ids is a prompt, and so are --prompt and --prompt-file; give one of them")
+    return parse_token_ids(token_ids)
 
 
 def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:

@@ -349,36 +349,7 @@ ChatTemplateOption = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class ConversationPrompt:
-    """A prompt that is a conversation. The checkpoint's chat template renders it to tokens."""
-
-    messages: tuple[Mapping[str, Any], ...] | None
-    """Messages that a file holds; None: the prompt of the command is the only message."""
-
-    @classmethod
-    def from_options(cls, chat: bool, messages: Path | None) -> ConversationPrompt | None:
-        """Return the conversation, or None without ``--chat`` and ``--messages``. Raises :class:`RequestError`."""
-        if not chat and messages is None:
-            return None
-        return cls(None if messages is None else read_messages(messages))
-
-    def template(self, model: Path) -> ChatTemplate:
-        """Return the chat template of ``model``. Raises :class:`RequestError` for a checkpoint without one."""
-        return find_template(model, None)
-
-    def tokens(self, template: ChatTemplate, prompt: str | Sequence[int], *, images: int) -> list[int]:
-        """Return the tokens of the conversation. The prompt's message begins with placeholders for ``images`` images."""
-        messages = self.messages
-        if messages is None:
-            content: Any = prompt
-            if images:
-                content = [*({"type": "image"} for _ in range(images)), {"type": "text", "text": prompt}]
-            messages = ({"role": "user", "content": content},)
-        return template.tokens(messages)
-
-
-def find_template(model: Path, source: str | None) -> ChatTemplate:
+def find_template(model: Path, source: str | None = None) -> ChatTemplate:
     """Return the chat template of a checkpoint, or ``source`` in its place.
 
     Raises :class:`RequestError` for a checkpoint without a template or without a tokenizer.

@@ -17,7 +17,6 @@ from outrider.engine.fences import FenceSet
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.hand_over import ArrivedPages, HandOver
 from outrider.engine.requests.request import Request
-from outrider.engine.state.results import Outgoing
 from outrider.model import KVCache, LanguageModel
 from outrider.speculative.proposer import Proposer, RelaySpec, slots_of
 
@@ -105,28 +104,6 @@ class FutureMap:
     def gather_relay(self, rows: Tensor) -> Mapping[str, Tensor]:
         """Return copies of the relayed tensors of ``rows`` int64 [B], by name, [B, ...] each."""
         return {name: self._kernels.gather_rows(value, rows) for name, value in self.relay.items()}
-
-
-class SeqLensRing:
-    """Copies of the published lengths int64 [R] for the host, for attention that needs lengths as host integers."""
-
-    def __init__(self, backend: Backend, seq_lens: Tensor, *, entries: int) -> None:
-        self._outgoing = Outgoing(backend, "lengths", seq_lens, entries=entries)
-        self._generations = [0] * entries
-
-    def copy_on_device(self, entry: int) -> None:
-        """Copy the lengths of all rows to device ring entry ``entry``, on the current stream (forward)."""
-        self._outgoing.copy_on_device(entry)
-
-    def copy_out(self, entry: int, stream: Stream) -> None:
-        """Copy device ring entry ``entry`` to pinned memory on ``stream``, after the copy within the device."""
-        self._generations[entry] = self._outgoing.copy_out(entry, stream)
-
-    def read_entry(self, entry: int, copied: Fence) -> list[int]:
-        """Wait on the host for the fence of a copy, and return the lengths of all rows."""
-        copied.wait_host()
-        lengths: list[int] = self._outgoing.read_entry(entry, self._generations[entry]).tolist()
-        return lengths
 
 
 class StateTransfer:

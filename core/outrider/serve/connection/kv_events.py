@@ -1,7 +1,8 @@
 """Publication of prefix cache events on ZMQ, in vLLM's format, which routers (Dynamo, llm-d) read.
 
 Needs the extra ``kv-events``. A message has three frames: the topic, a sequence number (8 bytes, big-endian) and a batch. The
-batch is a msgpack array of the time, the events and the data-parallel rank. Each event is a map with its ``type``.
+batch is a msgpack array of the Unix time in seconds, the events and the data-parallel rank. Each event is a map with its
+``type``. ``extra_keys`` has, for each page, the inputs besides its tokens that its KV depends on; None if there is none.
 """
 
 from __future__ import annotations
@@ -32,41 +33,6 @@ _MAX_QUEUED_MESSAGES = 100_000  # for a slow subscriber; further messages to it 
 _MAX_BATCH_EVENTS = 1_000
 _POLL_INTERVAL_S = 0.05
 _CLOSE_TIMEOUT_S = 2.0
-
-
-class StoredOnWire(msgspec.Struct, tag="BlockStored", omit_defaults=True):
-    """Event: the prefix cache has stored pages.
-
-    ``extra_keys`` has, for each page, the inputs besides its tokens that its KV depends on; None if there is none.
-    """
-
-    block_hashes: list[int]
-    parent_block_hash: int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    extra_keys: list[tuple[Any, ...] | None] | None = None
-
-
-class RemovedOnWire(msgspec.Struct, tag="BlockRemoved", omit_defaults=True):
-    """Event: the prefix cache has removed pages."""
-
-    block_hashes: list[int]
-    medium: str | None
-
-
-class ClearedOnWire(msgspec.Struct, tag="AllBlocksCleared"):
-    """Event: the prefix cache has removed all pages."""
-
-
-class BatchOnWire(msgspec.Struct, array_like=True):
-    """A message: events in order. ``ts`` is the Unix time in seconds."""
-
-    ts: float
-    events: list[StoredOnWire | RemovedOnWire | ClearedOnWire]
-    data_parallel_rank: int | None = None
 
 
 class KvEventPublisher:
@@ -164,30 +130,30 @@ class KvEventPublisher:
         return events, False
 
     def _publish(self, events: Sequence[CacheEvent]) -> None:
-        batch = BatchOnWire(time.time(), [self._on_wire(event) for event in events], self._rank)
-        payload = msgspec.msgpack.encode(batch)
+        payload = msgspec.msgpack.encode([time.time(), [self._on_wire(event) for event in events], self._rank])
         self._latest_batches.append((self._sequence_number, payload))
         self._publish_socket.send_multipart((self._topic, self._sequence_number.to_bytes(8, "big"), payload))
         self._sequence_number += 1
 
-    def _on_wire(self, event: CacheEvent) -> StoredOnWire | RemovedOnWire | ClearedOnWire:
+    def _on_wire(self, event: CacheEvent) -> dict[str, Any]:
         match event:
             case BlockStored():
                 extras = [_extra_keys(extra) for extra in event.extras]
-                return StoredOnWire(
-                    block_hashes=list(event.hashes),
-                    parent_block_hash=event.parent,
-                    token_ids=list(event.tokens),
-                    block_size=self._page_size,
-                    lora_id=None,
-                    medium=_MEDIUM,
-                    lora_name=None,
-                    extra_keys=extras if any(extras) else None,
-                )
+                return {
+                    "type": "BlockStored",
+                    "block_hashes": event.hashes,
+                    "parent_block_hash": event.parent,
+                    "token_ids": event.tokens,
+                    "block_size": self._page_size,
+                    "lora_id": None,
+                    "medium": _MEDIUM,
+                    "lora_name": None,
+                    **({"extra_keys": extras} if any(extras) else {}),
+                }
             case BlockRemoved():
-                return RemovedOnWire(block_hashes=list(event.hashes), medium=_MEDIUM)
+                return {"type": "BlockRemoved", "block_hashes": event.hashes, "medium": _MEDIUM}
             case AllBlocksCleared():
-                return ClearedOnWire()
+                return {"type": "AllBlocksCleared"}
 
     def _replay(self, socket: zmq.Socket[bytes]) -> None:
         client, *frames = socket.recv_multipart()

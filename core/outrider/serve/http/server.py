@@ -10,7 +10,6 @@ import contextlib
 import logging
 import signal
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
@@ -139,14 +138,6 @@ _CLOSE_CONNECTIONS_TIMEOUT_S = 5.0
 _DRAIN_AFTER_ENGINE_LOSS_S = 1.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HttpAddress:
-    """The address on which the server listens. Port 0 selects a free port."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-
-
 class ServerLost(OutriderError):
     """Raised when the server has ended because its engine ended."""
 
@@ -155,12 +146,15 @@ async def serve_http(
     engine: EngineClient,
     make_prompter: Callable[[EngineInfo], PromptBuilder],
     config: ServeConfig,
-    address: HttpAddress,
     *,
+    port: int,
+    host: str = "127.0.0.1",
     started: Callable[[str, int], None] | None = None,
     spans: RequestSpans | None = None,
 ) -> None:
-    """Start the engine and serve until SIGTERM or SIGINT. Running requests then have ``config.drain_s`` seconds to finish.
+    """Start the engine and serve on ``port`` until SIGTERM or SIGINT. Port 0 selects a free port.
+
+    At the end, running requests have ``config.drain_s`` seconds to finish.
 
     A second signal ends the server at once. ``started`` is called with host and port once the server listens. The function
     closes ``engine`` and ``spans`` before it returns.
@@ -182,9 +176,7 @@ async def serve_http(
             "ws": "none",
             "http": LimitedHttpProtocol,
         }
-        server = HttpServer(
-            uvicorn.Config(app, host=address.host, port=address.port, lifespan="off", backlog=2048, **options), started
-        )
+        server = HttpServer(uvicorn.Config(app, host=host, port=port, lifespan="off", backlog=2048, **options), started)
         shutdown_tasks: list[asyncio.Task[None]] = []
 
         async def shut_down(drain_s: float) -> None:
