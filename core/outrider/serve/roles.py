@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import functools
 import signal
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,16 +13,20 @@ from rich.console import Console
 
 from outrider.cli.options.option_records import ServerOptions
 from outrider.cli.options.option_values import checking_options
-from outrider.cli.options.rank_processes import Joined, RankPlacement, check_expert_parallel
+from outrider.cli.options.rank_processes import (
+    Joined,
+    RankPlacement,
+    check_expert_parallel,
+    create_rank_store,
+    follow_first_rank,
+    start_followers,
+)
 from outrider.cli.terminal.files import check_listening, read_bounded
 from outrider.cli.terminal.report import CommandReport, note
 from outrider.cli.terminal.stopping import SignalStop
 from outrider.device.errors import ConfigError
 from outrider.registry.children import (
     accepted_interruptions,
-    end_with_parent,
-    ignore_interruptions,
-    interruptions_blocked_in_children,
 )
 
 if TYPE_CHECKING:
@@ -113,18 +117,11 @@ class DecodeRanks:
         world = self._tensor * self._data
         if world == 1:
             return self._load_engine()
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
-        for rank in range(1, world):
-            placement = _rank_placement(rank, world, self._store.port)
-            given = (self._load_engine, self._transport, self._tensor, placement, self._expert)
-            process = context.Process(target=follow_first_rank, args=given, name=f"outrider-rank-{rank}", daemon=True)
-            with interruptions_blocked_in_children():
-                process.start()
+        self._store = create_rank_store()
+        follow = functools.partial(_follow, self._load_engine, self._transport, self._tensor, self._expert)
+        for process in start_followers(follow, world=world, port=self._store.port):
             self._stack.callback(_end_child, process)
-        placement = _rank_placement(0, world, self._store.port)
+        placement = RankPlacement.of_child(0, world=world, port=self._store.port)
         joined = self._stack.enter_context(Joined(self._tensor, self._data, placement, expert=self._expert))
         engine = self._load_engine(joined=joined)
         self._stack.callback(engine.close)
@@ -135,28 +132,19 @@ class DecodeRanks:
         self._store = None
 
 
-def follow_first_rank(
-    load_engine: Callable[..., Engine], transport: str, tensor: int, placement: RankPlacement, expert: bool = False
-) -> None:
-    """Run a child rank: repeat the decisions of rank 0 until rank 0 ends. This is the main function of the process."""
+def _follow(load_engine: Callable[..., Engine], transport: str, tensor: int, expert: bool, placement: RankPlacement) -> None:
+    """Run a child rank, with the links over its part of the pages."""
     from outrider.disaggregation.page_landing import FollowerLinks
     from outrider.registry.engine_plugins import get_transport
 
-    ignore_interruptions()
-    end_with_parent()
-    with Joined(tensor, placement.world // tensor, placement, expert=expert) as joined:
-        engine = load_engine(joined=joined)
+    def follow(engine: Engine) -> None:
         pages = FollowerLinks(engine, get_transport(transport), rank=placement.rank)
         try:
             engine.follow(pages.execute_query)
         finally:
             pages.close()
 
-
-def _rank_placement(rank: int, world: int, port: int) -> RankPlacement:
-    return RankPlacement(
-        rank=rank, world=world, local=rank, address="127.0.0.1", port=port, store_is_elsewhere=True, pipe=None
-    )
+    follow_first_rank(load_engine, tensor, expert, placement, follow)
 
 
 def _end_child(process: Any) -> None:

@@ -20,8 +20,14 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-from outrider.cli.options.rank_processes import Joined, check_expert_parallel
-from outrider.cli.terminal.environment import become_rank
+from outrider.cli.options.rank_processes import (
+    Joined,
+    RankPlacement,
+    check_expert_parallel,
+    create_rank_store,
+    follow_first_rank,
+    start_followers,
+)
 from outrider.device import DeviceError, OutriderError
 from outrider.engine.engine import Engine
 from outrider.engine.guides.grammars import GuideCompilers
@@ -430,17 +436,11 @@ class EngineRanks(EngineProcess):
 
     async def _launch(self) -> None:
         # In a thread: the import of torch takes a second, which would block the event loop.
-        self._store = await asyncio.get_running_loop().run_in_executor(None, _create_store)
-        ranks = functools.partial(
-            _Rank, self._make_rank, self._tensor, self._data, expert=self._expert, port=self._store.port
-        )
-        context = multiprocessing.get_context("spawn")
-        for rank in range(1, self._tensor * self._data):
-            process = context.Process(target=ranks(rank=rank).follow, name=f"outrider-rank-{rank}", daemon=True)
-            with interruptions_blocked_in_children():
-                process.start()
-            self._followers.append(process)
-        self._make = ranks(rank=0).engine
+        self._store = await asyncio.get_running_loop().run_in_executor(None, create_rank_store)
+        world, port = self._tensor * self._data, self._store.port
+        arguments = self._make_rank, self._tensor, self._expert
+        self._followers = start_followers(functools.partial(_follow, *arguments), world=world, port=port)
+        self._make = functools.partial(_make_first_rank, *arguments, RankPlacement.of_child(0, world=world, port=port))
         await super()._launch()
 
     def _lost(self, error: EngineGone) -> None:
@@ -449,28 +449,10 @@ class EngineRanks(EngineProcess):
             process.kill()
 
 
-class _Rank:
-    """A picklable description of one rank. Its process calls :meth:`engine` (rank 0) or :meth:`follow`."""
-
-    def __init__(self, make: Callable[..., Engine], tensor: int, data: int, *, expert: bool, rank: int, port: int) -> None:
-        self._make, self._tensor, self._data, self._rank, self._port = make, tensor, data, rank, port
-        self._expert = expert
-
-    def engine(self) -> Engine:
-        """Create and return the engine of rank 0. The process group lasts until the process ends."""
-        become_rank(rank=self._rank, world=self._tensor * self._data, port=self._port)
-        return self._make(joined=Joined(self._tensor, self._data, expert=self._expert))
-
-    def follow(self) -> None:
-        """Create this rank's engine and repeat the decisions of rank 0 until rank 0 ends."""
-        ignore_interruptions()
-        end_with_parent()
-        become_rank(rank=self._rank, world=self._tensor * self._data, port=self._port)
-        with Joined(self._tensor, self._data, expert=self._expert) as joined:
-            self._make(joined=joined).follow()
+def _make_first_rank(make: Callable[..., Engine], tensor: int, expert: bool, placement: RankPlacement) -> Engine:
+    """Return the engine of rank 0. The process group lasts until the process ends."""
+    return make(joined=Joined(tensor, placement.world // tensor, placement, expert=expert))
 
 
-def _create_store() -> Any:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs don't list it
-
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def _follow(make: Callable[..., Engine], tensor: int, expert: bool, placement: RankPlacement) -> None:
+    follow_first_rank(make, tensor, expert, placement, lambda engine: engine.follow())
