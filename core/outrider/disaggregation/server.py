@@ -24,7 +24,6 @@ from outrider.disaggregation.decode_worker import DecodeWorker, StandaloneMode
 from outrider.disaggregation.page_landing import (
     LandingRegistry,
     PageLanding,
-    SingleRankLanding,
     registered_memory,
     slots_of_part,
 )
@@ -284,8 +283,7 @@ class DecodeServer(DisaggregationServer):
         silence_s: float = 30.0,
         say: LogLine = lambda line: None,
     ) -> None:
-        is_alone = engine.groups == engine.model.shards.attention.size == 1
-        self._ranks = None if is_alone else LandingRegistry(engine)
+        self._landings = LandingRegistry(engine)
         self._alone, self._describe = alone, describe
         super().__init__(engine, transport, listen=listen, secret=secret, silence_s=silence_s, say=say)
         self._requests_of_client: dict[int, dict[int, int]] = {}
@@ -345,7 +343,7 @@ class DecodeServer(DisaggregationServer):
 
     def _open_landing(self, host: str) -> PageLanding:
         link = self._open_link(host, registered_memory(self.engine.page_memory, self._layout.tensor), accepts=False)
-        return SingleRankLanding(link) if self._ranks is None else self._ranks.open_landing(link, host)
+        return self._landings.open_landing(link, host)
 
     def _start_handshake(self, peer: int) -> PageLanding:
         landing = self._open_landing(self.address.host)

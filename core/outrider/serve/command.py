@@ -24,7 +24,6 @@ from outrider.cli.options.option_values import (
     UsageError,
     checking_options,
     closest,
-    installed_plugin,
     number,
     one_of,
     option,
@@ -32,14 +31,13 @@ from outrider.cli.options.option_values import (
     text,
     whole,
 )
-from outrider.cli.options.rank_processes import DataParallelOption, ExpertParallelOption, TensorParallelOption
 from outrider.cli.terminal.environment import api_keys_from_environment, spans_from_environment
 from outrider.cli.terminal.files import check_listening, read_utf8
 from outrider.cli.terminal.report import CommandReport, show_progress
 from outrider.device.errors import ConfigError
 from outrider.disaggregation.connections import PeerAddress
 from outrider.serve.config import require_kv_events, require_serve
-from outrider.serve.roles import check_address, read_secret, serve_decode, serve_prefill
+from outrider.serve.roles import RoleOptions, check_address, read_secret, serve_decode, serve_prefill
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
@@ -182,57 +180,6 @@ class HttpOptions:
     ] = 30.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoleOptions:
-    """The options of disaggregated serving, and of serving on several ranks."""
-
-    role: Annotated[
-        str,
-        option(
-            "--role",
-            value=one_of("all", "prefill", "decode"),
-            help="all: serve OpenAI's API. prefill: prefill prompts for decode servers. decode: decode for a --decode-server "
-            "option or a DecodeClient, with prompts from prefill servers.",
-        ),
-    ] = "all"
-    prefill_server: Annotated[
-        list[str] | None,
-        option(
-            "--prefill-server",
-            value=parsed("HOST:PORT", PeerAddress.parse),
-            help="With --role decode: a prefill server. Repeatable.",
-        ),
-    ] = None
-    decode_server: Annotated[
-        list[str] | None,
-        option(
-            "--decode-server",
-            value=parsed("HOST:PORT", PeerAddress.parse),
-            help="With --role all: a decode server that runs the engine; this process serves HTTP. Repeatable. Takes "
-            "--model, for its tokenizer, and no other option of the engine.",
-        ),
-    ] = None
-    decode_secret_file: Annotated[
-        Path | None,
-        option(
-            "--decode-secret-file",
-            value=INPUT_FILE,
-            help="With --decode-server: the secret that the decode servers have as --api-key-file.",
-        ),
-    ] = None
-    transport: Annotated[
-        str,
-        option(
-            "--transport",
-            value=installed_plugin("outrider.transports"),
-            help="Plugin that transfers KV pages between the servers: nixl, torch, or an installed plugin's name.",
-        ),
-    ] = "torch"
-    tensor_parallel: TensorParallelOption = 1
-    data_parallel: DataParallelOption = 1
-    expert_parallel: ExpertParallelOption = False
-
-
 @with_options
 def serve(context: typer.Context, *, options: ServerOptions, http: HttpOptions, roles: RoleOptions) -> CommandReport | None:
     """Serve a model as OpenAI's API does; without --model the bundled one. Needs the extra: pip install 'outrider[serve]'.
@@ -251,30 +198,11 @@ def serve(context: typer.Context, *, options: ServerOptions, http: HttpOptions, 
         return None
     if roles.role == "decode" and not roles.prefill_server:
         raise UsageError("--role decode needs a prefill server; name at least one with --prefill-server HOST:PORT")
-    secret = check_address(http.host, port, http.api_key_file)
+    secret = check_address(PeerAddress(http.host, port), http.api_key_file)
     require_torch()
     if roles.role == "prefill":
-        return serve_prefill(
-            http.host,
-            port,
-            transport=roles.transport,
-            secret=secret,
-            drain_s=http.drain_seconds,
-            options=options,
-        )
-    return serve_decode(
-        http.host,
-        port,
-        prefill_servers=roles.prefill_server or (),
-        transport=roles.transport,
-        secret=secret,
-        drain_s=http.drain_seconds,
-        tensor_parallel=roles.tensor_parallel,
-        data_parallel=roles.data_parallel,
-        expert_parallel=roles.expert_parallel,
-        describe=describe_engine,
-        options=options,
-    )
+        return serve_prefill(PeerAddress(http.host, port), secret, http.drain_seconds, roles, options)
+    return serve_decode(PeerAddress(http.host, port), secret, http.drain_seconds, roles, options, describe=describe_engine)
 
 
 def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: ServerOptions) -> None:

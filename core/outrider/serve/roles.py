@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import functools
 import signal
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
 
 from outrider.cli.options.option_records import ServerOptions
-from outrider.cli.options.option_values import checking_options
+from outrider.cli.options.option_values import INPUT_FILE, checking_options, installed_plugin, one_of, option, parsed
 from outrider.cli.options.rank_processes import (
+    DataParallelOption,
+    ExpertParallelOption,
     Joined,
     RankPlacement,
+    TensorParallelOption,
     check_expert_parallel,
     create_rank_store,
     follow_first_rank,
@@ -25,6 +29,7 @@ from outrider.cli.terminal.files import check_listening, read_bounded
 from outrider.cli.terminal.report import CommandReport, note
 from outrider.cli.terminal.stopping import SignalStop
 from outrider.device.errors import ConfigError
+from outrider.disaggregation.connections import PeerAddress, require_secret
 from outrider.registry.children import (
     accepted_interruptions,
 )
@@ -40,51 +45,97 @@ _RANK_EXIT_S = 10.0
 """Seconds that child ranks have to end after the first rank, before they are killed."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RoleOptions:
+    """The options of disaggregated serving, and of serving on several ranks."""
+
+    role: Annotated[
+        str,
+        option(
+            "--role",
+            value=one_of("all", "prefill", "decode"),
+            help="all: serve OpenAI's API. prefill: prefill prompts for decode servers. decode: decode for a --decode-server "
+            "option or a DecodeClient, with prompts from prefill servers.",
+        ),
+    ] = "all"
+    prefill_server: Annotated[
+        list[str] | None,
+        option(
+            "--prefill-server",
+            value=parsed("HOST:PORT", PeerAddress.parse),
+            help="With --role decode: a prefill server. Repeatable.",
+        ),
+    ] = None
+    decode_server: Annotated[
+        list[str] | None,
+        option(
+            "--decode-server",
+            value=parsed("HOST:PORT", PeerAddress.parse),
+            help="With --role all: a decode server that runs the engine; this process serves HTTP. Repeatable. Takes "
+            "--model, for its tokenizer, and no other option of the engine.",
+        ),
+    ] = None
+    decode_secret_file: Annotated[
+        Path | None,
+        option(
+            "--decode-secret-file",
+            value=INPUT_FILE,
+            help="With --decode-server: the secret that the decode servers have as --api-key-file.",
+        ),
+    ] = None
+    transport: Annotated[
+        str,
+        option(
+            "--transport",
+            value=installed_plugin("outrider.transports"),
+            help="Plugin that transfers KV pages between the servers: nixl, torch, or an installed plugin's name.",
+        ),
+    ] = "torch"
+    tensor_parallel: TensorParallelOption = 1
+    data_parallel: DataParallelOption = 1
+    expert_parallel: ExpertParallelOption = False
+
+
 def serve_prefill(
-    host: str, port: int, *, transport: str, secret: bytes, drain_s: float, options: ServerOptions
+    listen: PeerAddress, secret: bytes, drain_s: float, roles: RoleOptions, options: ServerOptions
 ) -> CommandReport:
     """Prefill prompts for the decode servers that connect, until SIGTERM or SIGINT and the end of the running requests."""
-    from outrider.disaggregation.connections import PeerAddress
     from outrider.disaggregation.server import PrefillServer
     from outrider.registry.engine_plugins import get_transport
 
     load_engine = _engine_loader(options)
-    transport_plugin = get_transport(transport)
-    server = PrefillServer(load_engine(), transport_plugin, listen=PeerAddress(host, port), secret=secret, say=_print_line)
+    transport = get_transport(roles.transport)
+    server = PrefillServer(load_engine(), transport, listen=listen, secret=secret, say=_print_line)
     return _serve_until_signal(server, drain_s)
 
 
 def serve_decode(
-    host: str,
-    port: int,
-    *,
-    prefill_servers: Sequence[str],
-    transport: str,
+    listen: PeerAddress,
     secret: bytes,
     drain_s: float,
-    tensor_parallel: int,
-    data_parallel: int,
-    expert_parallel: bool,
-    describe: Callable[[Engine], dict[str, Any]],
+    roles: RoleOptions,
     options: ServerOptions,
+    *,
+    describe: Callable[[Engine], dict[str, Any]],
 ) -> CommandReport:
-    """Decode for clients, with prompts that ``prefill_servers`` have prefilled, until SIGTERM or SIGINT and the end of the
-    running requests. While no prefill server is connected, this server prefills the prompts itself. ``describe`` returns what
-    HTTP servers get to know of the engine.
+    """Decode for clients until SIGTERM or SIGINT and the end of the running requests. Prefill servers prefill the prompts.
+
+    While no prefill server is connected, this server prefills the prompts itself. ``describe`` returns what HTTP servers get
+    to know of the engine.
     """
-    from outrider.disaggregation.connections import PeerAddress
     from outrider.disaggregation.server import DecodeServer
     from outrider.registry.engine_plugins import get_transport
 
-    peers = [PeerAddress.parse(each) for each in prefill_servers]
     load_engine = _engine_loader(options)
-    transport_plugin = get_transport(transport)
-    with DecodeRanks(load_engine, transport, tensor_parallel, data_parallel, expert=expert_parallel) as ranks:
+    transport = get_transport(roles.transport)
+    with DecodeRanks(
+        load_engine, roles.transport, roles.tensor_parallel, roles.data_parallel, expert=roles.expert_parallel
+    ) as ranks:
         server = DecodeServer(
             ranks.load_first_rank(),
-            transport_plugin,
-            listen=PeerAddress(host, port),
-            prefill=peers,
+            transport,
+            listen=listen,
+            prefill=[PeerAddress.parse(each) for each in roles.prefill_server or ()],
             describe=describe,
             secret=secret,
             say=_print_line,
@@ -154,16 +205,14 @@ def _end_child(process: Any) -> None:
         process.join()
 
 
-def check_address(host: str, port: int, secret_file: Path | None) -> bytes:
+def check_address(listen: PeerAddress, secret_file: Path | None) -> bytes:
     """Check the address and the secret of a server before torch is imported, and return the content of ``secret_file``.
     Raises :class:`UsageError`.
     """
-    from outrider.disaggregation.connections import PeerAddress, require_secret
-
     with checking_options():
         secret = read_secret(secret_file)
-        require_secret(host, secret)
-        check_listening("--host and --port", host, port, family=PeerAddress(host, port).family)
+        require_secret(listen.host, secret)
+        check_listening("--host and --port", listen.host, listen.port, family=listen.family)
     return secret
 
 

@@ -1,17 +1,28 @@
-"""Conversion between other APIs and chat requests: the parts of a conversation, and the blocks of an answer."""
+"""Conversion between other APIs and chat requests: the parts of a conversation, the blocks of an answer, and its writer."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
+from fastapi import Request
 from pydantic import Field, ValidationError, model_validator
+from starlette.responses import Response
 
 from outrider.errors import shown
 from outrider.serve.api.request_fields import MAX_MESSAGES, ChatRequest, ListOf, NestedObject, StrictFields
-from outrider.serve.api.responses import bad_request
+from outrider.serve.api.response_writer import ResponseWriter
+from outrider.serve.api.responses import (
+    ApiError,
+    DeferredResponse,
+    EventStreamResponse,
+    bad_request,
+    encode_named_event,
+)
+from outrider.serve.api.service import Service
 
 _SYSTEM_ROLES = ("system", "developer")
 T = TypeVar("T")
@@ -233,3 +244,52 @@ class BlockSplitter:
         assert self._current is not None
         self._current.pieces.append(text)
         return BlockStep("add", self._current, text)
+
+
+class TranslatedWriter(ABC):
+    """The answer to a request that became a chat request, as one object or as server-sent events."""
+
+    def __init__(self, writer: ResponseWriter) -> None:
+        self._writer = writer
+        self._splitter = BlockSplitter()
+
+    async def write_whole(self) -> dict[str, Any]:
+        """Return the answer once it has ended. Raises :class:`ApiError` if the generation fails."""
+        async for _ in self._events():
+            pass
+        return self._answer()
+
+    async def write_events(self) -> AsyncIterator[bytes]:
+        """Yield the encoded events. An error becomes an event."""
+        try:
+            async for event in self._events():
+                yield encode_named_event(event)
+        except ApiError as error:
+            yield encode_named_event(self._error_event(error))
+
+    def respond(self, service: Service, *, stream: bool | None) -> Response:
+        """Return the response with this answer, whole or streamed."""
+        close = self._writer.generation.close
+        if stream:
+            return EventStreamResponse(self.write_events, close=close, write_s=service.config.write_timeout_s, end=b"")
+        return DeferredResponse(self.write_whole, close=close)
+
+    @abstractmethod
+    def _events(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield the events of the answer."""
+
+    @abstractmethod
+    def _answer(self) -> dict[str, Any]:
+        """Return the whole answer, after the last event."""
+
+    @abstractmethod
+    def _error_event(self, error: ApiError) -> dict[str, Any]:
+        """Return the event for an error of the generation."""
+
+
+class ChatStarter(Protocol):
+    """A function that starts the generation of a chat request."""
+
+    async def __call__(self, body: ChatRequest, request: Request, *, clamp: bool = False) -> ResponseWriter:
+        """Return the writer of the response. With ``clamp``, ``max_tokens`` may exceed the context, which then ends it."""
+        ...

@@ -14,13 +14,14 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from outrider.serve.api.conversation import (
-    BlockSplitter,
     BlockStep,
+    ChatStarter,
     Conversation,
     ConversationBuilder,
     ObjectList,
     OutputBlock,
     TranslatedRequest,
+    TranslatedWriter,
     chat_request,
     compact_json,
     expect,
@@ -35,13 +36,9 @@ from outrider.serve.api.response_writer import ResponseWriter
 from outrider.serve.api.responses import (
     MESSAGES_PATH,
     ApiError,
-    DeferredResponse,
-    EventStreamResponse,
     bad_request,
-    encode_named_event,
     messages_error,
 )
-from outrider.serve.api.responses_api import ChatStarter
 from outrider.serve.api.service import ChoiceDelta, Service
 
 
@@ -190,13 +187,12 @@ _DELTA_KEYS = {"reasoning": ("thinking_delta", "thinking"), "text": ("text_delta
 """For each kind of block, the ``type`` of its deltas and the key of the text in them; a call has ``input_json_delta``."""
 
 
-class MessagesWriter:
+class MessagesWriter(TranslatedWriter):
     """The answer to one request of the Messages API, as one message or as server-sent events."""
 
     def __init__(self, request: MessagesRequest, writer: ResponseWriter) -> None:
+        super().__init__(writer)
         self._max_tokens = request.max_tokens
-        self._writer = writer
-        self._splitter = BlockSplitter()
         self.message: dict[str, Any] = {
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
@@ -208,19 +204,11 @@ class MessagesWriter:
             "usage": {},
         }
 
-    async def write_whole(self) -> dict[str, Any]:
-        """Return the message once it has ended. Raises :class:`ApiError` if the generation fails."""
-        async for _ in self._events():
-            pass
+    def _answer(self) -> dict[str, Any]:
         return {**self.message, "content": [_content_block(block) for block in self._splitter.blocks]}
 
-    async def write_events(self) -> AsyncIterator[bytes]:
-        """Yield the encoded events. An error becomes the event ``error``."""
-        try:
-            async for event in self._events():
-                yield encode_named_event(event)
-        except ApiError as error:
-            yield encode_named_event(messages_error(error))
+    def _error_event(self, error: ApiError) -> dict[str, Any]:
+        return messages_error(error)
 
     async def _events(self) -> AsyncIterator[dict[str, Any]]:
         last: ChoiceDelta | None = None
@@ -304,13 +292,8 @@ def add_messages_routes(
         """Generate the next message of a conversation."""
         service.check_accepting()
         service.check_model(body.model)
-        chat_writer = await start_chat(translate_messages_request(body), request, clamp=True)
-        generation = chat_writer.generation
-        writer = MessagesWriter(body, chat_writer)
-        if body.stream:
-            write_s = service.config.write_timeout_s
-            return EventStreamResponse(writer.write_events, close=generation.close, write_s=write_s, end=b"")
-        return DeferredResponse(writer.write_whole, close=generation.close)
+        writer = await start_chat(translate_messages_request(body), request, clamp=True)
+        return MessagesWriter(body, writer).respond(service, stream=body.stream)
 
     @app.post(f"{MESSAGES_PATH}/count_tokens", responses=dict(responses))
     async def count_tokens(body: CountTokensRequest) -> Response:

@@ -12,20 +12,21 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from outrider.serve.api.conversation import (
-    BlockSplitter,
     BlockStep,
+    ChatStarter,
     Conversation,
     ConversationBuilder,
     ObjectList,
     OutputBlock,
     TranslatedRequest,
+    TranslatedWriter,
     chat_request,
     compact_json,
     expect,
@@ -40,10 +41,7 @@ from outrider.serve.api.response_writer import ResponseWriter
 from outrider.serve.api.responses import (
     SERVER,
     ApiError,
-    DeferredResponse,
-    EventStreamResponse,
     bad_request,
-    encode_named_event,
 )
 from outrider.serve.api.service import Service
 
@@ -338,7 +336,7 @@ _ITEM_KINDS = {
 }
 
 
-class ResponsesWriter:
+class ResponsesWriter(TranslatedWriter):
     """The response to one request, as events. ``response`` is the response object so far.
 
     ``on_end`` is called with the response once it has ended without an error.
@@ -351,8 +349,8 @@ class ResponsesWriter:
         writer: ResponseWriter,
         on_end: Callable[[dict[str, Any]], None],
     ) -> None:
-        self._tools, self._writer, self._on_end = tools, writer, on_end
-        self._splitter = BlockSplitter()
+        super().__init__(writer)
+        self._tools, self._on_end = tools, on_end
         self._items: list[dict[str, Any]] = []
         self._number = 0
         self._reasoning_tokens = 0
@@ -381,21 +379,13 @@ class ResponsesWriter:
             "usage": None,
         }
 
-    async def write_whole(self) -> dict[str, Any]:
-        """Return the response once it has ended. Raises :class:`ApiError` if the generation fails."""
-        async for _ in self._events():
-            pass
+    def _answer(self) -> dict[str, Any]:
         return self.response
 
-    async def write_events(self) -> AsyncIterator[bytes]:
-        """Yield the encoded events. An error becomes the event ``response.failed``."""
-        try:
-            async for event in self._events():
-                yield encode_named_event(event)
-        except ApiError as error:
-            kind = "server_error" if error.kind == SERVER else "invalid_prompt"
-            self.response |= {"status": "failed", "error": {"code": error.code or kind, "message": error.message}}
-            yield encode_named_event(self._event("response.failed", response=self.response))
+    def _error_event(self, error: ApiError) -> dict[str, Any]:
+        kind = "server_error" if error.kind == SERVER else "invalid_prompt"
+        self.response |= {"status": "failed", "error": {"code": error.code or kind, "message": error.message}}
+        return self._event("response.failed", response=self.response)
 
     async def _events(self) -> AsyncIterator[dict[str, Any]]:
         finish_reason: str | None = None
@@ -493,14 +483,6 @@ def _custom_input(arguments: str) -> str:
         return arguments
 
 
-class ChatStarter(Protocol):
-    """A function that starts the generation of a chat request."""
-
-    async def __call__(self, body: ChatRequest, request: Request, *, clamp: bool = False) -> ResponseWriter:
-        """Return the writer of the response. With ``clamp``, ``max_tokens`` may exceed the context, which then ends it."""
-        ...
-
-
 def add_responses_routes(
     app: FastAPI, service: Service, start_chat: ChatStarter, responses: Mapping[int | str, dict[str, Any]]
 ) -> None:
@@ -520,13 +502,8 @@ def add_responses_routes(
             if body.store is not False:
                 store.add(response, [*items, *response["output"]])
 
-        chat_writer = await start_chat(chat, request)
-        generation = chat_writer.generation
-        writer = ResponsesWriter(body, tools, chat_writer, keep)
-        if body.stream:
-            write_s = service.config.write_timeout_s
-            return EventStreamResponse(writer.write_events, close=generation.close, write_s=write_s, end=b"")
-        return DeferredResponse(writer.write_whole, close=generation.close)
+        writer = await start_chat(chat, request)
+        return ResponsesWriter(body, tools, writer, keep).respond(service, stream=body.stream)
 
     @app.get("/v1/responses/{response_id}", responses=dict(responses))
     async def stored_response(response_id: str) -> Response:
