@@ -18,7 +18,7 @@ from outrider.engine.ranks.records import RanksFailed
 from outrider.errors import RequestError
 from outrider.model import Shard
 from outrider.transports import LinkDown
-from outrider.transports.local_transport import LocalTransport
+from outrider.transports.link import LocalTransport
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import tiny
 from outrider_proof.proposers import MAKERS, decoder

@@ -23,7 +23,7 @@ from outrider.disaggregation.connections import (
 )
 from outrider.disaggregation.server import DecodeServer, PrefillServer
 from outrider.serve.roles import _ended_by_signals
-from outrider.transports.local_transport import LocalTransport
+from outrider.transports.link import LocalTransport
 from outrider_proof import tiny
 
 ANY = PeerAddress("127.0.0.1", 0)

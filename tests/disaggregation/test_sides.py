@@ -18,7 +18,7 @@ from outrider.engine import ChoiceGuide, Ebnf, JsonObject, JsonSchema, Regex
 from outrider.engine.requests.hand_over import RequestState
 from outrider.errors import RequestError
 from outrider.registry.engine_plugins import get_transport
-from outrider.transports.local_transport import LocalTransport
+from outrider.transports.link import LocalTransport
 from outrider_proof import tiny
 from outrider_proof.tiny import plain_config
 from speculative.test_proposers import PROPOSERS

@@ -28,7 +28,7 @@ from outrider.disaggregation.prefill_worker import PrefillWorker
 from outrider.engine.ranks.ranks import ParallelConfig, Ranks
 from outrider.engine.requests.hand_over import RequestState
 from outrider.registry import Registry
-from outrider.transports.local_transport import LocalTransport
+from outrider.transports.link import LocalTransport
 from outrider_proof import engine_setups
 from outrider_proof.decode_program import HostProgram, WrongTokens, check_tokens, limited_prefill_graphs
 from outrider_proof.fence_log import FenceLog

@@ -13,7 +13,7 @@ from outrider.disaggregation.connections import PeerAddress
 from outrider.disaggregation.server import DecodeServer, PrefillServer
 from outrider.serve.command import describe_engine
 from outrider.serve.connection.engine_client import DecodeServers, EngineGone
-from outrider.transports.local_transport import LocalTransport
+from outrider.transports.link import LocalTransport
 from serve.conftest import BUNDLED, bundled_engine
 from serve.running import running
 

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from outrider.device import ConfigError
 from outrider.engine.guides.guides import ChoiceGuide, Ebnf, Guide, JsonObject, JsonSchema, Regex
-from outrider.engine.requests.sampling import SamplingParams
-from outrider.engine.requests.stop_text import partial_match_length
+from outrider.engine.requests.sampling import SamplingParams, partial_match_length
 from outrider.errors import RequestError, one_line
 from outrider.model import Tokenizer
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import regex
 
-from outrider.engine.requests.stop_text import partial_match_length
+from outrider.engine.requests.sampling import partial_match_length
 from outrider.serve.api.model_formats import NAMED_ARGUMENTS, FormatRegion, ModelFormat
 
 _MARKS = re.compile(r'["\\{}\[\]]')

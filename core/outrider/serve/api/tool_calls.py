@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from outrider.device import ConfigError
 from outrider.engine import Guide, JsonSchema
-from outrider.engine.requests.stop_text import partial_match_length
+from outrider.engine.requests.sampling import partial_match_length
 from outrider.errors import one_line
 from outrider.serve.api.format_reader import FormatReader
 from outrider.serve.api.model_formats import ModelFormat
