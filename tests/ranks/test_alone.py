@@ -96,7 +96,7 @@ def test_a_rank_that_refuses_what_the_first_one_took_is_named():
 
     _, errors = failing(TENSOR, body)
     assert isinstance(errors[1], RanksDiffer)
-    assert "rank 1 refuses a QueueCommand that rank 0 took" in str(errors[1])
+    assert "rank 1 refuses a call 'generate' that rank 0 took" in str(errors[1])
     assert isinstance(errors[0], RanksFailed)
 
 

@@ -18,7 +18,7 @@ from outrider.engine.guided import GuidedDecoding
 from outrider.engine.guides.grammars import Guidance, UnrestrictedMatcher
 from outrider.engine.loop import IterationLauncher, Loop
 from outrider.engine.prefill import Prefill, PrefillLauncher, build_prefill_graphs
-from outrider.engine.ranked import DecidersGuides, FollowersGuides, RankedPrefill, RankedStages, RankedStep
+from outrider.engine.ranked import DecidersGuides, FollowersGuides, RankedPrefill, RankedStep, ranked_stages
 from outrider.engine.ranks.decision_log import DecisionLog
 from outrider.engine.recovery import Watchdog
 from outrider.engine.requests.draft_length import DraftLengthPolicy, FixedLength
@@ -104,7 +104,7 @@ class RankedAssembly(Assembly):
     def __init__(self, parts: EngineParts, ranks: ModelRanks) -> None:
         ranks.use_stream(parts.streams.forward)
         guided = DecidersGuides(parts) if ranks.is_decider else FollowersGuides(parts)
-        super().__init__(parts, RankedStages(parts, ranks), RankedPrefill(parts, guided, ranks), guided)
+        super().__init__(parts, ranked_stages(parts, ranks), RankedPrefill(parts, guided, ranks), guided)
         self._ranks = ranks
 
     def _wrap(self, step: Step, runner: Runner, prefill: PrefillLauncher) -> IterationLauncher:

@@ -23,19 +23,6 @@ from outrider.engine.prefill import PrefillGraphs
 from outrider.engine.ranks.decision_log import DecisionLog, RankedDecisionLog
 from outrider.engine.ranks.processes import LoadingArguments, RankProcesses, absolute, check_one_rank, start_ranks
 from outrider.engine.ranks.ranks import ParallelConfig, Ranks, join_engine
-from outrider.engine.ranks.records import (
-    AbortCommand,
-    AddCommand,
-    DropCommand,
-    ExpectPagesCommand,
-    HandOverCommand,
-    PagesArrivedCommand,
-    QueueCommand,
-    ReleasePagesCommand,
-    ResumeCommand,
-    TakeOverCommand,
-    VoteRequest,
-)
 from outrider.engine.recovery import Watchdog
 from outrider.engine.requests.admission import Admission
 from outrider.engine.requests.draft_length import DraftLengthPolicy, LengthSchedule
@@ -279,7 +266,7 @@ class Engine:
         tokens = self._encoded(prompt)
         with self._session.use():
             samples = self._admission.requests(self._session.next_id, tokens, params, priority=priority, media=media)
-            self._session.tell(AddCommand, tuple(tokens), params, priority, tuple(media))
+            self._session.tell("add_request", tuple(tokens), params, priority, tuple(media))
             return self._session.submit(samples)
 
     def abort(self, request_id: int) -> None:
@@ -290,7 +277,7 @@ class Engine:
             request = self._requests.get(request_id)
             if request is None:
                 raise RequestError(f"request {request_id} isn't waiting or running; it may have finished already")
-            self._session.tell(AbortCommand, request_id)
+            self._session.tell("abort", request_id)
             self._loop.end_request(request, FinishReason.ABORT)
             self._scheduler.retire()
 
@@ -323,7 +310,7 @@ class Engine:
         with self._session.use():
             batch = self._admission.batch(self._session.next_id, prompts, params, media)
             self._session.tell(
-                QueueCommand, tuple(map(tuple, prompts)), params, None if media is None else tuple(map(tuple, media))
+                "generate", tuple(map(tuple, prompts)), params, None if media is None else tuple(map(tuple, media))
             )
             return self._generate(batch)
 
@@ -343,7 +330,7 @@ class Engine:
         tokens = self._encoded(prompt)
         with self._session.use():
             (request,) = self._admission.requests(self._session.next_id, tokens, params, media=media)
-            self._session.tell(AddCommand, tuple(tokens), params, 0, tuple(media))
+            self._session.tell("add_request", tuple(tokens), params, 0, tuple(media))
             outputs = self._loop.output_queue.open(request.id)
             self._session.submit([request])
         return RequestStream(request, outputs, advance=self._iterate, close=self._session.close_stream)
@@ -367,21 +354,21 @@ class Engine:
             raise ConfigError("this engine leads its ranks, or is alone: it has nothing to follow")
         self._session.check_owner()
         handed_over = decision_log.ranks.handed_over
-        calls: dict[type, Callable[[Any], object]] = {
-            AddCommand: lambda command: self.add_request(
-                command.tokens, command.params, priority=command.priority, media=command.media
+        calls: dict[str, Callable[..., object]] = {
+            "add_request": lambda tokens, params, priority, media: self.add_request(
+                tokens, params, priority=priority, media=media
             ),
-            QueueCommand: lambda command: self._queue(command.prompts, command.params, command.media),
-            AbortCommand: lambda command: self.abort(command.request),
-            DropCommand: lambda command: self._forget_ids(command.requests),
-            HandOverCommand: lambda command: self.hand_over(command.request),
-            ResumeCommand: lambda command: self.resume(command.state),
-            TakeOverCommand: lambda command: self.take_over(handed_over[command.key]),
-            ExpectPagesCommand: lambda command: self.lending.follow_expect(command),
-            PagesArrivedCommand: lambda command: self.lending.follow_arrived(command),
-            ReleasePagesCommand: lambda command: self.lending.forsake(self.lending.expected[command.request]),
+            "generate": self._queue,
+            "abort": self.abort,
+            "drop": self._forget_ids,
+            "hand_over": self.hand_over,
+            "take_over": lambda key: self.take_over(handed_over[key]),
+            "resume": self.resume,
+            "expect_pages": lambda state, group: self.lending.follow_expect(state, group),
+            "pages_arrived": lambda request, relay: self.lending.follow_arrived(request, relay),
+            "release_pages": lambda request: self.lending.forsake(self.lending.expected[request]),
+            "vote": answering(decision_log, answer),
         }
-        calls[VoteRequest] = answering(decision_log, answer)
         follow(decision_log, calls, self._loop)
 
     @property
@@ -426,7 +413,7 @@ class Engine:
         that has finished or has no output yet.
         """
         with self._session.use():
-            self._session.tell(HandOverCommand, request_id)
+            self._session.tell("hand_over", request_id)
             self._decision_log.publish_or_check("go on")
             request = self._loop.leaving(request_id)
             with self._failure_recovery.guard_device_work("handing a request over"):
@@ -450,7 +437,7 @@ class Engine:
         self._decision_log.check_handed_over(handed)
         with self._session.use():
             request = self._admission.arrival(self._session.next_id, handed)
-            self._session.tell(TakeOverCommand, handed.key)
+            self._session.tell("take_over", handed.key)
             self._decision_log.drop_handed_over(handed)
             request.group = handed.group
             with self._failure_recovery.guard_device_work("taking a request over"):
@@ -469,7 +456,7 @@ class Engine:
         with self._session.use():
             if lend:
                 self.lending.check_lends()
-            self._session.tell(ResumeCommand, state)
+            self._session.tell("resume", state)
             request = self._admission.resumed(self._session.next_id, state)
             request.is_prefill_only = lend
             self._session.choose_group([request])

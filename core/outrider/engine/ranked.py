@@ -80,13 +80,11 @@ class RankedVerify(Verify):
         return tokens, paths[0] if paths else None, accepted
 
 
-class RankedStages(Stages):
-    """The stages of an engine whose model is split over ``ranks``, with the broadcasts of draft and acceptance."""
-
-    def __init__(self, parts: EngineParts, ranks: ModelRanks) -> None:
-        super().__init__(parts)
-        self.draft = RankedDraft(parts, ranks)
-        self.verify = RankedVerify(parts, ranks)
+def ranked_stages(parts: EngineParts, ranks: ModelRanks) -> Stages:
+    """Return the stages of an engine whose model is split over ``ranks``, with the broadcasts of draft and acceptance."""
+    stages = Stages(parts)
+    stages.draft, stages.verify = RankedDraft(parts, ranks), RankedVerify(parts, ranks)
+    return stages
 
 
 class RankedPrefill(Prefill):

@@ -7,12 +7,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from outrider.device import ConfigError, OutriderError
 from outrider.engine.loop import Loop
 from outrider.engine.ranks.decision_log import RankedDecisionLog
-from outrider.engine.ranks.records import Command, DropCommand, HandOverCommand, RanksDiffer, ResumeCommand, VoteRequest
+from outrider.engine.ranks.records import RanksDiffer
 from outrider.engine.requests.groups import GroupScheduler
 from outrider.engine.requests.request import Request
 from outrider.errors import RequestError
@@ -98,15 +97,15 @@ class Session:
         while self._abandoned:
             self.drop([self._abandoned.popleft()])
 
-    def tell(self, command: Callable[..., Command], *arguments: object) -> None:
-        """Append a record of this call to the decision log, so that follower ranks repeat it. The record is
-        ``command(*arguments)``.
+    def tell(self, call: str, *arguments: object) -> None:
+        """Append a call of :data:`~outrider.engine.ranks.records.CALLS` to the decision log, so that follower ranks repeat
+        it.
         """
-        self._decision_log.append_command(command(*arguments))
+        self._decision_log.append_call(call, *arguments)
 
     def drop(self, requests: Sequence[Request]) -> None:
         """Abort each request that has not ended, and drop its outputs."""
-        self.tell(DropCommand, [request.id for request in requests])
+        self.tell("drop", [request.id for request in requests])
         self._loop.drop_requests(requests)
 
     def submit(self, samples: Sequence[Request]) -> int:
@@ -148,21 +147,21 @@ class Session:
                 self._loop.drain()
 
 
-Calls = Mapping[type, Callable[[Any], object]]
-"""The handler of each command class, with which a follower rank's engine repeats the command."""
+Calls = Mapping[str, Callable[..., object]]
+"""The function for each call of :data:`~outrider.engine.ranks.records.CALLS` with which a follower rank repeats it."""
 
 
 Answer = Callable[[str], str]
 """The function of a rank that answers a vote request of the first rank; it belongs to the engine's caller."""
 
 
-def answering(decision_log: RankedDecisionLog, answer: Answer | None) -> Callable[[VoteRequest], None]:
+def answering(decision_log: RankedDecisionLog, answer: Answer | None) -> Callable[[int, str], None]:
     """Return the handler of vote requests; it publishes the answer of this rank."""
 
-    def answer_request(request: VoteRequest) -> None:
+    def answer_request(number: int, said: str) -> None:
         if answer is None:
             raise ConfigError("the first rank asks what is beside this one's engine, and nothing is: use follow(answer=...)")
-        decision_log.publish_vote(request.number, answer(request.said))
+        decision_log.publish_vote(number, answer(said))
 
     return answer_request
 
@@ -171,19 +170,19 @@ def follow(decision_log: RankedDecisionLog, calls: Calls, loop: Loop) -> None:
     """Replay decision records until the first rank's engine is closed. The first rank delivers the outputs; here they are
     dropped.
 
-    Raises :class:`RanksDiffer` if this rank refuses a command that the first rank accepted.
+    Raises :class:`RanksDiffer` if this rank refuses a call that the first rank accepted.
     """
     try:
         while True:
             record = decision_log.next()
-            for command in decision_log.commands:
+            for name, arguments in decision_log.calls:
                 try:
-                    calls[type(command)](command)
+                    calls[name](*arguments)
                 except RequestError as error:
-                    # Every rank rejects an invalid command; the first rank raises the error to its caller.
-                    if not isinstance(command, HandOverCommand | ResumeCommand):
+                    # Every rank rejects an invalid call; the first rank raises the error to its caller.
+                    if name not in ("hand_over", "resume"):
                         raise RanksDiffer(
-                            f"rank {decision_log.ranks.rank} refuses a {type(command).__name__} that rank 0 took: {error}; "
+                            f"rank {decision_log.ranks.rank} refuses a call {name!r} that rank 0 took: {error}; "
                             "start all ranks with the same options, files and software"
                         ) from error
             if record.act == "iterate":
