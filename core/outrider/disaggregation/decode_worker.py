@@ -26,15 +26,6 @@ EmitOutput = Callable[[StepOutput], None]
 """A function that is called with each output of a request. The last output has a finish reason."""
 
 
-class StandaloneMode(StrEnum):
-    """The mode of a decode server while no prefill server is connected."""
-
-    PREFILL = "prefill"
-    """The decode server prefills the prompts itself."""
-    WAIT = "wait"
-    """The prompts wait until a prefill server connects."""
-
-
 class _Stage(StrEnum):
     COMPILING = "compiling its guide"
     QUEUED = "queued"
@@ -90,9 +81,9 @@ class DecodeWorker:
     Use the object in the engine's thread.
     """
 
-    def __init__(self, engine: Engine, *, alone: StandaloneMode = StandaloneMode.PREFILL) -> None:
+    def __init__(self, engine: Engine, *, prefills_alone: bool = True) -> None:
         self.engine = engine
-        self._alone = alone
+        self._prefills_alone = prefills_alone
         self._compilers = GuideCompilers(engine.compile_guide)
         self._peers: dict[int, _PrefillPeer] = {}
         self.broken_peers: dict[int, str] = {}
@@ -253,16 +244,14 @@ class DecodeWorker:
         return True
 
     def _begin(self, entry: _Entry) -> None:
-        """Send the request to the prefill server with the fewest requests. Without a server, follow
-        :class:`StandaloneMode`.
-        """
+        """Send the request to the prefill server with the fewest requests. Without one, prefill here or leave it queued."""
         if self._peers:
             peer = min(self._peers.values(), key=lambda each: len(each.entries))
             entry.peer, entry.ticket, entry.stage = peer, next(self._tickets), _Stage.PREFILLING
             state, blobs = codec.encode_state(entry.state)
             peer.entries[entry.ticket] = entry
             peer.send(WireMessage("prefill", {"ticket": entry.ticket, "state": state}, tuple(blobs)))
-        elif self._alone is StandaloneMode.PREFILL:
+        elif self._prefills_alone:
             entry.request = self.engine.resume(entry.state)
             entry.peer, entry.stage = None, _Stage.DECODING
             self._by_request[entry.request] = entry

@@ -20,7 +20,7 @@ from outrider.disaggregation.connections import (
     WireError,
     WireMessage,
 )
-from outrider.disaggregation.decode_worker import DecodeWorker, StandaloneMode
+from outrider.disaggregation.decode_worker import DecodeWorker
 from outrider.disaggregation.page_landing import (
     LandingRegistry,
     PageLanding,
@@ -264,7 +264,8 @@ class PrefillServer(DisaggregationServer):
 class DecodeServer(DisaggregationServer):
     """A server that decodes for clients. The servers at the addresses ``prefill`` prefill the prompts.
 
-    ``alone`` is the mode while no prefill server is connected. ``describe`` returns what clients get to know of the engine.
+    ``prefills_alone``: prefill prompts here while no prefill server is connected; otherwise they wait for one. ``describe``
+    returns what clients get to know of the engine.
     """
 
     _role = ProcessRole.DECODE
@@ -277,14 +278,14 @@ class DecodeServer(DisaggregationServer):
         *,
         listen: PeerAddress,
         prefill: Sequence[PeerAddress],
-        alone: StandaloneMode = StandaloneMode.PREFILL,
+        prefills_alone: bool = True,
         describe: Callable[[Engine], dict[str, Any]] | None = None,
         secret: bytes = b"",
         silence_s: float = 30.0,
         say: LogLine = lambda line: None,
     ) -> None:
         self._landings = LandingRegistry(engine)
-        self._alone, self._describe = alone, describe
+        self._prefills_alone, self._describe = prefills_alone, describe
         super().__init__(engine, transport, listen=listen, secret=secret, silence_s=silence_s, say=say)
         self._requests_of_client: dict[int, dict[int, int]] = {}
         """Number of each open request, by the client's connection number and then by the client's own id of the request."""
@@ -292,7 +293,7 @@ class DecodeServer(DisaggregationServer):
             self._hub.connect_to(address)
 
     def _create_worker(self) -> DecodeWorker:
-        return DecodeWorker(self.engine, alone=self._alone)
+        return DecodeWorker(self.engine, prefills_alone=self._prefills_alone)
 
     def _remove_peer(self, event: ConnectionEvent) -> None:
         super()._remove_peer(event)

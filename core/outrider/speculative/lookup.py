@@ -33,7 +33,7 @@ class NgramProposer(Proposer):
     differ in their first token. One that reaches the end of the text continues periodically. Without a match, a chain repeats
     the last token, and a tree leaves its nodes unused.
 
-    ``longest`` is the maximum and ``shortest`` the minimum length of a matching suffix, in tokens.
+    ``longest`` is the maximum length of a matching suffix, in tokens.
     """
 
     name = "ngram"
@@ -44,16 +44,15 @@ class NgramProposer(Proposer):
     host_lengths: Mapping[str, int] = MappingProxyType({})
     token_bytes = torch.int64.itemsize
 
-    def __init__(self, *, vocab_size: int, draft_tokens: int, branches: int = 1, longest: int = 4, shortest: int = 1) -> None:
+    def __init__(self, *, vocab_size: int, draft_tokens: int, branches: int = 1, longest: int = 4) -> None:
         if draft_tokens < 1 or branches < 1:
             raise ConfigError(f"n-gram lookup of {branches} continuations of {draft_tokens} tokens: expected at least 1 each")
-        if not 1 <= shortest <= longest:
-            raise ConfigError(f"n-gram lookup of {shortest} to {longest} tokens: expected 1 <= shortest <= longest")
+        if longest < 1:
+            raise ConfigError(f"n-gram lookup of at most {longest} tokens: expected at least 1")
         self._vocab_size = vocab_size
         self._draft_tokens = draft_tokens
         self._branches = branches
         self._longest = longest
-        self._shortest = shortest
         self._page_size, self._kernels = 0, KernelSet()
         self._history = torch.empty(0, dtype=torch.int64)
         self._parents = torch.empty(0, dtype=torch.int64)
@@ -112,7 +111,7 @@ class NgramProposer(Proposer):
         )
         tokens, found = [], []
         # Prefer the longest match, then the latest one.
-        score = torch.where(match_lengths >= self._shortest, match_lengths * text.shape[1] + index, -1)
+        score = torch.where(match_lengths > 0, match_lengths * text.shape[1] + index, -1)
         for _ in range(self._branches):
             best = score.max(dim=1, keepdim=True)
             # Without a match, repeat the last token: the slots after it belong to other requests.

@@ -33,20 +33,13 @@ View = Callable[[tuple[int, int]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _Biases:
-    entries: Tensor
-    tokens: Tensor
-    values: Tensor
-    until: Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class BatchOptions:
     """The options of a batch, for the stream that gathered them. A field is None if no request of the batch uses it."""
 
     rows: Tensor
     """Request rows, int64 [B]."""
-    biases: _Biases | None
+    biases: tuple[Tensor, ...] | None
+    """Number of entries int64 [B], then tokens int64, values float32 and end positions int64, [B, M] each."""
     penalties: Tensor | None
     """Repetition, presence and frequency penalties, float32 [B, 3]."""
     counts: Tensor | None
@@ -70,8 +63,7 @@ class BatchOptions:
         chain. ``positions``: the position of the token that each node decides, int64 [B, N]. ``temperature``: float32 [B].
         """
         if self.biases is not None:
-            biases = self.biases
-            logits = kernels.bias_logits(logits, positions, biases.entries, biases.tokens, biases.values, biases.until)
+            logits = kernels.bias_logits(logits, positions, *self.biases)
         if self.penalties is not None and self.counts is not None:
             logits = kernels.penalize_logits(logits, tokens, tree_mask, self.rows, self.counts, self.penalties)
         if self.truncation is not None:
@@ -194,7 +186,7 @@ class OptionTable:
     ) -> BatchOptions:
         return BatchOptions(
             rows=rows,
-            biases=_Biases(numbers[:, 1], *biases) if features.biased and biases is not None else None,
+            biases=(numbers[:, 1], *biases) if features.biased and biases is not None else None,
             penalties=shares[:, 2:] if features.penalized else None,
             counts=self._counts if features.penalized else None,
             truncation=(numbers[:, 0], shares[:, 0], shares[:, 1]) if features.truncated else None,

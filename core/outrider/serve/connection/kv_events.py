@@ -1,8 +1,8 @@
 """Publication of prefix cache events on ZMQ, in vLLM's format, which routers (Dynamo, llm-d) read.
 
-Needs the extra ``kv-events``. A message has three frames: the topic, a sequence number (8 bytes, big-endian) and a batch. The
-batch is a msgpack array of the Unix time in seconds, the events and the data-parallel rank. Each event is a map with its
-``type``. ``extra_keys`` has, for each page, the inputs besides its tokens that its KV depends on; None if there is none.
+Needs the extra ``kv-events``. A message has three frames: an empty topic, a sequence number (8 bytes, big-endian) and a batch. The batch is a msgpack array
+of the Unix time in seconds, the events and the data-parallel rank. Each event is a map with its ``type``. ``extra_keys`` has,
+for each page, the inputs besides its tokens that its KV depends on; None if there is none.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ REPLAY_BATCHES = 10_000
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 """The sequence number that follows the last replayed batch."""
 
+_TOPIC = b""
 _MEDIUM = "GPU"  # the format's name for the memory of the compute device
 _MAX_QUEUED_MESSAGES = 100_000  # for a slow subscriber; further messages to it are dropped
 _MAX_BATCH_EVENTS = 1_000
@@ -58,12 +59,10 @@ class KvEventPublisher:
         page_size: int,
         replay: str | None = None,
         rank: int = 0,
-        topic: str = "",
         buffer: int = REPLAY_BATCHES,
     ) -> None:
         self._page_size = page_size
         self._rank = rank
-        self._topic = topic.encode()
         self._latest_batches: deque[tuple[int, bytes]] = deque(maxlen=buffer)
         self._sequence_number = 0
         self._queue: SimpleQueue[CacheEvent | None] = SimpleQueue()
@@ -132,7 +131,7 @@ class KvEventPublisher:
     def _publish(self, events: Sequence[CacheEvent]) -> None:
         payload = msgspec.msgpack.encode([time.time(), [self._on_wire(event) for event in events], self._rank])
         self._latest_batches.append((self._sequence_number, payload))
-        self._publish_socket.send_multipart((self._topic, self._sequence_number.to_bytes(8, "big"), payload))
+        self._publish_socket.send_multipart((_TOPIC, self._sequence_number.to_bytes(8, "big"), payload))
         self._sequence_number += 1
 
     def _on_wire(self, event: CacheEvent) -> dict[str, Any]:
