@@ -1,8 +1,9 @@
 """Publication of prefix cache events on ZMQ, in vLLM's format, which routers (Dynamo, llm-d) read.
 
-Needs the extra ``kv-events``. A message has three frames: an empty topic, a sequence number (8 bytes, big-endian) and a batch. The batch is a msgpack array
-of the Unix time in seconds, the events and the data-parallel rank. Each event is a map with its ``type``. ``extra_keys`` has,
-for each page, the inputs besides its tokens that its KV depends on; None if there is none.
+Needs the extra ``kv-events``. A message has three frames: an empty topic, a sequence number (8 bytes, big-endian) and a
+batch. The batch is a msgpack array of the Unix time in seconds, the events and the data-parallel rank. Each event is a map
+with its ``type``. ``extra_keys`` has, for each page, the inputs besides its tokens that its KV depends on; None if there is
+none.
 """
 
 from __future__ import annotations
