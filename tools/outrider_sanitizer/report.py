@@ -1,10 +1,12 @@
-"""Findings, and the report that collects them."""
+"""The report of a watched run: findings, waits that can be removed, and the source lines that both name."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 from outrider.device import OutriderError
@@ -252,3 +254,70 @@ class Report:
             parts.append(f"and {self.left_out} more that aren't listed")
         parts += [f"not seen: {spot}" for spot in self.blind_spots]
         return "\n".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A wait that added no order in any of the ``count`` times that its line ran in the watched run.
+
+    An earlier wait of the stream, or a wait of the host, had already ordered the stream after the record.
+    """
+
+    stream: str
+    event: str
+    location: str
+    count: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON-compatible values."""
+        return {name: getattr(self, name) for name in Advice.__slots__}
+
+    def __str__(self) -> str:
+        return (
+            f"{self.stream!r} waits for event {self.event!r} at {self.location} ({self.count} times), which orders nothing "
+            "that wasn't ordered already"
+        )
+
+
+class Advisor:
+    """A counter of waits by source line, and of how many of them added an order."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, str, str], list[int]] = {}
+
+    def waited(self, stream: str, event: str, generation: int, location: str, new: bool) -> None:
+        """Count a wait of ``stream``; ``new`` is True if the wait added an order."""
+        del generation
+        counts = self._seen.setdefault((stream, event, location), [0, 0])
+        counts[0] += 1
+        counts[1] += new
+
+    def redundant(self) -> Iterator[Advice]:
+        """Yield an advice for each line whose waits never added an order."""
+        for (stream, event, location), (count, new) in self._seen.items():
+            if not new:
+                yield Advice(stream, event, location, count)
+
+
+_INSIDE = ("outrider.device", "outrider_", "torch", "triton", "numpy", "typing_extensions")
+_PROGRAMS = "outrider_sanitizer.races"
+
+
+def caller_location() -> str:
+    """Return ``file:line`` of the innermost caller outside torch, the interface, the sanitizer and plugins, or ""."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if not _inside(frame.f_globals.get("__name__", "")):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return ""
+
+
+@lru_cache(1 << 12)
+def _inside(module: str) -> bool:
+    """Return True if the module belongs to a library and not to the watched program."""
+    if module.partition(".")[0] in sys.stdlib_module_names and module != "__main__":
+        return True
+    return module.startswith(_INSIDE) and not module.startswith(_PROGRAMS)
