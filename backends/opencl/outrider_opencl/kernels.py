@@ -1,22 +1,33 @@
-"""KERNELDOC"""
+"""OpenCLKernels: bookkeeping and elementwise operators in OpenCL C; the other kernels are the torch references.
+
+Each reference kernel is one native kernel. Outside of captures torch also computes elementwise operators in native kernels,
+which no command buffer can hold. In a capture they become kernels whose OpenCL C is generated from the operator and its
+dtypes. The results are those of torch: arithmetic in float32 or wider, rounded once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
-import torch
-from torch import Tensor
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
+
 import torch
 from torch import Tensor
+
 from outrider.device import InterfaceError, KernelSet, RequestInputs, RequestRows
 from outrider_opencl.queueing import OVERLOAD
 
 if TYPE_CHECKING:
     from outrider_opencl.backend import OpenCLBackend
+
+
+class Launch(NamedTuple):
+    """The range and the arguments of one launch: tensors are passed as pointers, integers as ``long``."""
+
+    size: int
+    arguments: tuple[Any, ...]
+    source: str = ""
+    """The generated source of an elementwise kernel; other kernels are in ``bookkeeping.cl``."""
 
 
 _MAX_DIMS = 4
@@ -67,15 +78,7 @@ kernel void elementwise(global {out_type} *out, {a_declaration}, {b_declaration}
 """
 
 
-class Elementwise(NamedTuple):
-    """One launch: the kernel's source, the number of elements and the arguments."""
-
-    source: str
-    size: int
-    arguments: tuple[Any, ...]
-
-
-def elementwise_launch(name: str, result: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Elementwise | None:
+def elementwise_launch(name: str, result: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Launch | None:
     """Return the launch that computes the operator ``name`` into ``result``, or None if no kernel computes the operator."""
     expression = _EXPRESSIONS.get(name)
     operands = _operands(name, args, kwargs)
@@ -106,7 +109,7 @@ def elementwise_launch(name: str, result: Tensor, args: tuple[Any, ...], kwargs:
     shape = [1] * (_MAX_DIMS - result.dim()) + list(result.shape)
     views = [result, *(each.expand(result.shape) if isinstance(each, Tensor) else None for each in operands)]
     strides = [stride for view in views for stride in _padded_strides(view)]
-    return Elementwise(source, result.numel(), (result, *operands, *shape[1:], *strides))
+    return Launch(result.numel(), (result, *operands, *shape[1:], *strides), source)
 
 
 def _operands(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any] | None:
@@ -163,13 +166,6 @@ def _padded_strides(view: Tensor | None) -> list[int]:
     if view is None:
         return [0] * _MAX_DIMS
     return [0] * (_MAX_DIMS - view.dim()) + list(view.stride())
-
-
-class Launch(NamedTuple):
-    """The range and the arguments of one launch: tensors are passed as pointers, integers as ``long``."""
-
-    size: int
-    arguments: tuple[Any, ...]
 
 
 def _row_bytes(tensor: Tensor) -> int:
