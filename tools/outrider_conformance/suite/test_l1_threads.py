@@ -137,7 +137,7 @@ def test_threads_work_at_once(lab: Lab, direction: str) -> None:
 @promise("Backend.capture", "capture is thread-local")
 def test_threads_replay_graphs_at_once(lab: Lab) -> None:
     """Each of eight threads captures a graph, one after the other, and all replay at once with their own values."""
-    from outrider_conformance.suite.l2.test_l2_graphs import triple
+    from outrider_conformance.suite.test_l2_graphs import triple
 
     pairs = [(stream, triple(lab, stream, "same")) for stream in lab.streams(*(f"s{n}" for n in range(_THREADS)))]
 

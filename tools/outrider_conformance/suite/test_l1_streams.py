@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from outrider.device import CapabilityError, Stream
-from outrider_conformance.host_waits import WAITS
 from outrider_conformance.lab import WIDTH, Lab, call_on_new_thread, expect, in_every_order, in_some_order, observing
 from outrider_conformance.promises import needs, promise
 from outrider_conformance.reporting.verdict import not_applicable
+from outrider_conformance.suite.test_l1_errors import WAITS
 
 _BEGINNING = 0.002  # seconds in which an operation is taken from its queue
 _MANY = 34

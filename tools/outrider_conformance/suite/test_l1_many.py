@@ -1,8 +1,12 @@
-"""L1: many objects of each kind. Counters wrap, tables and pools run out, and memory of dropped objects is reused."""
+"""L1: many objects of each kind, and random programs.
+
+Counters wrap, tables and pools run out, and memory of dropped objects is reused.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -170,3 +174,12 @@ def test_writers_of_neighbouring_elements_leave_each_other_alone(lab: Lab, dtype
             a.synchronize()
 
     lab.check_in_every_order(program, schedules=4)
+
+
+@promise("Stream", "A queue of device work that runs in the order in which it was enqueued.")
+@pytest.mark.parametrize("family", ["order", "copies", "memory", "threads"])
+def test_random_programs(random_programs: Callable[[str], None], family: str) -> None:
+    """Each value that the host reads is allowed by the model of the contract. The report shows the smallest failing
+    program.
+    """
+    random_programs(family)

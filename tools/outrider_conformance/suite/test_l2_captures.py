@@ -1,10 +1,14 @@
-"""L2: a capture refuses unsuitable calls, and a failed capture leaves streams, scopes, events and pools usable."""
+"""L2: a capture refuses unsuitable calls, and a failed capture leaves streams, scopes, events and pools usable.
+
+An error inside a graph is raised like an error outside a graph.
+"""
 
 from __future__ import annotations
 
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
@@ -23,7 +27,8 @@ from outrider.device import (
 from outrider_conformance.lab import Lab, call_on_new_thread, expect, in_every_order
 from outrider_conformance.promises import needs, promise
 from outrider_conformance.reporting.verdict import not_applicable
-from outrider_conformance.suite.l2.test_l2_graphs import triple
+from outrider_conformance.suite.test_l1_errors import WAITS, fallible
+from outrider_conformance.suite.test_l2_graphs import triple
 
 _COPIES = ("cpu", "tolist")
 _UNCHANGED = "A :class:`DeviceError` passes through unchanged."
@@ -365,3 +370,46 @@ def test_garbage_isnt_collected_in_a_capture(lab: Lab) -> None:
     expect(all(alive), True, "the unreachable graph is there until the capture is over")
     graph.replay(stream)
     expect(lab.read_tensor(stream, y), 4.0, "a graph captured while there was garbage")
+
+
+@promise("Backend.provoke_fault", "*Capture.* A captured operation fails at each replay of the graph.")
+@pytest.mark.parametrize("wait", WAITS)
+def test_every_way_to_wait_raises_what_failed_in_a_graph(lab: Lab, wait: str) -> None:
+    """Each replay of a failing graph raises its error once; other graphs and later work run."""
+    fallible(lab)
+
+    def program(backend: Backend) -> None:
+        a, b = lab.streams("a", "b")
+        x, y = lab.full(a, 2), lab.full(a, 0)
+        fails = True
+
+        def fn(context: CaptureContext) -> None:
+            context.outputs["y"].copy_(context.inputs["x"])
+            if fails:
+                backend.provoke_fault(b)
+
+        try:
+            broken = backend.capture("fails", fn, stream=b, inputs={"x": x}, outputs={"y": y})
+        except CaptureError as error:
+            if isinstance(error.__cause__, CapabilityError):
+                not_applicable(str(error.__cause__))
+            raise
+        with suppress(DeviceError):  # a warm-up has run it
+            backend.synchronize()
+        fails = False
+        whole = backend.capture("works", fn, stream=b, inputs={"x": x}, outputs={"y": y})
+        for turn in (1.0, 2.0):
+            lab.fill_late(b, x, turn)
+            fails = True  # for a device without graphs, which runs the callable now
+            broken.replay(b)
+            fails = False
+            event = lab.record(b)
+            with pytest.raises(DeviceFault):
+                WAITS[wait](backend, b, event)
+            for again in WAITS.values():
+                again(backend, b, event)
+        lab.fill(b, x, 3)
+        whole.replay(b)
+        expect(lab.read_tensor(b, y), 3.0, "what another graph copied after the error was raised")
+
+    lab.check_in_every_order(program, schedules=6)
