@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from outrider_vllm.workloads import Workload, split_known_findings
+from foreign.vllm_on_sim.workloads import Workload, split_known_findings
 
 
 @dataclass(frozen=True, kw_only=True)

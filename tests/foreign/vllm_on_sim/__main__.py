@@ -1,4 +1,6 @@
-"""Run vLLM on the simulated device and print tokens, counts and findings as JSON: `python -m outrider_vllm --help`."""
+"""Run vLLM on the simulated device and print tokens, counts and findings as JSON:
+`PYTHONPATH=tests python -m foreign.vllm_on_sim --help`.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from outrider_vllm.workloads import WORKLOADS, find_workload
+from foreign.vllm_on_sim.workloads import WORKLOADS, find_workload
 
 
 def main() -> None:
     """Run the workload that the command line names, print its outcome as JSON and end the process."""
-    parser = argparse.ArgumentParser(prog="python -m outrider_vllm", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m foreign.vllm_on_sim", description=__doc__)
     parser.add_argument("--tokens", type=int, default=12, help="number of output tokens of each request")
     parser.add_argument("--strategy", default="program", help="order of operations on the simulated device")
     parser.add_argument("--synchronous", action="store_true", help="disable asynchronous scheduling")
@@ -25,7 +27,7 @@ def main() -> None:
     parser.add_argument(
         "--first-runner", action="store_true", help="use vLLM's older model runner; with --speculate: with a draft model"
     )
-    parser.add_argument("--revert", default="", help="remove one ordering from vLLM: a name of outrider_vllm.reverts")
+    parser.add_argument("--revert", default="", help="remove one ordering from vLLM: a name of foreign.vllm_on_sim.reverts")
     options = parser.parse_args()
 
     from outrider import get_backend
@@ -36,7 +38,7 @@ def main() -> None:
     from outrider_vllm.install import install
 
     launches = install()
-    from outrider_vllm import engine, reverts
+    from foreign.vllm_on_sim import engine, reverts
 
     reverts_by_name = {revert.name: revert for revert in reverts.REVERTS}
     with tempfile.TemporaryDirectory() as folder:
