@@ -79,7 +79,9 @@ def preferred_dtypes(backend: Backend) -> tuple[torch.dtype, ...]:
 
 
 def check_block(lab: Lab, shape: Shape, *, quantized: bool) -> None:
-    """Fail if the attention block of a layer doesn't call the kernel set that has attention of its own."""
+    """Fail if the attention block of a layer doesn't call the kernel set that has attention of its own. ``quantized``: the
+    weights of the block are quantised.
+    """
     backend, kernels = lab.backend, lab.backend.kernels_in_use
     formats = sorted(backend.capabilities.quantized_formats)
     if quantized and not formats:

@@ -139,7 +139,9 @@ class DecodeRanks:
 def follow_first_rank(
     load_engine: Callable[..., Engine], transport: str, tensor: int, placement: RankPlacement, expert: bool = False
 ) -> None:
-    """Run a child rank: repeat the decisions of rank 0 until rank 0 ends. This is the main function of the process."""
+    """Run a child rank: repeat the decisions of rank 0 until rank 0 ends. This is the main function of the process.
+    ``expert``: the ranks divide a mixture's experts.
+    """
     from outrider.disaggregation.page_landing import FollowerLinks
     from outrider.registry.transports import get_transport
 

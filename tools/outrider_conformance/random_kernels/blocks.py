@@ -75,10 +75,11 @@ class _ProblemOperands:
     def problem(
         self, call: Callable[[KernelSet, Mapped], Mapped], written: tuple[str, ...], cache: str | None = None
     ) -> Problem:
-        """Return the problem whose right results are those of the references in float64.
+        """Return the problem of ``call``, whose expected results are those of the references in float64.
 
-        A result may be off by a share of its size, and three times as far as the references in the problem's own dtype are at
-        most: a chain of blocks amplifies rounding, and a rounded router may choose other experts.
+        A result may differ from the expected one by a share of its size, plus three times the difference of the references in
+        the problem's own dtype: a chain of blocks amplifies rounding, and a rounded router may choose other experts.
+        ``written`` names the operands that the call writes.
         """
 
         def results_of(operands: dict[str, Tensor]) -> Mapped:

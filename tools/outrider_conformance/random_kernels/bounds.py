@@ -23,8 +23,8 @@ _PARTS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A float64 ``value`` and the ``error`` of the same shape that a right result may have. An infinite error allows any
-    finite number.
+    """A float64 ``value``, and the ``error`` of the same shape by which a result may differ from it. An infinite error allows
+    any finite number.
     """
 
     value: Tensor

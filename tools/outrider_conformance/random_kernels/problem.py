@@ -1,4 +1,4 @@
-"""One random call of a kernel: operands in poisoned memory, the call, and the right results."""
+"""One random call of a kernel: operands in poisoned memory, the call, and the expected results with their rounding bounds."""
 
 from __future__ import annotations
 

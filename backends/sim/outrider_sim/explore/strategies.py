@@ -73,7 +73,7 @@ class Schedule:
 
     @classmethod
     def from_delays(cls, after: Mapping[ScheduleStep, ScheduleStep]) -> Schedule:
-        """Return the schedule in which each key of `delays` waits for the step that is its value."""
+        """Return the schedule in which each step that is a key of ``after`` waits for the step that is its value."""
         return cls(Delay(step, other) for step, other in after.items())
 
     @classmethod

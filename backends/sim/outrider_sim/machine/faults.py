@@ -1,4 +1,4 @@
-"""Simulated faults: pending errors that the host raises, the operations that they replace, and their error messages."""
+"""Simulated faults: errors that the host raises at its next wait, faulty operations, and the error messages."""
 
 from __future__ import annotations
 

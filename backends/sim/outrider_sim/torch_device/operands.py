@@ -18,7 +18,9 @@ META = torch.device("meta")
 
 
 def extent(tensor: SimTensor, write: bool, argument: str) -> Access:
-    """Return the bytes that an operator accesses in a device tensor. The result is cached in the tensor."""
+    """Return the access of an operator to the bytes of a device tensor: a write if ``write``, else a read. The result is
+    cached in the tensor.
+    """
     seen = tensor._seen
     if seen is None:
         seen = tensor._seen = {}

@@ -151,8 +151,8 @@ class OpInfo:
         return OperatorKind.COMPUTE
 
     def _find_out(self, schema: Any) -> tuple[Any, tuple[str, ...]]:
-        """Return the `out=` overload with its argument names, or (None, ()): it writes to allocated results
-        without a copy.
+        """Return the `out=` overload of the operator with its argument names, or (None, ()). The overload lets a host kernel
+        write its results directly to the memory that was allocated for them.
         """
         if not self.native or self.random or any(str(r.type) != "Tensor" for r in schema.returns):
             return None, ()

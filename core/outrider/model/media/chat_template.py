@@ -79,7 +79,9 @@ class ChatTemplate:
         """Return the token ids of a conversation. ``variables`` are additional variables of the template.
 
         Each message is an object with ``role`` and ``content``. Text in a message that spells a control token is tokenized as
-        text. Raises :class:`RequestError` if the template rejects the messages or renders no tokens.
+        text. ``add_generation_prompt`` appends the beginning of the assistant's next message; ``continue_final_message``
+        leaves the last message open instead. Raises :class:`RequestError` if the template rejects the messages or renders no
+        tokens.
         """
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         tokens = self._apply(

@@ -68,8 +68,8 @@ def _check_of(drawn: KernelProblems, case: str) -> Generator[None]:
 @pytest.mark.parametrize("dtype", _DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("drawn", KERNELS.values(), ids=lambda drawn: drawn.kernel)
 def test_a_kernel_is_right_at_its_corners(lab: Lab, drawn: KernelProblems, dtype: torch.dtype) -> None:
-    """Long contexts, many rows, wide vocabularies and strided operands give right results. A second call leaves the
-    results of the first unchanged.
+    """Results are within the rounding bound for long contexts, many rows, wide vocabularies and strided operands. A second
+    call leaves the results of the first unchanged.
     """
     _applies(lab, drawn, dtype)
     (stream,) = lab.streams("s")
@@ -140,7 +140,7 @@ def test_a_kernel_is_right_on_drawn_operands(lab: Lab, drawn: KernelProblems, dt
 @promise("KernelSet.every_variant", "The call returns and writes the same values as outside the scope.")
 @pytest.mark.parametrize("drawn", KERNELS.values(), ids=lambda drawn: drawn.kernel)
 def test_a_kernel_is_right_while_every_variant_is_run(lab: Lab, drawn: KernelProblems) -> None:
-    """A kernel gives right results inside the scope in which an engine warms up all variants."""
+    """Results are within the rounding bound inside the scope in which an engine warms up all variants of a kernel."""
     _applies(lab, drawn, torch.float32)
     scope = lab.backend.kernels_in_use.every_variant()
     if scope is None:
@@ -153,7 +153,7 @@ def test_a_kernel_is_right_while_every_variant_is_run(lab: Lab, drawn: KernelPro
 @promise("KernelSet", "*Capture.* Every method may be captured; none reads a device value on the host.")
 @pytest.mark.parametrize("drawn", KERNELS.values(), ids=lambda drawn: drawn.kernel)
 def test_a_kernel_is_right_in_a_graph(lab: Lab, drawn: KernelProblems) -> None:
-    """A kernel that was captured with other values gives right results at its replay."""
+    """A kernel that was captured with other values gives results within the rounding bound at its replay."""
     _applies(lab, drawn, torch.float32)
     (stream,) = lab.streams("s")
     with refusals_left_out(lab.backend.capabilities), _check_of(drawn, "in a graph"):

@@ -13,8 +13,8 @@ from outrider_conformance.reporting.verdict import refusals_left_out
 @promise("Capabilities.page_size", "Tokens of a KV page with which the backend's own kernels run:")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_preferred_pages_and_dtypes_are_attended_to(lab: Lab, shape: str) -> None:
-    """Lengths on both sides of a page's end, with NaN after each sequence, are right, and no call is left to the
-    reference, in each preferred dtype.
+    """Attention equals the reference for lengths on both sides of a page's end, with NaN after each sequence, in each
+    preferred dtype, and no call is left to the reference.
     """
     context = SHAPES[shape].context(lab.backend)
     for dtype in preferred_dtypes(lab.backend):
@@ -42,5 +42,7 @@ def test_attention_in_a_graph_follows_the_lengths(lab: Lab, shape: str) -> None:
 @pytest.mark.parametrize("shape", ["decoding", "a chain"])
 @pytest.mark.parametrize("quantized", [False, True], ids=["unquantized", "quantised"])
 def test_layers_use_it(lab: Lab, shape: str, quantized: bool) -> None:
-    """The attention block of a layer uses the backend's own attention. Other tests check the numbers."""
+    """The attention block of a layer uses the backend's own attention, with quantised weights, too. Other tests check the
+    results.
+    """
     check_block(lab, SHAPES[shape], quantized=quantized)

@@ -29,7 +29,7 @@ _SLACK_BYTES = 1 << 16
 @pytest.mark.parametrize("new", [(1, 1, 1), (4, 4, 4), (5, 1, 30)], ids=["decoding", "verifying", "ragged"])
 @pytest.mark.parametrize("window", [0, 8], ids=["all", "window"])
 def test_a_plan_follows_its_batch(lab: Lab, new: tuple[int, ...], window: int) -> None:
-    """One plan is renewed for a batch with other lengths, and its attention is right."""
+    """One plan is renewed for a batch with other lengths, and attention with the renewed plan equals the reference."""
     check_renewed(lab, new, window)
 
 
