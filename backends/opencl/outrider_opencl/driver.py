@@ -260,7 +260,9 @@ class Queue:
         return int(self.native.int_ptr)
 
     def _enqueue(self, what: str, call: Callable[..., int], *also_after: cl.Event) -> None:
-        """Make a call that takes a list of events to wait for and returns its own event, which becomes the last."""
+        """Enqueue the command ``what`` by ``call``, which takes the events that the command waits for and returns the
+        command's own event. In the shared queue, the command also waits for the previous command of this stream.
+        """
         made = ctypes.c_void_p()
         with self._lock:
             after = [*also_after, self._last] if self._is_chain and self._last is not None else also_after

@@ -1,8 +1,9 @@
-"""Random chains of blocks: what a block defers, the next block and the last norm compute.
+"""Random chains of blocks. A block may defer work to the next block or to the last norm, so each problem runs the whole
+chain.
 
-The composed blocks of the references in float64 are right. A problem passes the residual stream through two blocks of a kind,
-so that a contribution that the first defers is fused with the second. Weights don't quantise activations, since the
-quantisation of a norm depends on its last bit.
+The composed blocks of the references in float64 give the expected results. A problem passes the residual stream through two
+blocks of a kind, so that a contribution that the first defers is fused with the second. Weights don't quantise activations,
+since the quantisation of a norm depends on its last bit.
 """
 
 from __future__ import annotations

@@ -191,8 +191,8 @@ class Lanes:
                 del self._tokens[id(token)]
 
     def _begin_task(self, before: Actor | None, known: Clock) -> None:
-        """Give the calling thread of a pool a new actor, which knows only the thread's start and the submission of
-        the task.
+        """Give the calling thread of a pool a new actor. It is ordered after the thread's start and the submission ``known``
+        of the task, and not after the thread's earlier tasks.
         """
         if not hasattr(self._local, "pool_start"):
             self._local.pool_start = NOTHING if before is None else before.clock

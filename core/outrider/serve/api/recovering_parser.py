@@ -21,9 +21,7 @@ class RecoveringParser(ResponseParser):
         self._text_start = len(self._buffer)
 
     def finish(self) -> list[dict[str, Any]]:
-        """Tell the parser that no text follows, and return its last events. An open region is closed, and its event is among
-        them.
-        """
+        """Parse the end of the text and return the last events. An open region is closed, and its event is among them."""
         events: list[dict[str, Any]] = []
         self._process(events, eos=True)
         return events

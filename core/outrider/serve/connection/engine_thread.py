@@ -39,7 +39,7 @@ class EngineThread(EngineClient):
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
 
     async def close(self) -> None:
-        """Tell the thread to end and wait until it has ended."""
+        """Send :class:`StopEngine` to the thread and wait until it has ended."""
         self._gone(EngineGone("the engine was closed"), expected=True)
         if self._thread.ident is not None:
             self._commands.put(StopEngine())

@@ -118,7 +118,7 @@ def test_a_renewed_buffer_refuses_its_old_readers(backend: Backend) -> None:
 
 @promise("Backend.attach", "One observer at a time.")
 def test_one_observer_at_a_time(backend: Backend) -> None:
-    """A second observer is refused until the first is detached. An observer is told of existing streams."""
+    """A second observer is refused until the first is detached. A new observer receives a report of each existing stream."""
     stream = backend.create_stream("early")
     with logged(backend) as log:
         assert ("stream", stream.name) in log.entries, "an observer isn't told of streams that existed before it"

@@ -53,7 +53,7 @@ PROBES: Mapping[str, Callable[..., None]] = MappingProxyType(
 @promise("Capabilities", "and so does a working ability that isn't declared.")
 @pytest.mark.parametrize("ability", PROBES)
 def test_what_works_is_declared(lab: Lab, ability: str) -> None:
-    """A test of an undeclared ability fails, on a backend that is told to declare the ability."""
+    """The test of an undeclared ability fails if it runs on a view of the backend that declares the ability."""
     declared, base = lab.backend.capabilities, BUILDS_ON.get(ability)
     if getattr(declared, ability):
         not_applicable(f"{ability} is declared")
