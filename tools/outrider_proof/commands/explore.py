@@ -141,10 +141,10 @@ def explore(
     them.
 
     A program is a function of one argument, the backend. It creates its streams and tensors there, and raises an exception if
-    a result is wrong. Without a name, the programs of the corpus are listed. ``decode`` is the real engine on random host
-    programs: its tokens are compared with non-speculative decoding, the sanitizer watches, and one of its fences can be left
-    out. ``ranks`` is the engine on several simulated ranks, or with ``--inject`` and ``--corrected`` the corpus of ranks that
-    differ. ``corpus`` runs all corrected programs under the sanitizer, which must find nothing.
+    a result is wrong. ``decode`` is the engine on random host programs: its tokens are compared with non-speculative
+    decoding, and the sanitizer watches. ``ranks`` is the engine on several simulated ranks, or with ``--inject`` the corpus
+    of ranks that differ. ``corpus`` runs all corrected programs, in which the sanitizer must find nothing. Without a name,
+    the programs of the corpus are listed.
     """
     del json_output
     if name is None:
