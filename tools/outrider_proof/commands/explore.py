@@ -137,14 +137,13 @@ def explore(
     inject: InjectOption = None,
     json_output: JsonOption = False,
 ) -> CommandReport:
-    """Run a program under many schedules. The exit code is 1, with the shrunk schedule, if the program fails under one of
-    them.
+    """Run a program under many schedules. The exit code is 1, with the shrunk schedule, if the program fails.
 
     A program is a function of one argument, the backend. It creates its streams and tensors there, and raises an exception if
     a result is wrong. ``decode`` is the engine on random host programs: its tokens are compared with non-speculative
     decoding, and the sanitizer watches. ``ranks`` is the engine on several simulated ranks, or with ``--inject`` the corpus
-    of ranks that differ. ``corpus`` runs all corrected programs, in which the sanitizer must find nothing. Without a name,
-    the programs of the corpus are listed.
+    of ranks that differ. ``corpus`` runs all corrected programs, in which the sanitizer must find nothing. No name lists the
+    corpus.
     """
     del json_output
     if name is None:
