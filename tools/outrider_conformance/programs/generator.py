@@ -186,7 +186,7 @@ class _ProgramDraft:
         return self.span(to, length, count), self.span(source, length, count)
 
     def crossing(self) -> tuple[ElementSpan, ElementSpan] | None:
-        """Return dense random spans of a buffer and of a pinned slot of one dtype."""
+        """Return dense random spans of a buffer and of a pinned slot of one dtype; None without such memory."""
         program = self.model.program
         pairs = [(b, s) for b in self.buffers for s in self.slots if program.buffers[b].dtype == program.slots[s].dtype]
         if not pairs:

@@ -377,7 +377,9 @@ class Pruned(BaseException):
 
 
 class StepAccesses(NamedTuple):
-    """Memory and objects that one step may access. A span is (first address, end, writes); `all` conflicts with all."""
+    """Memory and objects that one step may access. A span is (first address, end, writes). With ``all``, the step conflicts
+    with every other step.
+    """
 
     actor: str
     host: bool

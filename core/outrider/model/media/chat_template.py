@@ -100,7 +100,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the rendered conversation as text. Raises the same errors as :meth:`tokens`."""
+        """Return the rendered conversation as text. Arguments and errors are those of :meth:`tokens`."""
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         return str(self._apply(messages, tools, {"tokenize": False} | options, variables))
 
