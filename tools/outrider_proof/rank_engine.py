@@ -364,7 +364,7 @@ def explore_engine(wanted: RanksWanted, explorer: RankExplorer | None = None) ->
 def _once(
     explorer: RankExplorer, backend: Backend, outcome: RankProgramResult, program: HostProgram, wanted: RanksWanted
 ) -> BaseException | None:
-    """Run a program once and return its error. The schedule is random, or program order if a divergence is injected."""
+    """Run a program once and return its error, or None. The order is random, or program order with an injected divergence."""
     from outrider_sanitizer.races.race import control_of
     from outrider_sim.explore.exploration import run_once
     from outrider_sim.explore.strategies import make_strategy

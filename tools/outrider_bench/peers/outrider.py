@@ -48,7 +48,7 @@ class OutriderPeer(Peer):
         serve_on_engine(self._engine, prompts, counts, arrived)
 
     def limit_ms(self, batch: int, context: float) -> float | None:
-        """Return the bytes of an iteration over the measured bandwidth, in milliseconds."""
+        """Return the bytes of an iteration over the measured bandwidth, in milliseconds; None if the bytes are unknown."""
         from outrider_bench.limits import iteration_bytes
 
         needed = iteration_bytes(self._engine, batch=batch, context=context)
