@@ -70,7 +70,7 @@ def run(
     drop: str | None = None,
 ) -> dict[str, int]:
     """Run one random program on the current schedule and return counts of its requests. Raises the program's first error."""
-    from outrider_sanitizer.races.rank_program import control_of
+    from outrider_sanitizer.races.race import control_of
 
     rng = random.Random(f"landing {seed}")
     chosen, mode = rng.choice(PROPOSERS), rng.choice(("staged", "graphs", "fused"))

@@ -20,8 +20,8 @@ Points = Sequence[tuple[float, float, str]]
 
 
 def write_output(option: str, path: Path, text: str) -> str | None:
-    """Write a file of results. If that fails, print the reason to standard error and return it, so that the command still
-    prints its figures.
+    """Write a file of results and return None. If that fails, print the reason to standard error and return it, so that the
+    command still prints its figures.
     """
     try:
         write_whole(path, text)

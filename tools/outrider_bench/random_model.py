@@ -97,7 +97,9 @@ class RandomModel:
         kv_dtype: str = "auto",
         batch_invariant: bool = False,
     ) -> tuple[LanguageModel, Proposer | None]:
-        """Return the model and its proposer on a device, or this rank's part of them."""
+        """Create the model with random weights, and its proposer, on a device; with ``ranks``, this rank's part of them.
+        ``kv_dtype`` is the format of the KV cache. With ``batch_invariant``, the model uses batch-invariant kernels.
+        """
         from outrider.cli.options.models import vocabulary_of
         from outrider.model import Decoder, DraftVocabulary, with_output_head
         from outrider.speculative.eagle import EagleProposer
@@ -227,5 +229,7 @@ class RandomModel:
 
 
 def describe_quantization(format: str | None, *, head: bool) -> str | None:
-    """Return the format of weights as a report names it; None for unquantized weights."""
+    """Return the weight format for a report, with a note whether the output head is quantised (``head``); None for
+    unquantized weights.
+    """
     return format and f"{format}, output head {'too' if head else 'unquantized'}"

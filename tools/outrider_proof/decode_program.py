@@ -251,7 +251,9 @@ class HostProgram:
         return plain_config(**sizes | fields)
 
     def longest(self, proposer: Proposer, *, images: bool) -> int:
-        """Return the tokens of the longest request with its output, its draft slots and, with ``images``, its image."""
+        """Return the number of tokens of the longest request, with its output, its draft slots and, with ``images``, its
+        image.
+        """
         longest = max(arrival.length + arrival.max_tokens for arrival in self.arrivals)
         return longest + max(12, proposer.nodes + 2) + (16 if images else 0)
 

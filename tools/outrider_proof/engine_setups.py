@@ -129,7 +129,9 @@ class Models:
         overlap: bool = True,
         wrap: Callable[[Fence], Fence] | None = None,
     ) -> Engine:
-        """Return an engine with the sizes of the program; ``wrap`` becomes its ``wrap_fence``."""
+        """Return an engine with the sizes of the program. ``mode`` is staged, graphs (staged, with graphs) or fused.
+        ``overlap``: the host launches an iteration ahead. ``wrap`` becomes the engine's ``wrap_fence``.
+        """
         # Pages for the longest request with its image and draft slots, and few more: other requests wait or are preempted.
         proposer = self.make()
         config = program.config(

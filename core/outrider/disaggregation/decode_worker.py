@@ -287,7 +287,9 @@ class DecodeWorker:
         )
 
     def _advance(self, peer: _PrefillPeer, entry: _Entry) -> bool:
-        """Reserve the pages of a prefilled request, or tell the peer to write them. Return whether the request advanced."""
+        """Reserve the pages of a prefilled request, or send their numbers to the peer, which then writes them. Return whether
+        the request advanced.
+        """
         if entry.stage is _Stage.WANTS_PAGES:
             try:
                 entry.expected = self.engine.lending.expect(entry.state)

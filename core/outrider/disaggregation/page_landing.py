@@ -30,21 +30,11 @@ _KV_DIMS = 4
 """Dimensions of a cache of keys or values: [pages, page size, KV heads, head size]. Other caches aren't shared out."""
 
 
-def head_shard(heads: int, rank: Shard) -> Shard:
-    """Return the slice of ``heads`` KV heads that tensor-parallel rank ``rank`` holds. If there are fewer heads than ranks,
-    several ranks hold the same head. Raises :class:`ConfigError` if the heads can't be divided.
-    """
-    size = min(heads, rank.size)
-    if heads % size or rank.size % size:
-        raise ConfigError(f"a cache of {heads} KV heads can't be shared out among {rank.size} tensor-parallel ranks")
-    return Shard(rank.rank * size // rank.size, size)
-
-
 def part_shape(cache: Tensor, rank: Shard) -> list[int]:
     """Return the shape of one page of ``cache`` on tensor-parallel rank ``rank``."""
     shape = list(cache.shape[1:])
     if cache.dim() == _KV_DIMS:
-        shape[1] //= head_shard(shape[1], rank).size
+        shape[1] //= rank.kv_head_shard(shape[1]).size
     return shape
 
 
@@ -52,7 +42,7 @@ def slots_of_part(caches: Sequence[Tensor], rank: Shard) -> tuple[Tensor, ...]:
     """Return views [token slots, elements of a slot] of the part of ``caches`` that tensor-parallel rank ``rank`` holds."""
     parts = []
     for cache in caches:
-        heads = head_shard(cache.shape[2], rank) if cache.dim() == _KV_DIMS else Shard()
+        heads = rank.kv_head_shard(cache.shape[2]) if cache.dim() == _KV_DIMS else Shard()
         slots = cache.flatten(0, 1)
         parts.append(slots.reshape(slots.shape[0], heads.size, -1)[:, heads.rank])
     return tuple(parts)

@@ -142,7 +142,8 @@ class FollowersGuides(GuidedDecoding):
 
 
 class RankedStep:
-    """The step of a rank: it passes what the ranks agreed on to the model before each iteration.
+    """The step of a rank: before each iteration it sets the stream of the model's collectives, and the pass widths that all
+    ranks share.
 
     With data-parallel groups, this rank enqueues the collectives of all groups, with idle requests if it has none of its own.
     """

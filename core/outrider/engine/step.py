@@ -2,8 +2,8 @@
 
     host:     stage inputs ─┐
     schedule: upload · unpack, resolve lengths ── inputs_ready ─┐
-    forward:  prefill · gather ── shared_reads_done ─┬─ draft ── draft_outputs_ready ─┐ join · verify ─┐ extend · stash · keep
-    plan:     first part (overlaps the draft) ───────┴─ second part ── plan_ready ────┘ extend plan ───┘
+    forward:  prefill · gather ─ shared_reads_done ┬─ draft ─ draft_outputs_ready ─┐ join · verify ─┐ extend · stash · results
+    plan:     first part (overlaps the draft) ─────┴─ second part ─ plan_ready ────┘ extend plan ───┘
     copy:     results of the iteration to the host
 
 This is *staged* mode: each stage is called, or replayed from a graph of its own. :mod:`outrider.engine.fused_step` has fused
@@ -166,7 +166,7 @@ class Step:
         fences.inputs_ready.wait(self._streams.forward)
 
     def _launch_prompts(self, batch: Batch, packer: Packer, bucket: PrefillBucket | None) -> PrefilledChunks | None:
-        """Enqueue on forward all work that precedes decode. Return the prompt chunks that the draft has not read."""
+        """Enqueue on forward all work that precedes decode. Return the prompt chunks that the draft has not read, or None."""
         if any(request.params.penalized for request in batch.admitted):
             with self._backend.on(self._streams.forward):
                 self._input_upload.write_token_counts(packer)

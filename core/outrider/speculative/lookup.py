@@ -448,11 +448,11 @@ class CombinedProposer(Proposer):
 
     @property
     def host_lengths(self) -> Mapping[str, int] | None:
-        """The host parameters of the other proposer's attention lengths; the lookup has no attention."""
+        """The host parameters of the other proposer's attention lengths, or None; the lookup has no attention."""
         return self._other.host_lengths
 
     def host_lengths_of(self, count: int) -> Mapping[str, int] | None:
-        """Return the host lengths of the other proposer for a draft of ``count`` tokens."""
+        """Return the host lengths of the other proposer for a draft of ``count`` tokens, or None if it has none."""
         return self._other.host_lengths_of(count)
 
     @property

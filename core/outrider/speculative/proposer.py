@@ -431,9 +431,9 @@ def extend_rope_positions(rope: RopeConfig, inputs: ExtendInputs) -> Tensor:
 
 
 def target_tokens(kernels: KernelSet, drafted: Tensor, ids: Tensor | None) -> Tensor:
-    """Return the target's tokens of draft-vocabulary tokens of any shape.
+    """Return the target's token number for each draft token number in ``drafted``, int64 of any shape, in the same shape.
 
-    ``ids`` int64 [Vd] are the target's tokens; None means that both vocabularies are the same.
+    ``ids`` int64 [Vd] is the target's token of each draft token; None means that both vocabularies are the same.
     """
     return drafted if ids is None else kernels.gather_rows(ids, drafted.flatten()).view(drafted.shape)
 
@@ -574,7 +574,7 @@ class HeadProposer(CachedProposer):
         return self.head.reads_hidden
 
     def to_target_tokens(self, drafted: Tensor) -> Tensor:
-        """Return the target's tokens of draft-vocabulary tokens of any shape."""
+        """Return the target's token number for each draft token number in ``drafted``, int64, in the same shape."""
         return target_tokens(self.head.kernels, drafted, self.head.target_ids)
 
     def expand_to_target(self, probs: Tensor) -> Tensor:

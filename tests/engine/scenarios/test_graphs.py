@@ -16,7 +16,7 @@ from outrider_proof.checkpoints import write_vision_checkpoint
 from outrider_proof.decode_program import WrongTokens
 from outrider_proof.tiny import plain_config
 from outrider_sanitizer import RaceError, watch
-from outrider_sanitizer.report.findings import STALENESS
+from outrider_sanitizer.report import STALENESS
 
 
 @pytest.fixture(scope="module")

@@ -106,7 +106,7 @@ def extra_row(candidate: Candidate[Any], kind: str, detail: str) -> dict[str, ob
 
 
 def extra_rows(registry: Registry, proposers: Plugins[Any], *, load: bool = True) -> list[dict[str, object]]:
-    """Return the installed kernel sets and proposers as JSON data."""
+    """Return the installed kernel sets and proposers as JSON data. ``load=False`` loads no plugin."""
     from outrider.registry.engine_plugins import with_reserved_name_check
 
     rows = []

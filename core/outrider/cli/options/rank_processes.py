@@ -243,8 +243,8 @@ class Joined:
 
 
 def _said_elsewhere(place: RankPlacement, error: OutriderError) -> bool:
-    """Return True if another rank, too, fails with this error before the ranks have joined, such as a wrong option, and so
-    reports it.
+    """Return True if another rank has already announced the same error, so that this rank need not print it. Ranks announce
+    errors that precede their first connection, such as a wrong option, in the store of torchrun.
     """
     if not place.agent or not place.store_is_elsewhere:
         return False
@@ -274,9 +274,11 @@ def check_expert_parallel(expert: bool, tensor: int, data: int) -> None:
 def run_on_ranks(
     arguments: Sequence[str] | None, tensor: int, data: int, *, expert: bool = False, json_output: bool
 ) -> CommandReport | None:
-    """Run the command on several ranks and return their report. Returns None in a rank and for a single process.
+    """Run the command on ``tensor`` x ``data`` ranks and return their report. Returns None in a rank and for a single
+    process.
 
-    Raises :class:`ConfigError` if the command was called from Python, where there is no command line to start again.
+    ``expert``: the ranks divide the experts. ``json_output``: the report is for scripts. Raises :class:`ConfigError` if the
+    command was called from Python, where there is no command line to start again.
     """
     check_expert_parallel(expert, tensor, data)
     if tensor * data == 1 or RankPlacement.from_environment() is not None:

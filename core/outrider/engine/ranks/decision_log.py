@@ -53,7 +53,10 @@ class DecisionLog:
         return policy
 
     def limited(self, timeout_s: float | None) -> float | None:
-        """Return the limit of host waits, which was ``timeout_s``, once everything is compiled."""
+        """Return the time limit in seconds of each host wait, for an engine whose limit is ``timeout_s``: here unchanged.
+
+        The engine calls this after the warm-up, because a compilation may take longer than the limit.
+        """
         return timeout_s
 
     def append_call(self, name: str, *arguments: object) -> None:
@@ -178,7 +181,9 @@ class RankedDecisionLog(DecisionLog):
         return policy if self.leads else ReplicatedLength(policy.lengths, self)
 
     def limited(self, timeout_s: float | None) -> float | None:
-        """Return the limit after which a rank that doesn't come is lost."""
+        """Return the time limit in seconds of each host wait: the smaller of ``timeout_s`` and the ranks' time limit, after
+        which a rank counts as lost.
+        """
         return min(timeout_s or self.ranks.config.timeout_s, self.ranks.config.timeout_s)
 
     def keep_handed_over(self, handed: HandOver) -> HandOver:

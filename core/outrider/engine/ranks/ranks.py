@@ -276,7 +276,9 @@ class Ranks:
         return {rank: beat for rank, beat in beats.items() if beat is not None}
 
     def _late_rank(self, before: Mapping[int, Heartbeat]) -> str | None:
-        """Return a message about a rank that made fewer calls than this one and gave a heartbeat since ``before``."""
+        """Return a message about a rank that made fewer calls than this one and gave a heartbeat since ``before``; None
+        without one.
+        """
         own_calls, beats = self.heartbeat(0).calls, self._other_heartbeats()
         late = min(beats, key=lambda rank: beats[rank].calls, default=None)
         if late is None or beats[late].calls >= own_calls or beats[late].number <= before.get(late, beats[late]).number:

@@ -162,7 +162,9 @@ class GroupScheduler:
         return self._schedulers[request.group]
 
     def _choose_length(self) -> int:
-        """Return the longest length if a request samples (its draws depend on the draft), else the policy's choice."""
+        """Return the draft length of the next iteration: the longest length if a request samples, because its tokens depend
+        on the draft, else the policy's choice.
+        """
         decoding = [request for request in self.running if not request.finished and not request.needs_prefill]
         if not decoding or Features.from_requests(decoding) != Features():
             return self._draft_length.lengths[-1]

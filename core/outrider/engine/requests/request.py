@@ -373,7 +373,7 @@ class Request:
         return 0 if self.transcript is None else self.transcript.append(tokens, is_last=self.finished)
 
     def _stopped_by(self) -> str | int | None:
-        """Return the client's stop string or stop token that ended the output."""
+        """Return the client's stop string or stop token that ended the output; None if something else ended it."""
         if self.finish_reason is not FinishReason.STOP:
             return None
         if self.stop_text is not None and self.stop_text.matched is not None:

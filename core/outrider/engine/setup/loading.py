@@ -136,7 +136,8 @@ def load_checkpoint(
 
 
 def _checked_draft(directory: Path, draft_dir: Path | None, speculate: str) -> Path | None:
-    """Return the draft's directory, which is the model's if the heads are in its checkpoint.
+    """Return the draft's directory, which is the model's if the heads are in its checkpoint; None for a proposer without a
+    draft.
 
     Its kind and its files' headers are checked here, before the target is read.
     """

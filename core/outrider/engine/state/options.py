@@ -71,7 +71,9 @@ class BatchOptions:
         return logits
 
     def commit(self, kernels: KernelSet, tokens: Tensor) -> None:
-        """Count the output ``tokens`` int64 [B, N] on the forward stream. -1 stands for no token."""
+        """Add the output ``tokens`` int64 [B, N] to the token counts of the requests' rows, on the forward stream. -1 stands
+        for no token.
+        """
         if self.counts is not None:
             kernels.count_tokens(self.counts, self.rows, tokens)
 
@@ -176,7 +178,9 @@ class OptionTable:
                 static.copy_(table.index_select(0, rows))
 
     def options_from_inputs(self, features: Features, inputs: DecodeInputs) -> BatchOptions | None:
-        """Return the options of a batch that :meth:`gather_into` has copied to ``inputs``."""
+        """Return the options of a batch that :meth:`gather_into` has copied to ``inputs``; None if ``features`` has no
+        options.
+        """
         if not features.options:
             return None
         return self._options(features, inputs.rows, inputs.numbers, inputs.shares, inputs.biases)

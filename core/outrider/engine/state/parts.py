@@ -22,7 +22,9 @@ _MAX_TRANSFERS = 64
 
 
 class EngineParts:
-    """The parts that live as long as the engine. Creating them allocates all its memory, which is then in place."""
+    """The parts that live as long as the engine. Creating them allocates all memory of the engine, whose addresses then stay
+    the same.
+    """
 
     def __init__(
         self,

@@ -304,8 +304,8 @@ class Results:
     def write_host_failures(self, reason: int, requests: Mapping[int, str], *, prefill: bool = False) -> None:
         """Write a host failure of this rank to the probe results, so that all ranks end the requests.
 
-        ``reason``: the index of the failure. ``requests``: a message for each request, by its index in the batch. Call on
-        the forward stream, before the ranks agree on probe results.
+        ``reason``: the index of the failure. ``requests``: a message for each request, by its index in the batch, or among
+        the prefill chunks if ``prefill``. Call on the forward stream, before the ranks agree on probe results.
         """
         for index, text in requests.items():
             row = index + self._max_requests * prefill

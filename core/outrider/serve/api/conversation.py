@@ -117,7 +117,7 @@ def function_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any
 
 
 def thinking_variables(enabled: bool) -> dict[str, bool]:
-    """Return the chat-template variables that turn reasoning on or off. Templates use one of two names."""
+    """Return the chat-template variables that turn reasoning on (``enabled``) or off, under both names that templates use."""
     return {"enable_thinking": enabled, "thinking": enabled}
 
 

@@ -222,7 +222,7 @@ class EngineThread(EngineClient):
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
 
     async def close(self) -> None:
-        """Tell the thread to end and wait until it has ended."""
+        """Send :class:`StopEngine` to the thread and wait until it has ended."""
         self._gone(EngineGone("the engine was closed"), expected=True)
         if self._thread.ident is not None:
             self._commands.put(StopEngine())
@@ -297,7 +297,7 @@ class EngineProcess(EngineClient):
         return None if self._process is None else self._process.pid
 
     async def close(self) -> None:
-        """Tell the child to end and wait until it has exited. A child that doesn't exit in time is killed."""
+        """Send :class:`StopEngine` to the child and wait until it has exited. A child that doesn't exit in time is killed."""
         self._gone(EngineGone("the engine was closed"), expected=True)
         if self._process is None:
             return
@@ -428,7 +428,9 @@ class EngineRanks(EngineProcess):
         self.add_loss_listener(self._lost)
 
     async def close(self) -> None:
-        """Tell the ranks to end and wait until all have exited. Ranks that don't exit in time are killed."""
+        """Send :class:`StopEngine` to rank 0, and wait until all ranks have exited. A rank that does not exit in time is
+        killed.
+        """
         await super().close()
         for process in self._followers:
             await join_or_kill(process)

@@ -189,7 +189,7 @@ def _is_local(endpoint: str) -> bool:
 
 
 def _extra_keys(extra: object) -> tuple[Any, ...] | None:
-    """Return the value of :meth:`Request.extra_identity` for msgpack.
+    """Return the value of :meth:`Request.extra_identity` for msgpack; None stays None.
 
     Each image becomes (digest in hexadecimal, position in the prompt).
     """
