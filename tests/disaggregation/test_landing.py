@@ -10,15 +10,15 @@ from disaggregation.test_sides import NEW, prompts, state
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError, EngineStopped
 from outrider.disaggregation.codec import engine_fit
+from outrider.disaggregation.connections import WireError, WireMessage
 from outrider.disaggregation.page_landing import FollowerLinks
 from outrider.disaggregation.server import _layout_of
-from outrider.disaggregation.wire import WireError, WireMessage
 from outrider.engine.ranks.ranks import ParallelConfig
 from outrider.engine.ranks.records import RanksFailed
 from outrider.errors import RequestError
 from outrider.model import Shard
 from outrider.transports import LinkDown
-from outrider.transports.local_transport import LocalTransport
+from outrider.transports.link import LocalTransport
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import tiny
 from outrider_proof.proposers import MAKERS, decoder

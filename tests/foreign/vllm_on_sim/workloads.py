@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from outrider_sanitizer.report.findings import Finding, FindingKind, Report
+from outrider_sanitizer.report import Finding, FindingKind, Report
 
 Prompt = tuple[int, ...]
 
