@@ -33,7 +33,7 @@ def installed(monkeypatch, tmp_path):
         (tmp_path / "davinci_manager").touch()
         found = {"torch": torch, "torch_npu": torch_npu}
         monkeypatch.setattr(machine, "_version", found.get)
-        return machine.find_trouble(tmp_path)
+        return machine.find_obstacle(tmp_path)
 
     return make
 

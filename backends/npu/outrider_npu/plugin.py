@@ -22,7 +22,7 @@ def backend_info() -> BackendInfo:
     """Describe the backend: usable if a matching torch_npu is installed and the driver lists a device. Imports neither."""
     from outrider_npu import machine
 
-    trouble = machine.find_trouble()
+    trouble = machine.find_obstacle()
     return BackendInfo(
         name="npu",
         description=DESCRIPTION,
@@ -42,7 +42,7 @@ def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
         raise ConfigError(f"backend 'npu' takes no options, got {sorted(options)}")
     from outrider_npu import machine, runtime
 
-    trouble = machine.find_trouble()
+    trouble = machine.find_obstacle()
     if trouble is not None:
         raise BackendLoadError(f"backend 'npu' can't run here: {trouble.reason}; {trouble.advice}")
     runtime.load()

@@ -32,7 +32,7 @@ from outrider.device import (
     Stream,
 )
 from outrider_opencl.command_buffers import CommandBuffer, CommandBufferFunctions, CommandBufferGraph, Recorder
-from outrider_opencl.driver import Failures, Mark, OneShot, OpenCLDevice, Program, Queue, UserEventFlag
+from outrider_opencl.driver import Failures, Mark, OneShotEvent, OpenCLDevice, Program, Queue, UserEventFlag
 from outrider_opencl.kernels import LAUNCHES, OpenCLKernels
 from outrider_opencl.memory import SharedMemory
 from outrider_opencl.queueing import Launcher, Queueing, ReadsOutsideOperators
@@ -159,7 +159,7 @@ class OpenCLFlag(Flag):
         cast(OpenCLStream, stream).queue.run_on_host(self._state.raise_up)
 
     def _wait(self, stream: Stream) -> None:
-        waiter, queue = OneShot(self._opencl), cast(OpenCLStream, stream).queue
+        waiter, queue = OneShotEvent(self._opencl), cast(OpenCLStream, stream).queue
         queue.run_on_host(lambda: self._state.arrive(waiter))
         queue.wait(waiter.event)
 
@@ -261,7 +261,7 @@ class OpenCLBackend(Backend):
         if self.recorder is not None:
             self.recorder.spin(cycles)
             return
-        end, queue = OneShot(self.opencl), cast(OpenCLStream, stream).queue
+        end, queue = OneShotEvent(self.opencl), cast(OpenCLStream, stream).queue
         queue.run_on_host(threading.Timer(cycles / 1e9, end.complete).start)
         queue.wait(end.event)  # a sleeping native kernel would occupy one of the runtime's few threads
 

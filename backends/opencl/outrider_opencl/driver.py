@@ -328,7 +328,7 @@ class Program:
         return Kernel(self._device.library, cl.Kernel(self._built, name), name)
 
 
-class OneShot:
+class OneShotEvent:
     """A user event: a point that a callback passes once."""
 
     def __init__(self, device: OpenCLDevice) -> None:
@@ -348,9 +348,9 @@ class UserEventFlag:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._is_up = False
-        self._waiters: list[OneShot] = []
+        self._waiters: list[OneShotEvent] = []
 
-    def arrive(self, waiter: OneShot) -> None:
+    def arrive(self, waiter: OneShotEvent) -> None:
         """Complete ``waiter`` if the flag is up, else at the next set."""
         with self._lock:
             if not self._is_up:

@@ -70,7 +70,7 @@ class FaultState(ABC):
             failed, self._failed = self._failed, None
             raise failed
 
-    def lost_again(self) -> DeviceLost:
+    def new_lost_error(self) -> DeviceLost:
         """Return a new error object for a device that an earlier fault has made unusable."""
         assert self.lost is not None
         return DeviceLost(str(self.lost))

@@ -244,7 +244,7 @@ class StreamMachine(FaultState):
     def enqueue(self, op: Op, stream: StreamQueue) -> None:
         """Queue `op`, or add it to the capture that is open on `stream`. Raises `DeviceLost` after a sticky fault."""
         if self.lost is not None:
-            raise self.lost_again()
+            raise self.new_lost_error()
         if stream.capture is not None:
             stream.capture.add(op, stream)
             return
@@ -254,7 +254,7 @@ class StreamMachine(FaultState):
         else:
             self.point(ENQUEUE)
             if self.lost is not None:
-                raise self.lost_again()
+                raise self.new_lost_error()
         op.seq = self.scheduler.seq
         self.scheduler.seq += 1
         op.number = self.enqueued
@@ -338,7 +338,7 @@ class StreamMachine(FaultState):
             self.scheduler.count_refusal()
             answer = done()
         if self.lost is not None:
-            raise self.lost_again()
+            raise self.new_lost_error()
         if answer:
             self._raise_failed()
         return answer
@@ -349,13 +349,13 @@ class StreamMachine(FaultState):
         """
         me = self.scheduler.local.thread or self.scheduler.main
         if self.lost is not None:
-            raise self.lost_again()
+            raise self.new_lost_error()
         if not self.asks:
-            self.scheduler.note_lazy(me, 0)
+            self.scheduler.record_host_first_delays(me, 0)
         self.scheduler.turns(me, Action("sync", target), ready, what, self)
         self._settle(me, target)
         if self.lost is not None:
-            raise self.lost_again()
+            raise self.new_lost_error()
         self._raise_failed()
 
     def _settle(self, me: HostThread, target: Any) -> None:

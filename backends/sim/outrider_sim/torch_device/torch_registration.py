@@ -133,7 +133,7 @@ def _kernel(dispatcher: Dispatcher, func: Any, failed: Callable[[BaseException],
         except BaseException as error:
             return failed(error)
 
-    torch_names.untraced(kernel.__code__)
+    torch_names.exclude_from_dynamo(kernel.__code__)
     return kernel
 
 
