@@ -14,14 +14,11 @@ from outrider.engine.requests.draft_length import LengthSchedule
 from outrider.engine.state.plans import Plans
 from outrider.model import DFlashHead, DraftVocabulary, EagleHead, ForwardInput, KVCache, MtpHead, with_output_head
 from outrider.registry import get_backend
-from outrider.speculative.block import BlockProposer
-from outrider.speculative.combined import CombinedProposer
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
+from outrider.speculative.lookup import CombinedProposer, NgramProposer, SuffixProposer
 from outrider.speculative.mtp import MtpProposer
-from outrider.speculative.ngram import NgramProposer
-from outrider.speculative.peagle import PEagleProposer
-from outrider.speculative.suffix import SuffixProposer
+from outrider.speculative.parallel import BlockProposer, PEagleProposer
 from outrider.speculative.tree import DynamicTree, FixedTree
 from outrider_proof import proposers, tiny
 from outrider_proof.tiny import plain_config

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cli.terminal.files import write_whole
-from outrider.cli.terminal.streams import note
+from outrider.cli.terminal.report import note
 
 _WIDTH, _HEIGHT = 720, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 150, 44, 52

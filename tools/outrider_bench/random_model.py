@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.cli.options.models import Running, Sizes, prepare_device
 from outrider.cli.options.rank_processes import Joined
 from outrider.cli.terminal.environment import backend_from_environment
-from outrider.cli.terminal.starting import print_engine, show_progress
+from outrider.cli.terminal.report import print_engine, show_progress
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 from outrider_bench.acceptance import acceptance_rates, describe_acceptance
@@ -102,8 +102,8 @@ class RandomModel:
         """
         from outrider.cli.options.models import vocabulary_of
         from outrider.model import Decoder, DraftVocabulary, with_output_head
-        from outrider.speculative.block import BlockProposer
         from outrider.speculative.eagle import EagleProposer
+        from outrider.speculative.parallel import BlockProposer
         from outrider_bench.random_weights import (
             RandomQuantization,
             random_decoder,

@@ -44,9 +44,9 @@ def judged(level: int) -> int:
 def level_of(path: Path) -> int | None:
     """Return the level of a module of the suite, or None for any other file."""
     found = _MODULE.match(path.name)
-    return int(found[1]) if found and path.parent.parent == SUITE else None
+    return int(found[1]) if found and path.parent == SUITE else None
 
 
 SUITE = Path(__file__).parent / "suite"
-MODULES = "l*/test_l*.py"
+MODULES = "test_l*.py"
 """Pattern of the suite's modules in :data:`SUITE`."""

@@ -48,7 +48,7 @@ class Network:
     """The two network links between two engines."""
 
     def __init__(self, first: Engine, second: Engine) -> None:
-        from outrider.transports.local_transport import LocalTransport
+        from outrider.transports.link import LocalTransport
 
         self.engines = first, second
         transport = LocalTransport()

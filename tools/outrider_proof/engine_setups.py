@@ -18,7 +18,7 @@ from outrider.device import KernelSet, WrappedKernels
 from outrider.engine.ranks.ranks import part_of_model
 from outrider.model import MediaProcessor, load_decoder, load_vision
 from outrider.speculative.build import DraftOptions, build_proposer
-from outrider.speculative.ngram import NgramProposer
+from outrider.speculative.lookup import NgramProposer
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import quantised, tiny

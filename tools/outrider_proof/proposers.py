@@ -32,14 +32,11 @@ from outrider.model import (
     Shards,
     or_single_rank,
 )
-from outrider.speculative.block import BlockProposer
-from outrider.speculative.combined import CombinedProposer
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
+from outrider.speculative.lookup import CombinedProposer, NgramProposer, SuffixProposer
 from outrider.speculative.mtp import MtpProposer
-from outrider.speculative.ngram import NgramProposer
-from outrider.speculative.peagle import PEagleProposer
-from outrider.speculative.suffix import SuffixProposer
+from outrider.speculative.parallel import BlockProposer, PEagleProposer
 from outrider.speculative.tree import DynamicTree, FixedTree
 from outrider_proof import tiny
 from outrider_proof.tiny import plain_config

@@ -47,7 +47,7 @@ def run_watched(
     finding, then the error of a body, then :class:`WrongTokens` if ``lost`` names pages or rows.
     """
     from outrider_sanitizer import RaceError, watch_ranks
-    from outrider_sanitizer.races.rank_program import control_of
+    from outrider_sanitizer.races.race import control_of
 
     # The engine orders accesses to whole tensors of rows, not to single rows.
     with watch_ranks(backends, rows_apart=False) as report:
@@ -223,7 +223,7 @@ class RankExplorer:
         """Run one program on the current schedule and return counts of its requests. Raises the first error found."""
         from outrider.engine.ranks.ranks import ParallelConfig, Ranks
         from outrider_proof.engine_setups import prompt_and_media, reference_tokens, without_schedule
-        from outrider_sanitizer.races.rank_program import control_of
+        from outrider_sanitizer.races.race import control_of
 
         backends = self.devices(setup, inject)
         store = control_of(backends[0]).create_store()
@@ -365,7 +365,7 @@ def _once(
     explorer: RankExplorer, backend: Backend, outcome: RankProgramResult, program: HostProgram, wanted: RanksWanted
 ) -> BaseException | None:
     """Run a program once and return its error, or None. The order is random, or program order with an injected divergence."""
-    from outrider_sanitizer.races.rank_program import control_of
+    from outrider_sanitizer.races.race import control_of
     from outrider_sim.explore.exploration import run_once
     from outrider_sim.explore.strategies import make_strategy
 

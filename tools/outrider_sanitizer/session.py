@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from outrider_sanitizer.detector.ranks import RankClocks
 from outrider_sanitizer.observation.hostsync import host_edges
 from outrider_sanitizer.observation.sanitizer import Sanitizer
-from outrider_sanitizer.report.findings import Report
+from outrider_sanitizer.report import Report
 
 if TYPE_CHECKING:
     from outrider.device import Backend

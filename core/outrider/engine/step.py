@@ -30,8 +30,7 @@ from outrider.engine.stages import DecodeBatch, Stages, build_frame
 from outrider.engine.state.parts import EngineParts, ring_entries
 from outrider.engine.state.plans import PlanAtJoin
 from outrider.engine.state.results import PendingResult
-from outrider.engine.state.staging import RESTORED_STATES, SAVED_STATES, Packer, PrefillBucket
-from outrider.engine.state.transfer import StateCopies
+from outrider.engine.state.staging import RESTORED_STATES, SAVED_STATES, Packer, PrefillBucket, StateCopies
 from outrider.speculative.proposer import HostSeqLens
 
 
@@ -223,7 +222,8 @@ class Step:
         decoding requests.
         """
         before = (entry - 1) % self._entries
-        by_row = self._parts.seq_lens_ring.read_entry(before, self._fences.lengths_on_host[before])
+        self._fences.lengths_on_host[before].wait_host()
+        by_row: list[int] = self._parts.seq_lens_ring.read_entry(before).tolist()
         return HostSeqLens(tuple(by_row[request.row] for request in batch.decode), self._parts.capacity)
 
     def _decode_batch(

@@ -24,8 +24,7 @@ from outrider.cli.options.option_values import (
     whole,
 )
 from outrider.cli.terminal.environment import backend_from_environment
-from outrider.cli.terminal.report import CommandReport, exit_code
-from outrider.cli.terminal.starting import show_progress
+from outrider.cli.terminal.report import CommandReport, exit_code, show_progress
 from outrider.cli.terminal.torch_probe import require_torch
 from outrider.device.errors import CapabilityError, ConfigError, OutriderError
 from outrider.engine.fences import FENCES

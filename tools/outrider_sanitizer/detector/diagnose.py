@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from outrider.device import Access, ControllableDevice
-from outrider_sanitizer.detector.actors import Lane
-from outrider_sanitizer.detector.clocks import Actor, Point
+from outrider_sanitizer.detector.actors import Actor, Lane, Point
 from outrider_sanitizer.detector.intervals import Record
 from outrider_sanitizer.detector.memory import Shadow
-from outrider_sanitizer.report.findings import AccessSite, Finding, FindingKind
+from outrider_sanitizer.report import AccessSite, Finding, FindingKind
 
 _CASTS = ("aten::_to_copy", "aten::to.", "aten::type_as")
 

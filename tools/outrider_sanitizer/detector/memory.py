@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from outrider_sanitizer.detector.clocks import Actor, Clock, Point
+from outrider_sanitizer.detector.actors import Actor, Clock, Point
 from outrider_sanitizer.detector.intervals import UNWRITTEN, IntervalMap, Over, Record
 
 _MAX_FREED_STORAGES = 256

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from outrider_sanitizer.detector.clocks import Clock, Point
-from outrider_sanitizer.report.findings import AccessSite, Finding, FindingKind, Report
+from outrider_sanitizer.detector.actors import Clock, Point
+from outrider_sanitizer.report import AccessSite, Finding, FindingKind, Report
 
 if TYPE_CHECKING:
     from outrider.device import Collective, Decision, Group

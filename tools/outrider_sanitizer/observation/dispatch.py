@@ -24,10 +24,10 @@ from outrider.device.kernels.operators import operands_by_index, reads_no_elemen
 from outrider_sanitizer.detector.ranks import RankClocks
 from outrider_sanitizer.detector.streams import HOST
 from outrider_sanitizer.observation.host_arrays import converted_names
-from outrider_sanitizer.observation.replaced_names import replaced
+from outrider_sanitizer.observation.hostsync import replaced
 from outrider_sanitizer.observation.sanitizer import Sanitizer
 from outrider_sanitizer.observation.storages import KnownStorage, Storages, extent
-from outrider_sanitizer.report.source_locations import caller_location
+from outrider_sanitizer.report import caller_location
 
 if TYPE_CHECKING:
     from outrider.device import Backend, Event, Graph, Stream

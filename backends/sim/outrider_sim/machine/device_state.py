@@ -86,8 +86,8 @@ class SimDeviceState:
             if self.options.poison:
                 plain.fill_(float("nan") if dtype.is_floating_point else 0x7F if dtype.itemsize == 1 else 0x7FFF)
         allocation = HostAllocation(plain, self._release_host, self.host_access, self.host_range, self.memory.next_id())
-        if self.machine.strategy.needs_accesses:
-            self.machine.bases[allocation.id] = self.memory.take_address(allocation.nbytes)
+        if self.machine.scheduler.strategy.needs_accesses:
+            self.machine.scheduler.bases[allocation.id] = self.memory.take_address(allocation.nbytes)
         tap = self.machine.tap
         if guarded:
             allocation.kept = plain.untyped_storage()

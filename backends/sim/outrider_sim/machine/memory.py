@@ -245,8 +245,8 @@ class CachingAllocator:
         if tap is not None:
             made.line = self.machine.local.line
             tap.allocated(made, block.last)
-        if self.machine.strategy.needs_accesses:  # not for a tool that only listens: it would grow with the run
-            self.machine.bases[self._ids] = block.address
+        if self.machine.scheduler.strategy.needs_accesses:  # not for a tool that only listens: it would grow with the run
+            self.machine.scheduler.bases[self._ids] = block.address
         block.last = self._ids
         return made
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from outrider_sim.machine.device_state import exclude_ambient_dispatch
 from outrider_sim.machine.memory import Meta, Metas, contiguous
 from outrider_sim.machine.pinned import PinnedTensor
-from outrider_sim.torch_device.operands import CPU, META, is_strided, without_generator
-from outrider_sim.torch_device.opinfo import PLAN_LIMIT, OpInfo, ResultPlan
+from outrider_sim.torch_device.opinfo import CPU, META, PLAN_LIMIT, OpInfo, ResultPlan, is_strided, without_generator
 from outrider_sim.torch_device.tensor import SimTensor
 
 if TYPE_CHECKING:

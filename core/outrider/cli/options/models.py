@@ -26,20 +26,18 @@ from outrider.cli.options.option_values import (
 )
 from outrider.cli.terminal.environment import backend_from_environment, plugin_probe, tuned_directory
 from outrider.cli.terminal.files import check_directory
-from outrider.cli.terminal.starting import chosen, print_engine, show_progress, sum_of_loads
-from outrider.cli.terminal.streams import note
+from outrider.cli.terminal.report import chosen, note, print_engine, show_progress, sum_of_loads
 from outrider.cli.terminal.torch_probe import require_torch
 from outrider.device.scopes import uncollected
 from outrider.errors import CheckpointError
 from outrider.registry import Registry
-from outrider.speculative.names import BUILTIN_PROPOSERS, DRAFTLESS, SUFFIX_PREFIX
-from outrider.speculative.plugin import PROPOSERS_GROUP
+from outrider.speculative.plugin import BUILTIN_PROPOSERS, DRAFTLESS, PROPOSERS_GROUP, SUFFIX_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from outrider.cli.options.rank_processes import Joined
-    from outrider.cli.terminal.starting import Tell
+    from outrider.cli.terminal.report import Tell
     from outrider.device import Backend
     from outrider.engine.config import Choice
     from outrider.engine.engine import Engine

@@ -11,11 +11,10 @@ from enum import StrEnum
 from torch import Tensor
 
 from outrider.device import OutriderError
-from outrider.engine.guides.guidance import Guidance
+from outrider.engine.guides.grammars import Guidance
 from outrider.engine.requests.hand_over import ArrivedPages, HandOver
 from outrider.engine.requests.pages import DecodedState, PageKey
-from outrider.engine.requests.sampling import SamplingParams, TokenLogprobs
-from outrider.engine.requests.stop_text import StopText, Transcript
+from outrider.engine.requests.sampling import SamplingParams, StopText, TokenLogprobs, Transcript
 from outrider.errors import RequestError
 from outrider.model import Media, VisionConfig, VisionTower, expand_placeholders, prompt_positions
 
