@@ -73,10 +73,9 @@ def iteration_cost(engine: Engine, *, batch: int, context: float) -> Cost | None
     one row for each request, a block drafter as many as the target. A token costs two operations for each weight element of
     its products, four for each element of the keys that a query head reads, and those of its recurrent states.
     """
-    from outrider.speculative.block import BlockProposer
-
     from outrider.model import MtpHead
     from outrider.speculative.eagle import EagleProposer
+    from outrider.speculative.parallel import BlockProposer
 
     needed = iteration_bytes(engine, batch=batch, context=context)
     if needed is None:
