@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from outrider.cli.options.models import Running, Sizes, prepare_device
+from outrider.cli.options.models import Running, Sizes, prepare_device, print_engine
 from outrider.cli.options.rank_processes import Joined
 from outrider.cli.terminal.environment import backend_from_environment
-from outrider.cli.terminal.report import print_engine, show_progress
+from outrider.cli.terminal.report import show_progress
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 from outrider_bench.acceptance import acceptance_rates, describe_acceptance

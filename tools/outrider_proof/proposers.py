@@ -37,7 +37,7 @@ from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.lookup import CombinedProposer, NgramProposer, SuffixProposer
 from outrider.speculative.mtp import MtpProposer
 from outrider.speculative.parallel import BlockProposer, PEagleProposer
-from outrider.speculative.tree import DynamicTree, FixedTree
+from outrider.speculative.tree import DynamicTree
 from outrider_proof import tiny
 from outrider_proof.tiny import plain_config
 
@@ -279,7 +279,6 @@ def shape() -> DynamicTree:
 MAKERS: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
     "eagle": lambda t, _: EagleProposer(eagle(t), draft_tokens=3),
     "eagle-tree": lambda t, _: EagleTreeProposer(eagle(t), shape()),
-    "eagle-fixed-tree": lambda t, _: EagleTreeProposer(eagle(t), FixedTree.regular((3, 2, 1))),
     "eagle3": lambda t, _: EagleProposer(eagle3(t), draft_tokens=3),
     "eagle3-tree": lambda t, _: EagleTreeProposer(eagle3(t), shape()),
     "mtp": lambda t, _: MtpProposer(mtp(t)),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from outrider.device import AttentionMetadata, AttentionShape, Backend, CapabilityError, ConfigError, HostParam, KernelSet
 from outrider.model import BaseDraftHead, ForwardInput, KeptRows, KVCache, ModelConfig, RopeConfig, speculative_positions
-from outrider.speculative.tree import Level, Tree, TreeShape
+from outrider.speculative.tree import DynamicTree, Level, Tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -591,7 +591,7 @@ class TreeProposer(CachedProposer):
 
     is_tree = True
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, shape: TreeShape) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, shape: DynamicTree) -> None:
         super().__init__(config, dtype)
         self._shape = shape
 
@@ -604,11 +604,6 @@ class TreeProposer(CachedProposer):
     def nodes(self) -> int:
         """K, the number of nodes of the shape."""
         return self._shape.nodes
-
-    def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
-        """Allocate the KV cache and the constant tensors of the tree's shape on the device."""
-        super().allocate(backend=backend, pages=pages, page_size=page_size)
-        self._shape.allocate_constants(backend.device)
 
     def level_input(
         self, inputs: DraftInputs, level: Level, rope: RopeConfig, positions: Tensor, *, ahead: int

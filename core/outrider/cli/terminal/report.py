@@ -1,4 +1,4 @@
-"""Output of a command: its report for people and for scripts, the standard streams, and notes about the start of its engine.
+"""Output of a command: its report for people and for scripts, the standard streams, and notes about its start.
 
 A report is data for scripts, and a function that renders the data for people. The standard streams are open, accept any text,
 and are reserved for one object with ``--json``.
@@ -12,10 +12,10 @@ import math
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import asdict, dataclass
-from typing import IO, TYPE_CHECKING, Any, TextIO
+from dataclasses import dataclass
+from typing import IO, Any, TextIO
 
 import typer
 from rich import filesize
@@ -23,10 +23,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeElapsedColumn
 
 from outrider.device.errors import OutriderError
-
-if TYPE_CHECKING:
-    from outrider.engine.config import Choice
-    from outrider.engine.engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -269,18 +265,3 @@ def sum_of_loads(tell: Tell) -> Tell:
 def _has_terminal() -> bool:
     """Return whether standard error is a terminal. rich also counts a file or a pipe as one where FORCE_COLOR is set."""
     return sys.stderr.isatty()
-
-
-def chosen(engine: Engine, command_choices: Sequence[Choice] = ()) -> list[dict[str, object]]:
-    """Return the settings that the engine and the command chose, with the reasons, as JSON data."""
-    return [asdict(choice) for choice in (*command_choices, *engine.chosen)]
-
-
-def print_engine(engine: Engine, command_choices: Sequence[Choice] = ()) -> None:
-    """Print what the engine and the command chose, compiled and captured on standard error, one line each."""
-    found: list[object] = [*command_choices, *engine.chosen, engine.warm_up, engine.captured]
-    if engine.captured_prefill is not None:
-        found.append(f"of prompts, {engine.captured_prefill}")
-    if engine.draft_length.costs:
-        found.append(engine.draft_length)
-    note("".join(f"outrider: {each}\n" for each in found if each is not None))
