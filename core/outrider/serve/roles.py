@@ -30,9 +30,7 @@ from outrider.cli.terminal.report import CommandReport, note
 from outrider.cli.terminal.stopping import SignalStop
 from outrider.device.errors import ConfigError
 from outrider.disaggregation.connections import PeerAddress, require_secret
-from outrider.registry.children import (
-    accepted_interruptions,
-)
+from outrider.registry.children import accepted_interruptions
 
 if TYPE_CHECKING:
     from outrider.disaggregation.server import DisaggregationServer
