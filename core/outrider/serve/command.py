@@ -227,7 +227,7 @@ def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: Server
     with show_progress() as tell:
         tell("importing the server", 0, 0)
         from outrider.serve.api.prompt_builder import PromptBuilder, PromptResources
-        from outrider.serve.connection.engine_process import create_engine_client
+        from outrider.serve.connection.engine_process import EngineProcess
         from outrider.serve.http.request_middleware import RequestSpans, log_to_stderr
         from outrider.serve.http.server import serve_http as serve_until_ended
 
@@ -257,9 +257,7 @@ def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: Server
         servers = [PeerAddress.parse(each) for each in roles.decode_server]
         engine: EngineClient = DecodeServers(servers, secret=decode_secret)
     else:
-        engine = create_engine_client(
-            make, tensor=roles.tensor_parallel, data=roles.data_parallel, expert=roles.expert_parallel
-        )
+        engine = EngineProcess(make, tensor=roles.tensor_parallel, data=roles.data_parallel, expert=roles.expert_parallel)
     served = serve_until_ended(engine, make_prompter, config, host=http.host, port=port, started=report_started, spans=spans)
     run_loop(served)
 
