@@ -15,8 +15,7 @@ from outrider_conformance.programs.execution import SharedStreams, WrongProgramV
 from outrider_conformance.programs.explanation import script
 from outrider_conformance.programs.families import FAMILIES, Abilities
 from outrider_conformance.programs.language import DeviceProgram, ElementSpan, ProgramMemory
-from outrider_conformance.programs.model import judge
-from outrider_conformance.programs.nodes import ForbiddenStep, Unordered
+from outrider_conformance.programs.model import ForbiddenStep, Unordered, judge
 from outrider_conformance.programs.trial import ProgramFailed, program_count, try_program, try_programs
 
 WHOLE = ElementSpan(0, 0, 4)

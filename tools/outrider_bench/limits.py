@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from outrider.device import Backend, Group, Stream
     from outrider.engine.engine import Engine
     from outrider.model import Decoder, DFlashHead, EagleHead, ModelConfig, ModelRanks, MtpHead
-    from outrider_conformance.ranks.processes import RankContext
+    from outrider_conformance.ranks.runner import RankContext
 
 
 _HOST_BYTES = 256 << 20

@@ -78,7 +78,7 @@ def conform(
     if verify is not None:
         return _verify(verify)
     from outrider.registry import Registry
-    from outrider_conformance import rerun, run
+    from outrider_conformance import run
 
     registry = Registry()
     spec = registry.select(backend, backend_from_environment())
@@ -112,8 +112,8 @@ def conform(
         if json_output or report is not None:
             raise UsageError("--watch runs again and again: it goes with neither --json nor --report")
         candidates = registry.candidates()
-        place = rerun.directory_of(next(each.entry_point for each in candidates if each.name == spec.name))
-        rerun.watch(conformed, place, lambda line: print(f"outrider: {line}", flush=True))
+        place = run.directory_of(next(each.entry_point for each in candidates if each.name == spec.name))
+        run.watch(conformed, place, lambda line: print(f"outrider: {line}", flush=True))
     return _result(conformed(()), chosen, wanted, f"with {only!r}" if only else "that were requested" if test else "", report)
 
 

@@ -17,8 +17,7 @@ from outrider.device import Backend, CaptureContext, Event, Flag, Graph, PinnedB
 from outrider_conformance.lab import Lab, run_concurrently
 from outrider_conformance.programs import language as lang
 from outrider_conformance.programs.language import DeviceProgram, ElementSpan, Path, Step
-from outrider_conformance.programs.model import Model
-from outrider_conformance.programs.nodes import Expectation
+from outrider_conformance.programs.model import Expectation, Model
 
 _EVENT_TIMEOUT_S = 60.0
 _QUERY_TIMEOUT_S = 5.0

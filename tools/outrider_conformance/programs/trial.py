@@ -1,10 +1,16 @@
-"""Try random programs on a backend, and shrink and explain the first one that fails."""
+"""Try random programs on a backend, and shrink and explain the first one that fails.
+
+Shrinking leaves out steps, unwraps nested steps, and shortens steps. A printed script repeats the failing program.
+"""
 
 from __future__ import annotations
 
+import argparse
 import inspect
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from random import Random
 from types import MappingProxyType
@@ -13,13 +19,86 @@ from typing import NoReturn
 import torch
 
 from outrider.device import Backend, ControllableDevice, ExplorationResult
+from outrider.registry import Registry
 from outrider_conformance.lab import Lab, StreamDelay
+from outrider_conformance.programs import language as lang
 from outrider_conformance.programs.execution import SharedStreams, run
 from outrider_conformance.programs.explanation import broken_promise, report_text, script
 from outrider_conformance.programs.families import Abilities
 from outrider_conformance.programs.generator import random_program
-from outrider_conformance.programs.model import Model
-from outrider_conformance.programs.shrinking import shrink
+from outrider_conformance.programs.language import DeviceProgram, Step
+from outrider_conformance.programs.model import ForbiddenStep, Model, Unordered, judge
+
+Steps = tuple[Step, ...]
+
+
+def shrink(
+    model: Model, fails: Callable[[Model], BaseException | None], seconds: float
+) -> tuple[Model, BaseException | None]:
+    """Return the smallest program found within ``seconds`` for which ``fails`` returns an error, and that error."""
+    until = time.monotonic() + seconds
+    best, error = model, None
+    progress = True
+    while progress and time.monotonic() < until:
+        progress = False
+        for steps in _smaller(best.program.steps):
+            if time.monotonic() >= until:
+                break
+            smaller = _judged(replace(best.program, steps=steps))
+            if smaller is None:
+                continue
+            found = fails(smaller)
+            if found is not None:
+                best, error, progress = smaller, found, True
+                break
+    return best, error
+
+
+def _judged(program: DeviceProgram) -> Model | None:
+    try:
+        return judge(program)
+    except (ForbiddenStep, Unordered):
+        return None
+
+
+def _smaller(steps: Steps) -> Iterator[Steps]:
+    """Yield the steps without halves, quarters and so on to single steps, the last first; then with one step replaced by
+    smaller ones.
+    """
+    size = max(1, len(steps) // 2)
+    while True:
+        for start in range(len(steps) - size, -1, -size):
+            yield steps[:start] + steps[start + size :]
+        if size == 1:
+            break
+        size //= 2
+    for index, step in enumerate(steps):
+        for less in _less(step):
+            yield (*steps[:index], *less, *steps[index + 1 :])
+
+
+def _less(step: Step) -> Iterator[Steps]:
+    if isinstance(step, lang.ScopeStep | lang.Elsewhere):
+        yield step.steps
+        for steps in _smaller(step.steps):
+            if steps:
+                yield (replace(step, steps=steps),)
+    elif isinstance(step, lang.ThreadsStep):
+        yield (*step.first, *step.second)
+        for first in _smaller(step.first):
+            yield (replace(step, first=first),)
+        for second in _smaller(step.second):
+            yield (replace(step, second=second),)
+    elif isinstance(step, lang.ReplayStep) and step.times > 1:
+        yield (replace(step, times=1),)
+        yield (replace(step, times=step.times // 2),)
+    elif isinstance(step, lang.CaptureStep):
+        if step.fork is not None:
+            yield (replace(step, fork=None, branch=(), tail=()),)
+        for number in range(len(step.body)):
+            if len(step.body) > 1:
+                yield (replace(step, body=step.body[:number] + step.body[number + 1 :]),)
+
 
 SECONDS_TO_SHRINK = 4.0
 _SHARES: Mapping[str, int] = MappingProxyType(
@@ -151,3 +230,28 @@ def _explain(
         found = explained
     shown = found or error
     raise ProgramFailed(report_text(smallest, shown, backend), broken_promise(smallest, shown)) from None
+
+
+def main(program: DeviceProgram) -> None:
+    """Run ``program`` on the backend that the command line names. The exit code is 1 if a run fails."""
+    parser = argparse.ArgumentParser(description="One program over the interface, judged by the model of its contract.")
+    parser.add_argument("--backend", required=True, help="as `outrider backends` lists them")
+    parser.add_argument("--times", type=int, default=20, help="how often, where time decides")
+    options = parser.parse_args()
+    registry = Registry()
+    model, pace = judge(program), StreamDelay(target_ms=1.0)
+
+    def opened() -> Backend:
+        return registry.create(registry.select(options.backend))
+
+    failed = 0
+    for number in range(options.times):
+        try:
+            try_program(SharedStreams(Lab(opened(), pace)), model, number)
+        except Exception as error:
+            failed += 1
+            if failed == 1:
+                member, words = broken_promise(model, error)
+                print(f"{member} promises: “{words}”\n{error}")
+    print(f"failed in {failed} of {options.times} runs")
+    sys.exit(1 if failed else 0)

@@ -12,8 +12,18 @@ from torch import Tensor
 from outrider.device import CACHE_FORMATS, AttentionMetadata, HeadNorms, KernelSet, RotaryArgs
 from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.dense import EPS, TOKENS
-from outrider_conformance.random_kernels.dimensions import MANY, among, between, row_counts
-from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
+from outrider_conformance.random_kernels.problem import (
+    MANY,
+    KernelProblems,
+    Operand,
+    Problem,
+    RandomValues,
+    Shape,
+    among,
+    between,
+    kernel_call,
+    row_counts,
+)
 
 HEADS = ((1, 1), (4, 4), (8, 2), (7, 1), (12, 4), (16, 1), (4, 2), (5, 1), (10, 2), (12, 2), (8, 1), (12, 1))
 """Query heads and key heads, with 1 to 8, 12 and 16 query heads for each key head."""
