@@ -127,11 +127,6 @@ def passed(report: Mapping[str, Any]) -> bool:
     return report["reached"] is not None and int(report["reached"][1:]) >= asked
 
 
-def failed(report: Mapping[str, Any]) -> bool:
-    """Return True if at least one test of the report failed."""
-    return any(test["outcome"] == "failed" for test in report["tests"])
-
-
 def _settings(scratch: Path) -> str:
     path = scratch / "pytest.ini"
     path.write_text("[pytest]\naddopts =\n", encoding="utf-8")
@@ -201,8 +196,10 @@ def wait_for_change(directory: Path, before: State, *, pause_s: float = _POLL_IN
         now = state_of(directory)
         if now == before:
             continue
-        while (later := _after(directory, pause_s)) != now:
+        time.sleep(pause_s)
+        while (later := state_of(directory)) != now:
             now = later
+            time.sleep(pause_s)
         changed = {path for path in {*now, *before} if now.get(path) != before.get(path)}
         if changed:
             return sorted(str(path.relative_to(directory)) for path in changed)
@@ -239,8 +236,3 @@ def _failing(run: Run, tests: Sequence[str], say: Callable[[str], None]) -> tupl
     except ConformanceError as error:
         say(str(error))
         return None
-
-
-def _after(directory: Path, pause_s: float) -> State:
-    time.sleep(pause_s)
-    return state_of(directory)

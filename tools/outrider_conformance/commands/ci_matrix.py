@@ -6,14 +6,13 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.options.option_values import JsonOption
+from outrider.cli.options.option_values import JsonOption, one_of, option
 from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import ConfigError
 from outrider.device.plugin import BackendInfo, CiDeclaration
@@ -27,20 +26,13 @@ _HOSTED = re.compile(r"(ubuntu|windows|macos)-[\w.-]+")
 _RANKS, _RANKS_LEVEL = "ranks", "L6"
 
 
-class Format(StrEnum):
-    """The output format of ``outrider ci-matrix``; None prints a table."""
-
-    github = "github"
-    json = "json"
-
-
 def ci_matrix(
     format: Annotated[
-        Format | None,
-        typer.Option(
+        str | None,
+        option(
             "--format",
-            metavar="github|json",
-            help="github: {include: […]} on one line, for strategy.matrix; json: the rows as a list.",
+            value=one_of("github", "json"),
+            help="github: {include: […]} on one line, for strategy.matrix; json: the rows as a list. Without it, a table.",
         ),
     ] = None,
     select: Annotated[
@@ -67,9 +59,9 @@ def ci_matrix(
     data: dict[str, object] = {"rows": rows, "broken": [r["backend"] for r in rows if r["status"] == "broken"]}
 
     def render(console: Console) -> None:
-        if format is Format.github:
+        if format == "github":
             console.print(json.dumps({"include": rows}))
-        elif format is Format.json:
+        elif format == "json":
             console.print(json.dumps(rows, indent=2))
         else:
             _render(console, rows)

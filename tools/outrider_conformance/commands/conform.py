@@ -119,18 +119,18 @@ def conform(
 
 def _result(data: Mapping[str, Any], backend: str, level: str, selection: str, directory: Path | None) -> CommandReport:
     """Return the outcome of a run. ``selection`` describes the tests of --only or --test, whose run passes no level."""
-    from outrider_conformance.run import failed, passed
+    from outrider_conformance.run import failing, passed
 
     def render(console: Console) -> None:
         if selection:
-            console.print(f"{backend}: {'a test failed' if failed(data) else 'no test failed'} of those {selection}")
+            console.print(f"{backend}: {'a test failed' if failing(data) else 'no test failed'} of those {selection}")
             return
         reached = f"passes up to {data['reached']}" if data["reached"] else "passes no level"
         console.print(f"{backend} {reached} ({level} was requested)")
         if directory is not None:
             console.print(f"report: {directory / 'report.html'}")
 
-    good = not failed(data) if selection else passed(data)
+    good = not failing(data) if selection else passed(data)
     return CommandReport(data=data, render=render, exit_code=0 if good else 1)
 
 

@@ -22,7 +22,7 @@ from outrider.device import Backend, ControllableDevice, ExplorationResult
 from outrider.registry import Registry
 from outrider_conformance.lab import Lab, StreamDelay
 from outrider_conformance.programs import language as lang
-from outrider_conformance.programs.execution import SharedStreams, run
+from outrider_conformance.programs.execution import run
 from outrider_conformance.programs.explanation import broken_promise, report_text, script
 from outrider_conformance.programs.families import Abilities
 from outrider_conformance.programs.generator import random_program
@@ -125,23 +125,23 @@ class ProgramFailed(AssertionError):
         self.promise = promise
 
 
-def try_program(stage: SharedStreams, model: Model, number: int = 0, *, brief: bool = False) -> None:
+def try_program(lab: Lab, model: Model, number: int = 0, *, brief: bool = False) -> None:
     """Run one program, in several schedules on a device that takes schedules. Raises the error of the first failing run.
 
     ``brief`` skips shrinking the failing schedule, which takes many runs, if the device allows that.
     """
-    control = stage.lab.backend.control
+    control = lab.backend.control
     if control is None:
-        run(stage, model)
+        run(lab, model)
         return
     # First the order of the program and the order with the host first, then two schedules of this program's own.
     for first in (0, 2 + _SCHEDULES * number):
-        _explore(control, stage, model, first, brief)
+        _explore(control, lab, model, first, brief)
 
 
-def _explore(control: ControllableDevice, stage: SharedStreams, model: Model, first: int, brief: bool) -> None:
+def _explore(control: ControllableDevice, lab: Lab, model: Model, first: int, brief: bool) -> None:
     def once(_: Backend) -> None:
-        run(stage, model)
+        run(lab, model)
 
     explore: Callable[..., ExplorationResult] = control.explore
     if brief and "shrinking" in inspect.signature(explore).parameters:
@@ -174,14 +174,14 @@ def try_programs(
     """
     first = opened()
     abilities, pace = Abilities.declared_by(first), pace or _pace(first)
-    stage = SharedStreams(Lab(first, pace))
+    lab = Lab(first, pace)
     for number in range(count):
         if number and number % _PROGRAMS_PER_BACKEND == 0:
-            stage = SharedStreams(Lab(opened(), pace))
+            lab = Lab(opened(), pace)
         alive()
         model = random_program(Random(f"{start} {family} {number}"), abilities, family)
         try:
-            try_program(stage, model, number, brief=True)
+            try_program(lab, model, number, brief=True)
         except Exception as error:
             _explain(opened, pace, backend, alive, model, number, error)
         except BaseException:
@@ -217,7 +217,7 @@ def _explain(
         for orders in (number, 0):
             alive()
             try:
-                try_program(SharedStreams(Lab(opened(), pace)), smaller, orders, brief=True)
+                try_program(Lab(opened(), pace), smaller, orders, brief=True)
             except Exception as found:
                 return found
         return None
@@ -225,7 +225,7 @@ def _explain(
     smallest, found = shrink(model, fails, SECONDS_TO_SHRINK)
     alive()
     try:  # run once more to find the smallest schedule
-        try_program(SharedStreams(Lab(opened(), pace)), smallest, number)
+        try_program(Lab(opened(), pace), smallest, number)
     except Exception as explained:
         found = explained
     shown = found or error
@@ -247,7 +247,7 @@ def main(program: DeviceProgram) -> None:
     failed = 0
     for number in range(options.times):
         try:
-            try_program(SharedStreams(Lab(opened(), pace)), model, number)
+            try_program(Lab(opened(), pace), model, number)
         except Exception as error:
             failed += 1
             if failed == 1:
