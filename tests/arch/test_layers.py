@@ -97,7 +97,7 @@ def test_catches(tree, file, line, contract):
 
 ROOMS = {
     "engine": "async_engine",
-    "warm_up": "engine",
+    "session": "engine",
     "loop": "assembly",
     "ranked": "loop",
     "step": "ranked",

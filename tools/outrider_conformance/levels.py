@@ -35,7 +35,9 @@ def parse_level(text: str) -> int:
 
 
 def judged(level: int) -> int:
-    """Return the highest level that must be passed if ``level`` is requested: L5 needs no pass."""
+    """Return the highest level that must be passed if ``level`` is requested: ``level``, but L4 for L5, whose tests only
+    report figures.
+    """
     return level - 1 if level == REPORTED else level
 
 

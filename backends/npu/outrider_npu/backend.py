@@ -182,7 +182,9 @@ class NpuBackend(TorchDeviceBackend):
         context.handles.setdefault(param.name, []).append(TaskGroup(handle, issue))
 
     def translate_error(self, error: Exception, doing: str) -> DeviceError | None:
-        """Classify torch_npu's plain RuntimeErrors: out of memory by text, sticky faults by CANN's error number."""
+        """Return the typed error for torch_npu's plain RuntimeErrors, or None for other errors: out of memory by the text,
+        sticky faults by CANN's error number.
+        """
         if isinstance(error, RuntimeError) and "NPU out of memory" in str(error):
             return OutOfDeviceMemory(
                 f"out of memory on {self.device} while {doing}: {error}; use a smaller batch, cache or bucket"

@@ -144,7 +144,9 @@ class OpenCLDevice:
         self.shared_queue = self.create_queue(out_of_order=True) if out_of_order else None
 
     def create_queue(self, *, out_of_order: bool = False) -> cl.CommandQueue:
-        """Create a queue on this device that records the times of its commands."""
+        """Create a queue on this device that records the times of its commands. With ``out_of_order``, only events order its
+        commands.
+        """
         properties = cl.command_queue_properties
         order = properties.OUT_OF_ORDER_EXEC_MODE_ENABLE if out_of_order else 0
         return cl.CommandQueue(self.context, self.native, properties=properties.PROFILING_ENABLE | order)
@@ -178,7 +180,7 @@ class Queue:
         self._last: cl.Event | None = None
 
     def run_on_host(self, task: Task, *also_after: cl.Event) -> None:
-        """Enqueue ``task`` as a native kernel. In the shared queue it also runs after the events ``also_after``."""
+        """Enqueue ``task`` as a native kernel of this queue. The kernel also waits for the events ``also_after``."""
         argument = ctypes.py_object((task, self.device.failures))
         library, pointer = self.device.library, ctypes.byref(argument)
         ctypes.pythonapi.Py_IncRef(argument)  # the queue's reference, which the native kernel drops
@@ -240,7 +242,9 @@ class Queue:
         return int(self.native.int_ptr)
 
     def _enqueue(self, what: str, call: Callable[..., int], *also_after: cl.Event) -> None:
-        """Make a call that takes a list of events to wait for and returns its own event, which becomes the last."""
+        """Enqueue the command ``what`` by ``call``, which takes the events that the command waits for and returns the
+        command's own event. In the shared queue, the command also waits for the previous command of this stream.
+        """
         made = ctypes.c_void_p()
         with self._lock:
             after = [*also_after, self._last] if self._is_chain and self._last is not None else also_after

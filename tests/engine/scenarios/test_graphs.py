@@ -10,7 +10,7 @@ from outrider.device import Recompute
 from outrider.engine.state import buffers
 from outrider.model import MediaProcessor, load_decoder, load_vision
 from outrider.registry import get_backend
-from outrider.speculative.ngram import NgramProposer
+from outrider.speculative.lookup import NgramProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.checkpoints import write_vision_checkpoint
 from outrider_proof.decode_program import WrongTokens

@@ -81,7 +81,7 @@ class ProgramRun:
         self.program = program
         self.expected = expected
         backend = self.backend
-        self.streams: list[Stream] = lab.shared_streams(program.streams)
+        self.streams = lab.shared_streams(program.streams)
         self.events: list[Event] = [backend.create_event(f"e{n}") for n in range(program.events)]
         self.holds: list[Event] = [backend.create_event(f"held on s{n}") for n in range(program.streams)]
         self.flags: list[Flag] = [backend.create_flag(f"f{n}") for n in range(program.flags)]

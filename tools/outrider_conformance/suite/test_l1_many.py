@@ -28,7 +28,9 @@ _ROUNDS, _WRITES = 4, 12
 @promise("Stream.query", "Return True if everything enqueued on this stream so far has run.")
 @in_every_order(schedules=2)
 def test_queries_are_right_behind_any_number_of_operations(lab: Lab) -> None:
-    """Queries after each of 520 operations that follow slow work are right and consistent."""
+    """Queries after each of 520 operations that follow slow work never report pending work as complete, and agree with each
+    other.
+    """
     backend = lab.backend
     stream, x = lab.one_stream()
     before, after = backend.create_event("before the work"), backend.create_event("after the work")

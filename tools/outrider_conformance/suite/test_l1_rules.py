@@ -128,7 +128,7 @@ def test_a_renewed_buffer_refuses_its_old_readers(backend: Backend) -> None:
 
 @promise("Backend.attach", "One observer at a time.")
 def test_one_observer_at_a_time(backend: Backend) -> None:
-    """A second observer is refused until the first is detached. An observer is told of existing streams."""
+    """A second observer is refused until the first is detached. A new observer receives a report of each existing stream."""
     stream = backend.create_stream("early")
     with logged(backend) as log:
         assert ("stream", stream.name) in log.entries, "an observer isn't told of streams that existed before it"
@@ -227,7 +227,7 @@ PROBES: Mapping[str, Callable[..., None]] = MappingProxyType(
 @promise("Capabilities", "and so does a working ability that isn't declared.")
 @pytest.mark.parametrize("ability", PROBES)
 def test_what_works_is_declared(lab: Lab, ability: str) -> None:
-    """A test of an undeclared ability fails, on a backend that is told to declare the ability."""
+    """The test of an undeclared ability fails if it runs on a view of the backend that declares the ability."""
     declared, base = lab.backend.capabilities, BUILDS_ON.get(ability)
     if getattr(declared, ability):
         not_applicable(f"{ability} is declared")

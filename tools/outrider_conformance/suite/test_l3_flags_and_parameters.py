@@ -321,7 +321,7 @@ def test_a_rebind_leaves_other_graphs_alone(lab: Lab) -> None:
 
 @promise("Graph.update_params", "The values are copied before the call returns.")
 def test_values_are_copied(lab: Lab) -> None:
-    """The caller's list may change after the call returns."""
+    """The call that rebinds a parameter copies the values: the caller may change its list of them before the replay."""
     _rebindable(lab.backend)
     (stream,) = lab.streams("s")
     graph = scaled(lab, stream)

@@ -41,7 +41,7 @@ def test_tokens_equal_plain_decoding_on_the_reference(lab: Lab, speculate: str, 
 def test_graphs_accept_as_many_tokens_as_eager_stages(lab: Lab, mode: str) -> None:
     """The acceptance length with captured stages equals that of eager stages.
 
-    A graph that leaves out a write of a draft pass to the KV cache gives right tokens, of which fewer were drafted.
+    Tokens would not show a graph that omits a write of a draft pass to the KV cache: verification replaces wrong drafts.
     """
     if mode not in modes_of(lab.backend):
         not_applicable(f"{mode} isn't declared")

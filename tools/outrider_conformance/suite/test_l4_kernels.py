@@ -94,8 +94,8 @@ def _check_of(drawn: KernelProblems, case: str) -> Generator[None]:
 @pytest.mark.parametrize("dtype", _DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("drawn", KERNELS.values(), ids=lambda drawn: drawn.kernel)
 def test_a_kernel_is_right_at_its_corners(lab: Lab, drawn: KernelProblems, dtype: torch.dtype) -> None:
-    """Long contexts, many rows, wide vocabularies and strided operands give right results. A second call leaves the
-    results of the first unchanged.
+    """Results are within the rounding bound for long contexts, many rows, wide vocabularies and strided operands. A second
+    call leaves the results of the first unchanged.
     """
     _applies(lab, drawn, dtype)
     (stream,) = lab.streams("s")
@@ -166,7 +166,7 @@ def test_a_kernel_is_right_on_drawn_operands(lab: Lab, drawn: KernelProblems, dt
 @promise("KernelSet.every_variant", "The call returns and writes the same values as outside the scope.")
 @pytest.mark.parametrize("drawn", KERNELS.values(), ids=lambda drawn: drawn.kernel)
 def test_a_kernel_is_right_while_every_variant_is_run(lab: Lab, drawn: KernelProblems) -> None:
-    """A kernel gives right results inside the scope in which an engine warms up all variants."""
+    """Results are within the rounding bound inside the scope in which an engine warms up all variants of a kernel."""
     _applies(lab, drawn, torch.float32)
     scope = lab.backend.kernels_in_use.every_variant()
     if scope is None:
@@ -179,7 +179,7 @@ def test_a_kernel_is_right_while_every_variant_is_run(lab: Lab, drawn: KernelPro
 @promise("KernelSet", "*Capture.* Every method may be captured; none reads a device value on the host.")
 @pytest.mark.parametrize("drawn", KERNELS.values(), ids=lambda drawn: drawn.kernel)
 def test_a_kernel_is_right_in_a_graph(lab: Lab, drawn: KernelProblems) -> None:
-    """A kernel that was captured with other values gives right results at its replay."""
+    """A kernel that was captured with other values gives results within the rounding bound at its replay."""
     _applies(lab, drawn, torch.float32)
     (stream,) = lab.streams("s")
     with refusals_left_out(lab.backend.capabilities), _check_of(drawn, "in a graph"):
@@ -274,7 +274,9 @@ def preferred_dtypes(backend: Backend) -> tuple[torch.dtype, ...]:
 
 
 def check_block(lab: Lab, shape: BatchShape, *, quantized: bool) -> None:
-    """Fail if the attention block of a layer doesn't call the kernel set that has attention of its own."""
+    """Fail if the attention block of a layer doesn't call the kernel set that has attention of its own. ``quantized``: the
+    weights of the block are quantised.
+    """
     backend, kernels = lab.backend, lab.backend.kernels_in_use
     formats = sorted(backend.capabilities.quantized_formats)
     if quantized and not formats:
@@ -338,8 +340,8 @@ def check_own_answers(backend: Backend) -> None:
 @promise("Capabilities.page_size", "Tokens of a KV page with which the backend's own kernels run:")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_preferred_pages_and_dtypes_are_attended_to(lab: Lab, shape: str) -> None:
-    """Lengths on both sides of a page's end, with NaN after each sequence, are right, and no call is left to the
-    reference, in each preferred dtype.
+    """Attention equals the reference for lengths on both sides of a page's end, with NaN after each sequence, in each
+    preferred dtype, and no call is left to the reference.
     """
     context = SHAPES[shape].context(lab.backend)
     for dtype in preferred_dtypes(lab.backend):
@@ -367,7 +369,9 @@ def test_attention_in_a_graph_follows_the_lengths(lab: Lab, shape: str) -> None:
 @pytest.mark.parametrize("shape", ["decoding", "a chain"])
 @pytest.mark.parametrize("quantized", [False, True], ids=["unquantized", "quantised"])
 def test_layers_use_it(lab: Lab, shape: str, quantized: bool) -> None:
-    """The attention block of a layer uses the backend's own attention. Other tests check the numbers."""
+    """The attention block of a layer uses the backend's own attention, with quantised weights, too. Other tests check the
+    results.
+    """
     check_block(lab, SHAPES[shape], quantized=quantized)
 
 
@@ -380,7 +384,7 @@ _SLACK_BYTES = 1 << 16
 @pytest.mark.parametrize("new", [(1, 1, 1), (4, 4, 4), (5, 1, 30)], ids=["decoding", "verifying", "ragged"])
 @pytest.mark.parametrize("window", [0, 8], ids=["all", "window"])
 def test_a_plan_follows_its_batch(lab: Lab, new: tuple[int, ...], window: int) -> None:
-    """One plan is renewed for a batch with other lengths, and its attention is right."""
+    """One plan is renewed for a batch with other lengths, and attention with the renewed plan equals the reference."""
     check_renewed(lab, new, window)
 
 

@@ -28,7 +28,9 @@ def _reduced(kit: Kit, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", [*_FLOATS, "int32", "int64"])
 @pytest.mark.parametrize("reduction", ["sum", "max", "min"])
 def test_reductions(kit: Kit, ranks: RankRunner, dtype: str, reduction: str) -> None:
-    """all_reduce and reduce_scatter are right for odd sizes, empty tensors and tensors larger than a block."""
+    """The results of all_reduce and reduce_scatter equal the expected sums for odd sizes, empty tensors and tensors larger
+    than a block.
+    """
     _reduced(kit, dtype)
     ranks.run_program(programs.computes, ["all_reduce", "reduce_scatter"], dtype, _SHAPES, reduction, schedules=1)
 
@@ -77,7 +79,7 @@ def test_groups_do_not_mix(kit: Kit, ranks: RankRunner) -> None:
 @promise("KernelSet.all_reduce_rms_norm", "Each rank gets the same bits.")
 @pytest.mark.parametrize("dtype", _FLOATS)
 def test_the_fused_norm_is_the_sum_and_its_norm(kit: Kit, ranks: RankRunner, dtype: str) -> None:
-    """Repeated fused calls are right with either rank late, and give the same bits on each rank."""
+    """Repeated fused calls, with either rank late, equal the sum and its norm, and give the same bits on each rank."""
     _reduced(kit, dtype)
     shapes = [[1, 64], [3, 130], [5, 4096], [64, 1024], [2, 33]]
     first, second = ranks.run_program(faults.fused_norm, dtype, shapes, schedules=2)

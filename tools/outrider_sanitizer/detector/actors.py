@@ -147,8 +147,8 @@ class LastWait(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class LaunchEpochs:
-    """The launches of one host thread on one stream: for each epoch of the thread that launches, the stream's epoch at which
-    it began.
+    """The launches of one host thread on one stream: each epoch of the thread in which it launched, with the stream's epoch
+    at its first launch.
     """
 
     number: int
@@ -159,7 +159,9 @@ class LaunchEpochs:
     """The stream's epoch at the first launch of each of ``threads``."""
 
     def begin(self, epoch: int, own: int) -> bool:
-        """Record the stream's epoch ``own`` before the launches of the thread's ``epoch``. Returns False after its first."""
+        """Record the stream's epoch ``own`` at the first launch of the thread's ``epoch``, and return True. Return False for
+        a further launch of this epoch.
+        """
         if self.threads and self.threads[-1] == epoch:
             return False
         self.threads.append(epoch)
@@ -190,7 +192,7 @@ class Lane(Actor):
         self.launches: dict[int, LaunchEpochs] = {}  # by the number of the host thread
 
     def launches_numbered(self, number: int) -> LaunchEpochs | None:
-        """Return the launches whose operations have this number, or None."""
+        """Return the launches of the host thread whose operations on this stream have actor number ``number``, or None."""
         return next((launches for launches in self.launches.values() if launches.number == number), None)
 
 
@@ -288,8 +290,8 @@ class Lanes:
                 del self._tokens[id(token)]
 
     def _begin_task(self, before: Actor | None, known: Clock) -> None:
-        """Give the calling thread of a pool a new actor, which knows only the thread's start and the submission of
-        the task.
+        """Give the calling thread of a pool a new actor. It is ordered after the thread's start and the submission ``known``
+        of the task, and not after the thread's earlier tasks.
         """
         if not hasattr(self._local, "pool_start"):
             self._local.pool_start = NOTHING if before is None else before.clock
@@ -360,7 +362,7 @@ class Lanes:
         lane.held.append(later)
 
     def _as_of_now(self, step: Step) -> Step:
-        """Return the step bound to its current place in program order, to run later."""
+        """Return a step that runs ``step`` later, with the sequence number that program order has now."""
         self.sequence += 1
         stamp = self.sequence
 

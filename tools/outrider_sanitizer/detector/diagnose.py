@@ -187,7 +187,9 @@ class Diagnoser:
     # -- schedules -------------------------------------------------------------------------------------------------
 
     def schedule(self, first: Point, second: Point) -> str | None:
-        """Return the schedule that runs the two steps in the opposite order, if the device is controllable."""
+        """Return the schedule that runs the two steps in the opposite order; None if no tool controls the device or a step is
+        unknown.
+        """
         if self._control is None:
             return None
         one, two = self._step(first), self._step(second)
@@ -208,7 +210,7 @@ class Diagnoser:
 
 
 def _unordered_launcher(first: Point, second: Point) -> Actor | None:
-    """Return the host thread that launched ``first``, if nothing orders that launch before ``second``."""
+    """Return the host thread that launched ``first`` if nothing orders that launch before ``second``, else None."""
     launches = first.actor.launches_numbered(first.number) if isinstance(first.actor, Lane) else None
     if launches is None or first.clock.get(launches.thread.number, 0) <= second.clock.get(launches.thread.number, 0):
         return None

@@ -216,7 +216,9 @@ class IntervalMap:
             interval.over = over
 
     def writes(self, start: int, end: int) -> Iterator[tuple[int, int, Point, Access]]:
-        """Yield the writes to [start, end), with the part of it that they may have written last."""
+        """Yield (first byte, end, point, access) for each recorded write to [start, end): the bytes that this write may have
+        written last.
+        """
         for interval in self.within(start, end):
             for point, access in interval.writes:
                 if access is not None:

@@ -194,7 +194,9 @@ class RankClocks:
     # -- collectives -------------------------------------------------------------------------------------------------
 
     def issue(self, group: Group, call: Collective, *, in_graph: bool, location: str) -> WatchedCollectivePart:
-        """Match a call that the host of a rank issued, alone or in a replay, with the calls of the other ranks."""
+        """Match a call that the host of a rank issued, alone or (``in_graph``) in a replay, with the calls of the other
+        ranks.
+        """
         state = self._state(group)
         channel: tuple[int, int] | None = None
         if call.peer is not None:

@@ -313,8 +313,8 @@ class StreamOrdering(Lanes):
         step: tuple[str, int] | None,
         replay: GraphReplay | None = None,
     ) -> bool:
-        """Begin a rank's part of a collective: other ranks may join this stream's clock from before the part's
-        own accesses.
+        """Begin a rank's part of a collective: release the stream's clock for the other ranks, then check the accesses of the
+        part.
         """
         assert self.ranks is not None
         half.clock = actor.release()
@@ -325,7 +325,9 @@ class StreamOrdering(Lanes):
         return True
 
     def _meet(self, actor: Actor, group: Group, half: WatchedCollectivePart) -> bool:
-        """Order the stream's operations after the collective after the contributions of the other ranks."""
+        """Join the clocks that a rank's part ``half`` of a collective waits for into the stream's clock. Return False while
+        another rank's part is missing.
+        """
         assert self.ranks is not None
         if not half.ready:
             return False
@@ -455,7 +457,9 @@ class StreamOrdering(Lanes):
         return True
 
     def _force(self) -> None:
-        """Continue a stream after a wait that the device passed without a recorded set."""
+        """Continue every stream that is held at a flag: the device has passed the wait, so the flag was set outside the
+        watched calls.
+        """
         if self.ranks is not None:
             self.ranks.passed_without()
         for lane in list(self._held):

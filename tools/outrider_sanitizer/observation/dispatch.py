@@ -364,7 +364,9 @@ class DerivedSanitizer(Sanitizer):
                 self.memory_shared(found[0].number, stream)
 
     def found(self, tensor: Tensor, known: KnownStorage) -> None:
-        """Handle a result whose storage the sanitizer sees for the first time; does nothing here."""
+        """Handle a result of an operator whose storage is new to the sanitizer. This method does nothing; a subclass
+        overrides it.
+        """
 
     def _over(self, inputs: list[tuple[str, Tensor]], outputs: list[tuple[str, Tensor]], blocking: bool) -> bool:
         """Return True for a copy that is complete on return: a blocking host copy, or a copy with pageable memory."""

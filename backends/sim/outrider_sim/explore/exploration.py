@@ -86,7 +86,8 @@ def strategies(spec: str, seed: int = 0) -> Iterator[Strategy]:
 
 
 def run_once(backend: SimBackend, program: Program, strategy: Strategy) -> BaseException | None:
-    """Reset the device, run `program` once, drain the device; return the error that the program or the device raised.
+    """Reset the device, run `program` once, drain the device; return the error that the program or the device raised, or
+    None.
 
     `Pruned` is returned like a failure; KeyboardInterrupt and SystemExit pass through.
     """

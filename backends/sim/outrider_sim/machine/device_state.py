@@ -144,7 +144,9 @@ class SimDeviceState:
 
 
 def host_extent(tensor: PinnedTensor, write: bool, argument: str = "") -> Access:
-    """Return the allocation and the byte range that a pinned tensor occupies."""
+    """Return the access to the allocation and the byte range that a pinned tensor occupies: a write if ``write``, else a
+    read.
+    """
     size = tensor.element_size()
     low = int(tensor.storage_offset()) * size
     if tensor.is_contiguous():

@@ -256,7 +256,9 @@ class HostScheduler:
         return Schedule.from_delays(self.delays)
 
     def note_lazy(self, me: HostThread, further: int) -> None:
-        """Record delays of a host-first run: the strategy isn't asked, and runnable operations waited until this step."""
+        """Record a delay for each stream with a runnable operation: the operation waits for the thread's current step. Called
+        instead of the strategy in a host-first run. ``further`` is added to the number of the step.
+        """
         step = me.step - 1 + further
         if step >= 0 and self.options.record:
             after = ScheduleStep(me.label, step)

@@ -172,7 +172,8 @@ class Allocation:
                 tap.shared(self, stream)
 
     def resize(self, nbytes: int) -> None:
-        """Release the bytes (0) in the order of the allocating stream, or take them again on the current stream.
+        """Release the bytes if ``nbytes`` is 0, in the order of the allocating stream. Allocate them again if ``nbytes`` is
+        the old size, in the order of the current stream.
 
         The address stays the same. Raises `RuntimeError` for any other number of bytes.
         """

@@ -231,7 +231,7 @@ class Dispatcher:
         )
 
     def _index(self, index: Tensor | None) -> Tensor | None:
-        """Copy host index tensors to the device, as torch does."""
+        """Return an index tensor on the device, copied if it is on the host, as torch does; None for None."""
         if index is None or isinstance(index, SimTensor):
             return index
         return self.tensor_operators.to_device(index, index.dtype, non_blocking=False)

@@ -155,8 +155,8 @@ class OpInfo:
         return OperatorKind.COMPUTE
 
     def _find_out(self, schema: Any) -> tuple[Any, tuple[str, ...]]:
-        """Return the `out=` overload with its argument names, or (None, ()): it writes to allocated results
-        without a copy.
+        """Return the `out=` overload of the operator with its argument names, or (None, ()). The overload lets a host kernel
+        write its results directly to the memory that was allocated for them.
         """
         if not self.native or self.random or any(str(r.type) != "Tensor" for r in schema.returns):
             return None, ()
@@ -203,7 +203,9 @@ META = torch.device("meta")
 
 
 def extent(tensor: SimTensor, write: bool, argument: str) -> Access:
-    """Return the bytes that an operator accesses in a device tensor. The result is cached in the tensor."""
+    """Return the access of an operator to the bytes of a device tensor: a write if ``write``, else a read. The result is
+    cached in the tensor.
+    """
     seen = tensor._seen
     if seen is None:
         seen = tensor._seen = {}

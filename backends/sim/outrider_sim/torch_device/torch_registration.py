@@ -45,7 +45,9 @@ def install_names(kind: str, dispatcher: Dispatcher) -> Iterator[Any]:
 
 
 def untraced(code: CodeType) -> None:
-    """Exclude `function`, which torch calls to run an operator, and its callees from Dynamo's traces."""
+    """Exclude the function with the bytecode ``code``, which torch calls to run an operator, and its callees from Dynamo's
+    traces.
+    """
     frames: Any = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
