@@ -1,4 +1,4 @@
-"""Random calls of kernels: shapes, operands in poisoned memory, the call, and the expected results with their rounding bounds.
+"""Random calls of kernels: shapes, operands in poisoned memory, the call, and the expected results with rounding bounds.
 
 Faults of kernels cluster at boundaries: one row, the last row of a tile, a page or a group, and numbers that 15 or 16 bits
 can't hold. Random shapes rarely meet them, so each dimension of a shape names its boundaries, which every run includes, and
