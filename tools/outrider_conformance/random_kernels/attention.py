@@ -179,23 +179,6 @@ def attend(sequence: SequenceOperands, window: int, scale: float, dtype: torch.d
     return bounds.rounded(bounds.Number((weights @ v).transpose(0, 1), error.transpose(0, 1)), dtype)
 
 
-def attend_into(
-    sequence: SequenceOperands, window: int, scale: float, weight: Tensor, dtype: torch.dtype
-) -> tuple[bounds.Number, Tensor]:
-    """Return the attention of one sequence with each number's own error, and the common error of its product with a
-    weight.
-
-    The product with ``weight`` [H, Hq D] is off by up to the second result [n, H], because an error of the softmax moves
-    all numbers of a cached value together. A bound per number would hide most faults in a half dtype.
-    """
-    weights, relative = _weights(sequence, window, scale, dtype)
-    v = _of_queries(sequence.values, sequence)
-    growth = bounds.growth(v.shape[1], bounds.wide(dtype))
-    own = bounds.Number((weights @ v).transpose(0, 1), growth * (weights @ v.abs()).transpose(0, 1))
-    made = v @ weight.view(weight.shape[0], v.shape[0], -1).permute(1, 2, 0)  # [Hq, L, H]
-    return bounds.rounded(own, dtype), ((weights * relative) @ made.abs()).sum(0)
-
-
 def _of_queries(x: Tensor, sequence: SequenceOperands) -> Tensor:
     """Return the keys or values ``x`` [L, Hkv, D] repeated for each query head of the sequence, [Hq, L, D]."""
     return x.repeat_interleave(sequence.q.shape[1] // x.shape[1], dim=1).transpose(0, 1)
