@@ -328,9 +328,11 @@ def _add_rms_norm_quantize(
     format: str,
     group: int,
     dtype: torch.dtype,
+    unquantized: Tensor | None,
     pdl: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Add ``x`` and the bias to the residual; return the quantised norm and its scales.
+    """Add ``x`` and the bias to the residual; return the quantised norm and its scales. Store the norm to ``unquantized``,
+    too, if it is given.
 
     ``x`` is [T, H], or [parts, T, H] of a split product.
     """
@@ -343,7 +345,7 @@ def _add_rms_norm_quantize(
     launch(
         jit_activations.add_rms_norm_quantize,
         (m,),
-        *(x, bias, residual, weight, out, scales, eps, size, residual.numel()),
+        *(x, bias, residual, weight, out, scales, unquantized, eps, size, residual.numel()),
         E4M3=TRITON_FORMATS[format].elements.is_float,
         GROUP=min(group, block),
         PARTS=1 if x.dim() == 2 else x.shape[0],
@@ -353,7 +355,7 @@ def _add_rms_norm_quantize(
     return out, scales
 
 
-define("add_rms_norm.triton_quantize", _add_rms_norm_quantize, writes=("residual",))
+define("add_rms_norm.triton_quantize", _add_rms_norm_quantize, writes=("residual", "unquantized"))
 
 
 def _silu_mul_quantize(gate_up: Tensor, format: str, group: int, dtype: torch.dtype, pdl: bool) -> tuple[Tensor, Tensor]:

@@ -144,6 +144,7 @@ def add_rms_norm_quantize(
     weight,
     out,
     scales,
+    unquantized,
     eps,
     size,
     part_stride,
@@ -154,7 +155,7 @@ def add_rms_norm_quantize(
     PDL: tl.constexpr,
 ):
     """Compute :func:`outrider_triton.rows.jit.rows.add_rms_norm` for one row, quantise the norm, and store it to ``out`` with
-    its ``scales``.
+    its ``scales``. ``unquantized`` receives the norm itself, if it isn't None.
     """
     lane = tl.arange(0, BLOCK)
     inside = lane < size
@@ -162,6 +163,8 @@ def add_rms_norm_quantize(
     row = tl.program_id(0).to(tl.int64)
     kept = add_row(x, bias, residual, row, size, part_stride, PARTS, BLOCK, PDL)
     normed = norm(kept.to(tl.float32), factor, residual.dtype.element_ty, size, eps)
+    if unquantized is not None:
+        tl.store(unquantized + row * size + lane, normed, mask=inside)
     _quantize_row(normed.to(tl.float32), row, out, scales, size, E4M3, GROUP, BLOCK)
 
 
