@@ -102,7 +102,9 @@ def plan(facts: DeviceFacts, weight: QuantizedWeight, *, planes: bool = True) ->
     )
     in_planes = in_planes and weight.activations is None
     ring = in_planes and not zeros and mode == "block" and weight.block == (1, UNIT_COLUMNS.value)
-    ring = ring or (native and registered.streams_rows and mode == "row" and not group and k % UNIT_COLUMNS.value == 0)
+    by_piece = mode == "block" and columns == group == UNIT_COLUMNS.value and weight.scales.shape[1] == k // columns
+    by_row = mode == "row" and not group
+    ring = ring or (native and registered.streams_rows and (by_row or by_piece) and k % UNIT_COLUMNS.value == 0)
     ring = ring and facts.streams_products and weight.data.data_ptr() % 16 == 0 and weight.scales.is_contiguous()
     ring = ring and weight.data.is_contiguous()
     return ProductPlan(mode, native, columns, at_once, in_planes, ring)
@@ -207,7 +209,7 @@ def _linear_quantized(
     """
     weight = weight_of_operands(data, scales, zero_points, input_scale, format, block, shape, activations, activation_group)
     tiling, registered = MatmulConfig(*config), TRITON_FORMATS[format]
-    is_streamed = tiling.descriptor == STREAMED and native and registered.streams_rows and mode == "row"
+    is_streamed = tiling.descriptor == STREAMED and native and registered.streams_rows and mode in ("row", "block")
     expect(is_streamed or not tiling.descriptor, lambda: f"a product with a quantised weight can't be tiled as {config}")
     flat = flat_rows(x, weight)
     (m, k), n = flat.shape, shape[0]
@@ -287,13 +289,14 @@ def _linear_quantized_add(
     bias: Tensor | None,
     rows: int,
     activations: str,
+    group: int,
     x_scales: Tensor | None,
     residual: Tensor,
     config: list[int],
     pdl: bool,
 ) -> None:
-    """Add a streamed product to ``residual`` [T, N] in place. ``x_scales``: the scales of a quantised ``x``; ``rows`` weight
-    rows share a scale.
+    """Add a streamed product to ``residual`` [T, N] in place. ``x_scales``: the scales of a quantised ``x``, else it is
+    quantised in groups of ``group`` columns (0: all); ``rows`` weight rows share a scale.
     """
     n = data.shape[0]
     expect(
@@ -303,7 +306,7 @@ def _linear_quantized_add(
         ),
     )
     if x_scales is None:
-        x, x_scales = quantized_rows(x, activations, 0, input_scale, data.dtype, pdl)
+        x, x_scales = quantized_rows(x, activations, group, input_scale, data.dtype, pdl)
     multiply(x, data, bias, residual, MatmulConfig(*config), pdl, quantized=(x_scales, scales, rows), add=True)
 
 

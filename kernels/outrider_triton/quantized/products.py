@@ -562,7 +562,7 @@ class QuantizedProducts:
         weight = added.weight
         tensors = weight.data, weight.scales, weight.input_scale, added.bias
         x = rows.x if rows.x.stride(-1) == 1 else rows.x.contiguous()
-        options = weight.block[0], weight.activations or "", rows.scales
+        options = weight.block[0], weight.activations or "", _group(weight), rows.scales
         _TRITON.linear_quantized.triton_add(x, *tensors, *options, residual, config.as_list(), self._pdl)
 
     def linear_quantized_add_rms_norm(self, added: QuantizedProduct, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
