@@ -23,6 +23,8 @@ from outrider_triton.tiles.facts import DeviceFacts
 
 _COLUMNS_PER_SCALE = 128
 """Number of columns per multiplication if group scales multiply the sums."""
+_GROUPED_ELEMENTS_PER_PROGRAM = 1024
+"""Number of elements that one program quantises if the groups of a row have scales of their own."""
 MAX_ROW_ELEMENTS = 1 << 15
 """Maximum number of elements of a row that one program holds."""
 
@@ -363,11 +365,11 @@ define("add_rms_norm.triton_quantize", _add_rms_norm_quantize, writes=("residual
 
 def _silu_mul_quantize(gate_up: Tensor, format: str, group: int, dtype: torch.dtype, pdl: bool) -> tuple[Tensor, Tensor]:
     size = gate_up.shape[-1] // 2
-    block = power_of_two(size)
+    block = min(power_of_two(size), max(group, _GROUPED_ELEMENTS_PER_PROGRAM)) if group else power_of_two(size)
     out, scales = allocate_quantized(gate_up, size, group, dtype)
     launch(
         jit_activations.silu_mul_quantize,
-        (out.shape[0],),
+        (out.shape[0], triton.cdiv(size, block)),
         *(gate_up.contiguous(), out, scales, size),
         E4M3=TRITON_FORMATS[format].elements.is_float,
         GROUP=min(group, block),

@@ -234,7 +234,9 @@ def _streamed(
         if inside % box or (is_unquantized and fold_factor == 2 and each > _PAIRS):
             continue
         budgets = (facts.processor_shared // 2 - 1024,) if waves > 1 else _PIPELINE_BYTES[operator == "linear_add_scaled"]
-        columns = 256 if m <= _MAX_WIDE_TOKENS and k % (256 * split * fold_factor) == 0 else 128
+        # Two units of two pieces with scales of their own, and more tokens, need more registers than a thread has.
+        most = _MAX_WIDE_TOKENS // 2 if stored.columns else _MAX_WIDE_TOKENS
+        columns = 256 if m <= most and k % (256 * split * fold_factor) == 0 else 128
         for budget, block_k in itertools.product(budgets, (128, 256) if is_unquantized else (columns,)):
             width = fold_factor * max(8, m)
             barriers = 0 if is_unquantized else 24
