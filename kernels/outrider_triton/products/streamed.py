@@ -34,9 +34,9 @@ def multiply(
 ) -> None:
     """Multiply ``x [m, k]`` into ``out [m, n]``, or into the parts ``[split, m, n]``. ``add``: add to ``out``.
 
-        ``quantized`` is (scales of x, float32 [m, groups], scales of the weight, [.., groups], number of weight rows per scale), with
-    one group of columns, or one for each piece of columns. Both operands are then in e4m3, and the product isn't split into
-    parts.
+    ``quantized`` is (scales of x, float32 [m, groups], scales of the weight, [.., groups], number of weight rows per scale).
+    There is one group of columns, or one for each piece of columns. Both operands are then in e4m3, and the product isn't
+    split into parts.
     """
     m, n, fold = x.shape[0], weight.shape[0], config.split == 1
     expect(fold or bias is None, lambda: "parts of a product have no bias")
