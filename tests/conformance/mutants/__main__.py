@@ -10,7 +10,6 @@ import os
 import sys
 from pathlib import Path
 
-
 _SOUND = 20.0
 """Factor of the time limits of a sound backend, which never hangs: a limit could only convict a machine that is busy."""
 
