@@ -1,4 +1,4 @@
-"""Hosts of a server's engine: a thread, a child process, or several ranks with a child process each.
+"""Connections of a server to its engine: in a thread, in a child process, or on several ranks with a child process each.
 
 :class:`EngineLoop` runs it in each case: it receives commands before each iteration and sends events after it. Server and
 first child communicate over a socket pair, which no other process can open.
