@@ -200,12 +200,12 @@ KERNELS = [
     (
         rows.add_parts_rope_write_cache,
         {"parts": WIDE, "bias": HALF},
-        {**UNNORMED, "PARTS": 4, "BLOCK_HALF": 64},
+        {**UNNORMED, "PARTS": 4, "HEADS": 8, "BLOCK_HALF": 64},
     ),
     (
         rows.add_parts_rope_write_cache,
         {"parts": HALF, "q_norm": HALF, "k_norm": HALF},
-        {"bias": None, "PARTS": 1, "BLOCK_HALF": 64},
+        {"bias": None, "PARTS": 1, "HEADS": 8, "BLOCK_HALF": 64},
     ),
     (rows.move_cache, {}, {"MOVES": 4, "BLOCK": 64}),
     (rows.gather_rows, {}, {"BLOCK": 1024}),
@@ -304,7 +304,7 @@ IN_E4M3 = [
     (
         rows.add_parts_rope_write_cache,
         {**NARROW, "parts": WIDE, "bias": HALF},
-        {**UNNORMED, "PARTS": 4, "BLOCK_HALF": 64},
+        {**UNNORMED, "PARTS": 4, "HEADS": 8, "BLOCK_HALF": 64},
     ),
     (rows.move_cache, NARROW, {"MOVES": 4, "BLOCK": 64}),
     (
