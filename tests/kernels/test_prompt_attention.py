@@ -1,6 +1,7 @@
 """Attention over prompts against the reference: from pages and from the copy without pages."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -75,7 +76,7 @@ def operands(new=(300,), context=(0,), dtype=torch.float16, size=16, host=True, 
     q, k_cache, v_cache, metadata = batch(4, 2, size, new=new, context=context, padding=0)
     starts = tuple(metadata.query_start.tolist()) if host else None
     placed = {name: getattr(metadata, name).to(device) for name in ("query_start", "seq_lens", "block_table")}
-    metadata = replace(metadata, host_query_start=starts, **placed)
+    metadata = replace(metadata, host_query_start=starts, host_context=tuple(context) if host else None, **placed)
     return prefill_attention.PrefillOperands(
         *(x.to(device, dtype) for x in (q, k_cache, v_cache)), metadata, scale=0.3, window=0
     )
@@ -114,6 +115,23 @@ def test_what_a_graph_replays_isnt_copied():
     attention = prefill_attention.PromptAttention(device_of(architecture="sm_90"))
     assert {each.name for each in attention._candidates(operands())} >= {"pages", "copy"}
     assert [each.name for each in attention._candidates(operands(host=False))] == ["pages"]
+
+
+def test_several_long_prompts_are_a_library_call_each(monkeypatch, device):
+    """Not if one is short or has context, for which cuDNN's causal mask is wrong."""
+    attention = prefill_attention.PromptAttention(device_of(architecture="sm_90"))
+    monkeypatch.setattr(prefill_attention, "_MIN_CALL_QUERY", 70)
+    monkeypatch.setattr(prefill_attention, "sdpa_kernel", lambda backend: nullcontext())
+    given = operands(new=(70, 150, 128), context=(0, 0, 0), device=device)
+    assert "torch's cuDNN" in {each.name for each in attention._candidates(given)}
+    for new, context in (((70, 69), (0, 0)), ((70, 70), (0, 1)), ((70,), (1,))):
+        other = operands(new=new, context=context)
+        assert "torch's cuDNN" not in {each.name for each in attention._candidates(other)}
+    if device.type == "cpu":  # elsewhere torch has its own rules for a backend
+        made = attention._by_cudnn(given)
+        wide = (x.double() for x in (given.q, given.k_cache, given.v_cache))
+        wanted = REFERENCE.paged_attention(*wide, given.metadata, scale=0.3)
+        torch.testing.assert_close(made.double(), wanted, rtol=0.02, atol=0.02)
 
 
 def test_prompts_are_many_causal_tokens_in_16_bits(kernels, device):

@@ -32,6 +32,8 @@ MIN_PREFILL_QUERY = 64
 _MEASURED_LENGTHS = (128, 512, 2048, 8192)
 _MIN_COPIED_QUERY = 1024
 _MAX_COPY_BYTES = 1 << 29
+_MIN_CALL_QUERY = 1024
+"""Minimum number of new tokens of each of several sequences for which a library is called once per sequence."""
 _COPY_CONFIGS = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2))
 """Tile configurations over a contiguous copy: query rows, cached tokens, warps, stages. Two programs share a multiprocessor:
 one multiplies while the other computes exponentials.
@@ -74,6 +76,7 @@ class PrefillOperands:
             max_query=count,
             max_kv=count,
             host_query_start=(0, *[count] * sequences),
+            host_context=(0,) * sequences,
         )
         return replace(self, q=self.q[:count], metadata=metadata_of_first)
 
@@ -87,7 +90,7 @@ class PrefillAttentionCandidate:
     copies: bool = True
     """True if the candidate reads a contiguous copy of the context, so that the host must know the number of rows to copy."""
     alone: bool = False
-    """True if the candidate serves only a batch of a single prompt, so that other batches need a second candidate."""
+    """True if the candidate serves only some batches, so that others need a second candidate."""
 
 
 def prefill_config(size: int, shared: int, *, copied: bool = False) -> list[int]:
@@ -248,7 +251,7 @@ class PromptAttention:
             if flash3_supported and find_spec("fa3_fwd") is not None:
                 found.append(PrefillAttentionCandidate("fa3-fwd", self._by_flash3))
             found.append(PrefillAttentionCandidate("torch's FlashAttention 2", self._by_flash2))
-            if metadata.host_query_start == (0, q.shape[0]) and metadata.max_kv == q.shape[0]:
+            if _are_long_prompts(metadata):
                 found.append(PrefillAttentionCandidate("torch's cuDNN", self._by_cudnn, alone=True))
         return tuple(found)
 
@@ -323,15 +326,30 @@ class PromptAttention:
         return _zero_padding(out, metadata)
 
     def _by_cudnn(self, prompts: PrefillOperands) -> Tensor:
-        """Compute attention with cuDNN, for a batch of one prompt without cached context."""
-        tokens = prompts.q.shape[0]
+        """Compute attention with cuDNN, one call per prompt. No prompt has cached context."""
         keys, values, _ = prompts.copied(prompts.q.shape[-1], self._facts.pdl)
-        q, k, v = (x[:tokens].unsqueeze(0).transpose(1, 2) for x in (prompts.q, keys, values))
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            out = torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=prompts.scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
-        return out.transpose(1, 2).reshape(prompts.q.shape)
+        out = torch.empty_like(prompts.q, memory_format=torch.contiguous_format)
+        first_copied = 0
+        for start, end in pairwise(prompts.metadata.host_query_start or ()):
+            own = slice(first_copied, first_copied + end - start)
+            operands = (x.unsqueeze(0).transpose(1, 2) for x in (prompts.q[start:end], keys[own], values[own]))
+            q, k, v = operands
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                attended = torch.nn.functional.scaled_dot_product_attention(
+                    q, k, v, is_causal=True, scale=prompts.scale, enable_gqa=q.shape[1] != k.shape[1]
+                )
+            out[start:end] = attended[0].transpose(0, 1)
+            first_copied += prefill_ops.rows_of_copy(end - start)
+        return _zero_padding(out, prompts.metadata)
+
+
+def _are_long_prompts(metadata: AttentionMetadata) -> bool:
+    """Return True if no sequence has cached context, and the new tokens of each are worth a call of a library."""
+    starts, context = metadata.host_query_start, metadata.host_context
+    if starts is None or context is None or any(context):
+        return False
+    counts = [end - start for start, end in pairwise(starts)]
+    return len(counts) == 1 or min(counts) >= _MIN_CALL_QUERY
 
 
 def _key(prompts: PrefillOperands) -> tuple[object, ...]:

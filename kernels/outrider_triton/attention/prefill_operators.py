@@ -21,6 +21,11 @@ def copied_rows(cached: int, sequences: int) -> int:
     return cached + 2 * ROW_ALIGNMENT * sequences
 
 
+def rows_of_copy(cached: int) -> int:
+    """Return the number of rows from the first row of a sequence of ``cached`` tokens to that of the next one in a copy."""
+    return -(-cached // ROW_ALIGNMENT) * ROW_ALIGNMENT + ROW_ALIGNMENT
+
+
 def _bound(sequences: int) -> int:
     expect(sequences <= SEQUENCE_BOUNDS[-1], lambda: f"{sequences} sequences of prompts; at most {SEQUENCE_BOUNDS[-1]}")
     return next(most for most in SEQUENCE_BOUNDS if most >= sequences)
