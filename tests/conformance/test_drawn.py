@@ -48,7 +48,7 @@ Lab._product_time = lambda self, dtype: 0.4 if dtype is torch.float16 else 0.01
 """
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    test = "test_l4_kernels_drawn::test_a_kernel_is_right_on_drawn_operands[silu_mul-float16]"
+    test = "test_l4_kernels::test_a_kernel_is_right_on_drawn_operands[silu_mul-float16]"
     report = conform("cpu", level="L4", tests=[test], extra=["-p", "slow_half"])
     what = "random operand sets per kernel in float16 (a product takes 40 times as long as in float32)"
     assert report["figures"] == [[what, 1.0, "of 6"]]

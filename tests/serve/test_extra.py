@@ -51,7 +51,7 @@ def unloaded(monkeypatch):
         raise AssertionError("the model was loaded first")
 
     monkeypatch.setattr("outrider.serve.connection.engine_process.create_engine_client", load)
-    monkeypatch.setattr("outrider.cli.options.engine_options.load", load)
+    monkeypatch.setattr("outrider.cli.options.option_records.load", load)
 
 
 @pytest.mark.parametrize("role", ["all", "prefill", "decode"])

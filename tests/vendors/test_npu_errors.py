@@ -10,7 +10,7 @@ import pytest
 
 from outrider.cli.terminal.torch_probe import explain as explain_torch
 from outrider.device import BackendLoadError, ConfigError
-from outrider_npu import machine, plugin, runtime
+from outrider_npu import plugin, runtime
 from vendors.child import child
 from vendors.wheel import NotRun, fetch
 
@@ -32,15 +32,15 @@ def installed(monkeypatch, tmp_path):
             (tmp_path / f"davinci{number}").touch()
         (tmp_path / "davinci_manager").touch()
         found = {"torch": torch, "torch_npu": torch_npu}
-        monkeypatch.setattr(machine, "_version", found.get)
-        return machine.find_trouble(tmp_path)
+        monkeypatch.setattr(runtime, "_version", found.get)
+        return runtime.find_trouble(tmp_path)
 
     return make
 
 
 def test_nothing_is_in_the_way(installed, tmp_path):
     assert installed() is None
-    assert machine.device_count(tmp_path) == 2
+    assert runtime.device_count(tmp_path) == 2
     assert installed(torch_npu="2.13.0.post1") is None
 
 

@@ -1,4 +1,4 @@
-"""Check what a plugin declares about its CI: ``outrider ci-matrix`` copies the declaration into a workflow."""
+"""Check of a plugin's CI declaration, which ``outrider ci-matrix`` copies into a workflow."""
 
 from __future__ import annotations
 

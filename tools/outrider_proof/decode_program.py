@@ -48,7 +48,7 @@ class Network:
     """The two network links between two engines."""
 
     def __init__(self, first: Engine, second: Engine) -> None:
-        from outrider.transports.local_transport import LocalTransport
+        from outrider.transports.link import LocalTransport
 
         self.engines = first, second
         transport = LocalTransport()
@@ -251,7 +251,9 @@ class HostProgram:
         return plain_config(**sizes | fields)
 
     def longest(self, proposer: Proposer, *, images: bool) -> int:
-        """Return the tokens of the longest request with its output, its draft slots and, with ``images``, its image."""
+        """Return the number of tokens of the longest request, with its output, its draft slots and, with ``images``, its
+        image.
+        """
         longest = max(arrival.length + arrival.max_tokens for arrival in self.arrivals)
         return longest + max(12, proposer.nodes + 2) + (16 if images else 0)
 

@@ -24,7 +24,7 @@ import pytest
 
 if TYPE_CHECKING:
     from outrider.device import Backend
-    from outrider_sanitizer.report.findings import Report
+    from outrider_sanitizer.report import Report
 
     Sanitized = Callable[[Backend], AbstractContextManager[Report]]
 

@@ -84,7 +84,9 @@ class CudaGroup(TorchGroup):
 
     @property
     def _direct(self) -> PeerExchange | None:
-        """The exchange for calls that only move data, which takes one shot."""
+        """The peer-memory exchange for collectives that move data without a sum; None if the one-shot implementation is not
+        allowed.
+        """
         return self._exchange if self.allows_implementation(ONE_SHOT) else None
 
     # -- memory of the peers ---------------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ CI = CiDeclaration(
 @hookimpl
 def backend_info() -> BackendInfo:
     """Describe the backend: usable if a matching torch_npu is installed and the driver lists a device. Imports neither."""
-    from outrider_npu import machine
+    from outrider_npu import runtime
 
-    trouble = machine.find_trouble()
+    trouble = runtime.find_trouble()
     return BackendInfo(
         name="npu",
         description=DESCRIPTION,
@@ -30,7 +30,7 @@ def backend_info() -> BackendInfo:
         usable=trouble is None,
         reason=trouble.reason if trouble else "",
         advice=trouble.advice if trouble else "",
-        device_count=machine.device_count() or None,
+        device_count=runtime.device_count() or None,
         ci=CI,
     )
 
@@ -40,9 +40,9 @@ def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
     """Create the backend of NPU ``ordinal``, which has no options. Imports torch_npu; its errors contain advice."""
     if options:
         raise ConfigError(f"backend 'npu' takes no options, got {sorted(options)}")
-    from outrider_npu import machine, runtime
+    from outrider_npu import runtime
 
-    trouble = machine.find_trouble()
+    trouble = runtime.find_trouble()
     if trouble is not None:
         raise BackendLoadError(f"backend 'npu' can't run here: {trouble.reason}; {trouble.advice}")
     runtime.load()

@@ -1,26 +1,37 @@
-"""The components that launch iterations, created from the parts of an engine."""
+"""The components that launch iterations, created from the parts of an engine, and their warm-up.
+
+The warm-up serves internal requests before the first user request, so that all kernels are compiled.
+"""
 
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
-from outrider.device import Group, StepMode
+from outrider.device import Backend, Group, StepMode
+from outrider.engine.config import MAX_LOGPROBS, DecidedConfig
 from outrider.engine.fused_step import FusedStep
 from outrider.engine.graphs import CaptureProgress, GraphRunner, Runner
 from outrider.engine.guided import GuidedDecoding
+from outrider.engine.guides.grammars import Guidance, UnrestrictedMatcher
 from outrider.engine.loop import IterationLauncher, Loop
 from outrider.engine.prefill import Prefill, PrefillLauncher, build_prefill_graphs
-from outrider.engine.ranked import DecidersGuides, FollowersGuides, RankedPrefill, RankedStages, RankedStep
+from outrider.engine.ranked import DecidersGuides, FollowersGuides, RankedPrefill, RankedStep, ranked_stages
 from outrider.engine.ranks.decision_log import DecisionLog
 from outrider.engine.recovery import Watchdog
-from outrider.engine.requests.draft_length import DraftLengthPolicy
-from outrider.engine.requests.groups import AgreedLength, GroupScheduler
+from outrider.engine.requests.draft_length import DraftLengthPolicy, FixedLength
+from outrider.engine.requests.groups import GroupScheduler
 from outrider.engine.requests.pages import FreeList, PagePool, StateCheckpoints
+from outrider.engine.requests.request import Request
+from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.requests.scheduler import Scheduler, SchedulerLimits
 from outrider.engine.stages import Iteration, Stages
 from outrider.engine.state.parts import EngineParts
 from outrider.engine.step import Step
-from outrider.model import ModelRanks
+from outrider.model import LanguageModel, ModelRanks
+from outrider.speculative.proposer import Proposer
 
 _MIN_DECODING_TO_GATHER, _MAX_GATHERED_TOKENS, _MAX_GATHER_ITERATIONS = 8, 1024, 4
 """While at least this many requests (and half the rows) decode, new prompts wait for others to share a launch: up to this
@@ -93,7 +104,7 @@ class RankedAssembly(Assembly):
     def __init__(self, parts: EngineParts, ranks: ModelRanks) -> None:
         ranks.use_stream(parts.streams.forward)
         guided = DecidersGuides(parts) if ranks.is_decider else FollowersGuides(parts)
-        super().__init__(parts, RankedStages(parts, ranks), RankedPrefill(parts, guided, ranks), guided)
+        super().__init__(parts, ranked_stages(parts, ranks), RankedPrefill(parts, guided, ranks), guided)
         self._ranks = ranks
 
     def _wrap(self, step: Step, runner: Runner, prefill: PrefillLauncher) -> IterationLauncher:
@@ -152,7 +163,7 @@ def _build_scheduler(parts: EngineParts, draft_length: DraftLengthPolicy) -> Sch
 
 def _build_groups(parts: EngineParts, data: Group, draft_length: DraftLengthPolicy) -> GroupScheduler:
     """Create one scheduler for each data-parallel group."""
-    agreed, proposer = AgreedLength(draft_length.lengths[-1]), parts.proposer
+    agreed, proposer = FixedLength(draft_length.lengths[-1]), parts.proposer
 
     def passes(tokens: int, sequences: int, longest: int) -> tuple[int, ...]:
         return tokens, *(proposer.prompt_passes(tokens, sequences, longest) if proposer.extends else ())
@@ -164,3 +175,70 @@ def _build_groups(parts: EngineParts, data: Group, draft_length: DraftLengthPoli
         draft_length=draft_length,
         passes=passes,
     )
+
+
+_CHUNKS = 2
+"""Number of chunks of a warm-up prompt; its second chunk continues the first one's cache."""
+_ITERATIONS = 3
+"""Minimum number of decode iterations after a prompt: the first one, the next one, and one whose inputs come from an
+iteration in flight.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """The result of a warm-up. ``compiled`` counts the variants of each kernel that were compiled or loaded from a cache;
+    empty if the kernels do not report it. ``chosen`` has the implementations that were chosen by measurement, by purpose.
+    """
+
+    seconds: float
+    compiled: Mapping[str, int]
+    chosen: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        named = ", ".join(f"{name} {count}" for name, count in sorted(self.compiled.items()))
+        said = f"{sum(self.compiled.values())} kernels compiled or loaded in {self.seconds:.1f} s"
+        return said + (f" ({named})" if named else "") + "".join(f"; {what}: {which}" for what, which in self.chosen.items())
+
+
+def warm_up(
+    loop: Loop, backend: Backend, model: LanguageModel, proposer: Proposer, config: DecidedConfig, *, room: int, lengths: int
+) -> WarmUp:
+    """Serve internal requests that use every feature: a prompt of two chunks, then iterations that draft, verify and extend.
+    ``loop`` is created for this and dropped afterwards. ``room`` is the number of tokens that a request may have.
+    ``lengths`` is the number of draft lengths, used in turn.
+    """
+    kernels = model.kernels
+    before, began = kernels.compiled(), time.perf_counter()
+    most = max(1, min(2 * proposer.depth + 3, room - 1))
+    length = max(1, min(config.prefill_chunk + 2, room - most))
+    vision = model.config.vision
+    pictures = () if vision is None else (vision.image_token, vision.video_token)
+    word = next(token for token in range(model.config.vocab_size) if token not in pictures)
+    greedy = SamplingParams(max_tokens=most, ignore_eos=True)
+    everything = replace(
+        greedy,
+        temperature=1.0,
+        top_k=2,
+        top_p=0.9,
+        min_p=0.1,
+        logit_bias={word: 1.0},
+        presence_penalty=1.0,
+        logprobs=min(MAX_LOGPROBS, model.config.vocab_size),
+    )
+    rope_key = model.config.rope.sharing_key(length)
+    rounds = _CHUNKS + max(_ITERATIONS, lengths + 1)
+    for number, params in enumerate((greedy, replace(greedy, temperature=1.0), everything)):
+        request = Request(number, (word,) * length, params.sample(0), frozenset(), rope_key=rope_key)
+        if params is everything:
+            request.guidance = Guidance(UnrestrictedMatcher(), vocabulary=model.config.vocab_size)
+        loop.add(request)
+        for _ in range(rounds):
+            if not request.finished:
+                loop.iterate()
+        loop.drop_requests([request])
+        loop.drain()
+    backend.synchronize()
+    after = kernels.compiled()
+    new = {name: count - before.get(name, 0) for name, count in after.items() if count > before.get(name, 0)}
+    return WarmUp(time.perf_counter() - began, new, kernels.chosen())

@@ -2,7 +2,7 @@
 
     host:     stage inputs ─┐
     schedule: upload ── inputs_ready ─┐
-    forward:  unpack · prefill · gather · draft · plan · verify · extend · stash ── shared_reads_done · keep
+    forward:  unpack · prefill · gather · draft · plan · verify · extend · stash ── shared_reads_done · results
     copy:     results of the iteration to the host
 
 The plan stream has no work. Schedule only uploads, and forward unpacks. So no edge to another stream lies between two graphs:

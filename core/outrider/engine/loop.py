@@ -213,7 +213,9 @@ class Loop:
             self.scheduler.undo_batches(batches, corrupted=not well)
 
     def _next_batch(self) -> Batch | None:
-        """Return the scheduler's next batch. If a request must be preempted, handle all iterations in flight first."""
+        """Return the scheduler's next batch, or None if there is no work. If a request must be preempted, handle all
+        iterations in flight first.
+        """
         try:
             return self.scheduler.next_batch()
         except OutOfPages:

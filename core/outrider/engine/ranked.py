@@ -20,7 +20,7 @@ from outrider.engine.prefill import Prefill, PrefillLauncher
 from outrider.engine.requests.batch import Batch, PrefillChunk
 from outrider.engine.requests.request import Request
 from outrider.engine.stages import DecodeBatch, DraftStage, Frame, Stages, Verify
-from outrider.engine.state.masks import late_guidance_indices
+from outrider.engine.state.options import late_guidance_indices
 from outrider.engine.state.parts import EngineParts
 from outrider.engine.state.results import GUIDE_LATE, MEDIA_FAILED, PendingResult
 from outrider.engine.state.staging import PrefillInputs
@@ -80,13 +80,11 @@ class RankedVerify(Verify):
         return tokens, paths[0] if paths else None, accepted
 
 
-class RankedStages(Stages):
-    """The stages of an engine whose model is split over ``ranks``, with the broadcasts of draft and acceptance."""
-
-    def __init__(self, parts: EngineParts, ranks: ModelRanks) -> None:
-        super().__init__(parts)
-        self.draft = RankedDraft(parts, ranks)
-        self.verify = RankedVerify(parts, ranks)
+def ranked_stages(parts: EngineParts, ranks: ModelRanks) -> Stages:
+    """Return the stages of an engine whose model is split over ``ranks``, with the broadcasts of draft and acceptance."""
+    stages = Stages(parts)
+    stages.draft, stages.verify = RankedDraft(parts, ranks), RankedVerify(parts, ranks)
+    return stages
 
 
 class RankedPrefill(Prefill):
@@ -144,7 +142,8 @@ class FollowersGuides(GuidedDecoding):
 
 
 class RankedStep:
-    """The step of a rank: it passes what the ranks agreed on to the model before each iteration.
+    """The step of a rank: before each iteration it sets the stream of the model's collectives, and the pass widths that all
+    ranks share.
 
     With data-parallel groups, this rank enqueues the collectives of all groups, with idle requests if it has none of its own.
     """

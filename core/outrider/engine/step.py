@@ -2,8 +2,8 @@
 
     host:     stage inputs ─┐
     schedule: upload · unpack, resolve lengths ── inputs_ready ─┐
-    forward:  prefill · gather ── shared_reads_done ─┬─ draft ── draft_outputs_ready ─┐ join · verify ─┐ extend · stash · keep
-    plan:     first part (overlaps the draft) ───────┴─ second part ── plan_ready ────┘ extend plan ───┘
+    forward:  prefill · gather ─ shared_reads_done ┬─ draft ─ draft_outputs_ready ─┐ join · verify ─┐ extend · stash · results
+    plan:     first part (overlaps the draft) ─────┴─ second part ─ plan_ready ────┘ extend plan ───┘
     copy:     results of the iteration to the host
 
 This is *staged* mode: each stage is called, or replayed from a graph of its own. :mod:`outrider.engine.fused_step` has fused
@@ -30,8 +30,7 @@ from outrider.engine.stages import DecodeBatch, Stages, build_frame
 from outrider.engine.state.parts import EngineParts, ring_entries
 from outrider.engine.state.plans import PlanAtJoin
 from outrider.engine.state.results import PendingResult
-from outrider.engine.state.staging import RESTORED_STATES, SAVED_STATES, Packer, PrefillBucket
-from outrider.engine.state.transfer import StateCopies
+from outrider.engine.state.staging import RESTORED_STATES, SAVED_STATES, Packer, PrefillBucket, StateCopies
 from outrider.speculative.proposer import HostSeqLens
 
 
@@ -167,7 +166,7 @@ class Step:
         fences.inputs_ready.wait(self._streams.forward)
 
     def _launch_prompts(self, batch: Batch, packer: Packer, bucket: PrefillBucket | None) -> PrefilledChunks | None:
-        """Enqueue on forward all work that precedes decode. Return the prompt chunks that the draft has not read."""
+        """Enqueue on forward all work that precedes decode. Return the prompt chunks that the draft has not read, or None."""
         if any(request.params.penalized for request in batch.admitted):
             with self._backend.on(self._streams.forward):
                 self._input_upload.write_token_counts(packer)
@@ -223,7 +222,8 @@ class Step:
         decoding requests.
         """
         before = (entry - 1) % self._entries
-        by_row = self._parts.seq_lens_ring.read_entry(before, self._fences.lengths_on_host[before])
+        self._fences.lengths_on_host[before].wait_host()
+        by_row: list[int] = self._parts.seq_lens_ring.read_entry(before).tolist()
         return HostSeqLens(tuple(by_row[request.row] for request in batch.decode), self._parts.capacity)
 
     def _decode_batch(

@@ -30,8 +30,8 @@ from starlette.responses import Response, StreamingResponse
 
 from outrider.cli.options.models import Sizes, Speculation, load
 from outrider.device import ConfigError
-from outrider.serve.api.api_errors import SERVER, ApiError
 from outrider.serve.api.prompt_builder import PromptBuilder, PromptResources
+from outrider.serve.api.responses import SERVER, ApiError
 from outrider.serve.config import ServeConfig
 from outrider.serve.connection.engine_process import create_engine_client
 from outrider.serve.http.app import create_app

@@ -12,7 +12,7 @@ from outrider_proof.rank_engine import RankExplorer, RankSetup
 from outrider_proof.rank_exploration import SimulatedHosts
 from outrider_sanitizer import FindingKind, RaceError, watch_ranks
 from outrider_sanitizer.races import RANK_RACES, decision_named
-from outrider_sanitizer.report.findings import STALENESS
+from outrider_sanitizer.report import STALENESS
 from outrider_sim.explore.exploration import run_once
 from outrider_sim.explore.strategies import make_strategy
 

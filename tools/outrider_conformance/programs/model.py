@@ -109,7 +109,9 @@ class Model:
             cells[effect.target] = Cell(_patched(before.data, effect.to, made), node, before=before)
 
     def work(self, stream: int, path: Path, verb: str, effects: Sequence[Effect], *more: Key) -> Node:
-        """Add an operation of a stream whose accesses must be ordered. ``more`` are written keys other than memory."""
+        """Add an operation of a stream. Raises :class:`Unordered` if it races with an earlier access. ``more`` are written
+        keys other than memory.
+        """
         reads = [e.source for e in effects if e.source is not None]
         writes = [*(e.target for e in effects), *more]
         self._check(self.clock_of(stream), reads, writes)

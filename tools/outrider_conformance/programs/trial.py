@@ -49,7 +49,8 @@ class ProgramFailed(AssertionError):
 def try_program(stage: SharedStreams, model: Model, number: int = 0, *, brief: bool = False) -> None:
     """Run one program, in several schedules on a device that takes schedules. Raises the error of the first failing run.
 
-    ``brief`` skips shrinking the failing schedule, which takes many runs, if the device allows that.
+    ``number`` is the program's number in the session, which selects its schedules. ``brief``: leave the failing schedule
+    unshrunk, because shrinking takes many runs.
     """
     control = stage.lab.backend.control
     if control is None:
@@ -90,8 +91,9 @@ def try_programs(
 ) -> int:
     """Try ``count`` programs of ``family``, generated from the seed ``start``; return the number of tried programs.
 
-    ``opened`` returns a new backend, ``backend`` is its name in scripts, and ``alive`` is called around each program.
-    Raises :class:`ProgramFailed` for the first failing program, shrunk.
+    ``opened`` returns a new backend, ``backend`` is its name in scripts, and ``alive`` is called before each program.
+    ``pace`` is the length of the delays of streams; None: measure it. Raises :class:`ProgramFailed` for the first failing
+    program, shrunk.
     """
     first = opened()
     abilities, pace = Abilities.declared_by(first), pace or _pace(first)

@@ -283,7 +283,7 @@ def _rope(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | Non
 
 
 def rotary_of(o: Mapped) -> RotaryArgs:
-    """Return the operands of :func:`rotary_operands` as a kernel takes them."""
+    """Return the operands of :func:`rotary_operands` as the record that kernels take."""
     return RotaryArgs(o["cos"], o["sin"], o["k_cache"], o["v_cache"], o["slots"])
 
 

@@ -25,9 +25,11 @@ def judge(
     slow: bool = False,
     scope: AbstractContextManager[None] | None = None,
 ) -> None:
-    """Run ``problem`` on ``stream``, inside ``scope`` if given, and check it.
+    """Run ``problem`` on ``stream``, inside ``scope`` if given, and check results, written operands and the memory around
+    them.
 
-    ``again``: a second call with other values must not change the results of the first.
+    ``again``: a second call with other values must not change the results of the first. ``slow``: the stream is busy when the
+    kernel is called.
     """
     backend = lab.backend
     kernels = backend.kernels_in_use

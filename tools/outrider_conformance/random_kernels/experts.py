@@ -61,7 +61,9 @@ def _route(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
 
 
 def _held_experts(count: int, part: int) -> tuple[int, int] | None:
-    """Return the experts of rank ``part`` of three, counted from 1, that divide ``count`` experts; all for part 0."""
+    """Return the first and last (exclusive) expert of rank ``part`` of three, counted from 1, that divide ``count`` experts;
+    None for part 0, which holds all.
+    """
     first = count * (part - 1) // 3
     return None if not part else (first, max(count * part // 3, first + 1))
 

@@ -1,4 +1,4 @@
-"""One random call of a kernel: operands in poisoned memory, the call, and the right results."""
+"""One random call of a kernel: operands in poisoned memory, the call, and the expected results with their rounding bounds."""
 
 from __future__ import annotations
 
@@ -51,10 +51,11 @@ class Problem:
 def kernel_call(
     method: str, *arguments: str | float | None, results: tuple[str, ...] = ("out",), **options: Any
 ) -> Callable[[KernelSet, Mapping[str, Tensor]], Mapping[str, Tensor]]:
-    """Return the call of a problem: kernel ``method`` with operands by name, or with other values.
+    """Return a function that calls kernel ``method`` of a kernel set with a problem's operands, and returns its results by
+    name.
 
-    An operand that is absent is passed as None. ``results`` names what the kernel returns. A kernel that only writes its
-    operands has no results.
+    ``arguments`` are names of operands, or values. An operand that is absent is passed as None. ``results`` are the names of
+    the kernel's results. A kernel that only writes its operands has no results.
     """
 
     def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Random problems of the kernels of recurrent layers. A loop over tokens in float64 computes what is right."""
+"""Random problems of the kernels of recurrent layers. A loop over tokens in float64 computes the expected results."""
 
 from __future__ import annotations
 

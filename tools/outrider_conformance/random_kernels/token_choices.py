@@ -1,7 +1,7 @@
 """Random tokens: sampling and verification, against the random numbers that the backend interface prescribes.
 
-Two devices may round a score differently, so a token is right if its score is the best within rounding. More than one
-token is right in about one of ten thousand rows.
+Two devices may round a score differently, so a token is accepted if its score is the best within rounding. This holds for
+more than one token in about one of ten thousand rows.
 """
 
 from __future__ import annotations

@@ -24,8 +24,7 @@ from outrider.cli.options.option_values import (
     whole,
 )
 from outrider.cli.terminal.environment import backend_from_environment
-from outrider.cli.terminal.report import CommandReport, exit_code
-from outrider.cli.terminal.starting import show_progress
+from outrider.cli.terminal.report import CommandReport, exit_code, show_progress
 from outrider.cli.terminal.torch_probe import require_torch
 from outrider.device.errors import CapabilityError, ConfigError, OutriderError
 from outrider.engine.fences import FENCES
@@ -137,13 +136,13 @@ def explore(
     inject: InjectOption = None,
     json_output: JsonOption = False,
 ) -> CommandReport:
-    """Run a program under many schedules. Exit code 1, with the shrunk schedule, when one makes it fail.
+    """Run a program under many schedules. The exit code is 1, with the shrunk schedule, if the program fails.
 
-    A program is a function of one argument, the backend; it makes its streams and tensors there and raises when something is
-    wrong. Without a name: the programs of the corpus. ``decode`` is the real engine on random host programs, its tokens
-    checked against plain decoding and the sanitizer watching; one of its fences can be left out. ``ranks`` is the engine on
-    several simulated ranks, or with ``--inject`` and ``--corrected`` the corpus of ranks that come apart. ``corpus`` runs all
-    corrected programs, the sanitizer watching: each has to be silent.
+    A program is a function of one argument, the backend. It creates its streams and tensors there, and raises an exception if
+    a result is wrong. ``decode`` is the engine on random host programs: its tokens are compared with non-speculative
+    decoding, and the sanitizer watches. ``ranks`` is the engine on several simulated ranks, or with ``--inject`` the corpus
+    of ranks that differ. ``corpus`` runs all corrected programs, in which the sanitizer must find nothing. No name lists the
+    corpus.
     """
     del json_output
     if name is None:

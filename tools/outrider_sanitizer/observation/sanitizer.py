@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from outrider.device import Access, CapabilityError, InterfaceError, Observer, Operation
-from outrider_sanitizer.detector.clocks import Point
+from outrider_sanitizer.detector.actors import Point
 from outrider_sanitizer.detector.diagnose import Diagnoser
-from outrider_sanitizer.detector.listener import Listener
+from outrider_sanitizer.detector.intervals import Listener
 from outrider_sanitizer.detector.ordering import Ordering
 from outrider_sanitizer.detector.ranks import RankClocks
 from outrider_sanitizer.detector.staleness import Staleness
 from outrider_sanitizer.detector.streams import HOST
-from outrider_sanitizer.report.advisor import Advisor
-from outrider_sanitizer.report.findings import Finding, Report
-from outrider_sanitizer.report.source_locations import caller_location
+from outrider_sanitizer.report import Advisor, Finding, Report, caller_location
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -133,7 +133,7 @@ class SimGroup(Group):
 
 
 def matching_facts(call: Collective, *, in_graph: bool) -> tuple[tuple[str, object], ...]:
-    """Return (name, value) pairs of a collective that must be equal on all ranks."""
+    """Return (name, value) pairs of a collective that must be equal on all ranks. ``in_graph``: a replay issues the call."""
     return (
         ("kind", "message" if call.kind in ("send", "receive") else call.kind),
         ("reduction", str(call.reduction) if call.reduction is not None else "none"),

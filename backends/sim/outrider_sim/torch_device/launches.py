@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.device import Access, ConfigError
 from outrider_sim.machine.pinned import HostAllocation, PinnedTensor, alias
 from outrider_sim.machine.queue import Op, OperationKind
-from outrider_sim.torch_device.operands import extent
+from outrider_sim.torch_device.opinfo import extent
 from outrider_sim.torch_device.tensor import SimTensor, wrap
 from outrider_sim.torch_device.torch_slot import registered
 
