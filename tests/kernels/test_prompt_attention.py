@@ -117,6 +117,23 @@ def test_what_a_graph_replays_isnt_copied():
     assert [each.name for each in attention._candidates(operands(host=False))] == ["pages"]
 
 
+def test_the_hosts_time_to_launch_is_not_measured():
+    """What keeps the device busy is enqueued ahead of the first event."""
+    order = []
+
+    class Event:
+        def __init__(self, *, enable_timing):
+            self.elapsed_time = lambda end: 2.0
+            self.synchronize = lambda: None
+
+        def record(self):
+            order.append("event")
+
+    work = (lambda: order.append("call")), (lambda: order.append("busy"))
+    assert prefill_attention._milliseconds(SimpleNamespace(Event=Event), *work, repeats=2) == 2.0
+    assert order == ["call", *["busy", "event", "call", "event"] * 2]
+
+
 def test_several_long_prompts_are_a_library_call_each(monkeypatch, device):
     """Not if one is short or has context, for which cuDNN's causal mask is wrong."""
     attention = prefill_attention.PromptAttention(device_of(architecture="sm_90"))
@@ -183,7 +200,7 @@ def started(monkeypatch, tmp_path):
 
         monkeypatch.setattr(attention, "_by_pages", lambda given: torch.ones_like(given.q))
         monkeypatch.setattr(attention, "_candidates", lambda _: tuple(candidate(name) for name in times))
-        monkeypatch.setattr(prefill_attention, "_milliseconds", lambda module, call: call() is None or times[ran[-1]])
+        monkeypatch.setattr(prefill_attention, "_milliseconds", lambda module, call, busy: call() is None or times[ran[-1]])
         attention.use_store(PromptStore(tmp_path))
         attention.measure(operands(new=(new,)))
         return SimpleNamespace(name=attention._choice(operands(new=(new,))).name, said=attention.reports, ran=ran)

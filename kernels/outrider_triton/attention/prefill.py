@@ -30,9 +30,10 @@ _TRITON = torch.ops.outrider
 MIN_PREFILL_QUERY = 64
 """Minimum number of new tokens of a sequence that counts as prefill."""
 _MEASURED_LENGTHS = (128, 512, 2048, 8192)
+_MAX_BUSY_CALLS = 16
 _MIN_COPIED_QUERY = 1024
 _MAX_COPY_BYTES = 1 << 29
-_MIN_CALL_QUERY = 1024
+_MIN_CALL_QUERY = 2048
 """Minimum number of new tokens of each of several sequences for which a library is called once per sequence."""
 _COPY_CONFIGS = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2))
 """Tile configurations over a contiguous copy: query rows, cached tokens, warps, stages. Two programs share a multiprocessor:
@@ -168,6 +169,12 @@ class PromptAttention:
         counts = tuple(dict.fromkeys(min(candidate, prompts.metadata.max_query) for candidate in _MEASURED_LENGTHS))
         kept = {} if self._store is None else self._store.load(key, counts)
         ranked: dict[int, tuple[str, ...]] = {}
+        busy_calls = max(1, min(_MAX_BUSY_CALLS, _MEASURED_LENGTHS[-1] // prompts.metadata.max_query))
+
+        def busy() -> None:
+            for _ in range(busy_calls):
+                self._by_pages(prompts)
+
         for count in counts:
             prefix = prompts.first(count)
             reference = self._by_pages(prefix)
@@ -176,7 +183,7 @@ class PromptAttention:
                 self._reports[f"attention over {count} new tokens"] = f"{kept[count][0]} (measured before)"
                 continue
             trials = {
-                candidate.name: self._try_candidate(candidate, prefix, reference, module)
+                candidate.name: self._try_candidate(candidate, prefix, reference, module, busy)
                 for candidate in self._candidates(prefix)
             }
             times = {name: milliseconds for name, milliseconds in trials.items() if milliseconds is not None}
@@ -193,11 +200,16 @@ class PromptAttention:
     # -- measurement and candidates ---------------------------------------------------------------------------------
 
     def _try_candidate(
-        self, candidate: PrefillAttentionCandidate, prefix: PrefillOperands, reference: Tensor, module: Any | None
+        self,
+        candidate: PrefillAttentionCandidate,
+        prefix: PrefillOperands,
+        reference: Tensor,
+        module: Any | None,
+        busy: Callable[[], object] = lambda: None,
     ) -> float | None:
         """Return a candidate's milliseconds, 0 without a ``module`` to time with, or None if it fails or is wrong.
 
-        The reason of a failure is recorded.
+        The reason of a failure is recorded. ``busy``: see :func:`_milliseconds`.
         """
         try:
             result = candidate.attend(prefix)
@@ -207,7 +219,7 @@ class PromptAttention:
                     f"not used: off by {error_size:.3g} over {prefix.q.shape[0]} tokens"
                 )
                 return None
-            return 0.0 if module is None else _milliseconds(module, lambda: candidate.attend(prefix))
+            return 0.0 if module is None else _milliseconds(module, lambda: candidate.attend(prefix), busy)
         except Exception as failure:  # any failure of a library disqualifies the candidate
             reason = str(failure).split("\n", 1)[0][:200]
             self._reports[f"attention by {candidate.name}"] = f"not used: {type(failure).__name__}: {reason}"
@@ -372,12 +384,16 @@ def _flash3() -> Any:
     return torch.ops.fa3_fwd.fwd
 
 
-def _milliseconds(module: Any, call: Callable[[], object], *, repeats: int = 5) -> float:
-    """Return the median device time of ``call`` in milliseconds, after one warm-up call, on the current stream."""
+def _milliseconds(module: Any, call: Callable[[], object], busy: Callable[[], object], *, repeats: int = 5) -> float:
+    """Return the median device time of ``call`` in milliseconds, after one warm-up call, on the current stream.
+
+    ``busy`` enqueues work for about as long as the host needs to launch ``call``, whose host time is then not measured.
+    """
     call()
     times: list[float] = []
     for _ in range(repeats):
         start, end = module.Event(enable_timing=True), module.Event(enable_timing=True)
+        busy()
         start.record()
         call()
         end.record()
