@@ -123,6 +123,7 @@ def test_the_hosts_time_to_launch_is_not_measured():
 
     class Event:
         def __init__(self, *, enable_timing):
+            assert enable_timing
             self.elapsed_time = lambda end: 2.0
             self.synchronize = lambda: None
 
