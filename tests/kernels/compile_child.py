@@ -248,6 +248,11 @@ KERNELS = [
     (exact_attention.exact_attention, EXACT_TYPES, {**EXACT, "TREE": True, "SHARED": True}),
     (exact_attention.merge_chunks, {"counts": "*i32"}, {"BLOCK_SIZE": 128}),
     (prefill_attention.copy_context, {}, COPY),
+    (
+        prefill_attention.merge_context,
+        {**dict.fromkeys(("own", "context"), HALF), **dict.fromkeys(("own_lse", "context_lse"), WIDE)},
+        {"BLOCK_HEADS": 32, "BLOCK_SIZE": 128},
+    ),
     (prefill_attention.prompt_attention, {"tokens": "i32"}, {**PROMPT, "DESCRIPTOR": False}),
     (prefill_attention.prompt_attention, {"tokens": "i32"}, {**PROMPT, "DESCRIPTOR": False, "WINDOW": 100, "EVEN": False}),
     (token_choice.partial_argmax, {}, {**VOCABULARY, "SAMPLING": True, "LANE": 0, "DEPTH": 3, **UNCHECKED}),

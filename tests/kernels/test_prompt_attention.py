@@ -1,7 +1,7 @@
 """Attention over prompts against the reference: from pages and from the copy without pages."""
 
 import json
-from contextlib import nullcontext
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -135,21 +135,56 @@ def test_the_hosts_time_to_launch_is_not_measured():
     assert order == ["call", *["busy", "event", "call", "event"] * 2]
 
 
-def test_several_long_prompts_are_a_library_call_each(monkeypatch, device):
-    """Not if one is short or has context, for which cuDNN's causal mask is wrong."""
+def attention_of_a_library(q, keys, values, scale, *, causal):
+    """Attention [T, Hq, D], and logarithms of sums of exponentials [T, Hq] with the heads outside."""
+    group = q.shape[1] // keys.shape[1]
+    keys, values = (x.repeat_interleave(group, dim=1).float() for x in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[1:], device=q.device).triu(1) > 0, -torch.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype), scores.logsumexp(-1).T
+
+
+def test_long_prompts_are_a_library_call_each(monkeypatch, device):
+    """With context, another one, whose result is merged; not if one is short."""
     attention = prefill_attention.PromptAttention(device_of(architecture="sm_90"))
     monkeypatch.setattr(prefill_attention, "_MIN_CALL_QUERY", 70)
-    monkeypatch.setattr(prefill_attention, "sdpa_kernel", lambda backend: nullcontext())
-    given = operands(new=(70, 150, 128), context=(0, 0, 0), device=device)
-    assert "torch's cuDNN" in {each.name for each in attention._candidates(given)}
-    for new, context in (((70, 69), (0, 0)), ((70, 70), (0, 1)), ((70,), (1,))):
-        other = operands(new=new, context=context)
-        assert "torch's cuDNN" not in {each.name for each in attention._candidates(other)}
-    if device.type == "cpu":  # elsewhere torch has its own rules for a backend
-        made = attention._by_cudnn(given)
-        wide = (x.double() for x in (given.q, given.k_cache, given.v_cache))
-        wanted = REFERENCE.paged_attention(*wide, given.metadata, scale=0.3)
-        torch.testing.assert_close(made.double(), wanted, rtol=0.02, atol=0.02)
+    monkeypatch.setattr(prefill_attention, "_cudnn_attention", attention_of_a_library)
+    attention._merged.add(prefill_attention._key(operands()))
+    for new, context, serves in (
+        ((70, 150, 128), (0, 0, 0), True),
+        ((70, 69), (0, 0), False),
+        ((69,), (0,), True),
+        ((69,), (1,), False),
+        ((90, 70), (300, 0), True),
+    ):
+        given = operands(new=new, context=context, device=device)
+        assert ("torch's cuDNN" in {each.name for each in attention._candidates(given)}) is serves
+        if serves:
+            made = attention._by_cudnn(given)
+            wide = (x.double() for x in (given.q, given.k_cache, given.v_cache))
+            wanted = REFERENCE.paged_attention(*wide, given.metadata, scale=0.3)
+            torch.testing.assert_close(made.double(), wanted, rtol=0.02, atol=0.01)
+
+
+@pytest.mark.parametrize("base", [math.e, 2.0])
+def test_what_a_library_says_of_its_sums_is_checked(monkeypatch, base, device):
+    """Context isn't merged where the logarithm isn't the natural one."""
+    attention = prefill_attention.PromptAttention(device_of(architecture="sm_90"))
+    monkeypatch.setattr(prefill_attention, "_MIN_CALL_QUERY", 70)
+
+    def attend(*given, causal):
+        out, sums = attention_of_a_library(*given, causal=causal)
+        return out, sums / math.log(base)
+
+    monkeypatch.setattr(prefill_attention, "_cudnn_attention", attend)
+    monkeypatch.setattr(prefill_attention.torch, "get_device_module", lambda _: SimpleNamespace(Event=object))
+    monkeypatch.setattr(prefill_attention, "_milliseconds", lambda *_: 1.0)
+    monkeypatch.setattr(prefill_attention.prefill_ops, "SEQUENCE_BOUNDS", (1, 16, 256))
+    attention.measure(operands(new=(100,), context=(0,), device=device))
+    later = operands(new=(90,), context=(150,))
+    assert ("torch's cuDNN" in {each.name for each in attention._candidates(later)}) is (base == math.e)
+    assert ("attention by torch's cuDNN over context" in attention.reports) is (base != math.e)
 
 
 def test_prompts_are_many_causal_tokens_in_16_bits(kernels, device):

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from outrider.device import AttentionMetadata
 from outrider_triton.attention import prefill_operators as prefill_ops
@@ -34,7 +33,7 @@ _MAX_BUSY_CALLS = 16
 _MIN_COPIED_QUERY = 1024
 _MAX_COPY_BYTES = 1 << 29
 _MIN_CALL_QUERY = 2048
-"""Minimum number of new tokens of each of several sequences for which a library is called once per sequence."""
+"""Minimum number of new tokens of each sequence for which a library is called once per sequence, and again for context."""
 _COPY_CONFIGS = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2))
 """Tile configurations over a contiguous copy: query rows, cached tokens, warps, stages. Two programs share a multiprocessor:
 one multiplies while the other computes exponentials.
@@ -64,6 +63,15 @@ class PrefillOperands:
         return _TRITON.copy_context.triton(  # type: ignore[no-any-return]
             self.k_cache, self.v_cache, metadata.seq_lens, metadata.block_table, rows, max_kv, width, dtype, pdl
         )
+
+    def second_half(self) -> PrefillOperands:
+        """Return a prefill of the second half of a single sequence's new tokens; the first half is cached context."""
+        count, metadata = self.q.shape[0], self.metadata
+        own = count - count // 2
+        starts = torch.tensor([0, own], dtype=torch.int32, device=self.q.device)
+        context = count - own
+        half = replace(metadata, query_start=starts, max_query=own, host_query_start=(0, own), host_context=(context,))
+        return replace(self, q=self.q[context:], metadata=half)
 
     def first(self, count: int, sequences: int = 1) -> PrefillOperands:
         """Return a prefill of the first ``count`` new tokens of the first sequence; other ``sequences`` are empty."""
@@ -113,6 +121,7 @@ class PromptAttention:
         self._ranked: dict[tuple[object, ...], Mapping[int, tuple[str, ...]]] = {}
         self._reports: dict[str, str] = {}
         self._store: PromptStore | None = None
+        self._merged: set[tuple[object, ...]] = set()  # keys for which cuDNN's results with context were right
 
     def use_store(self, store: PromptStore) -> None:
         """Load earlier measurements from ``store``, and store later ones there."""
@@ -191,6 +200,11 @@ class PromptAttention:
             listed = ", ".join(f"{name} {times[name] * 1e3:.0f}" for name in ranked[count])
             self._reports[f"attention over {count} new tokens"] = f"{ranked[count][0]} (us: {listed})"
         self._ranked[key] = ranked
+        if any("torch's cuDNN" in names for names in ranked.values()):
+            half = prompts.first(counts[-1]).second_half()
+            merging = PrefillAttentionCandidate("torch's cuDNN over context", self._by_cudnn)
+            is_right = self._try_candidate(merging, half, self._by_pages(half), None) is not None
+            self._merged.update({key} if is_right else ())
         if self._store is not None and ranked != kept:
             try:
                 self._store.write(key, ranked)
@@ -263,7 +277,7 @@ class PromptAttention:
             if flash3_supported and find_spec("fa3_fwd") is not None:
                 found.append(PrefillAttentionCandidate("fa3-fwd", self._by_flash3))
             found.append(PrefillAttentionCandidate("torch's FlashAttention 2", self._by_flash2))
-            if _are_long_prompts(metadata):
+            if _are_long_prompts(metadata, has_context=_key(prompts) in self._merged):
                 found.append(PrefillAttentionCandidate("torch's cuDNN", self._by_cudnn, alone=True))
         return tuple(found)
 
@@ -338,30 +352,43 @@ class PromptAttention:
         return _zero_padding(out, metadata)
 
     def _by_cudnn(self, prompts: PrefillOperands) -> Tensor:
-        """Compute attention with cuDNN, one call per prompt. No prompt has cached context."""
-        keys, values, _ = prompts.copied(prompts.q.shape[-1], self._facts.pdl)
+        """Compute attention with cuDNN, one call per prompt, and a second one for cached context, which cuDNN's causal mask
+        doesn't allow.
+        """
+        metadata, pdl = prompts.metadata, self._facts.pdl
+        keys, values, _ = prompts.copied(prompts.q.shape[-1], pdl)
         out = torch.empty_like(prompts.q, memory_format=torch.contiguous_format)
-        first_copied = 0
-        for start, end in pairwise(prompts.metadata.host_query_start or ()):
-            own = slice(first_copied, first_copied + end - start)
-            operands = (x.unsqueeze(0).transpose(1, 2) for x in (prompts.q[start:end], keys[own], values[own]))
-            q, k, v = operands
-            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-                attended = torch.nn.functional.scaled_dot_product_attention(
-                    q, k, v, is_causal=True, scale=prompts.scale, enable_gqa=q.shape[1] != k.shape[1]
-                )
-            out[start:end] = attended[0].transpose(0, 1)
-            first_copied += prefill_ops.rows_of_copy(end - start)
-        return _zero_padding(out, prompts.metadata)
+        first = 0
+        for (start, end), context in zip(pairwise(metadata.host_query_start or ()), metadata.host_context or (), strict=True):
+            middle, last = first + context, first + context + end - start
+            q, attended = prompts.q[start:end], out[start:end]
+            own = _cudnn_attention(q, keys[middle:last], values[middle:last], prompts.scale, causal=True)
+            if context:
+                cached = _cudnn_attention(q, keys[first:middle], values[first:middle], prompts.scale, causal=False)
+                _TRITON.merge_context.triton(*own, *cached, attended, pdl)
+            else:
+                attended.copy_(own[0])
+            first += prefill_ops.rows_of_copy(last - first)
+        return _zero_padding(out, metadata)
 
 
-def _are_long_prompts(metadata: AttentionMetadata) -> bool:
-    """Return True if no sequence has cached context, and the new tokens of each are worth a call of a library."""
+def _cudnn_attention(q: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return cuDNN's attention [T, Hq, D] and the natural logarithm of each row's sum of exponentials, float32 [T, Hq]."""
+    operands = (x.unsqueeze(0).transpose(1, 2) for x in (q, keys, values))
+    attended, sums, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *operands, None, True, dropout_p=0.0, is_causal=causal, return_debug_mask=False, scale=scale
+    )
+    return attended[0].transpose(0, 1), sums.view(q.shape[1], q.shape[0]).T
+
+
+def _are_long_prompts(metadata: AttentionMetadata, *, has_context: bool) -> bool:
+    """Return True if the new tokens of each sequence are worth a library call, or are a single prompt without context.
+    ``has_context``: sequences may have cached context.
+    """
     starts, context = metadata.host_query_start, metadata.host_context
-    if starts is None or context is None or any(context):
+    if starts is None or context is None or (any(context) and not has_context):
         return False
-    counts = [end - start for start, end in pairwise(starts)]
-    return len(counts) == 1 or min(counts) >= _MIN_CALL_QUERY
+    return context == (0,) or min(end - start for start, end in pairwise(starts)) >= _MIN_CALL_QUERY
 
 
 def _key(prompts: PrefillOperands) -> tuple[object, ...]:
