@@ -83,9 +83,9 @@ def carry_out(spec: str, programs: int, seed: int, families: list[str]) -> int:
 
 def written(place: Path) -> str:
     """Write the package for a device without a torch module; returns its name."""
-    from outrider_conformance.commands.new_backend import DeviceKind, skeleton
+    from outrider_conformance.commands.new_backend import skeleton
 
-    for path, text in skeleton("acme", DeviceKind.OWN_QUEUE).items():
+    for path, text in skeleton("acme", "own-queue").items():
         (place / path).parent.mkdir(parents=True, exist_ok=True)
         (place / path).write_text(text, encoding="utf-8")
     sys.path.insert(0, str(place / "src"))

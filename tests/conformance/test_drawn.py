@@ -16,8 +16,7 @@ from outrider_conformance.kit import Kit
 from outrider_conformance.lab import Lab, StreamDelay
 from outrider_conformance.observed_kernels import observe
 from outrider_conformance.random_kernels import bounds, noise
-from outrider_conformance.random_kernels.checks import judge_with
-from outrider_conformance.random_kernels.kernels import KERNELS, problem
+from outrider_conformance.random_kernels.kernels import KERNELS, judge_with, problem
 from outrider_conformance.run import conform
 from outrider_cpu import backend as cpu_backend
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from outrider.engine.engine import Engine
     from outrider.model import Decoder, DFlashHead, EagleHead, ModelConfig, ModelRanks, MtpHead
     from outrider.model.layers.layer_weights import LayerWeights
-    from outrider_conformance.ranks.processes import RankContext
+    from outrider_conformance.ranks.runner import RankContext
 
 
 def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float | None:

@@ -289,20 +289,19 @@ def _serve(
 
 def _inject_divergence(engine: Engine, inject: str) -> None:
     """Change the decisions that a follower rank receives, or the bucket that it picks."""
-    from outrider.engine.ranks.records import decode_call
+    from outrider.engine.ranks.records import DecisionRecord, decode_call
 
     decision_log: Any = engine._decision_log
     next_record = decision_log.next
 
-    def other() -> Any:
-        record = next_record()
+    def other() -> DecisionRecord:
+        record: DecisionRecord = next_record()
+        drafted: Any = (record.decisions or {}).get("drafted")
+        changed = record
         if inject == "abort":
-            kept = tuple(each for each in record.commands if decode_call(each)[0] != "abort")
-            changed = replace(record, commands=kept)
-        elif record.decisions is None or inject != "length" or not record.decisions.get("drafted"):
-            changed = record
-        else:
-            changed = replace(record, decisions={**record.decisions, "drafted": record.decisions["drafted"] - 1})
+            changed = replace(record, calls=tuple(each for each in record.calls if decode_call(each)[0] != "abort"))
+        elif inject == "length" and drafted:
+            changed = replace(record, decisions={**(record.decisions or {}), "drafted": drafted - 1})
         decision_log._record = changed
         return changed
 

@@ -279,26 +279,6 @@ class Advice:
         )
 
 
-class Advisor:
-    """A counter of waits by source line, and of how many of them added an order."""
-
-    def __init__(self) -> None:
-        self._seen: dict[tuple[str, str, str], list[int]] = {}
-
-    def waited(self, stream: str, event: str, generation: int, location: str, new: bool) -> None:
-        """Count a wait of ``stream``; ``new`` is True if the wait added an order."""
-        del generation
-        counts = self._seen.setdefault((stream, event, location), [0, 0])
-        counts[0] += 1
-        counts[1] += new
-
-    def redundant(self) -> Iterator[Advice]:
-        """Yield an advice for each line whose waits never added an order."""
-        for (stream, event, location), (count, new) in self._seen.items():
-            if not new:
-                yield Advice(stream, event, location, count)
-
-
 _INSIDE = ("outrider.device", "outrider_", "torch", "triton", "numpy", "typing_extensions")
 _PROGRAMS = "outrider_sanitizer.races"
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -48,16 +47,8 @@ from outrider_npu.kernels import NpuKernels
 Issue = Callable[[tuple[int, ...]], None]
 
 
-@dataclass(frozen=True, slots=True)
-class TaskGroup:
-    """One captured operation: its handle and a function that reissues it. References the operation's tensors."""
-
-    handle: Any
-    issue: Issue
-
-
 class NpuGraph(TorchGraph):
-    """A captured ``NPUGraph``. The capture context's handles hold the task groups of each host parameter.
+    """A captured ``NPUGraph``. The capture context's handles hold the task groups of each host parameter: handle and reissue.
 
     An empty list means that a kernel used the parameter but reads its values from device memory.
     """
@@ -73,10 +64,10 @@ class NpuGraph(TorchGraph):
         backend = cast("NpuBackend", self.backend)
         with backend.on(stream), backend.guard(f"rebinding parameters of graph {self.name!r}"):
             for name, values in params.items():
-                for group in handles[name]:
-                    backend.module.graph_task_update_begin(stream.native, group.handle)
+                for handle, issue in handles[name]:
+                    backend.module.graph_task_update_begin(stream.native, handle)
                     try:
-                        group.issue(values)
+                        issue(values)
                     finally:
                         backend.module.graph_task_update_end(stream.native)
                 self.context.params[name].value = values
@@ -179,7 +170,7 @@ class NpuBackend(TorchDeviceBackend):
             issue(param.value)
         finally:
             handle = self.module.graph_task_group_end(stream)
-        context.handles.setdefault(param.name, []).append(TaskGroup(handle, issue))
+        context.handles.setdefault(param.name, []).append((handle, issue))
 
     def translate_error(self, error: Exception, doing: str) -> DeviceError | None:
         """Return the typed error for torch_npu's plain RuntimeErrors, or None for other errors: out of memory by the text,

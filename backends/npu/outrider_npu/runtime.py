@@ -23,23 +23,23 @@ _NUMBERED = re.compile(r"davinci\d+")
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class Obstacle:
     """The reason why the backend can't run on this host, with advice."""
 
     reason: str
     advice: str
 
 
-def find_trouble(devices: Path = _DEVICES) -> Trouble | None:
+def find_obstacle(devices: Path = _DEVICES) -> Obstacle | None:
     """Return the first obstacle to running the backend on this host, or None."""
     version = _version(PACKAGE)
     if version is None:
-        return Trouble("torch_npu isn't installed", "install it with its CANN: pip install 'outrider[npu]'")
+        return Obstacle("torch_npu isn't installed", "install it with its CANN: pip install 'outrider[npu]'")
     mismatch = version_mismatch(_version("torch"), version)
     if mismatch is not None:
         return mismatch
     if not device_count(devices):
-        return Trouble(
+        return Obstacle(
             f"the driver shows no NPU (there is no {devices}/davinci0)",
             "check npu-smi info, and that the container was given the device files",
         )
@@ -51,12 +51,12 @@ def device_count(devices: Path = _DEVICES) -> int:
     return sum(1 for path in devices.glob("davinci*") if _NUMBERED.fullmatch(path.name)) if devices.is_dir() else 0
 
 
-def version_mismatch(torch: str | None, extension: str) -> Trouble | None:
+def version_mismatch(torch: str | None, extension: str) -> Obstacle | None:
     """Return the mismatch of torch and torch_npu, or None. torch_npu X.Y requires torch X.Y and crashes with others."""
     if torch is None or _release(torch) == _release(extension):
         return None  # a torch without a distribution: the import will tell
     built_for = ".".join(_release(extension))
-    return Trouble(
+    return Obstacle(
         f"torch_npu {extension} was built for torch {built_for}, and this is torch {torch}",
         f"install the pair that belongs together: pip install torch=={built_for}.*, or another torch_npu",
     )

@@ -224,7 +224,7 @@ class OpenCLBackend(Backend):
 
     def raise_failed(self, waiting_for: str) -> None:
         """Raise the first error of a native kernel since the last call, once."""
-        error = self.opencl.failures.take_first()
+        error = self.opencl.take_first_failure()
         if error is not None:
             raise DeviceFault(f"work before {waiting_for} of {self.label} failed: {error}") from error
 

@@ -30,39 +30,16 @@ _NATIVE = cl.device_exec_capabilities.NATIVE_KERNEL
 _HOW_TO_INSTALL = "install PoCL: pip install 'outrider-opencl[pocl]', or on Debian: apt install pocl-opencl-icd"
 
 
-class Failures:
-    """Errors of native kernels that no wait of the host has raised yet.
-
-    OpenCL has no status with which a native kernel fails. An error belongs to the device, not to a queue: the result may
-    reach the waiting caller through other queues.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._errors: list[Exception] = []
-
-    def add(self, error: Exception) -> None:
-        """Store the error of a failed host task, until a wait of the host raises it."""
-        with self._lock:
-            self._errors.append(error)
-
-    def take_first(self) -> Exception | None:
-        """Return the first stored error, or None, and clear all errors."""
-        with self._lock:
-            errors, self._errors = self._errors, []
-        return errors[0] if errors else None
-
-
 def _run(argument: int) -> None:
     """Run the task that was passed as the argument of a native kernel, and drop the reference that the queue held."""
     reference = ctypes.cast(argument, ctypes.POINTER(ctypes.py_object)).contents
-    task, failures = reference.value
+    task, device = reference.value
     ctypes.pythonapi.Py_DecRef(reference)
     try:
         with torch.no_grad():  # gradients are enabled in every thread of the runtime
             task()
     except Exception as error:
-        failures.add(error)
+        device.add_failure(error)
 
 
 _run_task = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_run)
@@ -131,7 +108,11 @@ def find_devices() -> list[cl.Device]:
 
 
 class OpenCLDevice:
-    """A device with its context, and the queue that all streams share in out-of-order mode."""
+    """A device with its context, and the queue that all streams share in out-of-order mode.
+
+    OpenCL has no status with which a native kernel fails. An error therefore belongs to the device, not to a queue: the
+    result may reach the waiting caller through other queues.
+    """
 
     def __init__(self, ordinal: int, *, out_of_order: bool) -> None:
         devices = find_devices()
@@ -140,7 +121,8 @@ class OpenCLDevice:
         self.native = devices[ordinal]
         self.context = cl.Context([self.native])
         self.library = Library()
-        self.failures = Failures()
+        self._lock = threading.Lock()
+        self._failures: list[Exception] = []
         self.shared_queue = self.create_queue(out_of_order=True) if out_of_order else None
 
     def create_queue(self, *, out_of_order: bool = False) -> cl.CommandQueue:
@@ -150,6 +132,17 @@ class OpenCLDevice:
         properties = cl.command_queue_properties
         order = properties.OUT_OF_ORDER_EXEC_MODE_ENABLE if out_of_order else 0
         return cl.CommandQueue(self.context, self.native, properties=properties.PROFILING_ENABLE | order)
+
+    def add_failure(self, error: Exception) -> None:
+        """Store the error of a failed native kernel, until a wait of the host raises it."""
+        with self._lock:
+            self._failures.append(error)
+
+    def take_first_failure(self) -> Exception | None:
+        """Return the first stored error, or None, and clear all errors."""
+        with self._lock:
+            errors, self._failures = self._failures, []
+        return errors[0] if errors else None
 
     @property
     def versions(self) -> dict[str, str]:
@@ -181,7 +174,7 @@ class Queue:
 
     def run_on_host(self, task: Task, *also_after: cl.Event) -> None:
         """Enqueue ``task`` as a native kernel of this queue. The kernel also waits for the events ``also_after``."""
-        argument = ctypes.py_object((task, self.device.failures))
+        argument = ctypes.py_object((task, self.device))
         library, pointer = self.device.library, ctypes.byref(argument)
         ctypes.pythonapi.Py_IncRef(argument)  # the queue's reference, which the native kernel drops
         self._enqueue(

@@ -19,7 +19,7 @@ from importlib.metadata import Distribution, EntryPoint
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import pluggy
 
@@ -34,10 +34,6 @@ from outrider.device.errors import (
 from outrider.device.plugin import PluginInfo
 from outrider.errors import shown
 from outrider.registry.probing import PluginProbe, ProbeVerdict, in_child
-
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
-
 
 _ENTRY_POINTS_FILE = "entry_points.txt"
 

@@ -34,9 +34,10 @@ from outrider.cli.options.option_values import (
 from outrider.cli.terminal.environment import api_keys_from_environment, spans_from_environment
 from outrider.cli.terminal.files import check_listening, read_utf8
 from outrider.cli.terminal.report import CommandReport, show_progress
+from outrider.cli.terminal.torch_probe import require_torch
 from outrider.device.errors import ConfigError
 from outrider.disaggregation.connections import PeerAddress
-from outrider.serve.config import require_kv_events, require_serve
+from outrider.serve.config import ServeConfig, require_kv_events, require_serve
 from outrider.serve.roles import RoleOptions, check_address, read_secret, serve_decode, serve_prefill
 
 if TYPE_CHECKING:
@@ -186,8 +187,6 @@ def serve(context: typer.Context, *, options: ServerOptions, http: HttpOptions, 
 
     With --role, prefill and decode run in separate processes that exchange KV pages; these roles need no extra.
     """
-    from outrider.cli.terminal.torch_probe import require_torch
-
     _refuse_options(context, _REFUSED_BY_ROLE[roles.role], f"--role {roles.role}")
     if roles.decode_server:
         engine_options = {each.name for each in fields(ServerOptions)} - {"model"} | _NO_LOCAL_ENGINE_OPTIONS
@@ -207,9 +206,6 @@ def serve(context: typer.Context, *, options: ServerOptions, http: HttpOptions, 
 
 def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: ServerOptions) -> None:
     """Serve OpenAI's API until SIGTERM or SIGINT. Errors that don't need the model are raised before it is loaded."""
-    from outrider.cli.terminal.torch_probe import require_torch
-    from outrider.serve.config import ServeConfig
-
     require_serve()
     default_name = "outrider-bundled" if options.model is None else options.model.resolve().name
     with checking_options():
@@ -231,7 +227,7 @@ def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: Server
     with show_progress() as tell:
         tell("importing the server", 0, 0)
         from outrider.serve.api.prompt_builder import PromptBuilder, PromptResources
-        from outrider.serve.connection.engine_process import create_engine_client
+        from outrider.serve.connection.engine_process import EngineProcess
         from outrider.serve.http.request_middleware import RequestSpans, log_to_stderr
         from outrider.serve.http.server import serve_http as serve_until_ended
 
@@ -261,9 +257,7 @@ def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: Server
         servers = [PeerAddress.parse(each) for each in roles.decode_server]
         engine: EngineClient = DecodeServers(servers, secret=decode_secret)
     else:
-        engine = create_engine_client(
-            make, tensor=roles.tensor_parallel, data=roles.data_parallel, expert=roles.expert_parallel
-        )
+        engine = EngineProcess(make, tensor=roles.tensor_parallel, data=roles.data_parallel, expert=roles.expert_parallel)
     served = serve_until_ended(engine, make_prompter, config, host=http.host, port=port, started=report_started, spans=spans)
     run_loop(served)
 

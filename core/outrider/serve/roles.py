@@ -30,9 +30,7 @@ from outrider.cli.terminal.report import CommandReport, note
 from outrider.cli.terminal.stopping import SignalStop
 from outrider.device.errors import ConfigError
 from outrider.disaggregation.connections import PeerAddress, require_secret
-from outrider.registry.children import (
-    accepted_interruptions,
-)
+from outrider.registry.children import accepted_interruptions
 
 if TYPE_CHECKING:
     from outrider.disaggregation.server import DisaggregationServer
@@ -128,11 +126,9 @@ def serve_decode(
 
     load_engine = _engine_loader(options)
     transport = get_transport(roles.transport)
-    with DecodeRanks(
-        load_engine, roles.transport, roles.tensor_parallel, roles.data_parallel, expert=roles.expert_parallel
-    ) as ranks:
+    with _first_rank(load_engine, roles) as engine:
         server = DecodeServer(
-            ranks.load_first_rank(),
+            engine,
             transport,
             listen=listen,
             prefill=[PeerAddress.parse(each) for each in roles.prefill_server or ()],
@@ -143,44 +139,29 @@ def serve_decode(
         return _serve_until_signal(server, drain_s)
 
 
-class DecodeRanks:
-    """The ranks of a decode server, as a scope: rank 0 is this process, the other ranks are its children.
+@contextmanager
+def _first_rank(load_engine: Callable[..., Engine], roles: RoleOptions) -> Generator[Engine]:
+    """Yield the engine of rank 0 of a decode server, in this process. The other ranks are child processes in the scope. If
+    one rank ends, all ranks end.
 
     ``load_engine`` loads the engine of one rank. It is pickled for each child, and gets the ranks as ``joined``.
-    ``transport``: the plugin with which each rank opens its links. ``expert``: the ranks divide a mixture's experts. If one
-    rank ends, all ranks end.
     """
-
-    def __init__(
-        self, load_engine: Callable[..., Engine], transport: str, tensor: int, data: int, *, expert: bool = False
-    ) -> None:
-        check_expert_parallel(expert, tensor, data)
-        self._load_engine, self._transport = load_engine, transport
-        self._tensor, self._data, self._expert = tensor, data, expert
-        self._stack = ExitStack()
-        self._store: Any = None
-
-    def __enter__(self) -> DecodeRanks:
-        return self
-
-    def load_first_rank(self) -> Engine:
-        """Start the child ranks, join them, and return the engine of rank 0."""
-        world = self._tensor * self._data
-        if world == 1:
-            return self._load_engine()
-        self._store = create_rank_store()
-        follow = functools.partial(_follow, self._load_engine, self._transport, self._tensor, self._expert)
-        for process in start_followers(follow, world=world, port=self._store.port):
-            self._stack.callback(_end_child, process)
-        placement = RankPlacement.of_child(0, world=world, port=self._store.port)
-        joined = self._stack.enter_context(Joined(self._tensor, self._data, placement, expert=self._expert))
-        engine = self._load_engine(joined=joined)
-        self._stack.callback(engine.close)
-        return engine
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
-        self._store = None
+    tensor, data, expert = roles.tensor_parallel, roles.data_parallel, roles.expert_parallel
+    check_expert_parallel(expert, tensor, data)
+    world = tensor * data
+    if world == 1:
+        yield load_engine()
+        return
+    store = create_rank_store()
+    follow = functools.partial(_follow, load_engine, roles.transport, tensor, expert)
+    with ExitStack() as stack:
+        for process in start_followers(follow, world=world, port=store.port):
+            stack.callback(_end_child, process)
+        placement = RankPlacement.of_child(0, world=world, port=store.port)
+        joined = stack.enter_context(Joined(tensor, data, placement, expert=expert))
+        engine = load_engine(joined=joined)
+        stack.callback(engine.close)
+        yield engine
 
 
 def _follow(load_engine: Callable[..., Engine], transport: str, tensor: int, expert: bool, placement: RankPlacement) -> None:

@@ -122,6 +122,7 @@ def test_20_a_rank_that_takes_another_bucket_or_misses_an_abort_is_named(explore
     error = once(explorer, SPLIT, one, inject=inject)
     assert isinstance(error, RaceError), error
     assert decision_named(error.report) == named
+    assert "no decision" not in str(error), "a rank failed before it decided, so it isn't the injection that was named"
 
 
 def test_21_an_idle_rank_takes_another_branch(explorer):

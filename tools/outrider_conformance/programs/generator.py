@@ -16,8 +16,7 @@ from typing import TypeVar
 from outrider_conformance.programs import language as lang
 from outrider_conformance.programs.families import COMMON, FAMILIES, Abilities
 from outrider_conformance.programs.language import DeviceProgram, ElementSpan, ProgramMemory, Step
-from outrider_conformance.programs.model import Model
-from outrider_conformance.programs.nodes import ForbiddenStep, Node, Unordered
+from outrider_conformance.programs.model import ForbiddenStep, Model, Node, Unordered
 
 _T = TypeVar("_T")
 _WHOLE = "int64"

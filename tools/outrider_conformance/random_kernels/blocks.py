@@ -36,9 +36,17 @@ from outrider.device import (
 )
 from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.dense import EPS
-from outrider_conformance.random_kernels.dimensions import Dimension, among, between
-from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape
-from outrider_conformance.random_kernels.weights import random_matrix
+from outrider_conformance.random_kernels.problem import (
+    Dimension,
+    KernelProblems,
+    Operand,
+    Problem,
+    RandomValues,
+    Shape,
+    among,
+    between,
+)
+from outrider_conformance.random_kernels.quantized import random_matrix
 
 Mapped = Mapping[str, Tensor]
 _TOLERANCE = MappingProxyType({torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2})

@@ -12,8 +12,17 @@ import torch
 from torch import Tensor
 
 from outrider_conformance.random_kernels import noise
-from outrider_conformance.random_kernels.dimensions import MANY, between, row_counts
-from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
+from outrider_conformance.random_kernels.problem import (
+    MANY,
+    KernelProblems,
+    Operand,
+    Problem,
+    RandomValues,
+    Shape,
+    between,
+    kernel_call,
+    row_counts,
+)
 
 _UNIT = 2.0**-24
 _LAYOUTS = ("rows", "wide")

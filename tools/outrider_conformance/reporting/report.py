@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.device.errors import ConfigError
 from outrider_conformance.levels import LEVELS, MODULES, REPORTED, SUITE, level_of
-from outrider_conformance.reporting.failure_groups import grouped
+from outrider_conformance.reporting.causes import grouped
 
 if TYPE_CHECKING:
     from outrider_conformance.kit import Kit

@@ -34,7 +34,7 @@ from outrider.device import (
     Stream,
     Waiter,
 )
-from outrider_conformance.ci_declaration import declaration_fault
+from outrider_conformance.commands.ci_matrix import declaration_fault
 from outrider_conformance.kit import Kit
 from outrider_conformance.lab import expect
 from outrider_conformance.promises import promise

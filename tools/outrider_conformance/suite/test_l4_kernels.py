@@ -34,9 +34,7 @@ from outrider_conformance.lab import Lab, expect
 from outrider_conformance.plugin import Figure
 from outrider_conformance.promises import first_sentence, needs, promise
 from outrider_conformance.random_kernels.bounds import Number, compare
-from outrider_conformance.random_kernels.checks import judge, judge_in_graph
-from outrider_conformance.random_kernels.dimensions import boundary_shapes
-from outrider_conformance.random_kernels.kernels import KERNELS, corners, problem
+from outrider_conformance.random_kernels.kernels import KERNELS, corners, judge, judge_in_graph, problem
 from outrider_conformance.random_kernels.paged_batch import (
     CONTEXTS,
     HEAD_SIZE,
@@ -48,7 +46,7 @@ from outrider_conformance.random_kernels.paged_batch import (
     check_unplanned,
     planned_batch,
 )
-from outrider_conformance.random_kernels.problem import KernelProblems, Shape
+from outrider_conformance.random_kernels.problem import KernelProblems, Shape, boundary_shapes
 from outrider_conformance.reporting.verdict import not_applicable, refusals_left_out
 
 _COMPILED_DRAWS = 1

@@ -126,15 +126,15 @@ for a flag.
 
 
 class SingleUseToken:
-    """A token that one host thread releases and exactly one other thread acquires."""
+    """A token that one host thread releases and exactly one other thread acquires.
 
-    __slots__ = ()
+    ``for_task``: any thread of a pool may acquire it, and the task knows nothing of that thread's earlier tasks.
+    """
 
+    __slots__ = ("for_task",)
 
-class TaskToken(SingleUseToken):
-    """A token of a task that any thread of a pool may take: the task knows nothing of that thread's earlier tasks."""
-
-    __slots__ = ()
+    def __init__(self, *, for_task: bool = False) -> None:
+        self.for_task = for_task
 
 
 class LastWait(NamedTuple):
@@ -281,7 +281,7 @@ class Lanes:
         known = self._tokens.get(id(token))
         if known is not None:
             actor: Actor | None = getattr(self._local, "actor", None)
-            if isinstance(token, TaskToken):
+            if isinstance(token, SingleUseToken) and token.for_task:
                 self._begin_task(actor, known[1])
             elif actor is None:
                 self._local.actor = self._new_thread(known[1])

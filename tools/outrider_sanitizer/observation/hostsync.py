@@ -31,7 +31,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from outrider.device import Observer
-from outrider_sanitizer.detector.actors import THREAD_IS_ALIVE, SingleUseToken, TaskToken
+from outrider_sanitizer.detector.actors import THREAD_IS_ALIVE, SingleUseToken
 
 Replacement = tuple[Any, str, Callable[[Any], Any]]
 """A module or class, the name of its attribute, and a function that returns a wrapper of the attribute's value."""
@@ -85,7 +85,7 @@ class HandOverTokens:
         ]
 
     def _give(self, taker: Any = None) -> SingleUseToken:
-        token = TaskToken() if getattr(taker, "_max_workers", 1) > 1 else SingleUseToken()
+        token = SingleUseToken(for_task=getattr(taker, "_max_workers", 1) > 1)
         self._observer.host_released(token)
         return token
 

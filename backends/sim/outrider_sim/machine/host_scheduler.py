@@ -252,10 +252,10 @@ class HostScheduler:
     def schedule(self) -> Schedule:
         """Return the deviations from program order since the last reset."""
         if not self.asks:
-            self.note_lazy(self.main, 1)
+            self.record_host_first_delays(self.main, 1)
         return Schedule.from_delays(self.delays)
 
-    def note_lazy(self, me: HostThread, further: int) -> None:
+    def record_host_first_delays(self, me: HostThread, further: int) -> None:
         """Record a delay for each stream with a runnable operation: the operation waits for the thread's current step. Called
         instead of the strategy in a host-first run. ``further`` is added to the number of the step.
         """
@@ -324,7 +324,7 @@ class HostScheduler:
         if me.refused % REFUSALS:
             return
         if not self.asks:
-            self.note_lazy(me, 0)
+            self.record_host_first_delays(me, 0)
         with self.lock, self.operation_scope():
             heads = [stream for stream in self.streams if stream.queue and can_run(stream.queue[0])]
             if heads:

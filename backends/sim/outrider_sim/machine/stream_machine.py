@@ -220,7 +220,7 @@ class StreamMachine:
     def enqueue(self, op: Op, stream: StreamQueue) -> None:
         """Queue `op`, or add it to the capture that is open on `stream`. Raises `DeviceLost` after a sticky fault."""
         if self.lost is not None:
-            raise self.lost_again()
+            raise self.new_lost_error()
         if stream.capture is not None:
             stream.capture.add(op, stream)
             return
@@ -230,7 +230,7 @@ class StreamMachine:
         else:
             self.point(ENQUEUE)
             if self.lost is not None:
-                raise self.lost_again()
+                raise self.new_lost_error()
         op.seq = self.scheduler.seq
         self.scheduler.seq += 1
         op.number = self.enqueued
@@ -314,7 +314,7 @@ class StreamMachine:
             self.scheduler.count_refusal()
             answer = done()
         if self.lost is not None:
-            raise self.lost_again()
+            raise self.new_lost_error()
         if answer:
             self._raise_failed()
         return answer
@@ -325,13 +325,13 @@ class StreamMachine:
         """
         me = self.scheduler.local.thread or self.scheduler.main
         if self.lost is not None:
-            raise self.lost_again()
+            raise self.new_lost_error()
         if not self.asks:
-            self.scheduler.note_lazy(me, 0)
+            self.scheduler.record_host_first_delays(me, 0)
         self.scheduler.turns(me, Action("sync", target), ready, what, self)
         self._settle(me, target)
         if self.lost is not None:
-            raise self.lost_again()
+            raise self.new_lost_error()
         self._raise_failed()
 
     def _settle(self, me: HostThread, target: Any) -> None:
@@ -409,7 +409,7 @@ class StreamMachine:
             failed, self._failed = self._failed, None
             raise failed
 
-    def lost_again(self) -> DeviceLost:
+    def new_lost_error(self) -> DeviceLost:
         """Return a new error object for a device that an earlier fault has made unusable."""
         assert self.lost is not None
         return DeviceLost(str(self.lost))

@@ -137,7 +137,7 @@ class OpInfo:
         self.out_names: tuple[str, ...] = ()
         # Losses reduce in the tensor that they are given: they resize it, with a warning, and back.
         if simple and self.emulated is None and "reduction" not in self.names:
-            self.out, self.out_names = self._find_out(schema)
+            self.out, self.out_names = self._find_out_overload(schema)
 
     def _classify(self, schema: Any, tags: Any) -> OperatorKind:
         if torch.Tag.inplace_view in tags or self.name.startswith(("aten::resize_", "aten::set_")):
@@ -154,7 +154,7 @@ class OpInfo:
             return OperatorKind.READ
         return OperatorKind.COMPUTE
 
-    def _find_out(self, schema: Any) -> tuple[Any, tuple[str, ...]]:
+    def _find_out_overload(self, schema: Any) -> tuple[Any, tuple[str, ...]]:
         """Return the `out=` overload of the operator with its argument names, or (None, ()). The overload lets a host kernel
         write its results directly to the memory that was allocated for them.
         """

@@ -159,7 +159,7 @@ class Planner:
         for value in made:
             if value is not None:
                 self._strided(info, value)
-        if not _agree(info, made, fresh):
+        if not _shapes_match(info, made, fresh):
             return False
         if info.writes or None in fresh:
             return False
@@ -185,7 +185,7 @@ class Planner:
                 look = sketch.call(info.func, lambda meta: _meta_tensor(self._cut(meta)), META)
         except Exception:
             return
-        _agree(info, _fresh(info, made), _fresh(info, look))
+        _shapes_match(info, _fresh(info, made), _fresh(info, look))
 
     def _cut(self, meta: Meta) -> Meta:
         """Return the operand's meta with each dimension limited to `_CUT`; equal dimensions stay equal."""
@@ -283,7 +283,7 @@ def _can_be_cut(info: OpInfo, key: tuple[Any, ...]) -> bool:
     return "backward" not in info.name and all(abs(number) <= _CUT for number in numbers)
 
 
-def _agree(info: OpInfo, made: Sequence[Any], looks: Sequence[Any]) -> bool:
+def _shapes_match(info: OpInfo, made: Sequence[Any], looks: Sequence[Any]) -> bool:
     """Return True if the results ``made`` by the host have the expected shapes ``looks``. If a shape differs, also mark the
     operator, so that the host determines the result shapes of later calls.
     """

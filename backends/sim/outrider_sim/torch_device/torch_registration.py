@@ -40,11 +40,11 @@ def install_names(kind: str, dispatcher: Dispatcher) -> Iterator[Any]:
     _streams(kind)
     _accelerator()
     for entered in (SimTensor.__torch_dispatch__, PinnedTensor.__torch_dispatch__):
-        untraced(entered.__func__.__code__)  # type: ignore[attr-defined]  # a class method, for mypy a function
+        exclude_from_dynamo(entered.__func__.__code__)  # type: ignore[attr-defined]  # a class method, for mypy a function
     yield _pinned_factories(dispatcher)
 
 
-def untraced(code: CodeType) -> None:
+def exclude_from_dynamo(code: CodeType) -> None:
     """Exclude the function with the bytecode ``code``, which torch calls to run an operator, and its callees from Dynamo's
     traces.
     """
@@ -297,7 +297,7 @@ def _kernel(dispatcher: Dispatcher, func: Any, failed: Callable[[BaseException],
         except BaseException as error:
             return failed(error)
 
-    untraced(kernel.__code__)
+    exclude_from_dynamo(kernel.__code__)
     return kernel
 
 

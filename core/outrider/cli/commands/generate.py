@@ -39,6 +39,7 @@ from outrider.cli.options.rank_processes import (
 )
 from outrider.cli.terminal.files import read_text
 from outrider.cli.terminal.report import CommandReport, Interrupted
+from outrider.cli.terminal.torch_probe import require_torch
 from outrider.device.errors import ConfigError
 from outrider.errors import RequestError
 from outrider.speculative.plugin import DRAFTLESS
@@ -192,8 +193,6 @@ def generate(
     json_output: JsonOption = False,
 ) -> CommandReport:
     """Continue a prompt, and print the text during generation. Without --model the bundled model continues it."""
-    from outrider.cli.terminal.torch_probe import require_torch
-
     with checking_options():
         conversation = None if messages is None else read_messages(messages)
         tokens_or_text = _prompt_of(prompt, prompt_file, token_ids, chat=chat, has_messages=conversation is not None)

@@ -6,7 +6,7 @@ import importlib.metadata
 import platform
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,35 +23,26 @@ from outrider.cli.terminal.environment import (
     plugin_probe,
 )
 from outrider.cli.terminal.report import CommandReport, show_progress
-from outrider.cli.terminal.torch_probe import TorchState, known_torch, loaded_torch, probe_torch
+from outrider.cli.terminal.torch_probe import TorchState, known_torch, loaded_torch, probe_torch, require_torch
 from outrider.device.errors import OutriderError
 from outrider.device.plugin import INTERFACE_VERSION, BackendInfo
 from outrider.registry import Candidate, Plugins, Registry
 from outrider.registry.engine_plugins import PROPOSERS, with_reserved_name_check
+from outrider.registry.probing import PluginProbe
 from outrider.speculative.plugin import BUILTIN_PROPOSERS
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Survey:
-    """The installed plugins as rows of JSON data. ``others``: kernel sets and proposers. ``notes``: one line per problem."""
+def survey(registry: Registry, probe: PluginProbe, torch: TorchState, *, open_devices: bool) -> dict[str, Any]:
+    """Probe every plugin and return JSON data: rows of ``backends`` and of ``others`` (kernel sets and proposers), and one
+    line of ``notes`` per problem.
 
-    torch: TorchState
-    registry: Registry
-    backends: list[dict[str, object]]
-    others: list[dict[str, object]]
-    notes: tuple[str, ...]
-
-
-def survey(torch: TorchState, *, open_devices: bool) -> Survey:
-    """Probe every plugin; ``torch``: whether torch imports; ``open_devices``: also open the device of each usable backend."""
-    from outrider.registry.engine_plugins import PROPOSERS
-
+    ``torch``: whether torch imports; ``open_devices``: also open the device of each usable backend.
+    """
     # A plugin may import torch in this process, and an import that crashes would end the process.
     importable = torch.ok or torch.version_without_autoload is not None
     if not torch.ok:
         disable_autoload()
-    probe = plugin_probe()
-    registry, proposers = Registry(probe=probe), Plugins(PROPOSERS, probe=probe)
+    proposers = Plugins(PROPOSERS, probe=probe)
     rows = [row(candidate) for candidate in registry.candidates(load=importable)]
     for values in rows:
         if not torch.ok:
@@ -64,7 +55,7 @@ def survey(torch: TorchState, *, open_devices: bool) -> Survey:
         changes = values["changes"]
         if isinstance(changes, list) and changes:
             notes[f"loading {values['name']!r} of {values['distribution']} changes {', '.join(map(str, changes))}"] = None
-    return Survey(torch=torch, registry=registry, backends=rows, others=others, notes=tuple(notes))
+    return {"backends": rows, "others": others, "notes": list(notes)}
 
 
 def _block(values: dict[str, object], torch: TorchState) -> None:
@@ -107,8 +98,6 @@ def extra_row(candidate: Candidate[Any], kind: str, detail: str) -> dict[str, ob
 
 def extra_rows(registry: Registry, proposers: Plugins[Any], *, load: bool = True) -> list[dict[str, object]]:
     """Return the installed kernel sets and proposers as JSON data. ``load=False`` loads no plugin."""
-    from outrider.registry.engine_plugins import with_reserved_name_check
-
     rows = []
     for kernels in registry.kernels.candidates(load=load):
         names = kernels.info.backends if kernels.info else ()
@@ -139,8 +128,10 @@ def backends(
     del json_output
     with show_progress() as tell:
         tell("probing backends", 0, 0)
-        found = survey(known_torch(plugin_probe()), open_devices=open_devices)
-    rows, extras = found.backends, found.others
+        probe = plugin_probe()
+        torch = known_torch(probe)
+        found = survey(Registry(probe=probe), probe, torch, open_devices=open_devices)
+    rows, extras, notes = found["backends"], found["others"], found["notes"]
 
     def render(console: Console) -> None:
         table = Table("name", "status", "priority", "devices", "distribution", "description", box=None, pad_edge=False)
@@ -160,14 +151,14 @@ def backends(
                 cells = [_cell(values[key]) for key in ("name", "kind", "status", "distribution")]
                 others.add_row(*cells, _cell(values["detail"] or values["reason"]))
             console.print(others)
-        if found.notes:
+        if notes:
             console.print()
-        for note in found.notes:
+        for note in notes:
             console.print(f"note: {note}")
         if not all(values["can_run"] for values in rows) or not rows:
             console.print("\n`outrider doctor` says why a backend can't run")
 
-    return CommandReport(data={"backends": rows, "others": extras, "notes": list(found.notes)}, render=render)
+    return CommandReport(data=found, render=render)
 
 
 def _cell(value: object) -> str:
@@ -225,7 +216,6 @@ def models(json_output: JsonOption = False) -> CommandReport:
 def fences(backend: BackendOption = None, json_output: JsonOption = False) -> CommandReport:
     """List the fences: producer, consumers, hazard, protected resources, and the backend's mechanism."""
     del json_output
-    from outrider.cli.terminal.torch_probe import require_torch
     from outrider.engine.fences import FENCES
 
     require_torch()
@@ -288,40 +278,29 @@ def doctor(
     with show_progress() as tell:
         tell("probing backends", 0, 0)
         torch = loaded_torch() or probe_torch()
-        found = survey(torch, open_devices=open_devices)
-    rows = found.backends
-    chosen, why = _chosen(found.registry, torch)
+        probe = plugin_probe()
+        registry = Registry(probe=probe)
+        found = survey(registry, probe, torch, open_devices=open_devices)
+    chosen, why = _chosen(registry, torch)
     data: dict[str, object] = {
         "outrider": _version("outrider"),
         "interface_version": INTERFACE_VERSION,
         "python": platform.python_version(),
         "executable": sys.executable,
         "platform": platform.platform(),
-        "torch": {
-            "ok": torch.ok,
-            "version": torch.version,
-            "errors": torch.errors,
-            "explanation": torch.explanation,
-            "advice": torch.advice,
-            "version_without_autoload": torch.version_without_autoload,
-            "extensions": torch.extensions,
-        },
+        "torch": {"ok": torch.ok, **asdict(torch)},
         "packages": {name: _version(name) for name in _PACKAGES},
         "environment": {BACKEND_VARIABLE: backend_from_environment()},
-        "backends": rows,
-        "others": found.others,
-        "notes": list(found.notes),
+        **found,
         "chosen": chosen,
         "chosen_because": why,
     }
-    can_run = any(values["can_run"] for values in rows)
+    can_run = any(values["can_run"] for values in found["backends"])
     return CommandReport(data=data, render=lambda console: _render(console, data), exit_code=0 if can_run else 1)
 
 
 def _implementations(model: Path, backend: str | None) -> CommandReport:
     """Load a decoder and report what computes its blocks and primitives."""
-    from outrider.cli.terminal.torch_probe import require_torch
-
     require_torch()
     from outrider.engine.config import DTYPES, EngineConfig
     from outrider.engine.setup.checks import predict_memory

@@ -32,6 +32,7 @@ from outrider.cli.options.option_values import (
 from outrider.cli.terminal.environment import backend_from_environment, plugin_probe, tuned_directory
 from outrider.cli.terminal.files import check_directory, write_whole
 from outrider.cli.terminal.report import CommandReport, Interrupted, show_progress
+from outrider.cli.terminal.torch_probe import require_torch
 from outrider.device.errors import CapabilityError, ConfigError
 from outrider.errors import shown
 from outrider.registry import Registry
@@ -73,8 +74,6 @@ def quantize(
 
     Each weight is rounded to the nearest value, without calibration. Embeddings, norms, biases and routers stay unquantised.
     """
-    from outrider.cli.terminal.torch_probe import require_torch
-
     del json_output
     require_torch()
     from outrider.device.kernels.weight_formats import weight_format
@@ -152,8 +151,6 @@ def draft_vocabulary(
     The list always has the tokens that end a text. The report gives its share of the text's tokens; its share of other
     text is lower.
     """
-    from outrider.cli.terminal.torch_probe import require_torch
-
     del json_output
     with checking_options():
         sizes = [_bytes_of(path) for path in texts]
@@ -245,8 +242,6 @@ def tune(
     An engine loads the stored choices if it starts on such a device with the same torch, Triton and kernels. Choices that
     weren't measured are derived from the device's properties. Ctrl-C keeps the choices that were made until then.
     """
-    from outrider.cli.terminal.torch_probe import require_torch
-
     del json_output
     if model is not None and shape:
         raise UsageError("--model and --shape both say what to tune for; give one of them")

@@ -285,7 +285,6 @@ class Speculation:
 
 def has_mtp_heads(model: Path) -> bool:
     """Return True if the checkpoint ``model`` has heads of multi-token prediction. Its loader reports unreadable files."""
-    from outrider.errors import CheckpointError
     from outrider.model.checkpoint.files import GGUF_LIST
     from outrider.model.checkpoint.mapping import mtp_format
     from outrider.model.checkpoint.opening import open_checkpoint

@@ -1,4 +1,4 @@
-"""Where a server's engine runs: in a thread, in a child process, or on several ranks with a child process each.
+"""Connections of a server to its engine: in a thread, in a child process, or on several ranks with a child process each.
 
 :class:`EngineLoop` runs it in each case: it receives commands before each iteration and sends events after it. Server and
 first child communicate over a socket pair, which no other process can open.
@@ -278,43 +278,58 @@ async def join_or_kill(process: Any) -> None:
 
 
 class EngineProcess(EngineClient):
-    """A client that runs the engine in a child process. The child ends when this process ends, even if it is killed.
+    """A client that runs the engine in a child process, or ``tensor`` x ``data`` ranks of it in one child process each. The
+    children end when this process ends, even if it is killed. If one rank ends, all ranks end.
 
-    ``make`` is pickled, and called in the child, where it returns the engine. The child ignores SIGINT and SIGTERM, which a
-    terminal sends to the whole process group: only :meth:`close` ends the child.
+    ``make`` is pickled, and called in each child, where it returns the engine. With several ranks it gets them as the keyword
+    argument ``joined`` (:class:`~outrider.cli.options.rank_processes.Joined`). ``expert``: the ranks divide a mixture's
+    experts. The children ignore SIGINT and SIGTERM, which a terminal sends to the whole process group: only :meth:`close`
+    ends them.
     """
 
-    def __init__(self, make: Callable[[], Engine]) -> None:
+    def __init__(self, make: Callable[..., Engine], *, tensor: int = 1, data: int = 1, expert: bool = False) -> None:
+        check_expert_parallel(expert, tensor, data)
         super().__init__()
         self._make = make
+        self._tensor, self._data, self._expert = tensor, data, expert
         self._process: Any = None
+        self._store: Any = None
+        self._followers: list[Any] = []
         self._transport: asyncio.Transport | None = None
         self._waiting: asyncio.Task[None] | None = None
+        self.add_loss_listener(self._kill_followers)
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child; None before the start."""
+        """Process id of the child that runs rank 0; None before the start."""
         return None if self._process is None else self._process.pid
 
     async def close(self) -> None:
-        """Send :class:`StopEngine` to the child and wait until it has exited. A child that doesn't exit in time is killed."""
+        """Send :class:`StopEngine` to rank 0, and wait until all children have exited. A child that doesn't exit in time is
+        killed.
+        """
         self._gone(EngineGone("the engine was closed"), expected=True)
-        if self._process is None:
-            return
-        if self._transport is not None and not self._transport.is_closing():
-            self._send(StopEngine())
-        await join_or_kill(self._process)
-        if self._transport is not None:
-            self._transport.close()
+        if self._process is not None:
+            if self._transport is not None and not self._transport.is_closing():
+                self._send(StopEngine())
+            await join_or_kill(self._process)
+            if self._transport is not None:
+                self._transport.close()
+        for process in self._followers:
+            await join_or_kill(process)
+        self._store = None
 
     async def _launch(self) -> None:
+        make = self._make
+        if self._tensor * self._data > 1:
+            make = await self._start_followers()
         server_end, child_end = socket.socketpair()
         for end in (server_end, child_end):
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 with suppress(OSError):
                     end.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)
         context = multiprocessing.get_context("spawn")
-        self._process = context.Process(target=_serve, args=(self._make, child_end), name="outrider-engine", daemon=True)
+        self._process = context.Process(target=_serve, args=(make, child_end), name="outrider-engine", daemon=True)
         # Not in an executor: the kernel ends the child when the thread that started it ends. The call takes milliseconds.
         with interruptions_blocked_in_children():
             self._process.start()
@@ -322,6 +337,20 @@ class EngineProcess(EngineClient):
         server_end.setblocking(False)
         transport, _ = await asyncio.get_running_loop().create_connection(lambda: _EventProtocol(self), sock=server_end)
         self._transport = transport
+
+    async def _start_followers(self) -> Callable[[], Engine]:
+        """Start the ranks after the first one. Return the function that makes the engine of the first rank."""
+        # In a thread: the import of torch takes a second, which would block the event loop.
+        self._store = await asyncio.get_running_loop().run_in_executor(None, create_rank_store)
+        world, port = self._tensor * self._data, self._store.port
+        arguments = self._make, self._tensor, self._expert
+        self._followers = start_followers(functools.partial(_follow, *arguments), world=world, port=port)
+        return functools.partial(_make_first_rank, *arguments, RankPlacement.of_child(0, world=world, port=port))
+
+    def _kill_followers(self, error: EngineGone) -> None:
+        del error
+        for process in self._followers:
+            process.kill()
 
     def _send(self, command: EngineCommand) -> None:
         assert self._transport is not None
@@ -401,54 +430,6 @@ def _serve(make: Callable[[], Engine], sock: socket.socket) -> None:
         with suppress(OSError):
             port.send([EngineFailed(f"{type(error).__name__}: {error}")])
         os._exit(1)  # after a lost device, the vendor runtime's exit handlers may hang
-
-
-def create_engine_client(
-    make: Callable[..., Engine], *, tensor: int = 1, data: int = 1, expert: bool = False
-) -> EngineProcess:
-    """Return a client of an engine in one child process, or of ``tensor`` x ``data`` ranks in one child process each."""
-    check_expert_parallel(expert, tensor, data)
-    return EngineProcess(make) if tensor * data == 1 else EngineRanks(make, tensor=tensor, data=data, expert=expert)
-
-
-class EngineRanks(EngineProcess):
-    """A client that runs ``tensor`` x ``data`` ranks of one engine in child processes, which end when this process ends.
-
-    ``make`` is pickled and called in each child. It gets the ranks as the keyword argument ``joined``
-    (:class:`~outrider.cli.options.rank_processes.Joined`) and returns the engine of its rank. If one rank ends, all ranks
-    end. ``expert``: the ranks divide a mixture's experts.
-    """
-
-    def __init__(self, make: Callable[..., Engine], *, tensor: int = 1, data: int = 1, expert: bool = False) -> None:
-        self._make_rank = make
-        self._tensor, self._data, self._expert = tensor, data, expert
-        self._store: Any = None
-        self._followers: list[Any] = []
-        super().__init__(make)
-        self.add_loss_listener(self._lost)
-
-    async def close(self) -> None:
-        """Send :class:`StopEngine` to rank 0, and wait until all ranks have exited. A rank that does not exit in time is
-        killed.
-        """
-        await super().close()
-        for process in self._followers:
-            await join_or_kill(process)
-        self._store = None
-
-    async def _launch(self) -> None:
-        # In a thread: the import of torch takes a second, which would block the event loop.
-        self._store = await asyncio.get_running_loop().run_in_executor(None, create_rank_store)
-        world, port = self._tensor * self._data, self._store.port
-        arguments = self._make_rank, self._tensor, self._expert
-        self._followers = start_followers(functools.partial(_follow, *arguments), world=world, port=port)
-        self._make = functools.partial(_make_first_rank, *arguments, RankPlacement.of_child(0, world=world, port=port))
-        await super()._launch()
-
-    def _lost(self, error: EngineGone) -> None:
-        del error
-        for process in self._followers:
-            process.kill()
 
 
 def _make_first_rank(make: Callable[..., Engine], tensor: int, expert: bool, placement: RankPlacement) -> Engine:

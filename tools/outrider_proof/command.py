@@ -33,7 +33,6 @@ from outrider_proof.explorations import (
     CORPUS,
     DECODE,
     ITERATIONS,
-    CorpusWanted,
     DecodeExploration,
     explore_corpus,
     explore_decode,
@@ -182,9 +181,7 @@ def explore(
             )
         )
     if name == CORPUS:
-        return explore_corpus(
-            CorpusWanted(registry=registry, iterations=tries, seed=seed, strategy=chosen or "mixed", backend=device_spec)
-        )
+        return explore_corpus(registry, iterations=tries, seed=seed, strategy=chosen or "mixed", backend=device_spec)
     device = registry.create(device_spec or SIMULATED)
     return _explore_program(name, backend, device, chosen or "mixed", tries, seed, corrected)
 
