@@ -135,14 +135,15 @@ def test_the_hosts_time_to_launch_is_not_measured():
     assert order == ["call", *["busy", "event", "call", "event"] * 2]
 
 
-def attention_of_a_library(q, keys, values, scale, *, causal):
-    """Attention [T, Hq, D], and logarithms of sums of exponentials [T, Hq] with the heads outside."""
+def attention_of_a_library(q, keys, values, scale, *, causal=True, sums=False):
+    """Attention [T, Hq, D], and if asked for logarithms of sums of exponentials [T, Hq] with the heads outside."""
     group = q.shape[1] // keys.shape[1]
     keys, values = (x.repeat_interleave(group, dim=1).float() for x in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
     if causal:
         scores = scores.masked_fill(torch.ones(scores.shape[1:], device=q.device).triu(1) > 0, -torch.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype), scores.logsumexp(-1).T
+    made = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype), scores.logsumexp(-1).T
+    return made[: 1 + sums]
 
 
 def test_long_prompts_are_a_library_call_each(monkeypatch, device):
@@ -173,9 +174,9 @@ def test_what_a_library_says_of_its_sums_is_checked(monkeypatch, base, device):
     attention = prefill_attention.PromptAttention(device_of(architecture="sm_90"))
     monkeypatch.setattr(prefill_attention, "_MIN_CALL_QUERY", 70)
 
-    def attend(*given, causal):
-        out, sums = attention_of_a_library(*given, causal=causal)
-        return out, sums / math.log(base)
+    def attend(*given, **asked):
+        out, *sums = attention_of_a_library(*given, **asked)
+        return out, *(each / math.log(base) for each in sums)
 
     monkeypatch.setattr(prefill_attention, "_cudnn_attention", attend)
     monkeypatch.setattr(prefill_attention.torch, "get_device_module", lambda _: SimpleNamespace(Event=object))

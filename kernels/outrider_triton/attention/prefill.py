@@ -356,29 +356,40 @@ class PromptAttention:
         doesn't allow.
         """
         metadata, pdl = prompts.metadata, self._facts.pdl
+        starts, contexts = metadata.host_query_start or (), metadata.host_context or ()
         keys, values, _ = prompts.copied(prompts.q.shape[-1], pdl)
+        if contexts == (0,) and starts[-1] == prompts.q.shape[0]:
+            own = slice(0, starts[-1])
+            return _cudnn_attention(prompts.q, keys[own], values[own], prompts.scale)[0].contiguous()
         out = torch.empty_like(prompts.q, memory_format=torch.contiguous_format)
         first = 0
-        for (start, end), context in zip(pairwise(metadata.host_query_start or ()), metadata.host_context or (), strict=True):
+        for (start, end), context in zip(pairwise(starts), contexts, strict=True):
             middle, last = first + context, first + context + end - start
-            q, attended = prompts.q[start:end], out[start:end]
-            own = _cudnn_attention(q, keys[middle:last], values[middle:last], prompts.scale, causal=True)
+            q, attended, sums = prompts.q[start:end], out[start:end], context > 0
+            pair = _cudnn_attention(q, keys[middle:last], values[middle:last], prompts.scale, sums=sums)
             if context:
-                cached = _cudnn_attention(q, keys[first:middle], values[first:middle], prompts.scale, causal=False)
-                _TRITON.merge_context.triton(*own, *cached, attended, pdl)
+                cached = keys[first:middle], values[first:middle]
+                pair += _cudnn_attention(q, *cached, prompts.scale, causal=False, sums=True)
+                _TRITON.merge_context.triton(*pair, attended, pdl)
             else:
-                attended.copy_(own[0])
+                attended.copy_(pair[0])
             first += prefill_ops.rows_of_copy(last - first)
         return _zero_padding(out, metadata)
 
 
-def _cudnn_attention(q: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Return cuDNN's attention [T, Hq, D] and the natural logarithm of each row's sum of exponentials, float32 [T, Hq]."""
+def _cudnn_attention(
+    q: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool = True, sums: bool = False
+) -> tuple[Tensor, ...]:
+    """Return cuDNN's attention [T, Hq, D] of the queries ``q`` [T, Hq, D] to ``keys`` and ``values`` [S, Hkv, D].
+
+    ``sums``: also return the natural logarithm of each row's sum of exponentials, float32 [T, Hq].
+    """
     operands = (x.unsqueeze(0).transpose(1, 2) for x in (q, keys, values))
-    attended, sums, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *operands, None, True, dropout_p=0.0, is_causal=causal, return_debug_mask=False, scale=scale
+    attended, logarithms, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *operands, None, sums, dropout_p=0.0, is_causal=causal, return_debug_mask=False, scale=scale
     )
-    return attended[0].transpose(0, 1), sums.view(q.shape[1], q.shape[0]).T
+    rows = attended[0].transpose(0, 1)
+    return (rows, logarithms.reshape(q.shape[1], q.shape[0]).T) if sums else (rows,)
 
 
 def _are_long_prompts(metadata: AttentionMetadata, *, has_context: bool) -> bool:
