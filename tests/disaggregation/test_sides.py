@@ -39,9 +39,9 @@ def engine(name, **fields):
     return Engine(tiny.target(), tiny.BACKEND, proposer=CHOSEN[name](), config=config)
 
 
-def couple(name, transport=None, **fields):
-    options = {key: fields.pop(key) for key in ("alone",) if key in fields}
-    return Couple(engine(name, **fields), engine(name, **fields), transport or LocalTransport(), **options)
+def couple(name, transport=None, *, prefills_alone=True, **fields):
+    sides = engine(name, **fields), engine(name, **fields)
+    return Couple(*sides, transport or LocalTransport(), prefills_alone=prefills_alone)
 
 
 def prompts(seed, count):
