@@ -10,7 +10,7 @@ from outrider.registry import get_backend
 from outrider_conformance import observed_kernels
 from outrider_conformance.kernel_calls import KERNELS, counting
 from outrider_conformance.lab import Lab
-from outrider_conformance.suite.test_l4_kernels import SHAPES, check_block
+from outrider_conformance.random_kernels.paged_batch import SHAPES, check_block
 
 
 class Halfway(KernelSet):

@@ -22,7 +22,7 @@ from typing import Any
 
 from conformance.mutants.catalogue import patch
 from conformance.mutants.generated import kernels, reach
-from conformance.mutants.unseen import DRAWN
+from conformance.mutants.unseen import KERNELS
 
 SEED = 56
 COUNT = 200
@@ -153,7 +153,7 @@ def _kernel(number: int, draw: random.Random, subtle: bool) -> RandomPlugin:
         return call
 
     return RandomPlugin(
-        number, f"KernelSet.{kernel}", fault, trigger, "cpu", 4, kernels({kernel: make}), (DRAWN,), f"[{kernel}"
+        number, f"KernelSet.{kernel}", fault, trigger, "cpu", 4, kernels({kernel: make}), (KERNELS,), f"[{kernel}"
     )
 
 

@@ -1,0 +1,1 @@
+"""The command ``outrider explore``, which runs programs under many schedules."""
