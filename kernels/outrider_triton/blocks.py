@@ -143,8 +143,11 @@ class FusedBlocks:
     def attended_mlp(
         self, pending: DeferredAttention, x: ResidualStream, block: MlpBlock, gate_up: QuantizedWeight
     ) -> Contribution:
-        """Attend, multiply, add and norm, then multiply by gate and up. A streamed product applies the activation itself and
-        returns the maxima of its rows: several programs per row then quantise it.
+        """Compute the deferred attention ``pending`` and its output product, add the product to ``x``, and compute the MLP
+        ``block`` of the norm. Return the MLP's down product, which stays deferred.
+
+        A streamed gate and up product applies the activation itself, and returns the maxima of its rows for the kernel that
+        quantises them.
         """
         following = x.rows, block.norm, block.eps, gate_up, block.gate_up_bias
         attention, normed = pending.block, None

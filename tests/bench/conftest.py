@@ -5,5 +5,6 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch):
-    monkeypatch.setattr("outrider_bench.limits._HOST_BYTES", 1 << 20)
-    monkeypatch.setattr("outrider_bench.limits._DEVICE_BYTES", 1 << 20)
+    monkeypatch.setattr("outrider_bench.rates._HOST_BYTES", 1 << 20)
+    monkeypatch.setattr("outrider_bench.rates._DEVICE_BYTES", 1 << 20)
+    monkeypatch.setattr("outrider_bench.rates._PRODUCT_SIZES", (64,))

@@ -3,17 +3,25 @@
 import contextlib
 import json
 import os
+import statistics
+import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
+from outrider.model.config.model_config import ModelConfig, RecurrentConfig
+from outrider.model.config.rope import RopeConfig
+from outrider.model.config.shapes import shape_config
 from outrider_bench.acceptance import acceptance_rates
 from outrider_bench.child import ChildFailed, open_session
 from outrider_bench.commands import peers
 from outrider_bench.mixed_load import Arrivals, MixedLoad, quantiles, token_ids
 from outrider_bench.peers.work import PeerWork
 from outrider_bench.plot import series_svg
+from outrider_bench.random_checkpoint import checkpoint_config, write_configs
 from processes import gone
 
 SMALL = ("--shape", "tiny", "--dtype", "float32")
@@ -48,14 +56,18 @@ class LLM:
     def __init__(self, model, **given):
         import json, pathlib
         config = json.loads((pathlib.Path(model) / "config.json").read_text())
-        assert config["num_hidden_layers"] == 2 and config["vocab_size"] == 512
+        assert config["num_hidden_layers"] in (2, 4) and config["vocab_size"] == 512
         assert given["load_format"] == "dummy" and not given["enable_prefix_caching"]
         quantized = config.get("quantization_config")
         self.speculative = given.get("speculative_config")
         self.drafts = self.passed = 0
         if self.speculative:
             draft = json.loads((pathlib.Path(self.speculative["model"]) / "config.json").read_text())
-            assert draft["num_hidden_layers"] == 1 and draft.get("quantization_config") == quantized
+            if self.speculative["method"] == "mtp":
+                assert self.speculative["model"] == model and config["mtp_num_hidden_layers"] == 1
+                assert given["gdn_prefill_backend"] == "triton"
+            else:
+                assert draft["num_hidden_layers"] == 1 and draft.get("quantization_config") == quantized
             assert self.speculative["rejection_sample_method"] == "synthetic"
             rates = self.speculative["synthetic_acceptance_rates"]
             assert abs(1 + sum(rates) - 2.5) < 1e-6 and abs(rates[1] - rates[0] ** 2) < 1e-6
@@ -86,7 +98,8 @@ def installed(tmp_path, name, source):
 
 WORK = (*SMALL, "--batch", "1,2", "--prompt-tokens", "8", "--new-tokens", "11", "--accept-length", "2.5", "--json")
 MIXED = (
-    *("--phases", "decode,prefill,mixed,context", "--prefill-tokens", "16", "--contexts", "12"),
+    *("--phases", "decode,prefill,batch-prefill,mixed,context", "--prefill-tokens", "16", "--contexts", "12"),
+    *("--prefill-batches", "3x12", "--lengths", "log-normal"),
     *("--requests", "5", "--prompts", "2-9", "--outputs", "1-7"),
 )
 
@@ -101,7 +114,7 @@ def interrupted_at_the_second(monkeypatch):
         return answers.pop()
 
     @contextlib.contextmanager
-    def opened(module, work, *, variables, limit_s, log):
+    def opened(module, work, *, variables, limit_s, log, python):
         yield SimpleNamespace(about={"version": "1", "settings": "set", "start_s": 1.0}, ask=ask)
 
     monkeypatch.setattr("outrider_bench.commands.peers.open_session", opened)
@@ -155,10 +168,80 @@ def test_other_engines_get_the_same_work(child, tmp_path):
         (row,) = each["prefill"]
         assert row["prompt_tokens"] == 16
         assert row["first_token_ms"] >= 4  # ms: the stand-in sleeps so long for a token
+        (row,) = each["batch_prefill"]
+        assert (row["prompts"], len(row["runs"])) == ("3 x 12", 1)
+        assert row["seconds"] >= 0.004
+        assert row["prompt_tokens_per_s"] == pytest.approx(36 / row["seconds"])
     mixed, seen = found["vllm", "none"]["mixed"], found["vllm", "none"]["latency"]
     tokens = result["mixed"]["output_tokens"]
     assert mixed["tokens_per_s"] == pytest.approx(tokens / mixed["seconds"])
     assert set(seen["first_token_ms"]) == set(seen["between_tokens_ms"]) == {"p50", "p95", "p99", "max"}
+
+
+HYBRID = ModelConfig(
+    family="qwen3_5",
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=32,
+    max_context=1024,
+    rms_eps=1e-6,
+    qk_norm=True,
+    attention_gate=True,
+    norm_offset=1.0,
+    rope=RopeConfig(theta=1e7, rotated_share=0.25),
+    recurrent=RecurrentConfig(layers=(0, 1, 2), key_heads=4, value_heads=4, key_size=16, value_size=16, kernel_size=4),
+)
+WITHOUT_TOKENS = {"family": "", "eos_token_ids": (), "bos_token_id": None}
+
+
+def same_sizes(found, expected):
+    rope = replace(found.rope, original_context=expected.rope.original_context)
+    return replace(found, rope=rope, **WITHOUT_TOKENS) == replace(expected, **WITHOUT_TOKENS)
+
+
+@pytest.mark.parametrize("shape", ["qwen3.5-27b", "qwen3.5-35b-a3b"])
+def test_a_hybrids_config_says_its_sizes(shape, tmp_path):
+    target, draft = write_configs(shape, tmp_path, dtype="bfloat16")
+    assert same_sizes(shape_config(str(target)), shape_config(shape))
+    content = json.loads((target / "config.json").read_text())
+    assert content["rope_parameters"]["mrope_section"] == [11, 11, 10]
+    assert "layer_types" not in json.loads((draft / "config.json").read_text())
+
+
+@pytest.mark.slow
+def test_hybrids_run_in_vllms_own_packages_and_here(child, tmp_path):
+    """vLLM is in a directory of packages that only its process sees, and gets the head that is part of the target."""
+    packages, shape = tmp_path / "packages", tmp_path / "shape"
+    packages.mkdir()
+    shape.mkdir()
+    installed(packages, "vllm", VLLM)
+    (shape / "config.json").write_text(json.dumps(checkpoint_config(HYBRID, dtype="float32")))
+    kinds = ("--engines", "outrider,vllm", "--speculate", "mtp", "--shape", str(shape), "--dtype", "float32")
+    sizes = ("--batch", "2", "--prompt-tokens", "8", "--new-tokens", "11", "--accept-length", "2.5", "--repeat", "2")
+    phases = ("--phases", "decode,batch-prefill", "--prefill-batches", "2x9", "--json")
+    own = ("--vllm-packages", str(packages), "--vllm-arguments", '{"gdn_prefill_backend": "triton"}')
+    result = child("bench", "peers", "--backend", "cpu", *kinds, *sizes, *phases, *own, VLLM_USE_X="1").json
+    found = {each["engine"]: each for each in result["engines"]}
+    assert {name: each["status"] for name, each in found.items()} == {"outrider": "measured", "vllm": "measured"}
+    assert found["vllm"]["versions"]["vllm"] == "9.9"
+    assert "vllm" not in found["outrider"]["versions"]
+    assert "defaults, gdn_prefill_backend='triton', VLLM_USE_X=1" in found["vllm"]["settings"]
+    for each in found.values():
+        assert each["versions"]["torch"]
+        assert [len(row["runs"]) for row in (*each["results"], *each["batch_prefill"])] == [2, 2]
+    assert [(each["phase"], each["case"]) for each in result["ratios"]] == [("decode", 2), ("batch-prefill", "2 x 9")]
+
+
+def test_an_interpreter_for_vllm_starts_vllm_alone(asked, outrider, tmp_path):
+    python = tmp_path / "python"
+    python.write_text("")
+    arguments = ("--engines", "outrider,vllm", "--speculate", "none", "--batch", "1", "--repeat", "1")
+    outrider("bench", "peers", "--backend", "cpu", *SMALL, *arguments, "--vllm-python", str(python))
+    assert asked.interpreters == {"outrider": sys.executable, "vllm": str(python)}
 
 
 def test_an_engine_that_does_less_work_has_no_figures(child, tmp_path):
@@ -202,6 +285,10 @@ def test_what_is_not_installed_is_said_so_and_transformers_is_measured(outrider)
         (("--speculate", "ngram"), "--speculate is 'ngram'"),
         (("--phases", "decode,rest"), "--phases is 'decode,rest'"),
         (("--prompts", "9-2"), "--prompts is '9-2'"),
+        (("--speculate", "mtp"), "--speculate mtp is for a shape with the head in its checkpoint, as qwen3.5-27b"),
+        (("--prefill-batches", "16"), "--prefill-batches is '16'; expected numbers of prompts and of their tokens"),
+        (("--vllm-arguments", "[1]"), "--vllm-arguments is '[1]'; expected a JSON object"),
+        (("--vllm-python", "/nowhere/python"), "--vllm-python is '/nowhere/python'; there is no such file"),
         (("--accept-length", "5"), "--accept-length is 5; with 3 drafted tokens it is 1 to 4"),
         (("--plot", "x.png"), "expected a file that ends in .svg"),
         (("--plot", "x.svg", "--phases", "mixed"), "add decode, context, prefill"),
@@ -310,11 +397,13 @@ WORKED = PeerWork(
     device="cpu",
     phases=("decode", "prefill", "mixed"),
     lengths=(32,),
+    prompt_batches=((2, 16),),
     contexts=(16, 24),
     requests=3,
     seed=7,
     prompts=(4, 8),
     outputs=(2, 4),
+    distribution="uniform",
     max_requests=4,
     max_context=None,
     memory=0.5,
@@ -332,6 +421,15 @@ def test_a_load_is_drawn_from_its_ranges_and_by_its_seed():
     assert load.lengths == MixedLoad(requests=256, seed=7).lengths != MixedLoad(requests=256, seed=8).lengths
     assert {32 <= prompt <= 1036 and 16 <= output <= 400 for prompt, output in load.lengths} == {True}
     assert load.describe()["prompt_tokens"] == sum(prompt for prompt, _ in load.lengths)
+
+
+def test_log_normal_lengths_lie_around_their_medians():
+    load = MixedLoad(requests=2001, seed=7, prompts=(16, 4096), outputs=(16, 1024), distribution="log-normal")
+    prompts, outputs = zip(*load.lengths, strict=True)
+    assert (min(prompts), max(prompts), min(outputs), max(outputs)) == (16, 4096, 16, 1024)
+    assert statistics.median(prompts) == pytest.approx(350, rel=0.1)
+    assert statistics.median(outputs) == pytest.approx(160, rel=0.1)
+    assert load.describe()["distribution"] == "prompts log-normal 16 to 4096, outputs log-normal 16 to 1024, all at once"
 
 
 def test_quantiles():
@@ -369,10 +467,16 @@ def test_equal_chances_make_the_length(length, drafted):
 @pytest.fixture
 def asked(monkeypatch):
     """Stands in for the children: what they are asked, in order."""
-    made = []
+
+    class Asked(list):
+        interpreters: ClassVar = {}
+
+    made = Asked()
 
     @contextlib.contextmanager
-    def opened(module, work, *, variables, limit_s, log):
+    def opened(module, work, *, variables, limit_s, log, python):
+        made.interpreters[module.rpartition(".")[2]] = python
+
         def ask(request, *, limit_s):
             made.append((module.rpartition(".")[2], request["phase"], request["case"]))
             figures = {"iteration_ms": 4.0, "first_token_ms": 9.0, "seconds": 2.0, "tokens_per_s": 5.0 * len(made)}

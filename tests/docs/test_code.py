@@ -56,7 +56,7 @@ def command():
 def test_code_on_the_page_runs(page, command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("outrider_bench.limits._HOST_BYTES", 1 << 20)  # for a page's figures any bandwidth will do
+    monkeypatch.setattr("outrider_bench.rates._HOST_BYTES", 1 << 20)  # for a page's figures any bandwidth will do
     before = set(sys.modules)
     run(page.read_text(encoding="utf-8"), str(page), command, {"__name__": "docs"})
     for name in set(sys.modules) - before:

@@ -16,10 +16,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from proof.job_pool import run_jobs
 
 if TYPE_CHECKING:
     from outrider_proof.rank_engine import RankExplorer
@@ -122,26 +122,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("build/rank-proof.jsonl"))
     options = parser.parse_args()
     began = time.monotonic()
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    lines = options.out.read_text().splitlines() if options.out.exists() else []
-    done: list[dict[str, Any]] = [json.loads(line) for line in lines]
-    known = {tuple(each["job"]) for each in done}
-    queue = (job for job in list(jobs(options)) if job not in known)
-    running: set[Future[dict[str, Any]]] = set()
-    with options.out.open("a") as out, ProcessPoolExecutor(options.n, mp_context=get_context("spawn")) as pool:
-        while True:
-            while len(running) < options.n and time.monotonic() - began < options.seconds:
-                job = next(queue, None)
-                if job is None:
-                    break
-                running.add(pool.submit(run_rank_job, *job))
-            if not running:
-                break
-            finished, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in finished:
-                done.append(future.result())
-                out.write(json.dumps(done[-1]) + "\n")
-                out.flush()
+    done = run_jobs(run_rank_job, jobs(options), processes=options.n, seconds=options.seconds, out=options.out)
     totals = summary(done, time.monotonic() - began)
     print(json.dumps(totals))
     for each in [each for each in done if not each["right"]][:3]:

@@ -148,18 +148,24 @@ class ChildSession:
 
 @contextmanager
 def open_session(
-    module: str, work: Mapping[str, object], *, variables: Mapping[str, str], limit_s: float, log: Path | None = None
+    module: str,
+    work: Mapping[str, object],
+    *,
+    variables: Mapping[str, str],
+    limit_s: float,
+    log: Path | None = None,
+    python: str = sys.executable,
 ) -> Generator[ChildSession]:
     """Start ``python -m module`` and wait until its engine is ready; on exit end it and the processes that it started.
 
-    The child gets ``work`` and ``scratch``, a directory that is removed on exit. ``log`` is a file for the child's output.
-    Raises :class:`ChildFailed`.
+    The child gets ``work`` and ``scratch``, a directory that is removed on exit. ``log`` is a file for the child's output,
+    ``python`` the interpreter. Raises :class:`ChildFailed`.
     """
     with (
         scratch_directory("outrider-peers-") as scratch,
         tempfile.TemporaryFile() if log is None else log.open("w+b") as errors,
         child_session(
-            [sys.executable, "-m", module, json.dumps({**work, "scratch": str(scratch)})],
+            [python, "-m", module, json.dumps({**work, "scratch": str(scratch)})],
             environment={**os.environ, **variables},
             stderr=errors,
             stdin=subprocess.PIPE,

@@ -41,9 +41,9 @@ _BATCHES = ((1, 1), (1, 4), (8, 4), (32, 4))
 class TimedKernelCase:
     """One call of ``kernel``: ``call(kernels, i)`` runs it on the i-th of a few sets of operands.
 
-    ``bytes`` is the minimum that the call moves: each required operand read once, each result written once. ``planned``
-    returns the case with attention planned by these kernels, on a stream in whose scope the caller is; None if the kernel
-    plans nothing.
+    ``bytes`` is the minimum that the call moves: each required operand read once, each result written once. ``operations``
+    are those of products; 0 for kernels that only move data. ``planned`` returns the case with attention planned by these
+    kernels, on a stream in whose scope the caller is; None if the kernel plans nothing.
     """
 
     kernel: str
@@ -51,6 +51,7 @@ class TimedKernelCase:
     bytes: int
     call: Callable[[KernelSet, int], object]
     planned: Callable[[KernelSet, Stream], TimedKernelCase] | None = None
+    operations: int = 0
 
 
 def kernel_cases(shape: DecoderShape, *, dtype: torch.dtype, device: torch.device) -> Iterator[TimedKernelCase]:
@@ -105,7 +106,9 @@ def quantized_cases(
             return kernels.linear_quantized(x, weights[number % len(weights)])
 
         moved = first.nbytes + x.nbytes + tokens * rows * dtype.itemsize
-        yield TimedKernelCase("linear_quantized", f"{name} {label}, {tokens} tokens", moved, call)
+        yield TimedKernelCase(
+            "linear_quantized", f"{name} {label}, {tokens} tokens", moved, call, operations=2 * tokens * rows * columns
+        )
 
 
 def _blocks(
@@ -147,12 +150,14 @@ def _blocks(
         f"attention block, {tokens} tokens",
         hidden * (heads + attention) * size + rows + tokens * (heads + 2 * attention) * size,
         lambda k, i: k.attention_block(ResidualStream(k, residual), attentions[i % copies], batch).norm(norm, _EPS),
+        operations=2 * tokens * hidden * (heads + attention),
     )
     yield TimedKernelCase(
         "mlp_block",
         f"MLP block, {tokens} tokens",
         3 * hidden * inner * size + rows + 2 * tokens * inner * size,
         lambda k, i: k.mlp_block(ResidualStream(k, residual), mlps[i % copies]).norm(norm, _EPS),
+        operations=6 * tokens * hidden * inner,
     )
 
 
@@ -168,6 +173,7 @@ def _product(
         f"{name}, {tokens} tokens",
         (n * k + tokens * k + tokens * n) * size,
         lambda kernels, number: kernels.linear(x, weights[number % copies]),
+        operations=2 * tokens * n * k,
     )
 
 
@@ -386,10 +392,13 @@ def _attend(
         )
         return _attend(label, q, caches, kernels.plan_attention(batch, stream=stream), moved)
 
+    width, requests = metadata.max_query, metadata.seq_lens.shape[0]
+    pairs = requests * (width * metadata.max_kv - width * (width - 1) // 2)  # of a query and a key that it reads
     return TimedKernelCase(
         "paged_attention",
         label,
         moved,
         lambda k, i: k.paged_attention(q, *caches[i % len(caches)], metadata, scale=_SCALE),
         planned,
+        operations=4 * pairs * q.shape[1] * q.shape[2],
     )

@@ -1,80 +1,30 @@
-"""Lower limits of an iteration's time: its bytes over the bandwidth measured in this run, and the time of its collectives."""
+"""The least work of an iteration and of a prompt: bytes, operations of products, and the time of collectives."""
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from math import prod
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from outrider.device import KernelSet, OutriderError, Reduction
+from outrider.device import KernelSet, OutriderError, QuantizedWeight, Reduction
+from outrider_bench.rates import Cost, seconds_on_stream
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from outrider.device import Backend, Group, Stream
+    from outrider.device import Backend, Group, Stream, Weight
     from outrider.engine.engine import Engine
     from outrider.model import Decoder, DFlashHead, EagleHead, ModelConfig, ModelRanks, MtpHead
-    from outrider_conformance.ranks.processes import RankContext
-
-
-_HOST_BYTES = 256 << 20
-_DEVICE_BYTES = 2 << 30
-_REPEATS = 7
-
-
-def seconds_on_stream(backend: Backend, stream: Stream, enqueue: Callable[[], object]) -> float:
-    """Return the seconds from the start to the end of the work that ``enqueue`` puts on ``stream``.
-
-    The device's events measure the time if the backend has them, else the host's clock.
-    """
-    stream.synchronize()
-    began = time.perf_counter()
-    if not backend.capabilities.event_timing:
-        enqueue()
-        stream.synchronize()
-        return time.perf_counter() - began
-    start, end = (backend.create_event(name, timing=True) for name in ("bench-start", "bench-end"))
-    stream.record(start)
-    enqueue()
-    stream.record(end)
-    stream.synchronize()
-    return start.elapsed_ms(end) / 1e3
-
-
-def measure_bandwidth(backend: Backend) -> float:
-    """Return bytes a second: the best of a copy (read and written) and two reductions (read), medians of 7 runs.
-
-    The buffers are larger than any cache and have at most a quarter of the free memory. The fastest of torch's operators
-    differs between devices: on an H200 sums of 64-bit integers are 4 % faster than the others.
-    """
-    import torch
-
-    memory = backend.memory_info()
-    size = min(_DEVICE_BYTES, memory.free // 4) if memory.total else _HOST_BYTES
-    stream = backend.create_stream("bandwidth")
-    with backend.on(stream):
-        source = torch.ones(size // 8 * 2, dtype=torch.float32, device=backend.device)
-        target = torch.empty_like(source)
-    copy = _median_seconds(backend, stream, lambda: target.copy_(source))
-    read = min(_median_seconds(backend, stream, each.sum) for each in (source, source.view(torch.int64)))
-    return max(2 * source.nbytes / copy, source.nbytes / read)
-
-
-def _median_seconds(backend: Backend, stream: Stream, work: Callable[[], object]) -> float:
-    def enqueue() -> None:
-        with backend.on(stream):
-            work()
-
-    seconds = [seconds_on_stream(backend, stream, enqueue) for _ in range(_REPEATS + 1)]
-    return statistics.median(seconds[1:])  # the first run warms up
+    from outrider.model.layers.layer_weights import LayerWeights
+    from outrider_conformance.ranks.runner import RankContext
 
 
 def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float | None:
@@ -87,8 +37,8 @@ def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float | No
     read and written, and with drafts read once more, because verification leaves the states unchanged.
     """
     from outrider.model import Decoder, EagleHead, MtpHead
-    from outrider.speculative.block import BlockProposer
     from outrider.speculative.eagle import EagleProposer
+    from outrider.speculative.parallel import BlockProposer
     from outrider.speculative.proposer import NonSpeculativeProposer
 
     target = engine.model
@@ -114,6 +64,101 @@ def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float | No
     recurrent = target.config.recurrent
     states = 0 if recurrent is None else (3 if proposer.depth else 2) * recurrent.state_bytes(target.dtype)
     return float(weights + batch * (context * cached + states))
+
+
+def iteration_cost(engine: Engine, *, batch: int, context: float) -> Cost | None:
+    """Return the bytes (:func:`iteration_bytes`) and the operations of one decode iteration; None for an unknown model.
+
+    A target's pass has a row for each verified token, and each of them needs the output head. A pass of a draft head has
+    one row for each request, a block drafter as many as the target. A token costs two operations for each weight element of
+    its products, four for each element of the keys that a query head reads, and those of its recurrent states.
+    """
+    from outrider.model import MtpHead
+    from outrider.speculative.eagle import EagleProposer
+    from outrider.speculative.parallel import BlockProposer
+
+    needed = iteration_bytes(engine, batch=batch, context=context)
+    if needed is None:
+        return None
+    target, proposer = cast("Decoder", engine.model), engine.proposer
+    rows = batch * (1 + proposer.depth)
+    output = 2 * _elements(target.weights.head)
+    operations = rows * (_layer_operations(target.weights.layers, target.config, context) + output)
+    if isinstance(proposer, EagleProposer | BlockProposer):
+        head = cast("EagleHead | MtpHead | DFlashHead", proposer.head)
+        drafted = rows if isinstance(proposer, BlockProposer) else batch * proposer.depth
+        draft_output = 2 * _elements(cast("Decoder", head.target).weights.head)
+        inputs = [getattr(head.weights, name, None) for name in ("fusion", "projection")]
+        own = 2 * sum(_elements(each) for each in inputs if each is not None)
+        layers = (head.weights.layer,) if isinstance(head, MtpHead) else head.weights.layers
+        operations += drafted * (_layer_operations(layers, head.config, context) + draft_output + own)
+    return Cost(needed, float(operations))
+
+
+def prefill_cost(engine: Engine, tokens: int) -> Cost | None:
+    """Return the bytes and the operations of the target's pass over a prompt, up to its first token; None for an unknown
+    model.
+
+    The bytes are each weight once, and the keys and values that are written. A query reads half of the prompt on average.
+    """
+    from outrider.model import Decoder
+
+    target = engine.model
+    if not isinstance(target, Decoder):
+        return None
+    output = target.weights.head
+    weights = _bytes(target.weights.layers) - _idle_expert_bytes(target, tokens) + target.weights.norm.nbytes + output.nbytes
+    cached = tokens * _cached_bytes(target.config, target.cache_dtype.itemsize)
+    layers = _layer_operations(target.weights.layers, target.config, tokens / 2)
+    return Cost(float(weights + cached), tokens * layers + 2 * _elements(output))
+
+
+def quantized_weights(engine: Engine) -> list[QuantizedWeight]:
+    """Return the quantised weights of the target's first and last layers and of its output head."""
+    from outrider.model import Decoder
+
+    target = engine.model
+    if not isinstance(target, Decoder):
+        return []
+    some = (target.weights.layers[0], target.weights.layers[-1], target.weights.head)
+    experts = {id(layer.gate_up) for layer in some[:2] if layer.router is not None}
+    experts |= {id(layer.down) for layer in some[:2] if layer.router is not None}
+    return [each for each in _matrices(some) if isinstance(each, QuantizedWeight) and id(each) not in experts]
+
+
+def _layer_operations(layers: Sequence[LayerWeights], config: ModelConfig, context: float) -> float:
+    """Return the operations of one token in these layers, with ``context`` cached tokens."""
+    operations = 0.0
+    for layer in layers:
+        matrices = float(sum(map(_elements, _matrices(layer))))
+        if layer.router is not None and config.experts is not None:
+            stacks = _elements(layer.gate_up) + _elements(layer.down)
+            matrices -= stacks * (1 - config.experts.per_token / config.experts.count)
+        operations += 2 * matrices
+    for number in config.attention_layers:
+        reach = config.windows[number] or context
+        operations += 4 * config.num_heads * config.head_size * min(context, reach)
+    recurrent = config.recurrent
+    if recurrent is not None:
+        state = recurrent.value_heads * recurrent.key_size * recurrent.value_size
+        operations += 6 * state * len(recurrent.layers)  # the state times the key and the query, and its update
+    return operations
+
+
+def _elements(weight: Weight) -> int:
+    return prod(weight.shape)
+
+
+def _matrices(value: Any) -> Iterator[Tensor | QuantizedWeight]:
+    """Yield the matrices among the weights of layers; stacked experts are one matrix."""
+    if isinstance(value, QuantizedWeight) or (isinstance(value, Tensor) and value.dim() > 1):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _matrices(item)
+    elif is_dataclass(value) and not isinstance(value, Tensor):
+        for each in fields(value):
+            yield from _matrices(getattr(value, each.name))
 
 
 def _idle_expert_bytes(target: Decoder, tokens: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -15,11 +16,16 @@ if TYPE_CHECKING:
     from outrider.engine.engine import Engine
 
 _QUANTILES = (50, 95, 99)
+LENGTHS = ("uniform", "log-normal")
+"""Distributions of the lengths of a load."""
+_PROMPT_MEDIAN, _PROMPT_SIGMA = 350, 1.0
+_OUTPUT_MEDIAN, _OUTPUT_SIGMA = 160, 0.8
+"""Medians in tokens of log-normal lengths, and the standard deviations of their logarithms."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixedLoad:
-    """A load of requests that arrive at once, with uniform and independent random lengths of prompts and outputs."""
+    """A load of requests that arrive at once, with independent random lengths of prompts and outputs."""
 
     requests: int
     seed: int
@@ -27,6 +33,8 @@ class MixedLoad:
     """Minimum and maximum number of tokens of a prompt, both included."""
     outputs: tuple[int, int] = (16, 400)
     """Minimum and maximum number of tokens of an output, both included."""
+    distribution: str = "uniform"
+    """Distribution of the lengths, one of :data:`LENGTHS`. Log-normal lengths are rounded into the two ranges."""
 
     def __post_init__(self) -> None:
         if self.requests < 1:
@@ -39,7 +47,15 @@ class MixedLoad:
     def lengths(self) -> list[tuple[int, int]]:
         """The prompt length and the output length of each request, in tokens."""
         generator = random.Random(self.seed)
+        if self.distribution == "log-normal":
+            prompts = self._log_normal(generator, _PROMPT_MEDIAN, _PROMPT_SIGMA, self.prompts)
+            return list(zip(prompts, self._log_normal(generator, _OUTPUT_MEDIAN, _OUTPUT_SIGMA, self.outputs), strict=True))
         return [(generator.randint(*self.prompts), generator.randint(*self.outputs)) for _ in range(self.requests)]
+
+    def _log_normal(self, generator: random.Random, median: int, sigma: float, limits: tuple[int, int]) -> list[int]:
+        least, most = limits
+        found = (int(generator.lognormvariate(math.log(median), sigma)) for _ in range(self.requests))
+        return [min(most, max(least, each)) for each in found]
 
     @property
     def longest(self) -> int:
@@ -52,7 +68,8 @@ class MixedLoad:
         return {
             "requests": self.requests,
             "seed": self.seed,
-            "distribution": f"prompts uniform {_range(self.prompts)}, outputs uniform {_range(self.outputs)}, all at once",
+            "distribution": f"prompts {self.distribution} {_range(self.prompts)}, outputs {self.distribution} "
+            f"{_range(self.outputs)}, all at once",
             "prompt_tokens": sum(prompt for prompt, _ in lengths),
             "output_tokens": sum(output for _, output in lengths),
         }

@@ -47,7 +47,7 @@ from outrider.cli.options.option_values import (
 )
 from outrider.device.errors import ConfigError
 from outrider_bench.acceptance import check_acceptance
-from outrider_bench.mixed_load import MixedLoad
+from outrider_bench.mixed_load import LENGTHS, MixedLoad
 from outrider_bench.random_model import DRAFT_LAYERS, RandomModel
 
 if TYPE_CHECKING:
@@ -92,7 +92,19 @@ def parse_range(given: str) -> tuple[int, int]:
     return int(least), int(most)
 
 
+def parse_prompt_batches(given: str) -> list[tuple[int, int]]:
+    """Return the batches of prompts in ``given``, such as ``16x4096``: their numbers of prompts and of tokens of each.
+    Raises :class:`ConfigError` for other text.
+    """
+    sizes = [part.split("x") for part in given.split(",")]
+    try:
+        return [(requests, tokens) for requests, tokens in (parse_sizes(",".join(pair)) for pair in sizes)]
+    except (ConfigError, ValueError):
+        raise ConfigError("expected numbers of prompts and of their tokens, such as 16x4096, commas between them") from None
+
+
 SIZES = parsed("N,N,…", parse_sizes)
+PROMPT_BATCHES = parsed("NxT,NxT,…", parse_prompt_batches)
 _RANGE = parsed("A-B", parse_range)
 
 DraftLengthOption = Annotated[
@@ -390,8 +402,16 @@ class MixedLoadOptions:
 
     requests: Annotated[int, option("--requests", value=whole(1), help="Requests of the load, all at once.")] = 256
     seed: Annotated[int, option("--seed", value=whole(0), help="Seed of the lengths.")] = 7
-    prompts: Annotated[str, option("--prompts", value=_RANGE, help="Prompt lengths in tokens, uniform.")] = "32-1036"
-    outputs: Annotated[str, option("--outputs", value=_RANGE, help="Output lengths in tokens, uniform.")] = "16-400"
+    prompts: Annotated[str, option("--prompts", value=_RANGE, help="Prompt lengths in tokens.")] = "32-1036"
+    outputs: Annotated[str, option("--outputs", value=_RANGE, help="Output lengths in tokens.")] = "16-400"
+    lengths: Annotated[
+        str,
+        option(
+            "--lengths",
+            value=one_of(*LENGTHS),
+            help="Distribution of lengths in these ranges. Log-normal: medians of 350 and 160 tokens.",
+        ),
+    ] = "uniform"
 
     def load(self) -> MixedLoad:
         """Return the load with its ranges parsed."""
@@ -400,6 +420,7 @@ class MixedLoadOptions:
             seed=self.seed,
             prompts=parse_range(self.prompts),
             outputs=parse_range(self.outputs),
+            distribution=self.lengths,
         )
 
 

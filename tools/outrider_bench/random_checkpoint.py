@@ -26,6 +26,8 @@ _STANDARD_DEVIATION = 0.02
 _MARK = "written.json"
 """Name of the file that states the shape of a checkpoint once all its files are written."""
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_UNQUANTIZED_LAYERS = (r"re:.*\.mlp\.gate$", r"re:.*\.shared_expert_gate$", r"re:.*\.conv1d$", r"re:.*\.in_proj_[ab]+$")
+"""Layers that a quantized config leaves out: routers, and the short convolutions and gates of recurrent layers."""
 _WORD_LETTERS = 5
 """Number of letters of a token of a made-up tokenizer."""
 
@@ -208,8 +210,11 @@ def checkpoint_config(config: ModelConfig, *, dtype: str, layers: int | None = N
         "mistral": "MistralForCausalLM",
         "mixtral": "MixtralForCausalLM",
         "qwen3_moe": "Qwen3MoeForCausalLM",
+        "qwen3_5_text": "Qwen3_5ForCausalLM",
+        "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     }
-    family = config.family if config.family in named else "llama"
+    family = config.family.removesuffix("_text") + ("_text" if config.recurrent is not None else "")
+    family = family if family in named else "llama"
     return {
         "architectures": [named.get(family, "LlamaForCausalLM")],
         "model_type": family,
@@ -234,6 +239,39 @@ def checkpoint_config(config: ModelConfig, *, dtype: str, layers: int | None = N
         "torch_dtype": dtype,
         **({"sliding_window": config.windows[0] or None} if family == "mistral" else {}),
         **_experts(config),
+        **_recurrent(config),
+    }
+
+
+def _recurrent(config: ModelConfig) -> dict[str, object]:
+    """Return the config entries of a hybrid model with an MTP head of one layer, in the form of Qwen3.5's text side."""
+    recurrent = config.recurrent
+    if recurrent is None:
+        return {}
+    rotated = int(config.head_size * config.rope.rotated_share) // 2
+    height = -(-rotated // 3)
+    sections = [height, -(-(rotated - height) // 2), (rotated - height) // 2]
+    return {
+        "layer_types": [
+            "linear_attention" if layer in recurrent.layers else "full_attention" for layer in range(config.num_layers)
+        ],
+        "full_attention_interval": config.attention_layers[0] + 1,
+        "attn_output_gate": config.attention_gate,
+        "linear_key_head_dim": recurrent.key_size,
+        "linear_value_head_dim": recurrent.value_size,
+        "linear_num_key_heads": recurrent.key_heads,
+        "linear_num_value_heads": recurrent.value_heads,
+        "linear_conv_kernel_dim": recurrent.kernel_size,
+        "mamba_ssm_dtype": str(recurrent.state_dtype).removeprefix("torch."),
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": config.rope.theta,
+            "partial_rotary_factor": config.rope.rotated_share,
+            "mrope_section": sections,
+            "mrope_interleaved": True,
+        },
     }
 
 
@@ -247,6 +285,7 @@ def _experts(config: ModelConfig) -> dict[str, object]:
         "num_experts_per_tok": experts.per_token,
         "moe_intermediate_size": experts.intermediate_size,
         "norm_topk_prob": experts.renormalize,
+        **({"shared_expert_intermediate_size": experts.shared_size} if experts.shared_size else {}),
         "mlp_only_layers": list(experts.dense_layers),
         "decoder_sparse_step": 1,
     }
@@ -261,7 +300,7 @@ def compressed_tensors(name: str, *, head: bool) -> dict[str, object]:
     from outrider.device.kernels.weight_formats import weight_format
     from outrider.model.quantization.writing import compressed_config
 
-    return compressed_config(weight_format(name), [r"re:.*\.mlp\.gate$", *([] if head else ["lm_head"])])
+    return compressed_config(weight_format(name), [*_UNQUANTIZED_LAYERS, *([] if head else ["lm_head"])])
 
 
 def write_configs(
@@ -269,7 +308,8 @@ def write_configs(
 ) -> tuple[Path, Path]:
     """Write the configs of a target and of an EAGLE draft below ``root``, without weights; return their directories.
 
-    The draft is a Llama layer for any target, as in published EAGLE heads.
+    The draft is a Llama layer for any target, as in published EAGLE heads. ``quantize`` names the weight format that the
+    configs declare; ``quantize_head``: also for the output head.
     """
     from outrider.model.config.shapes import shape_config
 
@@ -285,7 +325,17 @@ def write_configs(
 
 
 def _head_config(config: ModelConfig) -> ModelConfig:
-    return replace(config, family="llama", qk_norm=False, attention_bias=False, tie_embeddings=False, experts=None)
+    return replace(
+        config,
+        family="llama",
+        qk_norm=False,
+        attention_bias=False,
+        attention_gate=False,
+        norm_offset=0.0,
+        tie_embeddings=False,
+        experts=None,
+        recurrent=None,
+    )
 
 
 def write_tokenizer(directory: Path, *, size: int, max_context: int) -> None:

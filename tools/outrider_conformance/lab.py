@@ -88,6 +88,7 @@ class Lab:
         self.pace = pace or StreamDelay()
         self._delay_factors = _DELAY_FACTORS if longest_delays else _DELAY_FACTORS[:-1]
         self._delay_factor = 1
+        self._shared_streams: list[Stream] = []
 
     @property
     def asynchronous(self) -> bool:
@@ -279,6 +280,12 @@ class Lab:
     def streams(self, *names: str) -> Sequence[Stream]:
         """Create streams with these names, in this order."""
         return [self.backend.create_stream(name) for name in names]
+
+    def shared_streams(self, count: int) -> Sequence[Stream]:
+        """Return the first ``count`` streams that successive programs share, since devices have a limited number."""
+        while len(self._shared_streams) < count:
+            self._shared_streams.append(self.backend.create_stream(f"s{len(self._shared_streams)}"))
+        return self._shared_streams[:count]
 
     def one_stream(self) -> tuple[Stream, Tensor]:
         """Create stream ``a`` and a tensor of zeros on it."""

@@ -6,12 +6,13 @@ requests tokens, after the wait. Four warps multiply arrived tiles. So a program
 begin, and no thread that multiplies spends time on loads. Before the wait, the first warp limits the tiles in flight, since
 reads of the preceding kernels would queue after them.
 
-A program has ``each`` *pairs* of weight rows, which are ``half`` rows apart. A tile is 32 pairs, all low rows and then all
-high ones, which is the matrix unit's height. A pair is a gate row and an up row, or two rows that rotate together, or a row
-in each half of 64 rows. FOLD: a pair is the first and the second half of the columns of one row, and both halves of the
-tokens' columns are next to each other as well. Low rows of the result count with the first half of the tokens, high rows
-with the second, so 32 weight rows fill a tile. Rows are loaded in boxes, the block of the weight's descriptor, so that a
-program's share needn't be whole tiles. Rows that aren't loaded are multiplied uninitialised, and not stored.
+A program has ``pairs_per_program`` *pairs* of weight rows. The two rows of a pair are ``half`` rows apart. A tile is 32
+pairs, all low rows and then all high ones, which is the matrix unit's height. A pair is a gate row and an up row, or two rows
+that rotate together, or a row in each half of 64 rows. FOLD: a pair is the first and the second half of the columns of one
+row, and both halves of the tokens' columns are next to each other as well. Low rows of the result count with the first half
+of the tokens, high rows with the second, so 32 weight rows fill a tile. Rows are loaded in boxes, the block of the weight's
+descriptor, so that a program's share needn't be whole tiles. Rows that aren't loaded are multiplied uninitialised, and not
+stored.
 
 The code is Gluon, Triton's language for explicit layouts, copies and synchronisation.
 """
@@ -37,8 +38,8 @@ MAX_BYTES_IN_FLIGHT = gl.constexpr(48 << 10)
 
 @gluon.jit
 def expect_boxes(barrier, remaining, BOX: gl.constexpr, BOXES: gl.constexpr, BYTES: gl.constexpr):
-    """Tell ``barrier`` how many bytes will arrive: those of the boxes, of BOX rows and BYTES each, that have one of the
-    ``remaining`` (1 or more) rows; BOXES at most.
+    """Tell ``barrier`` the number of bytes that will arrive: BYTES for each box of BOX rows that the ``remaining`` rows (1 or
+    more) fill at least in part, for at most BOXES boxes.
     """
     for boxes in gl.static_range(1, BOXES):
         mbarrier.expect(barrier, boxes * BYTES, pred=(remaining > (boxes - 1) * BOX) & (remaining <= boxes * BOX))
@@ -47,8 +48,8 @@ def expect_boxes(barrier, remaining, BOX: gl.constexpr, BOXES: gl.constexpr, BYT
 
 @gluon.jit
 def limit_in_flight(full, unit, BYTES: gl.constexpr):
-    """Before ``unit`` of BYTES is requested in the first filling, wait until at most MAX_BYTES_IN_FLIGHT bytes, or two units,
-    are in flight.
+    """Wait until the copy engine may load ``unit``, of BYTES bytes. During the first filling of the pipeline at most
+    MAX_BYTES_IN_FLIGHT bytes, or two units, are in flight.
     """
     UNITS: gl.constexpr = MAX_BYTES_IN_FLIGHT // BYTES if MAX_BYTES_IN_FLIGHT // BYTES > 2 else 2
     mbarrier.wait(full.index(gl.maximum(unit - UNITS, 0)), 0, pred=unit >= UNITS)

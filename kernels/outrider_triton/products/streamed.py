@@ -34,8 +34,8 @@ def multiply(
 ) -> None:
     """Multiply ``x [m, k]`` into ``out [m, n]``, or into the parts ``[split, m, n]``. ``add``: add to ``out``.
 
-    ``quantized``: both operands are in e4m3, and there are no parts. It holds the scales of x, float32 [m], the scales of the
-    weight, and the number of rows per scale.
+    ``quantized`` is (scales of x float32 [m], scales of the weight, number of weight rows per scale). Both operands are then
+    in e4m3, and the product isn't split into parts.
     """
     m, n, fold = x.shape[0], weight.shape[0], config.split == 1
     expect(fold or bias is None, lambda: "parts of a product have no bias")
@@ -232,7 +232,7 @@ def _launch_planes(
     half: int = 0,
 ) -> None:
     (n, k), box = (data.shape[0], 2 * data.shape[1]), config.block_n
-    height = nibble_planes_streamed.ROWS.value // (2 if half else 1)  # height of a tile in the unit of ``each``
+    height = nibble_planes_streamed.ROWS.value // (2 if half else 1)  # height of a tile in the unit of ``rows_per_program``
     columns, groups = config.prefetch_columns, config.warps // 4
     m, steps = 1 if grains is None else x.shape[0] // 2, config.block_k // max(columns, 1)
     expect(

@@ -591,14 +591,16 @@ def _group(weight: QuantizedWeight) -> int:
 
 
 def activation_format(weight: QuantizedWeight, product_plan: ProductPlan) -> tuple[str, int, torch.dtype]:
-    """Return the format, the columns per scale (0: all) and the dtype of rows that are quantised for a product with
-    ``dynamic`` activations.
+    """Return the format, the columns per scale (0: all) and the dtype of the quantised rows that a product with this weight
+    multiplies. The weight has dynamic activation scales.
     """
     return weight.activations or "", _group(weight), activation_dtype(weight.data, product_plan.native)
 
 
 def has_dynamic_activations(weight: QuantizedWeight) -> bool:
-    """Return True if the preceding kernel can compute the activation scales: one per power of two of columns."""
+    """Return True if the kernel that computes the activations can also quantise them: their scales are dynamic, and a scale
+    is shared by a whole row or by a power of two of columns.
+    """
     group = _group(weight)
     return weight.activations is not None and weight.input_scale is None and group & (group - 1) == 0
 

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.options.engine_options import with_options
+from outrider.cli.options.option_records import with_options
 from outrider.cli.options.option_values import JsonOption, UsageError, option
 from outrider.cli.options.rank_processes import (
     DataParallelOption,
@@ -39,6 +39,7 @@ from outrider_bench.plot import limits_svg, write_plot
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
     from outrider_bench.limits import CollectiveCost
+    from outrider_bench.rates import DeviceRates
 
 _WARM_UP_TOKENS = 8
 _COLUMNS = {
@@ -48,6 +49,8 @@ _COLUMNS = {
     "tokens_per_s": "tokens/s",
     "acceptance_length": "accepted",
     "limit_ms": "limit ms",
+    "bytes_ms": "bytes ms",
+    "operations_ms": "products ms",
     "ratio_to_limit": "ratio",
     "device_idle_fraction": "idle",
     "host_ms": "host ms",
@@ -74,9 +77,10 @@ def decode(
 ) -> CommandReport:
     """Measure decode iterations: median time, tokens a second, and the ratio to the limit.
 
-    The limit is the bytes that an iteration must read over the bandwidth measured in the same run. For several ranks it is
-    the bytes of one rank, and the time of the collectives, each measured alone. An iteration is timed on the host, with
-    reading results back, while the whole batch decodes. host ms is the part in which the host isn't blocked by the device.
+    The limit is the larger of the bytes that an iteration must read over the best measured bandwidth, and of the operations
+    of its products over the best measured rate. For several ranks it is the limit of one rank, and
+    the time of the collectives, each measured alone. An iteration is timed on the host, with reading results back, while the
+    whole batch decodes. host ms is the part in which the host isn't blocked by the device.
     The device's idle time comes from a second pass of a few iterations under torch's profiler.
     """
     from outrider.cli.terminal.torch_probe import require_torch
@@ -90,7 +94,8 @@ def decode(
     spread_out = run_on_ranks(context.obj, tensor_parallel, data_parallel, expert=expert_parallel, json_output=json_output)
     if spread_out is not None:
         return spread_out
-    from outrider_bench.limits import measure_bandwidth, measure_collectives
+    from outrider_bench.limits import measure_collectives, quantized_weights
+    from outrider_bench.rates import measure_rates
 
     joined = Joined(tensor_parallel, data_parallel, expert=expert_parallel)
     engine, described = options.build_engine(
@@ -108,10 +113,10 @@ def decode(
         check_context(engine, f"--prompt-tokens {max(lengths)} and --new-tokens {new_tokens}", max(lengths) + new_tokens)
         notes = [f"{each}" for each in (engine.warm_up, engine.captured, engine.draft_length) if each is not None]
         known = sum(engine.model.kernels.compiled().values())
-        bandwidth = measure_bandwidth(engine.backend)
+        rates = measure_rates(engine.backend, engine.model.dtype, weights=quantized_weights(engine))
         run_batch(engine, max(sizes), max(lengths), min(_WARM_UP_TOKENS, new_tokens))
         cases = [(size, length) for length in lengths for size in sizes]
-        measured = [(case, _measure(engine, *case, new_tokens, bandwidth, costs[case[0]])) for case in cases]
+        measured = [(case, _measure(engine, *case, new_tokens, rates, costs[case[0]])) for case in cases]
         missing = [case for case, row in measured if row is None]
         rows = [row for _, row in measured if row is not None]
         if not rows:
@@ -124,7 +129,7 @@ def decode(
             **described,
             "prompt_tokens": lengths,
             "new_tokens": new_tokens,
-            "bandwidth_gb_per_s": bandwidth / 1e9,
+            **rates.describe(),
             "graphs_captured": asdict(engine.captured) if engine.captured is not None else None,
             "draft_length_decided": asdict(engine.draft_length),
             "results": rows,
@@ -145,20 +150,23 @@ def _write_limits(plot: Path, rows: list[dict[str, Any]], data: dict[str, object
 
 
 def _measure(
-    engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, bandwidth: float, collectives: CollectiveCost
+    engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, rates: DeviceRates, collectives: CollectiveCost
 ) -> dict[str, object] | None:
     """Return a table row with the measured times of a batch and its limit; None if the whole batch decodes in no
     iteration.
     """
-    from outrider_bench.limits import iteration_bytes
+    from outrider_bench.limits import iteration_cost
 
     found = run_batch(engine, batch, prompt_tokens, new_tokens)
     seconds, tokens = found.seconds, found.tokens
     if not seconds:
         return None
-    needed = iteration_bytes(engine, batch=batch, context=found.context)
+    needed = iteration_cost(engine, batch=batch, context=found.context)
     iteration_ms = 1e3 * statistics.median(seconds)
-    limit_ms = None if needed is None else 1e3 * (needed / bandwidth + collectives.seconds)
+    limits: dict[str, float | None] = {"limit_ms": None, "bytes_ms": None, "operations_ms": None}
+    if needed is not None:
+        limits |= rates.limits_ms(needed)
+    limit_ms = None if needed is None else 1e3 * (rates.limit_s(needed) + collectives.seconds)
     return {
         "batch": batch,
         "prompt_tokens": prompt_tokens,
@@ -167,10 +175,12 @@ def _measure(
         "iteration_ms_max": 1e3 * max(seconds),
         "tokens_per_s": tokens / sum(seconds),
         "acceptance_length": tokens / (len(seconds) * batch),
-        "bytes_per_iteration": None if needed is None else round(needed),
+        "bytes_per_iteration": None if needed is None else round(needed.bytes),
+        "operations_per_iteration": None if needed is None else round(needed.operations),
         "mean_context": found.context,
         "collectives": collectives.calls,
         "collectives_ms": 1e3 * collectives.seconds,
+        **limits,
         "limit_ms": limit_ms,
         "ratio_to_limit": None if limit_ms is None else iteration_ms / limit_ms,
         "host_ms": 1e3 * statistics.median(found.host_seconds),
@@ -206,7 +216,7 @@ def _render(console: Console, data: dict[str, object], rows: list[dict[str, Any]
         f"{data['draft_tokens']} draft tokens, {data['new_tokens']} new tokens"
     )
     print_acceptance(console, data)
-    console.print(f"bandwidth measured in this run: {data['bandwidth_gb_per_s']:.1f} GB/s")
+    console.print(str(data["rates"]))
     for line in notes:
         console.print(line)
     console.print()

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
     from outrider.device import Backend, DecoderShape, KernelSet, Stream
     from outrider_bench.kernel_cases import TimedKernelCase
+    from outrider_bench.rates import DeviceRates
 
 _REPLAYS = 5
 _CALLS = 16
 _ROTATE_BYTES = 256 << 20  # several times the cache of a device
-_COLUMNS = ("kernel", "case", "us", "own us", "torch us", "limit us", "of limit", "of torch")
+_COLUMNS = ("kernel", "case", "us", "own us", "torch us", "bytes us", "products us", "of limit", "of torch")
 
 
 def kernels(
@@ -47,7 +48,8 @@ def kernels(
     If kernels are selected by name (``cuda:kernels=flashinfer``), *own* are the backend's default kernels. Planning on the
     host isn't part of the time of a call.
 
-    The limit is the bytes that a call must move over the bandwidth measured in the same run. Data that fits in the device's
+    The limit is the larger of two times, *bytes* and *products*: the bytes that a call must move over the best measured
+    bandwidth, and its operations over the best measured rate. Data that fits in the device's
     cache may beat the limit. *torch* is the reference of the backend interface, for a matrix product the library of torch.
     """
     from outrider.cli.terminal.torch_probe import require_torch
@@ -56,9 +58,10 @@ def kernels(
     require_torch()
 
     from outrider.device import KernelSet
+    from outrider.device.kernels.weight_formats import weight_format
     from outrider.engine.config import DTYPES as TORCH_DTYPES
     from outrider.model.config.shapes import decoder_shape, shape_config
-    from outrider_bench.limits import measure_bandwidth
+    from outrider_bench.rates import measure_rates
 
     sizes = parse_sizes(tokens)
     formats = [] if quantized is None else parse_names(quantized, WEIGHT_FORMATS)
@@ -66,7 +69,14 @@ def kernels(
     device = registry.create(registry.select(backend, backend_from_environment()))
     if not (device.capabilities.captures_graphs and device.capabilities.event_timing):
         raise CapabilityError(f"{device.label} can't be measured here: it needs captures_graphs and event_timing")
-    bandwidth = measure_bandwidth(device)
+    columns = shape_config(shape).hidden_size
+    with device.on(device.create_stream("weights")):
+        weights = [
+            weight_format(name).random_weight(columns, columns, device=device.device, scales_dtype=TORCH_DTYPES[dtype])
+            for name in formats
+        ]
+    device.synchronize()
+    rates = measure_rates(device, TORCH_DTYPES[dtype], kernels=device.kernels, weights=weights)
     stream = device.create_stream("bench")
     decoder = decoder_shape(shape_config(shape), TORCH_DTYPES[dtype])
     used, own = device.kernels_in_use.for_shape(decoder), device.kernels.for_shape(decoder)
@@ -78,7 +88,7 @@ def kernels(
         others = device.kernels_in_use is not device.kernels
         own_us = _microseconds(device, stream, case, own) if others else us
         torch_us = _microseconds(device, stream, case, KernelSet())
-        rows.append(_row(case, us, own_us, torch_us, 1e6 * case.bytes / bandwidth))
+        rows.append(_row(case, us, own_us, torch_us, rates))
     data: dict[str, object] = {
         "backend": device.name,
         "device": str(device.device),
@@ -86,13 +96,15 @@ def kernels(
         "kernels": device.kernels_in_use.name,
         "shape": shape,
         "dtype": dtype,
-        "bandwidth_gb_per_s": bandwidth / 1e9,
+        **rates.describe(),
         "results": rows,
     }
     return CommandReport(data=data, render=lambda console: _render(console, data, rows))
 
 
-def _row(case: TimedKernelCase, us: float, own_us: float, torch_us: float, limit_us: float) -> dict[str, Any]:
+def _row(case: TimedKernelCase, us: float, own_us: float, torch_us: float, rates: DeviceRates) -> dict[str, Any]:
+    bytes_us, products_us = 1e6 * case.bytes / rates.bandwidth, 1e6 * case.operations / rates.operations
+    limit_us = max(bytes_us, products_us)
     return {
         "kernel": case.kernel,
         "case": case.name,
@@ -100,6 +112,8 @@ def _row(case: TimedKernelCase, us: float, own_us: float, torch_us: float, limit
         "own_us": own_us,
         "torch_us": torch_us,
         "limit_us": limit_us,
+        "bytes_us": bytes_us,
+        "products_us": products_us,
         "bytes": case.bytes,
         "ratio_to_limit": us / limit_us,
         "ratio_to_torch": us / torch_us,
@@ -135,7 +149,7 @@ def _cases(
 
 
 def _microseconds(device: Backend, stream: Stream, case: TimedKernelCase, kernels: KernelSet) -> float:
-    from outrider_bench.limits import seconds_on_stream
+    from outrider_bench.rates import seconds_on_stream
 
     if case.planned is not None:
         with device.on(stream):
@@ -155,13 +169,13 @@ def _microseconds(device: Backend, stream: Stream, case: TimedKernelCase, kernel
 
 def _render(console: Console, data: dict[str, object], rows: list[dict[str, Any]]) -> None:
     console.print(f"{data['kernels']} on {data['backend']} ({data['device']}), {data['shape']}, {data['dtype']}")
-    console.print(f"bandwidth measured in this run: {data['bandwidth_gb_per_s']:.0f} GB/s\n")
+    console.print(f"{data['rates']}\n")
     table = Table(*_COLUMNS, box=None, pad_edge=False)
     for row in rows:
         table.add_row(
             row["kernel"],
             row["case"],
-            *(f"{row[key]:.2f}" for key in ("us", "own_us", "torch_us", "limit_us")),
+            *(f"{row[key]:.2f}" for key in ("us", "own_us", "torch_us", "bytes_us", "products_us")),
             *(f"{row[key]:.2f}x" for key in ("ratio_to_limit", "ratio_to_torch")),
         )
     console.print(table)

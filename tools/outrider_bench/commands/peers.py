@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -10,30 +12,32 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from outrider.cli.options.engine_options import with_options
 from outrider.cli.options.models import DraftTokensOption
+from outrider.cli.options.option_records import with_options
 from outrider.cli.options.option_values import (
     DIRECTORY,
     DTYPES,
+    INPUT_FILE,
     JsonOption,
     UsageError,
     number,
     one_of,
     option,
     output_file,
+    parsed,
     whole,
 )
 from outrider.cli.terminal.environment import backend_from_environment
 from outrider.cli.terminal.files import check_directory
-from outrider.cli.terminal.report import CommandReport, Interrupted
-from outrider.cli.terminal.starting import show_progress
-from outrider.cli.terminal.streams import note
+from outrider.cli.terminal.report import CommandReport, Interrupted, note, show_progress
+from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 from outrider_bench.acceptance import acceptance_rates, describe_acceptance
 from outrider_bench.child import ChildFailed, ChildSession, open_session
 from outrider_bench.mixed_load import MixedLoad
 from outrider_bench.options import (
     ACCEPTANCE,
+    PROMPT_BATCHES,
     SIZES,
     BatchOption,
     MixedLoadOptions,
@@ -45,6 +49,7 @@ from outrider_bench.options import (
     RequiredShapeOption,
     TimedTokensOption,
     parse_names,
+    parse_prompt_batches,
     parse_sizes,
     some_of,
 )
@@ -57,9 +62,10 @@ if TYPE_CHECKING:
 
     from outrider.registry import BackendSpec
 
-PEERS: Mapping[str, tuple[str, ...]] = {"transformers": ("none",), "vllm": ("none", "eagle")}
+PEERS: Mapping[str, tuple[str, ...]] = {"transformers": ("none",), "vllm": ("none", "eagle", "mtp")}
 """The other engines, and the proposers that each can be measured with."""
 _ORDER = (OURS, *PEERS)
+_PROPOSERS = ("eagle", "mtp", "none")
 _AXES: Mapping[str, tuple[str, str]] = {
     "decode": ("batch size", "ms an iteration"),
     "context": ("prompt tokens", "ms an iteration"),
@@ -68,6 +74,20 @@ _AXES: Mapping[str, tuple[str, str]] = {
 """Names of the horizontal and the vertical axis of a plot of each phase."""
 _CACHE_VARIABLES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 """Environment variables of the directories for compiled kernels."""
+
+
+def parse_arguments(given: str) -> dict[str, object]:
+    """Return the object that ``given`` is as JSON. Raises :class:`ConfigError` for other text."""
+    try:
+        found = json.loads(given)
+    except ValueError as error:
+        raise ConfigError(f"expected a JSON object; {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError('expected a JSON object, such as {"max_num_batched_tokens": 8192}')
+    return found
+
+
+_ARGUMENTS = parsed("JSON", parse_arguments)
 
 ProgressCallback = Callable[[str, int, int], None]
 
@@ -94,6 +114,10 @@ class PeerWorkOptions(RandomWeightOptions):
     prefill_tokens: Annotated[str, option("--prefill-tokens", value=SIZES, help="Prompt lengths of prefill.")] = (
         "512,4096,16384"
     )
+    prefill_batches: Annotated[
+        str,
+        option("--prefill-batches", value=PROMPT_BATCHES, help="Prompts of batch-prefill, all at once, and tokens of each."),
+    ] = "16x4096"
     contexts: Annotated[
         str, option("--contexts", value=SIZES, help="Prompt lengths of context, where one request decodes.")
     ] = "512,2048,8192,32768"
@@ -132,10 +156,21 @@ class PeerWorkOptions(RandomWeightOptions):
             "--draft-quantize": self.draft_quantize,
         }
         given = [option for option, value in own.items() if value is not None]
-        if given and not (OURS in engines and "eagle" in proposers):
+        if "mtp" in proposers:
+            self._check_hybrid()
+        if given and not (OURS in engines and set(proposers) & {"eagle", "mtp"}):
             raise UsageError(
                 f"{given[0]} is for drafts of {OURS}, and --engines {','.join(engines)!r} with --speculate "
                 f"{','.join(proposers)!r} has none; leave it out"
+            )
+
+    def _check_hybrid(self) -> None:
+        from outrider.model.config.shapes import shape_config
+
+        if shape_config(self.shape).recurrent is None:
+            raise UsageError(
+                f"--speculate mtp is for a shape with the head in its checkpoint, as qwen3.5-27b, and {self.shape} has none; "
+                "say --speculate eagle"
             )
 
     def _check_quantized(self, engines: Sequence[str]) -> None:
@@ -154,6 +189,9 @@ class PeerWorkOptions(RandomWeightOptions):
         measured = tuple(parse_names(self.phases, PHASES))
         batches = tuple(parse_sizes(self.batch))
         concurrent = max(batches) if "decode" in measured else 1
+        prompt_batches = tuple(parse_prompt_batches(self.prefill_batches))
+        if "batch-prefill" in measured:
+            concurrent = max(concurrent, *(requests for requests, _ in prompt_batches))
         if "mixed" in measured:
             concurrent = max(concurrent, min(mixed.requests, 128))
         work = PeerWork(
@@ -168,11 +206,13 @@ class PeerWorkOptions(RandomWeightOptions):
             device=device,
             phases=measured,
             lengths=tuple(parse_sizes(self.prefill_tokens)),
+            prompt_batches=prompt_batches,
             contexts=tuple(parse_sizes(self.contexts)),
             requests=mixed.requests,
             seed=mixed.seed,
             prompts=mixed.prompts,
             outputs=mixed.outputs,
+            distribution=mixed.distribution,
             max_requests=self.max_requests or concurrent,
             max_context=self.max_context,
             memory=self.memory or (0.85 if engines == 1 else round(0.9 / engines, 3)),
@@ -194,17 +234,50 @@ class PeerWorkOptions(RandomWeightOptions):
         return work
 
 
+@dataclass(frozen=True, kw_only=True)
+class VllmOptions:
+    """Options of vLLM's process, since vLLM and this project may need different versions of torch."""
+
+    vllm_python: Annotated[
+        Path | None,
+        option(
+            "--vllm-python",
+            value=INPUT_FILE,
+            help="Interpreter of vLLM's environment, which needs this project's packages too. Default: this one.",
+        ),
+    ] = None
+    vllm_packages: Annotated[
+        Path | None,
+        option("--vllm-packages", value=DIRECTORY, help="Directory of packages that precede others in vLLM's process alone."),
+    ] = None
+    vllm_arguments: Annotated[
+        str, option("--vllm-arguments", value=_ARGUMENTS, help="Further arguments of vllm.LLM; the report names them.")
+    ] = "{}"
+
+    def can_start(self) -> bool:
+        """Return False if vLLM has no environment of its own and isn't installed in this one."""
+        return self.vllm_python is not None or self.vllm_packages is not None or find_spec("vllm") is not None
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables that make vLLM's packages importable."""
+        if self.vllm_packages is None:
+            return {}
+        paths = [str(self.vllm_packages.absolute()), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {"PYTHONPATH": os.pathsep.join(paths)}
+
+
 @with_options
 def peers(
     *,
     options: PeerWorkOptions,
     load: MixedLoadOptions,
+    vllm: VllmOptions,
     engines: Annotated[str, option("--engines", value=some_of(*_ORDER), help="Engines.")] = ",".join(_ORDER),
-    speculate: Annotated[str, option("--speculate", value=some_of("eagle", "none"), help="Proposers.")] = ("eagle,none"),
+    speculate: Annotated[str, option("--speculate", value=some_of(*_PROPOSERS), help="Proposers.")] = "eagle,none",
     repeat: Annotated[
         int,
         option("--repeat", value=whole(1), help="Runs of each case. From 2 on all engines are open at once and take turns."),
-    ] = 3,
+    ] = 5,
     mode: ModeOption = None,
     prefill_chunk: PrefillChunkOption = None,
     tune_seconds: Annotated[
@@ -220,11 +293,12 @@ def peers(
     """Run the same work on this engine and on each of transformers and vLLM that is installed.
 
     Each engine runs in a process of its own. Their runs alternate: every case runs once before a case runs twice, and each
-    figure is the median of its runs. Acceptance is synthetic, by each engine's own setting, with the same chance for each
-    draft token. transformers has no such setting and doesn't speculate. Engines that aren't installed are listed.
+    figure is the median of its runs. Every case follows a short run of itself that isn't measured. Acceptance is synthetic,
+    by each engine's own setting, with the same chance for each draft token. transformers has no such setting and doesn't
+    speculate. Engines that aren't installed are listed. The report names the versions and the settings of each engine.
     """
     del json_output
-    chosen, kinds = parse_names(engines, _ORDER), parse_names(speculate, ("eagle", "none"))
+    chosen, kinds = parse_names(engines, _ORDER), parse_names(speculate, _PROPOSERS)
     if plot is not None and not set(_AXES) & set(parse_names(options.phases, PHASES)):
         raise UsageError(
             f"--plot has nothing to draw of --phases {options.phases!r}; add {', '.join(_AXES)}, or leave it out"
@@ -247,14 +321,19 @@ def peers(
     def describe() -> dict[str, object]:
         return data | compare_engines([each for each in found if each.has_result], work)
 
-    settings = {"mode": mode, "prefill_chunk": prefill_chunk, "tune_seconds": tune_seconds}
+    settings = {
+        "mode": mode,
+        "prefill_chunk": prefill_chunk,
+        "tune_seconds": tune_seconds,
+        "vllm_arguments": parse_arguments(vllm.vllm_arguments),
+    }
 
     def report_progress(line: str) -> None:
         if so_far is not None:
             write_output("--so-far", so_far, json.dumps(describe(), indent=1) + "\n")
             note(line + "\n")
 
-    race = _PeerRace(work, spec, settings, limit, report_progress)
+    race = _PeerRace(work, spec, settings, vllm, limit, report_progress)
     with show_progress() as report_bar:
         for group in groups:
             try:
@@ -304,12 +383,14 @@ class _PeerRace:
         work: PeerWork,
         spec: BackendSpec,
         options: Mapping[str, object],
+        vllm: VllmOptions,
         limit_s: float,
         report_progress: Callable[[str], None],
     ) -> None:
         self._work = work
         self._spec = spec
         self._options = options
+        self._vllm = vllm
         self._limit_s = limit_s
         self._report_progress = report_progress
 
@@ -339,6 +420,7 @@ class _PeerRace:
             of_phase: dict[str, tuple[Any, ...]] = {
                 "decode": work.batches,
                 "prefill": work.lengths,
+                "batch-prefill": work.prompt_batches,
                 "mixed": ("seconds", "latency"),
                 "context": work.contexts,
             }
@@ -346,10 +428,11 @@ class _PeerRace:
         return cases
 
     def _open(self, each: EngineRuns, stack: ExitStack) -> ChildSession | None:
-        if each.engine != OURS and find_spec(each.engine) is None:
+        vllm = self._vllm if each.engine == "vllm" else None
+        if not (each.engine == OURS or (find_spec(each.engine) if vllm is None else vllm.can_start())):
             each.status = "not installed"
             return None
-        variables: dict[str, str] = {}
+        variables = {} if vllm is None else vllm.variables()
         log = None
         if self._work.keep is not None:
             keep = Path(self._work.keep)
@@ -358,8 +441,10 @@ class _PeerRace:
             log = keep / f"{each.engine}-{each.speculate}.log"
         given = {**asdict(self._work), "speculate": each.speculate, "backend": str(self._spec), "options": self._options}
         module = f"outrider_bench.peers.{each.engine}"
+        python = sys.executable if vllm is None else str(vllm.vllm_python or sys.executable)
+        session = open_session(module, given, variables=variables, limit_s=self._limit_s, log=log, python=python)
         try:
-            opened = stack.enter_context(open_session(module, given, variables=variables, limit_s=self._limit_s, log=log))
+            opened = stack.enter_context(session)
         except ChildFailed as error:
             each.status = f"failed: {error}"
             self._report_progress(f"{each.engine}, {each.speculate}: {each.status}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.options.engine_options import with_options
+from outrider.cli.options.option_records import with_options
 from outrider.cli.options.option_values import JsonOption, option, whole
 from outrider.cli.terminal.report import CommandReport
 from outrider_bench.mixed_load import token_ids
@@ -18,6 +18,7 @@ from outrider_bench.plot import series_svg, write_plot
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
+    from outrider_bench.rates import DeviceRates
 
 _NEXT_TOKENS = 8
 """Number of new tokens of a request that continues to decode."""
@@ -34,19 +35,25 @@ def prefill(
 ) -> CommandReport:
     """Measure the time to the first token of one prompt on an idle engine, with the draft's prefill.
 
-    *first token*: a request for one token, from its arrival to its end. *going on*: the first token of a request that goes
-    on to decode. *device*: the device's busy time for a request for one token, from a run of its own under torch's profiler.
+    *first token*: a request for one token, from its arrival to its end. *limit*: the larger of the bytes of the target's pass
+    over the best measured bandwidth, and of its operations over the best measured rate. *going on*: the first token of a
+    request that goes on to decode. *device*: the device's busy time for a request for one token, from a run of its own under
+    torch's profiler.
     """
     from outrider.cli.terminal.torch_probe import require_torch
 
     del json_output
     lengths = parse_sizes(prompt_tokens)
     require_torch()
+    from outrider_bench.limits import quantized_weights
+    from outrider_bench.rates import measure_rates
+
     most = max(lengths)
     engine, described = options.build_engine(requests=1, requests_origin="one prompt at a time", context=most + _NEXT_TOKENS)
     check_context(engine, f"--prompt-tokens {most} and the {_NEXT_TOKENS} tokens after them", most + _NEXT_TOKENS)
-    rows = [_row(engine, length, repeat) for length in lengths]
-    data: dict[str, object] = {**described, "repeat": repeat, "results": rows}
+    rates = measure_rates(engine.backend, engine.model.dtype, weights=quantized_weights(engine))
+    rows = [_row(engine, length, repeat, rates) for length in lengths]
+    data: dict[str, object] = {**described, **rates.describe(), "repeat": repeat, "results": rows}
     code = 0
     if plot is not None:
         points = {"first token": [(row["prompt_tokens"], row["first_token_ms"]) for row in rows]}
@@ -55,7 +62,9 @@ def prefill(
     return CommandReport(data=data, render=lambda console: _render(console, data, rows), exit_code=code)
 
 
-def _row(engine: Engine, length: int, repeat: int) -> dict[str, Any]:
+def _row(engine: Engine, length: int, repeat: int, rates: DeviceRates) -> dict[str, Any]:
+    from outrider_bench.limits import prefill_cost
+
     number, vocabulary = 0, engine.model.config.vocab_size
 
     def first_token(count: int) -> float:
@@ -69,13 +78,17 @@ def _row(engine: Engine, length: int, repeat: int) -> dict[str, Any]:
     alone = [1e3 * first_token(1) for _ in range(repeat)]
     going_on = [1e3 * first_token(_NEXT_TOKENS) for _ in range(repeat)]
     busy, clock = _device_ms(engine, lambda: first_token(1))
+    needed, median_ms = prefill_cost(engine, length), statistics.median(alone)
+    limits = {} if needed is None else rates.limits_ms(needed)
     return {
         "prompt_tokens": length,
-        "first_token_ms": statistics.median(alone),
+        "first_token_ms": median_ms,
+        **limits,
+        "ratio_to_limit": median_ms / limits["limit_ms"] if limits else None,
         "first_token_ms_min": min(alone),
         "first_token_ms_max": max(alone),
         "going_on_ms": statistics.median(going_on),
-        "tokens_per_s": 1e3 * length / statistics.median(alone),
+        "tokens_per_s": 1e3 * length / median_ms,
         "device_ms": busy,
         "profile_clock": clock,
         "runs": alone,
@@ -118,9 +131,13 @@ def _render(console: Console, data: dict[str, object], rows: list[dict[str, Any]
         f"{data['model']} model on {data['backend']} ({data['device']}), {data['dtype']}, speculate {data['speculate']}, "
         f"chunks of {data['prefill_chunk']}, median of {data['repeat']}\n"
     )
-    table = Table("prompt", "first token ms", "going on ms", "device ms", "tokens/s", box=None, pad_edge=False)
+    console.print(f"{data['rates']}\n")
+    headings = ("prompt", "first token ms", "limit ms", "ratio", "going on ms", "device ms", "tokens/s")
+    table = Table(*headings, box=None, pad_edge=False)
     for row in rows:
         busy = "n/a" if row["device_ms"] is None else f"{row['device_ms']:.2f}"
-        times = (f"{row['first_token_ms']:.2f}", f"{row['going_on_ms']:.2f}", busy, f"{row['tokens_per_s']:.0f}")
+        ratio = row["ratio_to_limit"]
+        limit = ("n/a", "n/a") if ratio is None else (f"{row['limit_ms']:.2f}", f"{ratio:.2f}")
+        times = (f"{row['first_token_ms']:.2f}", *limit, f"{row['going_on_ms']:.2f}", busy, f"{row['tokens_per_s']:.0f}")
         table.add_row(str(row["prompt_tokens"]), *times)
     console.print(table)

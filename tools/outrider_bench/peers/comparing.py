@@ -68,6 +68,7 @@ def _engine(each: EngineRuns, work: PeerWork) -> dict[str, Any]:
             results.append({"batch": batch, "speculate": each.speculate, **row, **more})
     contexts = [(tokens, each.row("context", tokens, _DECODE)) for tokens in work.contexts]
     prefill = [(length, each.row("prefill", length, ("first_token_ms",))) for length in work.lengths]
+    batches = [(case, each.row("batch-prefill", case, ("seconds", "prompt_tokens_per_s"))) for case in work.prompt_batches]
     latency = each.row("mixed", "latency", ("seconds", "tokens_per_s"))
     return {
         "engine": each.engine,
@@ -75,10 +76,14 @@ def _engine(each: EngineRuns, work: PeerWork) -> dict[str, Any]:
         "status": status,
         "version": each.about.get("version"),
         "settings": each.about.get("settings"),
+        "versions": each.about.get("versions"),
         "start_s": each.about.get("start_s"),
         "tuned_s": each.about.get("tuned_s"),
         "results": results,
         "prefill": [{"prompt_tokens": length, **row} for length, row in prefill if row is not None],
+        "batch_prefill": [
+            {"prompts": f"{requests} x {tokens}", **row} for (requests, tokens), row in batches if row is not None
+        ],
         "context": [{"prompt_tokens": tokens, "batch": 1, **row} for tokens, row in contexts if row is not None],
         "mixed": each.row("mixed", "seconds", ("seconds", "tokens_per_s", "acceptance_length", "drafted")),
         "latency": None if latency is None else latency["runs"][0],
@@ -119,12 +124,13 @@ def _ratios(ours: Mapping[str, Any], theirs: Mapping[str, Any], rates: Sequence[
                         "at_equal_acceptance": rate(row) / rate(other),
                     }
                 )
-    by_length = {row["prompt_tokens"]: row for row in theirs["prefill"]}
-    for row in ours["prefill"]:
-        other = by_length.get(row["prompt_tokens"])
-        if other is not None:
-            ratio = other["first_token_ms"] / row["first_token_ms"]
-            found.append(base | {"phase": "prefill", "case": row["prompt_tokens"], "ratio": ratio})
+    for phase, name, time in (("prefill", "prompt_tokens", "first_token_ms"), ("batch_prefill", "prompts", "seconds")):
+        by_case = {row[name]: row for row in theirs[phase]}
+        for row in ours[phase]:
+            other = by_case.get(row[name])
+            if other is not None:
+                ratio = other[time] / row[time]
+                found.append(base | {"phase": phase.replace("_", "-"), "case": row[name], "ratio": ratio})
     if ours["mixed"] and theirs["mixed"]:
         ratio = ours["mixed"]["tokens_per_s"] / theirs["mixed"]["tokens_per_s"]
         found.append(base | {"phase": "mixed", "case": None, "ratio": ratio})
@@ -181,6 +187,9 @@ def render_engines(console: Console, data: Mapping[str, Any]) -> None:
             console.print(f"{each['engine']}, {each['speculate']}: {each['status']}")
     for engine, settings in {(each["engine"], each["settings"]): None for each in engines if each["settings"]}:
         console.print(f"{engine}: {settings}")
+    versions = {each["engine"]: each["versions"] for each in engines if each["versions"]}
+    for engine, installed in versions.items():
+        console.print(f"{engine} ran with " + ", ".join(f"{name} {number}" for name, number in installed.items()))
     for each in engines:
         if each["start_s"] is not None:
             tuned = f", after {each['tuned_s']:.1f} s of tuning" if each["tuned_s"] else ""
@@ -196,6 +205,7 @@ _TABLES: Mapping[str, tuple[str, str, str, Mapping[str, str]]] = {
     "decode": ("results", "batch", "batch", {**_ITERATION, "acceptance_length": "accepted", "drafted": "drafted"}),
     "context": ("context", "prompt_tokens", "context", _ITERATION),
     "prefill": ("prefill", "prompt_tokens", "prompt", {"first_token_ms": "first token, ms"}),
+    "batch-prefill": ("batch_prefill", "prompts", "prompts", {"seconds": "s", "prompt_tokens_per_s": "prompt tokens/s"}),
 }
 """For each phase the key of its results, the key and heading of a case, and the headings of its figures by key."""
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from outrider_bench.mixed_load import Arrivals, Arrived
 from outrider_bench.peers.work import PeerWork
 
 _WARM_TOKENS = 16
+_PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "vllm", "outrider")
+"""Packages whose versions a report names for each engine's process."""
 _SETTLE_S = 0.2
 """Seconds of pause before each run, until work that the last run has left on the device has ended, such as an extra
 iteration.
@@ -85,8 +89,9 @@ class PeerRuns:
     def measure(self, request: Mapping[str, Any]) -> dict[str, object]:
         """Run a phase (``request["phase"]``) and return its figures.
 
-        ``request["case"]`` is the batch size of ``decode``, or the prompt length of ``prefill`` and ``context``. For
-        ``mixed`` the case is ``seconds`` (throughput) or ``latency`` (first tokens and gaps).
+        ``request["case"]`` is the batch size of ``decode``, the prompt length of ``prefill`` and ``context``, or the numbers
+        of prompts and tokens of ``batch-prefill``. For ``mixed`` the case is ``seconds`` (throughput) or ``latency`` (first
+        tokens and gaps).
         """
         phase, case = request["phase"], request["case"]
         key = phase if phase == "mixed" else f"{phase} {case}"
@@ -99,6 +104,8 @@ class PeerRuns:
             return self._decode(1, case)
         if phase == "prefill":
             return self._prefill(case)
+        if phase == "batch-prefill":
+            return self._batch_prefill(*case)
         return self._latency() if case == "latency" else self._mixed()
 
     def _warm_up(self, phase: str, case: Any) -> None:
@@ -109,6 +116,8 @@ class PeerRuns:
             self._timed([self._prompt(tokens) for _ in range(batch)], [few] * batch)
         elif phase == "prefill":
             self._prefill(case)
+        elif phase == "batch-prefill":
+            self._batch_prefill(*case)
         else:
             prompts, counts = self._load()
             some = -(-len(counts) // 8)
@@ -139,6 +148,10 @@ class PeerRuns:
     def _prefill(self, tokens: int) -> dict[str, object]:
         seconds, _ = self._timed([self._prompt(tokens)], [1])
         return {"first_token_ms": 1e3 * seconds}
+
+    def _batch_prefill(self, requests: int, tokens: int) -> dict[str, object]:
+        seconds, _ = self._timed([self._prompt(tokens) for _ in range(requests)], [1] * requests)
+        return {"seconds": seconds, "prompt_tokens_per_s": requests * tokens / seconds}
 
     def _mixed(self) -> dict[str, object]:
         prompts, counts = self._load()
@@ -181,6 +194,15 @@ class PeerRuns:
         }
 
 
+def installed_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that an engine's speed depends on, as installed for this process."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
 # -- the child process -------------------------------------------------------------------------------------------------
 
 
@@ -205,7 +227,7 @@ def serve_runs(open_peer: Callable[[PeerWork, str, Path], AbstractContextManager
             runs = PeerRuns(peer, work)
             began += peer.tuned_s
             taken = {"start_s": time.perf_counter() - began, "tuned_s": peer.tuned_s}
-            say({"version": peer.version, "settings": peer.settings, **taken})
+            say({"version": peer.version, "settings": peer.settings, "versions": installed_versions(), **taken})
             for line in sys.stdin:
                 say(_measure(runs, json.loads(line)))
     except OutriderError as error:

@@ -20,14 +20,15 @@ class OutriderPeer(Peer):
     """Outrider as one of the compared engines."""
 
     def __init__(self, engine: Engine, *, settings: str, drafts: bool, tuned_s: float = 0.0) -> None:
-        from outrider_bench.limits import measure_bandwidth
+        from outrider_bench.limits import quantized_weights
+        from outrider_bench.rates import measure_rates
 
         self.version = version("outrider")
         self.settings = settings
         self.tuned_s = tuned_s
         self._engine = engine
         self._drafts = drafts
-        self._bandwidth = measure_bandwidth(engine.backend)
+        self._rates = measure_rates(engine.backend, engine.model.dtype, weights=quantized_weights(engine))
 
     def generate(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[int]:
         """Generate tokens with :meth:`Engine.generate`, and return the number of new tokens of each prompt."""
@@ -48,11 +49,11 @@ class OutriderPeer(Peer):
         serve_on_engine(self._engine, prompts, counts, arrived)
 
     def limit_ms(self, batch: int, context: float) -> float | None:
-        """Return the bytes of an iteration over the measured bandwidth, in milliseconds."""
-        from outrider_bench.limits import iteration_bytes
+        """Return the limit of an iteration by its bytes and operations, in milliseconds; None if the bytes are unknown."""
+        from outrider_bench.limits import iteration_cost
 
-        needed = iteration_bytes(self._engine, batch=batch, context=context)
-        return None if needed is None else 1e3 * needed / self._bandwidth
+        needed = iteration_cost(self._engine, batch=batch, context=context)
+        return None if needed is None else 1e3 * self._rates.limit_s(needed)
 
 
 @contextmanager

@@ -1,8 +1,11 @@
-"""The peer vLLM with dummy weights, an EAGLE draft and its own synthetic rejection sampling."""
+"""The peer vLLM with dummy weights, an EAGLE or MTP draft and its own synthetic rejection sampling."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import json
+import os
+import sys
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
@@ -20,11 +23,15 @@ _COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens",
 class VllmPeer(Peer):
     """vLLM's offline engine as one of the compared engines."""
 
-    def __init__(self, vllm: Any, engine: Any, *, drafts: bool, quantized: str | None = None) -> None:
+    def __init__(
+        self, vllm: Any, engine: Any, *, drafts: bool, quantized: str | None = None, asked: Mapping[str, object] | None = None
+    ) -> None:
         how = "synthetic rejection sampling by position" if drafts else "no speculation"
         self.version = version("vllm")
         weights = "" if quantized is None else f", compressed-tensors {quantized}"
-        self.settings = f"LLM.generate, defaults, {how}{weights}"
+        own = "".join(f", {name}={value!r}" for name, value in (asked or {}).items())
+        variables = "".join(f", {name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith("VLLM_"))
+        self.settings = f"LLM.generate, defaults{own}{variables}, {how}{weights}"
         self._vllm, self._engine, self._drafts = vllm, engine, drafts
         self._number = 0
 
@@ -38,7 +45,9 @@ class VllmPeer(Peer):
         return self._vllm.SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False, **more)
 
     def draft_counts(self) -> DraftCounts | None:
-        """Return the totals of draft tokens. Raises :class:`ChildFailed` if this vLLM has no such counters."""
+        """Return the totals of draft tokens; None without drafts. Raises :class:`ChildFailed` if this vLLM has no such
+        counters.
+        """
         if not self._drafts:
             return None
         values = {metric.name: getattr(metric, "value", None) for metric in self._engine.get_metrics()}
@@ -66,8 +75,13 @@ class VllmPeer(Peer):
 
 
 @contextmanager
-def open_peer(work: PeerWork, speculate: str, directory: Path) -> Generator[VllmPeer]:
-    """Open vLLM with its defaults. The KV cache has the size of the work, since several engines share a device."""
+def open_peer(
+    work: PeerWork, speculate: str, directory: Path, asked: Mapping[str, object] | None = None
+) -> Generator[VllmPeer]:
+    """Open vLLM with its defaults and the arguments ``asked`` of ``vllm.LLM``.
+
+    The KV cache has the size of the work, since several engines share a device. An MTP head is part of the target.
+    """
     vllm = import_module("vllm")
     drafts = speculate != "none"
     target, draft = checkpoint_configs(work, directory)
@@ -85,13 +99,14 @@ def open_peer(work: PeerWork, speculate: str, directory: Path) -> Generator[Vllm
     if drafts:
         options["disable_log_stats"] = False  # they say what was accepted
         options["speculative_config"] = {
-            "method": "eagle",
-            "model": str(draft),
+            "method": speculate,
+            "model": str(target if speculate == "mtp" else draft),
             "num_speculative_tokens": work.draft_tokens,
             "rejection_sample_method": "synthetic",
             **_acceptance(work),
         }
-    yield VllmPeer(vllm, vllm.LLM(**options), drafts=drafts, quantized=work.quantized)
+    engine = vllm.LLM(**options | dict(asked or {}))
+    yield VllmPeer(vllm, engine, drafts=drafts, quantized=work.quantized, asked=asked)
 
 
 def _acceptance(work: PeerWork) -> dict[str, object]:
@@ -105,4 +120,5 @@ def _acceptance(work: PeerWork) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    serve_runs(open_peer)
+    given = json.loads(sys.argv[1])["options"]["vllm_arguments"]
+    serve_runs(lambda work, speculate, directory: open_peer(work, speculate, directory, given))

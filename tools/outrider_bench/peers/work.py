@@ -11,7 +11,7 @@ from outrider_bench.mixed_load import MixedLoad, token_ids
 from outrider_bench.random_checkpoint import write_configs
 from outrider_bench.random_model import describe_quantization
 
-PHASES = ("decode", "prefill", "mixed", "context")
+PHASES = ("decode", "prefill", "batch-prefill", "mixed", "context")
 _CACHE_MARGIN = 1.1
 _VOCABULARY = 400
 
@@ -38,6 +38,8 @@ class PeerWork:
     phases: tuple[str, ...]
     lengths: tuple[int, ...]
     """Prompt lengths of ``prefill``."""
+    prompt_batches: tuple[tuple[int, int], ...]
+    """Numbers of prompts and of tokens of each prompt of ``batch-prefill``."""
     contexts: tuple[int, ...]
     """Prompt lengths of ``context``, where one request decodes."""
     requests: int
@@ -48,6 +50,8 @@ class PeerWork:
     """Minimum and maximum number of tokens of a prompt of ``mixed``."""
     outputs: tuple[int, int]
     """Minimum and maximum number of tokens of an output of ``mixed``."""
+    distribution: str
+    """Distribution of the lengths of ``mixed``."""
     max_requests: int
     max_context: int | None
     """Maximum number of tokens of a request; None: as many as the work needs."""
@@ -73,13 +77,19 @@ class PeerWork:
 
     @property
     def quantized(self) -> str | None:
-        """The format of the weights as a report names it."""
+        """The format of the weights as a report names it; None for unquantized weights."""
         return describe_quantization(self.quantize, head=self.quantize_head)
 
     @property
     def load(self) -> MixedLoad:
         """The load of requests of the phase ``mixed``."""
-        return MixedLoad(requests=self.requests, seed=self.seed, prompts=self.prompts, outputs=self.outputs)
+        return MixedLoad(
+            requests=self.requests,
+            seed=self.seed,
+            prompts=self.prompts,
+            outputs=self.outputs,
+            distribution=self.distribution,
+        )
 
     @property
     def _draft_room(self) -> int:
@@ -91,6 +101,7 @@ class PeerWork:
         found = {
             "decode": (self.prompt_tokens + self.new_tokens, "--prompt-tokens and --new-tokens"),
             "prefill": (max(self.lengths) + 1, "--prefill-tokens and a new token"),
+            "batch-prefill": (max(tokens for _, tokens in self.prompt_batches) + 1, "--prefill-batches and a new token"),
             "mixed": (self.load.longest, "--prompts and --outputs"),
             "context": (max(self.contexts) + self.new_tokens, "--contexts and --new-tokens"),
         }
@@ -116,6 +127,8 @@ class PeerWork:
         most = [self.context]
         if "decode" in self.phases:
             most.append(max(self.batches) * (self.prompt_tokens + self.new_tokens + self._draft_room))
+        if "batch-prefill" in self.phases:
+            most += [requests * (tokens + 1 + self._draft_room) for requests, tokens in self.prompt_batches]
         if "mixed" in self.phases:
             lengths = sorted((prompt + output + self._draft_room for prompt, output in self.load.lengths), reverse=True)
             most.append(sum(lengths[: self.max_requests]))
@@ -134,7 +147,7 @@ class PeerWork:
 
 
 def _list_to_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(_list_to_tuple(each) for each in value) if isinstance(value, list) else value
 
 
 def checkpoint_configs(work: PeerWork, directory: Path) -> tuple[Path, Path]:
@@ -148,10 +161,19 @@ def checkpoint_configs(work: PeerWork, directory: Path) -> tuple[Path, Path]:
 
 
 def cache_bytes(work: PeerWork, *, drafts: bool) -> int:
-    """Return the bytes of keys and values of :attr:`PeerWork.cached_tokens`, with a draft layer if ``drafts``."""
+    """Return the bytes of keys and values of :attr:`PeerWork.cached_tokens`, with a draft layer if ``drafts``.
+
+    A request of a hybrid model also has a recurrent state for each verified token. One more state covers the last page of
+    its keys, since vLLM gives that page the size of a state.
+    """
     from outrider.engine.config import DTYPES
     from outrider.model.config.shapes import shape_config
 
     shape = shape_config(work.shape)
-    layers = shape.num_layers + (1 if drafts else 0)
-    return work.cached_tokens * 2 * layers * shape.num_kv_heads * shape.head_size * DTYPES[work.dtype].itemsize
+    dtype = DTYPES[work.dtype]
+    layers = len(shape.attention_layers) + (1 if drafts else 0)
+    cached = work.cached_tokens * 2 * layers * shape.num_kv_heads * shape.head_size * dtype.itemsize
+    if shape.recurrent is None:
+        return cached
+    states = 2 + (work.draft_tokens if drafts else 0)
+    return cached + round(_CACHE_MARGIN * work.max_requests * states * shape.recurrent.state_bytes(dtype))

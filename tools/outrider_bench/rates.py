@@ -1,0 +1,149 @@
+"""The two rates of a device that limit a model: bytes a second that it reads, and operations a second of its products."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from outrider.device.kernels.weights import QuantizedWeight
+
+if TYPE_CHECKING:
+    from outrider.device import Backend, KernelSet, Stream
+
+_HOST_BYTES = 256 << 20
+_DEVICE_BYTES = 4 << 30
+_ROW_ELEMENTS = 1 << 17
+"""Number of elements of a row that the read-only reductions get."""
+_REPEATS = 7
+_PRODUCT_SIZES = (512, 1024, 2048, 4096, 8192)
+"""Sizes of square matrices, and numbers of rows that a quantised weight is multiplied with."""
+_LONG_PRODUCT_S = 0.005
+"""Duration in seconds from which larger products are no faster for each operation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The least work of a computation: the bytes that it must read, and the operations of its products."""
+
+    bytes: float
+    operations: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRates:
+    """The best measured rates of a device."""
+
+    bandwidth: float
+    """Bytes a second."""
+    operations: float
+    """Operations of matrix products a second; a product and a sum are two."""
+
+    def limit_s(self, cost: Cost) -> float:
+        """Return the lower limit of the time in seconds: the larger of the time of its bytes and that of its operations."""
+        return max(cost.bytes / self.bandwidth, cost.operations / self.operations)
+
+    def limits_ms(self, cost: Cost) -> dict[str, float]:
+        """Return the lower limit of the time and both of its parts in milliseconds, as entries of a report."""
+        return {
+            "limit_ms": 1e3 * self.limit_s(cost),
+            "bytes_ms": 1e3 * cost.bytes / self.bandwidth,
+            "operations_ms": 1e3 * cost.operations / self.operations,
+        }
+
+    def describe(self) -> dict[str, object]:
+        """Return the rates as entries of a report; ``rates`` is the text for people."""
+        return {"bandwidth_gb_per_s": self.bandwidth / 1e9, "matrix_tflops": self.operations / 1e12, "rates": str(self)}
+
+    def __str__(self) -> str:
+        return f"measured in this run: {self.bandwidth / 1e9:.1f} GB/s, {self.operations / 1e12:.4g} TFLOP/s"
+
+
+def measure_rates(
+    backend: Backend, dtype: torch.dtype, *, kernels: KernelSet | None = None, weights: Sequence[QuantizedWeight] = ()
+) -> DeviceRates:
+    """Return the rates of a device for a model in ``dtype`` with these quantised weights, of which the largest is measured.
+
+    ``kernels`` replace those in use. The products of a quantised model may run at the rate of ``dtype`` or of its format, so
+    the better of both counts.
+    """
+    kernels = kernels or backend.kernels_in_use
+    largest = max(weights, key=lambda each: each.nbytes, default=None)
+    operations = [_measure_products(backend, kernels, dtype, None)]
+    if largest is not None:
+        operations.append(_measure_products(backend, kernels, dtype, largest))
+    return DeviceRates(measure_bandwidth(backend, kernels), max(operations))
+
+
+def measure_bandwidth(backend: Backend, kernels: KernelSet | None = None) -> float:
+    """Return bytes a second: the best of a copy (read and written) and three reductions (read), medians of 7 runs.
+
+    The reductions are two sums of torch's and ``find_nan`` of ``kernels`` or of those in use: it reads all values and writes
+    two numbers a row. The buffers are larger than any cache and have at most a quarter of the free memory.
+    """
+    kernels = kernels or backend.kernels_in_use
+    memory = backend.memory_info()
+    size = min(_DEVICE_BYTES, memory.free // 4) if memory.total else _HOST_BYTES
+    stream = backend.create_stream("bandwidth")
+    with backend.on(stream):
+        rows = max(1, size // (4 * _ROW_ELEMENTS))
+        source = torch.ones((rows, _ROW_ELEMENTS), dtype=torch.float32, device=backend.device)
+        found = torch.empty((rows, 2), dtype=torch.int64, device=backend.device)
+        target = torch.empty_like(source)
+    copy = _median_seconds(backend, stream, lambda: target.copy_(source))
+    reductions = (source.sum, source.view(torch.int64).sum, partial(kernels.find_nan, source, found))
+    read = min(_median_seconds(backend, stream, each) for each in reductions)
+    return max(2 * source.nbytes / copy, source.nbytes / read)
+
+
+def _measure_products(backend: Backend, kernels: KernelSet, dtype: torch.dtype, weight: QuantizedWeight | None) -> float:
+    """Return operations a second: the best of products of growing size, until a product takes 5 ms."""
+    stream = backend.create_stream("products")
+    best = 0.0
+    for size in _PRODUCT_SIZES:
+        rows, columns = (size, size) if weight is None else weight.shape
+        with backend.on(stream):
+            x = torch.randn((size, columns), dtype=dtype, device=backend.device)
+            if weight is None:
+                dense = torch.randn((rows, columns), dtype=dtype, device=backend.device)
+                multiply = partial(kernels.linear, x, dense)
+            else:
+                multiply = partial(kernels.linear_quantized, x, weight)
+        seconds = _median_seconds(backend, stream, multiply)
+        best = max(best, 2 * size * columns * rows / seconds)
+        if seconds > _LONG_PRODUCT_S:
+            break
+    return best
+
+
+def _median_seconds(backend: Backend, stream: Stream, work: Callable[[], object]) -> float:
+    def enqueue() -> None:
+        with backend.on(stream):
+            work()
+
+    seconds = [seconds_on_stream(backend, stream, enqueue) for _ in range(_REPEATS + 1)]
+    return statistics.median(seconds[1:])  # the first run warms up
+
+
+def seconds_on_stream(backend: Backend, stream: Stream, enqueue: Callable[[], object]) -> float:
+    """Return the seconds from the start to the end of the work that ``enqueue`` puts on ``stream``.
+
+    The device's events measure the time if the backend has them, else the host's clock.
+    """
+    stream.synchronize()
+    began = time.perf_counter()
+    if not backend.capabilities.event_timing:
+        enqueue()
+        stream.synchronize()
+        return time.perf_counter() - began
+    start, end = (backend.create_event(name, timing=True) for name in ("bench-start", "bench-end"))
+    stream.record(start)
+    enqueue()
+    stream.record(end)
+    stream.synchronize()
+    return start.elapsed_ms(end) / 1e3
