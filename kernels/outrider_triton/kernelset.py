@@ -492,7 +492,7 @@ class TritonKernels(KernelSet):
 
     def recurrent_block(self, x: ResidualStream, block: RecurrentBlock, tokens: RecurrentTokens) -> ResidualStream:
         """Compose the recurrent block of its kernels, and defer the output product until the next norm."""
-        heads = recurrent_heads(self, x.norm(block.norm, block.eps), block, tokens)
+        heads = recurrent_heads(self, self.fused.projections(x, block), block, tokens)
         pending = self.fused.contribution(heads, block.output, block.output_bias, block.ranks)
         return ResidualStream(x.kernels, tokens.rows.continued(self, x.rows), pending)
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -13,46 +10,18 @@ import pytest
 import torch
 
 from outrider.device import Stream
-from outrider_conformance.lab import WIDTH, Lab, expect, observing, run_concurrently
+from outrider_conformance.lab import THREADS, WIDTH, Lab, call_at_once, expect, observing
 from outrider_conformance.promises import needs, promise
 
-_THREADS = 8
 _EACH = 3
 _ROUNDS = 6
-_PATIENCE_S = 30.0
-_SWITCH_INTERVAL_S = 1e-6
-"""Seconds after which Python may switch to another thread. The default of 5 ms hides most races."""
 _Made = TypeVar("_Made")
-
-
-@contextmanager
-def _hurried() -> Generator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
-
-
-def _at_once(body: Callable[[int], None]) -> None:
-    """Call ``body`` with a number on each of several threads, which start at one moment. Raise their first exception."""
-    start = threading.Barrier(_THREADS)
-
-    def run(number: int) -> None:
-        start.wait(_PATIENCE_S)
-        body(number)
-
-    with _hurried():
-        failed = run_concurrently(*(partial(run, number) for number in range(_THREADS)))
-    if failed:
-        raise failed[0]
 
 
 def _made_at_once(make: Callable[[str], _Made]) -> Sequence[_Made]:
     """Return what ``make`` returned, several times on each of several threads, always under one name."""
     made: list[_Made] = []
-    _at_once(lambda _: made.extend([make("same") for _ in range(_EACH)]))
+    call_at_once(lambda _: made.extend([make("same") for _ in range(_EACH)]))
     return made
 
 
@@ -83,12 +52,12 @@ def test_streams_of_threads_are_all_their_own(lab: Lab) -> None:
     """While one of eight streams that eight threads created at once is busy, the other seven are not."""
 
     def alone(index: int) -> bool:
-        made: list[Stream | None] = [None] * _THREADS
+        made: list[Stream | None] = [None] * THREADS
 
         def create(number: int) -> None:
             made[number] = lab.backend.create_stream("s")
 
-        _at_once(create)
+        call_at_once(create)
         streams = [stream for stream in made if stream is not None]
         busy = streams.pop(index)
         lab.fill_late(busy, lab.full(busy, 0), 1)
@@ -96,7 +65,7 @@ def test_streams_of_threads_are_all_their_own(lab: Lab) -> None:
             event.synchronize()
         return not busy.query()
 
-    for index in range(_THREADS):
+    for index in range(THREADS):
         lab.check_in_some_order(
             observing(partial(alone, index)), f"the stream of thread {index} always waits for the stream of another thread"
         )
@@ -130,22 +99,4 @@ def test_threads_work_at_once(lab: Lab, direction: str) -> None:
                 stream.synchronize()
                 expect(lab.current_values(y), value + 1, f"what thread {number} computed from its copy")
 
-    _at_once(exchange)
-
-
-@needs("captures_graphs")
-@promise("Backend.capture", "capture is thread-local")
-def test_threads_replay_graphs_at_once(lab: Lab) -> None:
-    """Each of eight threads captures a graph, one after the other, and all replay at once with their own values."""
-    from outrider_conformance.suite.test_l2_graphs import triple
-
-    pairs = [(stream, triple(lab, stream, "same")) for stream in lab.streams(*(f"s{n}" for n in range(_THREADS)))]
-
-    def replay(number: int) -> None:
-        stream, graph = pairs[number]
-        for turn in range(_ROUNDS):
-            lab.fill(stream, graph.inputs["x"], 10 * number + turn)
-            graph.replay(stream)
-            expect(lab.read_tensor(stream, graph.outputs["y"]), 3.0 * (10 * number + turn) + 1, f"of thread {number}")
-
-    _at_once(replay)
+    call_at_once(exchange)

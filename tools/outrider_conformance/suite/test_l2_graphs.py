@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import CaptureContext, Graph, GraphPool, InterfaceError, Stream
-from outrider_conformance.lab import CALLS, WIDTH, Lab, expect, in_every_order, in_some_order
+from outrider_conformance.lab import CALLS, THREADS, WIDTH, Lab, call_at_once, expect, in_every_order, in_some_order
 from outrider_conformance.promises import needs, promise
 
 
@@ -303,6 +303,22 @@ def test_a_graph_may_wait_for_an_event_outside(lab: Lab) -> None:
         b.record(event)
         graph.replay(a)
         expect(lab.read_tensor(a, y), turn, "what the graph read after its wait")
+
+
+@needs("captures_graphs")
+@promise("Backend.capture", "capture is thread-local")
+def test_threads_replay_graphs_at_once(lab: Lab) -> None:
+    """Each of eight threads captures a graph, one after the other, and all replay at once with their own values."""
+    pairs = [(stream, triple(lab, stream, "same")) for stream in lab.streams(*(f"s{n}" for n in range(THREADS)))]
+
+    def replay(number: int) -> None:
+        stream, graph = pairs[number]
+        for turn in range(CALLS):
+            lab.fill(stream, graph.inputs["x"], 10 * number + turn)
+            graph.replay(stream)
+            expect(lab.read_tensor(stream, graph.outputs["y"]), 3.0 * (10 * number + turn) + 1, f"of thread {number}")
+
+    call_at_once(replay)
 
 
 _GRAPHS = 40
