@@ -122,6 +122,7 @@ class CompiledBlocks:
         others = (block.qkv_bias, block.output_bias, block.head_norms, block.input_scales, block.output_scales)
         if any(each is not None for each in others) or not _is_plain(block.norm):
             return None
+        self._compiled()  # at load, not for the first token
         return partial(self._attend, kernels, block, composed, _bits_of(block.eps), _bits_of(block.scale))
 
     def mlp_block(
