@@ -27,6 +27,9 @@ _MAX_ROWS = 5
 _WORD_BYTES = TILE * 4
 _SCALE_BYTES = TILE * 2
 _FLOAT_BYTES = 4
+_CACHE_LINE_BYTES = 64
+_PREFETCH_BYTES = 4096
+"""Bytes ahead of a record that are fetched. The processor's own prefetching ends at each page of memory."""
 _MASKED_FACTORS = MappingProxyType({4: [*(16.0**-place for place in range(LANES - 1)), 1.0], 8: [2.0**-24] * LANES})
 """Factors of 8 consecutive elements of x: the integers that :func:`_unpack` extracts are that much too large."""
 _LARGEST_EXPONENT = 87.0
@@ -95,6 +98,9 @@ class BlockFunctions:
     ) -> None:
         w, rows, vectors = self._writer, len(totals), len(totals[0])
         partial = [[Variable(w, w.constant(VECTOR, 0.0)) for _ in range(vectors)] for _ in range(rows)]
+        if first == 0:
+            for line in range(0, record_bytes(bits), _CACHE_LINE_BYTES):
+                w.prefetch(record + (_PREFETCH_BYTES + line))
         x_group = x + group * (GROUP * _FLOAT_BYTES)
         with w.loop(0, bits) as word:
             words = [

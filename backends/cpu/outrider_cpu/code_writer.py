@@ -158,6 +158,15 @@ class CodeWriter:
         """Write ``value`` at ``address``."""
         self.builder.store(value.raw, self.builder.inttoptr(address.raw, ir.PointerType()), align=4)
 
+    def prefetch(self, address: CodeValue) -> None:
+        """Ask for the cache line at ``address``, which need not be mapped."""
+        name, number = "llvm.prefetch.p0", ir.IntType(32)
+        if name not in self._functions:
+            kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(), number, number, number])
+            self._functions[name] = ir.Function(self.module, kind, name)
+        options = [ir.Constant(number, each) for each in (0, 3, 1)]  # a read, keep in all caches, data
+        self.builder.call(self._functions[name], [self.builder.inttoptr(address.raw, ir.PointerType()), *options])
+
     def select_value(self, condition: CodeValue, yes: CodeValue, no: CodeValue | int) -> CodeValue:
         """Return ``yes`` where ``condition`` holds, else ``no``."""
         return CodeValue(self, self.builder.select(condition.raw, yes.raw, self.constant(yes.raw.type, no).raw))

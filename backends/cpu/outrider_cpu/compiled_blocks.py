@@ -102,7 +102,8 @@ class CompiledBlocks:
         blocks = self._find(weight)
         if blocks is None:
             return None
-        functions, threads = self._compiled(), self._compiled().threads
+        functions = self._compiled()
+        threads = functions.threads
         rows = x.contiguous()
         count = rows.numel() // weight.shape[1]
         made = rows.new_empty((*x.shape[:-1], weight.shape[0]))
@@ -160,7 +161,7 @@ class CompiledBlocks:
             or batch.max_query > _MAX_NEW_TOKENS
             or rotary.cos.shape[1] != size
             or size % GROUP
-            or not all(map(_is_plain, (x.rows, rotary.k_cache, rotary.v_cache)))
+            or not (_is_plain(x.rows) and _is_plain(rotary.k_cache) and _is_plain(rotary.v_cache))
             or rotary.cos.dtype is not torch.float32
             or rotary.cos.stride() != rotary.sin.stride()
             or rotary.cos.stride(1) != 1
@@ -169,7 +170,8 @@ class CompiledBlocks:
         rows = x.add()
         for out in tokens.rows.captured:
             kernels.copy_rows(rows, out)
-        functions, threads = self._compiled(), self._compiled().threads
+        functions = self._compiled()
+        threads = functions.threads
         qkv, output = weights
         name = functions.compile_attention(size)
         count, heads = rows.shape[0], qkv.tiles * TILE // size - 2 * kv_heads
@@ -201,7 +203,8 @@ class CompiledBlocks:
         if weights is None or is_observed() or not _is_plain(x.rows):
             return composed(x, block)
         rows = x.add()
-        functions, threads = self._compiled(), self._compiled().threads
+        functions = self._compiled()
+        threads = functions.threads
         gate_up, down = weights
         count, inner = rows.shape[0], down.groups * GROUP
         stride = _scratch_elements(count, max(gate_up.groups, down.groups))
