@@ -71,7 +71,7 @@ class Variable:
         self.set(initial)
 
     def get(self) -> CodeValue:
-        """Return the current value."""
+        """Append a load of the variable."""
         return CodeValue(self._writer, self._writer.builder.load(self._slot, typ=self._type))
 
     def set(self, value: CodeValue) -> None:
