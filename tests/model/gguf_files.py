@@ -47,8 +47,11 @@ def quantized(values, kind):
     return blocks.reshape(*values.shape[:-1], -1)
 
 
+ROUNDED = ("Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+
+
 def stored(writer, name, values, kind):
-    """Add a tensor and return the values that a reader has: those of a quantized type are rounded to float16."""
+    """Add a tensor and return the values that a reader has: of some types rounded to float16."""
     if values.ndim == 1 or kind == "F32":
         writer.add_tensor(name, np.ascontiguousarray(values))
         return values
@@ -56,7 +59,7 @@ def stored(writer, name, values, kind):
     data = quantized(values, kind)
     writer.add_tensor(name, data, raw_dtype=raw_kind)
     values = gguf.dequantize(data, raw_kind)
-    return values if kind == "BF16" else values.astype(np.float16).astype(np.float32)
+    return values.astype(np.float16).astype(np.float32) if kind in ROUNDED else values
 
 
 def gguf_name(name):

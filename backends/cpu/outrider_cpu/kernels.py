@@ -6,14 +6,17 @@ block table's capacity. Greedy requests generate no random numbers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.device import CACHE_FORMATS, AttentionMetadata, HeadNorms, KernelSet, RotaryArgs
+from outrider.device import CACHE_FORMATS, AttentionBlock, AttentionMetadata, HeadNorms, KernelSet, MlpBlock, RotaryArgs
 from outrider_cpu.attention import attend_pages
+from outrider_cpu.compiled_blocks import CompiledBlocks
 from outrider_cpu.operators import rope_write_cache
 from outrider_cpu.packed_weights import PackedWeights, is_observed
 
@@ -34,6 +37,7 @@ class CpuKernels(KernelSet):
 
     def __init__(self) -> None:
         self._packed_weights = PackedWeights()
+        self._compiled_blocks = CompiledBlocks()
         self._eps: dict[tuple[float, torch.dtype], Tensor] = {}
         """Scalars of the norms: a tensor operand costs less than a number."""
 
@@ -41,11 +45,27 @@ class CpuKernels(KernelSet):
         """Return the torch references' batch-invariant kernels. The kernels here depend on the batch's longest sequence."""
         return KernelSet().batch_invariant()
 
+    def is_native(self, name: str, block: object = None) -> bool:
+        """Return True also for the halves of layers with block-quantized weights, whose functions are compiled."""
+        return self._compile_block(block) is not None or super().is_native(name, block)
+
+    def resolve_block(self, name: str, block: object) -> Callable[..., Any]:
+        """Return the compiled function of a half of a layer with block-quantized weights, else the composed method."""
+        compiled = self._compile_block(block)
+        return super().resolve_block(name, block) if compiled is None else compiled
+
+    def _compile_block(self, block: object) -> Callable[..., Any] | None:
+        if isinstance(block, AttentionBlock):
+            return self._compiled_blocks.attention_block(self, block, super().attention_block)
+        return self._compiled_blocks.mlp_block(self, block, super().mlp_block) if isinstance(block, MlpBlock) else None
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply few tokens with a packed copy of the weight.
 
         Without a copy, a large weight is the first operand, because the library copies the second one.
         """
+        if (compiled := self._compiled_blocks.linear(x, weight, bias)) is not None:
+            return compiled
         if (packed := self._packed_weights.linear(x, weight, bias)) is not None:
             return packed
         tokens = x.numel() // weight.shape[1]

@@ -44,6 +44,8 @@ _FAMILIES = MappingProxyType(
 )
 _FILE_DTYPES = MappingProxyType({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16})
 _QUANTIZED_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+_ROUNDED_TYPES = ("Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+"""Types whose values are rounded to float16. Backends recover the integers of the others from their exact values."""
 _WHOLE_NAMES = MappingProxyType(
     {
         "token_embd.weight": "model.embed_tokens.weight",
@@ -121,7 +123,7 @@ class _GgufFile(TensorFile):
                 values = torch.from_numpy(data.view(numpy.uint8).copy()).view(torch.bfloat16)
             else:
                 values = torch.from_numpy(numpy.array(dequantize(data, kind)))
-                if kind.name in _QUANTIZED_TYPES:
+                if kind.name in _ROUNDED_TYPES:
                     values = _round_to_float16(values)
             values = values.reshape(_shape_of(stored.source) if stored.index is None else stored.shape)
             if stored.convert is not None:

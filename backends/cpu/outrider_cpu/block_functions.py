@@ -1,0 +1,419 @@
+"""Functions that multiply by block-quantized weights, and that compute the halves of a layer with such weights.
+
+A weight [N, K] of G = K / 32 groups per row is stored in tiles of 32 rows. A tile has a record per group: 32-bit words with
+the values of 8 rows side by side, then 32 float16 scales and, of 4-bit values, 32 float16 minima.
+
+Each row of x has a fixed order of sums, which depends on neither the number of rows nor the number of threads. All functions
+run on each thread of a team and share the work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import MappingProxyType
+
+from llvmlite import ir
+
+from outrider_cpu.code_writer import FLOAT, HALF_VECTOR, INT, INT_VECTOR, LANES, VECTOR, CodeValue, CodeWriter, Variable
+
+GROUP = 32
+"""Columns of a weight that share a scale."""
+TILE = 32
+"""Rows of a weight in a tile."""
+_MAX_ROWS = 5
+"""Maximum number of rows of x for which a function keeps all sums in registers."""
+_WORD_BYTES = TILE * 4
+_SCALE_BYTES = TILE * 2
+_FLOAT_BYTES = 4
+_CACHE_LINE_BYTES = 64
+_PREFETCH_BYTES = 4096
+"""Bytes ahead of a record that are fetched. The processor's own prefetching ends at each page of memory."""
+_MASKED_FACTORS = MappingProxyType({4: [*(16.0**-place for place in range(LANES - 1)), 1.0], 8: [2.0**-24] * LANES})
+"""Factors of 8 consecutive elements of x: the integers that :func:`_unpack` extracts are that much too large."""
+_LARGEST_EXPONENT = 87.0
+"""The exponential function of this number is finite in float32, and that of its negative is normal."""
+_LOG2_E, _LN2_HIGH, _LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
+_EXPONENTIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5, 1.0, 1.0)
+"""Coefficients of Cephes' polynomial for the exponential function."""
+
+
+def record_bytes(bits: int) -> int:
+    """Return the number of bytes of a group's record in a tile."""
+    return bits * _WORD_BYTES + _SCALE_BYTES * (2 if bits == 4 else 1)
+
+
+class BlockFunctions:
+    """Writes the functions. ``thread`` and ``threads`` are the addresses of OpenMP's functions, or None for one thread."""
+
+    def __init__(self, openmp: dict[str, int] | None) -> None:
+        self._writer = CodeWriter()
+        self._openmp = openmp
+
+    def write_products(self) -> CodeWriter:
+        """Write ``prepare``, ``product``, ``multiply`` and ``mlp``."""
+        for bits in (4, 8):
+            for rows in range(1, _MAX_ROWS + 1):
+                self._write_tile(bits, rows)
+            self._write_columns(bits)
+        self._write_prepare()
+        self._write_product()
+        self._write_multiply()
+        self._write_mlp()
+        return self._writer
+
+    def write_attention(self, head_size: int, products: dict[str, int]) -> CodeWriter:
+        """Write ``attention`` for heads of ``head_size``. ``products`` are the addresses of the functions for products."""
+        self._write_attention(head_size, products)
+        return self._writer
+
+    def _write_tile(self, bits: int, rows: int) -> None:
+        """Write the product of ``rows`` rows of x with one tile."""
+        w = self._writer
+        vectors = TILE // LANES if rows < 3 else 2
+        with w.function(f"tile{bits}x{rows}", 7) as (tile, x, sums, out, groups, out_stride, accumulate):
+            zero = w.constant(VECTOR, 0.0)
+            for first in range(0, TILE // LANES, vectors):
+                totals = [[Variable(w, zero) for _ in range(vectors)] for _ in range(rows)]
+                with w.loop(0, groups) as group:
+                    self._add_group(bits, tile + group * record_bytes(bits), x, sums, groups, group, first, totals)
+                for row, totals_of_row in enumerate(totals):
+                    for index, total in enumerate(totals_of_row):
+                        address = out + out_stride * row + (first + index) * LANES * _FLOAT_BYTES
+                        with w.when(w.constant(INT, 0) < accumulate):
+                            total.set(total.get() + w.load(VECTOR, address))
+                        w.store(address, total.get())
+
+    def _add_group(
+        self,
+        bits: int,
+        record: CodeValue,
+        x: CodeValue,
+        sums: CodeValue,
+        groups: CodeValue,
+        group: CodeValue,
+        first: int,
+        totals: list[list[Variable]],
+    ) -> None:
+        w, rows, vectors = self._writer, len(totals), len(totals[0])
+        partial = [[Variable(w, w.constant(VECTOR, 0.0)) for _ in range(vectors)] for _ in range(rows)]
+        if first == 0:
+            for line in range(0, record_bytes(bits), _CACHE_LINE_BYTES):
+                w.prefetch(record + (_PREFETCH_BYTES + line))
+        x_group = x + group * (GROUP * _FLOAT_BYTES)
+        with w.loop(0, bits) as word:
+            words = [
+                w.load(INT_VECTOR, record + word * _WORD_BYTES + (first + index) * LANES * 4) for index in range(vectors)
+            ]
+            x_word = x_group + word * (GROUP // bits * _FLOAT_BYTES)
+            for place in range(32 // bits):
+                values = [w.convert("sitofp", _unpack(bits, each, place), VECTOR) for each in words]
+                for row in range(rows):
+                    number = w.splat(w.load(FLOAT, x_word + groups * (row * GROUP * _FLOAT_BYTES) + place * _FLOAT_BYTES))
+                    for value, each in zip(values, partial[row], strict=True):
+                        each.set(w.intrinsic("fma", value, number, each.get()))
+        for index in range(vectors):
+            at = record + bits * _WORD_BYTES + (first + index) * LANES * 2
+            scale = w.convert("fpext", w.load(HALF_VECTOR, at, align=2), VECTOR)
+            for row in range(rows):
+                total = w.intrinsic("fma", scale, partial[row][index].get(), totals[row][index].get())
+                if bits == 4:
+                    minimum = w.convert("fpext", w.load(HALF_VECTOR, at + _SCALE_BYTES, align=2), VECTOR)
+                    x_sum = w.splat(w.load(FLOAT, sums + (groups * row + group) * _FLOAT_BYTES))
+                    total = w.intrinsic("fma", minimum, x_sum, total)
+                totals[row][index].set(total)
+
+    def _write_columns(self, bits: int) -> None:
+        """Write the product of any number of rows with one tile, as few blocks of rows of similar size."""
+        w = self._writer
+        with w.function(f"columns{bits}", 8) as (tile, x, sums, out, groups, rows, out_stride, accumulate):
+            done = Variable(w, w.constant(INT, 0))
+            blocks = (rows + (_MAX_ROWS - 1)) // _MAX_ROWS
+            with w.loop(0, blocks) as block:
+                start = done.get()
+                count = (rows - start + (blocks - block - 1)) // (blocks - block)
+                operands = x + start * groups * (GROUP * _FLOAT_BYTES), sums + start * groups * _FLOAT_BYTES
+                for number in range(1, _MAX_ROWS + 1):
+                    with w.when(_equal(count, number)):
+                        at = out + start * out_stride
+                        w.call(f"tile{bits}x{number}", tile, *operands, at, groups, out_stride, accumulate)
+                done.set(start + count)
+
+    def _write_prepare(self) -> None:
+        """Write the scaling of x, with its norm if ``eps`` isn't 0, and the sums of its groups."""
+        w = self._writer
+        with w.function("prepare", 8) as (bits, x, norm, eps, scaled, sums, rows, groups):
+            factors = [w.constant(VECTOR, _MASKED_FACTORS[each]) for each in (4, 8)]
+            factor = w.select_value(bits < 8, *factors)
+            with w.loop(0, rows) as row:
+                start, stride = row * groups, GROUP * _FLOAT_BYTES
+                scale = Variable(w, w.constant(VECTOR, 1.0))
+                with w.when(w.constant(INT, 0) < norm):
+                    squares = Variable(w, w.constant(VECTOR, 0.0))
+                    with w.loop(0, groups * (GROUP // LANES)) as index:
+                        each = w.load(VECTOR, x + start * stride + index * (LANES * _FLOAT_BYTES))
+                        squares.set(w.intrinsic("fma", each, each, squares.get()))
+                    width = w.splat(w.convert("sitofp", groups * GROUP, FLOAT))
+                    mean = w.splat(w.halves(squares.get(), CodeValue.__add__)) // width
+                    root = w.intrinsic("sqrt", mean + w.splat(w.load(FLOAT, eps)))
+                    scale.set(w.constant(VECTOR, 1.0) // root)
+                with w.loop(0, groups) as group:
+                    total = Variable(w, w.constant(VECTOR, 0.0))
+                    for part in range(GROUP // LANES):
+                        offset = group * stride + part * LANES * _FLOAT_BYTES
+                        value = Variable(w, w.load(VECTOR, x + start * stride + offset))
+                        with w.when(w.constant(INT, 0) < norm):
+                            value.set(value.get() * scale.get() * w.load(VECTOR, norm + offset))
+                        total.set(total.get() + value.get())
+                        w.store(scaled + start * stride + offset, value.get() * factor)
+                    w.store(sums + (start + group) * _FLOAT_BYTES, w.halves(total.get(), CodeValue.__add__))
+
+    def _write_product(self) -> None:
+        """Write the product with one tile of either format, and with this thread's tiles of a weight."""
+        w = self._writer
+        with w.function("tile", 9) as (bits, *operands):
+            for each in (4, 8):
+                with w.when(_equal(bits, each)):
+                    w.call(f"columns{each}", *operands)
+        with w.function("product", 10) as (bits, packed, x, sums, out, groups, tiles, rows, out_stride, accumulate):
+            first, end = self._share(tiles)
+            with w.loop(first, end) as index:
+                tile = packed + index * groups * _record_bytes(w, bits)
+                at = out + index * (TILE * _FLOAT_BYTES)
+                w.call("tile", bits, tile, x, sums, at, groups, rows, out_stride, accumulate)
+
+    def _write_multiply(self) -> None:
+        w = self._writer
+        with w.function("multiply", 1) as (arguments,):
+            bits, packed, groups, tiles, x, rows, out, scratch, scratch_stride = _read(w, arguments, 9)
+            scaled = scratch + self._thread() * scratch_stride
+            sums = scaled + rows * groups * (GROUP * _FLOAT_BYTES)
+            w.call("prepare", bits, x, 0, 0, scaled, sums, rows, groups)
+            w.call("product", bits, packed, scaled, sums, out, groups, tiles, rows, tiles * (TILE * _FLOAT_BYTES), 0)
+
+    def _write_mlp(self) -> None:
+        w = self._writer
+        with w.function("mlp", 1) as (arguments,):
+            rows, count, norm, groups, bits, packed, inner, down_bits, down, scratch, scratch_stride, both, gated = _read(
+                w, arguments, 13
+            )
+            eps = arguments + 13 * 8
+            scaled = scratch + self._thread() * scratch_stride
+            sums = scaled + count * w.select_value(groups < inner, inner, groups) * (GROUP * _FLOAT_BYTES)
+            w.call("prepare", bits, rows, norm, eps, scaled, sums, count, groups)
+            first, end = self._share(inner)
+            stride, width = inner * (2 * TILE * _FLOAT_BYTES), TILE * _FLOAT_BYTES
+            with w.loop(first, end) as index:
+                for start in (index, index + inner):
+                    tile = packed + start * groups * _record_bytes(w, bits)
+                    w.call("tile", bits, tile, scaled, sums, both + start * width, groups, count, stride, 0)
+                with w.loop(0, count) as row:
+                    for part in range(0, width, LANES * _FLOAT_BYTES):
+                        gate, up = (
+                            w.load(VECTOR, both + row * stride + each * width + part) for each in (index, index + inner)
+                        )
+                        silu = gate // (_exponential(w, w.constant(VECTOR, 0.0) - gate) + 1.0)
+                        w.store(gated + (row * inner + index) * width + part, silu * up)
+            self._wait()
+            w.call("prepare", down_bits, gated, 0, 0, scaled, sums, count, inner)
+            w.call("product", down_bits, down, scaled, sums, rows, inner, groups, count, groups * width, 1)
+
+    def _write_attention(self, head_size: int, products: dict[str, int]) -> None:
+        w = self._writer
+        with w.function("attention", 1) as (arguments,):
+            rows, count, norm, groups, bits, packed, output_bits, output, scratch, scratch_stride, qkv, attended = _read(
+                w, arguments, 12
+            )
+            cos, sin, k_cache, v_cache, slots, starts, lens, tables, table_stride = _read(w, arguments, 9, 12)
+            requests, heads, kv_heads, page_size, window, angle_stride = _read(w, arguments, 6, 21)
+            eps, scale = arguments + 27 * 8, arguments + 28 * 8
+            head_bytes = head_size * _FLOAT_BYTES
+            all_heads, output_groups = heads + kv_heads * 2, heads * (head_size // GROUP)
+            own = scratch + self._thread() * scratch_stride
+            sums = own + count * w.select_value(groups < output_groups, output_groups, groups) * (GROUP * _FLOAT_BYTES)
+            w.call_address(products["prepare"], bits, rows, norm, eps, own, sums, count, groups)
+            tiles = all_heads * (head_size // TILE)
+            stride = all_heads * head_bytes
+            w.call_address(products["product"], bits, packed, own, sums, qkv, groups, tiles, count, stride, 0)
+            self._wait()
+            thread, threads = self._thread(), self._threads()
+            with w.loop(thread, count * kv_heads, threads) as unit:
+                row, head = unit // kv_heads, unit % kv_heads
+                slot = w.load(INT, slots + row * 8)
+                target = (slot * kv_heads + head) * head_bytes
+                key = qkv + row * stride + (heads + head) * head_bytes
+                _rotate(w, key, k_cache + target, cos + row * angle_stride, sin + row * angle_stride, head_size)
+                for part in range(0, head_bytes, LANES * _FLOAT_BYTES):
+                    w.store(v_cache + target + part, w.load(VECTOR, key + kv_heads * head_bytes + part))
+            self._wait()
+            request = Variable(w, w.constant(INT, 0))
+            factor = w.splat(w.load(FLOAT, scale))
+            with w.loop(0, count) as row:
+                with w.loop(request.get(), requests - 1) as index:  # the request whose new tokens include the row
+                    request.set(
+                        w.select_value(_load_int32(w, starts + request.get() * 4 + 4) < row + 1, index + 1, request.get())
+                    )
+                which = request.get()
+                stop = _load_int32(w, starts + which * 4 + 4)
+                length = _load_int32(w, lens + which * 4)
+                end = w.select_value(row < stop, _at_least_zero(w, length - stop + row + 1), w.constant(INT, 0))
+                begin = w.select_value(w.constant(INT, 0) < window, _at_least_zero(w, end - window), w.constant(INT, 0))
+                query = qkv + row * stride
+                with w.loop(0, heads) as head, w.when(_equal((row * heads + head) % threads, thread)):
+                    operands = cos + row * angle_stride, sin + row * angle_stride
+                    _rotate(w, query + head * head_bytes, own, *operands, head_size)
+                    kv_head = head // (heads // kv_heads) * head_bytes
+                    _attend_keys(
+                        w,
+                        own,
+                        (k_cache + kv_head, v_cache + kv_head),
+                        attended + (row * heads + head) * head_bytes,
+                        head_size,
+                        factor,
+                        _KeyRange(w, begin, end, tables + which * table_stride * 4, page_size, kv_heads * head_bytes),
+                    )
+            self._wait()
+            w.call_address(products["prepare"], output_bits, attended, 0, 0, own, sums, count, output_groups)
+            w.call_address(
+                products["product"],
+                *(output_bits, output, own, sums, rows, output_groups, groups, count),
+                *(groups * (GROUP * _FLOAT_BYTES), 1),
+            )
+
+    def _thread(self) -> CodeValue:
+        return self._openmp_number("omp_get_thread_num", 0)
+
+    def _threads(self) -> CodeValue:
+        return self._openmp_number("omp_get_num_threads", 1)
+
+    def _openmp_number(self, name: str, single: int) -> CodeValue:
+        w = self._writer
+        if self._openmp is None:
+            return w.constant(INT, single)
+        return w.convert("sext", w.call_address(self._openmp[name], result=ir.IntType(32)), INT)
+
+    def _share(self, count: CodeValue) -> tuple[CodeValue, CodeValue]:
+        """Return this thread's first and last (exclusive) item of ``count``."""
+        thread, threads = self._thread(), self._threads()
+        return count * thread // threads, count * (thread + 1) // threads
+
+    def _wait(self) -> None:
+        """Wait until all threads of the team are here."""
+        if self._openmp is not None:
+            self._writer.call_address(self._openmp["GOMP_barrier"])
+
+
+class _KeyRange:
+    """The cached tokens ``begin`` to ``end`` (exclusive) of a request, in the pages of its table."""
+
+    def __init__(
+        self, w: CodeWriter, begin: CodeValue, end: CodeValue, table: CodeValue, page_size: CodeValue, token_bytes: CodeValue
+    ) -> None:
+        self.begin, self.end = begin, end
+        self._writer, self._table, self._page_size, self._token_bytes = w, table, page_size, token_bytes
+
+    @contextmanager
+    def each(self) -> Generator[tuple[CodeValue, CodeValue]]:
+        """Repeat the scope for each token, with its index from 0 and the offset of its keys in the cache."""
+        w, size = self._writer, self._page_size
+        with w.loop(self.begin // size, (self.end + size - 1) // size) as page:
+            slot = _load_int32(w, self._table + page * 4) * size
+            first, last = _at_least_zero(w, self.begin - page * size), self.end - page * size
+            with w.loop(first, w.select_value(last < size, last, size)) as offset:
+                yield page * size + offset - self.begin, (slot + offset) * self._token_bytes
+
+
+def _attend_keys(
+    w: CodeWriter,
+    query: CodeValue,
+    caches: tuple[CodeValue, CodeValue],
+    out: CodeValue,
+    head_size: int,
+    factor: CodeValue,
+    keys: _KeyRange,
+) -> None:
+    """Attend with one rotated query. The scores follow the query in memory."""
+    scores, step = query + head_size * _FLOAT_BYTES, LANES * _FLOAT_BYTES
+    parts = range(0, head_size * _FLOAT_BYTES, step)
+    for part in parts:
+        w.store(query + part, w.load(VECTOR, query + part) * factor)
+    largest = Variable(w, w.constant(FLOAT, -math.inf))
+    with keys.each() as (index, offset):
+        pairs = [Variable(w, w.constant(VECTOR, 0.0)) for _ in range(2)]
+        for number, part in enumerate(parts):
+            total = pairs[number % 2]
+            operands = w.load(VECTOR, query + part), w.load(VECTOR, caches[0] + offset + part)
+            total.set(w.intrinsic("fma", *operands, total.get()))
+        score = w.halves(pairs[0].get() + pairs[1].get(), CodeValue.__add__)
+        w.store(scores + index * _FLOAT_BYTES, score)
+        largest.set(w.select_value(largest.get() < score, score, largest.get()))
+    length = keys.end - keys.begin
+    w.store(scores + length * _FLOAT_BYTES, w.constant(VECTOR, -math.inf))
+    total = Variable(w, w.constant(VECTOR, 0.0))
+    with w.loop(0, length, LANES) as index:
+        at = scores + index * _FLOAT_BYTES
+        weights = _exponential(w, w.load(VECTOR, at) - w.splat(largest.get()))
+        w.store(at, weights)
+        total.set(total.get() + weights)
+    values = [Variable(w, w.constant(VECTOR, 0.0)) for _ in parts]
+    with keys.each() as (index, offset):
+        weight = w.splat(w.load(FLOAT, scores + index * _FLOAT_BYTES))
+        for value, part in zip(values, parts, strict=True):
+            value.set(w.intrinsic("fma", weight, w.load(VECTOR, caches[1] + offset + part), value.get()))
+    whole = w.splat(w.halves(total.get(), CodeValue.__add__))
+    for value, part in zip(values, parts, strict=True):
+        w.store(out + part, value.get())
+        with w.when(w.constant(INT, 0) < length):
+            w.store(out + part, value.get() // whole)
+
+
+def _rotate(w: CodeWriter, source: CodeValue, target: CodeValue, cos: CodeValue, sin: CodeValue, head_size: int) -> None:
+    """Rotate the halves of a head."""
+    half = head_size * _FLOAT_BYTES // 2
+    for part in range(0, half, LANES * _FLOAT_BYTES):
+        first, second = w.load(VECTOR, source + part), w.load(VECTOR, source + half + part)
+        w.store(target + part, first * w.load(VECTOR, cos + part) - second * w.load(VECTOR, sin + part))
+        at = half + part
+        w.store(target + at, second * w.load(VECTOR, cos + at) + first * w.load(VECTOR, sin + at))
+
+
+def _exponential(w: CodeWriter, x: CodeValue) -> CodeValue:
+    """Return the exponential function, of Cephes; arguments are clamped so that results are finite and not zero."""
+    limited = w.intrinsic("minnum", x, w.constant(VECTOR, _LARGEST_EXPONENT))
+    x = w.intrinsic("maxnum", limited, w.constant(VECTOR, -_LARGEST_EXPONENT))
+    power = w.intrinsic("floor", x * _LOG2_E + 0.5)
+    rest = x - power * _LN2_HIGH - power * _LN2_LOW
+    result = w.constant(VECTOR, _EXPONENTIAL[0])
+    for coefficient in _EXPONENTIAL[1:]:
+        result = w.intrinsic("fma", result, rest, w.constant(VECTOR, coefficient))
+    exponent = (w.convert("fptosi", power, INT_VECTOR) + 127) << 23
+    return result * w.convert("bitcast", exponent, VECTOR)
+
+
+def _unpack(bits: int, words: CodeValue, place: int) -> CodeValue:
+    """Return the value at ``place`` of each word, as an integer that :data:`_MASKED_FACTORS` makes right."""
+    if bits == 4:
+        return words >> 28 if place == 7 else words & (15 << 4 * place)
+    return (words << (24 - 8 * place)) & -(1 << 24)
+
+
+def _record_bytes(w: CodeWriter, bits: CodeValue) -> CodeValue:
+    return w.select_value(bits < 8, w.constant(INT, record_bytes(4)), record_bytes(8))
+
+
+def _read(w: CodeWriter, arguments: CodeValue, count: int, first: int = 0) -> list[CodeValue]:
+    return [w.load(INT, arguments + (first + index) * 8, align=8) for index in range(count)]
+
+
+def _load_int32(w: CodeWriter, address: CodeValue) -> CodeValue:
+    return w.convert("sext", w.load(ir.IntType(32), address), INT)
+
+
+def _equal(value: CodeValue, other: CodeValue | int) -> CodeValue:
+    w = value.writer
+    return w.compare("==", value, other)
+
+
+def _at_least_zero(w: CodeWriter, value: CodeValue) -> CodeValue:
+    return w.select_value(value < 0, w.constant(INT, 0), value)

@@ -1,0 +1,206 @@
+"""CodeWriter: writes functions in LLVM's intermediate representation and compiles them for this processor.
+
+The package llvmlite carries LLVM, so that the machine needs no compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+from llvmlite import binding, ir
+
+LANES = 8
+"""Number of elements of a vector."""
+INT = ir.IntType(64)
+FLOAT = ir.FloatType()
+VECTOR = ir.VectorType(FLOAT, LANES)
+INT_VECTOR = ir.VectorType(ir.IntType(32), LANES)
+HALF_VECTOR = ir.VectorType(ir.HalfType(), LANES)
+
+
+class CodeValue:
+    """A number or vector of the written function. Operators append instructions; addresses are 64-bit integers."""
+
+    __slots__ = ("raw", "writer")
+
+    def __init__(self, writer: CodeWriter, raw: Any) -> None:
+        self.writer, self.raw = writer, raw
+
+    def _apply(self, integer: str, floating: str, other: CodeValue | float) -> CodeValue:
+        builder, value = self.writer.builder, self.writer.constant(self.raw.type, other)
+        is_float = self.raw.type in (FLOAT, VECTOR)
+        return CodeValue(self.writer, getattr(builder, floating if is_float else integer)(self.raw, value.raw))
+
+    def __add__(self, other: CodeValue | float) -> CodeValue:
+        return self._apply("add", "fadd", other)
+
+    def __sub__(self, other: CodeValue | float) -> CodeValue:
+        return self._apply("sub", "fsub", other)
+
+    def __mul__(self, other: CodeValue | float) -> CodeValue:
+        return self._apply("mul", "fmul", other)
+
+    def __floordiv__(self, other: CodeValue | float) -> CodeValue:
+        return self._apply("udiv", "fdiv", other)
+
+    def __mod__(self, other: CodeValue | int) -> CodeValue:
+        return self._apply("urem", "frem", other)
+
+    def __and__(self, other: CodeValue | int) -> CodeValue:
+        return self._apply("and_", "", other)
+
+    def __lshift__(self, other: CodeValue | int) -> CodeValue:
+        return self._apply("shl", "", other)
+
+    def __rshift__(self, other: CodeValue | int) -> CodeValue:
+        return self._apply("lshr", "", other)
+
+    def __lt__(self, other: CodeValue | float) -> CodeValue:
+        return self.writer.compare("<", self, other)
+
+
+class Variable:
+    """A local variable of the written function. LLVM keeps it in a register where it can."""
+
+    def __init__(self, writer: CodeWriter, initial: CodeValue) -> None:
+        self._writer, self._type = writer, initial.raw.type
+        with writer.builder.goto_entry_block():
+            self._slot = writer.builder.alloca(self._type)
+        self.set(initial)
+
+    def get(self) -> CodeValue:
+        """Append a load of the variable."""
+        return CodeValue(self._writer, self._writer.builder.load(self._slot, typ=self._type))
+
+    def set(self, value: CodeValue) -> None:
+        """Append a store of ``value`` to the variable."""
+        self._writer.builder.store(value.raw, self._slot)
+
+
+class CodeWriter:
+    """Functions of 64-bit integers without results. :meth:`compile` returns their addresses."""
+
+    def __init__(self) -> None:
+        self.module = ir.Module()
+        self.builder: Any = None
+        self._functions: dict[str, Any] = {}
+
+    @contextmanager
+    def function(self, name: str, parameters: int) -> Generator[list[CodeValue]]:
+        """Write a function in the scope, which receives the parameters."""
+        function = ir.Function(self.module, ir.FunctionType(ir.VoidType(), [INT] * parameters), name)
+        self._functions[name] = function
+        self.builder = ir.IRBuilder(function.append_basic_block())
+        body = function.append_basic_block()
+        self.builder.branch(body)
+        self.builder.position_at_end(body)
+        yield [CodeValue(self, argument) for argument in function.args]
+        self.builder.ret_void()
+
+    def call(self, name: str, *arguments: CodeValue | int) -> None:
+        """Call a function that is already written."""
+        self.builder.call(self._functions[name], [self.constant(INT, each).raw for each in arguments])
+
+    def call_address(self, address: int, *arguments: CodeValue | int, result: Any = None) -> CodeValue:
+        """Call the function of 64-bit integers at ``address``; ``result`` is the type of its result, if it has one."""
+        kind = ir.FunctionType(result or ir.VoidType(), [INT] * len(arguments))
+        pointer = self.builder.inttoptr(ir.Constant(INT, address), kind.as_pointer())
+        return CodeValue(self, self.builder.call(pointer, [self.constant(INT, each).raw for each in arguments]))
+
+    def compare(self, operator: str, value: CodeValue, other: CodeValue | float) -> CodeValue:
+        """Return the result of a comparison of two numbers of one type."""
+        right = self.constant(value.raw.type, other).raw
+        compare = self.builder.fcmp_ordered if value.raw.type == FLOAT else self.builder.icmp_signed
+        return CodeValue(self, compare(operator, value.raw, right))
+
+    def constant(self, kind: Any, value: CodeValue | float | list[float]) -> CodeValue:
+        """Return a constant of type ``kind``; a number fills all lanes. A :class:`CodeValue` is returned unchanged."""
+        if isinstance(value, CodeValue):
+            return value
+        is_vector = isinstance(kind, ir.VectorType) and not isinstance(value, list)
+        return CodeValue(self, ir.Constant(kind, [value] * LANES if is_vector else value))
+
+    def intrinsic(self, name: str, *operands: CodeValue) -> CodeValue:
+        """Return the result of LLVM's vector operation ``name``, for example ``fma``."""
+        full = f"llvm.{name}.v8f32"
+        if full not in self._functions:
+            kind = ir.FunctionType(VECTOR, [VECTOR] * len(operands))
+            self._functions[full] = ir.Function(self.module, kind, full)
+        return CodeValue(self, self.builder.call(self._functions[full], [each.raw for each in operands]))
+
+    def splat(self, number: CodeValue) -> CodeValue:
+        """Return a vector with ``number`` in all lanes."""
+        undefined = ir.Constant(VECTOR, ir.Undefined)
+        first = self.builder.insert_element(undefined, number.raw, ir.Constant(ir.IntType(32), 0))
+        return CodeValue(self, self.builder.shuffle_vector(first, undefined, ir.Constant(INT_VECTOR, [0] * LANES)))
+
+    def halves(self, vector: CodeValue, combine: Any) -> CodeValue:
+        """Return ``combine`` of all lanes of ``vector``, in a fixed order."""
+        undefined, lanes = ir.Constant(VECTOR, ir.Undefined), LANES
+        while lanes > 1:
+            lanes //= 2
+            mask = ir.Constant(INT_VECTOR, [(index + lanes) % LANES for index in range(LANES)])
+            vector = combine(vector, CodeValue(self, self.builder.shuffle_vector(vector.raw, undefined, mask)))
+        return CodeValue(self, self.builder.extract_element(vector.raw, ir.Constant(ir.IntType(32), 0)))
+
+    def convert(self, operation: str, value: CodeValue, kind: Any) -> CodeValue:
+        """Return ``value`` converted to ``kind`` by LLVM's instruction ``operation``, for example ``sitofp``."""
+        return CodeValue(self, getattr(self.builder, operation)(value.raw, kind))
+
+    def load(self, kind: Any, address: CodeValue, align: int = 4) -> CodeValue:
+        """Return the value of type ``kind`` at ``address``."""
+        pointer = self.builder.inttoptr(address.raw, ir.PointerType())
+        return CodeValue(self, self.builder.load(pointer, typ=kind, align=align))
+
+    def store(self, address: CodeValue, value: CodeValue) -> None:
+        """Write ``value`` at ``address``."""
+        self.builder.store(value.raw, self.builder.inttoptr(address.raw, ir.PointerType()), align=4)
+
+    def prefetch(self, address: CodeValue) -> None:
+        """Ask for the cache line at ``address``, which need not be mapped."""
+        name, number = "llvm.prefetch.p0", ir.IntType(32)
+        if name not in self._functions:
+            kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(), number, number, number])
+            self._functions[name] = ir.Function(self.module, kind, name)
+        options = [ir.Constant(number, each) for each in (0, 3, 1)]  # a read, keep in all caches, data
+        self.builder.call(self._functions[name], [self.builder.inttoptr(address.raw, ir.PointerType()), *options])
+
+    def select_value(self, condition: CodeValue, yes: CodeValue, no: CodeValue | int) -> CodeValue:
+        """Return ``yes`` where ``condition`` holds, else ``no``."""
+        return CodeValue(self, self.builder.select(condition.raw, yes.raw, self.constant(yes.raw.type, no).raw))
+
+    @contextmanager
+    def when(self, condition: CodeValue) -> Generator[None]:
+        """Run the scope only if ``condition`` holds."""
+        with self.builder.if_then(condition.raw):
+            yield
+
+    @contextmanager
+    def loop(self, start: CodeValue | int, stop: CodeValue | int, step: CodeValue | int = 1) -> Generator[CodeValue]:
+        """Repeat the scope for the integers from ``start`` to ``stop`` (exclusive)."""
+        index = Variable(self, self.constant(INT, start))
+        blocks = [self.builder.append_basic_block() for _ in range(3)]
+        self.builder.branch(blocks[0])
+        self.builder.position_at_end(blocks[0])
+        self.builder.cbranch((index.get() < stop).raw, blocks[1], blocks[2])
+        self.builder.position_at_end(blocks[1])
+        yield index.get()
+        index.set(index.get() + step)
+        self.builder.branch(blocks[0])
+        self.builder.position_at_end(blocks[2])
+
+    def compile(self) -> tuple[Any, dict[str, int]]:
+        """Compile all functions for this processor. Return their owner, which must outlive them, and their addresses."""
+        binding.initialize_native_target()
+        binding.initialize_native_asmprinter()
+        target = binding.Target.from_default_triple()
+        features = binding.get_host_cpu_features().flatten()
+        machine = target.create_target_machine(cpu=binding.get_host_cpu_name(), features=features, opt=3)
+        module = binding.parse_assembly(str(self.module))
+        builder = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=2))
+        builder.getModulePassManager().run(module, builder)
+        engine = binding.create_mcjit_compiler(module, machine)
+        engine.finalize_object()
+        return engine, {name: engine.get_function_address(name) for name in self._functions if not name.startswith("llvm.")}

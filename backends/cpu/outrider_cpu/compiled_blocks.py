@@ -1,0 +1,264 @@
+"""CompiledBlocks: products and halves of layers with block-quantized weights, by functions that llvmlite compiles at load."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import weakref
+from array import array
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.device import AttentionBlock, AttentionTokens, KernelSet, MlpBlock, ResidualStream
+from outrider_cpu.block_weights import GROUP, TILE, BlockWeight, pack_blocks
+from outrider_cpu.packed_weights import is_observed
+
+_OPENMP = ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier", "GOMP_parallel")
+_MIN_ELEMENTS = 1 << 16
+"""Minimum number of elements of a weight that is kept in blocks."""
+_MAX_NEW_TOKENS = 64
+"""Maximum number of new tokens of a request whose attention is compiled. The library's attention reads keys once for all of
+a prompt's tokens.
+"""
+_SCORE_PADDING = 16
+"""Elements after a query's scores that the vectors of the compiled attention may write."""
+
+
+class _PackedBlocks(NamedTuple):
+    weight: weakref.ref[Tensor]
+    version: int
+    blocks: BlockWeight | None
+
+
+class _Functions:
+    """The compiled functions and the team of threads that runs them."""
+
+    def __init__(self) -> None:
+        from outrider_cpu.block_functions import BlockFunctions
+
+        library = ctypes.CDLL(torch._C.__file__)  # its dependencies include the OpenMP runtime of torch
+        found = {
+            name: ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in _OPENMP if hasattr(library, name)
+        }
+        self._openmp = {name: address for name, address in found.items() if address}
+        self._parallel: Any = None
+        if len(self._openmp) == len(_OPENMP):
+            self._parallel = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(
+                self._openmp["GOMP_parallel"]
+            )
+        self._writer = partial(BlockFunctions, self._openmp if self._parallel else None)
+        self._owners: list[Any] = []
+        self._products = self._compile(self._writer().write_products())
+        self._calls: dict[str, Any] = {name: self._call(self._products[name]) for name in ("multiply", "mlp")}
+
+    def _compile(self, writer: Any) -> dict[str, int]:
+        owner, addresses = writer.compile()
+        self._owners.append(owner)
+        return addresses  # type: ignore[no-any-return]
+
+    def _call(self, address: int) -> tuple[int, Any]:
+        return address, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+
+    def compile_attention(self, head_size: int) -> str:
+        """Compile the attention half of a layer for heads of this size, unless it is compiled. Return its name."""
+        name = f"attention{head_size}"
+        if name not in self._calls:
+            addresses = self._compile(self._writer().write_attention(head_size, self._products))
+            self._calls[name] = self._call(addresses["attention"])
+        return name
+
+    @property
+    def threads(self) -> int:
+        """The number of threads of a call."""
+        return torch.get_num_threads() if self._parallel else 1
+
+    def run_function(self, name: str, arguments: list[int], threads: int) -> None:
+        """Run a function on a team of threads and wait for its end."""
+        memory = array("q", arguments)
+        address, call = self._calls[name]
+        if threads == 1:
+            call(memory.buffer_info()[0])
+        else:
+            self._parallel(address, memory.buffer_info()[0], threads, 0)
+
+
+class CompiledBlocks:
+    """Weights in blocks, and the compiled functions of one kernel set."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, _PackedBlocks] = {}
+        self._functions: _Functions | None = None
+        self._is_available = find_spec("llvmlite") is not None
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Return ``x @ weight.T + bias``, or None if the weight isn't one of blocks."""
+        if x.dtype is not torch.float32 or is_observed() or not x.numel():
+            return None
+        blocks = self._find(weight)
+        if blocks is None:
+            return None
+        functions = self._compiled()
+        threads = functions.threads
+        rows = x.contiguous()
+        count = rows.numel() // weight.shape[1]
+        made = rows.new_empty((*x.shape[:-1], weight.shape[0]))
+        stride = _scratch_elements(count, blocks.groups)
+        scratch = rows.new_empty(threads * stride)
+        operands = [blocks.bits, blocks.data.data_ptr(), blocks.groups, blocks.tiles, rows.data_ptr(), count]
+        functions.run_function("multiply", [*operands, made.data_ptr(), scratch.data_ptr(), stride * 4], threads)
+        return made if bias is None else made.add_(bias)
+
+    def attention_block(
+        self, kernels: KernelSet, block: AttentionBlock, composed: Callable[..., ResidualStream]
+    ) -> Callable[..., ResidualStream] | None:
+        """Return the compiled function of the block, or None. ``composed`` computes calls that it doesn't support."""
+        blocks = self._both(block.qkv, block.output)
+        if blocks is None or block.norm is None or block.ranks.reduces or block.gated:
+            return None
+        others = (block.qkv_bias, block.output_bias, block.head_norms, block.input_scales, block.output_scales)
+        if any(each is not None for each in others) or not _is_plain(block.norm):
+            return None
+        self._compiled()  # at load, not for the first token
+        return partial(self._attend, kernels, block, composed, _bits_of(block.eps), _bits_of(block.scale))
+
+    def mlp_block(
+        self, kernels: KernelSet, block: MlpBlock, composed: Callable[..., ResidualStream]
+    ) -> Callable[..., ResidualStream] | None:
+        """Return the compiled function of the block, or None. ``composed`` computes calls that it doesn't support."""
+        blocks = self._both(block.gate_up, block.down)
+        is_simple = not block.ranks.reduces and block.gate_up_bias is None and block.down_bias is None
+        if blocks is None or not is_simple or not _is_plain(block.norm):
+            return None
+        return partial(self._compute_mlp, kernels, block, composed, _bits_of(block.eps))
+
+    def _attend(
+        self,
+        kernels: KernelSet,
+        block: AttentionBlock,
+        composed: Callable[..., ResidualStream],
+        eps: int,
+        scale: int,
+        x: ResidualStream,
+        _: AttentionBlock,
+        tokens: AttentionTokens,
+        *,
+        attend: Any = None,
+    ) -> ResidualStream:
+        weights, rotary, batch = self._both(block.qkv, block.output), tokens.rotary, tokens.attention
+        kv_heads, size = rotary.k_cache.shape[2:]
+        if (
+            weights is None
+            or attend is not None
+            or is_observed()
+            or tokens.rows.kept is not None
+            or tokens.query_scales is not None
+            or batch.tree_mask is not None
+            or batch.max_query > _MAX_NEW_TOKENS
+            or rotary.cos.shape[1] != size
+            or size % GROUP
+            or not (_is_plain(x.rows) and _is_plain(rotary.k_cache) and _is_plain(rotary.v_cache))
+            or rotary.cos.dtype is not torch.float32
+            or rotary.cos.stride() != rotary.sin.stride()
+            or rotary.cos.stride(1) != 1
+        ):
+            return composed(x, block, tokens, attend=attend)
+        rows = x.add()
+        for out in tokens.rows.captured:
+            kernels.copy_rows(rows, out)
+        functions = self._compiled()
+        threads = functions.threads
+        qkv, output = weights
+        name = functions.compile_attention(size)
+        count, heads = rows.shape[0], qkv.tiles * TILE // size - 2 * kv_heads
+        table, page_size = batch.block_table, rotary.k_cache.shape[1]
+        scores = size + table.shape[1] * page_size + _SCORE_PADDING
+        stride = max(_scratch_elements(count, max(qkv.groups, output.groups)), scores)
+        made = count * qkv.tiles * TILE
+        memory = rows.new_empty(threads * stride + made + count * heads * size)
+        scratch = memory.data_ptr()
+        arguments = [rows.data_ptr(), count, block.norm.data_ptr(), qkv.groups, qkv.bits, qkv.data.data_ptr()]  # type: ignore[union-attr]
+        arguments += [output.bits, output.data.data_ptr(), scratch, stride * 4, scratch + threads * stride * 4]
+        arguments += [scratch + (threads * stride + made) * 4, *(each.data_ptr() for each in rotary)]
+        arguments += [batch.query_start.data_ptr(), batch.seq_lens.data_ptr(), table.data_ptr(), table.stride(0)]
+        arguments += [batch.seq_lens.shape[0], heads, kv_heads, page_size, block.window]
+        arguments += [rotary.cos.stride(0) * 4, eps, scale]
+        functions.run_function(name, arguments, threads)
+        return ResidualStream(kernels, rows)
+
+    def _compute_mlp(
+        self,
+        kernels: KernelSet,
+        block: MlpBlock,
+        composed: Callable[..., ResidualStream],
+        eps: int,
+        x: ResidualStream,
+        _: MlpBlock,
+    ) -> ResidualStream:
+        weights = self._both(block.gate_up, block.down)
+        if weights is None or is_observed() or not _is_plain(x.rows):
+            return composed(x, block)
+        rows = x.add()
+        functions = self._compiled()
+        threads = functions.threads
+        gate_up, down = weights
+        count, inner = rows.shape[0], down.groups * GROUP
+        stride = _scratch_elements(count, max(gate_up.groups, down.groups))
+        memory = rows.new_empty(threads * stride + 3 * count * inner)
+        scratch = memory.data_ptr()
+        both = scratch + threads * stride * 4
+        arguments = [rows.data_ptr(), count, block.norm.data_ptr(), gate_up.groups, gate_up.bits, gate_up.data.data_ptr()]
+        arguments += [
+            down.groups,
+            down.bits,
+            down.data.data_ptr(),
+            scratch,
+            stride * 4,
+            both,
+            both + 2 * count * inner * 4,
+            eps,
+        ]
+        functions.run_function("mlp", arguments, threads)
+        return ResidualStream(kernels, rows)
+
+    def _compiled(self) -> _Functions:
+        if self._functions is None:
+            self._functions = _Functions()
+        return self._functions
+
+    def _both(self, first: object, second: object) -> tuple[BlockWeight, BlockWeight] | None:
+        if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+            return None
+        one, other = self._find(first), self._find(second)
+        return None if one is None or other is None else (one, other)
+
+    def _find(self, weight: Tensor) -> BlockWeight | None:
+        """Return the weight in blocks, or None if its values aren't those of blocks. The first call packs."""
+        version = 0 if weight.is_inference() else weight._version
+        entry = self._entries.get(id(weight))
+        if entry is None or entry.version != version:
+            if not self._is_available or weight.numel() < _MIN_ELEMENTS:
+                return None
+            key = id(weight)
+            blocks = pack_blocks(weight)
+            entry = _PackedBlocks(weakref.ref(weight, lambda _: self._entries.pop(key, None)), version, blocks)
+            self._entries[key] = entry
+        return entry.blocks
+
+
+def _scratch_elements(rows: int, groups: int) -> int:
+    """Return the number of elements of one thread's scaled x and of the sums of its groups."""
+    return rows * groups * (GROUP + 1)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.float32 and tensor.is_contiguous()
+
+
+def _bits_of(number: float) -> int:
+    """Return the bits of ``number`` as float32."""
+    return int(struct.unpack("<I", struct.pack("<f", number))[0])
