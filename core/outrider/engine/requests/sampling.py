@@ -142,6 +142,8 @@ class SamplingParams:
 
     def sample(self, index: int) -> SamplingParams:
         """Return the parameters of sample ``index``: ``n`` is 1, and the seed is derived."""
+        if self.n == 1 and index == 0:
+            return self
         return replace(self, n=1, seed=derived_seed(self.seed, index))
 
 
