@@ -55,9 +55,9 @@ class Assembly:
             self._prefill = Prefill(parts, self._guided)
         else:
             ranks.use_stream(parts.streams.forward)
-            self._stages.draft, self._stages.verify = RankedDraft(parts), RankedVerify(parts)
+            self._stages.draft, self._stages.verify = RankedDraft(parts, ranks), RankedVerify(parts, ranks)
             self._guided = DecidersGuides(parts) if ranks.is_decider else FollowersGuides(parts)
-            self._prefill = RankedPrefill(parts, self._guided)
+            self._prefill = RankedPrefill(parts, self._guided, ranks)
         self._iteration = Iteration(parts, self._stages)
 
     def warm_up_step(self) -> Step:

@@ -19,6 +19,7 @@ from outrider.engine.requests.batch import Batch, PrefillChunk
 from outrider.engine.requests.request import Request
 from outrider.engine.stages import DecodeBatch, DraftStage, Frame, Verify
 from outrider.engine.state.options import late_guidance_indices
+from outrider.engine.state.parts import EngineParts
 from outrider.engine.state.results import GUIDE_LATE, MEDIA_FAILED
 from outrider.engine.state.staging import PrefillInputs
 from outrider.model import ModelRanks
@@ -44,18 +45,26 @@ class RankedDraft(DraftStage):
     draft distributions.
     """
 
+    def __init__(self, parts: EngineParts, ranks: ModelRanks) -> None:
+        super().__init__(parts)
+        self._ranks = ranks
+
     def _draft(self, batch: DecodeBatch, frame: Frame) -> Draft:
-        draft, ranks = super()._draft(batch, frame), self._parts.model.ranks
+        draft = super()._draft(batch, frame)
         tree = draft.tree
         if tree is None:
-            (tokens,) = agree_values(ranks, draft.tokens)
+            (tokens,) = agree_values(self._ranks, draft.tokens)
             return replace(draft, tokens=tokens)
-        tokens, parents, depths, mask = agree_values(ranks, draft.tokens, tree.parents, tree.depths, tree.mask)
+        tokens, parents, depths, mask = agree_values(self._ranks, draft.tokens, tree.parents, tree.depths, tree.mask)
         return replace(draft, tokens=tokens, tree=Tree(parents, depths, mask))
 
 
 class RankedVerify(Verify):
     """The verify stage of a tensor-parallel rank, which broadcasts the decider's accepted tokens and probe results."""
+
+    def __init__(self, parts: EngineParts, ranks: ModelRanks) -> None:
+        super().__init__(parts)
+        self._ranks = ranks
 
     def _accept(
         self, batch: DecodeBatch, frame: Frame, logits: Tensor, found: Tensor | None
@@ -63,7 +72,7 @@ class RankedVerify(Verify):
         tokens, path, accepted = super()._accept(batch, frame, logits, found)
         findings = self._results.probe_results(batch.count)
         paths = [] if path is None else [path]
-        tokens, accepted, agreed_findings, *paths = agree_values(self._model.ranks, tokens, accepted, findings, *paths)
+        tokens, accepted, agreed_findings, *paths = agree_values(self._ranks, tokens, accepted, findings, *paths)
         findings.copy_(agreed_findings)
         return tokens, paths[0] if paths else None, accepted
 
@@ -71,11 +80,13 @@ class RankedVerify(Verify):
 class RankedPrefill(Prefill):
     """The prefill of a tensor-parallel rank, which broadcasts the decider's first tokens and probe results."""
 
+    def __init__(self, parts: EngineParts, guided: GuidedDecoding, ranks: ModelRanks) -> None:
+        super().__init__(parts, guided)
+        self._ranks = ranks
+
     def _sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, inputs: PrefillInputs) -> Tensor:
         findings = self._results.prefill_probe_results(logits.shape[0])
-        first, agreed_findings = agree_values(
-            self._model.ranks, super()._sample(logits, temperature, seeds, inputs), findings
-        )
+        first, agreed_findings = agree_values(self._ranks, super()._sample(logits, temperature, seeds, inputs), findings)
         findings.copy_(agreed_findings)
         return first
 
