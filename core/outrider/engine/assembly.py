@@ -15,9 +15,9 @@ from outrider.engine.config import MAX_LOGPROBS, DecidedConfig
 from outrider.engine.graphs import CaptureProgress, GraphRunner, Runner
 from outrider.engine.guided import GuidedDecoding
 from outrider.engine.guides.grammars import Guidance, UnrestrictedMatcher
-from outrider.engine.loop import Loop
+from outrider.engine.loop import IterationLauncher, Loop
 from outrider.engine.prefill import Prefill, PrefillLauncher, build_prefill_graphs
-from outrider.engine.ranked import DecidersGuides, FollowersGuides, RankedDraft, RankedPrefill, RankedVerify
+from outrider.engine.ranked import DecidersGuides, FollowersGuides, RankedPrefill, RankedStep, ranked_stages
 from outrider.engine.ranks.decision_log import DecisionLog
 from outrider.engine.recovery import Watchdog
 from outrider.engine.requests.draft_length import DraftLengthPolicy, FixedLength
@@ -29,7 +29,7 @@ from outrider.engine.requests.scheduler import Scheduler, SchedulerLimits
 from outrider.engine.stages import Iteration, Stages
 from outrider.engine.state.parts import EngineParts
 from outrider.engine.step import FusedStep, Step
-from outrider.model import LanguageModel
+from outrider.model import LanguageModel, ModelRanks
 from outrider.speculative.proposer import Proposer
 
 _MIN_DECODING_TO_GATHER, _MAX_GATHERED_TOKENS, _MAX_GATHER_ITERATIONS = 8, 1024, 4
@@ -41,30 +41,21 @@ many tokens together, for at most this many iterations.
 class Assembly:
     """The factory of an engine's launchers: it holds the stages, the prefill and the guided decoding, and creates step and
     loop from them.
-
-    On one of several ranks, the stages broadcast the decider's values. With data-parallel groups the scheduler schedules all
-    groups.
     """
 
-    def __init__(self, parts: EngineParts) -> None:
+    def __init__(self, parts: EngineParts, stages: Stages, prefill: Prefill, guided: GuidedDecoding) -> None:
         self._parts = parts
-        ranks = parts.model.ranks
-        self._stages = Stages(parts)
-        if ranks.is_single:
-            self._guided = GuidedDecoding(parts)
-            self._prefill = Prefill(parts, self._guided)
-        else:
-            ranks.use_stream(parts.streams.forward)
-            self._stages.draft, self._stages.verify = RankedDraft(parts, ranks), RankedVerify(parts, ranks)
-            self._guided = DecidersGuides(parts) if ranks.is_decider else FollowersGuides(parts)
-            self._prefill = RankedPrefill(parts, self._guided, ranks)
-        self._iteration = Iteration(parts, self._stages)
+        self._stages = stages
+        self._iteration = Iteration(parts, stages)
+        self._prefill = prefill
+        self._guided = guided
 
-    def warm_up_step(self) -> Step:
+    def warm_up_step(self) -> IterationLauncher:
         """Create a step that calls each stage without graphs, for the warm-up that compiles kernels before any graph is
         captured.
         """
-        return Step(self._parts, self._stages, Runner(self._parts), self._prefill, self._guided)
+        runner, prefill = Runner(self._parts), self._prefill
+        return self._wrap(Step(self._parts, self._stages, runner, prefill, self._guided), runner, prefill)
 
     def capture(self, progress: CaptureProgress | None) -> tuple[Runner, PrefillLauncher]:
         """Capture the graphs of the config, and return the launchers of stages and of prompts."""
@@ -78,20 +69,57 @@ class Assembly:
             runner = Runner(parts)
         return runner, build_prefill_graphs(parts, self._prefill) or self._prefill
 
-    def step(self, runner: Runner, prefill: PrefillLauncher) -> Step:
+    def step(self, runner: Runner, prefill: PrefillLauncher) -> IterationLauncher:
         """Create the step over the launchers. No iteration may be in flight, since the step signals its initial fences."""
-        if self._parts.config.step_mode is StepMode.FUSED:
-            return FusedStep(self._parts, self._iteration, runner, prefill, self._guided)
-        return Step(self._parts, self._stages, runner, prefill, self._guided)
+        step = (
+            FusedStep(self._parts, self._iteration, runner, prefill, self._guided)
+            if self._parts.config.step_mode is StepMode.FUSED
+            else Step(self._parts, self._stages, runner, prefill, self._guided)
+        )
+        return self._wrap(step, runner, prefill)
 
-    def loop(self, step: Step, watchdog: Watchdog, draft_length: DraftLengthPolicy, decision_log: DecisionLog) -> Loop:
+    def _wrap(self, step: Step, runner: Runner, prefill: PrefillLauncher) -> IterationLauncher:
+        del runner, prefill
+        return step
+
+    def loop(
+        self, step: IterationLauncher, watchdog: Watchdog, draft_length: DraftLengthPolicy, decision_log: DecisionLog
+    ) -> Loop:
         """Create the loop over ``step`` and a scheduler whose rows and pages are all free."""
         parts = self._parts
         waits = parts.config.step_mode is StepMode.FUSED and parts.backend.speculative_sync.fused_host_wait
         runs_ahead = parts.config.overlap and not waits
-        data = parts.model.ranks.data
-        scheduler = _build_scheduler(parts, draft_length) if data is None else _build_groups(parts, data, draft_length)
-        return Loop(parts, step, scheduler, watchdog, decision_log, runs_ahead=runs_ahead)
+        return Loop(parts, step, self._scheduler(draft_length), watchdog, decision_log, runs_ahead=runs_ahead)
+
+    def _scheduler(self, draft_length: DraftLengthPolicy) -> Scheduler | GroupScheduler:
+        return _build_scheduler(self._parts, draft_length)
+
+
+class RankedAssembly(Assembly):
+    """The assembly of one of several ranks. Its stages and its step broadcast the decider's values, and with data-parallel
+    groups its scheduler schedules all groups.
+    """
+
+    def __init__(self, parts: EngineParts, ranks: ModelRanks) -> None:
+        ranks.use_stream(parts.streams.forward)
+        guided = DecidersGuides(parts) if ranks.is_decider else FollowersGuides(parts)
+        super().__init__(parts, ranked_stages(parts, ranks), RankedPrefill(parts, guided, ranks), guided)
+        self._ranks = ranks
+
+    def _wrap(self, step: Step, runner: Runner, prefill: PrefillLauncher) -> IterationLauncher:
+        return RankedStep(step, self._parts, runner, prefill, self._ranks)
+
+    def _scheduler(self, draft_length: DraftLengthPolicy) -> Scheduler | GroupScheduler:
+        data = self._ranks.data
+        return super()._scheduler(draft_length) if data is None else _build_groups(self._parts, data, draft_length)
+
+
+def assembly_of(parts: EngineParts) -> Assembly:
+    """Return an :class:`Assembly` for a model on one rank, else a :class:`RankedAssembly`."""
+    if not parts.model.ranks.is_single:
+        return RankedAssembly(parts, parts.model.ranks)
+    guided = GuidedDecoding(parts)
+    return Assembly(parts, Stages(parts), Prefill(parts, guided), guided)
 
 
 def _build_checkpoints(parts: EngineParts) -> StateCheckpoints | None:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from outrider.device import Backend, ConfigError, DeviceError, Fence
-from outrider.engine.assembly import Assembly, WarmUp, warm_up
+from outrider.engine.assembly import Assembly, WarmUp, assembly_of, warm_up
 from outrider.engine.config import Choice, EngineConfig
 from outrider.engine.draft_costs import decide, lengths_for
 from outrider.engine.fences import Streams
@@ -96,7 +96,7 @@ class Engine:
             vision=vision,
             wrap_fence=watchdog.wrapping(wrap_fence),
         )
-        assembly = Assembly(parts)
+        assembly = assembly_of(parts)
         self.warm_up = self._warm_up_kernels(assembly, watchdog)
         with backend.guard("capturing the engine's graphs"):
             runner, prefill = assembly.capture(capture_progress)

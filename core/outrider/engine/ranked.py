@@ -1,4 +1,4 @@
-"""Stages, prefill and guides of one of several ranks: they extend those of a single rank.
+"""Stages, prefill, guides and step of one of several ranks: they wrap those of a single rank.
 
 All tensor-parallel ranks compute each token, and they can differ in the last bits. So the first of them, the decider,
 broadcasts its draft, its acceptance, its first tokens and the findings of its probes. It alone walks the grammars of guided
@@ -7,21 +7,24 @@ requests. A rank cannot end a request by itself: it writes a host failure, which
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from outrider.device import Decision
+from outrider.engine.graphs import Runner
 from outrider.engine.guided import GuidedDecoding
-from outrider.engine.prefill import Prefill
+from outrider.engine.prefill import Prefill, PrefillLauncher
 from outrider.engine.requests.batch import Batch, PrefillChunk
 from outrider.engine.requests.request import Request
-from outrider.engine.stages import DecodeBatch, DraftStage, Frame, Verify
+from outrider.engine.stages import DecodeBatch, DraftStage, Frame, Stages, Verify
 from outrider.engine.state.options import late_guidance_indices
 from outrider.engine.state.parts import EngineParts
-from outrider.engine.state.results import GUIDE_LATE, MEDIA_FAILED
+from outrider.engine.state.results import GUIDE_LATE, MEDIA_FAILED, PendingResult
 from outrider.engine.state.staging import PrefillInputs
+from outrider.engine.step import Step
 from outrider.model import ModelRanks
 from outrider.speculative.proposer import Draft
 from outrider.speculative.tree import Tree
@@ -77,6 +80,13 @@ class RankedVerify(Verify):
         return tokens, paths[0] if paths else None, accepted
 
 
+def ranked_stages(parts: EngineParts, ranks: ModelRanks) -> Stages:
+    """Return the stages of an engine whose model is split over ``ranks``, with the broadcasts of draft and acceptance."""
+    stages = Stages(parts)
+    stages.draft, stages.verify = RankedDraft(parts, ranks), RankedVerify(parts, ranks)
+    return stages
+
+
 class RankedPrefill(Prefill):
     """The prefill of a tensor-parallel rank, which broadcasts the decider's first tokens and probe results."""
 
@@ -129,3 +139,50 @@ class FollowersGuides(GuidedDecoding):
 
     def mask_draft(self, batch: Batch, decode: DecodeBatch, frame: Frame, entry: int) -> None:
         """Leave ``frame.masks`` None: the decider broadcasts draft and acceptance."""
+
+
+class RankedStep:
+    """The step of a rank: before each iteration it sets the stream of the model's collectives, and the pass widths that all
+    ranks share.
+
+    With data-parallel groups, this rank enqueues the collectives of all groups, with idle requests if it has none of its own.
+    """
+
+    def __init__(self, step: Step, parts: EngineParts, runner: Runner, prefill: PrefillLauncher, ranks: ModelRanks) -> None:
+        self.step = step
+        self._parts = parts
+        self._runner = runner
+        self._prefill = prefill
+        self._ranks = ranks
+
+    def launch(self, requested: Batch) -> PendingResult:
+        """Enqueue one iteration and return the pending result."""
+        forward, shared = self._parts.streams.forward, requested.global_batch
+        self._ranks.use_stream(forward)
+        self._ranks.expect_pass_widths(() if shared is None else shared.widths)
+        with self._parts.backend.on(forward):
+            self._parts.results.clear_host_failures()
+        return self.step.launch(requested)
+
+    def shape(self, batch: Batch | None) -> Mapping[str, Decision]:
+        """Return the decisions about ``batch`` that all ranks must share.
+
+        ``mode`` is the mode of the decoding part and ``bucket`` its batch bucket. ``prompts`` is the number of tokens of a
+        prefill that a graph replays. Each is None if the batch has no such part.
+        """
+        shape: dict[str, Decision] = {"prompts": None, "mode": None, "bucket": None}
+        if batch is None:
+            return shape
+        replayed = self._prefill.bucket(batch.launched)
+        if replayed is not None:
+            shape["prompts"] = replayed.tokens
+        if batch.launched.decode:
+            features, count, drafted = batch.features, len(batch.launched.decode), batch.launched.drafted
+            drafted = self._parts.proposer.nodes if drafted is None else drafted
+            shape["mode"] = "called" if features.guided else str(self._parts.config.step_mode)
+            shape["bucket"] = count if features.guided else self._runner.batch(count, drafted, features, 0, None).bucket
+        return shape
+
+    def invalidate(self) -> None:
+        """Upload all inputs in the next iteration, because a copy of an earlier iteration may have failed."""
+        self.step.invalidate()

@@ -51,7 +51,6 @@ class Step:
         self._staging = parts.staging
         self._input_upload = parts.input_upload
         self._results = parts.results
-        self._ranks = parts.model.ranks
         self._prefill = prefill
         self._stages = stages
         self._runner = runner
@@ -79,8 +78,6 @@ class Step:
 
     def launch(self, requested: Batch) -> PendingResult:
         """Enqueue one iteration and return the pending result."""
-        if not self._ranks.is_single:
-            self._prepare_ranks(requested)
         batch = requested.launched
         entry = self._launched % self._entries
         self._launched += 1
@@ -94,18 +91,6 @@ class Step:
             self._prefill.extend(filled)
         self._decode(requested, entry)
         return self._copy_results_to_host(requested, entry)
-
-    def _prepare_ranks(self, requested: Batch) -> None:
-        """Set the stream of the model's collectives and the pass widths that all ranks share.
-
-        With data-parallel groups, this rank enqueues the collectives of all groups, with idle requests if it has none of its
-        own.
-        """
-        forward, shared = self._streams.forward, requested.global_batch
-        self._ranks.use_stream(forward)
-        self._ranks.expect_pass_widths(() if shared is None else shared.widths)
-        with self._backend.on(forward):
-            self._results.clear_host_failures()
 
     def _decode(self, requested: Batch, entry: int) -> None:
         """Enqueue draft, verify, accept, publish, extend and stash on forward, and the plan concurrently with the draft."""
@@ -251,25 +236,9 @@ class Step:
         return runner.batch(len(batch.decode), drafted, features, min(bound, self._parts.capacity), seq_lens_host)
 
     def shape(self, batch: Batch | None) -> Mapping[str, Decision]:
-        """Return the decisions about the launch of ``batch`` that all ranks must share; none on a single rank.
-
-        ``mode`` is the mode of the decoding part and ``bucket`` its batch bucket. ``prompts`` is the number of tokens of a
-        prefill that a graph replays. Each is None if the batch has no such part.
-        """
-        if self._ranks.is_single:
-            return {}
-        shape: dict[str, Decision] = {"prompts": None, "mode": None, "bucket": None}
-        if batch is None:
-            return shape
-        replayed = self._prefill.bucket(batch.launched)
-        if replayed is not None:
-            shape["prompts"] = replayed.tokens
-        if batch.launched.decode:
-            features, count, drafted = batch.features, len(batch.launched.decode), batch.launched.drafted
-            drafted = self._parts.proposer.nodes if drafted is None else drafted
-            shape["mode"] = "called" if features.guided else str(self._parts.config.step_mode)
-            shape["bucket"] = count if features.guided else self._runner.batch(count, drafted, features, 0, None).bucket
-        return shape
+        """Return the decisions about the launch of ``batch`` that other ranks must share."""
+        del batch
+        return {}
 
     def invalidate(self) -> None:
         """Upload all inputs in the next iteration, because a copy of an earlier iteration may have failed."""
