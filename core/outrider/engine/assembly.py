@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from outrider.device import Backend, Group, StepMode
 from outrider.engine.config import MAX_LOGPROBS, DecidedConfig
+from outrider.engine.fused_step import FusedStep
 from outrider.engine.graphs import CaptureProgress, GraphRunner, Runner
 from outrider.engine.guided import GuidedDecoding
 from outrider.engine.guides.grammars import Guidance, UnrestrictedMatcher
@@ -28,7 +29,7 @@ from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.requests.scheduler import Scheduler, SchedulerLimits
 from outrider.engine.stages import Iteration, Stages
 from outrider.engine.state.parts import EngineParts
-from outrider.engine.step import FusedStep, Step
+from outrider.engine.step import Step
 from outrider.model import LanguageModel, ModelRanks
 from outrider.speculative.proposer import Proposer
 
