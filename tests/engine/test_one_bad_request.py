@@ -31,16 +31,16 @@ def test_what_cant_be_packed(overlap, value):
 
 
 def test_an_error_that_is_nobodys_own_reaches_the_caller(monkeypatch):
-    from outrider.engine.state import rows
+    from outrider.engine.state import staging
 
-    honest = rows.pack
+    honest = staging.pack
 
     def together(batch, **named):
         if len(batch.requests) > 1:
             raise ZeroDivisionError
         return honest(batch, **named)
 
-    monkeypatch.setattr(rows, "pack", together)
+    monkeypatch.setattr(staging, "pack", together)
     engine = tiny.engine(None, prefill_chunk=16)
     ids = [engine.add_request(prompt, SamplingParams(max_tokens=2)) for prompt in PROMPTS[:2]]
     with pytest.raises(ZeroDivisionError):
