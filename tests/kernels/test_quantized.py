@@ -206,6 +206,18 @@ def test_a_norm_between_two_products(name, gated, split, either):
     assert float(off.norm() / again.float().norm()) < (0.012 if second.activations else 3e-3)
 
 
+@pytest.mark.parametrize("size", [128, 1024, 2560, 2600])
+def test_programs_share_a_row_whose_groups_have_scales_of_their_own(size):
+    """The same values and scales as of SwiGLU quantised in one piece."""
+    both = normal(3, 2 * size)
+    rows, scales = torch.ops.outrider.silu_mul.triton_quantize(both, "fp8", 128, torch.float16, False)
+    gated = torch.ops.outrider.silu_mul.triton(both, False)
+    wanted_rows, wanted_scales = torch.ops.outrider.quantize_rows.triton(gated, "fp8", 128, None, torch.float16, False)
+    assert scales.shape == (3, -(-size // 128))
+    assert torch.equal(scales, wanted_scales)
+    assert torch.equal(rows, wanted_rows)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")  # infinity by itself, in numpy
 def test_zeros_and_infinity(either):
     weight = drawn(WeightFormat(elements=FP8, activations=FP8), 256)
