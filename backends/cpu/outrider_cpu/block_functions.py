@@ -16,12 +16,9 @@ from types import MappingProxyType
 
 from llvmlite import ir
 
+from outrider_cpu.block_weights import GROUP, TILE
 from outrider_cpu.code_writer import FLOAT, HALF_VECTOR, INT, INT_VECTOR, LANES, VECTOR, CodeValue, CodeWriter, Variable
 
-GROUP = 32
-"""Columns of a weight that share a scale."""
-TILE = 32
-"""Rows of a weight in a tile."""
 _MAX_ROWS = 5
 """Maximum number of rows of x for which a function keeps all sums in registers."""
 _WORD_BYTES = TILE * 4

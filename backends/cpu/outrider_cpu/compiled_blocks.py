@@ -150,9 +150,11 @@ class CompiledBlocks:
         attend: Any = None,
     ) -> ResidualStream:
         weights, rotary, batch = self._both(block.qkv, block.output), tokens.rotary, tokens.attention
+        norm = block.norm
         kv_heads, size = rotary.k_cache.shape[2:]
         if (
             weights is None
+            or norm is None
             or attend is not None
             or is_observed()
             or tokens.rows.kept is not None
@@ -181,7 +183,7 @@ class CompiledBlocks:
         made = count * qkv.tiles * TILE
         memory = rows.new_empty(threads * stride + made + count * heads * size)
         scratch = memory.data_ptr()
-        arguments = [rows.data_ptr(), count, block.norm.data_ptr(), qkv.groups, qkv.bits, qkv.data.data_ptr()]  # type: ignore[union-attr]
+        arguments = [rows.data_ptr(), count, norm.data_ptr(), qkv.groups, qkv.bits, qkv.data.data_ptr()]
         arguments += [output.bits, output.data.data_ptr(), scratch, stride * 4, scratch + threads * stride * 4]
         arguments += [scratch + (threads * stride + made) * 4, *(each.data_ptr() for each in rotary)]
         arguments += [batch.query_start.data_ptr(), batch.seq_lens.data_ptr(), table.data_ptr(), table.stride(0)]
