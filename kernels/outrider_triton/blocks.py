@@ -141,7 +141,10 @@ class FusedBlocks:
         """
         (first, *others), pending = block.projections, x.pending
         if isinstance(pending, DeferredQuantized) and isinstance(first, QuantizedWeight) and has_dynamic_activations(first):
-            norm, normed = (x.rows, block.norm, block.eps), torch.empty_like(x.rows)
+            norm = x.rows, block.norm, block.eps
+            if not others:
+                return [self._quantized.norm_linear_quantized(pending.product, *norm, first)]
+            normed = torch.empty_like(x.rows)
             product = self._quantized.norm_linear_quantized(pending.product, *norm, first, unquantized=normed)
             return [product, *(linear(self._kernels, normed, each) for each in others)]
         normed = x.norm(block.norm, block.eps)
