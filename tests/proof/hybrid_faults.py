@@ -21,8 +21,6 @@ from outrider.model import StateInput
 from outrider_proof.engine_setups import HYBRID, host_models, random_host_program, reference_tokens, without_schedule
 from proof.setups import RecordedServing
 
-PROPOSERS = ("none", "ngram", "suffix", "draft-model", "mtp-chain", "eagle, untrained")
-
 
 def wrong_requests(proposer, number, mode="staged"):
     """Requests of a program whose tokens aren't those of non-speculative decoding, and counts of what the program had."""

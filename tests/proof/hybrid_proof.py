@@ -26,14 +26,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider_proof.engine_setups import HYBRID, WIDE_HYBRID
+from outrider_proof.engine_setups import HYBRID, MODES, WIDE_HYBRID
+from outrider_proof.rank_engine import HYBRID_PROPOSERS
 from proof.job_pool import run_jobs
 
 if TYPE_CHECKING:
     from outrider_proof.rank_engine import RankExplorer
 
-MODES = ("staged", "graphs", "fused")
-LIKES = ("cuda", "rocm", "npu")
 PROGRAMS_PER_JOB = {"cpu": 20, "sim": 4, "ranks": 2}
 SCHEDULES = 2
 
@@ -52,21 +51,20 @@ def explorer() -> RankExplorer:
 
 def run_on_cpu(number: int) -> dict[str, Any]:
     """Run one program on `cpu`."""
-    from proof.hybrid_faults import PROPOSERS, wrong_requests
+    from proof.hybrid_faults import wrong_requests
 
-    proposer, mode = PROPOSERS[number % len(PROPOSERS)], MODES[number // len(PROPOSERS) % len(MODES)]
+    round_, place = divmod(number, len(HYBRID_PROPOSERS))
+    proposer, mode = HYBRID_PROPOSERS[place], MODES[round_ % len(MODES)]
     wrong, counts = wrong_requests(proposer, number, mode)
     return {"setup": f"{proposer}, {mode}", "wrong": wrong, "counts": counts}
 
 
 def run_on_sim(number: int) -> dict[str, Any]:
     """Run one program on `sim` under :data:`SCHEDULES` schedules."""
-    from proof.hybrid_faults import PROPOSERS
     from proof.program_checks import prove_program
-    from proof.setups import EngineSetup, supports_mode
+    from proof.setups import all_setups
 
-    setups = [EngineSetup(name + HYBRID, mode, like) for mode, like, name in itertools.product(MODES, LIKES, PROPOSERS)]
-    setups = [setup for setup in setups if supports_mode(setup)]
+    setups = all_setups(proposers=[name + HYBRID for name in HYBRID_PROPOSERS])
     setup = setups[number % len(setups)]
     record = prove_program(setup, number, SCHEDULES)
     names = ("requests", "aborted", "preempted", "prefix_hits", "moved")
@@ -76,7 +74,7 @@ def run_on_sim(number: int) -> dict[str, Any]:
 def run_on_ranks(number: int) -> dict[str, Any]:
     """Run one program on two simulated ranks of a tiny hybrid model, under one random schedule."""
     from outrider_proof.engine_setups import random_host_program
-    from outrider_proof.rank_engine import HYBRID_PROPOSERS, random_rank_setup
+    from outrider_proof.rank_engine import random_rank_setup
     from outrider_proof.rank_exploration import RanksWanted
     from outrider_sim.explore.exploration import run_once
     from outrider_sim.explore.strategies import make_strategy

@@ -55,9 +55,11 @@ def supports_mode(setup: EngineSetup) -> bool:
     return setup.family != "npu" or setup.mode != "fused"
 
 
-def all_setups(likes: Iterable[str] = PERSONALITIES, emulations: Path | None = None) -> list[EngineSetup]:
-    """Return every setup that its device supports."""
-    each = (EngineSetup(proposer, mode, like, emulations) for proposer in PROPOSERS for mode in MODES for like in likes)
+def all_setups(
+    likes: Iterable[str] = PERSONALITIES, emulations: Path | None = None, *, proposers: Iterable[str] = PROPOSERS
+) -> list[EngineSetup]:
+    """Return every setup of these ``proposers`` that its device supports."""
+    each = (EngineSetup(proposer, mode, like, emulations) for proposer in proposers for mode in MODES for like in likes)
     return [setup for setup in each if supports_mode(setup)]
 
 

@@ -13,22 +13,23 @@ from outrider.engine.state.staging import StateCopies
 from outrider_proof import tiny
 from outrider_proof.engine_setups import HYBRID, host_models, random_host_program, reference_tokens, without_schedule
 from outrider_proof.proposers import MAKERS
+from outrider_proof.rank_engine import HYBRID_PROPOSERS
 from outrider_proof.tiny import plain_config
-from proof.hybrid_faults import FAULTS, PROPOSERS, a_decoded_state_is_kept_at_any_length, wrong_requests
+from proof.hybrid_faults import FAULTS, a_decoded_state_is_kept_at_any_length, wrong_requests
 from proof.program_checks import prove_program
 from proof.setups import EngineSetup
 
 MODES = ("staged", "graphs", "fused")
 
 
-@pytest.mark.parametrize(("proposer", "number"), [(name, number) for number, name in enumerate(PROPOSERS)])
+@pytest.mark.parametrize(("proposer", "number"), [(name, number) for number, name in enumerate(HYBRID_PROPOSERS)])
 def test_a_program_of_each_proposer(proposer, number):
     assert wrong_requests(proposer, number, MODES[number % 3])[0] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("proposer", PROPOSERS)
+@pytest.mark.parametrize("proposer", HYBRID_PROPOSERS)
 def test_many_programs_of_each_proposer(proposer, mode):
     counts = dict.fromkeys(("requests", "hits", "preempted", "moved"), 0)
     for number in range(100, 130):
