@@ -206,11 +206,11 @@ def installed_versions() -> dict[str, str]:
 # -- the child process -------------------------------------------------------------------------------------------------
 
 
-def serve_runs(open_peer: Callable[[PeerWork, str, Path], AbstractContextManager[Peer]]) -> None:
+def serve_runs(open_peer: Callable[[PeerWork, str, Path, Mapping[str, Any]], AbstractContextManager[Peer]]) -> None:
     """Open the engine, then answer each line of standard input with one line on standard output; a child process calls this.
 
-    ``open_peer`` gets the work, the proposer, and a directory for checkpoints. The engine's own output goes to standard
-    error.
+    ``open_peer`` gets the work, the proposer, a directory for checkpoints, and all that the parent sent. The engine's own
+    output goes to standard error.
     """
     end_with_parent()
     answers = os.fdopen(os.dup(1), "w")
@@ -223,7 +223,7 @@ def serve_runs(open_peer: Callable[[PeerWork, str, Path], AbstractContextManager
     began = time.perf_counter()
     try:
         work = PeerWork.from_json(given)
-        with open_peer(work, given["speculate"], Path(work.keep or given["scratch"])) as peer:
+        with open_peer(work, given["speculate"], Path(work.keep or given["scratch"]), given) as peer:
             runs = PeerRuns(peer, work)
             began += peer.tuned_s
             taken = {"start_s": time.perf_counter() - began, "tuned_s": peer.tuned_s}

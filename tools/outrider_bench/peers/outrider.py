@@ -102,8 +102,4 @@ def open_peer(work: PeerWork, speculate: str, backend: str, options: Mapping[str
 
 
 if __name__ == "__main__":
-    import json
-    import sys
-
-    given = json.loads(sys.argv[1])
-    serve_runs(lambda work, speculate, _: open_peer(work, speculate, given["backend"], given["options"]))
+    serve_runs(lambda work, speculate, _, given: open_peer(work, speculate, given["backend"], given["options"]))

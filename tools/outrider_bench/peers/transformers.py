@@ -61,4 +61,4 @@ def open_peer(work: PeerWork, speculate: str, directory: Path) -> Generator[Tran
 
 
 if __name__ == "__main__":
-    serve_runs(open_peer)
+    serve_runs(lambda work, speculate, directory, _: open_peer(work, speculate, directory))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -120,5 +118,6 @@ def _acceptance(work: PeerWork) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[1])["options"]["vllm_arguments"]
-    serve_runs(lambda work, speculate, directory: open_peer(work, speculate, directory, given))
+    serve_runs(
+        lambda work, speculate, directory, given: open_peer(work, speculate, directory, given["options"]["vllm_arguments"])
+    )
