@@ -7,6 +7,7 @@ reference on a device by ``quantized_on_device.py``.
 from collections import Counter
 from contextlib import contextmanager
 from math import prod
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -16,9 +17,10 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 
 from kernels.devices import DEVICES
 from kernels.unfused import attended_mlp
-from outrider.device import AttentionMetadata, RotaryArgs
+from outrider.device import AttentionMetadata, ResidualStream, RotaryArgs
 from outrider.device.kernels.formats import FP8, INT4
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS, WeightFormat
+from outrider_triton.blocks import DeferredQuantized
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.launch import _ahead
 from outrider_triton.products import streamed
@@ -328,6 +330,21 @@ def test_blocks_of_one_piece_of_columns_come_through_rings(m, launched, kernels)
     for name, _, (_, _, settings) in launched:
         if name == "streamed_linear":
             assert (dict(settings)["ROWS"], dict(settings)["BLOCKS"]) == (128, True)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_norm_of_a_recurrent_block_quantises_its_rows(count, launched, kernels):
+    """A second projection, which isn't quantised, reads the norm that the same kernel stores."""
+    weight = BY_ROW.random_weight(HIDDEN, HIDDEN, device=torch.device("cpu"))
+    small = torch.zeros(16, HIDDEN, dtype=BF16)
+    norm, rows = torch.ones(HIDDEN, dtype=torch.float32), torch.zeros(4, HIDDEN, dtype=BF16)
+    pending = DeferredQuantized(kernels.quantized, QuantizedProduct(torch.zeros(4, HIDDEN, dtype=BF16), weight, None))
+    block = SimpleNamespace(norm=norm, eps=1e-6, projections=(weight, small)[:count])
+    made = kernels.fused.projections(ResidualStream(kernels, rows, pending), block)
+    assert [each.shape for each in made] == [(4, HIDDEN), (4, 16)][:count]
+    names = [name for name, _, _ in launched]
+    assert names[:4] == ["quantize_rows", "streamed_linear", "add_rms_norm_quantize", "streamed_linear"]
+    assert len(names) == 3 + count
 
 
 @pytest.mark.parametrize("other", ["groups", "another device", "columns in no units"])
