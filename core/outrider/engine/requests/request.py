@@ -104,7 +104,7 @@ def request_media(
 def _spans(media: Sequence[Media], prompt: Sequence[int], vision: VisionConfig) -> tuple[MediaSpan, ...]:
     spans: list[MediaSpan] = []
     index = 0
-    for each in media:
+    for each in (run for medium in media for run in medium.runs(vision)):
         while prompt[index] not in (vision.image_token, vision.video_token):
             index += 1
         spans.append(MediaSpan(index, index + each.grid.features(vision), each))
