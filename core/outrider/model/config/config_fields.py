@@ -209,7 +209,7 @@ VISION: Mapping[str, Field] = MappingProxyType(
         "hidden_size": _WIDTH,
         "out_hidden_size": _WIDTH,
         "intermediate_size": whole_number(1, 4 * _MAX_WIDTH, empty=False),
-        "hidden_act": TEXT,
+        "hidden_act": choice("gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu"),
         "mlp_ratio": number(0.01, 1024, empty=False),
         "num_heads": whole_number(1, 1 << 16, empty=False),
         "in_channels": whole_number(1, 64, empty=False),

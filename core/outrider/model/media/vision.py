@@ -53,6 +53,11 @@ class VisionTower:
         return list(features.split([each.grid.patches // merged for each in media]))
 
 
+def has_vision_tower(directory: str | Path) -> bool:
+    """Return True if the checkpoint in ``directory`` has a tensor of a vision tower."""
+    return any(vision_name(key) is not None for key in open_checkpoint(Path(directory)).tensors)
+
+
 def load_vision(
     directory: str | Path, *, backend: Backend, dtype: torch.dtype, progress: Progress | None = None
 ) -> VisionTower:
