@@ -125,7 +125,8 @@ class Scheduler:
         self._grow()
         admitted = self._admit()
         decode = tuple(r for r in self._running if self._can_decode(r))
-        drafted, repeats, features = None, (), Features.from_requests(decode)
+        drafted, features = None, Features.from_requests(decode)
+        repeats: tuple[int, ...] = ()
         if decode and self._draft_length is not None:
             # A sampled token depends on the draft. Full drafts keep it independent of the other requests.
             drafted = self._draft_length.lengths[-1]
