@@ -17,8 +17,9 @@ START, END, IMAGE, VIDEO = 32, 33, 30, 31
 
 
 def random_config(family, seed, **overrides):
-    """A config with odd sizes of patches, heads and the grid of positions, and any share of the axes in the rope. ``overrides``
-    are of the text model.
+    """A config with odd sizes of patches, heads and the grid of positions, and any share of the axes in the rope.
+
+    ``overrides`` are of the text model.
     """
     draw = random.Random(f"vision {family} {seed}")
     text = config_values(family if "5" in family else "qwen3_5", seed)
