@@ -117,7 +117,7 @@ NAMES = ("ngram", "ngram-tree", "same-model", "same-model-tree", "eagle", "eagle
 CASES = [(family, name) for family in VISION_FAMILIES for name in NAMES if family not in HYBRIDS or "same" not in name]
 
 
-@pytest.mark.sample(2, per="name")
+@pytest.mark.sample(1, per="name")
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("checkpoint", "name"), CASES, indirect=["checkpoint"])
 def test_speculative_tokens_are_those_of_generate(checkpoint, name, overlap):
@@ -320,6 +320,23 @@ def test_text_is_replayed_from_graphs_of_prompts_and_images_are_not(made, monkey
     assert [result.token_ids for result in results] == [checkpoint.generated(*prompt) for prompt in prompts]
     assert len(found) > 1
     assert name == "cpu" or not report.findings, str(report)  # on the host, the tower reads sizes without asking
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("sizes", [{"mode": "fused"}, {"mode": "staged", "num_pages": 36}], ids=str)
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl", "qwen3_vl_moe"])
+def test_images_on_the_simulator(made, family, sizes):
+    """Chunks that cut images, drafts, and in one case preemption: the same tokens, and every access is ordered."""
+    checkpoint, backend = made[family], get_backend("sim:seed=5")
+    target, tower = (load(checkpoint.directory, backend=backend, dtype=torch.float32) for load in (load_decoder, load_vision))
+    prompts = [checkpoint.prompts[name] for name in ("image", "text", "video", "images-of-several-sizes")]
+    config = plain_config(max_requests=3, max_context=128, page_size=4, prefill_chunk=20, overlap=True, **sizes)
+    with watch(backend) as report:
+        proposer = NgramProposer(vocab_size=target.config.vocab_size, draft_tokens=2)
+        engine = Engine(target, backend, config=config, vision=tower, proposer=proposer)
+        results = engine.generate([tokens for tokens, _ in prompts], GREEDY, media=[media for _, media in prompts])
+    assert [result.token_ids for result in results] == [checkpoint.generated(*prompt) for prompt in prompts]
+    assert not report.findings, str(report)
 
 
 class RecomputingSync(SpeculativeSync):
