@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from tests.engine.conftest import replayed_prefill
 from tests.engine.test_prefill_graphs import noted_replays
 
+from model.hybrid_checkpoints import MtpOracle
 from model.test_vision import IMAGE, PROMPTS, VIDEO, frames, picture, reference_inputs
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError, Recompute, SpeculativeSync
@@ -208,6 +209,40 @@ def test_the_head_of_a_hybrid_drafts_behind_images(made, tmp_path, family):
     checkpoint.check(engine)
     checkpoint.check(engine, ("image", "images-of-several-sizes"))
     assert engine.stats.acceptance_length > 1
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("qwen3_5_moe", marks=pytest.mark.slow)])
+def test_the_head_of_a_hybrid_reads_features(made, tmp_path, family):
+    """Its state after a prompt with images is that of transformers' parts over the embeddings that the model reads."""
+    checkpoint = made[family]
+    shutil.copytree(checkpoint.directory, tmp_path, dirs_exist_ok=True)
+    oracle = MtpOracle(checkpoint.reference, 4)
+    head = {f"mtp.{key}": value.contiguous() for key, value in oracle.state_dict().items()}
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path) | head, path, metadata={"format": "pt"})
+    config = plain_config(page_size=4, max_context=128, draft_tokens=3, dtype="float32")
+    engine = Engine.from_checkpoint(tmp_path, checkpoint.backend, speculate="mtp", config=config)
+    found, extend = [], engine.proposer.extend
+
+    def noted(inputs):
+        relay = extend(inputs)
+        found.append(relay["hidden"][0].clone())
+        return relay
+
+    engine.proposer.extend = noted
+    tokens, media = checkpoint.prompts["images-of-several-sizes"]
+    (result,) = engine.generate([tokens], GREEDY, media=[media])
+    assert result.token_ids == checkpoint.expected("images-of-several-sizes")
+    whole = [*expand_placeholders(tokens, media, engine.model.config.vision), result.token_ids[0]]
+    inputs, model = reference_inputs(whole, media, family), checkpoint.reference.model
+    with torch.no_grad():
+        states = model(**inputs).last_hidden_state
+        features = torch.cat(model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"]).pooler_output)
+        embeddings = model.get_input_embeddings()(inputs["input_ids"])
+        embeddings[inputs["mm_token_type_ids"] == 1] = features
+        axes, _ = model.get_rope_index(**{key: value for key, value in inputs.items() if "pixel" not in key})
+    wanted = oracle.states(model.language_model, states, embeddings, axes[:, :, :-1])[-1]
+    torch.testing.assert_close(found[0], wanted, rtol=1e-3, atol=1e-3)
 
 
 def test_a_parallel_head_over_axes(made, tmp_path):

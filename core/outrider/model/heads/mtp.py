@@ -88,7 +88,7 @@ class MtpHead(BaseDraftHead):
         weights, kernels, eps = self.weights, self.kernels, self.config.rms_eps
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
         self.target.begin_pass(inputs)
-        embedded = kernels.rms_norm(self.target.embed(inputs.tokens), weights.token_norm, eps)
+        embedded = kernels.rms_norm(self.target.embed_inputs(inputs), weights.token_norm, eps)
         states = kernels.rms_norm(hidden, weights.hidden_norm, eps)
         joined = (embedded, states) if self._embedding_first else (states, embedded)
         x = ResidualStream(kernels, linear(kernels, torch.cat(joined, dim=-1), weights.projection))
