@@ -17,7 +17,7 @@ from outrider.engine.graphs import CaptureProgress, GraphRunner, Runner
 from outrider.engine.guided import GuidedDecoding
 from outrider.engine.guides.grammars import Guidance, UnrestrictedMatcher
 from outrider.engine.loop import IterationLauncher, Loop
-from outrider.engine.prefill import Prefill, PrefillLauncher, build_prefill_graphs
+from outrider.engine.prefill import Prefill, build_prefill_graphs
 from outrider.engine.ranked import DecidersGuides, FollowersGuides, RankedPrefill, RankedStep, ranked_stages
 from outrider.engine.ranks.decision_log import DecisionLog
 from outrider.engine.recovery import Watchdog
@@ -58,7 +58,7 @@ class Assembly:
         runner, prefill = Runner(self._parts), self._prefill
         return self._wrap(Step(self._parts, self._stages, runner, prefill, self._guided), runner, prefill)
 
-    def capture(self, progress: CaptureProgress | None) -> tuple[Runner, PrefillLauncher]:
+    def capture(self, progress: CaptureProgress | None) -> tuple[Runner, Prefill]:
         """Capture the graphs of the config, and return the launchers of stages and of prompts."""
         parts, stages = self._parts, self._stages
         if parts.config.step_mode is StepMode.FUSED:
@@ -68,9 +68,10 @@ class Assembly:
             runner = GraphRunner(parts, stages, [each for each in captured if each.has_work(parts.proposer.nodes)], progress)
         else:
             runner = Runner(parts)
-        return runner, build_prefill_graphs(parts, self._prefill) or self._prefill
+        self._prefill.graphs = build_prefill_graphs(parts, self._prefill)
+        return runner, self._prefill
 
-    def step(self, runner: Runner, prefill: PrefillLauncher) -> IterationLauncher:
+    def step(self, runner: Runner, prefill: Prefill) -> IterationLauncher:
         """Create the step over the launchers. No iteration may be in flight, since the step signals its initial fences."""
         step = (
             FusedStep(self._parts, self._iteration, runner, prefill, self._guided)
@@ -79,7 +80,7 @@ class Assembly:
         )
         return self._wrap(step, runner, prefill)
 
-    def _wrap(self, step: Step, runner: Runner, prefill: PrefillLauncher) -> IterationLauncher:
+    def _wrap(self, step: Step, runner: Runner, prefill: Prefill) -> IterationLauncher:
         del runner, prefill
         return step
 
@@ -107,7 +108,7 @@ class RankedAssembly(Assembly):
         super().__init__(parts, ranked_stages(parts, ranks), RankedPrefill(parts, guided, ranks), guided)
         self._ranks = ranks
 
-    def _wrap(self, step: Step, runner: Runner, prefill: PrefillLauncher) -> IterationLauncher:
+    def _wrap(self, step: Step, runner: Runner, prefill: Prefill) -> IterationLauncher:
         return RankedStep(step, self._parts, runner, prefill, self._ranks)
 
     def _scheduler(self, draft_length: DraftLengthPolicy) -> Scheduler | GroupScheduler:

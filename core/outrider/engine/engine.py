@@ -19,7 +19,6 @@ from outrider.engine.guides.grammars import Grammars
 from outrider.engine.guides.guides import Guide
 from outrider.engine.lending import PageLending
 from outrider.engine.loop import EngineLoad, EngineStats
-from outrider.engine.prefill import PrefillGraphs
 from outrider.engine.ranks.decision_log import DecisionLog, RankedDecisionLog
 from outrider.engine.ranks.processes import LoadingArguments, RankProcesses, absolute, check_one_rank, start_ranks
 from outrider.engine.ranks.ranks import ParallelConfig, Ranks, join_engine
@@ -101,7 +100,7 @@ class Engine:
         with backend.guard("capturing the engine's graphs"):
             runner, prefill = assembly.capture(capture_progress)
         self.captured = runner.report
-        self.captured_prefill = prefill.report if isinstance(prefill, PrefillGraphs) else None
+        self.captured_prefill = None if prefill.graphs is None else prefill.graphs.report
         self._step = assembly.step(runner, prefill)
         sizes = None if runner.report is None else runner.report.buckets
         policy, self.draft_length = decide(parts, self._step, draft_length, sizes=sizes)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from outrider.device import CaptureContext, Graph, GraphPool, Stream
+from outrider.device import Backend, CaptureContext, Graph, GraphPool, Stream
 from outrider.engine.config import MAX_LOGPROBS
 from outrider.engine.requests.batch import Features
 from outrider.engine.stages import DecodeBatch, Frame, Stage, Stages, build_frame
@@ -20,6 +20,21 @@ from outrider.engine.state.parts import EngineParts
 from outrider.speculative.proposer import HostSeqLens
 
 CaptureProgress = Callable[[int, int], None]
+
+
+def measure_captures(backend: Backend) -> Callable[[], tuple[int | None, float]]:
+    """Start a measurement of captures. The returned function returns the bytes of device memory that are taken since, None if
+    the device does not report them, and the seconds.
+    """
+    limited = backend.capabilities.memory_limit
+    before, began = backend.memory_info().free if limited else 0, time.perf_counter()
+
+    def measured() -> tuple[int | None, float]:
+        after = backend.memory_info().free if limited else 0
+        return (before - after if limited and after <= before else None), time.perf_counter() - began
+
+    return measured
+
 
 MIN_REQUESTS_SHORTER_DRAFT = 64
 """Minimum number of requests at which a shorter draft can be faster."""
@@ -151,9 +166,7 @@ class GraphRunner(Runner):
         self._most_drafted = max(lengths)
         self._graphs: dict[tuple[int, int, Features], Mapping[str, Graph]] = {}
         pools = {stage.name: backend.create_graph_pool(stage.name) for stage in which}
-        limited = backend.capabilities.memory_limit
-        before = backend.memory_info().free if limited else 0
-        began = time.perf_counter()
+        measured = measure_captures(backend)
         for drafted in lengths:
             for count in range(1, most + 1):
                 buffers.views(count, drafted)  # views made before any replay are known to follow the writes of graphs
@@ -169,10 +182,7 @@ class GraphRunner(Runner):
             self._graphs[size, drafted, kind] = self._capture(size, drafted, kind, pools)
             if progress is not None:
                 progress(done, len(wanted))
-        after = backend.memory_info().free if limited else 0
-        seconds = time.perf_counter() - began
-        held = before - after if limited and after <= before else None
-        self.report = CaptureReport(len(self._captured), self.buckets, held, seconds, tuple(sorted(lengths)))
+        self.report = CaptureReport(len(self._captured), self.buckets, *measured(), tuple(sorted(lengths)))
 
     def bucket(self, count: int, drafted: int | None = None, features: Features | None = None) -> int:
         """Return the smallest bucket that holds ``count`` requests. The defaults are the longest draft and greedy

@@ -8,7 +8,6 @@ it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import Backend, CaptureContext, DeviceError, Graph, StepMode
-from outrider.engine.graphs import CaptureReport
+from outrider.engine.graphs import CaptureReport, measure_captures
 from outrider.engine.guided import GuidedDecoding
 from outrider.engine.requests.batch import Batch, Features, PrefillChunk
 from outrider.engine.requests.request import RequestFailed
@@ -40,7 +39,7 @@ class PrefilledChunks:
 
 class Prefill:
     """The launcher of prompt chunks: first for the target, then for the draft, so that first tokens do not wait for the
-    draft.
+    draft. It replays the chunks that :attr:`graphs` has a bucket for, and calls all others.
     """
 
     def __init__(self, parts: EngineParts, guided: GuidedDecoding) -> None:
@@ -60,18 +59,22 @@ class Prefill:
         self._capacity = parts.capacity
         self._exact = parts.backend.speculative_sync.exact_host_lengths
         self._guided = guided
+        self.graphs: PrefillGraphs | None = None
+        """The graphs of short chunks, captured once the kernels are compiled; None: every chunk is called."""
 
     def bucket(self, batch: Batch) -> PrefillBucket | None:
         """Return the padded size of the batch's chunks; None if they are called for their exact size."""
-        del batch
-        return None
+        return None if self.graphs is None else self.graphs.bucket(batch)
 
-    def launch(self, batch: Batch, packer: Packer, bucket: PrefillBucket | None = None) -> PrefilledChunks | None:
-        """Enqueue the target's pass over the chunks. Only the last chunk of a prompt publishes a length.
+    def launch(self, batch: Batch, packer: Packer, bucket: PrefillBucket | None) -> PrefilledChunks | None:
+        """Enqueue the target's pass over the chunks, which were staged for ``bucket``. Only the last chunk of a prompt
+        publishes a length.
 
-        Returns the chunks that :meth:`extend` must pass to the draft; None if the draft has read them.
+        Returns the chunks that :meth:`extend` must pass to the draft; None if a replayed graph included the draft's pass.
         """
-        del bucket
+        if bucket is not None and self.graphs is not None:
+            self.graphs.replay(batch, bucket)
+            return None
         requests = tuple(chunk.request for chunk in batch.prefill)
         features = Features.from_requests(requests)
         with self._backend.on(self._forward):
@@ -251,8 +254,8 @@ def token_buckets(most: int) -> tuple[int, ...]:
 
 
 class PrefillGraphs:
-    """The launcher that replays prompt chunks from graphs, captured for every bucket at creation, and leaves other chunks to
-    ``prefill``: those of a batch that is too large, or that needs media, sampling options or log-probabilities.
+    """The graphs of prompt chunks, captured for every bucket at creation. They serve no batch that is too large, or that
+    needs media, sampling options or log-probabilities.
     """
 
     def __init__(self, parts: EngineParts, prefill: Prefill, *, tokens: int) -> None:
@@ -266,16 +269,12 @@ class PrefillGraphs:
         self.buckets = token_buckets(tokens)
         self._graphs: dict[tuple[int, bool], Graph] = {}
         self._pool = backend.create_graph_pool("prefill")
-        limited = backend.capabilities.memory_limit
-        before = backend.memory_info().free if limited else 0
-        began = time.perf_counter()
+        measured = measure_captures(backend)
         # The largest first: the smaller ones then fit into the memory that the pool has already.
         for size in reversed(self.buckets):
             for sampling in (False, True):
                 self._graphs[size, sampling] = self._capture(size, sampling)
-        after = backend.memory_info().free if limited else 0
-        seconds = time.perf_counter() - began
-        self.report = CaptureReport(len(self._graphs), self.buckets, before - after if limited else None, seconds)
+        self.report = CaptureReport(len(self._graphs), self.buckets, *measured())
 
     def bucket(self, batch: Batch) -> PrefillBucket | None:
         """Return the bucket of the batch's chunks; None if the batch has no chunks or they must be called."""
@@ -288,19 +287,10 @@ class PrefillGraphs:
             return None
         return PrefillBucket(next(size for size in self.buckets if size >= tokens), self.sequences)
 
-    def launch(self, batch: Batch, packer: Packer, bucket: PrefillBucket | None) -> PrefilledChunks | None:
-        """Replay the chunks of ``batch``, which were staged for ``bucket``; the graph includes the pass of the draft, so the
-        result is None. Without a bucket, call the chunks with ``prefill`` and return its result.
-        """
-        if bucket is None:
-            return self._prefill.launch(batch, packer)
+    def replay(self, batch: Batch, bucket: PrefillBucket) -> None:
+        """Replay the chunks of ``batch``, which were staged for ``bucket``, for the target and the draft."""
         sampling = Features.from_requests(tuple(chunk.request for chunk in batch.prefill)).sampling
         self._graphs[bucket.tokens, sampling].replay(self._forward)
-        return None
-
-    def extend(self, filled: PrefilledChunks) -> None:
-        """Enqueue the draft's pass over chunks that were called; a replayed graph contains it."""
-        self._prefill.extend(filled)
 
     def _capture(self, size: int, sampling: bool) -> Graph:
         bucket = PrefillBucket(size, self.sequences)
@@ -353,7 +343,3 @@ def build_prefill_graphs(parts: EngineParts, prefill: Prefill) -> PrefillGraphs 
     if not tokens or not _can_replay_prefill(parts):
         return None
     return PrefillGraphs(parts, prefill, tokens=tokens)
-
-
-PrefillLauncher = Prefill | PrefillGraphs
-"""The launcher of prompt chunks, which calls them all or replays short ones."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from outrider.device import Decision
 from outrider.engine.graphs import Runner
 from outrider.engine.guided import GuidedDecoding
-from outrider.engine.prefill import Prefill, PrefillLauncher
+from outrider.engine.prefill import Prefill
 from outrider.engine.requests.batch import Batch, PrefillChunk
 from outrider.engine.requests.request import Request
 from outrider.engine.stages import DecodeBatch, DraftStage, Frame, Stages, Verify
@@ -148,7 +148,7 @@ class RankedStep:
     With data-parallel groups, this rank enqueues the collectives of all groups, with idle requests if it has none of its own.
     """
 
-    def __init__(self, step: Step, parts: EngineParts, runner: Runner, prefill: PrefillLauncher, ranks: ModelRanks) -> None:
+    def __init__(self, step: Step, parts: EngineParts, runner: Runner, prefill: Prefill, ranks: ModelRanks) -> None:
         self.step = step
         self._parts = parts
         self._runner = runner

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from outrider.device import Decision, Waiter
 from outrider.engine.graphs import Runner
 from outrider.engine.guided import GuidedDecoding
-from outrider.engine.prefill import PrefilledChunks, PrefillLauncher
+from outrider.engine.prefill import Prefill, PrefilledChunks
 from outrider.engine.requests.batch import Batch, Features
 from outrider.engine.stages import DecodeBatch, Stages, build_frame
 from outrider.engine.state.parts import EngineParts, ring_entries
@@ -41,9 +41,7 @@ class Step:
     ``runner`` runs the stages; an eager runner runs them if a request is guided. ``prefill`` launches prompt chunks.
     """
 
-    def __init__(
-        self, parts: EngineParts, stages: Stages, runner: Runner, prefill: PrefillLauncher, guided: GuidedDecoding
-    ) -> None:
+    def __init__(self, parts: EngineParts, stages: Stages, runner: Runner, prefill: Prefill, guided: GuidedDecoding) -> None:
         self._parts = parts
         self._backend = parts.backend
         self._streams = parts.streams
