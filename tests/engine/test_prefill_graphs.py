@@ -128,7 +128,7 @@ def test_nobody_is_padded_by_much():
 def test_a_bucket_is_the_least_that_holds_the_chunks(tiny64):
     with replayed_prefill(40):
         engine = tiny64.engine(mode="fused", **SIZES)
-    prefill, requests = engine._step._prefill, []
+    prefill, requests = engine._step.prefill, []
     for length in (15, 16, 17):
         engine.add_request([1] * length, SamplingParams(max_tokens=1))
         requests.append(list(engine._requests.values())[-1])

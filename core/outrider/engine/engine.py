@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from outrider.device import Backend, ConfigError, DeviceError, Fence
-from outrider.engine.assembly import Assembly, WarmUp, assembly_of, warm_up
+from outrider.engine.assembly import Assembly
 from outrider.engine.config import Choice, EngineConfig
 from outrider.engine.draft_costs import decide, lengths_for
 from outrider.engine.fences import Streams
@@ -24,7 +24,7 @@ from outrider.engine.ranks.processes import LoadingArguments, RankProcesses, abs
 from outrider.engine.ranks.ranks import ParallelConfig, Ranks, join_engine
 from outrider.engine.recovery import Watchdog
 from outrider.engine.requests.admission import Admission
-from outrider.engine.requests.draft_length import DraftLengthPolicy, LengthSchedule
+from outrider.engine.requests.draft_length import DraftLengthPolicy
 from outrider.engine.requests.hand_over import HandOver, RequestState
 from outrider.engine.requests.pages import CacheEvent, CacheEvents
 from outrider.engine.requests.request import Completion, FinishReason, Request, RequestStream, StepOutput
@@ -95,13 +95,13 @@ class Engine:
             vision=vision,
             wrap_fence=watchdog.wrapping(wrap_fence),
         )
-        assembly = assembly_of(parts)
-        self.warm_up = self._warm_up_kernels(assembly, watchdog)
+        assembly = Assembly(parts)
+        self.warm_up = assembly.warm_up(watchdog)
         with backend.guard("capturing the engine's graphs"):
-            runner, prefill = assembly.capture(capture_progress)
+            runner = assembly.capture(capture_progress)
         self.captured = runner.report
-        self.captured_prefill = None if prefill.graphs is None else prefill.graphs.report
-        self._step = assembly.step(runner, prefill)
+        self.captured_prefill = None if assembly.prefill.graphs is None else assembly.prefill.graphs.report
+        self._step = assembly.step(runner)
         sizes = None if runner.report is None else runner.report.buckets
         policy, self.draft_length = decide(parts, self._step, draft_length, sizes=sizes)
         self._loop = loop = assembly.loop(self._step, watchdog, decision_log.replicate(policy), decision_log)
@@ -126,20 +126,6 @@ class Engine:
         self._session = Session(loop, shares_prompts=config.prefix_cache)
         self._lending: PageLending | None = None
         self._processes: RankProcesses | None = None
-
-    def _warm_up_kernels(self, assembly: Assembly, watchdog: Watchdog) -> WarmUp | None:
-        """Compile every kernel variant by serving internal requests; None if the kernels have no variants to compile."""
-        parts, model, backend, config = self._parts, self.model, self.backend, self.config
-        variants = model.kernels.every_variant()
-        if variants is None:
-            return None
-        loop = assembly.loop(assembly.warm_up_step(), watchdog, LengthSchedule(parts.lengths), DecisionLog())
-        room = min(self.max_context, loop.scheduler.pages.available * config.page_size - parts.spare)
-        # On the engine's device, which may differ from the thread's current one: leaving the scope loads compiled kernels.
-        with backend.on(parts.streams.forward), variants:
-            report = warm_up(loop, backend, model, self.proposer, config, room=room, lengths=len(parts.lengths))
-        parts.staging.clear(parts.streams.forward)  # else capture would continue with requests of the warm-up
-        return report
 
     @classmethod
     def from_checkpoint(

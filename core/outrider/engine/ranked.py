@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from outrider.device import Decision
-from outrider.engine.graphs import Runner
 from outrider.engine.guided import GuidedDecoding
 from outrider.engine.prefill import Prefill
 from outrider.engine.requests.batch import Batch, PrefillChunk
@@ -148,11 +147,9 @@ class RankedStep:
     With data-parallel groups, this rank enqueues the collectives of all groups, with idle requests if it has none of its own.
     """
 
-    def __init__(self, step: Step, parts: EngineParts, runner: Runner, prefill: Prefill, ranks: ModelRanks) -> None:
+    def __init__(self, step: Step, parts: EngineParts, ranks: ModelRanks) -> None:
         self.step = step
         self._parts = parts
-        self._runner = runner
-        self._prefill = prefill
         self._ranks = ranks
 
     def launch(self, requested: Batch) -> PendingResult:
@@ -173,14 +170,14 @@ class RankedStep:
         shape: dict[str, Decision] = {"prompts": None, "mode": None, "bucket": None}
         if batch is None:
             return shape
-        replayed = self._prefill.bucket(batch.launched)
+        replayed = self.step.prefill.bucket(batch.launched)
         if replayed is not None:
             shape["prompts"] = replayed.tokens
         if batch.launched.decode:
             features, count, drafted = batch.features, len(batch.launched.decode), batch.launched.drafted
             drafted = self._parts.proposer.nodes if drafted is None else drafted
             shape["mode"] = "called" if features.guided else str(self._parts.config.step_mode)
-            shape["bucket"] = count if features.guided else self._runner.batch(count, drafted, features, 0, None).bucket
+            shape["bucket"] = count if features.guided else self.step.runner.batch(count, drafted, features, 0, None).bucket
         return shape
 
     def invalidate(self) -> None:

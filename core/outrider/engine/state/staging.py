@@ -350,6 +350,8 @@ class InputUpload:
         rows: RowTable,
         options: OptionTable,
         future: FutureMap,
+        cache: KVCache,
+        kernels: KernelSet,
         page_size: int,
         rope: RopeConfig,
     ) -> None:
@@ -357,6 +359,8 @@ class InputUpload:
         self._rows = rows
         self._options = options
         self._future = future
+        self._cache = cache
+        self._kernels = kernels
         self._page_size = page_size
         self._rope = rope
 
@@ -412,29 +416,14 @@ class InputUpload:
         """Write the token counts of new requests with penalties, on the forward stream, before the first count."""
         self._options.write_token_counts(self._staging.view, packer.segments)
 
+    def copy_states(self, packer: Packer, which: str) -> None:
+        """Copy the states of all recurrent layers from the first to the second row of each pair in the segment ``which``, on
+        the forward stream.
 
-class StateCopies:
-    """The copies of recurrent states for a batch, on the forward stream.
-
-    States are restored before the prefill that continues them and saved after the prefill that wrote them.
-    """
-
-    def __init__(self, backend: Backend, forward: Stream, kernels: KernelSet, cache: KVCache, staging: Staging) -> None:
-        self._backend = backend
-        self._forward = forward
-        self._kernels = kernels
-        self._cache = cache
-        self._staging = staging
-
-    def copy(self, packer: Packer, which: str) -> None:
-        """Copy the states of all recurrent layers from the first to the second row of each pair in the segment ``which``.
-        A batch without copies lacks the segment.
+        States are restored before the prefill that continues them and saved after the prefill that wrote them.
         """
-        if which not in packer.segments:
-            return
-        with self._backend.on(self._forward):
-            pairs = self._staging.view(packer.segments[which]).view(-1, 2)
-            sources, targets = pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
-            for layer in self._cache.states:
-                for state in layer:
-                    self._kernels.scatter_rows(state, targets, self._kernels.gather_rows(state, sources))
+        pairs = self._staging.view(packer.segments[which]).view(-1, 2)
+        sources, targets = pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
+        for layer in self._cache.states:
+            for state in layer:
+                self._kernels.scatter_rows(state, targets, self._kernels.gather_rows(state, sources))
