@@ -14,7 +14,7 @@ from outrider.device import ConfigError
 from outrider.engine.loop import Loop
 from outrider.engine.ranks.records import RanksDiffer
 from outrider.engine.requests.admission import Admission
-from outrider.engine.requests.hand_over import ArrivedPages, ExpectedPages, LentPages, RequestState
+from outrider.engine.requests.hand_over import ExpectedPages, LentPages, RequestState
 from outrider.engine.requests.pages import FreeList
 from outrider.engine.requests.request import FinishReason, Request, StepOutput
 from outrider.engine.requests.scheduler import Scheduler
@@ -190,7 +190,7 @@ class PageLending:
             self._expected[expected] = request
             self.expected[request.id] = expected
             raise
-        request.arrival = ArrivedPages(len(request.context), request.output[-1], pinned)
+        request.arrival = pinned
         self._coming.give_back(expected.slot)
         self._loop.add(request)
 

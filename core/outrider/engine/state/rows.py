@@ -15,7 +15,7 @@ from torch import Tensor
 from outrider.device import Backend, Fence, KernelSet, Stream
 from outrider.engine.fences import FenceSet
 from outrider.engine.requests.batch import Batch
-from outrider.engine.requests.hand_over import ArrivedPages, HandOver
+from outrider.engine.requests.hand_over import Arrival, HandOver
 from outrider.engine.requests.request import Request
 from outrider.model import KVCache, LanguageModel
 from outrider.speculative.proposer import Proposer, RelaySpec, slots_of
@@ -240,13 +240,13 @@ class StateTransfer:
         pinned.renew()
         return pinned.tensor
 
-    def write_arrivals(self, arrivals: Sequence[tuple[Request, HandOver | ArrivedPages]]) -> None:
+    def write_arrivals(self, arrivals: Sequence[tuple[Request, Arrival]]) -> None:
         """Write the state of arriving requests to their pages and rows, and publish their lengths, on the forward stream.
 
         The batch holds the tensors until the host has its results, so that their memory isn't reused earlier.
         """
         for request, handed in arrivals:
-            if isinstance(handed, ArrivedPages):
+            if not isinstance(handed, HandOver):
                 self._write_row(request, handed)
                 continue
             handed.ready.wait(self._forward)
@@ -263,19 +263,19 @@ class StateTransfer:
                 self._future.publish(row, self._scalar(handed.length))
                 self._future.stash(row, self._scalar(handed.output[-1]), handed.relay)
 
-    def _write_row(self, request: Request, arrived: ArrivedPages) -> None:
-        """Write the state of a request whose pages are already written to its row: publish the lengths and
-        stash the relay.
+    def _write_row(self, request: Request, relayed: Mapping[str, Tensor]) -> None:
+        """Write the state of a request whose pages are already written to its row: publish its length, and stash its last
+        token and the ``relayed`` tensors.
         """
         relay: dict[str, Tensor] = {}
-        for name, value in arrived.relay.items():
+        for name, value in relayed.items():
             with self._backend.on(self._forward):
                 relay[name] = torch.empty(value.shape, dtype=value.dtype, device=self._backend.device)
             self._backend.copy_async(relay[name], value, stream=self._forward)
         with self._backend.on(self._forward):
             row = self._scalar(request.row)
-            self._future.publish(row, self._scalar(arrived.length))
-            self._future.stash(row, self._scalar(arrived.last_token), relay)
+            self._future.publish(row, self._scalar(len(request.context)))
+            self._future.stash(row, self._scalar(request.output[-1]), relay)
 
     def _slots(self, row: int, count: int) -> Tensor:
         """Return the cache slots of the first ``count`` tokens of a request row, int64 [count]."""
