@@ -81,7 +81,7 @@ REASONS: dict[str, str] = {
 """Reason why a change survives, by a part of its name.
 
 These survivors of 2026-11-23 have no reason yet: ``Prefill.launch`` (``is not None`` → ``is None``: every test has its slow
-guide in a draft), ``OptionTable.admit`` (``<`` → ``<=``), ``Results.__init__`` (2 → 3), ``_token_ids`` (``+ 1`` →
+guide in a draft), ``Results.__init__`` (2 → 3), ``_token_ids`` (``+ 1`` →
 ``- 1``) and
 ``_run_accepted`` of draft models (1 → 2).
 """

@@ -6,7 +6,7 @@ device decides. :class:`StateTransfer` copies the rows and the caches of a reque
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,10 +17,9 @@ from outrider.engine.fences import FenceSet
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.hand_over import Arrival, HandOver
 from outrider.engine.requests.request import Request
+from outrider.engine.state.staging import Staged, floats_of_bits
 from outrider.model import KVCache, LanguageModel
 from outrider.speculative.proposer import Proposer, RelaySpec, slots_of
-
-View = Callable[[tuple[int, int]], Tensor]
 
 
 class RowTable:
@@ -36,29 +35,18 @@ class RowTable:
         self.mrope_position_deltas = torch.zeros(rows, dtype=torch.int64, device=device)
         """Rope position minus sequence index of tokens after a prompt with media, int64 [R]."""
 
-    def update(self, batch: Batch, view: View, segments: Mapping[str, tuple[int, int]]) -> None:
-        """Write the rows of the batch's admitted requests, then the new block-table entries of all its requests. ``segments``
-        locates the values in the staging ``view``.
+    def update(self, batch: Batch, staged: Staged) -> None:
+        """Write sampling parameters, rope position deltas and an empty block table to the rows of the batch's admitted
+        requests, then the new block-table entries of all its requests, on the current stream.
         """
         if batch.admitted:
-            bits = view(segments["temperature"]).to(torch.int32)
-            seeds, deltas = view(segments["seeds"]), view(segments["mrope_position_deltas"])
-            self.admit(view(segments["admitted"]), bits.view(torch.float32), seeds, deltas)
+            rows = staged("admitted")
+            self.temperature[rows] = floats_of_bits(staged("temperature"))
+            self.seeds[rows] = staged("seeds")
+            self.mrope_position_deltas[rows] = staged("mrope_position_deltas")
+            self.tables.index_fill_(0, rows, 0)
         if batch.table_updates:
-            self.append(view(segments["entries"]), view(segments["pages"]))
-
-    def admit(self, rows: Tensor, temperature: Tensor, seeds: Tensor, deltas: Tensor) -> None:
-        """Write sampling parameters, rope position deltas and an empty block table to the request ``rows`` int64 [B], on the
-        current stream.
-        """
-        self.temperature[rows] = temperature
-        self.seeds[rows] = seeds
-        self.mrope_position_deltas[rows] = deltas
-        self.tables.index_fill_(0, rows, 0)
-
-    def append(self, entries: Tensor, pages: Tensor) -> None:
-        """Write the page numbers ``pages`` to the flat block-table indices ``entries`` (row * P + index), int64 [n] each."""
-        self.tables.view(-1)[entries] = pages.to(torch.int32)
+            self.tables.view(-1)[staged("entries")] = staged("pages").to(torch.int32)
 
 
 class FutureMap:
