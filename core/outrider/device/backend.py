@@ -381,19 +381,10 @@ class Backend(ABC):
         """Return the open capture of the calling thread, or None."""
         return getattr(self._local, "capture", None)
 
-    def _check_fork(self, stream: Stream) -> None:
-        if not self.capabilities.forks_in_capture and stream is not self._local.capture_stream:
-            raise CapabilityError(
-                f"a scope of {stream!r} was opened while capturing on {self._local.capture_stream!r}: {self.label} doesn't "
-                "declare forks_in_capture"
-            )
-
     @contextmanager
     def capturing(self, graph: Graph, stream: Stream) -> Generator[ActiveCapture]:
         """Mark the calling thread as capturing; a plugin's ``_capture`` opens this around the vendor's capture."""
-        capture = ActiveCapture(self, graph.context, graph=graph)
-        self._local.capture = capture
-        self._local.capture_stream = stream
+        capture = self._local.capture = ActiveCapture(self, graph.context, stream, graph=graph)
         if self.observer is not None:
             self.observer.capture_began(graph, stream)
         failed = True
@@ -402,7 +393,6 @@ class Backend(ABC):
             failed = False
         finally:
             self._local.capture = None
-            self._local.capture_stream = None
             if self.observer is not None:
                 self.observer.capture_ended(graph, failed)
 
@@ -413,14 +403,11 @@ class Backend(ABC):
         The device runs the work. Recorded events are edges, as in the capture: they get no generation, and the capture can
         use them afterwards.
         """
-        rehearsal = ActiveCapture(self, context, rehearsal=True)
-        self._local.capture = rehearsal
-        self._local.capture_stream = stream
+        rehearsal = self._local.capture = ActiveCapture(self, context, stream, rehearsal=True)
         try:
             yield
         finally:
             self._local.capture = None
-            self._local.capture_stream = None
             for event in rehearsal.edges:
                 event._captured_by = None
 
