@@ -43,20 +43,8 @@ class Prefill:
     """
 
     def __init__(self, parts: EngineParts, guided: GuidedDecoding) -> None:
-        self._backend = parts.backend
+        self._parts = parts
         self._forward = parts.streams.forward
-        self._model = parts.model
-        self._proposer = parts.proposer
-        self._cache = parts.cache
-        self._rows = parts.rows
-        self._future = parts.future
-        self._options = parts.options
-        self._attention = parts.attention
-        self._probes = parts.probes
-        self._staging = parts.staging
-        self._results = parts.results
-        self._vision = parts.vision
-        self._capacity = parts.capacity
         self._exact = parts.backend.speculative_sync.exact_host_lengths
         self._guided = guided
         self.graphs: PrefillGraphs | None = None
@@ -77,10 +65,10 @@ class Prefill:
             return None
         requests = tuple(chunk.request for chunk in batch.prefill)
         features = Features.from_requests(requests)
-        with self._backend.on(self._forward):
+        with self._parts.backend.on(self._forward):
             self._guided.report_late_prompts(requests)
-            inputs = prefill_inputs(batch.prefill, self._staging, packer.segments)
-            seq_lens_host = HostSeqLens(tuple(chunk.end for chunk in batch.prefill), self._capacity)
+            inputs = prefill_inputs(batch.prefill, self._parts.staging, packer.segments)
+            seq_lens_host = HostSeqLens(tuple(chunk.end for chunk in batch.prefill), self._parts.capacity)
             return self._fill(inputs, features, seq_lens_host, self._features(batch, inputs.tokens.shape[0]))
 
     def enqueue_chunks(self, inputs: PrefillInputs, features: Features) -> None:
@@ -93,7 +81,7 @@ class Prefill:
         """Enqueue the draft's pass over chunks that :meth:`launch` returned, on forward, and stash the relay that the next
         chunk or the first draft reads.
         """
-        with self._backend.on(self._forward):
+        with self._parts.backend.on(self._forward):
             self._extend(filled)
 
     def _fill(
@@ -106,13 +94,14 @@ class Prefill:
         """Enqueue the target's pass. ``seq_lens_host`` is None during capture, see :meth:`enqueue_chunks`. ``media`` are
         features [T, H] and the bool mask [T] of their tokens.
         """
-        model, rows, future, proposer = self._model, self._rows, self._future, self._proposer
+        parts = self._parts
+        model, rows, future, proposer = parts.model, parts.rows, parts.future, parts.proposer
         tables = rows.tables.index_select(0, inputs.rows)
         temperature = rows.temperature.index_select(0, inputs.rows)
         seeds = rows.seeds.index_select(0, inputs.rows)
         attention = prefill_attention(inputs, tables, seq_lens_host if self._exact else None)
         if seq_lens_host is not None:
-            attention = self._attention.plan(AttentionBatchKind.PREFILL, attention, seq_lens_host, 0, self._forward)
+            attention = parts.attention.plan(AttentionBatchKind.PREFILL, attention, seq_lens_host, 0, self._forward)
         kept = KeptRows.last_of_each(attention, inputs.last)
         flat = ForwardInput(
             inputs.tokens,
@@ -125,10 +114,10 @@ class Prefill:
             states=None if model.config.recurrent is None else StateInput(inputs.rows),
         )
         layers = proposer.aux_hidden_state_layers
-        hidden, aux_hidden_states = model.forward_with_aux_hidden_states(flat, self._cache, layers)
+        hidden, aux_hidden_states = model.forward_with_aux_hidden_states(flat, parts.cache, layers)
         ends = hidden[inputs.last] if flat.kept is None else hidden
         first = self._choose(features, inputs, model.logits(ends), temperature, seeds)
-        self._results.write_prefill(first)
+        parts.results.write_prefill(first)
         # Row 0 takes what an unfinished prompt must not publish.
         future.publish(torch.where(inputs.final, inputs.rows, 0), inputs.ends)
         if not proposer.extends:
@@ -165,18 +154,18 @@ class Prefill:
     def _extend(self, filled: PrefilledChunks) -> None:
         """Enqueue the draft's pass over the prompt chunks of ``filled``, and stash first tokens and relay."""
         inputs, first = filled.inputs, filled.first
-        relay: Mapping[str, Tensor] = {} if filled.extend is None else self._proposer.extend(filled.extend)
+        relay: Mapping[str, Tensor] = {} if filled.extend is None else self._parts.proposer.extend(filled.extend)
         # A chunk that isn't the last stashes too, for the next one; its row isn't drafted for before that.
         stashed = first if inputs.owner is None else torch.where(inputs.rows > 0, first, 0)
-        self._future.stash(inputs.rows, stashed, relay)
+        self._parts.future.stash(inputs.rows, stashed, relay)
 
     def _choose(
         self, features: Features, inputs: PrefillInputs, logits: Tensor, temperature: Tensor, seeds: Tensor
     ) -> Tensor:
         """Return the token after each chunk [S] from ``logits`` [S, V]. The token has no meaning if the prompt continues."""
-        kernels = self._model.kernels
-        self._probes.check_for_nan("target.logits", logits, self._results.prefill_probe_results(logits.shape[0]))
-        options = self._options.gather(features, inputs.rows)
+        parts, kernels = self._parts, self._parts.model.kernels
+        parts.probes.check_for_nan("target.logits", logits, parts.results.prefill_probe_results(logits.shape[0]))
+        options = parts.options.gather(features, inputs.rows)
         shaped = self._guided.mask_first_tokens(kernels, logits) if features.guided else logits
         if options is not None:
             shaped = options.process(
@@ -192,20 +181,20 @@ class Prefill:
             options.commit(kernels, torch.where(inputs.final, first, -1).unsqueeze(1))
         if features.logprobs is not None:
             reported = kernels.logprobs(logits.unsqueeze(1), first.unsqueeze(1), features.logprobs)
-            self._results.write_prefill_logprobs(*reported)
+            parts.results.write_prefill_logprobs(*reported)
         return first
 
     def _sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, inputs: PrefillInputs) -> Tensor:
-        return self._model.kernels.sample(logits, temperature, seeds, inputs.ends)
+        return self._parts.model.kernels.sample(logits, temperature, seeds, inputs.ends)
 
     def _features(self, batch: Batch, tokens: int) -> tuple[Tensor | None, Tensor | None]:
         """Compute on the prefill stream the media features in the chunks. Return them [T, H] with the bool mask [T] of their
         tokens; both None without media.
         """
         chunks = [chunk for chunk in batch.prefill if chunk.request.media is not None]
-        if self._vision is None or not chunks:
+        model, vision = self._parts.model, self._parts.vision
+        if vision is None or not chunks:
             return None, None
-        model = self._model
         embeddings = torch.zeros((tokens, model.config.hidden_size), dtype=model.dtype, device=model.device)
         embedded = torch.zeros(tokens, dtype=torch.bool, device=model.device)
         begin = 0
@@ -214,8 +203,8 @@ class Prefill:
             if chunk.request.media is not None:
                 place = embeddings[begin:end], embedded[begin:end]
                 try:
-                    with self._backend.guard("reading a request's media"):
-                        chunk.request.media.embed(self._vision, chunk.start, chunk.end, *place)
+                    with self._parts.backend.guard("reading a request's media"):
+                        chunk.request.media.embed(vision, chunk.start, chunk.end, *place)
                 except DeviceError:
                     raise
                 except Exception as error:  # what transformers' tower says of this image

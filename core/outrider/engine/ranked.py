@@ -72,7 +72,7 @@ class RankedVerify(Verify):
         self, batch: DecodeBatch, frame: Frame, logits: Tensor, found: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         tokens, path, accepted = super()._accept(batch, frame, logits, found)
-        findings = self._results.probe_results(batch.count)
+        findings = self._parts.results.probe_results(batch.count)
         paths = [] if path is None else [path]
         tokens, accepted, agreed_findings, *paths = agree_values(self._ranks, tokens, accepted, findings, *paths)
         findings.copy_(agreed_findings)
@@ -94,7 +94,7 @@ class RankedPrefill(Prefill):
         self._ranks = ranks
 
     def _sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, inputs: PrefillInputs) -> Tensor:
-        findings = self._results.prefill_probe_results(logits.shape[0])
+        findings = self._parts.results.prefill_probe_results(logits.shape[0])
         first, agreed_findings = agree_values(self._ranks, super()._sample(logits, temperature, seeds, inputs), findings)
         findings.copy_(agreed_findings)
         return first
@@ -102,7 +102,7 @@ class RankedPrefill(Prefill):
     def _refuse_media(self, chunk: PrefillChunk, index: int, error: Exception) -> None:
         """Write a host failure: other ranks run this iteration too, and the request ends after it."""
         del chunk
-        self._results.write_host_failures(MEDIA_FAILED, {index: f"{type(error).__name__}: {error}"}, prefill=True)
+        self._parts.results.write_host_failures(MEDIA_FAILED, {index: f"{type(error).__name__}: {error}"}, prefill=True)
 
 
 class DecidersGuides(GuidedDecoding):
