@@ -491,23 +491,28 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """Counts of requests, iterations and tokens since the engine was created."""
-        loop, scheduler = self._loop, self._scheduler
+        groups = self._scheduler.groups
         return EngineStats(
-            **loop.counts,
+            **self._loop.counts,
             blocked_s=self._failure_recovery.blocked_s,
-            preemptions=scheduler.preemptions,
-            prefix_looked_up=scheduler.prefix_looked_up,
-            prefix_hits=scheduler.prefix_hits,
+            preemptions=sum(group.preemptions for group in groups),
+            prefix_looked_up=sum(group.prefix_looked_up for group in groups),
+            prefix_hits=sum(group.prefix_hits for group in groups),
         )
 
     @property
     def load(self) -> EngineLoad:
         """The number of requests and pages that the engine holds now."""
-        pages = self._scheduler.pages
         running = sum(not request.finished for request in self._scheduler.running)
-        every = (pages.count - 1) * self.groups
-        waiting = len(self._requests) - running
-        return EngineLoad(running, waiting, every, pages.available, pages.cached, pages.state_checkpoints)
+        pools = [group.pages for group in self._scheduler.groups]
+        return EngineLoad(
+            running=running,
+            waiting=len(self._requests) - running,
+            pages=sum(pool.count - 1 for pool in pools),
+            free_pages=self.free_pages,
+            cached_pages=sum(pool.cached for pool in pools),
+            state_checkpoints=sum(pool.state_checkpoints for pool in pools),
+        )
 
     @property
     def longest_request(self) -> int:
@@ -529,7 +534,7 @@ class Engine:
     @property
     def free_pages(self) -> int:
         """Number of KV pages that no request holds. Some of them may hold cached prefixes."""
-        return self._scheduler.pages.available
+        return sum(group.pages.available for group in self._scheduler.groups)
 
     @property
     def streams(self) -> Streams:
@@ -539,7 +544,7 @@ class Engine:
     @property
     def free_rows(self) -> int:
         """Number of rows that no request holds."""
-        return self._scheduler.free_rows
+        return sum(group.rows.available for group in self._scheduler.groups)
 
     @property
     def open_requests(self) -> dict[int, tuple[int, ...]]:

@@ -265,10 +265,9 @@ class Loop:
         """Queue new tokens for their receiver. If a probe found a bad value, end the request instead."""
         bad = outcome.bad_values.get(request.id, ())
         if bad:
-            if any(
-                each.may_corrupt_cache for each in bad
-            ):  # no request may share a page whose keys and values may be bad as well
-                self.scheduler.pages.unregister_all()
+            if any(each.may_corrupt_cache for each in bad):
+                for group in self.scheduler.groups:  # no request may share a page whose keys and values may be bad as well
+                    group.pages.unregister_all()
             found = "; ".join(str(each) for each in bad)
             self.end_request(request, FinishReason.ERROR, f"request {request.id}: {found}")
             return
