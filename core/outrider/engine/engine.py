@@ -20,7 +20,7 @@ from outrider.engine.guides.guides import Guide
 from outrider.engine.lending import PageLending
 from outrider.engine.loop import EngineLoad, EngineStats
 from outrider.engine.ranks.decision_log import DecisionLog, RankedDecisionLog
-from outrider.engine.ranks.processes import LoadingArguments, RankProcesses, absolute, check_one_rank, start_ranks
+from outrider.engine.ranks.processes import RankProcesses, check_one_rank, start_ranks
 from outrider.engine.ranks.ranks import ParallelConfig, Ranks, join_engine
 from outrider.engine.recovery import Watchdog
 from outrider.engine.requests.admission import Admission
@@ -30,8 +30,8 @@ from outrider.engine.requests.pages import CacheEvent, CacheEvents
 from outrider.engine.requests.request import Completion, FinishReason, Request, RequestStream, StepOutput
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.session import Answer, Session, answering, follow
-from outrider.engine.setup.checks import check_engine_types, check_invariance, check_loading_types, check_policy, check_tree
-from outrider.engine.setup.loading import load_checkpoint
+from outrider.engine.setup.checks import check_engine_types, check_invariance, check_policy, check_tree, check_type
+from outrider.engine.setup.loading import LoadingArguments, absolute, load_checkpoint
 from outrider.engine.setup.resolve import resolve, situation_of
 from outrider.engine.state.parts import EngineParts
 from outrider.errors import RequestError
@@ -178,16 +178,15 @@ class Engine:
             draft_output_head=draft_output_head,
             draft_vocabulary=draft_vocabulary if isinstance(draft_vocabulary, int) else absolute(draft_vocabulary),
         )
-        check_loading_types(model_dir, backend, **loading.arguments())
+        check_type("model_dir", model_dir, str, Path)
+        check_type("backend", backend, str, Backend)
         model_dir, backend = Path(model_dir), get_backend(backend) if isinstance(backend, str) else backend
         if parallel is not None and parallel.world > 1:
             return cls._start_with_ranks(
                 model_dir, backend, parallel, loading, ranks, builders, progress=progress, capture_progress=capture_progress
             )
         with nullcontext() if ranks is None else ranks.starting():
-            loaded = load_checkpoint(
-                model_dir, backend, builders=builders, progress=progress, ranks=ranks, **loading.arguments()
-            )
+            loaded = load_checkpoint(model_dir, backend, loading, builders=builders, progress=progress, ranks=ranks)
         return cls(
             loaded.model,
             backend,

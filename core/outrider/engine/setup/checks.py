@@ -28,17 +28,6 @@ def check_engine_types(model: object, config: object) -> None:
     check_type("config", config, EngineConfig, type(None))
 
 
-def check_loading_types(model_dir: object, backend: object, draft_dir: object, **named: object) -> None:
-    """Raise :class:`ConfigError` if an argument of ``Engine.from_checkpoint`` has a wrong type."""
-    check_type("model_dir", model_dir, str, Path)
-    check_type("backend", backend, str, Backend)
-    check_type("draft_dir", draft_dir, str, Path, type(None))
-    check_type("speculate", named["speculate"], str)
-    check_type("config", named["config"], EngineConfig, type(None))
-    check_type("quantized", named["quantized"], str)
-    check_type("draft_vocabulary", named["draft_vocabulary"], str, Path, int, type(None))
-
-
 def check_policy(backend: Backend, config: DecidedConfig, proposer: Proposer, kernels: KernelSet) -> None:
     """Raise :class:`CapabilityError` unless the backend's policy, the kernels and the proposer's lengths suit this
     configuration.
