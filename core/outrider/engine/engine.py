@@ -402,9 +402,7 @@ class Engine:
             request = self._loop.leaving(request_id)
             with self._failure_recovery.guard_device_work("handing a request over"):
                 handed = self._decision_log.keep_handed_over(self._parts.transfer.copy_request_state(request))
-            del self._requests[request_id]
-            request.finish_reason = FinishReason.HAND_OVER
-            self._loop.output_queue.put(StepOutput(request_id, (), FinishReason.HAND_OVER))
+            self._loop.hand_over_request(request)
             self._scheduler.retire()
             return handed
 
