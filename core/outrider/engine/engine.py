@@ -31,8 +31,9 @@ from outrider.engine.requests.request import Completion, FinishReason, Request, 
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.session import Answer, Session, answering, follow
 from outrider.engine.setup.checks import check_engine_types, check_invariance, check_policy, check_tree, check_type
+from outrider.engine.setup.facts import collect_facts
 from outrider.engine.setup.loading import LoadingArguments, absolute, load_checkpoint
-from outrider.engine.setup.resolve import resolve, situation_of
+from outrider.engine.setup.resolve import resolve
 from outrider.engine.state.parts import EngineParts
 from outrider.errors import RequestError
 from outrider.model import LanguageModel, Media, OutputFormat, QuantizedName, Tokenizer, VisionTower
@@ -77,7 +78,7 @@ class Engine:
         check_engine_types(model, config)
         self.backend, self.model = backend, model
         self.proposer = proposer = proposer or NonSpeculativeProposer()
-        decided = resolve(config or EngineConfig(), situation_of(backend, model, proposer))
+        decided = resolve(config or EngineConfig(), collect_facts(backend, model, proposer))
         self.config = config = join_engine(ranks, backend, model, proposer, decided)
         self._decision_log = decision_log = DecisionLog() if ranks is None else RankedDecisionLog(ranks)
         self._tokenizer, self._vision = tokenizer, vision

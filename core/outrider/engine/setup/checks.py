@@ -7,7 +7,8 @@ from pathlib import Path
 
 from outrider.device import Backend, CapabilityError, ConfigError, KernelSet, OutOfDeviceMemory, StepMode
 from outrider.engine.config import DecidedConfig, EngineConfig, state_rows
-from outrider.engine.setup.resolve import GIB, memory_of, resolve, situation_of
+from outrider.engine.setup.facts import collect_facts, find_cache_memory
+from outrider.engine.setup.resolve import GIB, resolve
 from outrider.errors import shown
 from outrider.model import DecoderPlan, KVCache, LanguageModel, header_bytes
 from outrider.speculative.proposer import NonSpeculativeProposer, Proposer
@@ -108,7 +109,7 @@ def check_cache(backend: Backend, config: DecidedConfig, model: LanguageModel, *
     page = KVCache.page_bytes(
         len(shape.attention_layers), shape.num_kv_heads, shape.head_size, page_size=config.page_size, dtype=model.cache_dtype
     )
-    memory = memory_of(backend)
+    memory = find_cache_memory(backend)
     if memory is None:
         return
     total, whose = memory.total, "this machine" if memory.shared else backend.label
@@ -173,7 +174,7 @@ def predict_memory(
     part to reduce.
     """
     weights = plan.weight_bytes + (0 if draft_dir is None else header_bytes(plan, draft_dir))
-    facts = situation_of(backend, plan, NonSpeculativeProposer(), unloaded_bytes=weights)
+    facts = collect_facts(backend, plan, NonSpeculativeProposer(), unloaded_bytes=weights)
     decided = resolve(config, facts)
     free = None if facts.memory is None else facts.memory.free + weights
     return PredictedMemory(weights, decided.page_size * facts.token_bytes, facts.state_bytes, free, decided)

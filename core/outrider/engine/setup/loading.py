@@ -14,7 +14,8 @@ from outrider.device.kernels.weights import quantized_products
 from outrider.engine.config import DTYPES, Choice, DecidedConfig, DtypeName, EngineConfig
 from outrider.engine.ranks.ranks import Ranks, part_of_model
 from outrider.engine.setup.checks import check_type, predict_memory
-from outrider.engine.setup.resolve import choose_dtype, resolve, situation_of
+from outrider.engine.setup.facts import collect_facts
+from outrider.engine.setup.resolve import choose_dtype, resolve
 from outrider.model import (
     Decoder,
     DecoderPlan,
@@ -160,7 +161,7 @@ def load_checkpoint(
     vision = None
     if model.config.vision is not None:
         vision = load_vision(directory, backend=backend, dtype=dtype, progress=progress)
-    decided = resolve(config, situation_of(backend, model, proposer), chosen)
+    decided = resolve(config, collect_facts(backend, model, proposer), chosen)
     return Loaded(decided, model, proposer, tokenizer, vision)
 
 
