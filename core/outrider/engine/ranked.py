@@ -19,7 +19,7 @@ from outrider.engine.prefill import Prefill
 from outrider.engine.requests.batch import Batch, PrefillChunk
 from outrider.engine.requests.request import Request
 from outrider.engine.stages import DecodeBatch, DraftStage, Frame, Stages, Verify
-from outrider.engine.state.options import late_guidance_indices
+from outrider.engine.state.options import BatchOptions, late_guidance_indices
 from outrider.engine.state.parts import EngineParts
 from outrider.engine.state.results import GUIDE_LATE, MEDIA_FAILED, PendingResult
 from outrider.engine.state.staging import PrefillInputs
@@ -69,9 +69,9 @@ class RankedVerify(Verify):
         self._ranks = ranks
 
     def _accept(
-        self, batch: DecodeBatch, frame: Frame, logits: Tensor, found: Tensor | None
+        self, batch: DecodeBatch, frame: Frame, logits: Tensor, options: BatchOptions | None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        tokens, path, accepted = super()._accept(batch, frame, logits, found)
+        tokens, path, accepted = super()._accept(batch, frame, logits, options)
         findings = self._parts.results.probe_results(batch.count)
         paths = [] if path is None else [path]
         tokens, accepted, agreed_findings, *paths = agree_values(self._ranks, tokens, accepted, findings, *paths)

@@ -26,6 +26,7 @@ from outrider.engine.state.buffers import (
     VerifyInputs,
     VerifyOutputs,
 )
+from outrider.engine.state.options import BatchOptions
 from outrider.engine.state.parts import EngineParts
 from outrider.engine.state.plans import AttentionBatchKind
 from outrider.model import ForwardInput, KeptRows, SideBySide, StateInput, side_by_side
@@ -309,38 +310,15 @@ class Verify(Stage):
 
     def _verify(self, batch: DecodeBatch, frame: Frame) -> tuple[Tensor, tuple[Tensor, ...] | SideBySide]:
         """Verify, and return the hidden states where the model left them."""
-        inputs, plan, outputs = frame.inputs, frame.verify, frame.outputs
-        parts, features, count, width = self._parts, batch.features, batch.count, batch.drafted + 1
-        model, kernels, probes, results = parts.model, parts.model.kernels, parts.probes, parts.results
-        positions = plan.static_rope_positions if batch.captured else plan.rope_positions
-        attention = frame.verify_attention
-        if batch.seq_lens_host is not None:
-            attention = replace(attention, seq_lens_host=batch.seq_lens_host.host_param("verify", width))
-        states = None
-        if model.config.recurrent is not None:
-            states = StateInput(inputs.rows, decodes=True, window=[] if batch.drafted else None)
-        flat = ForwardInput(plan.tokens, positions, plan.slots, attention, states=states)
+        parts, inputs, outputs, features = self._parts, frame.inputs, frame.outputs, batch.features
+        model, kernels, results = parts.model, parts.model.kernels, parts.results
+        forward = self._forward_input(batch, frame)
         hidden, aux_hidden_states = model.forward_with_aux_hidden_states(
-            flat, parts.cache, parts.proposer.aux_hidden_state_layers
+            forward, parts.cache, parts.proposer.aux_hidden_state_layers
         )
-        logits = model.logits(hidden).view(count, width, -1)
-        options, found = parts.options.options_from_inputs(features, inputs), results.probe_results(count)
-        # If nothing changes the logits, the kernel that accepts also checks them.
-        checks_in_accept = frame.masks is None and options is None and frame.draft.tree is None and not features.sampling
-        if not checks_in_accept:
-            probes.check_for_nan("target.logits", logits, found)
-        shaped = logits if frame.masks is None else kernels.apply_token_bitmask(logits, frame.masks)
-        if options is not None:
-            shaped = options.process(
-                kernels,
-                shaped,
-                temperature=inputs.temperature,
-                tokens=plan.tokens.view(count, width),
-                tree_mask=plan.mask,
-                positions=plan.positions.view(count, width) + 1,
-            )
-        checked = probes.result_columns("target.logits", found) if checks_in_accept else None
-        tokens, path, accepted = self._accept(batch, frame, shaped, checked)
+        logits = model.logits(hidden).view(batch.count, batch.drafted + 1, -1)
+        options = parts.options.options_from_inputs(features, inputs)
+        tokens, path, accepted = self._accept(batch, frame, logits, options)
         if options is not None:
             options.commit(kernels, tokens)
         if features.logprobs is not None:
@@ -352,28 +330,59 @@ class Verify(Stage):
             (tokens, accepted),
             parts.future.seq_lens,
             parts.future.last_tokens,
-            results.decode_rows(count, tokens.shape[1]),
+            results.decode_rows(batch.count, tokens.shape[1]),
             (outputs.tokens, outputs.accepted),
         )
-        if states is not None and states.window is not None:
-            model.commit(flat, parts.cache, accepted)
+        if forward.states is not None and forward.states.window is not None:
+            model.commit(forward, parts.cache, accepted)
         if parts.has_extend_work and outputs.path is not None and path is not None:
             outputs.path.copy_(path)
         return hidden, aux_hidden_states
 
-    def _accept(
-        self, batch: DecodeBatch, frame: Frame, logits: Tensor, found: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return tokens [B, D+1], the path through the tree [B, D+1] (None for a chain) and accepted [B], all int64.
+    def _forward_input(self, batch: DecodeBatch, frame: Frame) -> ForwardInput:
+        """Return the target's input: the tokens of the draft, after the last token of each request."""
+        plan, attention = frame.verify, frame.verify_attention
+        if batch.seq_lens_host is not None:
+            attention = replace(attention, seq_lens_host=batch.seq_lens_host.host_param("verify", batch.drafted + 1))
+        states = None
+        if self._parts.model.config.recurrent is not None:
+            states = StateInput(frame.inputs.rows, decodes=True, window=[] if batch.drafted else None)
+        positions = plan.static_rope_positions if batch.captured else plan.rope_positions
+        return ForwardInput(plan.tokens, positions, plan.slots, attention, states=states)
 
-        ``found`` int64 [B, 2] receives the findings about the logits of a greedy chain. It is None if the logits were already
-        checked.
+    def _accept(
+        self, batch: DecodeBatch, frame: Frame, logits: Tensor, options: BatchOptions | None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Check the logits, apply token masks and options to them, and accept draft tokens.
+
+        Return tokens [B, D+1], the path through the tree [B, D+1] (None for a chain) and accepted [B], all int64.
         """
-        kernels, inputs, draft, sampling = self._parts.model.kernels, frame.inputs, frame.draft, batch.features.sampling
-        if found is not None:
-            after = frame.verify.positions.view(logits.shape[:2])[:, 1] if batch.drafted else inputs.seq_lens
-            tokens, accepted = kernels.verify_checked(logits, draft.tokens, inputs.temperature, inputs.seeds, after, found)
+        parts, inputs, plan = self._parts, frame.inputs, frame.verify
+        kernels, found = parts.model.kernels, parts.results.probe_results(batch.count)
+        if frame.masks is None and options is None and frame.draft.tree is None and not batch.features.sampling:
+            # Nothing changes the logits, so the kernel that accepts also checks them.
+            after = plan.positions.view(logits.shape[:2])[:, 1] if batch.drafted else inputs.seq_lens
+            columns = parts.probes.result_columns("target.logits", found)
+            draft_tokens = frame.draft.tokens
+            tokens, accepted = kernels.verify_checked(logits, draft_tokens, inputs.temperature, inputs.seeds, after, columns)
             return tokens, None, accepted
+        parts.probes.check_for_nan("target.logits", logits, found)
+        if frame.masks is not None:
+            logits = kernels.apply_token_bitmask(logits, frame.masks)
+        if options is not None:
+            logits = options.process(
+                kernels,
+                logits,
+                temperature=inputs.temperature,
+                tokens=plan.tokens.view(logits.shape[:2]),
+                tree_mask=plan.mask,
+                positions=plan.positions.view(logits.shape[:2]) + 1,
+            )
+        return self._accept_checked(batch, frame, logits)
+
+    def _accept_checked(self, batch: DecodeBatch, frame: Frame, logits: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Accept draft tokens with logits that were checked and processed. The result is that of :meth:`_accept`."""
+        kernels, inputs, draft, sampling = self._parts.model.kernels, frame.inputs, frame.draft, batch.features.sampling
         if draft.tree is None and batch.drafted:
             after = frame.verify.positions.view(batch.count, -1)[:, 1]
             probs = draft.probs if sampling else None
