@@ -125,17 +125,8 @@ def load_checkpoint(
     draft_dir = draft_dir if speculate in builders else _checked_draft(directory, draft_dir, speculate)
     assert config.dtype is not None
     dtype = DTYPES[config.dtype]
-    if loading.through_transformers and ranks is not None:
-        raise ConfigError(
-            "through_transformers runs a model by transformers' own code, which isn't shared out among ranks; leave it out, "
-            "or run on one rank"
-        )
-    if loading.through_transformers and config.kv_dtype not in ("auto", "plain"):
-        raise ConfigError(
-            f"kv_dtype is {config.kv_dtype}, and through_transformers runs a model by transformers' own code, whose KV cache "
-            "is kept in the model's dtype; leave one of them out"
-        )
     if loading.through_transformers:
+        _check_through_transformers(config, ranks)
         model: LanguageModel = load_through_transformers(
             directory, backend=backend, dtype=dtype, trust_remote_code=loading.trust_remote_code
         )
@@ -156,13 +147,27 @@ def load_checkpoint(
         vocabulary=vocabulary,
     )
     proposer = build_proposer(speculate, options, builders=builders)
-    chosen += (*_quantized_weights(model, mode, directory), *_recurrent_layers(model))
+    chosen += (*_quantized_choices(model, mode, directory), *_recurrent_choices(model))
     chosen += _draft_head_choices(model, loading.draft_output_head, vocabulary)
     vision = None
     if model.config.vision is not None:
         vision = load_vision(directory, backend=backend, dtype=dtype, progress=progress)
     decided = resolve(config, collect_facts(backend, model, proposer), chosen)
     return Loaded(decided, model, proposer, tokenizer, vision)
+
+
+def _check_through_transformers(config: EngineConfig, ranks: Ranks | None) -> None:
+    """Raise :class:`ConfigError` for settings that don't apply to a model run by transformers' own code."""
+    if ranks is not None:
+        raise ConfigError(
+            "through_transformers runs a model by transformers' own code, which isn't shared out among ranks; leave it out, "
+            "or run on one rank"
+        )
+    if config.kv_dtype not in ("auto", "plain"):
+        raise ConfigError(
+            f"kv_dtype is {config.kv_dtype}, and through_transformers runs a model by transformers' own code, whose KV cache "
+            "is kept in the model's dtype; leave one of them out"
+        )
 
 
 def _checked_draft(directory: Path, draft_dir: Path | None, speculate: str) -> Path | None:
@@ -216,7 +221,7 @@ def _draft_head_choices(
     return made
 
 
-def _recurrent_layers(model: LanguageModel) -> tuple[Choice, ...]:
+def _recurrent_choices(model: LanguageModel) -> tuple[Choice, ...]:
     """Return the choice of kernels for the recurrent layers, for :attr:`Engine.chosen`; empty for a model without recurrent
     layers.
     """
@@ -230,7 +235,7 @@ def _recurrent_layers(model: LanguageModel) -> tuple[Choice, ...]:
     return (Choice("recurrent_layers", len(recurrent.layers), why),)
 
 
-def _quantized_weights(model: LanguageModel, mode: QuantizedMode, directory: Path) -> tuple[Choice, ...]:
+def _quantized_choices(model: LanguageModel, mode: QuantizedMode, directory: Path) -> tuple[Choice, ...]:
     """Return the choice of weight kernels for a quantized checkpoint, for :attr:`Engine.chosen`; empty for an unquantized
     one.
     """
