@@ -24,7 +24,6 @@ REASONS: dict[str, str] = {
     ),
     "AttentionPlans.plan: one more: 0 → 1": "equivalent: another key, which is nobody's",
     "_sizes: leave out: choices.add('prefill_chunk'": "a choice of sizes: tests/engine/test_resolve.py",
-    "GraphRunner.bucket: leave an operand out: features or Features()": "equivalent: the only caller gives features",
     "measure_captures: negate: limited": "a report: tests/engine/test_prefill_graphs.py reads it",
     "SamplingParams.truncated: leave an operand out: self.samples": "costs alone: tests/engine/test_sampling_params.py",
     "prefill_inputs: turn a comparison: most is None": "kernels that plan: tests/engine/test_host_plans.py",
