@@ -1,4 +1,4 @@
-"""Collectives of small tensors by kernels that write into other ranks' memory (:mod:`outrider_triton.peers.jit.exchange`)."""
+"""Collectives of small tensors by kernels that write into other ranks' memory (:mod:`outrider_triton.peers.jit`)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from outrider.device import InterfaceError
 from outrider_triton.launch import launch, power_of_two
+from outrider_triton.peers import jit
 from outrider_triton.peers.costs import LIBRARY, SHOTS, fastest, max_summed_bytes
-from outrider_triton.peers.jit import exchange as jit
 
 if TYPE_CHECKING:
     from outrider.device import Group
