@@ -24,8 +24,7 @@ from outrider_conformance.lab import Lab, StreamDelay
 from outrider_conformance.programs import language as lang
 from outrider_conformance.programs.execution import run
 from outrider_conformance.programs.explanation import broken_promise, report_text, script
-from outrider_conformance.programs.families import Abilities
-from outrider_conformance.programs.generator import random_program
+from outrider_conformance.programs.generator import Abilities, random_program
 from outrider_conformance.programs.language import DeviceProgram, Step
 from outrider_conformance.programs.model import ForbiddenStep, Model, Unordered, judge
 

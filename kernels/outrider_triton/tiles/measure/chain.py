@@ -6,7 +6,10 @@ and prefetch its weights. Each choice is therefore timed within the chain.
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +26,38 @@ from outrider.device import (
     ResidualStream,
     RotaryArgs,
 )
-from outrider_triton.tiles.measure.timing import microseconds
+
+Call = Callable[[int], object]
+"""A function that enqueues the measured work once. Its argument is the index of the operand set."""
+
+
+def microseconds(module: Any, call: Call, *, calls: int, replays: int = 5) -> float:
+    """Return the device microseconds of one ``call``: the median of ``replays`` replays of a graph of ``calls`` calls.
+
+    ``module`` is the device's torch module. Two warm-up calls compile all kernels before the capture.
+    """
+    for number in range(2):
+        call(number)
+    module.synchronize()
+    stream = module.Stream()
+    graph = module.CUDAGraph()
+    with module.graph(graph, stream=stream):
+        for number in range(calls):
+            call(number)
+    graph.replay()
+    module.synchronize()
+    times: list[float] = []
+    for _ in range(replays):
+        start, end = module.Event(enable_timing=True), module.Event(enable_timing=True)
+        with module.stream(stream):
+            start.record()
+            graph.replay()
+            end.record()
+        module.synchronize()
+        times.append(1e3 * start.elapsed_time(end) / calls)
+    graph.reset()
+    return statistics.median(times)
+
 
 LAYERS = 8
 """Maximum number of layers of a chain."""

@@ -28,9 +28,8 @@ from outrider.device import CapabilityError, ConfigError, DecoderShape, KernelSe
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.tiles.configs import LARGE_M, AttentionConfig, MatmulConfig
 from outrider_triton.tiles.derive.products import choose_config, rank_configs
-from outrider_triton.tiles.measure.chain import LayerChain, normal
+from outrider_triton.tiles.measure.chain import LayerChain, microseconds, normal
 from outrider_triton.tiles.measure.compiling import AttentionJob, Job, KernelCompilers, ProductJob
-from outrider_triton.tiles.measure.timing import microseconds
 from outrider_triton.tiles.store.choices import ChoiceRow, TunedStore, merge_choices
 from outrider_triton.tiles.store.table import ANY_LAYER, AttentionEntry, Key, ProductEntry, Table, by_layer, layer_of
 
