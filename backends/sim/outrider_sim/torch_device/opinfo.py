@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -183,19 +184,18 @@ def _operand_of(schema: Any, result: Any) -> str | None:
     return None
 
 
+@dataclass(frozen=True, eq=False, slots=True)
 class ResultPlan:
-    """The planned results of one operator call. `outs` are the metas of new tensors in order, with None for a None result."""
+    """The planned results of one operator call."""
 
-    __slots__ = ("cost", "out", "outs", "resized", "structure")
-
-    def __init__(
-        self, outs: tuple[Any, ...], structure: Any, cost: float, out: bool = False, resized: tuple[Any, ...] = ()
-    ) -> None:
-        self.resized = resized  # operands that must get memory first: name and meta
-        self.out = out  # the overload that writes into given tensors does
-        self.outs = outs
-        self.structure = structure
-        self.cost = cost
+    outs: tuple[Any, ...]
+    """Metas of new tensors in order, with None for a None result."""
+    structure: Any
+    cost: float
+    out: bool = False
+    """True if the overload that writes to given tensors is used."""
+    resized: tuple[Any, ...] = ()
+    """Operands that must get memory first: name and meta."""
 
 
 CPU = torch.device("cpu")
