@@ -165,16 +165,14 @@ def try_programs(
     count: int,
     start: int = 0,
     alive: Callable[[], None] = lambda: None,
-    pace: StreamDelay | None = None,
 ) -> int:
     """Try ``count`` programs of ``family``, generated from the seed ``start``; return the number of tried programs.
 
     ``opened`` returns a new backend, ``backend`` is its name in scripts, and ``alive`` is called before each program.
-    ``pace`` is the length of the delays of streams; None: measure it. Raises :class:`ProgramFailed` for the first failing
-    program, shrunk.
+    Raises :class:`ProgramFailed` for the first failing program, shrunk.
     """
     first = opened()
-    abilities, pace = Abilities.declared_by(first), pace or _pace(first)
+    abilities, pace = Abilities.declared_by(first), _pace(first)
     lab = Lab(first, pace)
     for number in range(count):
         if number and number % _PROGRAMS_PER_BACKEND == 0:

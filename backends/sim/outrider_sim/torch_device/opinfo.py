@@ -103,7 +103,6 @@ class OpInfo:
         "run",
         "takes_generator",
         "takes_host_indices",
-        "uses_device",
         "way",
         "writes",
     )
@@ -124,7 +123,6 @@ class OpInfo:
         self.writes = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
         self.returns = tuple(_operand_of(schema, r) for r in schema.returns)
         self.fresh = self.returns == (None,) and str(schema.returns[0].type) == "Tensor"
-        self.uses_device = "device" in self.names
         self.takes_generator = "generator" in self.names
         tags = func.tags
         self.random = torch.Tag.nondeterministic_seeded in tags
@@ -222,11 +220,10 @@ def extent(tensor: SimTensor, write: bool, argument: str) -> Access:
 class Seeded:
     """A random operator with the seed that was chosen when the operator was enqueued."""
 
-    __slots__ = ("_generator", "_info", "seed")
+    __slots__ = ("_info", "seed")
 
     def __init__(self, info: OpInfo, seed: int, generator: torch.Generator | None) -> None:
         self._info = info
-        self._generator = generator
         if generator is not None:
             seed = int(torch.randint(0, 1 << 62, (), generator=generator))
         self.seed = seed

@@ -151,7 +151,6 @@ def tune(
     deadline_s: float,
     directory: Path,
     progress: TuningProgress | None = None,
-    workers: int | None = None,
 ) -> tuple[TuningResult, ...]:
     """Tune kernels for each shape and store the choices; see ``KernelSet.tune``.
 
@@ -165,7 +164,7 @@ def tune(
             raise ConfigError(f"kernels are tuned for bfloat16, not {shape.dtype}: choose that dtype, or leave tuning out")
     end = time.monotonic() + deadline_s
     store, results = TunedStore(directory, kernels.facts), []
-    with KernelCompilers(device, pdl=kernels.pdl, workers=workers) as compilers:
+    with KernelCompilers(device, pdl=kernels.pdl) as compilers:
         for number, shape in enumerate(shapes):
             # Share the remaining time evenly among the remaining shapes.
             share = (end - time.monotonic()) / (len(shapes) - number)
