@@ -15,6 +15,7 @@ import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,30 +50,17 @@ class Meta:
         return f"Meta({tuple(self.shape)}, {self.stride}, {self.dtype})"
 
 
-_LIMIT = 1 << 16
+@lru_cache(maxsize=1 << 16)
+def intern_meta(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Meta:
+    """Return the meta of a shape, strides and dtype: the same object for the same arguments, unless the cache has dropped it,
+    which costs only look-ups.
+    """
+    return Meta(tuple(shape), tuple(stride), dtype)
 
 
-class Metas:
-    """The table of interned metas. It is cleared when it exceeds its size limit, which costs only look-ups."""
-
-    __slots__ = ("_table",)
-
-    def __init__(self) -> None:
-        self._table: dict[tuple[Any, ...], Meta] = {}
-
-    def get(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Meta:
-        """Return the interned meta of a shape, strides and dtype."""
-        key = (shape, stride, dtype)
-        found = self._table.get(key)
-        if found is None:
-            if len(self._table) > _LIMIT:
-                self._table.clear()
-            found = self._table[key] = Meta(tuple(shape), tuple(stride), dtype)
-        return found
-
-    def meta_of(self, tensor: Tensor) -> Meta:
-        """Return the interned meta of a host tensor."""
-        return self.get(tensor.shape, tensor.stride(), tensor.dtype)
+def meta_of(tensor: Tensor) -> Meta:
+    """Return the interned meta of a host tensor."""
+    return intern_meta(tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
