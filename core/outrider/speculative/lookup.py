@@ -37,7 +37,7 @@ class NgramProposer(Proposer):
     """
 
     name = "ngram"
-    accepts_padding = True
+    accepts_padding = looks_up = True
     extends = True
     reads_hidden = False
     relay: tuple[RelaySpec, ...] = ()

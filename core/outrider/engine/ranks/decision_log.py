@@ -286,8 +286,8 @@ class ReplicatedLength(DraftLengthPolicy):
         super().__init__(lengths)
         self._decision_log = decision_log
 
-    def choose(self, requests: int, cached: int) -> int:
+    def choose(self, requests: int, cached: int, repeats: Sequence[int] = ()) -> int:
         """Return the length that the current record has, or the longest one if it has none."""
-        del requests, cached
+        del requests, cached, repeats
         drafted = self._decision_log.drafted
         return self.lengths[-1] if drafted is None else drafted

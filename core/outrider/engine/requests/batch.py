@@ -108,6 +108,8 @@ class Batch:
     """Requests whose state comes from another engine. They decode from the next iteration on."""
     drafted: int | None = None
     """Draft tokens of each decoding request; None: as many as the proposer drafts."""
+    repeats: tuple[int, ...] = ()
+    """What the draft-length policy was told of each decoding request, see :attr:`DraftLengthPolicy.reads_repeats`."""
     global_batch: GlobalBatch | None = None
     """The batches of all data-parallel groups; None if there is only one group."""
     decode_features: Features | None = None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from outrider.device import OutriderError
 from outrider.engine.guides.grammars import Guidance
+from outrider.engine.requests.draft_length import RepeatedSuffix
 from outrider.engine.requests.hand_over import ArrivedPages, HandOver
 from outrider.engine.requests.pages import DecodedState, PageKey
 from outrider.engine.requests.sampling import SamplingParams, StopText, TokenLogprobs, Transcript
@@ -242,6 +243,7 @@ class Request:
     """The emitted pieces of text of a request with stop strings."""
     transcript: Transcript | None = None
     """The text of a request without stop strings; None without a tokenizer."""
+    repeated_suffix: RepeatedSuffix = field(default_factory=RepeatedSuffix)
     followers: list[Request] = field(default_factory=list)
     """Other samples of the same prompt. The engine queues them once this request's prompt pages are registered."""
 
