@@ -22,13 +22,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.errors import TritonError
 
 from outrider.device import CapabilityError, ConfigError, DecoderShape, KernelSet, TuningProgress, TuningResult
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.tiles.configs import LARGE_M, AttentionConfig, MatmulConfig
 from outrider_triton.tiles.derive.products import choose_config, rank_configs
-from outrider_triton.tiles.measure.chain import LayerChain, microseconds, normal
+from outrider_triton.tiles.measure.chain import Chain, microseconds, normal
 from outrider_triton.tiles.measure.compiling import AttentionJob, Job, KernelCompilers, ProductJob
 from outrider_triton.tiles.store.choices import ChoiceRow, TunedStore, merge_choices
 from outrider_triton.tiles.store.table import ANY_LAYER, AttentionEntry, Key, ProductEntry, Table, by_layer, layer_of
@@ -47,24 +46,6 @@ _FUSED_PRODUCTS = ("linear_silu_mul", "linear_parts", "linear_rope")
 _ATTENTION = ((64, 4, 3), (128, 8, 1), (128, 8, 2), (32, 4, 2), (64, 8, 2))
 _STREAMED_ATTENTION = ((64, 4, 3), (64, 4, 2), (128, 4, 2))
 """Candidates of streamed attention: cached tokens per block, warps, stages."""
-
-
-class Chain(LayerChain):
-    """Layers whose kernels read their configurations from a table."""
-
-    def __init__(
-        self, shape: DecoderShape, kernels: TritonKernels, device: torch.device, *, most_bytes: int | None = None
-    ) -> None:
-        super().__init__(shape, kernels, device, most_bytes=most_bytes)
-        self.kernels: TritonKernels = kernels.for_shape(shape)
-
-    def attempt(self, table: Table) -> float:
-        """Install ``table`` and return the microseconds of one layer; infinite if one of its kernels can't be compiled."""
-        self.kernels.tiles.table = table
-        try:
-            return self.layer_us()
-        except TritonError:
-            return float("inf")
 
 
 def with_choice(table: Table, product: Key, m: int, config: MatmulConfig | None, *, layer: str) -> Table:
