@@ -5,9 +5,9 @@ device may accelerate. The package needs the extra ``models``; without it the im
 :class:`~outrider.device.ConfigError`.
 """
 
-from outrider.model.extra import require_models
+from outrider.errors import require_packages
 
-require_models()
+require_packages("a model", ("transformers", "tokenizers", "safetensors", "PIL"), "models")
 
 from outrider.model.checkpoint.loading import DecoderPlan, header_bytes, load_decoder, plan_decoder
 from outrider.model.checkpoint.location import find_checkpoint
