@@ -384,14 +384,19 @@ def _wrong_target(directory: Path, name: str, found: object, wanted: int) -> Che
 
 
 def _head_rope(directory: Path, head: ModelConfig, target: ModelConfig) -> RopeConfig:
-    """Return the head's rope, with the axes of its target if the head has none: text positions are equal on all axes."""
-    sections = head.rope.sections or target.rope.sections
-    if sections and (not target.rope.sections or sum(sections) != head.head_size // 2):
+    """Return the head's rope, with the axes of its target if the head has none and they have as many frequencies: text
+    positions are equal on all axes. Another head without axes reads the indices of tokens.
+    """
+    frequencies = head.rope.rotated_size(head.head_size) // 2
+    if not head.rope.sections:
+        axes = target.rope if sum(target.rope.sections) == frequencies else head.rope
+        return replace(head.rope, sections=axes.sections, interleaved=axes.interleaved)
+    if not target.rope.sections or sum(head.rope.sections) != frequencies:
         raise CheckpointError(
             f"{directory / 'config.json'}: rope sections of the head {list(head.rope.sections)} (head size "
             f"{head.head_size}) don't go with those of the target {list(target.rope.sections)}"
         )
-    return replace(head.rope, sections=sections)
+    return head.rope
 
 
 def read_draft_vocab_size(file: Path, raw: Mapping[str, object], config: ModelConfig) -> int:

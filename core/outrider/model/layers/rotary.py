@@ -84,7 +84,12 @@ class _MropeRotary(Rotary):
     def __init__(self, rope: RopeConfig, head_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._amplitude, self._dtype = rope.amplitude, dtype
         self._frequencies = inverse_frequencies(rope, head_size).to(device)
-        self._axis = torch.repeat_interleave(torch.arange(3), torch.tensor(rope.sections)).to(device)
+        axis = torch.repeat_interleave(torch.arange(3), torch.tensor(rope.sections))
+        if rope.interleaved:
+            axis.zero_()
+            for index in (1, 2):
+                axis[index : 3 * rope.sections[index] : 3] = index
+        self._axis = axis.to(device)
 
     def gather(self, positions: Tensor, prompt_lens: Tensor | None) -> tuple[Tensor, Tensor]:
         del prompt_lens
