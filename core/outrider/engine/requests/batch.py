@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.engine.requests.hand_over import ArrivedPages, HandOver
+from outrider.engine.requests.hand_over import Arrival
 from outrider.engine.requests.request import Request
 
 
@@ -104,7 +104,7 @@ class Batch:
     """Requests that get their row in this iteration."""
     table_updates: tuple[tuple[int, int, int], ...]
     """Block-table entries to write, as (row, index, page)."""
-    arrivals: tuple[tuple[Request, HandOver | ArrivedPages], ...] = ()
+    arrivals: tuple[tuple[Request, Arrival], ...] = ()
     """Requests whose state comes from another engine. They decode from the next iteration on."""
     drafted: int | None = None
     """Draft tokens of each decoding request; None: as many as the proposer drafts."""

@@ -97,9 +97,9 @@ class Scheduler:
         return chance
 
     @property
-    def free_rows(self) -> int:
-        """The number of rows that no request holds."""
-        return self.rows.available
+    def groups(self) -> tuple[Scheduler]:
+        """The schedulers of all data-parallel groups: this one, of the only group."""
+        return (self,)
 
     @property
     def running(self) -> tuple[Request, ...]:
