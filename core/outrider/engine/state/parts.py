@@ -111,13 +111,11 @@ class EngineParts:
     def _allocate_buffers(self, pages: int) -> StaticBuffers:
         """Allocate the static buffers; a block table has ``pages`` entries."""
         model, proposer = self.model, self.proposer
-        shorter = {
-            length: step_buffers(model, proposer, pages=pages, drafted=length)
-            for length in self.lengths
-            if length != proposer.nodes
+        layouts = {
+            drafted: step_buffers(model, proposer, pages=pages, drafted=drafted)
+            for drafted in sorted({*self.lengths, proposer.nodes})
         }
-        longest = step_buffers(model, proposer, pages=pages)
-        return StaticBuffers(self.backend, longest, max_requests=self.config.max_requests, shorter=shorter)
+        return StaticBuffers(self.backend, layouts, max_requests=self.config.max_requests)
 
     def _allocate_staging(self, pages: int) -> Staging:
         config, vocabulary = self.config, self.model.config.vocab_size
