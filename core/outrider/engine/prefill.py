@@ -92,7 +92,7 @@ class Prefill:
         media: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> PrefilledChunks:
         """Enqueue the target's pass. ``seq_lens_host`` is None during capture, see :meth:`enqueue_chunks`. ``media`` are
-        features [T, H] and the bool mask [T] of their tokens.
+        features [T, F] and the bool mask [T] of their tokens.
         """
         parts = self._parts
         model, rows, future, proposer = parts.model, parts.rows, parts.future, parts.proposer
@@ -188,14 +188,14 @@ class Prefill:
         return self._parts.model.kernels.sample(logits, temperature, seeds, inputs.ends)
 
     def _features(self, batch: Batch, tokens: int) -> tuple[Tensor | None, Tensor | None]:
-        """Compute on the prefill stream the media features in the chunks. Return them [T, H] with the bool mask [T] of their
-        tokens; both None without media.
+        """Compute on the prefill stream the media features in the chunks. Return them [T, F] with the bool mask [T] of their
+        tokens; both None without media. F is the model's ``feature_size``.
         """
         chunks = [chunk for chunk in batch.prefill if chunk.request.media is not None]
         model, vision = self._parts.model, self._parts.vision
         if vision is None or not chunks:
             return None, None
-        embeddings = torch.zeros((tokens, model.config.hidden_size), dtype=model.dtype, device=model.device)
+        embeddings = torch.zeros((tokens, model.config.feature_size), dtype=model.dtype, device=model.device)
         embedded = torch.zeros(tokens, dtype=torch.bool, device=model.device)
         begin = 0
         for index, chunk in enumerate(batch.prefill):
@@ -316,7 +316,7 @@ def _can_replay_prefill(parts: EngineParts) -> bool:
         return False  # decoding isn't replayed either
     if parts.backend.speculative_sync.exact_host_lengths or parts.attention.plans_on_host:
         return False  # attention reads lengths on the host
-    if model.config.rope.sections or model.config.rope.depends_on_length:
+    if model.config.rope.depends_on_length:
         return False  # rope depends on more than a position
     if model.config.recurrent is not None and not model.kernels.is_native("chunk_gated_delta_rule"):
         return False  # the reference's launches grow with the tokens of a chunk

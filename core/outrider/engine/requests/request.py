@@ -31,7 +31,7 @@ class RequestMedia:
         positions, self.mrope_position_delta = prompt_positions(prompt, [each.grid for each in media], vision)
         self.media = tuple(media)
         self._positions: list[list[int]] = positions.tolist()
-        self._spans = _spans(media, prompt, vision)
+        self._spans = _spans([run for each in media for run in each.runs(vision)], prompt, vision)
         self._features: dict[int, Tensor] = {}
 
     def positions(self, axis: int, start: int, end: int) -> list[int]:
@@ -90,7 +90,9 @@ def request_media(
     if not media:
         return None
     if tower is None:
-        raise RequestError("this engine was built without a vision tower; use Engine.from_checkpoint, or pass vision")
+        raise RequestError(
+            "this engine was built without a vision tower; use Engine.from_checkpoint on a checkpoint with one or pass vision"
+        )
     return prompt_media
 
 

@@ -30,6 +30,7 @@ from outrider.model import (
     checkpoint_dtype,
     find_checkpoint,
     has_tokenizer,
+    has_vision_tower,
     load_through_transformers,
     load_vision,
     plan_decoder,
@@ -150,7 +151,7 @@ def load_checkpoint(
     chosen += (*_quantized_choices(model, mode, directory), *_recurrent_choices(model))
     chosen += _draft_head_choices(model, loading.draft_output_head, vocabulary)
     vision = None
-    if model.config.vision is not None:
+    if model.config.vision is not None and has_vision_tower(directory):  # some copies hold the text model alone
         vision = load_vision(directory, backend=backend, dtype=dtype, progress=progress)
     decided = resolve(config, collect_facts(backend, model, proposer), chosen)
     return Loaded(decided, model, proposer, tokenizer, vision)

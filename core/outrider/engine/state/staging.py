@@ -274,7 +274,11 @@ def _pack_prefill(packer: Packer, batch: Batch, page_size: int, rope: RopeConfig
         values.extend([0] * padding)
         packer.add(name, values)
     if rope.sections:
-        axes = (_rope_axis_positions(chunk, axis) for axis in range(3) for chunk in chunks)
+        axes = (
+            values
+            for axis in range(3)
+            for values in (*(_rope_axis_positions(chunk, axis) for chunk in chunks), [0] * padding)
+        )
         packer.add("rope_positions", chain.from_iterable(axes))
     if rope.depends_on_length:
         lens = ([len(chunk.request.prompt)] * (chunk.end - chunk.start) for chunk in chunks)
