@@ -53,15 +53,7 @@ class EngineParts:
         data = model.ranks.data
         # Allocations are enqueued on forward and completed before work starts on any other stream.
         with backend.on(streams.forward), backend.guard("allocating the engine's caches and buffers"):
-            self.cache = KVCache.for_model(
-                model.config,
-                pages=config.num_pages,
-                page_size=page_size,
-                dtype=model.dtype,
-                cache_dtype=model.cache_dtype,
-                rows=state_rows(requests, config.state_checkpoints),
-                device=device,
-            )
+            self.cache = self._allocate_cache()
             proposer.allocate(backend=backend, pages=config.num_pages, page_size=page_size)
             self.rows = RowTable(rows=requests + 1, pages=table_width, device=device)
             self.options = OptionTable(rows=requests + 1, vocabulary=vocabulary, device=device)
@@ -106,6 +98,19 @@ class EngineParts:
             future=self.future,
             fences=self.fences,
             group=0 if data is None else data.rank,
+        )
+
+    def _allocate_cache(self) -> KVCache:
+        """Allocate the KV pages and recurrent states of the target."""
+        config, model = self.config, self.model
+        return KVCache.for_model(
+            model.config,
+            pages=config.num_pages,
+            page_size=config.page_size,
+            dtype=model.dtype,
+            cache_dtype=model.cache_dtype,
+            rows=state_rows(config.max_requests, config.state_checkpoints),
+            device=self.backend.device,
         )
 
     def _allocate_buffers(self, pages: int) -> StaticBuffers:
