@@ -40,7 +40,7 @@ from outrider.model.layers.transformers_decoder import TransformersDecoder
 from outrider.model.media.mrope import MediaGrid, prompt_positions, speculative_positions
 from outrider.model.media.preprocessing import Media, MediaProcessor, expand_placeholders
 from outrider.model.media.tokenizer import StreamDecoder, Tokenizer, check_same_tokens, has_tokenizer
-from outrider.model.media.vision import VisionTower, load_vision
+from outrider.model.media.vision import VisionTower, has_vision_tower, load_vision
 from outrider.model.quantization import QuantizedMode, QuantizedName
 
 __all__ = [
@@ -95,6 +95,7 @@ __all__ = [
     "find_checkpoint",
     "find_mtp_format",
     "has_tokenizer",
+    "has_vision_tower",
     "header_bytes",
     "load_chained_mtp",
     "load_decoder",

@@ -111,15 +111,19 @@ class HeadCheckpoint:
         self.check_size("hidden_size", config.hidden_size, self.target.config.hidden_size)
 
     def _rope(self, head: ModelConfig) -> RopeConfig:
-        """Return the head's rope, with the axes of its target if the head has none: text positions are equal on all axes."""
-        target = self.target.config
-        sections = head.rope.sections or target.rope.sections
-        if sections and (not target.rope.sections or sum(sections) != head.head_size // 2):
+        """Return the head's rope, with the axes of its target if the head has none and they have as many frequencies: text
+        positions are equal on all axes. Another head without axes reads the indices of tokens.
+        """
+        target, frequencies = self.target.config, head.rope.rotated_size(head.head_size) // 2
+        if not head.rope.sections:
+            axes = target.rope if sum(target.rope.sections) == frequencies else head.rope
+            return replace(head.rope, sections=axes.sections, interleaved=axes.interleaved)
+        if not target.rope.sections or sum(head.rope.sections) != frequencies:
             raise CheckpointError(
                 f"{self.file}: rope sections of the head {list(head.rope.sections)} (head size {head.head_size}) don't go "
                 f"with those of the target {list(target.rope.sections)}"
             )
-        return replace(head.rope, sections=sections)
+        return head.rope
 
     # -- the draft vocabulary ----------------------------------------------------------------------------------------
 

@@ -94,7 +94,12 @@ def _angles_by_axis(rope: RopeConfig, head_size: int, device: torch.device) -> _
     There is no table, because a video's time axis isn't bounded by the number of tokens.
     """
     frequencies = inverse_frequencies(rope, head_size).to(device)
-    axis = torch.repeat_interleave(torch.arange(3), torch.tensor(rope.sections)).to(device)
+    axis = torch.repeat_interleave(torch.arange(3), torch.tensor(rope.sections))
+    if rope.interleaved:
+        axis.zero_()
+        for index in (1, 2):
+            axis[index : 3 * rope.sections[index] : 3] = index
+    axis = axis.to(device)
     return lambda positions, prompt_lens: positions.index_select(0, axis).t().to(torch.float32) * frequencies
 
 
