@@ -278,7 +278,7 @@ def _guide(guided_decoding: dict[str, Any]) -> Guide | None:
     return _GUIDES[name](value)
 
 
-def _given_options(request: GenerateRequest, part: str) -> dict[str, Any]:
+def _given_options(request: Any, part: str) -> dict[str, Any]:
     options: dict[str, Any] = request.get(part) or {}
     return {name: value for name, value in options.items() if value is not None}
 
