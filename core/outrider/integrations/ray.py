@@ -222,21 +222,15 @@ class Ingress:
                 stream.cancel()
                 raise
             if reason is None:
-                return _RelayedResponse(_read_body(stream, first), status, headers)
+                response = StreamingResponse(_read_body(stream, first), status)
+                response.raw_headers = headers  # those of the replica alone
+                return response
             if time.monotonic() >= deadline:
                 text = f"no replica could answer within {self._resend_s:g} s: {reason}"
                 error_body = ApiError(503, text, kind=SERVER, code="no_replica")
                 return Response(error_body.encode(), 503, error_body.headers, "application/json")
             _LOG.warning("request %s is sent again: %s", request_id, reason)
             await asyncio.sleep(_RESEND_DELAY_S)
-
-
-class _RelayedResponse(StreamingResponse):
-    """A response that passes on the replica's status, headers and body."""
-
-    def __init__(self, body: AsyncIterator[bytes], status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        super().__init__(body, status)
-        self.raw_headers = headers
 
 
 def scale(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
