@@ -15,6 +15,7 @@ from outrider.errors import RequestError
 from outrider.model import Tokenizer
 from outrider.serve.api.prompt_builder import EnginePrompt, PromptBuilder
 from outrider.serve.api.responses import OVERLOADED, SERVER, ApiError, bad_request, unavailable
+from outrider.serve.api.tool_calls import ToolCallReader
 from outrider.serve.config import ServeConfig
 from outrider.serve.connection.engine_client import EngineClient, EngineGone, Inbox
 from outrider.serve.connection.engine_messages import SampleOutput
@@ -238,15 +239,18 @@ class Service:
         *,
         priority: int = 0,
         pieces: bool = False,
+        readers: Sequence[ToolCallReader] = (),
     ) -> Generation:
         """Start a request and return its generation once the engine has accepted it. The caller must close the generation.
 
         Prompt i gets ``params[i].n`` choices. ``pieces`` is passed to :class:`~outrider.serve.api.service.ChoiceText`.
+        ``readers`` has one for each choice of a chat.
+
         Raises :class:`ApiError` if the request is refused or the queue is full.
         """
         self.check_accepting()
         self.check_room(sum(each.n for each in params))
-        generation = Generation(self, pieces=pieces)
+        generation = Generation(self, pieces=pieces, readers=readers)
         try:
             await generation.start(prompts, params, priority)
         except BaseException:
@@ -296,7 +300,9 @@ class Service:
 class Generation:
     """The running choices of one HTTP request, and its counts and times for log and metrics."""
 
-    def __init__(self, service: Service, *, pieces: bool) -> None:
+    def __init__(self, service: Service, *, pieces: bool, readers: Sequence[ToolCallReader]) -> None:
+        self.readers = readers
+        """The readers of the choices of a chat; empty for a completion."""
         self._service = service
         self._inbox = Inbox()
         self._pieces = pieces
@@ -325,6 +331,20 @@ class Generation:
     def choices(self) -> int:
         """Number of choices of the request."""
         return len(self._choices)
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """The prompt tokens and the output tokens received so far, over all choices, in the form of OpenAI's API."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.output_tokens,
+            "total_tokens": self.prompt_tokens + self.output_tokens,
+            "prompt_tokens_details": {"cached_tokens": min(self.cached_tokens, self.prompt_tokens)},
+            "completion_tokens_details": {
+                "accepted_draft_tokens": self.accepted_draft_tokens,
+                "proposed_draft_tokens": self.proposed_draft_tokens,
+            },
+        }
 
     @property
     def finish_reasons(self) -> list[str]:
@@ -386,6 +406,10 @@ class Generation:
                 num_running -= output.finish_reason is not None
             yield deltas
         self._record()
+
+    def read_message(self, delta: ChoiceDelta) -> dict[str, Any]:
+        """Return the delta of the message that ``delta`` of a chat's choice completes, possibly empty."""
+        return self.readers[delta.index].feed(delta.text, last=delta.finish_reason is not None)
 
     def _count(self, output: SampleOutput, now: float) -> ChoiceText:
         """Count the tokens of an output that has arrived, and return its choice."""

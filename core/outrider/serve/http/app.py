@@ -7,7 +7,7 @@ import functools
 import hashlib
 import importlib.metadata
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from importlib import resources
 from typing import Any
@@ -36,10 +36,10 @@ from outrider.serve.api.request_fields import (  # noqa: E402
     format_guide,
     sampling_params,
 )
-from outrider.serve.api.response_writer import ResponseWriter  # noqa: E402
-from outrider.serve.api.responses import ApiError, DeferredResponse, EventStreamResponse, bad_request  # noqa: E402
+from outrider.serve.api.response_writer import ChatWriter, CompletionWriter  # noqa: E402
+from outrider.serve.api.responses import ApiError, bad_request  # noqa: E402
 from outrider.serve.api.responses_api import add_responses_routes  # noqa: E402
-from outrider.serve.api.service import ServerState, Service  # noqa: E402
+from outrider.serve.api.service import Generation, ServerState, Service  # noqa: E402
 from outrider.serve.api.tool_calls import RequestToolCalls  # noqa: E402
 from outrider.serve.connection.engine_client import EngineClient  # noqa: E402
 from outrider.serve.http.metrics import PROMETHEUS_CONTENT_TYPE  # noqa: E402
@@ -120,23 +120,26 @@ def create_app(
         prompts = await service.build_prompts(lambda: prompter.completion_prompts(body.prompt), size=prompt_size(body.prompt))
         texts = prompter.prompt_texts(body.prompt) if body.echo else []
         echoed = [text for text in texts for _ in range(body.n or 1)]
-        writer = await _start(service, request, body, prompts, body.max_tokens or 16, fingerprint)
-        return _respond(service, body, writer, echoed)
+        generation = await _start(service, request, body, prompts, body.max_tokens or 16)
+        writer = CompletionWriter(body, generation, prompter.tokenizer, fingerprint=fingerprint, echoed=echoed)
+        return writer.respond(service, stream=body.stream)
 
     @app.post("/v1/chat/completions", responses=_RESPONSES, response_class=Response)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Generate the next message of a conversation."""
         _check(service, body)
-        return _respond(service, body, await start_chat(body, request))
+        generation = await start_chat(body, request)
+        writer = ChatWriter(body, generation, prompter.tokenizer, fingerprint=fingerprint)
+        return writer.respond(service, stream=body.stream)
 
-    async def start_chat(body: ChatRequest, request: Request, *, clamp: bool = False) -> ResponseWriter:
+    async def start_chat(body: ChatRequest, request: Request, *, clamp: bool = False) -> Generation:
         service.check_room(body.n or 1)
         calls = RequestToolCalls(body, prompter.answer_format)
         prompt = await service.build_prompts(lambda: prompter.chat(body), size=None)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         if clamp and max_tokens is not None:
             max_tokens = min(max_tokens, max(1, engine.info.longest_request - prompt.length))
-        return await _start(service, request, body, [prompt], max_tokens, fingerprint, calls=calls)
+        return await _start(service, request, body, [prompt], max_tokens, calls)
 
     add_responses_routes(app, service, start_chat, _RESPONSES)
     add_messages_routes(app, service, start_chat, _RESPONSES)
@@ -169,13 +172,11 @@ async def _start(
     body: SamplingFields,
     prompts: list[EnginePrompt],
     max_tokens: int | None,
-    fingerprint: str,
-    *,
     calls: RequestToolCalls | None = None,
-) -> ResponseWriter:
-    """Start the generation of a checked request and return the writer of its response.
+) -> Generation:
+    """Start the generation of a checked request and return it. ``calls`` are the tool calls of a chat.
 
-    ``calls`` are the tool calls of a chat. The caller must close the writer's generation.
+    The caller must close the generation.
     """
     info, n = service.engine.info, body.n or 1
     spelled: tuple[int, ...] = ()
@@ -193,21 +194,10 @@ async def _start(
     readers = [] if calls is None else [calls.create_reader(prompts[0].text) for _ in range(num_choices)]
     pieces = body.stream_options is not None and body.stream_options.include_drafted
     priority = body.priority or 0
-    generation = await service.generate(prompts, params, priority=priority, pieces=pieces)
+    generation = await service.generate(prompts, params, priority=priority, pieces=pieces, readers=readers)
     generation.log_fields = request.scope[LOG_FIELDS_KEY]
     generation.log_fields["model"] = body.model
-    return ResponseWriter(body, generation, service.prompter.tokenizer, fingerprint=fingerprint, readers=readers)
-
-
-def _respond(service: Service, body: SamplingFields, writer: ResponseWriter, echoed: Sequence[str] = ()) -> Response:
-    """Return the response of a started request, whole or streamed.
-
-    ``echoed`` has the prompt text of each choice that the response repeats.
-    """
-    close = writer.generation.close
-    if body.stream:
-        return EventStreamResponse(lambda: writer.write_chunks(echoed), close=close, write_s=service.config.write_timeout_s)
-    return DeferredResponse(lambda: writer.write_whole(echoed), close=close)
+    return generation
 
 
 def _add_error_handlers(app: FastAPI) -> None:
