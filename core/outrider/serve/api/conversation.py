@@ -6,9 +6,8 @@ import json
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from fastapi import Request
 from pydantic import Field, ValidationError, model_validator
 
 from outrider.errors import shown
@@ -277,14 +276,3 @@ class TranslatedWriter(ResponseWriter):
     @abstractmethod
     def _error_event(self, error: ApiError) -> dict[str, Any]:
         """Return the event for an error of the generation."""
-
-
-class ChatStarter(Protocol):
-    """A function that starts the generation of a chat request."""
-
-    async def __call__(self, body: ChatRequest, request: Request, *, clamp: bool = False) -> Generation:
-        """Return the generation, which the caller must close.
-
-        With ``clamp``, ``max_tokens`` may exceed the context, which then ends the generation.
-        """
-        ...

@@ -15,7 +15,6 @@ from starlette.responses import JSONResponse, Response
 
 from outrider.serve.api.conversation import (
     BlockStep,
-    ChatStarter,
     Conversation,
     ConversationBuilder,
     ObjectList,
@@ -281,9 +280,7 @@ def _content_block(block: OutputBlock) -> dict[str, Any]:
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
 
 
-def add_messages_routes(
-    app: FastAPI, service: Service, start_chat: ChatStarter, responses: Mapping[int | str, dict[str, Any]]
-) -> None:
+def add_messages_routes(app: FastAPI, service: Service, responses: Mapping[int | str, dict[str, Any]]) -> None:
     """Add the routes to ``app``. ``responses`` describes the responses of a generating route for the API's schema."""
 
     @app.post(MESSAGES_PATH, responses=dict(responses), response_class=Response)
@@ -291,7 +288,7 @@ def add_messages_routes(
         """Generate the next message of a conversation."""
         service.check_accepting()
         service.check_model(body.model)
-        generation = await start_chat(translate_messages_request(body), request, clamp=True)
+        generation = await service.start_chat(translate_messages_request(body), request, clamp=True)
         return MessagesWriter(body, generation).respond(service, stream=body.stream)
 
     @app.post(f"{MESSAGES_PATH}/count_tokens", responses=dict(responses))

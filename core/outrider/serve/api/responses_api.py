@@ -20,7 +20,6 @@ from starlette.responses import JSONResponse, Response
 
 from outrider.serve.api.conversation import (
     BlockStep,
-    ChatStarter,
     Conversation,
     ConversationBuilder,
     ObjectList,
@@ -482,9 +481,7 @@ def _custom_input(arguments: str) -> str:
         return arguments
 
 
-def add_responses_routes(
-    app: FastAPI, service: Service, start_chat: ChatStarter, responses: Mapping[int | str, dict[str, Any]]
-) -> None:
+def add_responses_routes(app: FastAPI, service: Service, responses: Mapping[int | str, dict[str, Any]]) -> None:
     """Add the routes to ``app``. ``responses`` describes the responses of a generating route for the API's schema."""
     store = ResponseStore()
 
@@ -501,7 +498,7 @@ def add_responses_routes(
             if body.store is not False:
                 store.add(response, [*items, *response["output"]])
 
-        generation = await start_chat(chat, request)
+        generation = await service.start_chat(chat, request)
         return ResponsesWriter(body, tools, generation, keep).respond(service, stream=body.stream)
 
     @app.get("/v1/responses/{response_id}", responses=dict(responses))

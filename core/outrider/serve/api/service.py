@@ -1,4 +1,4 @@
-"""Text of one choice, decoded from the engine's outputs, and the log-probabilities of its tokens in OpenAI's format."""
+"""The requests of a server: their generations, the text of each choice, and log-probabilities in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeVar
 
+from starlette.requests import Request
+
 from outrider.engine.requests.sampling import SamplingParams, TokenLogprobs
 from outrider.errors import RequestError
 from outrider.model import Tokenizer
 from outrider.serve.api.prompt_builder import EnginePrompt, PromptBuilder
+from outrider.serve.api.request_fields import ChatRequest, SamplingFields, format_guide, sampling_params
 from outrider.serve.api.responses import OVERLOADED, SERVER, ApiError, bad_request, unavailable
-from outrider.serve.api.tool_calls import ToolCallReader
+from outrider.serve.api.tool_calls import RequestToolCalls, ToolCallReader
 from outrider.serve.config import ServeConfig
 from outrider.serve.connection.engine_client import EngineClient, EngineGone, Inbox
 from outrider.serve.connection.engine_messages import SampleOutput
@@ -153,6 +156,8 @@ def format_token(tokenizer: Tokenizer, token: int) -> str:
 
 
 T = TypeVar("T")
+LOG_FIELDS_KEY = "outrider"
+"""Key in the ASGI scope of a dict: a route adds the fields to it that the request's log record shall have."""
 _RETRY_AFTER_S = 1
 """Value in seconds of the header ``Retry-After`` for a client whose request was refused."""
 _MAX_INLINE_CHARACTERS = 1024
@@ -231,6 +236,51 @@ class Service:
                 "context_length_exceeded",
             )
         return longest - length if max_tokens is None else max_tokens
+
+    async def start_chat(self, body: ChatRequest, request: Request, *, clamp: bool = False) -> Generation:
+        """Start the generation of a chat request and return it. The caller must close the generation.
+
+        With ``clamp``, ``max_tokens`` may exceed the context, which then ends the generation.
+        """
+        self.check_room(body.n or 1)
+        calls = RequestToolCalls(body, self.prompter.answer_format)
+        prompt = await self.build_prompts(lambda: self.prompter.chat(body), size=None)
+        max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        if clamp and max_tokens is not None:
+            max_tokens = min(max_tokens, max(1, self.engine.info.longest_request - prompt.length))
+        return await self.start_generation(body, request, [prompt], max_tokens, calls)
+
+    async def start_generation(
+        self,
+        body: SamplingFields,
+        request: Request,
+        prompts: list[EnginePrompt],
+        max_tokens: int | None,
+        calls: RequestToolCalls | None = None,
+    ) -> Generation:
+        """Start the generation of a request with these prompts and return it. The caller must close the generation.
+
+        ``calls`` are the tool calls of a chat.
+        """
+        info, n = self.engine.info, body.n or 1
+        spelled: tuple[int, ...] = ()
+        if calls is None:
+            guide = format_guide(body)
+        else:
+            calls.read_prompt(prompts[0].text)
+            guide, spelled = calls.guide, self.prompter.marker_tokens
+        limits = [self.output_limit(prompt, max_tokens) for prompt in prompts]
+        params = [sampling_params(body, info, max_tokens=limit, guide=guide, spelled_tokens=spelled) for limit in limits]
+        if n > 1 and params[0].n == 1:  # greedy samples are equal; the engine runs them as separate requests
+            prompts = [prompt for prompt in prompts for _ in range(n)]
+            params = [each for each in params for _ in range(n)]
+        num_choices = sum(each.n for each in params)
+        readers = [] if calls is None else [calls.create_reader(prompts[0].text) for _ in range(num_choices)]
+        pieces = body.stream_options is not None and body.stream_options.include_drafted
+        generation = await self.generate(prompts, params, priority=body.priority or 0, pieces=pieces, readers=readers)
+        generation.log_fields = request.scope[LOG_FIELDS_KEY]
+        generation.log_fields["model"] = body.model
+        return generation
 
     async def generate(
         self,
