@@ -11,6 +11,7 @@ import argparse
 import json
 import statistics
 import sys
+from itertools import product
 
 import torch
 from demo import TASK, find_weights
@@ -44,10 +45,7 @@ PROMPTS = {
         f"Correct the spelling of this text and write it again.\n\n{TEXT}",
     ),
 }
-DRAFTERS = (
-    *((head, count) for head in HEADS for count in (1, 3, 5, 7)),
-    *((lookup, count) for lookup in ("ngram", "suffix") for count in (3, 7)),
-)
+DRAFTERS = (*HEADS, "ngram", "suffix")
 
 
 def main() -> int:
@@ -56,6 +54,9 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--drafters", default=",".join(DRAFTERS), help="default: all")
+    parser.add_argument("--draft-tokens", default="1,3,5,7")
+    parser.add_argument("--draft-length", choices=("fixed", "load"), default="fixed")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -71,8 +72,9 @@ def main() -> int:
     }
     plain = load_outrider(directory, "none", 1, args.dtype, args.backend)
     rows: list[dict[str, object]] = []
-    for drafter, count in DRAFTERS:
-        engine = load_outrider(directory, drafter, count, args.dtype, args.backend)
+    drafters = list(product(args.drafters.split(","), map(int, args.draft_tokens.split(","))))
+    for drafter, count in drafters:
+        engine = load_outrider(directory, drafter, count, args.dtype, args.backend, args.draft_length)
         time_outrider(plain, warm_up, args.tokens), time_outrider(engine, warm_up, args.tokens)
         for kind, each in prompts.items():
             accepted, ratios = [], []
@@ -96,7 +98,7 @@ def main() -> int:
         sys.stdout.write(json.dumps(rows, indent=1) + "\n")
         return 0
     sys.stdout.write(f"| drafter, draft tokens | {' | '.join(PROMPTS)} |\n|---{'|---' * len(PROMPTS)}|\n")
-    for drafter, count in DRAFTERS:
+    for drafter, count in drafters:
         found = [row for row in rows if (row["drafter"], row["draft_tokens"]) == (drafter, count)]
         cells = " | ".join(f"{row['tokens_per_iteration']}, {row['speed']}" for row in found)
         sys.stdout.write(f"| {drafter}, {count} | {cells} |\n")

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Literal
 
 from outrider import Engine, EngineConfig, SamplingParams
 from outrider.bundled import SMOLLM2_HEADS, bundled
@@ -9,9 +10,17 @@ from outrider.bundled import SMOLLM2_HEADS, bundled
 HEADS = {kind: name for name, kind in SMOLLM2_HEADS.items()}
 
 
-def load_outrider(directory: Path, proposer: str, draft_tokens: int, dtype: str, backend: str = "cpu") -> Engine:
+def load_outrider(
+    directory: Path,
+    proposer: str,
+    draft_tokens: int,
+    dtype: str,
+    backend: str = "cpu",
+    draft_length: Literal["fixed", "load"] = "fixed",
+) -> Engine:
     draft = bundled(HEADS[proposer]) if proposer in HEADS else None
-    config = EngineConfig(max_requests=1, max_context=1024, draft_tokens=draft_tokens, dtype=dtype)
+    lengths = None if proposer == "none" else draft_length
+    config = EngineConfig(max_requests=1, max_context=1024, draft_tokens=draft_tokens, dtype=dtype, draft_length=lengths)
     return Engine.from_checkpoint(directory, backend, draft_dir=draft, speculate=proposer, config=config)
 
 

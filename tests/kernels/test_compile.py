@@ -51,6 +51,9 @@ def kernels(streamed):
         "chunk_start",
         "first_chunk",
         "prefetch_gates",
+        "make_pipelines",
+        "tile_sums",
+        "store_tile",
         "load_angles",
         "write_rotated",
         "as_cached",
@@ -72,6 +75,7 @@ def kernels(streamed):
         "nibble_planes_streamed.py",
         "nibble_planes_gated.py",
         "large_m_gates.py",
+        "large_m.py",
         "paged_streamed.py",
     }
     apart = {"tma_pipeline.py"} | (set() if streamed else rings)  # helpers alone, and what needs a copy engine

@@ -115,7 +115,7 @@ def write_checkpoint(shape: str, root: Path, *, dtype: str = "bfloat16", shard: 
     from outrider.model.heads.eagle_loading import eagle_targets
 
     config = shape_config(shape)
-    head = replace(_head_config(config), family=config.family, num_layers=1, windows=(0,))
+    head = replace(_head_config(config), num_layers=1, windows=(0,))
     target, draft = root / "target", root / "draft"
     total = 0
     for directory, model, pieces in (

@@ -31,7 +31,8 @@ class RequestMedia:
         positions, self.mrope_position_delta = prompt_positions(prompt, [each.grid for each in media], vision)
         self.media = tuple(media)
         self._positions: list[list[int]] = positions.tolist()
-        self._spans = _spans([run for each in media for run in each.runs(vision)], prompt, vision)
+        self._runs = [run for each in media for run in each.runs(vision)]  # a video with times has one for each frame
+        self._spans = _spans(self._runs, prompt, vision)
         self._features: dict[int, Tensor] = {}
 
     def positions(self, axis: int, start: int, end: int) -> list[int]:
@@ -41,21 +42,21 @@ class RequestMedia:
 
     def digests(self, start: int, end: int) -> tuple[tuple[int, bytes], ...]:
         """Return (first token, digest) of each medium that overlaps the tokens ``start`` to ``end`` (exclusive)."""
-        spans = zip(self._spans, self.media, strict=True)
-        return tuple((span.start, media.digest) for span, media in spans if span.start < end and start < span.stop)
+        spans = zip(self._spans, self._runs, strict=True)
+        return tuple((span.start, run.digest) for span, run in spans if span.start < end and start < span.stop)
 
     def embed(self, tower: VisionTower, start: int, end: int, embeddings: Tensor, embedded: Tensor) -> None:
         """Write the features of the media tokens among ``start`` to ``end`` into their rows of ``embeddings`` [n, H].
 
         Sets ``embedded`` bool [n] to True for these rows. The tower may block the host.
         """
-        for index, (span, media) in enumerate(zip(self._spans, self.media, strict=True)):
+        for index, (span, run) in enumerate(zip(self._spans, self._runs, strict=True)):
             first, last = max(span.start, start), min(span.stop, end)
             if first >= last:
                 continue
             if index not in self._features:
                 # Encode one medium per call: a batch with other media could change the last bits of its features.
-                (self._features[index],) = tower.encode([media])
+                (self._features[index],) = tower.encode([run])
             embeddings[first - start : last - start] = self._features[index][first - span.start : last - span.start]
             embedded[first - start : last - start] = True
             if last == span.stop:
