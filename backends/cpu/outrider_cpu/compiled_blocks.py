@@ -253,8 +253,8 @@ class CompiledBlocks:
 
 
 def _scratch_elements(rows: int, groups: int) -> int:
-    """Return the number of elements of one thread's scaled x and of the sums of its groups."""
-    return rows * groups * (GROUP + 1)
+    """Return the number of elements of one thread's rounded x and of the scales and sums of its groups."""
+    return rows * groups * (GROUP // 2 + 2)  # of float32: 16-bit x, then a scale and a sum of each group
 
 
 def _is_plain(tensor: Tensor) -> bool:
