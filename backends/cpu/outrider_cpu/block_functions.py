@@ -247,12 +247,10 @@ class BlockFunctions:
     def _write_attention(self, head_size: int, products: dict[str, int]) -> None:
         w = self._writer
         with w.function("attention", 1) as (arguments,):
-            rows, count, norm, groups, bits, packed, output_bits, output, scratch, scratch_stride, qkv, attended = _read(
-                w, arguments, 12
-            )
-            cos, sin, k_cache, v_cache, slots, starts, lens, tables, table_stride = _read(w, arguments, 9, 12)
-            requests, heads, kv_heads, page_size, window, angle_stride = _read(w, arguments, 6, 21)
-            eps, scale = arguments + 27 * 8, arguments + 28 * 8
+            norm, bits, packed, output_bits, output, k_cache, v_cache, window = _read(w, arguments, 8)
+            eps, scale = arguments + 8 * 8, arguments + 9 * 8
+            rows, count, groups, scratch, scratch_stride, qkv, attended, cos, sin, slots = _read(w, arguments, 10, 10)
+            starts, lens, tables, row_stride, requests, heads, kv_heads, page_size, angle_stride = _read(w, arguments, 9, 20)
             head_bytes = head_size * _FLOAT_BYTES
             all_heads, output_groups = heads + kv_heads * 2, heads * (head_size // GROUP)
             own = scratch + self._thread() * scratch_stride
@@ -296,7 +294,7 @@ class BlockFunctions:
                         attended + (row * heads + head) * head_bytes,
                         head_size,
                         factor,
-                        _KeyRange(w, begin, end, tables + which * table_stride * 4, page_size, kv_heads * head_bytes),
+                        _KeyRange(w, begin, end, tables + which * row_stride * 4, page_size, kv_heads * head_bytes),
                     )
             self._wait()
             w.call_address(products["prepare"], attended, 0, 0, own, sums, count, output_groups)
