@@ -133,7 +133,7 @@ def _powers(limit: int) -> tuple[int, ...]:
 def compiled() -> Mapping[str, int]:
     """Return the number of variants that this process compiled or loaded, by kernel; none in the interpreter."""
     found = {}
-    loaded = list(sys.modules.items())
+    loaded = [(f"{name}.", module) for name, module in sys.modules.items()]
     modules = [module for name, module in loaded if name.startswith("outrider_triton.") and ".jit." in name]
     for module in modules:
         for name, kernel in vars(module).items():
