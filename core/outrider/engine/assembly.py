@@ -6,10 +6,10 @@ import math
 
 from outrider.device import Group, StepMode
 from outrider.engine.fused_step import FusedStep
-from outrider.engine.graphs import CaptureProgress, GraphRunner, Runner
+from outrider.engine.graphs import CaptureProgress, GraphRunner, Runner, captured_features
 from outrider.engine.guided import GuidedDecoding
 from outrider.engine.loop import IterationLauncher, Loop
-from outrider.engine.prefill import Prefill, PrefillLauncher, build_prefill_graphs
+from outrider.engine.prefill import Prefill, PrefillLauncher, build_prefill_graphs, stage_prompt_padding
 from outrider.engine.ranked import DecidersGuides, FollowersGuides, RankedPrefill, RankedStages, RankedStep
 from outrider.engine.ranks.decision_log import DecisionLog
 from outrider.engine.recovery import Watchdog
@@ -17,7 +17,8 @@ from outrider.engine.requests.draft_length import DraftLengthPolicy
 from outrider.engine.requests.groups import AgreedLength, GroupScheduler
 from outrider.engine.requests.pages import FreeList, PagePool, StateCheckpoints
 from outrider.engine.requests.scheduler import Scheduler, SchedulerLimits
-from outrider.engine.stages import Iteration, Stages
+from outrider.engine.stages import DecodeBatch, Iteration, Stages, build_frame
+from outrider.engine.state.buffers import EXTEND, INPUTS, VERIFY
 from outrider.engine.state.parts import EngineParts
 from outrider.engine.step import Step
 from outrider.model import ModelRanks
@@ -46,6 +47,27 @@ class Assembly:
         """
         runner, prefill = Runner(self._parts), self._prefill
         return self._wrap(Step(self._parts, self._stages, runner, prefill, self._guided), runner, prefill)
+
+    def compile_ahead(self) -> None:
+        """Compile kernels of decode iterations and of short prompts on padding, without their results, if the kernels can.
+
+        Only fused iterations are compiled, which need nothing of the host. The caller has opened the scope of variants.
+        """
+        parts, padding = self._parts, (INPUTS, VERIFY, EXTEND)
+        scope = parts.model.kernels.compile_ahead()
+        if scope is None or parts.config.step_mode is not StepMode.FUSED or not parts.model.ranks.is_single:
+            return
+        drafted, forward = max(parts.lengths), parts.streams.forward
+        with parts.backend.guard("compiling kernels ahead"), parts.backend.on(forward):
+            for group in padding:
+                parts.buffers.pad(group, count=0, bucket=1, drafted=drafted)
+            prompts = stage_prompt_padding(parts)
+            with scope:
+                for features in captured_features(parts):
+                    batch = DecodeBatch(1, 1, drafted, features, parts.capacity, captured=True)
+                    self._iteration.run(batch, build_frame(parts.buffers, batch))
+                    if prompts is not None and not features.options:
+                        self._prefill.enqueue_chunks(prompts, features)
 
     def capture(self, progress: CaptureProgress | None) -> tuple[Runner, PrefillLauncher]:
         """Capture the graphs of the config, and return the launchers of stages and of prompts."""

@@ -232,6 +232,8 @@ MAX_GRAPH_TOKENS = 2048
 host needs to launch the kernels.
 """
 MOST_SEQUENCES = 16
+_PADDING_TOKENS = 16
+"""Number of tokens of a prompt that only compiles kernels."""
 
 
 def max_graph_tokens(backend: Backend) -> int:
@@ -351,6 +353,17 @@ def build_prefill_graphs(parts: EngineParts, prefill: Prefill) -> PrefillGraphs 
     if not tokens or not _can_replay_prefill(parts):
         return None
     return PrefillGraphs(parts, prefill, tokens=tokens)
+
+
+def stage_prompt_padding(parts: EngineParts) -> PrefillInputs | None:
+    """Stage a prompt of padding alone, on the current stream, and return its inputs; None for an engine that can't replay
+    prompts from graphs.
+    """
+    if not _can_replay_prefill(parts):
+        return None
+    bucket = PrefillBucket(_PADDING_TOKENS, min(MOST_SEQUENCES, parts.staging.max_requests))
+    segments = parts.input_upload.stage_padding(bucket)
+    return prefill_inputs((), parts.staging, segments, most=parts.capacity)
 
 
 PrefillLauncher = Prefill | PrefillGraphs

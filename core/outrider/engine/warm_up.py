@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from outrider.device import Backend
@@ -40,14 +40,24 @@ class WarmUp:
 
 
 def warm_up(
-    loop: Loop, backend: Backend, model: LanguageModel, proposer: Proposer, config: DecidedConfig, *, room: int, lengths: int
+    loop: Loop,
+    backend: Backend,
+    model: LanguageModel,
+    proposer: Proposer,
+    config: DecidedConfig,
+    *,
+    compile_ahead: Callable[[], None],
+    room: int,
+    lengths: int,
 ) -> WarmUp:
     """Serve internal requests that use every feature: a prompt of two chunks, then iterations that draft, verify and extend.
-    ``loop`` is created for this and dropped afterwards. ``room`` is the number of tokens that a request may have.
-    ``lengths`` is the number of draft lengths, used in turn.
+
+    ``loop`` is created for this and dropped afterwards. ``compile_ahead`` starts the compilation of kernels. ``room`` is the
+    number of tokens that a request may have. ``lengths`` is the number of draft lengths, used in turn.
     """
     kernels = model.kernels
     before, began = kernels.compiled(), time.perf_counter()
+    compile_ahead()
     most = max(1, min(2 * proposer.depth + 3, room - 1))
     length = max(1, min(config.prefill_chunk + 2, room - most))
     vision = model.config.vision
