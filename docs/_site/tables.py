@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from pathlib import Path
 
@@ -91,8 +92,49 @@ def fence_table() -> str:
     return "\n".join(lines)
 
 
+EVENT = re.compile(r"run\(stages\.(\w+)|fences\.(\w+)(?:\[\w+\])?\.(wait|signal)\((?:\w+\.)*(\w+)\)")
+"""The launch of a stage, or the wait or signal of a fence on a stream, in a line of the step's source."""
+
+
+def step_lines() -> list[str]:
+    """Return the lines that enqueue an iteration in staged mode, in their order, with the called methods in place."""
+    from outrider.engine.guided import GuidedDecoding
+    from outrider.engine.step import Step
+
+    called = {"self._publish(": Step._publish, "self._guided.mask_draft(": GuidedDecoding.mask_draft}
+    lines: list[str] = []
+    for method in (Step._upload_inputs, Step._decode, Step._copy_results_to_host):
+        for line in inspect.getsource(method).splitlines():
+            inner = next((called[call] for call in called if call in line), None)
+            lines += [line] if inner is None else inspect.getsource(inner).splitlines()
+    return lines
+
+
+def stage_fences() -> dict[str, tuple[list[str], list[str]]]:
+    """Return for each stage the fences that its stream waits for before it, and those that its stream signals after it."""
+    from outrider.engine.stages import STAGES, Stages
+
+    by_class = {stage.__name__: stage for stage in STAGES}
+    attributes = re.findall(r"self\.(\w+) = (\w+)\(parts\)", inspect.getsource(Stages))
+    stages = {name: by_class[kind] for name, kind in attributes}
+    found: dict[str, tuple[list[str], list[str]]] = {stage.name: ([], []) for stage in STAGES}
+    waits: dict[str, list[str]] = {}
+    last: dict[str, str] = {}
+    for match in filter(None, map(EVENT.search, step_lines())):
+        launched, fence, verb, stream = match.groups()
+        if launched:
+            stage = stages[launched]
+            found[stage.name][0].extend(waits.pop(stage.on, []))
+            last[stage.on] = stage.name
+        elif verb == "wait":
+            waits.setdefault(stream, []).append(fence)
+        elif stream in last:
+            found[last[stream]][1].append(fence)
+    return found
+
+
 def stage_table() -> str:
-    """Return what each stage of an iteration reads and writes, as Markdown."""
+    """Return what each stage of an iteration reads and writes, and the fences around it, as Markdown."""
     from outrider.engine.stages import STAGES
     from outrider.engine.state.buffers import GROUPS
 
@@ -100,8 +142,12 @@ def stage_table() -> str:
         code = (f"`{name}`" if "." in name else f"`{name}.*`" if name in GROUPS else name for name in names)
         return ", ".join(code) or "the plan in the attention metadata"
 
-    lines = ["| stage | stream | reads | writes |", "|---|---|---|---|"]
-    return "\n".join(lines + [f"| {s.name} | {s.on} | {listed(s.reads)} | {listed(s.writes)} |" for s in STAGES])
+    fences = stage_fences()
+    lines = ["| stage | stream | waits for | reads | writes | then signals |", "|---|---|---|---|---|---|"]
+    for stage in STAGES:
+        before, after = (", ".join(f"`{name}`" for name in names) for names in fences[stage.name])
+        lines.append(f"| {stage.name} | {stage.on} | {before} | {listed(stage.reads)} | {listed(stage.writes)} | {after} |")
+    return "\n".join(lines)
 
 
 def replaced(page: str, begin: str, end: str, content: str) -> str:

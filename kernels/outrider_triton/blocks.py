@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from outrider.device import (
@@ -19,6 +20,7 @@ from outrider.device import (
     MlpBlock,
     QuantizedWeight,
     RankBoundary,
+    RecurrentBlock,
     ResidualStream,
     RotaryArgs,
     Weight,
@@ -34,7 +36,7 @@ from outrider_triton.attention.cached import CacheAttention
 from outrider_triton.attention.prefill import PrefillOperands
 from outrider_triton.products.dense import DenseProducts
 from outrider_triton.products.operands import Product, QuantizedProduct
-from outrider_triton.quantized.products import QuantizedProducts
+from outrider_triton.quantized.products import QuantizedProducts, has_dynamic_activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,18 @@ class FusedBlocks:
         heads, gate = split_gate(linear(self._kernels, normed, qkv, block.qkv_bias), block)
         return write_heads(self._kernels, heads, block, tokens), gate
 
+    def projections(self, x: ResidualStream, block: RecurrentBlock) -> list[Tensor]:
+        """Return the product [T, ...] of the normalised rows and each weight of ``block.projections``. The norm's kernel
+        quantises the rows for a first weight with quantised activations.
+        """
+        (first, *others), pending = block.projections, x.pending
+        if isinstance(pending, DeferredQuantized) and isinstance(first, QuantizedWeight) and has_dynamic_activations(first):
+            norm, normed = (x.rows, block.norm, block.eps), torch.empty_like(x.rows)
+            product = self._quantized.norm_linear_quantized(pending.product, *norm, first, unquantized=normed)
+            return [product, *(linear(self._kernels, normed, each) for each in others)]
+        normed = x.norm(block.norm, block.eps)
+        return [linear(self._kernels, normed, each) for each in block.projections]
+
     def _rotated(self, x: Tensor, weight: Weight, bias: Tensor | None, rotary: RotaryArgs) -> Tensor:
         if isinstance(weight, Tensor):
             return self._dense.linear_rope_write_cache(Product(x, weight, bias), rotary)
@@ -143,8 +157,11 @@ class FusedBlocks:
     def attended_mlp(
         self, pending: DeferredAttention, x: ResidualStream, block: MlpBlock, gate_up: QuantizedWeight
     ) -> Contribution:
-        """Attend, multiply, add and norm, then multiply by gate and up. A streamed product applies the activation itself and
-        returns the maxima of its rows: several programs per row then quantise it.
+        """Compute the deferred attention ``pending`` and its output product, add the product to ``x``, and compute the MLP
+        ``block`` of the norm. Return the MLP's down product, which stays deferred.
+
+        A streamed gate and up product applies the activation itself, and returns the maxima of its rows for the kernel that
+        quantises them.
         """
         following = x.rows, block.norm, block.eps, gate_up, block.gate_up_bias
         attention, normed = pending.block, None

@@ -117,10 +117,14 @@ class ExactTiles(TileSelection):
 
 
 class ExactProducts(DenseProducts):
-    """Unquantized products whose kernel is the same for every number of tokens, so that the order of sums is too."""
+    """Unquantized products that one kernel computes for every number of tokens, so that the order of a row's sums never
+    changes.
+    """
 
     def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """Add the product in the kernel of the norm, in whose order other passes add it; the norm itself is dropped."""
+        """Add the product to ``residual`` in place, with the kernel of :meth:`linear_add_rms_norm`, whose norm is dropped.
+        The order of sums is then the same as in passes that need the norm.
+        """
         self.linear_add_rms_norm(x, weight, bias, residual, residual.new_ones(residual.shape[-1:]), 1.0)
         return residual
 

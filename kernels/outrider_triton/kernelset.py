@@ -208,8 +208,9 @@ class TritonKernels(KernelSet):
     def linear_quantized(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
         """Multiply by a quantised weight.
 
-        Up to 128 tokens (64 in e4m3 with row scales) use one kernel, after one that quantises them. The library multiplies
-        more, with a dequantized weight if it doesn't take the stored format. The reference computes float32 and float64.
+        Up to 128 tokens (64 in e4m3 with row scales), Triton's kernel multiplies, after a kernel that quantises the tokens.
+        For more tokens the library multiplies: the operands as stored if it supports their format, else the dequantized
+        weight. The reference computes float32 and float64.
         """
         if not self.quantized.multiplies(x, weight):
             return super().linear_quantized(x, weight, bias)
@@ -385,8 +386,8 @@ class TritonKernels(KernelSet):
         return weights, chosen
 
     def experts(self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """Compute the chosen experts in three kernels, above 32 tokens after one that sorts; float32 and float64 use the
-        reference.
+        """Compute the chosen experts in three kernels. Above 32 tokens, a fourth kernel first sorts the pairs of token and
+        expert. The reference computes float32 and float64.
         """
         is_half = x.dtype in (torch.bfloat16, torch.float16) and gate_up.dtype is x.dtype
         if not is_half or not x.numel() or not has_kernel(x, weights) or not gate_up.is_contiguous():
@@ -495,7 +496,7 @@ class TritonKernels(KernelSet):
 
     def recurrent_block(self, x: ResidualStream, block: RecurrentBlock, tokens: RecurrentTokens) -> ResidualStream:
         """Compose the recurrent block of its kernels, and defer the output product until the next norm."""
-        heads = recurrent_heads(self, x.norm(block.norm, block.eps), block, tokens)
+        heads = recurrent_heads(self, self.fused.projections(x, block), block, tokens)
         pending = self.fused.contribution(heads, block.output, block.output_bias, block.ranks)
         return ResidualStream(x.kernels, tokens.rows.continued(self, x.rows), pending)
 

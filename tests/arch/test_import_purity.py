@@ -71,9 +71,8 @@ INTERFACE_ALONE = ["outrider.device", "outrider_sanitizer", "outrider_trace", "o
 ENGINE = [
     "engines",
     "observed_kernels",
-    "suite.l4.test_l4_declared",
-    "suite.l4.test_l4_engine",
-    "suite.l5.test_l5_figures",
+    "suite.test_l4_engine",
+    "suite.test_l5_figures",
 ]  # of the kit: levels above L3 run the engine
 
 EVERY_MODULE = """

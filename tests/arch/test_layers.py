@@ -65,7 +65,7 @@ def tree(tmp_path):
         ),
         ("tools/outrider_trace/timeline.py", "import outrider.engine.step", "knows the backend interface alone BROKEN"),
         ("tools/outrider_sanitizer/session.py", "import outrider_trace.timeline", "Tools stand on top BROKEN"),
-        ("tools/outrider_sanitizer/report/findings.py", "import outrider_sanitizer.detector.clocks", "the sanitizer imports"),
+        ("tools/outrider_sanitizer/report.py", "import outrider_sanitizer.detector.actors", "the sanitizer imports"),
         ("core/outrider/engine/step.py", "import outrider_sanitizer", "no vendor package and no tool BROKEN"),
         ("backends/cuda/outrider_cuda/backend.py", "import outrider_cpu.backend", "don't know each other BROKEN"),
         ("kernels/outrider_triton/tiles/facts.py", "import outrider_cuda.backend", "belong to no backend BROKEN"),
@@ -97,7 +97,7 @@ def test_catches(tree, file, line, contract):
 
 ROOMS = {
     "engine": "async_engine",
-    "warm_up": "engine",
+    "session": "engine",
     "loop": "assembly",
     "ranked": "loop",
     "step": "ranked",

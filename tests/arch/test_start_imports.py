@@ -13,7 +13,7 @@ NEEDLESS = ("sympy", "torch.fx.experimental.symbolic_shapes", "torch._dynamo", "
 
 START = """
     from outrider.bundled import bundled
-    from outrider.cli.terminal.starting import chosen
+    from outrider.cli.options.models import chosen
     from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine
     from outrider.engine.setup.loading import load_checkpoint

@@ -12,7 +12,7 @@ from outrider.device.kernels import kernel_names
 from outrider.device.kernels.weight_formats import WEIGHT_FORMATS
 from outrider.model.config.shapes import SHAPES
 from outrider.registry import get_backend
-from outrider.speculative.block import BlockProposer
+from outrider.speculative.parallel import BlockProposer
 from outrider_bench.kernel_cases import kernel_cases, product_cases, quantized_cases
 from outrider_bench.limits import iteration_bytes
 from outrider_bench.random_checkpoint import checkpoint_config

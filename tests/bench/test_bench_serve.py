@@ -173,7 +173,7 @@ def test_a_server_whose_engine_cant_be_made_says_why_alone(monkeypatch, tmp_path
         work.close()
         raise EngineGone("ConfigError: dtype is 'sim'")
 
-    monkeypatch.setattr("outrider.serve.monitoring.tracing.log_to_stderr", lambda form: None)
+    monkeypatch.setattr("outrider.serve.http.request_middleware.log_to_stderr", lambda form: None)
     monkeypatch.setattr("outrider.serve.command.run_loop", fails)
     with pytest.raises(SystemExit, match="^ConfigError: dtype is 'sim'$"):
         servers.serve_random_weights(given)

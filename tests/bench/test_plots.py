@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from outrider import SamplingParams
-from outrider.cli.commands.differences import PrefillComparison
+from outrider.cli.commands.generate import difference_of_logits
 from outrider.cli.options.models import Speculation, load
 from outrider_bench.plot import limits_svg
 
@@ -21,13 +21,13 @@ def test_the_gap_is_that_of_the_logits():
     top = done.logprobs[at]
     (first, second), (one, two) = zip(*((value, token) for token, value in top.top), strict=True)
     ours = (*done.token_ids[:at], two, 0, 0)
-    found = PrefillComparison(engine).compare(prompt, ours, done.token_ids, number=7)
-    assert (found.prompt, found.position, found.speculative, found.plain) == (7, at, two, one)
-    assert found.gap == pytest.approx(first - second, abs=1e-4)
-    both_lower = PrefillComparison(engine).compare(prompt, ours, (*done.token_ids[:at], two + 1, 0, 0), number=7)
-    assert both_lower.gap >= found.gap > 0  # it's the distance to the likeliest, not between the two
-    unit = 2.0 ** torch.tensor(found.top_logit).abs().log2().floor().item() * torch.finfo(torch.float32).eps
-    assert found.gap_roundings == pytest.approx(found.gap / unit)
+    found = difference_of_logits(engine, prompt, ours, done.token_ids)
+    assert (found["position"], found["speculative"], found["plain"]) == (at, two, one)
+    assert found["gap"] == pytest.approx(first - second, abs=1e-4)
+    both_lower = difference_of_logits(engine, prompt, ours, (*done.token_ids[:at], two + 1, 0, 0))
+    assert both_lower["gap"] >= found["gap"] > 0  # it's the distance to the likeliest, not between the two
+    unit = 2.0 ** torch.tensor(found["top_logit"]).abs().log2().floor().item() * torch.finfo(torch.float32).eps
+    assert found["gap_roundings"] == pytest.approx(found["gap"] / unit)
 
 
 def test_a_plot_of_iterations_against_the_limit(outrider, tmp_path):

@@ -144,7 +144,7 @@ def test_doctor_survives_a_torch_that_crashes(child, tmp_path):
 
 def test_harmful_plugins_are_listed_and_noted(outrider, install, monkeypatch):
     probe = PluginProbe(limit_s=1.0)  # one for all runs: its verdicts hold as long as it does
-    monkeypatch.setattr("outrider.cli.commands.backends.plugin_probe", lambda: probe)
+    monkeypatch.setattr("outrider.cli.commands.listings.plugin_probe", lambda: probe)
     for name, (source, _) in HARMFUL.items():
         install(name, source, probed=True)
     (next(install("bad", probed=True).glob("*.dist-info")) / "entry_points.txt").write_text("[outrider.backends]\nbad\n")

@@ -8,7 +8,7 @@ import torch
 
 from outrider import Engine, EngineConfig
 from outrider.bundled import SMOLLM2_HEADS, bundled
-from outrider.cli.commands.differences import PrefillComparison
+from outrider.cli.commands.generate import difference_of_logits
 from outrider.cli.options.models import Running, Sizes, Speculation, load
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import tiny
@@ -87,12 +87,11 @@ def test_a_difference_has_the_gap_of_the_logits():
     plain = Engine(tiny.target(), tiny.BACKEND, config=tiny.plain_config(dtype="float64", max_context=32))
     prompt, right = (1, 2, 3), tiny.plain((1, 2, 3), 4)
     wrong = (*right[:2], (right[2] + 1) % tiny.VOCABULARY, right[3])
-    comparison = PrefillComparison(plain)
-    found = comparison.compare(prompt, wrong, right, number=5)
-    assert (found.prompt, found.position, found.speculative, found.plain) == (5, 2, wrong[2], right[2])
-    assert found.gap > 0
-    assert found.gap_roundings > 1
-    assert comparison.compare(prompt, right[:2], right) is None  # in the length alone
+    found = difference_of_logits(plain, prompt, wrong, right)
+    assert (found["position"], found["speculative"], found["plain"]) == (2, wrong[2], right[2])
+    assert found["gap"] > 0
+    assert found["gap_roundings"] > 1
+    assert difference_of_logits(plain, prompt, right[:2], right) is None  # in the length alone
 
 
 class Preferring(CpuBackend):

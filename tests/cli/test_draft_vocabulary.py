@@ -48,7 +48,7 @@ def test_a_long_text_is_counted_piece_by_piece(outrider, tmp_path, monkeypatch):
     long.write_text(TEXT * 40, encoding="utf-8")
     given = ("draft-vocabulary", str(long), "--size", "99", "--out", str(out), "--json")
     whole = outrider(*given).json
-    monkeypatch.setattr("outrider.cli.commands.draft_vocabulary._PIECE_CHARACTERS", 64)
+    monkeypatch.setattr("outrider.cli.commands.preparation._PIECE_CHARACTERS", 64)
     pieces = outrider(*given).json
     # A line's end and the next one's indentation are one token, and two where a piece ends between them.
     assert 0 < pieces["counted"] - whole["counted"] <= len(TEXT) * 40 // 64

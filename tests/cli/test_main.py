@@ -17,9 +17,8 @@ from rich.table import Table
 
 from outrider.cli import main as cli
 from outrider.cli.commands import dispatch
-from outrider.cli.terminal.report import CommandReport, Interrupted, to_json
+from outrider.cli.terminal.report import CommandReport, Interrupted, to_json, wrap_words
 from outrider.cli.terminal.stopping import Stopped, until_stopped
-from outrider.cli.terminal.streams import wrap_words
 from outrider.device import ConfigError
 
 

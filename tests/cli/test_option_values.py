@@ -97,7 +97,7 @@ def test_the_names_and_sizes_are_those_of_the_engine():
     from outrider.model.config.shapes import SHAPES
     from outrider.model.heads.draft_output import OUTPUT_FORMATS
     from outrider.model.quantization import QuantizedMode
-    from outrider.serve.formats.model_formats import REASONING_FORMATS, TOOL_FORMATS
+    from outrider.serve.api.model_formats import REASONING_FORMATS, TOOL_FORMATS
 
     assert set(option_values.DTYPES) == set(DTYPES)
     assert set(option_values.KV_DTYPES) == set(KV_DTYPES)

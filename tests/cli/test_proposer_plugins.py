@@ -11,7 +11,7 @@ from outrider.bundled import bundled
 from outrider.device import BackendLoadError, ConfigError
 from outrider.registry import get_backend
 from outrider.speculative import build
-from outrider.speculative.names import BUILTIN_PROPOSERS
+from outrider.speculative.plugin import BUILTIN_PROPOSERS
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 GROUP = "outrider.proposers"

@@ -67,7 +67,7 @@ def carry_out(spec: str, programs: int, seed: int, families: list[str]) -> int:
     if name in EMULATIONS:
         importlib.import_module(EMULATIONS[name])
     if name == "npu":  # its package is of one version of torch; the emulation goes with any
-        importlib.import_module("outrider_npu.machine").version_mismatch = lambda *_: None
+        importlib.import_module("outrider_npu.runtime").version_mismatch = lambda *_: None
     from outrider.device import ENTRY_POINT_GROUP
     from outrider.registry import Registry
     from outrider_conformance.programs.trial import program_count, try_programs
@@ -83,9 +83,9 @@ def carry_out(spec: str, programs: int, seed: int, families: list[str]) -> int:
 
 def written(place: Path) -> str:
     """Write the package for a device without a torch module; returns its name."""
-    from outrider_conformance.commands.new_backend import DeviceKind, skeleton
+    from outrider_conformance.commands.new_backend import skeleton
 
-    for path, text in skeleton("acme", DeviceKind.OWN_QUEUE).items():
+    for path, text in skeleton("acme", "own-queue").items():
         (place / path).parent.mkdir(parents=True, exist_ok=True)
         (place / path).write_text(text, encoding="utf-8")
     sys.path.insert(0, str(place / "src"))

@@ -5,7 +5,7 @@ import tomllib
 from pathlib import Path
 
 from outrider.device import CiDeclaration
-from outrider_conformance.ci_declaration import declaration_fault
+from outrider_conformance.commands.ci_matrix import declaration_fault
 
 ROOT = Path(__file__).resolve().parents[2]
 DECLARES = """

@@ -10,7 +10,7 @@ from outrider.registry import get_backend
 from outrider_conformance import observed_kernels
 from outrider_conformance.kernel_calls import KERNELS, counting
 from outrider_conformance.lab import Lab
-from outrider_conformance.own_attention import SHAPES, check_block
+from outrider_conformance.suite.test_l4_kernels import SHAPES, check_block
 
 
 class Halfway(KernelSet):
@@ -82,7 +82,7 @@ def test_a_block_that_is_composed_though_declared_native_is_found(composes):
         observed_kernels._drawn(backend, calls)
     layers = (("declares", calls.overridden["declares"], {}),)
     observed = observed_kernels.ObservedKernels(calls, layers, plans_on_host=False)
-    # test_l4_declared fails for an override with no call that it computed.
+    # test_l4_engine fails for an override with no call that it computed.
     assert observed.overriding_layer("mlp_block") == ("declares", "")
     assert (observed.count("mlp_block", own=True) == 0, observed.count("mlp_block", own=False) > 0) == (composes, composes)
 

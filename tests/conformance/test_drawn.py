@@ -16,8 +16,7 @@ from outrider_conformance.kit import Kit
 from outrider_conformance.lab import Lab, StreamDelay
 from outrider_conformance.observed_kernels import observe
 from outrider_conformance.random_kernels import bounds, noise
-from outrider_conformance.random_kernels.checks import judge_with
-from outrider_conformance.random_kernels.kernels import KERNELS, problem
+from outrider_conformance.random_kernels.kernels import KERNELS, judge_with, problem
 from outrider_conformance.run import conform
 from outrider_cpu import backend as cpu_backend
 
@@ -48,7 +47,7 @@ Lab._product_time = lambda self, dtype: 0.4 if dtype is torch.float16 else 0.01
 """
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    test = "test_l4_kernels_drawn::test_a_kernel_is_right_on_drawn_operands[silu_mul-float16]"
+    test = "test_l4_kernels::test_a_kernel_is_right_on_drawn_operands[silu_mul-float16]"
     report = conform("cpu", level="L4", tests=[test], extra=["-p", "slow_half"])
     what = "random operand sets per kernel in float16 (a product takes 40 times as long as in float32)"
     assert report["figures"] == [[what, 1.0, "of 6"]]

@@ -5,7 +5,7 @@ import io
 import pytest
 
 from conformance.test_mutants import command
-from outrider_conformance.reporting.failure_groups import cause_line, grouped, ranked_causes, summary_lines
+from outrider_conformance.reporting.causes import cause_line, grouped, ranked_causes, summary_lines
 from outrider_conformance.run import conform
 
 

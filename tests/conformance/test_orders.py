@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from conformance.orders import outcomes
 from outrider_conformance.programs import language as lang
 from outrider_conformance.programs.language import DeviceProgram, ElementSpan, ProgramMemory
-from outrider_conformance.programs.model import Model, judge
-from outrider_conformance.programs.nodes import ForbiddenStep, Unordered
+from outrider_conformance.programs.model import ForbiddenStep, Model, Unordered, judge
 
 SIZES = {"streams": 3, "buffers": (ProgramMemory("int64", 2),) * 3, "slots": (ProgramMemory("int64", 2),) * 2, "events": 2}
 STREAM, EVENT, SLOT = st.integers(0, 2), st.integers(0, 1), st.integers(0, 1)

@@ -57,7 +57,7 @@ def test_one_module_of_the_suite_can_be_named(run_suite, tmp_path):
         ".",
         "--report",
         "out",
-        module="outrider_conformance.suite.l0.test_l0_plugin",
+        module="outrider_conformance.suite.test_l0_plugin",
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = {test["id"].partition("::")[0] for test in json.loads((tmp_path / "out" / "report.json").read_text())["tests"]}

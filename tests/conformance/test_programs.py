@@ -11,12 +11,11 @@ import torch
 from outrider.registry import get_backend
 from outrider_conformance.lab import Lab
 from outrider_conformance.programs import language as lang
-from outrider_conformance.programs.execution import SharedStreams, WrongProgramValue
+from outrider_conformance.programs.execution import WrongProgramValue
 from outrider_conformance.programs.explanation import script
 from outrider_conformance.programs.families import FAMILIES, Abilities
 from outrider_conformance.programs.language import DeviceProgram, ElementSpan, ProgramMemory
-from outrider_conformance.programs.model import judge
-from outrider_conformance.programs.nodes import ForbiddenStep, Unordered
+from outrider_conformance.programs.model import ForbiddenStep, Unordered, judge
 from outrider_conformance.programs.trial import ProgramFailed, program_count, try_program, try_programs
 
 WHOLE = ElementSpan(0, 0, 4)
@@ -77,7 +76,7 @@ def test_replays_count_and_scalars_are_frozen():
     model = judge(program(*steps, buffers=buffers))
     assert expected(model, ("buffer", 0)).wanted.tolist() == [92, 92]  # 1 → 8 → 29 → 92
     for name in ("cpu", "sim"):
-        try_program(SharedStreams(Lab(get_backend(name))), model)
+        try_program(Lab(get_backend(name)), model)
 
 
 def test_a_device_without_graphs_replays_on_the_stream_of_the_replay(monkeypatch):
@@ -90,7 +89,7 @@ def test_a_device_without_graphs_replays_on_the_stream_of_the_replay(monkeypatch
     backend = get_backend("sim")
     declared = replace(backend.capabilities, captures_graphs=False, forks_in_capture=False)
     monkeypatch.setattr(type(backend), "capabilities", declared)
-    try_program(SharedStreams(Lab(backend)), model, 1)  # in orders of which one shows it
+    try_program(Lab(backend), model, 1)  # in orders of which one shows it
 
 
 def test_a_pattern_has_every_kind_of_bits():
@@ -152,7 +151,7 @@ def test_a_wrong_byte_is_found_among_many():
     copy = backend._copy_async
     backend._copy_async = lambda to, source: copy(to[:-1], source[:-1])
     with pytest.raises(WrongProgramValue, match="element 3 is"):
-        try_program(SharedStreams(Lab(backend)), model)
+        try_program(Lab(backend), model)
 
 
 @pytest.mark.parametrize("count", [pytest.param(60, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.soak)])

@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from outrider_conformance.ranks.processes import TaskProcesses
-from outrider_conformance.ranks.runner import serve
+from outrider_conformance.ranks.runner import TaskProcesses, serve
 
 PEER_DIES = "outrider_conformance.ranks.faults:peer_dies"
 

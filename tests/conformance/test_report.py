@@ -6,8 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from outrider_conformance.reporting.page import badge, page
-from outrider_conformance.reporting.publish import FILES, junit
+from outrider_conformance.reporting.page import FILES, badge, junit, page
 from outrider_conformance.reporting.report import levels_of, seal, verify
 from outrider_conformance.run import passed
 from outrider_trace.picture import prose

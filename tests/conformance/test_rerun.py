@@ -7,7 +7,7 @@ import time
 import pytest
 
 from outrider.device.errors import ConfigError
-from outrider_conformance import rerun
+from outrider_conformance import run as suite_run
 from outrider_conformance.run import ConformanceError, conform
 
 
@@ -35,9 +35,9 @@ def watched(tmp_path, monkeypatch):
                 raise result
             return result
 
-        monkeypatch.setattr(rerun, "wait_for_change", lambda *_, **__: ["backend.py"])
+        monkeypatch.setattr(suite_run, "wait_for_change", lambda *_, **__: ["backend.py"])
         with pytest.raises(Ended):
-            rerun.watch(run, tmp_path, said.append)
+            suite_run.watch(run, tmp_path, said.append)
         return runs, said
 
     return run_all
@@ -62,23 +62,23 @@ def test_a_change_is_seen_once_it_is_over(tmp_path):
     source = tmp_path / "backend.py"
     source.write_text("1")
     (tmp_path / "backend.pyc").write_text("ignored")
-    before = rerun.state_of(tmp_path)
+    before = suite_run.state_of(tmp_path)
     assert list(before) == [source]
     writer = threading.Thread(target=lambda: (time.sleep(0.05), source.write_text("22"), (tmp_path / "new.py").touch()))
     writer.start()
-    assert rerun.wait_for_change(tmp_path, before, pause_s=0.02)[0] == "backend.py"
+    assert suite_run.wait_for_change(tmp_path, before, pause_s=0.02)[0] == "backend.py"
     writer.join()
     os.utime(source, ns=(0, 0))
-    assert rerun.wait_for_change(tmp_path, before, pause_s=0.001) == ["backend.py", "new.py"]
+    assert suite_run.wait_for_change(tmp_path, before, pause_s=0.001) == ["backend.py", "new.py"]
 
 
 def test_the_directory_is_found_without_an_import(tmp_path, monkeypatch):
     (tmp_path / "outrider_acme").mkdir()
     (tmp_path / "outrider_acme" / "__init__.py").write_text("raise SystemExit")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert rerun.directory_of("outrider_acme.plugin:x") == tmp_path / "outrider_acme"
+    assert suite_run.directory_of("outrider_acme.plugin:x") == tmp_path / "outrider_acme"
     with pytest.raises(ConfigError, match="no directory that can be watched"):
-        rerun.directory_of("json_of_nobody.plugin")
+        suite_run.directory_of("json_of_nobody.plugin")
 
 
 def test_watching_goes_with_no_report(outrider, tmp_path):

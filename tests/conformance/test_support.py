@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from outrider.device import Capabilities, ConfigError
-from outrider_conformance.reporting.waivers import read_waivers
-from outrider_conformance.support import EvidenceRecord, Tier, from_report, load_records, parse_record, render
+from outrider_conformance.commands.support import EvidenceRecord, Tier, from_report, load_records, parse_record, render
+from outrider_conformance.reporting.verdict import read_waivers
 
 ROOT = Path(__file__).resolve().parents[2]
 EVIDENCE = ROOT / "docs" / "evidence" / "support"

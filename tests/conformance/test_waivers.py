@@ -5,7 +5,7 @@ import datetime
 import pytest
 
 from outrider.device import ConfigError
-from outrider_conformance.reporting.waivers import read_waivers
+from outrider_conformance.reporting.verdict import read_waivers
 
 GOOD = """
 [[waiver]]

@@ -3,11 +3,10 @@
 import time
 from collections import deque
 
+from outrider.disaggregation.connections import MessageDecoder
 from outrider.disaggregation.decode_worker import DecodeWorker
-from outrider.disaggregation.page_landing import LandingRegistry, SingleRankLanding
-from outrider.disaggregation.page_parts import registered_memory, slots_of_part
+from outrider.disaggregation.page_landing import LandingRegistry, registered_memory, slots_of_part
 from outrider.disaggregation.prefill_worker import PrefillWorker
-from outrider.disaggregation.wire import MessageDecoder
 from outrider.engine.ranks.ranks import ParallelConfig
 
 PEER = 1
@@ -30,7 +29,7 @@ class Couple:
         layout = ParallelConfig(tensor=taker.model.shards.attention.size, data=taker.groups)
         landed = registered_memory(taker.page_memory, layout.tensor)
         there = self.transport.open(landed, taker.backend, accepts=False, host="127.0.0.1")
-        landing = SingleRankLanding(there) if layout.world == 1 else LandingRegistry(taker).open_landing(there, "127.0.0.1")
+        landing = LandingRegistry(taker).open_landing(there, "127.0.0.1")
         offers = landing.offers()
         parts = [layout.shards(rank).attention for rank in range(layout.world)]
         given = [giver.page_memory if part.size == 1 else slots_of_part(giver.page_memory, part) for part in parts]

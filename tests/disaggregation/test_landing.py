@@ -10,16 +10,15 @@ from disaggregation.test_sides import NEW, prompts, state
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError, EngineStopped
 from outrider.disaggregation.codec import engine_fit
+from outrider.disaggregation.connections import WireError, WireMessage
 from outrider.disaggregation.page_landing import FollowerLinks
-from outrider.disaggregation.page_parts import head_shard
 from outrider.disaggregation.server import _layout_of
-from outrider.disaggregation.wire import WireError, WireMessage
 from outrider.engine.ranks.ranks import ParallelConfig
 from outrider.engine.ranks.records import RanksFailed
 from outrider.errors import RequestError
 from outrider.model import Shard
 from outrider.transports import LinkDown
-from outrider.transports.local_transport import LocalTransport
+from outrider.transports.link import LocalTransport
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import tiny
 from outrider_proof.proposers import MAKERS, decoder
@@ -234,7 +233,7 @@ def test_ranks_that_can_not_be_read_end_the_connection(ranks):
 
 def test_heads_that_ranks_can_not_share_are_refused():
     with pytest.raises(ConfigError, match="6 KV heads can't be shared out among 4"):
-        head_shard(6, Shard(0, 4))
+        Shard(0, 4).kv_head_shard(6)
     with pytest.raises(ConfigError, match="tensor is 0"):
         _layout_of(WireMessage("engine", {"ranks": [0, 1, 0]}))
 

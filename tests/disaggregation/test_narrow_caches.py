@@ -8,7 +8,7 @@ from disaggregation.test_sides import NEW, state
 from model.cached_checkpoints import write_cached
 from outrider import Engine, SamplingParams
 from outrider.disaggregation.codec import engine_fit
-from outrider.transports.local_transport import LocalTransport
+from outrider.transports.link import LocalTransport
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.checkpoints import write_eagle
 from outrider_proof.tiny import plain_config

@@ -12,11 +12,18 @@ from disaggregation.test_sides import NEW, engine, prompts
 from outrider import DecodeClient, SamplingParams
 from outrider.cli.terminal.stopping import SignalStop
 from outrider.device import ConfigError
-from outrider.disaggregation.connections import ConnectionHub, PeerAddress, ProcessRole
+from outrider.disaggregation.connections import (
+    VERSION,
+    ConnectionHub,
+    MessageDecoder,
+    PeerAddress,
+    ProcessRole,
+    WireError,
+    WireMessage,
+)
 from outrider.disaggregation.server import DecodeServer, PrefillServer
-from outrider.disaggregation.wire import VERSION, MessageDecoder, WireError, WireMessage
 from outrider.serve.roles import _ended_by_signals
-from outrider.transports.local_transport import LocalTransport
+from outrider.transports.link import LocalTransport
 from outrider_proof import tiny
 
 ANY = PeerAddress("127.0.0.1", 0)

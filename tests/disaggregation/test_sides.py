@@ -12,13 +12,12 @@ from disaggregation.couple import LIMIT_S, Couple
 from outrider import Engine, SamplingParams
 from outrider.bundled import bundled
 from outrider.disaggregation import codec
-from outrider.disaggregation.decode_worker import StandaloneMode
-from outrider.disaggregation.wire import WireError
+from outrider.disaggregation.connections import WireError
 from outrider.engine import ChoiceGuide, Ebnf, JsonObject, JsonSchema, Regex
 from outrider.engine.requests.hand_over import RequestState
 from outrider.errors import RequestError
-from outrider.registry.transports import get_transport
-from outrider.transports.local_transport import LocalTransport
+from outrider.registry.engine_plugins import get_transport
+from outrider.transports.link import LocalTransport
 from outrider_proof import tiny
 from outrider_proof.tiny import plain_config
 from speculative.test_proposers import PROPOSERS
@@ -93,12 +92,12 @@ def test_over_transports_of_processes(transport):
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize("alone", list(StandaloneMode))
+@pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("moment", range(0, 12, 3))
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_side_dies_at_any_moment(side, moment, alone):
     """The other one frees what it held; the decode side does again what didn't decode yet."""
-    sides = couple("eagle", overlap=True, alone=alone, max_requests=2)
+    sides = couple("eagle", overlap=True, prefills_alone=alone, max_requests=2)
     before, given = free(sides), prompts(moment, 5)
     for prompt in given:
         sides.submit(state(prompt))
@@ -109,7 +108,7 @@ def test_a_side_dies_at_any_moment(side, moment, alone):
         states = {key: state(prompt) for key, prompt in enumerate(given)}
         outputs = {key: sides.tokens(key) for key in states}
         open_ = [key for key in states if key not in sides.ended]
-        sides.decode = type(sides.decode)(engine("eagle", overlap=True, max_requests=2), alone=alone)
+        sides.decode = type(sides.decode)(engine("eagle", overlap=True, max_requests=2), prefills_alone=alone)
         sides.prefill.engine.drain()
         sides.connect()
         ended, old = sides.ended, dict(sides.outputs)

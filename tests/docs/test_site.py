@@ -201,6 +201,11 @@ def test_the_tables_of_fences_and_stages_are_those_of_the_engine():
     assert tables().stage_table() in page, "run: python docs/_site/tables.py"
 
 
+def test_the_table_of_stages_has_every_fence_that_forward_or_plan_waits_for():
+    waited = {fence for before, _ in tables().stage_fences().values() for fence in before}
+    assert waited == {fence.name for fence in FENCES if {"forward", "plan"} & set(fence.consumers)}
+
+
 def test_pictures_are_small():
     pictures = list((ROOT / "docs" / "images").glob("*.png"))
     assert pictures

@@ -14,9 +14,8 @@ from engine.guided_schemas import SCHEMAS, check_fits
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.engine import ChoiceGuide, Ebnf, JsonObject, JsonSchema, Regex
-from outrider.engine.guides import grammars, guidance
-from outrider.engine.guides.grammars import Grammars
-from outrider.engine.guides.guidance import Guidance, mask_words
+from outrider.engine.guides import grammars
+from outrider.engine.guides.grammars import Grammars, Guidance, mask_words
 from outrider.engine.requests.request import FinishReason
 from outrider.errors import RequestError
 from outrider.model import Tokenizer, load_decoder, load_eagle
@@ -186,7 +185,7 @@ class Bracketed:
         del self.accepted[len(self.accepted) - count :]
 
     def fill(self, words, index):
-        words[index] = guidance.mask_of_tokens([ord("(")] if not self.accepted else [ord("a")], 256)
+        words[index] = grammars.mask_of_tokens([ord("(")] if not self.accepted else [ord("a")], 256)
 
     is_complete = False
 
@@ -203,7 +202,7 @@ def test_a_delayed_matcher_goes_back_to_where_it_was(steps):
     inner_accept = inner.accept
     inner.accept = lambda token: inner_accept(TOKENS[token][0] if TOKENS[token] else 0)
     crossing = [(token, text) for token, text in TOKENS.items() if text.partition(b">")[2].strip()]
-    matcher = guidance.DelayedMatcher(
+    matcher = grammars.DelayedMatcher(
         inner, b"</t>", TOKENS.__getitem__, crossing=crossing, ends=frozenset((9,)), vocabulary=len(TOKENS)
     )
     accepted = []
@@ -486,7 +485,7 @@ def test_compiling_has_a_limit_of_time_and_number_and_is_shared(cpu, monkeypatch
 
 def test_a_guide_that_takes_too_long_to_walk_ends_its_request_and_no_other(cpu, monkeypatch):
     engine = cpu.engine(max_requests=2)
-    monkeypatch.setattr(guidance, "MASK_TIME_LIMIT_S", -1.0)
+    monkeypatch.setattr(grammars, "MASK_TIME_LIMIT_S", -1.0)
     slow = SamplingParams(max_tokens=8, guide=Regex("[a-z]*"))
     prompt = cpu.tokenizer.encode("def main(")
     failed, other = engine.generate([prompt, prompt], [slow, SamplingParams(max_tokens=8)])

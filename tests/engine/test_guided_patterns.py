@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from outrider import SamplingParams
 from outrider.engine import JsonSchema, Regex
-from outrider.engine.guides.grammars import Grammars
-from outrider.engine.guides.guidance import mask_words
+from outrider.engine.guides.grammars import Grammars, mask_words
 from outrider.model import Tokenizer
 
 ENDS = frozenset((0,))

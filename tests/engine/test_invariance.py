@@ -9,7 +9,7 @@ from drawing import some_and_many
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
-from outrider.speculative.ngram import NgramProposer
+from outrider.speculative.lookup import NgramProposer
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_cpu.backend import CpuBackend

@@ -10,7 +10,7 @@ from outrider import Engine
 from outrider.device import OutOfDeviceMemory
 from outrider.engine.config import EngineConfig
 from outrider.engine.setup import resolve
-from outrider.engine.setup.memory_prediction import predict_memory
+from outrider.engine.setup.checks import predict_memory
 from outrider.engine.setup.resolve import CacheMemory, situation_of
 from outrider.model import DecoderPlan, ModelRanks, Shard, Shards, plan_decoder
 from outrider.model.config.shapes import shape_config

@@ -14,7 +14,7 @@ from outrider.registry import get_backend
 from outrider_proof import tiny
 from outrider_proof.decode_program import implied_by
 from outrider_proof.engine_setups import HYBRID, host_models
-from outrider_proof.fence_log import Drop, FenceLog
+from outrider_proof.fence_log import FenceLog
 from outrider_proof.proposers import MAKERS
 from outrider_proof.tiny import plain_config
 from outrider_sanitizer import watch
@@ -196,7 +196,7 @@ def test_prompts_are_called_where_decoding_is_and_on_a_device_without_graphs(tin
 def test_the_fences_around_a_replay_are_needed(tiny_tokens, mode, fence):
     """Prompts alone, one behind the other: without the fence the graph reads what isn't staged yet, or not any more."""
     bundle = Tiny(get_backend("sim"))
-    log = FenceLog(lambda stream: bundle.backend.control.steps(stream)[1], drop=fence, half=Drop.WAIT)
+    log = FenceLog(lambda stream: bundle.backend.control.steps(stream)[1], drop=fence, half="wait")
     sizes = SIZES | {"prefill_chunk": 9}
     config = EngineConfig(dtype="float64", mode=mode, graphs=True, **sizes)
     with watch(bundle.backend) as report:

@@ -11,7 +11,7 @@ from outrider.device import KernelSet
 from outrider.engine.requests.request import FinishReason
 from outrider.model import Decoder
 from outrider.speculative.eagle import EagleProposer
-from outrider.speculative.ngram import NgramProposer
+from outrider.speculative.lookup import NgramProposer
 from outrider_proof.tiny import plain_config
 
 LENGTH = 16

@@ -16,7 +16,7 @@ from outrider_proof.proposers import MAKERS
 from outrider_proof.tiny import plain_config
 
 PROMPTS = [(3,), (1, 2, 3, 4, 5, 6), (7, 8, 9)]
-READ_EVERY_STATE = {"eagle", "eagle-tree", "eagle-fixed-tree", "mtp", "mtp-tree", "suffix+eagle"}
+READ_EVERY_STATE = {"eagle", "eagle-tree", "mtp", "mtp-tree", "suffix+eagle"}
 """The proposers whose heads read the target's final hidden states, as the papers have it."""
 
 

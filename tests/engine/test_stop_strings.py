@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.engine.requests.request import FinishReason
-from outrider.engine.requests.stop_text import StopText
+from outrider.engine.requests.sampling import StopText
 from outrider.model import StreamDecoder, Tokenizer
 from outrider.speculative.eagle import EagleProposer
 from outrider_proof.tiny import plain_config

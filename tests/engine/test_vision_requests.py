@@ -14,9 +14,9 @@ from outrider.model import MediaProcessor, expand_placeholders, load_decoder, lo
 from outrider.registry import get_backend
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
+from outrider.speculative.lookup import NgramProposer
 from outrider.speculative.mtp import MtpProposer
-from outrider.speculative.ngram import NgramProposer
-from outrider.speculative.peagle import PEagleProposer
+from outrider.speculative.parallel import PEagleProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.checkpoints import VISION_FAMILIES, write_eagle, write_vision_checkpoint

@@ -1,6 +1,6 @@
 """Whose temperatures and seeds the draft model of vLLM's second runner is given, on the simulated device.
 
-    python tests/foreign/drafter_rows.py [STRATEGY]
+    PYTHONPATH=tests python -m foreign.drafter_rows [STRATEGY]
 
 Eight requests share four rows. Each proposal's copy of the seeds is held against what the host had put there for that step.
 One line of JSON: proposals, rows that held another request's seed, and how many of those rows belong to a request that is
@@ -25,8 +25,8 @@ def main(strategy: str) -> None:
     from outrider_vllm.install import install
 
     launches = install()
-    from outrider_vllm import engine
-    from outrider_vllm.workloads import Workload, prompt_without_repeats
+    from foreign.vllm_on_sim import engine
+    from foreign.vllm_on_sim.workloads import Workload, prompt_without_repeats
 
     prompts = tuple(prompt_without_repeats(3 * at, 4 + at) for at in range(8))
     work = Workload(name="rows", purpose="rows go to other requests", rounds=(prompts,), stop_after=ENDS)
@@ -70,7 +70,7 @@ def main(strategy: str) -> None:
     told = {"proposals": len(proposals), "others": others, "late": late, "judged": outcome.judged, "tokens": outcome.tokens}
     print("OUTCOME " + json.dumps(told))
     sys.stdout.flush()
-    os._exit(0)  # as in outrider_vllm
+    os._exit(0)  # as in foreign.vllm_on_sim
 
 
 if __name__ == "__main__":

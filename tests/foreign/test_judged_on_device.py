@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from foreign.vllm_on_device import JUDGED, judge
-from outrider_sanitizer.report.findings import AccessSite, Finding, FindingKind
+from outrider_sanitizer.report import AccessSite, Finding, FindingKind
 
 PLACES = "/somewhere/vllm/"
 RUNNER, PROPOSER = "v1/worker/gpu_model_runner.py", "v1/spec_decode/llm_base_proposer.py"

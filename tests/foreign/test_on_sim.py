@@ -1,6 +1,7 @@
 """vLLM, unmodified, on the simulated device: each case is a process of its own. Not run where vLLM isn't installed."""
 
 import json
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -14,10 +15,16 @@ pytestmark = [
 ]
 
 
+def start(*arguments):
+    search = [str(Path(__file__).parents[1]), *(path for path in sys.path if path)]
+    return subprocess.run(
+        [sys.executable, *arguments], env={**os.environ, "PYTHONPATH": os.pathsep.join(search)}, capture_output=True,
+        text=True, timeout=600, check=False,
+    )  # fmt: skip
+
+
 def run(*args):
-    done = subprocess.run(
-        [sys.executable, "-m", "outrider_vllm", *args], capture_output=True, text=True, timeout=600, check=False
-    )
+    done = start("-m", "foreign.vllm_on_sim", *args)
     found = [line for line in done.stdout.splitlines() if line.startswith("OUTCOME ")]
     assert found, done.stderr[-3000:]
     return json.loads(found[0].removeprefix("OUTCOME "))
@@ -61,8 +68,7 @@ def test_with_every_ordering_nothing_is_found(work):
 
 def test_a_draft_model_may_be_given_the_seeds_of_the_next_request_in_its_row_and_nobody_takes_its_proposals():
     """`docs/findings/vllm-temperatures-rewritten.md`."""
-    program = [sys.executable, str(Path(__file__).with_name("drafter_rows.py"))]
-    done = subprocess.run([*program, "lazy"], capture_output=True, text=True, timeout=600, check=False)
+    done = start("-m", "foreign.drafter_rows", "lazy")
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("OUTCOME ")] or [done.stderr[-3000:]]
     seen = json.loads(line.removeprefix("OUTCOME "))
     assert seen["judged"]["vllm-temperatures-rewritten"] > 0

@@ -5,7 +5,7 @@ import pytest
 from fuzz.histories import History
 from outrider import SamplingParams
 from outrider.speculative.eagle import EagleProposer
-from outrider.speculative.ngram import NgramProposer
+from outrider.speculative.lookup import NgramProposer
 from outrider_proof import tiny
 
 SETUPS = {

@@ -115,7 +115,7 @@ def late(stream: Any, backend: Any, this: bool) -> None:
 
 def main(say: Callable[[str], None]) -> None:
     """Both ranks, each in a process."""
-    from outrider_conformance.ranks.processes import TaskProcesses
+    from outrider_conformance.ranks.runner import TaskProcesses
 
     with TaskProcesses(sys.argv[1] if sys.argv[1:] else "cuda", 2) as ranks:
         for line in ranks.run_task("peers_on_devices:check", limit_s=150)[0]:

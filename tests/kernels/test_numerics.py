@@ -13,8 +13,8 @@ from kernels.devices import SMALL
 from kernels.unfused import UnfusedProducts
 from outrider.device import AttentionMetadata, KernelSet
 from outrider.device.kernels.reference.philox import uniforms
-from outrider_conformance.random_kernels.checks import judge_with
 from outrider_conformance.random_kernels.kernels import KERNELS as DRAWN
+from outrider_conformance.random_kernels.kernels import judge_with
 from outrider_triton import kernelset as _kernelset  # noqa: F401  (registers the operators)
 from outrider_triton.selection.jit import token_choice
 from outrider_triton.tiles.configs import MatmulConfig

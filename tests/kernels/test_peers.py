@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import HashStore
 
 from outrider.device import ConfigError
-from outrider_conformance.ranks.processes import TaskProcesses
+from outrider_conformance.ranks.runner import TaskProcesses
 from outrider_cpu.backend import CpuBackend
 from outrider_cuda import plugin
 from outrider_triton.peers.costs import fastest

@@ -187,7 +187,13 @@ def test_a_norm_between_two_products(name, gated, split, either):
     added = QuantizedProduct(x, first, normal(hidden, seed=14), gated)
     exact = QuantizedProduct(x.double(), first, added.bias.double(), gated)
     kept, wide = residual.clone(), residual.double()
-    made = either.quantized.norm_linear_quantized(added, kept, norm, 1e-5, second, normal(COLUMNS, seed=15))
+    if gated:
+        norm = norm.float()  # a wider norm multiplies what isn't rounded yet
+    normed = torch.empty_like(residual) if second.activations else None
+    bias = normal(COLUMNS, seed=15)
+    made = either.quantized.norm_linear_quantized(added, kept, norm, 1e-5, second, bias, unquantized=normed)
+    if normed is not None:
+        close(normed, REFERENCE.rms_norm(kept.double(), norm.double(), 1e-5), torch.float16)
     right = REFERENCE.norm_linear_quantized(exact, wide, norm.double(), 1e-5, second, normal(COLUMNS, seed=15).double())
     # Of activations near the border of two steps a few go another way than from float64.
     loose = 0.06 if first.activations else 4e-3

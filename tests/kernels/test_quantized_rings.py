@@ -315,13 +315,28 @@ def test_every_variant_that_turns_is_compiled_beforehand(launched, kernels, four
     assert {name for name, _ in served} == names
 
 
+@pytest.mark.parametrize("m", [1, 4, 32])
+def test_blocks_of_one_piece_of_columns_come_through_rings(m, launched, kernels):
+    """Each piece has its own scales. Gates and rotations of such weights keep to their own kernels."""
+    way = WeightFormat(elements=FP8, columns=128, rows=128, activations=FP8, activation_group=128)
+    cpu, norm, residual = torch.device("cpu"), torch.ones(HIDDEN, dtype=BF16), torch.zeros(m, HIDDEN, dtype=BF16)
+    first, second = way.random_weight(HIDDEN, INNER, device=cpu), way.random_weight(2 * INNER, HIDDEN, device=cpu)
+    added = QuantizedProduct(torch.zeros(m, 2 * INNER, dtype=BF16), first, None, gated=True)
+    kernels.quantized.norm_linear_quantized(added, residual, norm, 1e-5, second)
+    names = [name for name, _, _ in launched]
+    assert names == ["silu_mul_quantize", "streamed_linear", "add_rms_norm_quantize", "streamed_linear"]
+    for name, _, (_, _, settings) in launched:
+        if name == "streamed_linear":
+            assert (dict(settings)["ROWS"], dict(settings)["BLOCKS"]) == (128, True)
+
+
 @pytest.mark.parametrize("other", ["groups", "another device", "columns in no units"])
 def test_what_does_not_come_through_rings(other, launched):
     """Each of these keeps to its own kernels."""
     kernels = TritonKernels(DEVICES["L4" if other == "another device" else "H200"])
     columns, way = (1056 if other == "columns in no units" else 1024), BY_ROW
     if other == "groups":
-        way = WeightFormat(elements=FP8, columns=128, rows=128, activations=FP8, activation_group=128)
+        way = WeightFormat(elements=FP8, columns=64, rows=64, activations=FP8, activation_group=64)
     weight = way.random_weight(1024, columns, device=torch.device("cpu"))
     kernels.linear_quantized(torch.zeros(4, columns, dtype=BF16), weight)
     assert [name for name, _, _ in launched][:2] == ["quantize_rows", "linear_quantized"]

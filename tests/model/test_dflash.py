@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from outrider import Engine, SamplingParams
 from outrider.errors import CheckpointError
 from outrider.model import load_decoder, load_dflash
-from outrider.speculative.block import BlockProposer
+from outrider.speculative.parallel import BlockProposer
 from outrider_proof.tiny import plain_config
 from tiny_checkpoints import tiny_config, write_checkpoint, write_dflash
 

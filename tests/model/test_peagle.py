@@ -14,7 +14,7 @@ from outrider import Engine, SamplingParams
 from outrider.errors import CheckpointError
 from outrider.model import load_decoder, load_eagle3, load_peagle
 from outrider.speculative.eagle import EagleProposer
-from outrider.speculative.peagle import PEagleProposer
+from outrider.speculative.parallel import PEagleProposer
 from outrider_proof.tiny import plain_config
 from tiny_checkpoints import tiny_config, write_checkpoint, write_eagle3, write_peagle
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from outrider import Engine, SamplingParams
-from outrider.cli.commands.streamed_output import StreamedOutput
-from outrider.cli.options.request_options import EncodedPrompt
+from outrider.cli.commands.generate import StreamedOutput
+from outrider.cli.options.option_records import EncodedPrompt
 from outrider.errors import CheckpointError
 from outrider.model import Tokenizer
 from outrider_cpu.backend import CpuBackend

@@ -44,7 +44,7 @@ from outrider.disaggregation.server import DecodeServer, PrefillServer
 from outrider.engine import ChoiceGuide, Ebnf, JsonSchema, Regex
 from outrider.registry import get_backend
 from outrider.registry.children import child_session, end_with_parent
-from outrider.registry.transports import get_transport
+from outrider.registry.engine_plugins import get_transport
 from outrider_proof import engine_setups
 from outrider_proof.decode_program import Arrival, HostProgram
 from outrider_proof.tiny import plain_config

@@ -15,7 +15,8 @@ from outrider.engine.requests.pages import StateCheckpoints
 from outrider.engine.requests.scheduler import Scheduler
 from outrider.engine.state import parts
 from outrider.engine.state.buffers import StaticBuffers
-from outrider.engine.state.transfer import StateCopies, StateTransfer
+from outrider.engine.state.rows import StateTransfer
+from outrider.engine.state.staging import StateCopies
 from outrider.model import StateInput
 from outrider_proof.engine_setups import HYBRID, host_models, random_host_program, reference_tokens, without_schedule
 from proof.setups import RecordedServing

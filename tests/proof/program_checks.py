@@ -11,7 +11,7 @@ from outrider import Engine
 from outrider.device import Backend, OutriderError
 from outrider_proof.decode_program import HostProgram, WrongTokens, check_tokens, draft_length_of, implied_by
 from outrider_proof.engine_setups import random_host_program, reference_tokens, without_schedule
-from outrider_proof.fence_log import Drop, FenceLog
+from outrider_proof.fence_log import FenceLog
 from outrider_proof.monitors import OverlapMonitor
 from outrider_sanitizer import RaceError, watch
 from outrider_sanitizer import Report as Findings
@@ -124,7 +124,7 @@ def run_once_checked(
     wait or record, and ``consumer`` the stream whose waits are left out (None: every stream).
     """
     backend = simulated_device(setup.like, setup.emulations)
-    log = FenceLog(lambda stream: backend.control.steps(stream)[1], drop=drop_fence, half=Drop(half), consumer=consumer)
+    log = FenceLog(lambda stream: backend.control.steps(stream)[1], drop=drop_fence, half=half, consumer=consumer)
     outcome = CheckResult()
     reports: list[Findings] = []
 

@@ -21,15 +21,14 @@ from typing import TYPE_CHECKING
 
 from outrider import SamplingParams
 from outrider.device import Fence
+from outrider.disaggregation.connections import WireMessage
 from outrider.disaggregation.decode_worker import DecodeWorker
-from outrider.disaggregation.page_landing import FollowerLinks, LandingRegistry
-from outrider.disaggregation.page_parts import registered_memory, slots_of_part
+from outrider.disaggregation.page_landing import FollowerLinks, LandingRegistry, registered_memory, slots_of_part
 from outrider.disaggregation.prefill_worker import PrefillWorker
-from outrider.disaggregation.wire import WireMessage
 from outrider.engine.ranks.ranks import ParallelConfig, Ranks
 from outrider.engine.requests.hand_over import RequestState
 from outrider.registry import Registry
-from outrider.transports.local_transport import LocalTransport
+from outrider.transports.link import LocalTransport
 from outrider_proof import engine_setups
 from outrider_proof.decode_program import HostProgram, WrongTokens, check_tokens, limited_prefill_graphs
 from outrider_proof.fence_log import FenceLog
@@ -71,7 +70,7 @@ def run(
     drop: str | None = None,
 ) -> dict[str, int]:
     """Run one random program on the current schedule and return counts of its requests. Raises the program's first error."""
-    from outrider_sanitizer.races.rank_program import control_of
+    from outrider_sanitizer.races.race import control_of
 
     rng = random.Random(f"landing {seed}")
     chosen, mode = rng.choice(PROPOSERS), rng.choice(("staged", "graphs", "fused"))

@@ -9,7 +9,7 @@ from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.engine.requests.hand_over import RequestState
 from outrider.engine.requests.pages import DecodedState, PageKey, StateCheckpoints
-from outrider.engine.state.transfer import StateCopies
+from outrider.engine.state.staging import StateCopies
 from outrider_proof import tiny
 from outrider_proof.engine_setups import HYBRID, host_models, random_host_program, reference_tokens, without_schedule
 from outrider_proof.proposers import MAKERS

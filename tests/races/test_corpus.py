@@ -6,7 +6,7 @@ import pytest
 
 from outrider_sanitizer import watch
 from outrider_sanitizer.races import RACES, Race, WrongValue
-from outrider_sanitizer.report.findings import STALENESS
+from outrider_sanitizer.report import STALENESS
 from outrider_sim.backend import SimBackend
 from outrider_sim.explore.exploration import explore, run_once
 from outrider_sim.explore.strategies import Strategy, make_strategy

@@ -8,13 +8,13 @@ import torch
 from threads import failing, run, run_bodies
 
 from outrider import Engine, SamplingParams
-from outrider.engine.guides.guidance import Guidance
+from outrider.engine.guides.grammars import Guidance
 from outrider.engine.guides.guides import Regex
+from outrider.engine.ranks.heartbeats import RankWatch
 from outrider.engine.ranks.ranks import ParallelConfig
 from outrider.engine.ranks.records import RanksDiffer, RanksFailed
-from outrider.engine.ranks.watch import RankWatch
 from outrider.model import load_decoder, load_vision
-from outrider.speculative.ngram import NgramProposer
+from outrider.speculative.lookup import NgramProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import proposers, tiny
 from outrider_proof.checkpoints import IMAGE
@@ -96,7 +96,7 @@ def test_a_rank_that_refuses_what_the_first_one_took_is_named():
 
     _, errors = failing(TENSOR, body)
     assert isinstance(errors[1], RanksDiffer)
-    assert "rank 1 refuses a QueueCommand that rank 0 took" in str(errors[1])
+    assert "rank 1 refuses a call 'generate' that rank 0 took" in str(errors[1])
     assert isinstance(errors[0], RanksFailed)
 
 

@@ -4,7 +4,6 @@ import json
 import math
 from dataclasses import fields
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from outrider.engine.guides.guides import GUIDES, ChoiceGuide, Ebnf, JsonObject,
 from outrider.engine.ranks import records
 from outrider.engine.ranks.processes import LoadingArguments, RankWork
 from outrider.engine.ranks.ranks import ParallelConfig
-from outrider.engine.ranks.records import Command, DecisionRecord, RecordError, decode, encode
+from outrider.engine.ranks.records import DecisionRecord, RecordError, decode, decode_call, encode, encode_call
 from outrider.engine.requests.hand_over import RequestState
 from outrider.engine.requests.sampling import TokenLogprobs
 from outrider.model import Media, MediaGrid
@@ -75,27 +74,25 @@ STATE = st.builds(
     media=MEDIA_TUPLE,
     logprobs=st.lists(LOGPROBS, max_size=2).map(tuple),
 )
-COMMANDS = {
-    records.AddCommand: st.builds(records.AddCommand, TOKENS, st.none() | PARAMS, st.integers(), MEDIA_TUPLE),
-    records.QueueCommand: st.builds(
-        records.QueueCommand,
+CALLS = {
+    "add_request": st.tuples(TOKENS, st.none() | PARAMS, st.integers(), MEDIA_TUPLE),
+    "generate": st.tuples(
         st.lists(TOKENS, max_size=3).map(tuple),
         st.none() | PARAMS | st.lists(st.none() | PARAMS, max_size=2).map(tuple),
         st.none() | st.lists(MEDIA_TUPLE, max_size=2).map(tuple),
     ),
-    records.AbortCommand: st.builds(records.AbortCommand, st.integers()),
-    records.DropCommand: st.builds(records.DropCommand, TOKENS),
-    records.HandOverCommand: st.builds(records.HandOverCommand, st.integers()),
-    records.TakeOverCommand: st.builds(records.TakeOverCommand, st.text()),
-    records.ResumeCommand: st.builds(records.ResumeCommand, STATE),
-    records.ExpectPagesCommand: st.builds(records.ExpectPagesCommand, STATE, st.integers(0, 9)),
-    records.PagesArrivedCommand: st.builds(
-        records.PagesArrivedCommand,
+    "abort": st.tuples(st.integers()),
+    "drop": st.tuples(TOKENS),
+    "hand_over": st.tuples(st.integers()),
+    "take_over": st.tuples(st.text()),
+    "resume": st.tuples(STATE),
+    "expect_pages": st.tuples(STATE, st.integers(0, 9)),
+    "pages_arrived": st.tuples(
         st.integers(),
         st.dictionaries(TEXT, DTYPES.map(lambda dtype: torch.arange(3).to(dtype)[None]), max_size=2),
     ),
-    records.ReleasePagesCommand: st.builds(records.ReleasePagesCommand, st.integers()),
-    records.VoteRequest: st.builds(records.VoteRequest, st.integers(), st.text()),
+    "release_pages": st.tuples(st.integers()),
+    "vote": st.tuples(st.integers(), st.text()),
 }
 
 
@@ -112,16 +109,16 @@ def exact(value):
     return type(value), repr(value)
 
 
-def test_every_command_and_guide_is_drawn():
-    assert set(COMMANDS) == set(get_args(Command))
+def test_every_call_and_guide_is_drawn():
+    assert set(CALLS) == set(records.CALLS)
     assert set(GUIDE) == set(GUIDES)
 
 
-@given(st.one_of(*COMMANDS.values()))
-def test_a_command_comes_back_as_it_was(command):
-    text = encode(command, Command)
+@given(st.one_of(*(st.tuples(st.just(name), arguments) for name, arguments in CALLS.items())))
+def test_a_call_comes_back_as_it_was(call):
+    text = encode_call(*call)
     json.loads(text, parse_constant=pytest.fail)
-    assert exact(decode(text, Command)) == exact(command)
+    assert exact(decode_call(text)) == exact(call)
 
 
 @given(
@@ -167,13 +164,14 @@ def test_configs_come_back_with_their_class():
 
 
 def changed(text, change):
-    """The text of a command with one thing changed."""
+    """The text of a call with one thing changed."""
     read = json.loads(text)
-    change(read["record"]["AddCommand"])
+    change(read["record"]["add_request"])
     return json.dumps(read)
 
 
-ADD = encode(records.AddCommand((1, 2), SamplingParams(guide=Regex("a")), 0, ()), Command)
+ADD = encode_call("add_request", ((1, 2), SamplingParams(guide=Regex("a")), 0, ()))
+TOKENS_AT, PARAMS_AT, PRIORITY_AT, MEDIA_AT = range(4)
 
 
 @pytest.mark.parametrize(
@@ -183,30 +181,36 @@ ADD = encode(records.AddCommand((1, 2), SamplingParams(guide=Regex("a")), 0, ())
         ("nonsense", "expected JSON"),
         (b"\x80\x04N.", "expected JSON"),
         ("[" * 100_000, "expected JSON"),
-        ("[]", "no version 2"),
-        (ADD.replace('"version":2', '"version":1'), "no version 2"),
-        (ADD.replace('"version":2', '"version":true'), "no version 2"),
-        (ADD.replace('"version":2', '"version":2,"version":2'), "a key is there twice"),
-        (ADD.replace('"version":2', '"version":2,"extra":1'), "has the keys"),
-        (ADD.replace("AddCommand", "AbortCommand"), "AbortCommand has unknown fields"),
-        (ADD.replace("AddCommand", "system"), "expected one of AddCommand"),
+        ("[]", "no version 3"),
+        (ADD.replace('"version":3', '"version":1'), "no version 3"),
+        (ADD.replace('"version":3', '"version":true'), "no version 3"),
+        (ADD.replace('"version":3', '"version":3,"version":3'), "a key is there twice"),
+        (ADD.replace('"version":3', '"version":3,"extra":1'), "has the keys"),
+        (ADD.replace("add_request", "abort"), "has 4 items; expected 1"),
+        (ADD.replace("add_request", "system"), "expected one of add_request"),
         (ADD.replace('"temperature":0.0', '"temperature":NaN'), "NaN isn't JSON"),
-        (ADD.replace('"temperature":0.0', '"temperature":1e999'), r"params\.temperature"),
-        (ADD.replace('"temperature":0.0', '"temperature":{"float":"1"}'), r"params\.temperature"),
-        (changed(ADD, lambda given: given.update(tokens=[1, "2"])), r"tokens\[1\] of a record is '2'; expected int"),
-        (changed(ADD, lambda given: given.update(tokens=[True])), r"tokens\[0\] of a record is True"),
-        (changed(ADD, lambda given: given.update(tokens="12")), "tokens of a record"),
-        (changed(ADD, lambda given: given.update(priority=1.5)), "priority of a record is 1.5"),
-        (changed(ADD, lambda given: given.pop("priority")), "AddCommand has missing fields: .'priority'"),
-        (changed(ADD, lambda given: given["params"].update(run="this")), "SamplingParams has unknown fields: .'run'"),
-        (changed(ADD, lambda given: given["params"].update(top_p=7)), "isn't a SamplingParams: top_p is 7"),
-        (changed(ADD, lambda given: given["params"].update(guide={"Regex": {"pattern": "(", "after": ""}})), "isn't a Regex"),
-        (changed(ADD, lambda given: given["params"].update(guide={"SamplingParams": {}})), "expected one of JsonSchema"),
+        (ADD.replace('"temperature":0.0', '"temperature":1e999'), r"record\[1\]\.temperature"),
+        (ADD.replace('"temperature":0.0', '"temperature":{"float":"1"}'), r"record\[1\]\.temperature"),
+        (
+            changed(ADD, lambda call: call[TOKENS_AT].__setitem__(1, "2")),
+            r"record\[0\]\[1\] of a record is '2'; expected int",
+        ),
+        (changed(ADD, lambda call: call[TOKENS_AT].__setitem__(0, True)), r"record\[0\]\[0\] of a record is True"),
+        (changed(ADD, lambda call: call.__setitem__(TOKENS_AT, "12")), r"record\[0\] of a record"),
+        (changed(ADD, lambda call: call.__setitem__(PRIORITY_AT, 1.5)), r"record\[2\] of a record is 1.5"),
+        (changed(ADD, lambda call: call.pop()), "has 3 items; expected 4"),
+        (changed(ADD, lambda call: call[PARAMS_AT].update(run="this")), "SamplingParams has unknown fields: .'run'"),
+        (changed(ADD, lambda call: call[PARAMS_AT].update(top_p=7)), "isn't a SamplingParams: top_p is 7"),
+        (
+            changed(ADD, lambda call: call[PARAMS_AT].update(guide={"Regex": {"pattern": "(", "after": ""}})),
+            "isn't a Regex",
+        ),
+        (changed(ADD, lambda call: call[PARAMS_AT].update(guide={"SamplingParams": {}})), "expected one of JsonSchema"),
     ],
 )
 def test_other_text_is_refused(text, match):
     with pytest.raises(RecordError, match=match) as raised:
-        decode(text, Command)
+        decode_call(text)
     assert isinstance(raised.value, DeviceError)
     assert raised.value.device_lost
 
@@ -216,32 +220,33 @@ def test_other_text_is_refused(text, match):
 )
 def test_bytes_that_are_no_tensor_are_refused(pixels, match):
     media = Media(MediaGrid(kind="image", frames=1, rows=1, columns=1), torch.zeros(1), b"")
-    text = encode(records.AddCommand((1,), None, 0, (media,)), Command)
+    text = encode_call("add_request", ((1,), None, 0, (media,)))
     described = {"dtype": "float32", "shape": [1]}
     pixels = pixels if pixels == 5 else described | pixels
     with pytest.raises(RecordError, match=match):
-        decode(changed(text, lambda given: given["media"][0].update(pixels=pixels)), Command)
+        decode_call(changed(text, lambda call: call[MEDIA_AT][0].update(pixels=pixels)))
 
 
 @pytest.mark.parametrize(
-    "value", [print, records.AbortCommand("1"), records.AbortCommand(None), records.AddCommand((1.5,), None, 0, ())]
+    ("name", "arguments"),
+    [("abort", (print,)), ("abort", ("1",)), ("abort", (None,)), ("add_request", ((1.5,), None, 0, ()))],
 )
-def test_what_is_no_command_is_not_written(value):
+def test_what_is_no_call_is_not_written(name, arguments):
     with pytest.raises(RecordError, match="a message can't hold; expected"):
-        encode(value, Command)
+        encode_call(name, arguments)
 
 
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
         lambda one: (
-            st.lists(one) | st.dictionaries(st.sampled_from(["version", "record", "AddCommand", "params", "float"]), one)
+            st.lists(one) | st.dictionaries(st.sampled_from(["version", "record", "add_request", "params", "float"]), one)
         ),
     )
 )
-def test_any_json_is_a_command_or_refused(value):
+def test_any_json_is_a_call_or_refused(value):
     try:
-        decode(json.dumps({"version": 2, "record": value}), Command)
+        decode_call(json.dumps({"version": 3, "record": value}))
     except RecordError:
         return
-    pytest.fail("nothing of this is a command")
+    pytest.fail("nothing of this is a call")

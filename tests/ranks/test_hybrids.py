@@ -85,7 +85,7 @@ def test_the_sanitizer_is_silent_on_simulated_ranks(layout, proposer, mode, numb
 def test_a_copy_of_states_on_another_stream_of_one_rank_is_found():
     def change(rank, engine):
         if rank == 1:
-            engine._step.step._state_copies._forward = engine.backend.create_stream("elsewhere")
+            engine._step._state_copies._forward = engine.backend.create_stream("elsewhere")
 
     setup = RankSetup(tensor=2, data=1, proposer="none" + WIDE_HYBRID, mode="staged", like="cuda")
     error = explored(setup, 0, change)

@@ -19,13 +19,14 @@ from outrider.engine.ranks.heartbeats import (
     STORE_LOST,
     Heartbeat,
     KeyValueStore,
+    RankWatch,
     StopDetector,
+    first_rank_is_lost,
     is_stopped,
     is_stopped_here,
     process_name,
 )
 from outrider.engine.ranks.ranks import ParallelConfig
-from outrider.engine.ranks.watch import RankWatch, first_rank_is_lost
 
 ENDED = Heartbeat(number=0)
 HERE = f"{process_name().rpartition('/')[0]}/%d"

@@ -11,7 +11,7 @@ import torch
 from harmful import HARMFUL
 from outrider.device import BackendNotFound, PluginContractError
 from outrider.registry import Registry, probing
-from outrider.registry.discovery import installed_entry_points
+from outrider.registry.plugins import installed_entry_points
 from outrider.registry.probing import PluginProbe, fingerprint
 
 LOADS = "from outrider.device.plugin import BackendInfo, hookimpl\n"

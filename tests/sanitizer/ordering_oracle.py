@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from outrider.device import Access, Operation
-from outrider_sanitizer.detector.clocks import Actor, Point
-from outrider_sanitizer.detector.listener import Listener
+from outrider_sanitizer.detector.actors import Actor, Point
+from outrider_sanitizer.detector.intervals import Listener
 from outrider_sanitizer.detector.ordering import Ordering
 
 ITEM = 1

@@ -10,8 +10,7 @@ from hypothesis.errors import NoSuchExample
 
 from drawing import some_and_many
 from outrider_sanitizer.detector import intervals
-from outrider_sanitizer.detector.actors import Lanes
-from outrider_sanitizer.detector.clocks import Actor
+from outrider_sanitizer.detector.actors import Actor, Lanes
 from sanitizer.ordering_oracle import Oracle, Recorder, programs, run
 
 

@@ -10,7 +10,7 @@ import torch
 from outrider.registry import Registry
 from outrider_proof.rank_exploration import SimulatedHosts
 from outrider_sanitizer import FindingKind, watch_ranks
-from outrider_sanitizer.races.rank_program import ProgramRank, RankRace
+from outrider_sanitizer.races.race import ProgramRank, RankRace
 from outrider_sim.torch_device.launches import peer_view, remap
 
 HOSTS = SimulatedHosts(Registry())

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outrider_sanitizer import watch
-from outrider_sanitizer.report.findings import FindingKind
+from outrider_sanitizer.report import FindingKind
 from outrider_sim.explore.exploration import run_once
 from outrider_sim.explore.strategies import make_strategy
 from outrider_sim.plugin import create_backend

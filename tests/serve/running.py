@@ -8,9 +8,9 @@ import uvicorn
 
 from outrider.serve.api.prompt_builder import PromptBuilder, PromptResources
 from outrider.serve.config import ServeConfig
-from outrider.serve.connection.engine_thread import EngineThread
+from outrider.serve.connection.engine_process import EngineThread
 from outrider.serve.http.app import create_app
-from outrider.serve.http.http_protocol import LimitedHttpProtocol
+from outrider.serve.http.server import LimitedHttpProtocol
 
 
 class Running:

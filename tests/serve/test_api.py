@@ -8,9 +8,9 @@ import time
 import httpx
 import pytest
 
-from outrider.serve.api.api_errors import ApiError
+from outrider.serve.api.responses import ApiError
 from outrider.serve.config import ServeConfig
-from outrider.serve.monitoring.metrics import ALIASES
+from outrider.serve.http.metrics import ALIASES
 
 ASKED = {"model": "m", "prompt": "def f():", "max_tokens": 4, "temperature": 0}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}

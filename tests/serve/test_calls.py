@@ -4,15 +4,15 @@ import json
 
 import pytest
 
-from outrider.serve.api.api_errors import ApiError
+from outrider.serve.api.format_reader import FormatReader
+from outrider.serve.api.model_formats import ModelFormat
 from outrider.serve.api.request_fields import ChatRequest
+from outrider.serve.api.responses import ApiError
 from outrider.serve.api.tool_calls import (
     NamedToolReader,
     ParsedResponseReader,
     RequestToolCalls,
 )
-from outrider.serve.formats.format_reader import FormatReader
-from outrider.serve.formats.model_formats import ModelFormat
 from serve.response_templates import TOOL_CALL_FORMATS
 
 TOOL = {

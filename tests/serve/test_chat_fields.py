@@ -6,9 +6,9 @@ import pytest
 
 from outrider import SamplingParams
 from outrider.engine.guides.grammars import Grammars
+from outrider.serve.api.model_formats import ModelFormat
 from outrider.serve.api.request_fields import ChatRequest
 from outrider.serve.api.tool_calls import RequestToolCalls
-from outrider.serve.formats.model_formats import ModelFormat
 from serve.test_api import ASKED, CHAT
 
 TOOL = {

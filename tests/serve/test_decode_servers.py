@@ -12,9 +12,8 @@ from outrider.cli.main import main
 from outrider.disaggregation.connections import PeerAddress
 from outrider.disaggregation.server import DecodeServer, PrefillServer
 from outrider.serve.command import describe_engine
-from outrider.serve.connection.decode_servers import DecodeServers
-from outrider.serve.connection.engine_client import EngineGone
-from outrider.transports.local_transport import LocalTransport
+from outrider.serve.connection.engine_client import DecodeServers, EngineGone
+from outrider.transports.link import LocalTransport
 from serve.conftest import BUNDLED, bundled_engine
 from serve.running import running
 

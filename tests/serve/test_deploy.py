@@ -19,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.serve.command import serve
 from outrider.serve.config import ServeConfig
-from outrider.serve.connection.engine_thread import EngineThread
-from outrider.serve.monitoring.metrics import ServerMetrics
+from outrider.serve.connection.engine_process import EngineThread
+from outrider.serve.http.metrics import ServerMetrics
 from outrider.speculative.eagle import EagleProposer
 from outrider_proof import tiny
 

@@ -13,7 +13,7 @@ from outrider import SamplingParams
 from outrider.cli.options.models import Sizes, Speculation, load
 from outrider.device import ConfigError
 from outrider.serve.connection.engine_client import EngineGone, Inbox
-from outrider.serve.connection.engine_process import EngineProcess, EngineRanks, create_engine_client
+from outrider.serve.connection.engine_process import EngineProcess
 
 PARAMS = SamplingParams(max_tokens=16)
 PROMPT = [521, 1019, 9, 66, 13, 309]
@@ -42,17 +42,15 @@ def gone(pid):
     return False
 
 
-def test_one_rank_is_one_process():
-    assert type(create_engine_client(make())) is EngineProcess
-    assert isinstance(create_engine_client(make(), data=2), EngineRanks)
+def test_one_rank_divides_no_experts():
     with pytest.raises(ConfigError, match="--expert-parallel divides experts among ranks, and there is one rank"):
-        create_engine_client(make(), expert=True)
+        EngineProcess(make(), expert=True)
 
 
 @pytest.mark.slow
 def test_two_ranks_give_the_tokens_of_one_and_end_together():
     async def main():
-        client = create_engine_client(make(), tensor=2)
+        client = EngineProcess(make(), tensor=2)
         await client.start()
         try:
             pids = [client.pid, *(process.pid for process in client._followers)]
@@ -72,7 +70,7 @@ def test_two_ranks_give_the_tokens_of_one_and_end_together():
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_killed_takes_the_engine_with_it(victim):
     async def main():
-        client = create_engine_client(make(), tensor=2)
+        client = EngineProcess(make(), tensor=2)
         await client.start()
         try:
             pids = [client.pid, client._followers[0].pid]

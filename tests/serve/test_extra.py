@@ -50,8 +50,8 @@ def unloaded(monkeypatch):
     def load(*arguments, **options):
         raise AssertionError("the model was loaded first")
 
-    monkeypatch.setattr("outrider.serve.connection.engine_process.create_engine_client", load)
-    monkeypatch.setattr("outrider.cli.options.engine_options.load", load)
+    monkeypatch.setattr("outrider.serve.connection.engine_process.EngineProcess", load)
+    monkeypatch.setattr("outrider.cli.options.option_records.load", load)
 
 
 @pytest.mark.parametrize("role", ["all", "prefill", "decode"])

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from xgrammar.testing import _is_grammar_accept_string
 
 from outrider.device import ConfigError
+from outrider.serve.api.format_reader import FormatReader
+from outrider.serve.api.model_formats import REASONING_FORMATS, TOOL_FORMATS, ModelFormat, choose_format
 from outrider.serve.command import HttpOptions
-from outrider.serve.formats.format_reader import FormatReader
-from outrider.serve.formats.model_formats import REASONING_FORMATS, TOOL_FORMATS, ModelFormat, choose_format
 
 ARGUMENTS = {"path": 'a "b"}\n<x>', "count": 3, "deep": {"k": [1, None]}}
 DEEP = {"k": {"type": "array", "items": {"type": ["integer", "null"]}}}

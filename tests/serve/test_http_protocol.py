@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from outrider.serve.http.http_protocol import LimitedHttpProtocol
+from outrider.serve.http.server import LimitedHttpProtocol
 from serve.test_api import ASKED
 
 MIB = 1 << 20

@@ -13,7 +13,7 @@ from typing import Any  # noqa: E402
 from outrider import SamplingParams  # noqa: E402
 from outrider.device import ConfigError  # noqa: E402
 from outrider.engine.requests.pages import AllBlocksCleared, BlockRemoved, BlockStored  # noqa: E402
-from outrider.serve.monitoring.kv_events import KvEventPublisher, make_engine_with_events  # noqa: E402
+from outrider.serve.connection.kv_events import KvEventPublisher, make_engine_with_events  # noqa: E402
 from outrider.speculative.eagle import EagleProposer  # noqa: E402
 from outrider_proof import tiny  # noqa: E402
 

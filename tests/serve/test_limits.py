@@ -10,11 +10,11 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
+from outrider.serve.api.messages_api import MessagesRequest
 from outrider.serve.api.prompt_builder import PromptBuilder
 from outrider.serve.api.request_fields import MAX_MESSAGES, ChatRequest, CompletionRequest
-from outrider.serve.translation.messages_api import MessagesRequest
-from outrider.serve.translation.responses_api import ResponsesRequest
-from outrider.serve.translation.tokenize_route import DetokenizeRequest
+from outrider.serve.api.responses_api import ResponsesRequest
+from outrider.serve.http.app import DetokenizeRequest
 from serve.bodies import random_body
 from serve.conftest import TEMPLATE
 from serve.health_watch import HealthWatch

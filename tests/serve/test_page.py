@@ -18,9 +18,8 @@ from outrider import Engine, EngineConfig
 from outrider.model import load_decoder, load_eagle
 from outrider.serve.api.prompt_builder import PromptBuilder, PromptResources
 from outrider.serve.config import ServeConfig
-from outrider.serve.connection.engine_thread import EngineThread
-from outrider.serve.http.app import create_app
-from outrider.serve.http.web_page import content_security_policy
+from outrider.serve.connection.engine_process import EngineThread
+from outrider.serve.http.app import content_security_policy, create_app
 from outrider.speculative.eagle import EagleProposer
 from outrider_cpu.backend import CpuBackend
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from outrider.serve.api.model_formats import ModelFormat
 from outrider.serve.api.request_fields import ChatRequest
 from outrider.serve.api.tool_calls import RequestToolCalls
-from outrider.serve.formats.model_formats import ModelFormat
 from serve.response_templates import TOOL_CALL_FORMATS
 from serve.test_calls import NO_FORMAT, TOOL, WRITTEN
 

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("opentelemetry.sdk", reason="not run: the extra otel isn't installed")
 
-from outrider.serve.monitoring.tracing import RequestSpans
+from outrider.serve.http.request_middleware import RequestSpans
 
 
 def test_a_span_has_the_times_the_parent_and_the_fields_of_a_request():

@@ -10,9 +10,9 @@ from anthropic.types.beta import message_create_params
 from openai.types.responses import response_create_params
 
 from outrider.model import Tokenizer
-from outrider.serve.api.api_errors import ApiError
-from outrider.serve.translation.messages_api import MessagesRequest
-from outrider.serve.translation.responses_api import ResponsesRequest, ResponseStore
+from outrider.serve.api.messages_api import MessagesRequest
+from outrider.serve.api.responses import ApiError
+from outrider.serve.api.responses_api import ResponsesRequest, ResponseStore
 from serve.conftest import BUNDLED
 from serve.running import running
 from serve.scripted import ScriptedEngine

@@ -114,12 +114,12 @@ def test_schedules_replay_exactly(sim, spec):
         texts = []
         for strategy in (make_strategy(name, seed, options), None):
             order = {}
-            backend.sim.machine.names = order
+            backend.sim.machine.scheduler.names = order
             chosen = strategy or ReplaySchedule(Schedule.parse(texts[0]))
             run_once(backend, wrong_relay, chosen)
             texts.append(backend.control.schedule())
             logs.append([step for step in order if not step.startswith("host")])
-        backend.sim.machine.names = None
+        backend.sim.machine.scheduler.names = None
         assert logs[0] == logs[1]
         assert texts[0] == texts[1]
 
@@ -252,11 +252,11 @@ def test_asking_replays(sim):
     backend = sim()
     texts = []
     for chosen in (make_strategy("lazy", 0), lambda: ReplaySchedule(Schedule.parse(texts[0]))):
-        order = backend.sim.machine.names = {}
+        order = backend.sim.machine.scheduler.names = {}
         run_once(backend, polls, chosen if not callable(chosen) else chosen())
         texts.append(backend.control.schedule())
         assert order
-    backend.sim.machine.names = None
+    backend.sim.machine.scheduler.names = None
     assert texts[0] == texts[1]
 
 

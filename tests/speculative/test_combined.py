@@ -5,10 +5,9 @@ import torch
 
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
-from outrider.speculative.combined import CombinedProposer
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
+from outrider.speculative.lookup import CombinedProposer, SuffixProposer
 from outrider.speculative.proposer import NonSpeculativeProposer
-from outrider.speculative.suffix import SuffixProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import tiny
@@ -32,9 +31,9 @@ def test_each_request_is_drafted_for_by_the_one_that_has_something():
     inner, seen = proposer.draft, {True: 0, False: 0}
 
     def draft(inputs):
-        drafted, found, head = inner(inputs), lookup.continuation(inputs), other.draft(inputs)
-        for row, matched in enumerate(found.matched.tolist()):
-            expected = found.tokens[row] if matched >= 2 else head.tokens[row]
+        drafted, (found, lengths), head = inner(inputs), lookup.continuation(inputs), other.draft(inputs)
+        for row, matched in enumerate(lengths.tolist()):
+            expected = found[row] if matched >= 2 else head.tokens[row]
             assert torch.equal(drafted.tokens[row], expected)
             seen[matched >= 2] += 1
         return drafted

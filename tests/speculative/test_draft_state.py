@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from outrider import SamplingParams
-from outrider.speculative.combined import CombinedProposer
+from outrider.speculative.lookup import CombinedProposer, NgramProposer
 from outrider.speculative.mtp import MtpProposer
-from outrider.speculative.ngram import NgramProposer
 from outrider_proof import tiny
 from speculative.test_proposers import PROPOSERS
 

@@ -13,7 +13,7 @@ from outrider.errors import CheckpointError
 from outrider.model import DecoderPlan, DraftVocabulary, load_decoder, load_through_transformers, with_output_head
 from outrider.model.layers.ranks import Shard
 from outrider.speculative.build import BUILDERS, build_proposer
-from outrider.speculative.names import DRAFTLESS, USES_TARGET_HEAD
+from outrider.speculative.plugin import DRAFTLESS, USES_TARGET_HEAD
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.tiny import plain_config

@@ -12,7 +12,7 @@ from outrider.device.kernels.reference.quantized import dequantize, spread
 from outrider.device.kernels.weight_formats import weight_format
 from outrider.model import OUTPUT_FORMATS, DecoderPlan, load_decoder, load_through_transformers, with_output_head
 from outrider.speculative.build import BUILDERS, build_proposer
-from outrider.speculative.names import DRAFTLESS, USES_TARGET_HEAD
+from outrider.speculative.plugin import DRAFTLESS, USES_TARGET_HEAD
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.tiny import plain_config

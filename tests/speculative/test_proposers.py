@@ -14,15 +14,12 @@ from outrider.engine.requests.draft_length import LengthSchedule
 from outrider.engine.state.plans import Plans
 from outrider.model import DFlashHead, DraftVocabulary, EagleHead, ForwardInput, KVCache, MtpHead, with_output_head
 from outrider.registry import get_backend
-from outrider.speculative.block import BlockProposer
-from outrider.speculative.combined import CombinedProposer
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
+from outrider.speculative.lookup import CombinedProposer, NgramProposer, SuffixProposer
 from outrider.speculative.mtp import MtpProposer
-from outrider.speculative.ngram import NgramProposer
-from outrider.speculative.peagle import PEagleProposer
-from outrider.speculative.suffix import SuffixProposer
-from outrider.speculative.tree import DynamicTree, FixedTree
+from outrider.speculative.parallel import BlockProposer, PEagleProposer
+from outrider.speculative.tree import DynamicTree
 from outrider_proof import proposers, tiny
 from outrider_proof.tiny import plain_config
 from speculative.programs import ENGINES, check, programs
@@ -54,7 +51,6 @@ def mtp_from_some():
 PROPOSERS = {
     "eagle": lambda: EagleProposer(tiny.eagle_head(), draft_tokens=3),
     "eagle-tree": lambda: EagleTreeProposer(tiny.eagle_head(), DynamicTree(topk=3, depth=3)),
-    "eagle-fixed-tree": lambda: EagleTreeProposer(tiny.eagle_head(), FixedTree.regular((3, 2, 1))),
     "eagle, some tokens": lambda: EagleProposer(eagle_from_some(), draft_tokens=3),
     "eagle-tree, some tokens": lambda: EagleTreeProposer(eagle_from_some(), DynamicTree(topk=3, depth=3)),
     "mtp, some tokens": lambda: MtpProposer(mtp_from_some()),

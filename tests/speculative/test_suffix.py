@@ -7,8 +7,7 @@ import torch
 
 from outrider import SamplingParams
 from outrider.device import ConfigError
-from outrider.speculative.ngram import NgramProposer
-from outrider.speculative.suffix import SuffixProposer, SuffixTable
+from outrider.speculative.lookup import NgramProposer, SuffixProposer, SuffixTable
 from outrider_proof import tiny
 
 LENGTHS = (1, 2, 4)

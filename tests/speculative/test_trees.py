@@ -11,7 +11,7 @@ from outrider.device import AttentionMetadata, ConfigError, KernelSet
 from outrider.model import ForwardInput, KVCache
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
 from outrider.speculative.proposer import Draft, Proposer
-from outrider.speculative.tree import DynamicTree, FixedTree, Tree
+from outrider.speculative.tree import DynamicTree, Tree
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import tiny
 from outrider_proof.tiny import plain_config
@@ -111,31 +111,12 @@ def test_certain_tokens_still_make_a_tree():
         assert len(path) == 1 or path[:-1] in paths
 
 
-def test_a_fixed_tree_takes_the_ranks_of_its_paths():
-    model = random_model(7, 1)
-    shape = FixedTree([(0, 0, 1), (1,), (2, 0), (0, 1)])
-    shape.allocate_constants(torch.device("cpu"))
-    paths, calls = grow(shape, model)
-    ranks = [(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 1)]
-    expected = []
-    for rank_path in ranks:
-        path = []
-        for rank in rank_path:
-            path.append(int(model(path).topk(3).indices[rank]))
-        expected.append(tuple(path))
-    assert paths == expected
-    assert (shape.nodes, shape.depth, shape.branches, shape.expanded, len(calls)) == (7, 3, 3, 3, 2)
-    assert FixedTree.regular((2, 2)).nodes == 6
-
-
 @pytest.mark.parametrize(
     ("make", "match"),
     [
         (lambda: DynamicTree(topk=0, depth=2), "topk 0"),
         (lambda: DynamicTree(topk=2, depth=3, nodes=2), "3 to 10 nodes, 2 were asked for"),
         (lambda: DynamicTree(topk=2, depth=3, nodes=11), "3 to 10 nodes, 11 were asked for"),
-        (lambda: FixedTree([]), "at least one path"),
-        (lambda: FixedTree([(0, -1)]), "ranks count from 0"),
     ],
 )
 def test_impossible_shapes_are_refused(make, match):
@@ -209,7 +190,6 @@ SHAPES = {
     "dynamic-large": lambda: DynamicTree(topk=4, depth=4, nodes=24),
     "dynamic-chain": lambda: DynamicTree(topk=1, depth=4),
     "one-level": lambda: DynamicTree(topk=3, depth=1),
-    "fixed": lambda: FixedTree([(0, 0, 0), (0, 1), (1, 0), (2,)]),
 }
 
 

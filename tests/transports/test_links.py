@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from outrider.device import ConfigError
-from outrider.registry.transports import get_transport
+from outrider.registry.engine_plugins import get_transport
 from outrider.transports import LinkDown
-from outrider.transports.local_transport import LocalTransport
+from outrider.transports.link import LocalTransport
 from outrider_cpu.backend import CpuBackend
 
 BACKEND = CpuBackend()

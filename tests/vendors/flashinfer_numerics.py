@@ -11,7 +11,7 @@ from outrider import Engine, SamplingParams
 from outrider.device import AttentionMetadata, AttentionShape, HostParam, KernelSet
 from outrider.model.config.shapes import shape_config
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
-from outrider.speculative.ngram import NgramProposer
+from outrider.speculative.lookup import NgramProposer
 from outrider.speculative.tree import DynamicTree
 from outrider_bench.random_weights import random_decoder, random_eagle
 from outrider_proof.tiny import plain_config

@@ -11,7 +11,7 @@ import time
 import torch
 
 from outrider.registry import get_backend
-from outrider.registry.transports import get_transport
+from outrider.registry.engine_plugins import get_transport
 
 LAYERS, PAGE, BYTES = 32, 16, 16 * 8 * 128 * 2
 

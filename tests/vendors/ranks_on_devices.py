@@ -75,7 +75,7 @@ def together(place: Any, *, count: int, tokens: int, tensor: int, data: int, wat
 
 def main() -> int:
     """Each part in turn."""
-    from outrider_conformance.ranks.processes import TaskProcesses
+    from outrider_conformance.ranks.runner import TaskProcesses
 
     spec, *numbers = sys.argv[1:]
     count, tokens = (int(each) for each in (*numbers, "32", "64")[:2])

@@ -320,14 +320,14 @@ def test_its_streams_are_torchs_streams(wheel):
 
 
 def test_collectives_are_called_hccl(wheel):
-    from outrider_npu import machine
+    from outrider_npu import runtime
 
-    assert machine.COLLECTIVES == "hccl"
+    assert runtime.COLLECTIVES == "hccl"
     assert '"hccl"' in wheel.text("torch_npu/_init/registry/distributed.py")
 
 
 def test_the_wheel_is_for_the_torch_that_the_plugin_says(wheel):
-    from outrider_npu.machine import version_mismatch
+    from outrider_npu.runtime import version_mismatch
 
     metadata = wheel.text("torch_npu-2.13.0.dist-info/METADATA")
     assert "Requires-Dist: torch==2.13.0.*" in metadata

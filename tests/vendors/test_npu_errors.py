@@ -10,7 +10,7 @@ import pytest
 
 from outrider.cli.terminal.torch_probe import explain as explain_torch
 from outrider.device import BackendLoadError, ConfigError
-from outrider_npu import machine, plugin, runtime
+from outrider_npu import plugin, runtime
 from vendors.child import child
 from vendors.wheel import NotRun, fetch
 
@@ -32,34 +32,34 @@ def installed(monkeypatch, tmp_path):
             (tmp_path / f"davinci{number}").touch()
         (tmp_path / "davinci_manager").touch()
         found = {"torch": torch, "torch_npu": torch_npu}
-        monkeypatch.setattr(machine, "_version", found.get)
-        return machine.find_trouble(tmp_path)
+        monkeypatch.setattr(runtime, "_version", found.get)
+        return runtime.find_obstacle(tmp_path)
 
     return make
 
 
 def test_nothing_is_in_the_way(installed, tmp_path):
     assert installed() is None
-    assert machine.device_count(tmp_path) == 2
+    assert runtime.device_count(tmp_path) == 2
     assert installed(torch_npu="2.13.0.post1") is None
 
 
 def test_torch_npu_is_missing(installed):
-    trouble = installed(torch_npu=None)
-    assert trouble.reason == "torch_npu isn't installed"
-    assert "outrider[npu]" in trouble.advice
+    obstacle = installed(torch_npu=None)
+    assert obstacle.reason == "torch_npu isn't installed"
+    assert "outrider[npu]" in obstacle.advice
 
 
 def test_versions_that_do_not_belong_together(installed):
-    trouble = installed(torch="2.12.1+cpu")
-    assert trouble.reason == "torch_npu 2.13.0 was built for torch 2.13, and this is torch 2.12.1+cpu"
-    assert "pip install torch==2.13.*" in trouble.advice
+    obstacle = installed(torch="2.12.1+cpu")
+    assert obstacle.reason == "torch_npu 2.13.0 was built for torch 2.13, and this is torch 2.12.1+cpu"
+    assert "pip install torch==2.13.*" in obstacle.advice
 
 
 def test_no_device(installed):
-    trouble = installed(devices=0)
-    assert "the driver shows no NPU" in trouble.reason
-    assert "npu-smi info" in trouble.advice
+    obstacle = installed(devices=0)
+    assert "the driver shows no NPU" in obstacle.reason
+    assert "npu-smi info" in obstacle.advice
 
 
 def test_the_plugin_says_so_and_never_imports_torch_npu(monkeypatch):

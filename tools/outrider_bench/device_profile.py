@@ -90,14 +90,16 @@ def profiled(
 
 
 def profile_timeline(timeline: Timeline) -> DeviceProfile | None:
-    """Return the profile of a timeline, whose operations have virtual times."""
+    """Return the profile of a timeline, whose operations have virtual times; None for a timeline without operations."""
     spans = [span for lane in timeline.spans.values() for span in lane]
     whole = [(span.start, span.end) for span in spans]
     return _profile("virtual", whole, whole, ((span.name, span.end - span.start) for span in spans))
 
 
 def profile_device(events: list[Any], lead: float = 0.0) -> DeviceProfile | None:
-    """Return the profile of the events of torch's profiler, without the ``lead`` of the first launches."""
+    """Return the profile of the events of torch's profiler, without the ``lead`` of the first launches, or None without
+    kernels.
+    """
     ran = [each for each in events if each.device_type.name != "CPU" and not getattr(each, "is_user_annotation", False)]
     # The kernels of one launch, also those of a graph, share one number; 0 is unknown.
     numbers = [event.id or -1 - index for index, event in enumerate(ran)]

@@ -32,8 +32,7 @@ def time_start(work: Mapping[str, Any]) -> dict[str, object]:
 
     imported = time.time()
     from outrider.bundled import bundled
-    from outrider.cli.options.models import Running, Sizes
-    from outrider.cli.terminal.starting import chosen
+    from outrider.cli.options.models import Running, Sizes, chosen
     from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine
     from outrider.engine.setup.loading import load_checkpoint

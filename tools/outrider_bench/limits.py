@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from outrider.engine.engine import Engine
     from outrider.model import Decoder, DFlashHead, EagleHead, ModelConfig, ModelRanks, MtpHead
     from outrider.model.layers.layer_weights import LayerWeights
-    from outrider_conformance.ranks.processes import RankContext
+    from outrider_conformance.ranks.runner import RankContext
 
 
 def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float | None:
@@ -37,8 +37,8 @@ def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float | No
     read and written, and with drafts read once more, because verification leaves the states unchanged.
     """
     from outrider.model import Decoder, EagleHead, MtpHead
-    from outrider.speculative.block import BlockProposer
     from outrider.speculative.eagle import EagleProposer
+    from outrider.speculative.parallel import BlockProposer
     from outrider.speculative.proposer import NonSpeculativeProposer
 
     target = engine.model
@@ -74,8 +74,8 @@ def iteration_cost(engine: Engine, *, batch: int, context: float) -> Cost | None
     its products, four for each element of the keys that a query head reads, and those of its recurrent states.
     """
     from outrider.model import MtpHead
-    from outrider.speculative.block import BlockProposer
     from outrider.speculative.eagle import EagleProposer
+    from outrider.speculative.parallel import BlockProposer
 
     needed = iteration_bytes(engine, batch=batch, context=context)
     if needed is None:

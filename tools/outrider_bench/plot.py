@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cli.terminal.files import write_whole
-from outrider.cli.terminal.streams import note
+from outrider.cli.terminal.report import note
 
 _WIDTH, _HEIGHT = 720, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 150, 44, 52
@@ -20,8 +20,8 @@ Points = Sequence[tuple[float, float, str]]
 
 
 def write_output(option: str, path: Path, text: str) -> str | None:
-    """Write a file of results. If that fails, print the reason to standard error and return it, so that the command still
-    prints its figures.
+    """Write a file of results and return None. If that fails, print the reason to standard error and return it, so that the
+    command still prints its figures.
     """
     try:
         write_whole(path, text)

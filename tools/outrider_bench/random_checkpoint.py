@@ -308,7 +308,8 @@ def write_configs(
 ) -> tuple[Path, Path]:
     """Write the configs of a target and of an EAGLE draft below ``root``, without weights; return their directories.
 
-    The draft is a Llama layer for any target, as in published EAGLE heads.
+    The draft is a Llama layer for any target, as in published EAGLE heads. ``quantize`` names the weight format that the
+    configs declare; ``quantize_head``: also for the output head.
     """
     from outrider.model.config.shapes import shape_config
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from outrider.cli.options.models import Running, Sizes, prepare_device
+from outrider.cli.options.models import Running, Sizes, prepare_device, print_engine
 from outrider.cli.options.rank_processes import Joined
 from outrider.cli.terminal.environment import backend_from_environment
-from outrider.cli.terminal.starting import print_engine, show_progress
+from outrider.cli.terminal.report import show_progress
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 from outrider_bench.acceptance import acceptance_rates, describe_acceptance
@@ -97,11 +97,13 @@ class RandomModel:
         kv_dtype: str = "auto",
         batch_invariant: bool = False,
     ) -> tuple[LanguageModel, Proposer | None]:
-        """Return the model and its proposer on a device, or this rank's part of them."""
+        """Create the model with random weights, and its proposer, on a device; with ``ranks``, this rank's part of them.
+        ``kv_dtype`` is the format of the KV cache. With ``batch_invariant``, the model uses batch-invariant kernels.
+        """
         from outrider.cli.options.models import vocabulary_of
         from outrider.model import Decoder, DraftVocabulary, with_output_head
-        from outrider.speculative.block import BlockProposer
         from outrider.speculative.eagle import EagleProposer
+        from outrider.speculative.parallel import BlockProposer
         from outrider_bench.random_weights import (
             RandomQuantization,
             random_decoder,
@@ -227,5 +229,7 @@ class RandomModel:
 
 
 def describe_quantization(format: str | None, *, head: bool) -> str | None:
-    """Return the format of weights as a report names it; None for unquantized weights."""
+    """Return the weight format for a report, with a note whether the output head is quantised (``head``); None for
+    unquantized weights.
+    """
     return format and f"{format}, output head {'too' if head else 'unquantized'}"

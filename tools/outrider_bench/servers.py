@@ -153,16 +153,15 @@ def serve_random_weights(work: Mapping[str, Any]) -> None:
     from outrider.serve.command import run_loop
     from outrider.serve.config import ServeConfig
     from outrider.serve.connection.engine_process import EngineProcess
-    from outrider.serve.http.server import HttpAddress, serve_http
-    from outrider.serve.monitoring.tracing import log_to_stderr
+    from outrider.serve.http.request_middleware import log_to_stderr
+    from outrider.serve.http.server import serve_http
 
     log_to_stderr("json")
     model = Path(work["model"])
     config = ServeConfig(names=(MODEL_NAME,))
-    address = HttpAddress(port=work["port"])
     engine = EngineProcess(functools.partial(make_engine, work["setup"]))
     try:
-        run_loop(serve_http(engine, lambda info: PromptBuilder(model, info), config, address))
+        run_loop(serve_http(engine, lambda info: PromptBuilder(model, info), config, port=work["port"]))
     except OutriderError as error:
         sys.exit(str(error))
 

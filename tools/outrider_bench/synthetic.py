@@ -82,10 +82,10 @@ class _SyntheticKernels(WrappedKernels):
 def _make_table(
     rates: tuple[float, ...], length: int, most: int, drafted: int, vocabulary: int, device: torch.device
 ) -> _AcceptanceTable:
-    """Return the table for ``most`` requests and ``length`` positions.
+    """Return the table of acceptance results for ``most`` requests and ``length`` positions, on ``device``.
 
-    A hash of request and position is the random number: each draft token whose rate is above is accepted. The token after
-    the accepted ones comes from the hash too.
+    A hash of request and position is the random number. Draft token i is accepted if the number is below ``rates[i]``, the
+    chance that it and all before it are accepted. The hash also determines the token after the accepted ones.
     """
     hashed = torch.arange(_LAST_HASH + 1, device=device)
     for shift, factor in _HASH_ROUNDS:

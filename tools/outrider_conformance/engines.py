@@ -63,8 +63,8 @@ def engine_on(
 ) -> Engine:
     """Return an engine with the bundled model on ``backend``.
 
-    ``mode`` is staged, graphs (staged, with stages replayed from graphs) or fused. ``buckets`` are the batch sizes for
-    which graphs are captured.
+    ``mode`` is staged, graphs (staged, with stages replayed from graphs) or fused. ``buckets`` are the batch sizes for which
+    graphs are captured. ``speculate`` names the proposer. The other arguments are fields of :class:`EngineConfig`.
     """
     config = EngineConfig(
         max_requests=MAX_REQUESTS,

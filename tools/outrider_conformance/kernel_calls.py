@@ -85,7 +85,9 @@ class KernelCalls:
 
     @contextmanager
     def during(self, use: str) -> Generator[None]:
-        """Count the calls of this thread inside the scope under ``use``. The innermost scope counts."""
+        """Count this thread's calls inside the scope as calls for the use ``use``. If scopes are nested, the use of the
+        innermost one counts.
+        """
         before = self._use
         self._local.use = use
         try:

@@ -7,11 +7,12 @@ A *program* is a function that creates the streams it needs on a backend, enqueu
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NoReturn
 
 import torch
@@ -30,6 +31,13 @@ seventh call.
 """
 SIGHTINGS = 64
 """Maximum number of schedules in which a program runs that must observe something in one order."""
+THREADS = 8
+"""Number of host threads that call a backend at the same time."""
+_START_TIMEOUT_S = 30.0
+_SWITCH_INTERVAL_S = 1e-6
+"""Seconds after which Python may switch to another thread. The default of 5 ms hides most races."""
+_LARGEST_DELAY = 1 << 40
+"""Device clocks of a delay that takes minutes on any device."""
 _DELAY_FACTORS = (1, 4, 16, 64)
 """Factors of the delays in repeated runs of a program that observed nothing: a busy host must not fail the backend."""
 _SIMULATED_CYCLES = 100_000
@@ -88,6 +96,7 @@ class Lab:
         self.pace = pace or StreamDelay()
         self._delay_factors = _DELAY_FACTORS if longest_delays else _DELAY_FACTORS[:-1]
         self._delay_factor = 1
+        self._shared_streams: list[Stream] = []
 
     @property
     def asynchronous(self) -> bool:
@@ -170,7 +179,8 @@ class Lab:
     def _scaled(self, count: int, run: Callable[[int], None], stream: Stream) -> int:
         """Return the smallest power of two times ``count`` for which ``run(count)`` takes the target time.
 
-        The shortest of several timings counts: a busy host must not make delays short.
+        The shortest of several timings counts: a busy host must not make delays short. Raises :class:`BrokenPromiseError` if
+        no count takes the target time: delays that delay nothing would hide missing waits.
         """
 
         def timed() -> float:
@@ -179,8 +189,13 @@ class Lab:
             stream.synchronize()
             return (time.perf_counter() - start) * 1e3
 
-        while min(timed() for _ in range(_TIMINGS)) < self.pace.target_ms and count < 1 << 40:
+        while min(timed() for _ in range(_TIMINGS)) < self.pace.target_ms:
             count *= 2
+            if count > _LARGEST_DELAY:
+                raise BrokenPromiseError(
+                    f"a delay of {count} device clocks on {stream.backend.label} keeps its stream busy for less than "
+                    f"{self.pace.target_ms} ms, in at least one of {_TIMINGS} calls"
+                )
         return count
 
     def _work(self, stream: Stream, products: int) -> None:
@@ -280,6 +295,12 @@ class Lab:
         """Create streams with these names, in this order."""
         return [self.backend.create_stream(name) for name in names]
 
+    def shared_streams(self, count: int) -> Sequence[Stream]:
+        """Return the first ``count`` streams that successive programs share, since devices have a limited number."""
+        while len(self._shared_streams) < count:
+            self._shared_streams.append(self.backend.create_stream(f"s{len(self._shared_streams)}"))
+        return self._shared_streams[:count]
+
     def one_stream(self) -> tuple[Stream, Tensor]:
         """Create stream ``a`` and a tensor of zeros on it."""
         (a,) = self.streams("a")
@@ -377,3 +398,23 @@ def run_concurrently(*bodies: Callable[[], object]) -> list[BaseException]:
     for thread in threads:
         thread.join()
     return failed
+
+
+def call_at_once(body: Callable[[int], None]) -> None:
+    """Call ``body`` with a number on each of :data:`THREADS` threads, which start at one moment. Raise their first
+    exception. Python switches between the threads as often as possible.
+    """
+    start = threading.Barrier(THREADS)
+
+    def run(number: int) -> None:
+        start.wait(_START_TIMEOUT_S)
+        body(number)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    try:
+        failed = run_concurrently(*(partial(run, number) for number in range(THREADS)))
+    finally:
+        sys.setswitchinterval(before)
+    if failed:
+        raise failed[0]

@@ -51,8 +51,8 @@ class ObservedKernels:
         return None
 
     def count(self, kernel: str, *, own: bool, use: str | None = None) -> int:
-        """Return the number of calls that the kernel set of :meth:`overriding_layer` computed itself, or left to the
-        overridden method.
+        """Return the number of calls that the kernel set of :meth:`overriding_layer` computed itself (``own``), or left to
+        the overridden method, for ``use``.
         """
         judged = self.overriding_layer(kernel)
         return 0 if judged is None else self.calls.count(kernel, own=own, kernels=judged[0], use=use)
@@ -115,7 +115,7 @@ def _engines(backend: Backend, calls: KernelCalls) -> None:
 
 
 def _drawn(backend: Backend, calls: KernelCalls) -> None:
-    """Call each override that computed nothing for an engine, with random operands.
+    """Call with random operands each kernel whose override computed nothing for an engine, and count these calls.
 
     Examples are kernels that the engines did not call, such as those of quantized layers and of experts, and overrides that
     only accept operands of another size.

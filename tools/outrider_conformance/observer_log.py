@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.device import Access, Backend, Event, Observer, Operation, Stream
+from outrider.device import Access, Backend, Collective, Decision, Event, Group, Observer, Operation, Stream
 
 
 class ObserverLog(Observer):
@@ -19,6 +19,7 @@ class ObserverLog(Observer):
         self.entries: list[tuple[Any, ...]] = []
         self.operations: list[Operation] = []
         self.rows: list[tuple[Access, ...]] = []
+        self.collectives: list[tuple[Any, ...]] = []
 
     def stream_created(self, stream: Stream) -> None:
         """Store the name of a new stream."""
@@ -59,6 +60,20 @@ class ObserverLog(Observer):
     def rows_touched(self, operation: Operation, accesses: tuple[Access, ...]) -> None:
         """Store the exact rows of an operation."""
         self.rows.append(accesses)
+
+    def collective(
+        self, group: Group, call: Collective, stream: Stream, reads: tuple[Tensor, ...], writes: tuple[Tensor, ...]
+    ) -> None:
+        """Record a call with the numbers of operands that it reads and writes, without memory that other ranks write."""
+        writes = tuple(each for each in writes if not any(each is buffer for buffer in group.peer_written))
+        peers = (call.reduction, call.root, call.peer)
+        self.collectives.append(
+            (group.name, call.kind, call.sequence, call.count, peers, stream.name, len(reads), len(writes))
+        )
+
+    def decided(self, group: Group, name: str, value: Decision) -> None:
+        """Record a decision of the group with its name and value."""
+        self.collectives.append((group.name, name, value))
 
 
 @contextmanager

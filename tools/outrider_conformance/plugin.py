@@ -1,4 +1,4 @@
-"""The pytest plugin of the kit: options, fixtures, the selection of tests, and the verdict of each test.
+"""The pytest plugin of the kit: options, fixtures, the selection of tests, time limits, and the verdict of each test.
 
 Load it by name (``-p outrider_conformance.plugin``). It has no pytest entry point, so other test runs never load it.
 """
@@ -8,27 +8,29 @@ from __future__ import annotations
 import datetime
 import gc
 import shlex
+import signal
+import threading
 from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from outrider.device import Backend, BackendInfo, OutriderError
-from outrider_conformance.clock import PhaseTimeLimit
 from outrider_conformance.kernel_calls import counting
 from outrider_conformance.kit import KIT, Kit
 from outrider_conformance.lab import Lab
 from outrider_conformance.levels import DEFAULT_LEVEL, LEVELS, level_of, parse_level
 from outrider_conformance.programs import DEFAULT_PROGRAMS
-from outrider_conformance.reporting.failure_groups import tracing_verbs
+from outrider_conformance.reporting.causes import tracing_verbs
 from outrider_conformance.reporting.recorder import CALLS, VERBS_CALLED, ReportRecorder
-from outrider_conformance.reporting.verdict import NOT_REACHED, judge, mark_of, test_id
-from outrider_conformance.reporting.waivers import Waiver, read_waivers
+from outrider_conformance.reporting.verdict import NOT_REACHED, Waiver, judge, mark_of, read_waivers, test_id
 
 if TYPE_CHECKING:
     from outrider_conformance.observed_kernels import ObservedKernels
     from outrider_conformance.ranks.runner import RankRunner
+
 
 TIMEOUT_S = 120.0
 FIRST_KERNEL_LEVEL = 4
@@ -280,3 +282,58 @@ def figure(record_property: Callable[[str, object], None]) -> Callable[[str, flo
 
 Figure = Callable[[str, float, str], None]
 __all__: list[Any] = ["backend", "figure", "info", "kit", "lab", "observed", "random_programs", "ranks"]
+
+
+_REPEAT_S = 2.0
+
+
+class PhaseTimeLimit:
+    """A pytest plugin that interrupts a phase of a test after ``limit`` seconds. It needs a platform with ``SIGALRM``."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._armed = False
+
+    def renew(self) -> None:
+        """Restart the time limit. A test calls this between parts of which each may hang."""
+        if self._armed:
+            signal.setitimer(signal.ITIMER_REAL, self._limit, min(self._limit, _REPEAT_S))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Limit the time in which the backend opens."""
+        with self._limited(item):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Limit the time of the test's body."""
+        with self._limited(item):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Limit the time in which the device drains after the test."""
+        with self._limited(item):
+            return (yield)
+
+    @contextmanager
+    def _limited(self, item: pytest.Item) -> Generator[None]:
+        usable = hasattr(signal, "SIGALRM") and threading.current_thread() is threading.main_thread()
+        if level_of(item.path) is None or self._limit <= 0 or not usable:
+            yield
+            return
+
+        def late(*_: object) -> None:
+            pytest.fail(f"still running after {self._limit:g} s: enqueued work never finishes, or a call never returns")
+
+        before = signal.signal(signal.SIGALRM, late)
+        # The alarm repeats: draining the device after a test that hangs may hang too.
+        signal.setitimer(signal.ITIMER_REAL, self._limit, min(self._limit, _REPEAT_S))
+        self._armed = True
+        try:
+            yield
+        finally:
+            self._armed = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)

@@ -60,6 +60,9 @@ def write_vision_checkpoint(
 ) -> Any:
     """Write a tiny vision-language checkpoint of ``family`` with its image processor to ``directory``, and return
     transformers' model of it.
+
+    ``shards`` is the approximate number of tensor files. ``rope`` replaces entries of the rope parameters. ``tie``: the
+    output head is the embedding.
     """
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -91,7 +94,11 @@ def write_eagle(
     embedding: bool = True,
     fmt: str = "safetensors",
 ) -> dict[str, torch.Tensor]:
-    """Write a random EAGLE head in its published format to ``directory``, and return its tensors by name."""
+    """Write a random EAGLE head in its published format to ``directory``, and return its tensors by name.
+
+    ``bias``, ``input_norm`` and ``embedding``: the head has a bias of its fusion, a norm before attention, an embedding of
+    its own. ``fmt``: as in :func:`save_head`.
+    """
     torch.manual_seed(seed)
     config: Any = CONFIG_MAPPING["llama"](**SHAPE | {"hidden_size": hidden_size, "num_hidden_layers": 1})
     inner, kv = config.intermediate_size, config.num_key_value_heads * config.head_dim

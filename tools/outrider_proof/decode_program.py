@@ -11,12 +11,13 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast, get_args
 from unittest.mock import patch
 
 from outrider.device.errors import ConfigError, OutriderError
 from outrider.errors import RequestError
 from outrider.registry import Registry
+from outrider_proof.fence_log import FenceLog, Half
 from outrider_proof.guides import Residues, guide
 from outrider_proof.monitors import OverlapMonitor
 from outrider_proof.subjects import Subject, bundled_text, tiny_images
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from outrider.model import Media
     from outrider.speculative.proposer import Proposer
     from outrider.transports import PageTransfer
-    from outrider_proof.fence_log import FenceLog
     from outrider_sanitizer import Finding
     from outrider_sanitizer import Report as Findings
 
@@ -48,7 +48,7 @@ class Network:
     """The two network links between two engines."""
 
     def __init__(self, first: Engine, second: Engine) -> None:
-        from outrider.transports.local_transport import LocalTransport
+        from outrider.transports.link import LocalTransport
 
         self.engines = first, second
         transport = LocalTransport()
@@ -251,7 +251,9 @@ class HostProgram:
         return plain_config(**sizes | fields)
 
     def longest(self, proposer: Proposer, *, images: bool) -> int:
-        """Return the tokens of the longest request with its output, its draft slots and, with ``images``, its image."""
+        """Return the number of tokens of the longest request, with its output, its draft slots and, with ``images``, its
+        image.
+        """
         longest = max(arrival.length + arrival.max_tokens for arrival in self.arrivals)
         return longest + max(12, proposer.nodes + 2) + (16 if images else 0)
 
@@ -298,16 +300,15 @@ class DecodeExplorer:
         images: bool = False,
     ) -> None:
         from outrider.engine.fences import FENCES
-        from outrider_proof.fence_log import Drop
 
         if speculate not in ("eagle", "ngram", "none"):
             raise ConfigError(f"--speculate is {speculate!r}; decode explores eagle, ngram and none")
         if drop is not None and drop not in {fence.name for fence in FENCES}:
             raise ConfigError(f"there is no fence {drop!r}; `outrider fences` lists them")
-        if half not in tuple(Drop):
+        if half not in get_args(Half):
             raise ConfigError(f"--drop is {half!r}; expected wait or record")
         self.backend = backend
-        self._speculate, self._topk, self._drop, self._half = speculate, draft_topk, drop, Drop(half)
+        self._speculate, self._topk, self._drop, self._half = speculate, draft_topk, drop, cast("Half", half)
         self._mode, self._graphs, self._consumer = mode, graphs, consumer
         self._subject = tiny_images() if images else bundled_text()
         self._model, self._vision = self._subject.load(backend)
@@ -346,7 +347,6 @@ class DecodeExplorer:
         Raises :class:`RaceError` of the sanitizer, :class:`WrongTokens`, the faults of :class:`OverlapMonitor`, or the
         engine's error.
         """
-        from outrider_proof.fence_log import FenceLog
         from outrider_sanitizer import watching
 
         expected = [self.expected(arrival) for arrival in program.arrivals]

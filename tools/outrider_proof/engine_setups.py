@@ -18,7 +18,7 @@ from outrider.device import KernelSet, WrappedKernels
 from outrider.engine.ranks.ranks import part_of_model
 from outrider.model import MediaProcessor, load_decoder, load_vision
 from outrider.speculative.build import DraftOptions, build_proposer
-from outrider.speculative.ngram import NgramProposer
+from outrider.speculative.lookup import NgramProposer
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import quantised, tiny
@@ -129,7 +129,9 @@ class Models:
         overlap: bool = True,
         wrap: Callable[[Fence], Fence] | None = None,
     ) -> Engine:
-        """Return an engine with the sizes of the program; ``wrap`` becomes its ``wrap_fence``."""
+        """Return an engine with the sizes of the program. ``mode`` is staged, graphs (staged, with graphs) or fused.
+        ``overlap``: the host launches an iteration ahead. ``wrap`` becomes the engine's ``wrap_fence``.
+        """
         # Pages for the longest request with its image and draft slots, and few more: other requests wait or are preempted.
         proposer = self.make()
         config = program.config(

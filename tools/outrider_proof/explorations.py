@@ -280,66 +280,53 @@ _DEVICES = ("sim", "sim:like=npu")
 """Specs of simulated devices that together have every capability that a program needs."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CorpusWanted:
-    """Options of ``outrider explore corpus``: number and strategy of the schedules, and the device."""
+def explore_corpus(
+    registry: Registry, *, iterations: int, seed: int, strategy: str = "mixed", backend: str | None = None
+) -> CommandReport:
+    """Run the corrected programs and return their report; exit code 0 if every program was silent.
 
-    registry: Registry
-    iterations: int
-    seed: int
-    strategy: str = "mixed"
-    backend: str | None = None
-    """Device to use instead of the simulated ones; programs that need a capability that it lacks are skipped."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CorpusResult:
-    """The result of exploring one corrected program."""
-
-    program: str
-    runs: int
-    distinct: int
-    """Number of different schedules among the runs."""
-    alarm: str
-    """Error and schedule of the first failure; empty if every run was silent."""
-    seconds: float
-
-
-def explore_corpus(wanted: CorpusWanted) -> CommandReport:
-    """Run the corrected programs and return their report; exit code 0 if every program was silent."""
+    ``backend`` is the device to use instead of the simulated ones; programs that need a capability that it lacks are skipped.
+    """
     began = time.monotonic()
-    rows = list(_rows(wanted))
-    alarms = sum(bool(row.alarm) for row in rows)
+    explored = (
+        _explore_corrected(race, control, iterations=iterations, seed=seed, strategy=strategy)
+        for race, control in _programs_on_devices(registry, backend)
+    )
+    rows = list(explored)
+    alarms = sum(bool(row["alarm"]) for row in rows)
     data = {
         "program": CORPUS,
-        "strategy": wanted.strategy,
-        "seed": wanted.seed,
-        "runs": sum(row.runs for row in rows),
-        "distinct": sum(row.distinct for row in rows),
+        "strategy": strategy,
+        "seed": seed,
+        "runs": sum(row["runs"] for row in rows),
+        "distinct": sum(row["distinct"] for row in rows),
         "alarms": alarms,
         "seconds": round(time.monotonic() - began, 1),
-        "programs": [asdict(row) for row in rows],
+        "programs": rows,
     }
     return CommandReport(data=data, render=lambda console: _render_corpus(console, data), exit_code=1 if alarms else 0)
 
 
-def _rows(wanted: CorpusWanted) -> Iterator[CorpusResult]:
+def _programs_on_devices(registry: Registry, backend: str | None) -> Iterator[tuple[Race, ControllableDevice]]:
     from outrider_sanitizer.races import RACES
 
     waiting = dict(RACES)
     # Open one device at a time: a tensor created outside every stream scope belongs to the device opened last.
-    for spec in (wanted.backend,) if wanted.backend else _DEVICES:
-        device = wanted.registry.create(spec)
+    for spec in (backend,) if backend else _DEVICES:
+        device = registry.create(spec)
         control = device.control
         if control is None:
             raise CapabilityError(f"{device.label} decides its schedules itself; explore needs one such as 'sim'")
         for race in list(waiting.values()):
             if not race.needs or getattr(device.capabilities, race.needs):
                 del waiting[race.name]
-                yield _row(race, control, wanted)
+                yield race, control
 
 
-def _row(race: Race, control: ControllableDevice, wanted: CorpusWanted) -> CorpusResult:
+def _explore_corrected(
+    race: Race, control: ControllableDevice, *, iterations: int, seed: int, strategy: str
+) -> dict[str, Any]:
+    """Explore one corrected program and return its row; ``alarm`` is the first failure with its schedule."""
     from outrider_sanitizer import watch
 
     schedules: set[str] = set()
@@ -352,11 +339,11 @@ def _row(race: Race, control: ControllableDevice, wanted: CorpusWanted) -> Corpu
         report.raise_if_any()
 
     began = time.monotonic()
-    found = control.explore(program, strategy=wanted.strategy, iterations=wanted.iterations, seed=wanted.seed)
+    found = control.explore(program, strategy=strategy, iterations=iterations, seed=seed)
     failure = found.failure
     alarm = "" if failure is None else f"{type(failure.error).__name__}: {failure.error}\nschedule {failure.schedule}"
     seconds = round(time.monotonic() - began, 1)
-    return CorpusResult(program=race.name, runs=found.runs, distinct=len(schedules), alarm=alarm, seconds=seconds)
+    return {"program": race.name, "runs": found.runs, "distinct": len(schedules), "alarm": alarm, "seconds": seconds}
 
 
 def _render_corpus(console: Console, data: Mapping[str, Any]) -> None:

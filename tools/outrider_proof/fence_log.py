@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
+from typing import Literal
 
 from outrider.device import Fence, Stream
 
 HOST = "host"
 
 
-class Drop(StrEnum):
-    """The half of a fence that the log leaves out."""
-
-    WAIT = "wait"
-    RECORD = "record"
+Half = Literal["wait", "record"]
+"""The half of a fence that a log leaves out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +39,8 @@ class FenceLog:
     """A log of each edge that an engine's fences declare. It leaves out the fence named ``drop``, if any.
 
     ``position(stream)`` returns the number of operations enqueued on the stream so far; for None, the number of steps of the
-    calling thread. ``half=RECORD`` carries out the first record only, so that later waits are legal and wait for old work.
-    ``consumer`` names the stream, or ``host``, whose waits ``half=WAIT`` leaves out; None means every consumer.
+    calling thread. ``half="record"`` carries out the first record only, so that later waits are legal and wait for old work.
+    ``consumer`` names the stream, or ``host``, whose waits ``half="wait"`` leaves out; None means every consumer.
     """
 
     def __init__(
@@ -51,7 +48,7 @@ class FenceLog:
         position: Callable[[Stream | None], int],
         *,
         drop: str | None = None,
-        half: Drop = Drop.WAIT,
+        half: Half = "wait",
         consumer: str | None = None,
     ) -> None:
         self.position = position
@@ -148,7 +145,7 @@ class _Noted(WrappedFence):
         """
         self._log.streams[stream.name] = stream
         self._declared = (stream.name, self._log.position(stream))
-        if self._dropped is not Drop.RECORD or self._carried_out is None:
+        if self._dropped != "record" or self._carried_out is None:
             self._carried_out = self._declared
             self._inner.signal(stream)
         else:
@@ -184,7 +181,7 @@ class _Noted(WrappedFence):
 
     def _skips(self, consumer: str) -> bool:
         chosen = self._log.consumer
-        if self._dropped is not Drop.WAIT or (chosen is not None and chosen != consumer.split(".")[0]):
+        if self._dropped != "wait" or (chosen is not None and chosen != consumer.split(".")[0]):
             return False
         self._log.left_out += 1
         return True
@@ -199,7 +196,7 @@ class _Noted(WrappedFence):
 
     def _note(self, consumer: str, end: int, skipped: bool) -> None:
         assert self._declared is not None  # the backend interface raises for a wait that comes before any record
-        done = not skipped and self._dropped is not Drop.RECORD
+        done = not skipped and self._dropped != "record"
         self._log.edges.append(FenceEdge(self._name, *self._declared, consumer, end, done))
-        if self._dropped is Drop.RECORD and self._carried_out is not None:
+        if self._dropped == "record" and self._carried_out is not None:
             self._log.edges.append(FenceEdge(f"stale {self._name}", *self._carried_out, consumer, end, True))

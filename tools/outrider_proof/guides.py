@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from outrider.engine.engine import Engine
-    from outrider.engine.guides.guidance import Guidance
+    from outrider.engine.guides.grammars import Guidance
     from outrider.engine.requests.sampling import SamplingParams
     from outrider.model import Decoder
 
@@ -24,7 +24,7 @@ class Residues:
     def __init__(self, vocabulary: int) -> None:
         import torch
 
-        from outrider.engine.guides.guidance import mask_of_tokens
+        from outrider.engine.guides.grammars import mask_of_tokens
 
         self._tokens: list[int] = []
         rows = [mask_of_tokens(range(residue, vocabulary, _MODULUS), vocabulary) for residue in range(_MODULUS)]
@@ -107,7 +107,7 @@ class ResidueGrammars:
 
     def guidance(self, params: SamplingParams, stops: frozenset[int]) -> Guidance:
         """Return the guidance state of a new request."""
-        from outrider.engine.guides.guidance import Guidance
+        from outrider.engine.guides.grammars import Guidance
 
         del params, stops
         return Guidance(Residues(self._vocabulary), vocabulary=self._vocabulary)
@@ -127,7 +127,7 @@ def guide(engine: Engine, request: int) -> None:
     assert engine._decision_log.can_repeat, (
         "a guide is put into one engine's record of the request, which other ranks never hear of"
     )
-    from outrider.engine.guides.guidance import Guidance
+    from outrider.engine.guides.grammars import Guidance
 
     record = engine._requests[request]
     vocabulary = engine.model.config.vocab_size

@@ -32,15 +32,12 @@ from outrider.model import (
     Shards,
     or_single_rank,
 )
-from outrider.speculative.block import BlockProposer
-from outrider.speculative.combined import CombinedProposer
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
+from outrider.speculative.lookup import CombinedProposer, NgramProposer, SuffixProposer
 from outrider.speculative.mtp import MtpProposer
-from outrider.speculative.ngram import NgramProposer
-from outrider.speculative.peagle import PEagleProposer
-from outrider.speculative.suffix import SuffixProposer
-from outrider.speculative.tree import DynamicTree, FixedTree
+from outrider.speculative.parallel import BlockProposer, PEagleProposer
+from outrider.speculative.tree import DynamicTree
 from outrider_proof import tiny
 from outrider_proof.tiny import plain_config
 
@@ -282,7 +279,6 @@ def shape() -> DynamicTree:
 MAKERS: dict[str, Callable[[Decoder, Backend], Proposer | None]] = {
     "eagle": lambda t, _: EagleProposer(eagle(t), draft_tokens=3),
     "eagle-tree": lambda t, _: EagleTreeProposer(eagle(t), shape()),
-    "eagle-fixed-tree": lambda t, _: EagleTreeProposer(eagle(t), FixedTree.regular((3, 2, 1))),
     "eagle3": lambda t, _: EagleProposer(eagle3(t), draft_tokens=3),
     "eagle3-tree": lambda t, _: EagleTreeProposer(eagle3(t), shape()),
     "mtp": lambda t, _: MtpProposer(mtp(t)),

@@ -47,7 +47,7 @@ def run_watched(
     finding, then the error of a body, then :class:`WrongTokens` if ``lost`` names pages or rows.
     """
     from outrider_sanitizer import RaceError, watch_ranks
-    from outrider_sanitizer.races.rank_program import control_of
+    from outrider_sanitizer.races.race import control_of
 
     # The engine orders accesses to whole tensors of rows, not to single rows.
     with watch_ranks(backends, rows_apart=False) as report:
@@ -223,7 +223,7 @@ class RankExplorer:
         """Run one program on the current schedule and return counts of its requests. Raises the first error found."""
         from outrider.engine.ranks.ranks import ParallelConfig, Ranks
         from outrider_proof.engine_setups import prompt_and_media, reference_tokens, without_schedule
-        from outrider_sanitizer.races.rank_program import control_of
+        from outrider_sanitizer.races.race import control_of
 
         backends = self.devices(setup, inject)
         store = control_of(backends[0]).create_store()
@@ -289,22 +289,19 @@ def _serve(
 
 def _inject_divergence(engine: Engine, inject: str) -> None:
     """Change the decisions that a follower rank receives, or the bucket that it picks."""
-    from outrider.engine.ranks.records import AbortCommand, Command, decode
+    from outrider.engine.ranks.records import DecisionRecord, decode_call
 
     decision_log: Any = engine._decision_log
     next_record = decision_log.next
 
-    def other() -> Any:
-        record = next_record()
+    def other() -> DecisionRecord:
+        record: DecisionRecord = next_record()
+        drafted: Any = (record.decisions or {}).get("drafted")
+        changed = record
         if inject == "abort":
-            decoded = [(each, decode(each, Command)) for each in record.commands]
-            changed = replace(
-                record, commands=tuple(each for each, command in decoded if not isinstance(command, AbortCommand))
-            )
-        elif record.decisions is None or inject != "length" or not record.decisions.get("drafted"):
-            changed = record
-        else:
-            changed = replace(record, decisions={**record.decisions, "drafted": record.decisions["drafted"] - 1})
+            changed = replace(record, calls=tuple(each for each in record.calls if decode_call(each)[0] != "abort"))
+        elif inject == "length" and drafted:
+            changed = replace(record, decisions={**(record.decisions or {}), "drafted": drafted - 1})
         decision_log._record = changed
         return changed
 
@@ -364,8 +361,8 @@ def explore_engine(wanted: RanksWanted, explorer: RankExplorer | None = None) ->
 def _once(
     explorer: RankExplorer, backend: Backend, outcome: RankProgramResult, program: HostProgram, wanted: RanksWanted
 ) -> BaseException | None:
-    """Run a program once and return its error. The schedule is random, or program order if a divergence is injected."""
-    from outrider_sanitizer.races.rank_program import control_of
+    """Run a program once and return its error, or None. The order is random, or program order with an injected divergence."""
+    from outrider_sanitizer.races.race import control_of
     from outrider_sim.explore.exploration import run_once
     from outrider_sim.explore.strategies import make_strategy
 

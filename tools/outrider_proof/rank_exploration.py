@@ -181,7 +181,7 @@ def _ranks(race: RankRace, wanted: RanksWanted) -> int:
 
 def _run(backends: Sequence[Backend], race: RankRace, *, fixed: bool) -> tuple[OutriderError | None, Findings]:
     from outrider_sanitizer import watch_ranks
-    from outrider_sanitizer.races.rank_program import control_of
+    from outrider_sanitizer.races.race import control_of
 
     control_of(backends[0]).reset()
     with watch_ranks(backends) as report:
@@ -195,7 +195,7 @@ def _run(backends: Sequence[Backend], race: RankRace, *, fixed: bool) -> tuple[O
 def _alarm(devices: SimulatedHosts, race: RankRace, wanted: RanksWanted, seed: int) -> str:
     """Run the corrected program under one random schedule and return its error, or an empty string."""
     from outrider_sanitizer import watch_ranks
-    from outrider_sanitizer.races.rank_program import control_of
+    from outrider_sanitizer.races.race import control_of
 
     backends = devices.for_race(race, _ranks(race, wanted))
 

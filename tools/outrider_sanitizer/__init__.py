@@ -10,8 +10,7 @@ Example::
 """
 
 from outrider_sanitizer.observation.sanitizer import Sanitizer
-from outrider_sanitizer.report.advisor import Advice
-from outrider_sanitizer.report.findings import AccessSite, Finding, FindingKind, RaceError, Report
+from outrider_sanitizer.report import AccessSite, Advice, Finding, FindingKind, RaceError, Report
 from outrider_sanitizer.session import watch, watch_ranks, watching
 
 __all__ = [

@@ -126,7 +126,9 @@ def _run_ranks(
 
 
 def show(console: Console, report: Findings, advice: bool, failed: bool) -> None:
-    """Print a report as text on the console. ``failed`` says that the script failed, so no findings prove nothing."""
+    """Print a report as text on the console; with ``advice``, also the waits that can be removed. ``failed``: the script
+    failed, so that a report without findings proves nothing.
+    """
     if report.clean and report.operations and failed:
         console.print(Text(f"no finding before the script failed: {report.watched}", style="yellow"))
     else:

@@ -17,14 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from outrider.device import Backend
-    from outrider_sanitizer.report.findings import Report
+    from outrider_sanitizer.report import Report
 
     Sanitized = Callable[[Backend], AbstractContextManager[Report]]
 
@@ -72,14 +71,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(watcher, "outrider-sanitize")
 
 
-@dataclass
-class _WatchedTest:
-    """The device's scope and the reports of one watched test."""
-
-    stack: ExitStack
-    reports: list[Report]
-
-
 class _Watcher:
     """The plugin that watches each test from its setup to the end of its call, and fails a test with findings."""
 
@@ -89,7 +80,8 @@ class _Watcher:
 
         registry = Registry()
         self.backend = registry.create(select_for_script(registry, spec))
-        self.key: pytest.StashKey[_WatchedTest] = pytest.StashKey()
+        self.key: pytest.StashKey[tuple[ExitStack, list[Report]]] = pytest.StashKey()
+        """The device's scope, and the reports, of the watched test."""
         self.tests = 0
         self.operations = 0
         self.findings = 0
@@ -107,7 +99,7 @@ class _Watcher:
         stack.enter_context(
             with_new_backends(self.backend, lambda made, inner: reports.append(inner.enter_context(watch(made))))
         )
-        item.stash[self.key] = _WatchedTest(stack, reports)
+        item.stash[self.key] = stack, reports
         return (yield)
 
     @pytest.hookimpl(wrapper=True, trylast=True)
@@ -134,10 +126,11 @@ class _Watcher:
         if watched is None:
             return []
         del item.stash[self.key]
-        watched.stack.close()
-        found = [report for report in watched.reports if not report.clean]
+        stack, reports = watched
+        stack.close()
+        found = [report for report in reports if not report.clean]
         self.tests += 1
-        self.operations += sum(report.operations for report in watched.reports)
+        self.operations += sum(report.operations for report in reports)
         self.findings += sum(len(report) for report in found)
         return found
 

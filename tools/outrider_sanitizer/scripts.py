@@ -101,7 +101,7 @@ def run_rank_scripts(path: Path, argv: Sequence[str], backends: Sequence[Backend
     if control is None:
         raise CapabilityError(f"{backends[0].label} decides its schedules itself; ranks are threads of a simulated device")
     results = [ScriptEnd(1, "it never ended")] * len(backends)
-    environment, modules = RankEnvironment(), _Main()
+    environment = RankEnvironment()
 
     def body(rank: int) -> None:
         environment.begin(rank, len(backends), argv)
@@ -109,14 +109,14 @@ def run_rank_scripts(path: Path, argv: Sequence[str], backends: Sequence[Backend
         script = _Script("__main__", str(path))
         main = module_from_spec(ModuleSpec("__main__", script, origin=str(path)))
         main.__file__ = str(path)
-        modules.restore(main)
+        sys.modules["__main__"] = main
         results[rank] = _run_to_end(path, partial(script.exec_module, main))
 
     with ExitStack() as stack:
         for backend in backends:
             attach(backend, stack)
         stack.enter_context(as_main(path, argv))
-        control.run_ranks([partial(body, rank) for rank in range(len(backends))], (environment, modules))
+        control.run_ranks([partial(body, rank) for rank in range(len(backends))], (environment,))
     return results
 
 
@@ -153,18 +153,6 @@ class _Script(SourceFileLoader):
         """Discard the bytecode instead of writing it."""
 
 
-class _Main:
-    """A process view that gives each rank its own ``__main__`` module."""
-
-    def save(self) -> ModuleType:
-        """Return the ``__main__`` module of the running rank."""
-        return sys.modules["__main__"]
-
-    def restore(self, saved: ModuleType) -> None:
-        """Make the saved ``__main__`` module current when its rank runs again."""
-        sys.modules["__main__"] = saved
-
-
 @contextmanager
 def with_new_backends(first: Backend, attach: Attach) -> Generator[None]:
     """Call ``attach`` for a backend, and for each backend that a registry creates in this scope."""
@@ -187,15 +175,17 @@ def as_main(path: Path, argv: Sequence[str]) -> Generator[None]:
 
 
 class RankEnvironment:
-    """The process's environment and arguments, with separate values for each rank that is a thread (a ``ProcessView``)."""
+    """The process's environment, arguments and ``__main__``, with separate values for each rank that is a thread
+    (a ``ProcessView``).
+    """
 
-    def save(self) -> tuple[Any, list[str]]:
-        """Return the environment and arguments of the running rank."""
-        return os.environ, sys.argv
+    def save(self) -> tuple[Any, list[str], ModuleType]:
+        """Return the environment, arguments and ``__main__`` module of the running rank."""
+        return os.environ, sys.argv, sys.modules["__main__"]
 
-    def restore(self, saved: tuple[Any, list[str]]) -> None:
-        """Restore the saved environment and arguments when their rank runs again."""
-        os.environ, sys.argv = saved
+    def restore(self, saved: tuple[Any, list[str], ModuleType]) -> None:
+        """Restore the saved values when their rank runs again."""
+        os.environ, sys.argv, sys.modules["__main__"] = saved
 
     def begin(self, rank: int, ranks: int, argv: Sequence[str]) -> None:
         """Give the calling rank its own environment, like torchrun, and its own arguments."""
@@ -209,4 +199,4 @@ class RankEnvironment:
             "MASTER_PORT": 29500,
         }
         own: Any = {**os.environ, **{name: str(value) for name, value in mine.items()}}
-        self.restore((own, list(argv)))
+        self.restore((own, list(argv), sys.modules["__main__"]))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from outrider_sanitizer.detector.ranks import RankClocks
 from outrider_sanitizer.observation.hostsync import host_edges
 from outrider_sanitizer.observation.sanitizer import Sanitizer
-from outrider_sanitizer.report.findings import Report
+from outrider_sanitizer.report import Report
 
 if TYPE_CHECKING:
     from outrider.device import Backend
@@ -50,6 +50,7 @@ def watch(backend: Backend, *, rows_apart: bool = True, torch_calls: bool = Fals
 @contextmanager
 def watch_ranks(backends: Iterable[Backend], *, rows_apart: bool = True) -> Generator[Report]:
     """Watch the devices of several ranks, which are threads of this process, and make one report for all of them.
+    ``rows_apart``: see :func:`watch`.
 
     In addition to the faults of each rank, the report has collectives that do not match, have no order or are missing on a
     rank. It names the first decision (``Group.decide``) in which ranks differ.
@@ -67,7 +68,7 @@ def watching(
 ) -> Generator[Sanitizer]:
     """Attach a sanitizer to ``backend`` as :func:`watch` does, and yield the sanitizer instead of its report.
 
-    ``ranks`` is the state shared with the sanitizers of other ranks.
+    ``rows_apart`` and ``torch_calls``: see :func:`watch`. ``ranks`` is the state shared with the sanitizers of other ranks.
     """
     with ExitStack() as stack:
         sanitizer = _make(backend, rows_apart, ranks, torch_calls)

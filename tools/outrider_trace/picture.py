@@ -14,37 +14,22 @@ from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider_trace.timeline import Timeline, WaitArrow
+from outrider_trace.timeline import OperationSpan, Timeline, WaitArrow
 
 if TYPE_CHECKING:
     from outrider_trace.timeline import FenceMark, Timeline
 
 
-@dataclass(frozen=True, slots=True)
-class StageFence:
-    """The start or the end of a stage on a stream: the position at which the stream waits for a fence or records it."""
-
-    fence: str
-    waited: bool
-    """True if the stream waits for the fence there, False if it records the fence."""
-
-
-@dataclass(frozen=True, slots=True)
-class StageSpan:
-    """One run of a stage, from the start of its first operation to the end of its last operation, in microseconds."""
-
-    stream: str
-    name: str
-    start: float
-    end: float
+StageFence = tuple[str, bool]
+"""The start or the end of a stage on a stream: a fence, and True if the stream waits for it there, False if it records it."""
 
 
 def _waits(fence: str) -> StageFence:
-    return StageFence(fence, True)
+    return fence, True
 
 
 def _records(fence: str) -> StageFence:
-    return StageFence(fence, False)
+    return fence, False
 
 
 STAGES: tuple[tuple[str, str, StageFence, StageFence], ...] = (
@@ -67,14 +52,17 @@ ITERATION = "iteration"
 """Name of the stage *gather* in an iteration that has no further stage: a fused iteration, or a prefill iteration."""
 
 
-def stage_spans(timeline: Timeline) -> list[StageSpan]:
-    """Return the stages that ran in ``timeline``, stream by stream. A stage without an operation is left out."""
-    stages: list[StageSpan] = []
+def stage_spans(timeline: Timeline) -> list[OperationSpan]:
+    """Return the stages that ran in ``timeline``, stream by stream. A stage without an operation is left out.
+
+    A span lasts from the start of the stage's first operation to the end of its last one.
+    """
+    stages: list[OperationSpan] = []
     for stream, spans in timeline.spans.items():
         marks = [mark for mark in timeline.marks if mark.stream == stream]
         for name, first, end in _stage_ranges(stream, marks):
             if first < end <= len(spans):
-                stages.append(StageSpan(stream, name, spans[first].start, spans[end - 1].end))
+                stages.append(OperationSpan(stream, name, spans[first].start, spans[end - 1].end))
     return stages
 
 
@@ -85,7 +73,7 @@ def _stage_ranges(stream: str, marks: list[FenceMark]) -> Iterator[tuple[str, in
             continue
         first_span: int | None = None
         for number, mark in enumerate(marks):
-            edge = StageFence(mark.fence, mark.waited)
+            edge = (mark.fence, mark.waited)
             if edge == end_edge and first_span is not None:
                 yield (name if name != "gather" or _has_planned_stages(marks[number:]) else ITERATION), first_span, mark.at
                 first_span = None

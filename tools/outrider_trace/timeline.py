@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.device import Graph, Operation, TimedObserver
-from outrider_sanitizer.report.source_locations import caller_location
+from outrider_sanitizer.report import caller_location
 
 if TYPE_CHECKING:
     from outrider.device import Backend, Event, Stream

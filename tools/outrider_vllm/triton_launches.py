@@ -55,7 +55,9 @@ class RecordedAccesses:
         self._num_raw = 0
 
     def record_access(self, pointers: Addresses, mask: Any, size: int, *, write: bool) -> None:
-        """Record an access to elements of `size` bytes at `pointers` where `mask` is true. The mask may broadcast."""
+        """Record a store (``write``) or a load of elements of `size` bytes at `pointers` where `mask` is true. The mask may
+        broadcast.
+        """
         addresses = pointers[numpy.broadcast_to(mask, pointers.shape).astype(bool)]
         if not addresses.size:
             return

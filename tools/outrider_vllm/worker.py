@@ -41,7 +41,9 @@ class SimWorker(Worker):
         self._init_workspace_and_model_runner()
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """Load the model and a draft model on the host, then move them to the device."""
+        """Load the model and a draft model on the host, then move them to the device. With ``load_dummy_weights``, vLLM makes
+        random weights.
+        """
         super().load_model(load_dummy_weights=load_dummy_weights)
         self.model_runner.model.to(self.device)
         draft = self.get_draft_model()

@@ -83,8 +83,8 @@ def attend_pages(
 
 
 def _groups(lens: Sequence[int], numbers: int) -> list[list[int]]:
-    """Return groups of requests of similar lengths, whose attention one call computes; ``numbers``: elements of a token's
-    keys.
+    """Return groups of indices of requests with similar lengths ``lens``. One call computes the attention of a group.
+    ``numbers`` is the number of elements of a token's keys.
     """
     groups: list[list[int]] = []
     padding = most = 0
@@ -166,7 +166,7 @@ def _attend_together(
 def _attend(q: Tensor, keys: Tensor, values: Tensor, tree: Tensor | None, scale: float, window: int) -> Tensor:
     """Compute attention of one request: q [N, Hq, D] are its last N tokens, keys and values [1, Hkv, L, D] all its tokens.
 
-    Of one token, they are the tokens of its window.
+    If N is 1, the caller passes only the keys and values that the window of this token covers.
     """
     count, heads, size = q.shape
     kv_heads, length = keys.shape[1:3]

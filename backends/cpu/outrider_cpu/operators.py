@@ -22,7 +22,9 @@ _define = partial(define_operator, _LIBRARY, key="CPU")
 def rope_write_cache(
     turned: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
 ) -> Tensor:
-    """Rotate queries and keys together. The last heads of the result are the keys."""
+    """Rotate queries and keys ``turned`` [T, Hq + Hkv, D] together, and write the rotated keys and ``v`` to ``slots`` of the
+    caches. Return the rotated heads [T, Hq + Hkv, D], the keys last.
+    """
     first, second = turned.chunk(2, dim=-1)
     sin_first, sin_second = sin.unsqueeze(1).chunk(2, dim=-1)
     rotated = turned * cos.unsqueeze(1)

@@ -36,7 +36,9 @@ _FBGEMM_ENGINES = frozenset({"fbgemm", "x86"})
 
 
 def is_observed() -> bool:
-    """Return True under a mode of torch: it observes the operators of the backend interface, not their parts."""
+    """Return True if a torch dispatch mode or function mode is active. Such a mode sees the operators of the backend
+    interface, so no other operators may replace them.
+    """
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
 
 
@@ -97,7 +99,9 @@ class PackedWeights:
         return None if copy.product is None else copy.product(x, bias)
 
     def _register(self, weight: Tensor, version: int, elements: int) -> None:
-        """Note the first product of a weight that can be packed, with an x of so many elements."""
+        """Record that a weight was multiplied once, by an x of ``elements`` elements, so that its second product makes a
+        copy. Do nothing for a weight or an x that no copy serves.
+        """
         key, dtype = id(weight), weight.dtype
         self._drop(key)
         if dtype not in self._dtypes or weight.numel() < _MIN_ELEMENTS[dtype] or not weight.is_contiguous():

@@ -56,8 +56,8 @@ class CudaGroup(TorchGroup):
         self._exchange: PeerExchange | None = None
         if hasattr(self._native, "eager_connect_single_device"):
             self._run(lambda: self._native.eager_connect_single_device(backend.device))
-        if peers and self.size > 1 and self._reach_peers():
-            self._reachable = self._try_peers()
+        if peers and self.size > 1 and self._exchange_peer_addresses():
+            self._reachable = self._allocate_peer_memory()
         if self._reachable:
             pdl = torch.cuda.get_device_capability(backend.device)[0] >= 9
             self._exchange = PeerExchange(self, pdl=pdl)
@@ -75,16 +75,18 @@ class CudaGroup(TorchGroup):
             super()._all_reduce(tensor, reduction)
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> None:
-        if self._direct is None or not self._direct.all_gather(output, tensor):
+        if self._one_shot_exchange is None or not self._one_shot_exchange.all_gather(output, tensor):
             super()._all_gather(output, tensor)
 
     def _broadcast(self, tensor: Tensor, root: int) -> None:
-        if self._direct is None or not self._direct.broadcast(tensor, root):
+        if self._one_shot_exchange is None or not self._one_shot_exchange.broadcast(tensor, root):
             super()._broadcast(tensor, root)
 
     @property
-    def _direct(self) -> PeerExchange | None:
-        """The exchange for calls that only move data, which takes one shot."""
+    def _one_shot_exchange(self) -> PeerExchange | None:
+        """The peer-memory exchange for collectives that move data without a sum; None if the one-shot implementation is not
+        allowed.
+        """
         return self._exchange if self.allows_implementation(ONE_SHOT) else None
 
     # -- memory of the peers ---------------------------------------------------------------------------------------
@@ -94,7 +96,7 @@ class CudaGroup(TorchGroup):
         """True if all ranks are processes of one host and their GPUs can access each other's memory."""
         return self._reachable
 
-    def _reach_peers(self) -> bool:
+    def _exchange_peer_addresses(self) -> bool:
         """Exchange the addresses of all ranks, and return True if all can access each other's memory. All ranks get the same
         answer, so they select the same implementation.
         """
@@ -105,9 +107,9 @@ class CudaGroup(TorchGroup):
         others = [int(index) for _, index, _ in said if index != str(own)]
         one_host = {each[0] for each in said} == {host} and len({each[2] for each in said}) == self.size
         reached = one_host and all(torch.cuda.can_device_access_peer(own, other) for other in others)
-        return self._all_say("reached", said=reached)
+        return self._all_ranks_agree("reached", said=reached)
 
-    def _all_say(self, what: str, *, said: bool) -> bool:
+    def _all_ranks_agree(self, what: str, *, said: bool) -> bool:
         """Return on every rank whether all ranks passed ``said=True`` for the question ``what``."""
         self._group_store.set(f"{what}/{self.rank}", str(int(said)))
         keys = [f"{what}/{rank}" for rank in range(self.size)]
@@ -116,7 +118,7 @@ class CudaGroup(TorchGroup):
         self._run(lambda: self._group_store.wait(keys, patience))
         return all([self._group_store.get(f"{what}/{rank}") == b"1" for rank in range(self.size)])  # noqa: C419  (ask all)
 
-    def _try_peers(self) -> bool:
+    def _allocate_peer_memory(self) -> bool:
         """Allocate shared memory of the ranks and use it once, so that every rank learns now of a failure."""
         if self.rank == 0:
             self._group_store.set("name", str(uuid4()))
@@ -134,7 +136,7 @@ class CudaGroup(TorchGroup):
             reason = reason if worked else "what another GPU wrote isn't there"
         except Exception as error:  # whatever a driver, a container or another torch says: then it's NCCL
             worked, reason, self._broken = False, f"{type(error).__name__}: {str(error).splitlines()[0]}", None
-        worked = self._all_say("tried", said=worked)
+        worked = self._all_ranks_agree("tried", said=worked)
         if not worked:
             warnings.warn(
                 f"group {self.name!r} goes by NCCL alone, which takes longer for small tensors: memory that the GPUs share "

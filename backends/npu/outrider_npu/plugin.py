@@ -20,17 +20,17 @@ CI = CiDeclaration(
 @hookimpl
 def backend_info() -> BackendInfo:
     """Describe the backend: usable if a matching torch_npu is installed and the driver lists a device. Imports neither."""
-    from outrider_npu import machine
+    from outrider_npu import runtime
 
-    trouble = machine.find_trouble()
+    obstacle = runtime.find_obstacle()
     return BackendInfo(
         name="npu",
         description=DESCRIPTION,
         priority=100,
-        usable=trouble is None,
-        reason=trouble.reason if trouble else "",
-        advice=trouble.advice if trouble else "",
-        device_count=machine.device_count() or None,
+        usable=obstacle is None,
+        reason=obstacle.reason if obstacle else "",
+        advice=obstacle.advice if obstacle else "",
+        device_count=runtime.device_count() or None,
         ci=CI,
     )
 
@@ -40,11 +40,11 @@ def create_backend(ordinal: int, options: Mapping[str, str]) -> Backend:
     """Create the backend of NPU ``ordinal``, which has no options. Imports torch_npu; its errors contain advice."""
     if options:
         raise ConfigError(f"backend 'npu' takes no options, got {sorted(options)}")
-    from outrider_npu import machine, runtime
+    from outrider_npu import runtime
 
-    trouble = machine.find_trouble()
-    if trouble is not None:
-        raise BackendLoadError(f"backend 'npu' can't run here: {trouble.reason}; {trouble.advice}")
+    obstacle = runtime.find_obstacle()
+    if obstacle is not None:
+        raise BackendLoadError(f"backend 'npu' can't run here: {obstacle.reason}; {obstacle.advice}")
     runtime.load()
     from outrider_npu.backend import NpuBackend
 

@@ -32,9 +32,16 @@ from outrider.device import (
     Stream,
 )
 from outrider_opencl.command_buffers import CommandBuffer, CommandBufferFunctions, CommandBufferGraph, Recorder
-from outrider_opencl.driver import Failures, Mark, OneShot, OpenCLDevice, Program, Queue, UserEventFlag
+from outrider_opencl.driver import (
+    OpenCLDevice,
+    Program,
+    Queue,
+    SharedMemory,
+    complete,
+    create_user_event,
+    has_run,
+)
 from outrider_opencl.kernels import LAUNCHES, OpenCLKernels
-from outrider_opencl.memory import SharedMemory
 from outrider_opencl.queueing import Launcher, Queueing, ReadsOutsideOperators
 
 CAPABILITIES = Capabilities(
@@ -111,7 +118,7 @@ class OpenCLStream(Stream):
 
     def _wait(self, event: Event) -> None:
         if self._backend.recorder is None:
-            self.queue.wait(cast(OpenCLEvent, event).mark.event)
+            self.queue.wait(cast(OpenCLEvent, event).mark)
         elif event.generation:
             raise CapabilityError(
                 f"a command buffer of {self._backend.label} can't wait for event {event.name!r} outside of it"
@@ -131,10 +138,10 @@ class OpenCLStream(Stream):
 class OpenCLEvent(Event):
     """An event that holds the marker of its latest record. A wait holds the marker itself, so it keeps its generation."""
 
-    mark: Mark
+    mark: cl.Event
 
     def _query(self) -> bool:
-        if not self.mark.reached:
+        if not has_run(self.mark):
             return False
         cast(OpenCLBackend, self.backend).raise_failed(f"event {self.name!r}")
         return True
@@ -144,27 +151,51 @@ class OpenCLEvent(Event):
         cast(OpenCLBackend, self.backend).raise_failed(f"event {self.name!r}")
 
     def _elapsed_ms(self, end: Event) -> float:
-        return self.mark.elapsed_ms(cast(OpenCLEvent, end).mark)
+        return float(cast(OpenCLEvent, end).mark.profile.end - self.mark.profile.end) / 1e6
 
 
 class OpenCLFlag(Flag):
-    """A flag of user events, which a host task sets; see :class:`~outrider_opencl.driver.UserEventFlag`."""
+    """A resettable flag made of user events, which are set once: each wait has an event of its own.
+
+    A native kernel on the waiting queue completes the event at once if the flag is up. Otherwise the next set completes it.
+    """
 
     def __init__(self, backend: OpenCLBackend, name: str) -> None:
         super().__init__(backend, name)
         self._opencl = backend.opencl
-        self._state = UserEventFlag()
+        self._lock = threading.Lock()
+        self._is_up = False
+        self._waiters: list[cl.UserEvent] = []
 
     def _set(self, stream: Stream) -> None:
-        cast(OpenCLStream, stream).queue.run_on_host(self._state.raise_up)
+        cast(OpenCLStream, stream).queue.run_on_host(self._raise_up)
 
     def _wait(self, stream: Stream) -> None:
-        waiter, queue = OneShot(self._opencl), cast(OpenCLStream, stream).queue
-        queue.run_on_host(lambda: self._state.arrive(waiter))
-        queue.wait(waiter.event)
+        waiter, queue = create_user_event(self._opencl), cast(OpenCLStream, stream).queue
+        queue.run_on_host(lambda: self._arrive(waiter))
+        queue.wait(waiter)
 
     def _reset(self, stream: Stream) -> None:
-        cast(OpenCLStream, stream).queue.run_on_host(self._state.lower)
+        cast(OpenCLStream, stream).queue.run_on_host(self._lower)
+
+    def _arrive(self, waiter: cl.UserEvent) -> None:
+        """Complete ``waiter`` if the flag is up, else at the next set."""
+        with self._lock:
+            if not self._is_up:
+                self._waiters.append(waiter)
+                return
+        complete(waiter)
+
+    def _raise_up(self) -> None:
+        with self._lock:
+            self._is_up = True
+            waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            complete(waiter)
+
+    def _lower(self) -> None:
+        with self._lock:
+            self._is_up = False
 
 
 class OpenCLBackend(Backend):
@@ -191,14 +222,9 @@ class OpenCLBackend(Backend):
 
     # -- errors -------------------------------------------------------------------------------------------------------
 
-    @property
-    def failures(self) -> Failures:
-        """The errors of native kernels that no host wait has raised yet."""
-        return self.opencl.failures
-
     def raise_failed(self, waiting_for: str) -> None:
         """Raise the first error of a native kernel since the last call, once."""
-        error = self.failures.take_first()
+        error = self.opencl.take_first_failure()
         if error is not None:
             raise DeviceFault(f"work before {waiting_for} of {self.label} failed: {error}") from error
 
@@ -261,9 +287,9 @@ class OpenCLBackend(Backend):
         if self.recorder is not None:
             self.recorder.spin(cycles)
             return
-        end, queue = OneShot(self.opencl), cast(OpenCLStream, stream).queue
-        queue.run_on_host(threading.Timer(cycles / 1e9, end.complete).start)
-        queue.wait(end.event)  # a sleeping native kernel would occupy one of the runtime's few threads
+        end, queue = create_user_event(self.opencl), cast(OpenCLStream, stream).queue
+        queue.run_on_host(threading.Timer(cycles / 1e9, lambda: complete(end)).start)
+        queue.wait(end)  # a sleeping native kernel would occupy one of the runtime's few threads
 
     # -- memory -------------------------------------------------------------------------------------------------------
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from outrider.device import BackendLoadError, CaptureContext, CaptureError, Graph, Stream, StreamOrderError
 from outrider_opencl.driver import Kernel, OpenCLDevice, Queue, checked
-from outrider_opencl.elementwise import elementwise_launch
-from outrider_opencl.kernels import LAUNCHES
+from outrider_opencl.kernels import LAUNCHES, elementwise_launch
 
 if TYPE_CHECKING:
     from outrider_opencl.backend import OpenCLBackend, OpenCLStream

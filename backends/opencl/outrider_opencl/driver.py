@@ -1,4 +1,4 @@
-"""One OpenCL device: queues, marks, flags, native kernels and programs.
+"""One OpenCL device: queues, native kernels, programs, and its shared virtual memory as torch tensors.
 
 pyopencl makes contexts, queues, events and programs. Native kernels, shared virtual memory and command buffers are called
 through ctypes, because pyopencl does not offer them as this backend needs them.
@@ -7,17 +7,19 @@ through ctypes, because pyopencl does not offer them as this backend needs them.
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pyopencl as cl
 import torch
 from torch import Tensor
 
-from outrider.device import BackendLoadError, DeviceFault
+from outrider.device import BackendLoadError, DeviceFault, OutOfDeviceMemory
 
 Task = Callable[[], object]
 """A function that the host runs in a queue's order. It references its tensors, so their memory lives until it has run."""
@@ -28,39 +30,16 @@ _NATIVE = cl.device_exec_capabilities.NATIVE_KERNEL
 _HOW_TO_INSTALL = "install PoCL: pip install 'outrider-opencl[pocl]', or on Debian: apt install pocl-opencl-icd"
 
 
-class Failures:
-    """Errors of native kernels that no wait of the host has raised yet.
-
-    OpenCL has no status with which a native kernel fails. An error belongs to the device, not to a queue: the result may
-    reach the waiting caller through other queues.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._errors: list[Exception] = []
-
-    def add(self, error: Exception) -> None:
-        """Store the error of a failed host task, until a wait of the host raises it."""
-        with self._lock:
-            self._errors.append(error)
-
-    def take_first(self) -> Exception | None:
-        """Return the first stored error, or None, and clear all errors."""
-        with self._lock:
-            errors, self._errors = self._errors, []
-        return errors[0] if errors else None
-
-
 def _run(argument: int) -> None:
     """Run the task that was passed as the argument of a native kernel, and drop the reference that the queue held."""
     reference = ctypes.cast(argument, ctypes.POINTER(ctypes.py_object)).contents
-    task, failures = reference.value
+    task, device = reference.value
     ctypes.pythonapi.Py_DecRef(reference)
     try:
         with torch.no_grad():  # gradients are enabled in every thread of the runtime
             task()
     except Exception as error:
-        failures.add(error)
+        device.add_failure(error)
 
 
 _run_task = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_run)
@@ -129,7 +108,11 @@ def find_devices() -> list[cl.Device]:
 
 
 class OpenCLDevice:
-    """A device with its context, and the queue that all streams share in out-of-order mode."""
+    """A device with its context, and the queue that all streams share in out-of-order mode.
+
+    OpenCL has no status with which a native kernel fails. An error therefore belongs to the device, not to a queue: the
+    result may reach the waiting caller through other queues.
+    """
 
     def __init__(self, ordinal: int, *, out_of_order: bool) -> None:
         devices = find_devices()
@@ -138,14 +121,28 @@ class OpenCLDevice:
         self.native = devices[ordinal]
         self.context = cl.Context([self.native])
         self.library = Library()
-        self.failures = Failures()
+        self._lock = threading.Lock()
+        self._failures: list[Exception] = []
         self.shared_queue = self.create_queue(out_of_order=True) if out_of_order else None
 
     def create_queue(self, *, out_of_order: bool = False) -> cl.CommandQueue:
-        """Create a queue on this device that records the times of its commands."""
+        """Create a queue on this device that records the times of its commands. With ``out_of_order``, only events order its
+        commands.
+        """
         properties = cl.command_queue_properties
         order = properties.OUT_OF_ORDER_EXEC_MODE_ENABLE if out_of_order else 0
         return cl.CommandQueue(self.context, self.native, properties=properties.PROFILING_ENABLE | order)
+
+    def add_failure(self, error: Exception) -> None:
+        """Store the error of a failed native kernel, until a wait of the host raises it."""
+        with self._lock:
+            self._failures.append(error)
+
+    def take_first_failure(self) -> Exception | None:
+        """Return the first stored error, or None, and clear all errors."""
+        with self._lock:
+            errors, self._failures = self._failures, []
+        return errors[0] if errors else None
 
     @property
     def versions(self) -> dict[str, str]:
@@ -157,28 +154,8 @@ class OpenCLDevice:
         }
 
 
-class Mark:
-    """A marker command: a point in a queue's order that is reached once. An event has one mark per generation."""
-
-    def __init__(self, event: cl.Event) -> None:
-        self.event = event
-
-    def wait(self) -> None:
-        """Block the calling thread until the queue has reached the mark."""
-        self.event.wait()
-
-    @property
-    def reached(self) -> bool:
-        """Return True if the queue has reached the mark. Raises :class:`DeviceFault` if a command before it failed."""
-        return has_run(self.event)
-
-    def elapsed_ms(self, end: Mark) -> float:
-        """Return the device milliseconds from this mark to ``end``; both have been reached."""
-        return float(end.event.profile.end - self.event.profile.end) / 1e6
-
-
 def has_run(event: cl.Event) -> bool:
-    """Return True if the command of ``event`` has run. Raises :class:`DeviceFault` if it was aborted."""
+    """Return True if the command of ``event`` has run. Raises :class:`DeviceFault` if it or a command before it failed."""
     status = event.command_execution_status
     if status < 0:
         raise DeviceFault(f"OpenCL: a command was aborted with status {status}; a command that it waited for failed")
@@ -196,8 +173,8 @@ class Queue:
         self._last: cl.Event | None = None
 
     def run_on_host(self, task: Task, *also_after: cl.Event) -> None:
-        """Enqueue ``task`` as a native kernel. In the shared queue it also runs after the events ``also_after``."""
-        argument = ctypes.py_object((task, self.device.failures))
+        """Enqueue ``task`` as a native kernel of this queue. The kernel also waits for the events ``also_after``."""
+        argument = ctypes.py_object((task, self.device))
         library, pointer = self.device.library, ctypes.byref(argument)
         ctypes.pythonapi.Py_IncRef(argument)  # the queue's reference, which the native kernel drops
         self._enqueue(
@@ -227,8 +204,8 @@ class Queue:
         self._enqueue("a command buffer", call)
         self._hold(held)
 
-    def mark(self) -> Mark:
-        """Enqueue and return a new mark."""
+    def mark(self) -> cl.Event:
+        """Enqueue a marker command, and return its event: a point in the queue's order that is reached once."""
         with self._lock:
             if self._is_chain:  # PoCL's markers wait for all commands of an out-of-order queue
                 self.run_on_host(_do_nothing)
@@ -236,7 +213,7 @@ class Queue:
                 self._last = cl.enqueue_marker(self.native)
                 self.native.flush()
             assert self._last is not None
-            return Mark(self._last)
+            return self._last
 
     def wait(self, event: cl.Event) -> None:
         """Run later commands of this queue after ``event``. Never blocks the host."""
@@ -258,7 +235,9 @@ class Queue:
         return int(self.native.int_ptr)
 
     def _enqueue(self, what: str, call: Callable[..., int], *also_after: cl.Event) -> None:
-        """Make a call that takes a list of events to wait for and returns its own event, which becomes the last."""
+        """Enqueue the command ``what`` by ``call``, which takes the events that the command waits for and returns the
+        command's own event. In the shared queue, the command also waits for the previous command of this stream.
+        """
         made = ctypes.c_void_p()
         with self._lock:
             after = [*also_after, self._last] if self._is_chain and self._last is not None else also_after
@@ -324,45 +303,75 @@ class Program:
         return Kernel(self._device.library, cl.Kernel(self._built, name), name)
 
 
-class OneShot:
-    """A user event: a point that a callback passes once."""
+def create_user_event(device: OpenCLDevice) -> cl.UserEvent:
+    """Return a user event: a point that :func:`complete` passes once."""
+    return cl.UserEvent(device.context)
+
+
+def complete(event: cl.UserEvent) -> None:
+    """Complete a user event, so that the commands that wait for it run."""
+    event.set_status(_COMPLETE)
+
+
+_READ_WRITE_FINE_GRAIN = (1 << 0) | (1 << 10)
+_ALIGNMENT = 64
+"""Alignment in bytes of an allocation, that of torch's own host memory."""
+
+
+class _Block:
+    """One allocation of shared memory, freed with the last tensor over it."""
+
+    def __init__(self, memory: SharedMemory, nbytes: int) -> None:
+        library, context = memory.device.library, memory.device.context
+        address = library.svm_alloc(context.int_ptr, _READ_WRITE_FINE_GRAIN, nbytes, _ALIGNMENT)
+        if not address:
+            raise OutOfDeviceMemory(
+                f"OpenCL: {nbytes} bytes of shared memory don't fit; {memory.allocated} bytes are allocated; use a smaller "
+                "model, cache or batch"
+            )
+        self.address = int(address)
+        self._memory = memory
+        self._nbytes = nbytes
+        memory.blocks[self.address] = nbytes
+        self.__array_interface__: dict[str, Any] = {
+            "data": (self.address, False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+    def __del__(self) -> None:
+        if hasattr(self, "_memory") and self._memory.blocks.pop(self.address, None) is not None:
+            device = self._memory.device
+            device.library.svm_free(device.context.int_ptr, self.address)
+
+
+class SharedMemory:
+    """The allocations of one context that device and host address alike."""
 
     def __init__(self, device: OpenCLDevice) -> None:
-        self.event = cl.UserEvent(device.context)
+        self.device = device
+        self.blocks: dict[int, int] = {}
+        """Bytes of each allocation by address."""
 
-    def complete(self) -> None:
-        """Complete the user event, so that the commands that wait for it run."""
-        self.event.set_status(_COMPLETE)
+    @property
+    def allocated(self) -> int:
+        """Number of bytes that are allocated now."""
+        return sum(list(self.blocks.values()))
 
+    def allocate(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a new tensor with undefined contents in shared memory. Raises :class:`OutOfDeviceMemory`."""
+        if 0 in shape:
+            return torch.empty_strided(shape, strides, dtype=dtype)
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        block = _Block(self, extent * dtype.itemsize)
+        return torch.from_numpy(np.asarray(block)).view(dtype).as_strided(shape, strides)
 
-class UserEventFlag:
-    """A resettable flag made of user events, which are set once: each wait has an event of its own.
+    def allocate_contiguous(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a new contiguous tensor with undefined contents in shared memory. Raises :class:`OutOfDeviceMemory`."""
+        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        return self.allocate(shape, strides, dtype)
 
-    A native kernel on the waiting queue completes the event at once if the flag is up. Otherwise the next set completes it.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._is_up = False
-        self._waiters: list[OneShot] = []
-
-    def arrive(self, waiter: OneShot) -> None:
-        """Complete ``waiter`` if the flag is up, else at the next set."""
-        with self._lock:
-            if not self._is_up:
-                self._waiters.append(waiter)
-                return
-        waiter.complete()
-
-    def raise_up(self) -> None:
-        """Raise the flag, and release every waiter that has arrived."""
-        with self._lock:
-            self._is_up = True
-            waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            waiter.complete()
-
-    def lower(self) -> None:
-        """Lower the flag: later waits block until it is raised again."""
-        with self._lock:
-            self._is_up = False
+    def owns(self, tensor: Tensor) -> bool:
+        """Return True if the memory of ``tensor`` was allocated here."""
+        return tensor.numel() == 0 or tensor.untyped_storage().data_ptr() in self.blocks

@@ -43,7 +43,7 @@ class Launcher(Protocol):
 
 
 class OperatorHandling(NamedTuple):
-    """The handling of an operator, derived from its schema."""
+    """Properties of an operator, derived from its schema, by which :class:`Queueing` enqueues or runs the operator."""
 
     at_once: bool
     """True if the operator runs immediately, because it neither reads nor writes the contents of tensors."""

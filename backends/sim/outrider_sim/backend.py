@@ -17,6 +17,7 @@ from outrider.device import (
     Backend,
     Capabilities,
     CaptureContext,
+    DeviceFault,
     Event,
     Flag,
     Graph,
@@ -34,22 +35,22 @@ from outrider.device import (
     Stream,
     Waiter,
 )
-from outrider_sim.explore.control import SimControl
+from outrider_sim.explore.exploration import SimControl
 from outrider_sim.explore.strategies import Strategy
 from outrider_sim.kernels import HostLengthKernels
 from outrider_sim.machine.device_state import SimDeviceState, host_extent
-from outrider_sim.machine.faults import fail_on_request
 from outrider_sim.machine.graphs import GraphProgram, OpenCapture
+from outrider_sim.machine.host_scheduler import AttributeView
 from outrider_sim.machine.memory import Pool
 from outrider_sim.machine.pinned import HostAllocation, PinnedTensor
 from outrider_sim.machine.queue import Op, OperationKind, StreamQueue
 from outrider_sim.options import SimOptions
 from outrider_sim.ranks.collectives import create_group
 from outrider_sim.streams import SimEvent, SimFlag, SimGraph, SimStream
-from outrider_sim.torch_device.operands import extent
+from outrider_sim.torch_device.opinfo import extent
 from outrider_sim.torch_device.tensor import SimTensor
 from outrider_sim.torch_device.torch_registration import register
-from outrider_sim.torch_device.torch_slot import CurrentDeviceState, TorchRegistration, host_of
+from outrider_sim.torch_device.torch_slot import TorchRegistration, host_of
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
@@ -188,7 +189,7 @@ class SimBackend(Backend):
         self._dispatcher = registered.dispatcher
         if first is None:
             self._dispatcher.current = self.sim
-            self.sim.machine.scheduler.ambient.append(CurrentDeviceState(self._dispatcher))
+            self.sim.machine.scheduler.ambient.append(AttributeView(self._dispatcher, "current"))
             registered.backend = self
         else:
             self._dispatcher.has_several_devices = True
@@ -232,13 +233,13 @@ class SimBackend(Backend):
         """Report this device's operations, events and memory accesses to `observer`."""
         super().attach(observer)
         self.sim.machine.tap = ObserverTap(self, observer)
-        self.sim.machine.update_mode()
+        self.sim.machine.scheduler.update_mode()
 
     def detach(self) -> None:
         """Detach the observer and stop reporting operations."""
         super().detach()
         self.sim.machine.tap = None
-        self.sim.machine.update_mode()
+        self.sim.machine.scheduler.update_mode()
 
     def locate(self, tensor: Tensor) -> Access:
         """Return the allocation and the byte range that a device tensor or a pinned tensor occupies.
@@ -323,7 +324,7 @@ class SimBackend(Backend):
 
     def _provoke_fault(self, stream: Stream) -> None:
         assert isinstance(stream, SimStream)
-        self.sim.machine.enqueue(Op(OperationKind.KERNEL, "provoked fault", fail_on_request), stream.queue_state)
+        self.sim.machine.enqueue(Op(OperationKind.KERNEL, "provoked fault", _fail_on_request), stream.queue_state)
 
     def _empty_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self.sim.pinned(shape, dtype)
@@ -387,3 +388,8 @@ def register_device(name: str = "sim", options: SimOptions | None = None) -> Tor
     torch_npu does so when torch is imported).
     """
     return register(name, options or SimOptions(name=name), lambda: SimBackend(SimOptions(name=name)))
+
+
+def _fail_on_request() -> None:
+    """Raise the device fault that a test requested with `provoke_fault`, as the enqueued operation runs."""
+    raise DeviceFault("failed on request (provoke_fault); its results are undefined, the device lives on")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
 from torch import Tensor
 
 from outrider.device import ConfigError
-from outrider.disaggregation.page_parts import part_shape
-from outrider.disaggregation.wire import WireError
+from outrider.disaggregation.connections import WireError
+from outrider.disaggregation.page_landing import part_shape
 from outrider.engine.engine import Engine
 from outrider.engine.requests.hand_over import RequestState
 from outrider.engine.requests.message_codec import MessageError, from_plain, to_plain
@@ -119,15 +120,10 @@ def decode_int(value: Any) -> int:
     return value
 
 
-class DecodingContext:
-    """A context that turns errors in decoding received data into :class:`WireError`. ``what`` names the data."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, KeyError | TypeError | ValueError | IndexError | AttributeError | RuntimeError):
-            raise WireError(f"{self._what} can't be read: {type(error).__name__}: {error}") from None
+@contextmanager
+def decoding(what: str) -> Generator[None]:
+    """Turn errors in decoding received data into :class:`WireError` within the scope. ``what`` names the data."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+        raise WireError(f"{what} can't be read: {type(error).__name__}: {error}") from None

@@ -10,8 +10,14 @@ from itertools import count
 from typing import Any
 
 from outrider.disaggregation import codec
-from outrider.disaggregation.connections import ConnectionEvent, ConnectionHub, PeerAddress, ProcessRole
-from outrider.disaggregation.wire import WireError, WireMessage
+from outrider.disaggregation.connections import (
+    ConnectionEvent,
+    ConnectionHub,
+    PeerAddress,
+    ProcessRole,
+    WireError,
+    WireMessage,
+)
 from outrider.engine.requests.hand_over import RequestState
 from outrider.engine.requests.request import FinishReason, StepOutput
 from outrider.engine.requests.sampling import SamplingParams
@@ -164,7 +170,7 @@ class DecodeClient:
                 self._hub.disconnect(event.peer, str(error))
 
     def _receive(self, peer: int, message: WireMessage) -> None:
-        with codec.DecodingContext(f"a message {message.kind!r}"):
+        with codec.decoding(f"a message {message.kind!r}"):
             if message.kind == "status":
                 self._status[peer] = dict(message.body)
                 return

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from outrider.device import ConfigError, DeviceError
 from outrider.disaggregation import codec
+from outrider.disaggregation.connections import WireError, WireMessage
 from outrider.disaggregation.page_landing import PageLanding
 from outrider.disaggregation.prefill_worker import SendMessage, written_notice
-from outrider.disaggregation.wire import WireError, WireMessage
 from outrider.engine.engine import Engine
 from outrider.engine.guides.grammars import GuideCompilers
 from outrider.engine.requests.hand_over import ExpectedPages, RequestState
@@ -24,15 +24,6 @@ from outrider.transports import LinkDown
 
 EmitOutput = Callable[[StepOutput], None]
 """A function that is called with each output of a request. The last output has a finish reason."""
-
-
-class StandaloneMode(StrEnum):
-    """The mode of a decode server while no prefill server is connected."""
-
-    PREFILL = "prefill"
-    """The decode server prefills the prompts itself."""
-    WAIT = "wait"
-    """The prompts wait until a prefill server connects."""
 
 
 class _Stage(StrEnum):
@@ -90,9 +81,9 @@ class DecodeWorker:
     Use the object in the engine's thread.
     """
 
-    def __init__(self, engine: Engine, *, alone: StandaloneMode = StandaloneMode.PREFILL) -> None:
+    def __init__(self, engine: Engine, *, prefills_alone: bool = True) -> None:
         self.engine = engine
-        self._alone = alone
+        self._prefills_alone = prefills_alone
         self._compilers = GuideCompilers(engine.compile_guide)
         self._peers: dict[int, _PrefillPeer] = {}
         self.broken_peers: dict[int, str] = {}
@@ -183,7 +174,7 @@ class DecodeWorker:
         sender = self._peers.get(peer)
         if sender is None:
             return  # the peer was refused, or is gone
-        with codec.DecodingContext(f"a message {message.kind!r}"):
+        with codec.decoding(f"a message {message.kind!r}"):
             ticket = codec.decode_int(message.body["ticket"])
             entry = sender.entries.get(ticket)
             if entry is None:
@@ -253,16 +244,14 @@ class DecodeWorker:
         return True
 
     def _begin(self, entry: _Entry) -> None:
-        """Send the request to the prefill server with the fewest requests. Without a server, follow
-        :class:`StandaloneMode`.
-        """
+        """Send the request to the prefill server with the fewest requests. Without one, prefill here or leave it queued."""
         if self._peers:
             peer = min(self._peers.values(), key=lambda each: len(each.entries))
             entry.peer, entry.ticket, entry.stage = peer, next(self._tickets), _Stage.PREFILLING
             state, blobs = codec.encode_state(entry.state)
             peer.entries[entry.ticket] = entry
             peer.send(WireMessage("prefill", {"ticket": entry.ticket, "state": state}, tuple(blobs)))
-        elif self._alone is StandaloneMode.PREFILL:
+        elif self._prefills_alone:
             entry.request = self.engine.resume(entry.state)
             entry.peer, entry.stage = None, _Stage.DECODING
             self._by_request[entry.request] = entry
@@ -298,7 +287,9 @@ class DecodeWorker:
         )
 
     def _advance(self, peer: _PrefillPeer, entry: _Entry) -> bool:
-        """Reserve the pages of a prefilled request, or tell the peer to write them. Return whether the request advanced."""
+        """Reserve the pages of a prefilled request, or send their numbers to the peer, which then writes them. Return whether
+        the request advanced.
+        """
         if entry.stage is _Stage.WANTS_PAGES:
             try:
                 entry.expected = self.engine.lending.expect(entry.state)

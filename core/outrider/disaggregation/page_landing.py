@@ -4,101 +4,73 @@ Each rank of the decode server has its own link with the prefill server, for its
 has arrived once all ranks of its group have their notice. The first rank controls the links of the other ranks
 with :meth:`~outrider.engine.engine.Engine.ask_ranks`, in JSON, between two iterations. On the other ranks,
 :class:`FollowerLinks` executes the requests.
+
+A prefill engine of one rank has all heads of a page, and a tensor-parallel decode rank has its part of them. Both sides then
+transfer *token slots* instead of pages. A slot is contiguous on both sides, and the transport copies it without staging.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import Any
 
+from torch import Tensor
+
 from outrider.device import CapabilityError, ConfigError, DeviceError, EngineStopped, OutriderError
-from outrider.disaggregation.page_parts import registered_memory
 from outrider.engine.engine import Engine
 from outrider.engine.requests.hand_over import ExpectedPages
+from outrider.model import Shard
 from outrider.transports import Link, LinkDown, Transport
 
-
-class PageLanding(ABC):
-    """The links of a decode server's ranks with one prefill server."""
-
-    @abstractmethod
-    def offers(self) -> tuple[bytes, ...]:
-        """Return the offer of each rank's link, for the links of the prefill server."""
-
-    @abstractmethod
-    def connect(self, offers: Sequence[bytes]) -> None:
-        """Connect each rank's link with the prefill server's offer for it. Raises as :meth:`Link.connect` does."""
-
-    @abstractmethod
-    def expect_pages(self, notice: bytes, expected: ExpectedPages) -> None:
-        """Register a transfer: ``notice`` will report that the pages of the expected request are written."""
-
-    def cancel_landing(self, notice: bytes, expected: ExpectedPages) -> None:
-        """Cancel a registered transfer of a request. The prefill server doesn't write its pages."""
-        del notice, expected
-
-    @abstractmethod
-    def are_pages_free(self, expected: ExpectedPages) -> bool:
-        """Return whether the fence *pages free* has been reached: the pages may be written. Raises :class:`LinkDown`.
-
-        Call it until it has returned True once.
-        """
-
-    @abstractmethod
-    def notices(self) -> list[bytes]:
-        """Return the notices of finished writes that have arrived on any rank, each once. Raises :class:`LinkDown`."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close the links. After the call, no link writes on any rank."""
+_KV_DIMS = 4
+"""Dimensions of a cache of keys or values: [pages, page size, KV heads, head size]. Other caches aren't shared out."""
 
 
-class SingleRankLanding(PageLanding):
-    """The landing of an engine of one rank."""
+def part_shape(cache: Tensor, rank: Shard) -> list[int]:
+    """Return the shape of one page of ``cache`` on tensor-parallel rank ``rank``."""
+    shape = list(cache.shape[1:])
+    if cache.dim() == _KV_DIMS:
+        shape[1] //= rank.kv_head_shard(shape[1]).size
+    return shape
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
 
-    def offers(self) -> tuple[bytes, ...]:
-        """Return the connection offer of this rank's link."""
-        return (self._link.offer(),)
+def slots_of_part(caches: Sequence[Tensor], rank: Shard) -> tuple[Tensor, ...]:
+    """Return views [token slots, elements of a slot] of the part of ``caches`` that tensor-parallel rank ``rank`` holds."""
+    parts = []
+    for cache in caches:
+        heads = rank.kv_head_shard(cache.shape[2]) if cache.dim() == _KV_DIMS else Shard()
+        slots = cache.flatten(0, 1)
+        parts.append(slots.reshape(slots.shape[0], heads.size, -1)[:, heads.rank])
+    return tuple(parts)
 
-    def connect(self, offers: Sequence[bytes]) -> None:
-        """Connect this rank's link with the prefill server's only offer."""
-        (offer,) = offers
-        self._link.connect(offer)
 
-    def expect_pages(self, notice: bytes, expected: ExpectedPages) -> None:
-        """Register the fence *pages written* with the link."""
-        self._link.expect_notice(notice, expected.written)
+def registered_memory(caches: Sequence[Tensor], tensor_ranks: int) -> tuple[Tensor, ...]:
+    """Return the regions that a decode rank registers with its link: ``caches`` themselves, or views of their token slots if
+    the rank is one of several tensor-parallel ranks.
+    """
+    return tuple(caches) if tensor_ranks == 1 else slots_of_part(caches, Shard())
 
-    def are_pages_free(self, expected: ExpectedPages) -> bool:
-        """Query the fence *pages free* without waiting."""
-        return expected.free.done()
 
-    def notices(self) -> list[bytes]:
-        """Return the notices of writes that have arrived on this rank's only link, each once."""
-        return self._link.notices()
-
-    def close(self) -> None:
-        """Close the link, and wait until the prefill server can no longer write pages over it."""
-        self._link.close()
+def slots_of_pages(pages: Sequence[int], page_size: int) -> list[int]:
+    """Return the numbers of the token slots of ``pages``, in order."""
+    return [page * page_size + slot for page in pages for slot in range(page_size)]
 
 
 class LandingRegistry:
-    """The landings of an engine of several ranks. The first rank has this object, and queries the other ranks with it."""
+    """The landings of an engine. The first rank has this object, and queries the other ranks with it, if there are any."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self.is_alone = engine.groups == engine.model.shards.attention.size == 1
+        """True for an engine of one rank."""
         self._numbers = count()
-        self.landings: dict[int, MultiRankLanding] = {}
+        self.landings: dict[int, PageLanding] = {}
 
-    def open_landing(self, link: Link, host: str) -> MultiRankLanding:
+    def open_landing(self, link: Link, host: str) -> PageLanding:
         """Open a link on each other rank and return the landing of ``link`` and these links.
 
         Raises :class:`ConfigError` if a rank can't open its link; ``link`` is then closed.
@@ -109,7 +81,7 @@ class LandingRegistry:
         except OutriderError:
             link.close()
             raise
-        landing = MultiRankLanding(self, number, link, [_decode(each["offer"]) for each in replies])
+        landing = PageLanding(self, number, link, [_decode(each["offer"]) for each in replies])
         self.landings[number] = landing
         return landing
 
@@ -118,6 +90,8 @@ class LandingRegistry:
 
         The error is that of the first rank whose reply reports one.
         """
+        if self.is_alone:
+            return []
         replies = [json.loads(each) for each in self._engine.ask_ranks(json.dumps(query))]
         for rank, reply in enumerate(replies, 1):
             if "down" in reply:
@@ -142,8 +116,8 @@ class LandingRegistry:
         return range(group * tensor, (group + 1) * tensor)
 
 
-class MultiRankLanding(PageLanding):
-    """The landing of an engine of several ranks, on the first rank."""
+class PageLanding:
+    """The links of a decode server's ranks with one prefill server, on the first rank."""
 
     def __init__(self, landings: LandingRegistry, number: int, link: Link, offers: Iterable[bytes]) -> None:
         self._landings, self._number, self._link = landings, number, link
@@ -165,18 +139,21 @@ class MultiRankLanding(PageLanding):
         )
 
     def offers(self) -> tuple[bytes, ...]:
-        """Return the offer of each rank's link, the first rank's first."""
+        """Return the offer of each rank's link, the first rank's first, for the links of the prefill server."""
         return self._offers
 
     def connect(self, offers: Sequence[bytes]) -> None:
-        """Connect this rank's link, and make each other rank connect its link."""
+        """Connect each rank's link with the prefill server's offer for it. Raises as :meth:`Link.connect` does."""
         first, *others = offers
         self._link.connect(first)
         encoded = [base64.b64encode(each).decode() for each in others]
         self._landings.query_ranks({"do": "connect", "link": self._number, "offers": encoded})
 
     def expect_pages(self, notice: bytes, expected: ExpectedPages) -> None:
-        """Register the transfer with the links of the ranks of the group that owns the pages."""
+        """Register a transfer with the links of the group that owns the pages.
+
+        ``notice`` will report that the pages of the expected request are written.
+        """
         owners = self._landings.ranks_of_group(expected.group)
         self._pending_notices[notice] = set(owners)
         self._waits_for_free[expected.request] = set(owners) - {0}
@@ -187,9 +164,9 @@ class MultiRankLanding(PageLanding):
             self._landings.query_ranks(query | {"ranks": list(owners)})
 
     def are_pages_free(self, expected: ExpectedPages) -> bool:
-        """Query the fence on this rank if it has a part of the pages, and return what the other owners have reported.
+        """Return whether the fence *pages free* has been reached on every rank that owns the pages: they may be written.
 
-        Raises :class:`LinkDown` if a link of any rank is down.
+        Call it until it has returned True once. Raises :class:`LinkDown` if a link of any rank is down.
         """
         if self._down is not None:
             raise LinkDown(self._down)
@@ -199,12 +176,12 @@ class MultiRankLanding(PageLanding):
         return True
 
     def cancel_landing(self, notice: bytes, expected: ExpectedPages) -> None:
-        """Stop waiting for the pages and the notice of a cancelled transfer."""
+        """Cancel a registered transfer of a request. The prefill server doesn't write its pages."""
         self._pending_notices.pop(notice, None)
         self._waits_for_free.pop(expected.request, None)
 
     def notices(self) -> list[bytes]:
-        """Return the notices that have arrived on every rank that owns the pages.
+        """Return the notices of finished writes that have arrived on every rank that owns the pages, each once.
 
         Raises :class:`LinkDown` if a link of any rank is down.
         """
@@ -212,7 +189,7 @@ class MultiRankLanding(PageLanding):
         try:
             self._record_notices(0, self._link.notices())
         except LinkDown as error:
-            self._down = self._down or f"rank 0: {error}"
+            self._down = self._down or (str(error) if self._landings.is_alone else f"rank 0: {error}")
         complete = [notice for notice, ranks in self._pending_notices.items() if not ranks]
         for notice in complete:
             del self._pending_notices[notice]
@@ -233,7 +210,7 @@ class MultiRankLanding(PageLanding):
             self._pending_notices.get(notice, set()).discard(rank)
 
     def close(self) -> None:
-        """Close the link of each rank. May be called twice."""
+        """Close the link of each rank; afterwards none writes on any rank. May be called twice."""
         if not self._is_open:
             return
         self._is_open = False

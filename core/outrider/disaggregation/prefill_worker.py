@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,8 +10,8 @@ from typing import Any
 
 from outrider.device import ConfigError, DeviceError
 from outrider.disaggregation import codec
-from outrider.disaggregation.page_parts import slots_of_pages
-from outrider.disaggregation.wire import WireError, WireMessage
+from outrider.disaggregation.connections import WireError, WireMessage
+from outrider.disaggregation.page_landing import slots_of_pages
 from outrider.engine.engine import Engine
 from outrider.engine.guides.grammars import GuideCompilers
 from outrider.engine.requests.hand_over import LentPages, RequestState
@@ -28,21 +28,6 @@ def written_notice(ticket: int) -> bytes:
     return b"pages %d" % ticket
 
 
-class _RankTransfers(PageTransfer):
-    """The transfer of one request to every rank of a group, as one transfer. Errors name the rank."""
-
-    def __init__(self, transfers: Mapping[int, PageTransfer]) -> None:
-        self._transfers = dict(transfers)
-
-    def done(self) -> bool:
-        """Return whether all ranks have their part. Every transfer that runs is asked, because that makes it progress."""
-        for rank, transfer in list(self._transfers.items()):
-            with _naming_rank(rank):
-                if transfer.done():
-                    del self._transfers[rank]
-        return not self._transfers
-
-
 @contextmanager
 def _naming_rank(rank: int) -> Generator[None]:
     """Name the rank in the error of a link that is down."""
@@ -50,6 +35,15 @@ def _naming_rank(rank: int) -> Generator[None]:
         yield
     except LinkDown as error:
         raise LinkDown(f"the link to rank {rank} of the decode server: {error}") from error
+
+
+def _are_over(transfers: dict[int, PageTransfer]) -> bool:
+    """Drop the transfers that are over, and return whether none is left. All are asked, because that makes them progress."""
+    for rank, transfer in list(transfers.items()):
+        with _naming_rank(rank):
+            if transfer.done():
+                del transfers[rank]
+    return not transfers
 
 
 @dataclass(eq=False, slots=True)
@@ -78,7 +72,8 @@ class _PrefillJob:
     """The prefilled pages, until they have been written."""
     is_announced: bool = False
     """True once the peer has been told that the pages are ready."""
-    transfer: PageTransfer | None = None
+    transfers: dict[int, PageTransfer] | None = None
+    """The transfers to the ranks of the peer that aren't over, by rank; None before they have started."""
     is_cancelled: bool = False
 
 
@@ -125,7 +120,7 @@ class PrefillWorker:
 
     def add_peer(self, peer: int, send: SendMessage, links: Sequence[Link], tensor_ranks: int = 1) -> None:
         """Add a decode server. Link i reaches the pages of its rank i. ``tensor_ranks`` successive ranks share the KV heads
-        of a page; each of their links has the token slots of the rank's heads (:mod:`outrider.disaggregation.page_parts`).
+        of a page; each of their links has the token slots of the rank's heads (:mod:`outrider.disaggregation.page_landing`).
         """
         self._peers[peer] = _DecodePeer(peer, send, tuple(links), tensor_ranks)
 
@@ -152,7 +147,7 @@ class PrefillWorker:
         sender = self._peers.get(peer)
         if sender is None:
             return  # the peer was refused, or is gone
-        with codec.DecodingContext(f"a message {message.kind!r}"):
+        with codec.decoding(f"a message {message.kind!r}"):
             ticket = codec.decode_int(message.body["ticket"])
             if message.kind == "prefill":
                 self._start_request(sender, ticket, message)
@@ -252,7 +247,7 @@ class PrefillWorker:
                 job.is_announced = True
                 self._announce(job, job.lent)
                 return True
-            if job.transfer is None or not job.transfer.done():
+            if job.transfers is None or not _are_over(job.transfers):
                 return False
         except LinkDown as error:
             self.broken_peers[job.peer.number] = str(error)
@@ -281,7 +276,7 @@ class PrefillWorker:
     def _write_pages(self, peer: _DecodePeer, ticket: int, pages: Any, group: int) -> None:
         """Start to write the request's pages to ``pages`` of the peer's data-parallel group."""
         job = peer.jobs.get(ticket)
-        if job is None or job.lent is None or not job.is_announced or job.transfer is not None:
+        if job is None or job.lent is None or not job.is_announced or job.transfers is not None:
             raise WireError(f"ticket {ticket} has no pages to write")
         if not isinstance(pages, list) or len(pages) != len(job.lent.pages):
             raise WireError(f"ticket {ticket} has {len(job.lent.pages)} pages, and the peer has other ones for them")
@@ -303,12 +298,12 @@ class PrefillWorker:
         except LinkDown as error:
             self.broken_peers[peer.number] = str(error)
             return
-        job.transfer = _RankTransfers(transfers)
+        job.transfers = transfers
 
     def _cancel(self, peer: _DecodePeer, ticket: int) -> None:
         """End a request. The message *cancelled* is sent once no page of the peer can be written for it."""
         job = peer.jobs.get(ticket)
-        if job is not None and job.transfer is not None:
+        if job is not None and job.transfers is not None:
             job.is_cancelled = True
             return
         if job is not None:

@@ -12,12 +12,22 @@ from torch import Tensor
 
 from outrider.device import ConfigError
 from outrider.disaggregation import codec
-from outrider.disaggregation.connections import ConnectionEvent, ConnectionHub, PeerAddress, ProcessRole
-from outrider.disaggregation.decode_worker import DecodeWorker, StandaloneMode
-from outrider.disaggregation.page_landing import LandingRegistry, PageLanding, SingleRankLanding
-from outrider.disaggregation.page_parts import registered_memory, slots_of_part
+from outrider.disaggregation.connections import (
+    ConnectionEvent,
+    ConnectionHub,
+    PeerAddress,
+    ProcessRole,
+    WireError,
+    WireMessage,
+)
+from outrider.disaggregation.decode_worker import DecodeWorker
+from outrider.disaggregation.page_landing import (
+    LandingRegistry,
+    PageLanding,
+    registered_memory,
+    slots_of_part,
+)
 from outrider.disaggregation.prefill_worker import PrefillWorker
-from outrider.disaggregation.wire import WireError, WireMessage
 from outrider.engine.engine import Engine
 from outrider.engine.ranks.ranks import MAX_RANKS, ParallelConfig
 from outrider.engine.requests.request import FinishReason, StepOutput
@@ -254,7 +264,8 @@ class PrefillServer(DisaggregationServer):
 class DecodeServer(DisaggregationServer):
     """A server that decodes for clients. The servers at the addresses ``prefill`` prefill the prompts.
 
-    ``alone`` is the mode while no prefill server is connected. ``describe`` returns what clients get to know of the engine.
+    ``prefills_alone``: prefill prompts here while no prefill server is connected; otherwise they wait for one. ``describe``
+    returns what clients get to know of the engine.
     """
 
     _role = ProcessRole.DECODE
@@ -267,15 +278,14 @@ class DecodeServer(DisaggregationServer):
         *,
         listen: PeerAddress,
         prefill: Sequence[PeerAddress],
-        alone: StandaloneMode = StandaloneMode.PREFILL,
+        prefills_alone: bool = True,
         describe: Callable[[Engine], dict[str, Any]] | None = None,
         secret: bytes = b"",
         silence_s: float = 30.0,
         say: LogLine = lambda line: None,
     ) -> None:
-        is_alone = engine.groups == engine.model.shards.attention.size == 1
-        self._ranks = None if is_alone else LandingRegistry(engine)
-        self._alone, self._describe = alone, describe
+        self._landings = LandingRegistry(engine)
+        self._prefills_alone, self._describe = prefills_alone, describe
         super().__init__(engine, transport, listen=listen, secret=secret, silence_s=silence_s, say=say)
         self._requests_of_client: dict[int, dict[int, int]] = {}
         """Number of each open request, by the client's connection number and then by the client's own id of the request."""
@@ -283,7 +293,7 @@ class DecodeServer(DisaggregationServer):
             self._hub.connect_to(address)
 
     def _create_worker(self) -> DecodeWorker:
-        return DecodeWorker(self.engine, alone=self._alone)
+        return DecodeWorker(self.engine, prefills_alone=self._prefills_alone)
 
     def _remove_peer(self, event: ConnectionEvent) -> None:
         super()._remove_peer(event)
@@ -296,7 +306,7 @@ class DecodeServer(DisaggregationServer):
             return
         assert event.message is not None
         kind, body = event.message.kind, event.message.body
-        with codec.DecodingContext(f"a message {kind!r}"):
+        with codec.decoding(f"a message {kind!r}"):
             if kind == "status":
                 self._send_status(event)
             elif kind == "submit":
@@ -334,7 +344,7 @@ class DecodeServer(DisaggregationServer):
 
     def _open_landing(self, host: str) -> PageLanding:
         link = self._open_link(host, registered_memory(self.engine.page_memory, self._layout.tensor), accepts=False)
-        return SingleRankLanding(link) if self._ranks is None else self._ranks.open_landing(link, host)
+        return self._landings.open_landing(link, host)
 
     def _start_handshake(self, peer: int) -> PageLanding:
         landing = self._open_landing(self.address.host)
@@ -358,6 +368,6 @@ class DecodeServer(DisaggregationServer):
 def _layout_of(message: WireMessage | None) -> ParallelConfig:
     """Return the ranks of a decode server's engine. Raises :class:`WireError` or :class:`ConfigError` for invalid numbers."""
     assert message is not None
-    with codec.DecodingContext("a decode server's ranks"):
+    with codec.decoding("a decode server's ranks"):
         tensor, data, expert = (codec.decode_int(each) for each in message.body["ranks"])
     return ParallelConfig(tensor=tensor, data=data, expert=expert == 1)

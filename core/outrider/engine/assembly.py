@@ -1,27 +1,37 @@
-"""The components that launch iterations, created from the parts of an engine."""
+"""The components that launch iterations, created from the parts of an engine, and their warm-up.
+
+The warm-up serves internal requests before the first user request, so that all kernels are compiled.
+"""
 
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
-from outrider.device import Group, StepMode
-from outrider.engine.fused_step import FusedStep
+from outrider.device import Backend, Group, StepMode
+from outrider.engine.config import MAX_LOGPROBS, DecidedConfig
 from outrider.engine.graphs import CaptureProgress, GraphRunner, Runner, captured_features
 from outrider.engine.guided import GuidedDecoding
-from outrider.engine.loop import IterationLauncher, Loop
+from outrider.engine.guides.grammars import Guidance, UnrestrictedMatcher
+from outrider.engine.loop import Loop
 from outrider.engine.prefill import Prefill, PrefillLauncher, build_prefill_graphs, stage_prompt_padding
-from outrider.engine.ranked import DecidersGuides, FollowersGuides, RankedPrefill, RankedStages, RankedStep
+from outrider.engine.ranked import DecidersGuides, FollowersGuides, RankedDraft, RankedPrefill, RankedVerify
 from outrider.engine.ranks.decision_log import DecisionLog
 from outrider.engine.recovery import Watchdog
-from outrider.engine.requests.draft_length import DraftLengthPolicy
-from outrider.engine.requests.groups import AgreedLength, GroupScheduler
+from outrider.engine.requests.draft_length import DraftLengthPolicy, FixedLength
+from outrider.engine.requests.groups import GroupScheduler
 from outrider.engine.requests.pages import FreeList, PagePool, StateCheckpoints
+from outrider.engine.requests.request import Request
+from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.requests.scheduler import Scheduler, SchedulerLimits
 from outrider.engine.stages import DecodeBatch, Iteration, Stages, build_frame
 from outrider.engine.state.buffers import EXTEND, INPUTS, VERIFY
 from outrider.engine.state.parts import EngineParts
-from outrider.engine.step import Step
-from outrider.model import ModelRanks
+from outrider.engine.step import FusedStep, Step
+from outrider.model import LanguageModel
+from outrider.speculative.proposer import Proposer
 
 _MIN_DECODING_TO_GATHER, _MAX_GATHERED_TOKENS, _MAX_GATHER_ITERATIONS = 8, 1024, 4
 """While at least this many requests (and half the rows) decode, new prompts wait for others to share a launch: up to this
@@ -32,21 +42,30 @@ many tokens together, for at most this many iterations.
 class Assembly:
     """The factory of an engine's launchers: it holds the stages, the prefill and the guided decoding, and creates step and
     loop from them.
+
+    On one of several ranks, the stages broadcast the decider's values. With data-parallel groups the scheduler schedules all
+    groups.
     """
 
-    def __init__(self, parts: EngineParts, stages: Stages, prefill: Prefill, guided: GuidedDecoding) -> None:
+    def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
-        self._stages = stages
-        self._iteration = Iteration(parts, stages)
-        self._prefill = prefill
-        self._guided = guided
+        ranks = parts.model.ranks
+        self._stages = Stages(parts)
+        if ranks.is_single:
+            self._guided = GuidedDecoding(parts)
+            self._prefill = Prefill(parts, self._guided)
+        else:
+            ranks.use_stream(parts.streams.forward)
+            self._stages.draft, self._stages.verify = RankedDraft(parts), RankedVerify(parts)
+            self._guided = DecidersGuides(parts) if ranks.is_decider else FollowersGuides(parts)
+            self._prefill = RankedPrefill(parts, self._guided)
+        self._iteration = Iteration(parts, self._stages)
 
-    def warm_up_step(self) -> IterationLauncher:
+    def warm_up_step(self) -> Step:
         """Create a step that calls each stage without graphs, for the warm-up that compiles kernels before any graph is
         captured.
         """
-        runner, prefill = Runner(self._parts), self._prefill
-        return self._wrap(Step(self._parts, self._stages, runner, prefill, self._guided), runner, prefill)
+        return Step(self._parts, self._stages, Runner(self._parts), self._prefill, self._guided)
 
     def compile_ahead(self) -> None:
         """Compile kernels of decode iterations and of short prompts on padding, without their results, if the kernels can.
@@ -81,57 +100,20 @@ class Assembly:
             runner = Runner(parts)
         return runner, build_prefill_graphs(parts, self._prefill) or self._prefill
 
-    def step(self, runner: Runner, prefill: PrefillLauncher) -> IterationLauncher:
+    def step(self, runner: Runner, prefill: PrefillLauncher) -> Step:
         """Create the step over the launchers. No iteration may be in flight, since the step signals its initial fences."""
-        step = (
-            FusedStep(self._parts, self._iteration, runner, prefill, self._guided)
-            if self._parts.config.step_mode is StepMode.FUSED
-            else Step(self._parts, self._stages, runner, prefill, self._guided)
-        )
-        return self._wrap(step, runner, prefill)
+        if self._parts.config.step_mode is StepMode.FUSED:
+            return FusedStep(self._parts, self._iteration, runner, prefill, self._guided)
+        return Step(self._parts, self._stages, runner, prefill, self._guided)
 
-    def _wrap(self, step: Step, runner: Runner, prefill: PrefillLauncher) -> IterationLauncher:
-        del runner, prefill
-        return step
-
-    def loop(
-        self, step: IterationLauncher, watchdog: Watchdog, draft_length: DraftLengthPolicy, decision_log: DecisionLog
-    ) -> Loop:
+    def loop(self, step: Step, watchdog: Watchdog, draft_length: DraftLengthPolicy, decision_log: DecisionLog) -> Loop:
         """Create the loop over ``step`` and a scheduler whose rows and pages are all free."""
         parts = self._parts
         waits = parts.config.step_mode is StepMode.FUSED and parts.backend.speculative_sync.fused_host_wait
         runs_ahead = parts.config.overlap and not waits
-        return Loop(parts, step, self._scheduler(draft_length), watchdog, decision_log, runs_ahead=runs_ahead)
-
-    def _scheduler(self, draft_length: DraftLengthPolicy) -> Scheduler | GroupScheduler:
-        return _build_scheduler(self._parts, draft_length)
-
-
-class RankedAssembly(Assembly):
-    """The assembly of one of several ranks. Its stages and its step broadcast the decider's values, and with data-parallel
-    groups its scheduler schedules all groups.
-    """
-
-    def __init__(self, parts: EngineParts, ranks: ModelRanks) -> None:
-        ranks.use_stream(parts.streams.forward)
-        guided = DecidersGuides(parts) if ranks.is_decider else FollowersGuides(parts)
-        super().__init__(parts, RankedStages(parts, ranks), RankedPrefill(parts, guided, ranks), guided)
-        self._ranks = ranks
-
-    def _wrap(self, step: Step, runner: Runner, prefill: PrefillLauncher) -> IterationLauncher:
-        return RankedStep(step, self._parts, runner, prefill, self._ranks)
-
-    def _scheduler(self, draft_length: DraftLengthPolicy) -> Scheduler | GroupScheduler:
-        data = self._ranks.data
-        return super()._scheduler(draft_length) if data is None else _build_groups(self._parts, data, draft_length)
-
-
-def assembly_of(parts: EngineParts) -> Assembly:
-    """Return an :class:`Assembly` for a model on one rank, else a :class:`RankedAssembly`."""
-    if not parts.model.ranks.is_single:
-        return RankedAssembly(parts, parts.model.ranks)
-    guided = GuidedDecoding(parts)
-    return Assembly(parts, Stages(parts), Prefill(parts, guided), guided)
+        data = parts.model.ranks.data
+        scheduler = _build_scheduler(parts, draft_length) if data is None else _build_groups(parts, data, draft_length)
+        return Loop(parts, step, scheduler, watchdog, decision_log, runs_ahead=runs_ahead)
 
 
 def _build_checkpoints(parts: EngineParts) -> StateCheckpoints | None:
@@ -174,7 +156,7 @@ def _build_scheduler(parts: EngineParts, draft_length: DraftLengthPolicy) -> Sch
 
 def _build_groups(parts: EngineParts, data: Group, draft_length: DraftLengthPolicy) -> GroupScheduler:
     """Create one scheduler for each data-parallel group."""
-    agreed, proposer = AgreedLength(draft_length.lengths[-1]), parts.proposer
+    agreed, proposer = FixedLength(draft_length.lengths[-1]), parts.proposer
 
     def passes(tokens: int, sequences: int, longest: int) -> tuple[int, ...]:
         return tokens, *(proposer.prompt_passes(tokens, sequences, longest) if proposer.extends else ())
@@ -186,3 +168,80 @@ def _build_groups(parts: EngineParts, data: Group, draft_length: DraftLengthPoli
         draft_length=draft_length,
         passes=passes,
     )
+
+
+_CHUNKS = 2
+"""Number of chunks of a warm-up prompt; its second chunk continues the first one's cache."""
+_ITERATIONS = 3
+"""Minimum number of decode iterations after a prompt: the first one, the next one, and one whose inputs come from an
+iteration in flight.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """The result of a warm-up. ``compiled`` counts the variants of each kernel that were compiled or loaded from a cache;
+    empty if the kernels do not report it. ``chosen`` has the implementations that were chosen by measurement, by purpose.
+    """
+
+    seconds: float
+    compiled: Mapping[str, int]
+    chosen: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        named = ", ".join(f"{name} {count}" for name, count in sorted(self.compiled.items()))
+        said = f"{sum(self.compiled.values())} kernels compiled or loaded in {self.seconds:.1f} s"
+        return said + (f" ({named})" if named else "") + "".join(f"; {what}: {which}" for what, which in self.chosen.items())
+
+
+def warm_up(
+    loop: Loop,
+    backend: Backend,
+    model: LanguageModel,
+    proposer: Proposer,
+    config: DecidedConfig,
+    *,
+    compile_ahead: Callable[[], None],
+    room: int,
+    lengths: int,
+) -> WarmUp:
+    """Serve internal requests that use every feature: a prompt of two chunks, then iterations that draft, verify and extend.
+
+    ``loop`` is created for this and dropped afterwards. ``compile_ahead`` starts the compilation of kernels. ``room`` is the
+    number of tokens that a request may have. ``lengths`` is the number of draft lengths, used in turn.
+    """
+    kernels = model.kernels
+    before, began = kernels.compiled(), time.perf_counter()
+    compile_ahead()
+    most = max(1, min(2 * proposer.depth + 3, room - 1))
+    length = max(1, min(config.prefill_chunk + 2, room - most))
+    vision = model.config.vision
+    pictures = () if vision is None else (vision.image_token, vision.video_token)
+    word = next(token for token in range(model.config.vocab_size) if token not in pictures)
+    greedy = SamplingParams(max_tokens=most, ignore_eos=True)
+    everything = replace(
+        greedy,
+        temperature=1.0,
+        top_k=2,
+        top_p=0.9,
+        min_p=0.1,
+        logit_bias={word: 1.0},
+        presence_penalty=1.0,
+        logprobs=min(MAX_LOGPROBS, model.config.vocab_size),
+    )
+    rope_key = model.config.rope.sharing_key(length)
+    rounds = _CHUNKS + max(_ITERATIONS, lengths + 1)
+    for number, params in enumerate((greedy, replace(greedy, temperature=1.0), everything)):
+        request = Request(number, (word,) * length, params.sample(0), frozenset(), rope_key=rope_key)
+        if params is everything:
+            request.guidance = Guidance(UnrestrictedMatcher(), vocabulary=model.config.vocab_size)
+        loop.add(request)
+        for _ in range(rounds):
+            if not request.finished:
+                loop.iterate()
+        loop.drop_requests([request])
+        loop.drain()
+    backend.synchronize()
+    after = kernels.compiled()
+    new = {name: count - before.get(name, 0) for name, count in after.items() if count > before.get(name, 0)}
+    return WarmUp(time.perf_counter() - began, new, kernels.chosen())

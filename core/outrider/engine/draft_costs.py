@@ -13,7 +13,6 @@ import torch
 from outrider.device import Backend, CapabilityError, ConfigError
 from outrider.engine.config import DecidedConfig
 from outrider.engine.graphs import MIN_REQUESTS_SHORTER_DRAFT, powers_up_to, sizes_of_shorter
-from outrider.engine.loop import IterationLauncher
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.draft_length import (
     DraftCosts,
@@ -26,6 +25,7 @@ from outrider.engine.requests.request import Request
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.state.parts import EngineParts
 from outrider.engine.state.results import PendingResult
+from outrider.engine.step import Step
 from outrider.speculative.proposer import Proposer
 
 _RUNS = 3  # iterations of each kind: the first warms up, the fastest of the others counts
@@ -120,7 +120,7 @@ class DraftLengthReport:
 
 
 def decide(
-    parts: EngineParts, step: IterationLauncher, given: DraftLengthPolicy | None, *, sizes: Sequence[int] | None
+    parts: EngineParts, step: Step, given: DraftLengthPolicy | None, *, sizes: Sequence[int] | None
 ) -> tuple[DraftLengthPolicy, DraftLengthReport]:
     """Return the draft-length policy that the caller passed, or the one that the config selects.
 
@@ -150,7 +150,7 @@ class _Measurement:
     flight.
     """
 
-    def __init__(self, parts: EngineParts, step: IterationLauncher) -> None:
+    def __init__(self, parts: EngineParts, step: Step) -> None:
         self._parts, self._step = parts, step
         # As many iterations are in flight as when requests are served, unless a launch lasts as long as its work.
         self._ahead = 1 if parts.config.overlap and parts.backend.capabilities.asynchronous else 0

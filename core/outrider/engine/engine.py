@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from outrider.device import Backend, ConfigError, DeviceError, Fence
-from outrider.engine.assembly import Assembly, assembly_of
+from outrider.engine.assembly import Assembly, WarmUp, warm_up
 from outrider.engine.config import Choice, EngineConfig
 from outrider.engine.draft_costs import decide, lengths_for
 from outrider.engine.fences import Streams
@@ -23,19 +23,6 @@ from outrider.engine.prefill import PrefillGraphs
 from outrider.engine.ranks.decision_log import DecisionLog, RankedDecisionLog
 from outrider.engine.ranks.processes import LoadingArguments, RankProcesses, absolute, check_one_rank, start_ranks
 from outrider.engine.ranks.ranks import ParallelConfig, Ranks, join_engine
-from outrider.engine.ranks.records import (
-    AbortCommand,
-    AddCommand,
-    DropCommand,
-    ExpectPagesCommand,
-    HandOverCommand,
-    PagesArrivedCommand,
-    QueueCommand,
-    ReleasePagesCommand,
-    ResumeCommand,
-    TakeOverCommand,
-    VoteRequest,
-)
 from outrider.engine.recovery import Watchdog
 from outrider.engine.requests.admission import Admission
 from outrider.engine.requests.draft_length import DraftLengthPolicy, LengthSchedule
@@ -48,7 +35,6 @@ from outrider.engine.setup.checks import check_engine_types, check_invariance, c
 from outrider.engine.setup.loading import load_checkpoint
 from outrider.engine.setup.resolve import resolve, situation_of
 from outrider.engine.state.parts import EngineParts
-from outrider.engine.warm_up import WarmUp, warm_up
 from outrider.errors import RequestError
 from outrider.model import LanguageModel, Media, OutputFormat, QuantizedName, Tokenizer, VisionTower
 from outrider.registry import get_backend
@@ -110,7 +96,7 @@ class Engine:
             vision=vision,
             wrap_fence=watchdog.wrapping(wrap_fence),
         )
-        assembly = assembly_of(parts)
+        assembly = Assembly(parts)
         self.warm_up = self._warm_up_kernels(assembly, watchdog)
         with backend.guard("capturing the engine's graphs"):
             runner, prefill = assembly.capture(capture_progress)
@@ -181,7 +167,7 @@ class Engine:
 
         ``backend`` is a backend, or its name for :func:`~outrider.registry.get_backend`. The engine chooses each setting that
         ``config`` leaves open, see :attr:`chosen`. ``speculate`` names a proposer: one
-        of :data:`outrider.speculative.names.BUILTIN_PROPOSERS`, one of ``builders``, or a plugin. ``draft_dir`` has its
+        of :data:`outrider.speculative.plugin.BUILTIN_PROPOSERS`, one of ``builders``, or a plugin. ``draft_dir`` has its
         checkpoint.
 
         ``through_transformers`` runs any decoder with a replaceable attention by transformers' code on the paged cache,
@@ -281,7 +267,7 @@ class Engine:
         tokens = self._encoded(prompt)
         with self._session.use():
             samples = self._admission.requests(self._session.next_id, tokens, params, priority=priority, media=media)
-            self._session.tell(AddCommand, tuple(tokens), params, priority, tuple(media))
+            self._session.tell("add_request", tuple(tokens), params, priority, tuple(media))
             return self._session.submit(samples)
 
     def abort(self, request_id: int) -> None:
@@ -292,7 +278,7 @@ class Engine:
             request = self._requests.get(request_id)
             if request is None:
                 raise RequestError(f"request {request_id} isn't waiting or running; it may have finished already")
-            self._session.tell(AbortCommand, request_id)
+            self._session.tell("abort", request_id)
             self._loop.end_request(request, FinishReason.ABORT)
             self._scheduler.retire()
 
@@ -325,7 +311,7 @@ class Engine:
         with self._session.use():
             batch = self._admission.batch(self._session.next_id, prompts, params, media)
             self._session.tell(
-                QueueCommand, tuple(map(tuple, prompts)), params, None if media is None else tuple(map(tuple, media))
+                "generate", tuple(map(tuple, prompts)), params, None if media is None else tuple(map(tuple, media))
             )
             return self._generate(batch)
 
@@ -345,7 +331,7 @@ class Engine:
         tokens = self._encoded(prompt)
         with self._session.use():
             (request,) = self._admission.requests(self._session.next_id, tokens, params, media=media)
-            self._session.tell(AddCommand, tuple(tokens), params, 0, tuple(media))
+            self._session.tell("add_request", tuple(tokens), params, 0, tuple(media))
             outputs = self._loop.output_queue.open(request.id)
             self._session.submit([request])
         return RequestStream(request, outputs, advance=self._iterate, close=self._session.close_stream)
@@ -367,23 +353,23 @@ class Engine:
         decision_log = self._decision_log
         if not isinstance(decision_log, RankedDecisionLog) or decision_log.leads:
             raise ConfigError("this engine leads its ranks, or is alone: it has nothing to follow")
-        self._session.owner.check()
+        self._session.check_owner()
         handed_over = decision_log.ranks.handed_over
-        calls: dict[type, Callable[[Any], object]] = {
-            AddCommand: lambda command: self.add_request(
-                command.tokens, command.params, priority=command.priority, media=command.media
+        calls: dict[str, Callable[..., object]] = {
+            "add_request": lambda tokens, params, priority, media: self.add_request(
+                tokens, params, priority=priority, media=media
             ),
-            QueueCommand: lambda command: self._queue(command.prompts, command.params, command.media),
-            AbortCommand: lambda command: self.abort(command.request),
-            DropCommand: lambda command: self._forget_ids(command.requests),
-            HandOverCommand: lambda command: self.hand_over(command.request),
-            ResumeCommand: lambda command: self.resume(command.state),
-            TakeOverCommand: lambda command: self.take_over(handed_over[command.key]),
-            ExpectPagesCommand: lambda command: self.lending.follow_expect(command),
-            PagesArrivedCommand: lambda command: self.lending.follow_arrived(command),
-            ReleasePagesCommand: lambda command: self.lending.forsake(self.lending.expected[command.request]),
+            "generate": self._queue,
+            "abort": self.abort,
+            "drop": self._forget_ids,
+            "hand_over": self.hand_over,
+            "take_over": lambda key: self.take_over(handed_over[key]),
+            "resume": self.resume,
+            "expect_pages": lambda state, group: self.lending.follow_expect(state, group),
+            "pages_arrived": lambda request, relay: self.lending.follow_arrived(request, relay),
+            "release_pages": lambda request: self.lending.forsake(self.lending.expected[request]),
+            "vote": answering(decision_log, answer),
         }
-        calls[VoteRequest] = answering(decision_log, answer)
         follow(decision_log, calls, self._loop)
 
     @property
@@ -403,7 +389,7 @@ class Engine:
 
         Raises :class:`~outrider.engine.session.WrongThread` in a forked process: devices don't survive a fork.
         """
-        self._session.owner.adopt()
+        self._session.adopt()
 
     def watch_prefix_cache(self, handle: Callable[[CacheEvent], None] | None) -> None:
         """Call ``handle`` for each page that the prefix cache stores or drops, in order. Pages already cached are reported at
@@ -428,7 +414,7 @@ class Engine:
         that has finished or has no output yet.
         """
         with self._session.use():
-            self._session.tell(HandOverCommand, request_id)
+            self._session.tell("hand_over", request_id)
             self._decision_log.publish_or_check("go on")
             request = self._loop.leaving(request_id)
             with self._failure_recovery.guard_device_work("handing a request over"):
@@ -452,7 +438,7 @@ class Engine:
         self._decision_log.check_handed_over(handed)
         with self._session.use():
             request = self._admission.arrival(self._session.next_id, handed)
-            self._session.tell(TakeOverCommand, handed.key)
+            self._session.tell("take_over", handed.key)
             self._decision_log.drop_handed_over(handed)
             request.group = handed.group
             with self._failure_recovery.guard_device_work("taking a request over"):
@@ -471,7 +457,7 @@ class Engine:
         with self._session.use():
             if lend:
                 self.lending.check_lends()
-            self._session.tell(ResumeCommand, state)
+            self._session.tell("resume", state)
             request = self._admission.resumed(self._session.next_id, state)
             request.is_prefill_only = lend
             self._session.choose_group([request])
@@ -569,7 +555,7 @@ class Engine:
     @property
     def free_rows(self) -> int:
         """Number of rows that no request holds."""
-        return self._scheduler.rows.available
+        return self._scheduler.free_rows
 
     @property
     def open_requests(self) -> dict[int, tuple[int, ...]]:

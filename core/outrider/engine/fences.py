@@ -54,16 +54,16 @@ FENCES: tuple[FenceSpec, ...] = (
         "schedule",
         ("forward",),
         Hazard.READ_AFTER_WRITE,
-        "uploaded inputs; of a staged iteration also what schedule unpacks of them, block-table rows, sampling rows, and "
-        "resolved lengths",
+        "uploaded inputs, and masks of prompts; in staged mode also the request rows, block tables and sampling options that "
+        "schedule unpacks, and resolved lengths",
     ),
     FenceSpec(
         "shared_reads_done",
         "forward",
         ("plan", "schedule"),
         Hazard.BOTH,
-        "private copies of lengths and tables, for plan positions; staged inputs, rows and table entries, against the next "
-        "staged iteration and against reuse by another request; masks of prompts, against the next masks",
+        "inputs.*, for plan positions; staged inputs, request rows and block tables, against the unpack of the next "
+        "iteration in staged mode and against reuse by another request; masks of prompts, against the next masks",
     ),
     FenceSpec(
         "draft_outputs_ready",

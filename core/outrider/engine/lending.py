@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.device import ConfigError
 from outrider.engine.loop import Loop
-from outrider.engine.ranks.records import ExpectPagesCommand, PagesArrivedCommand, RanksDiffer, ReleasePagesCommand
+from outrider.engine.ranks.records import RanksDiffer
 from outrider.engine.requests.admission import Admission
 from outrider.engine.requests.hand_over import ArrivedPages, ExpectedPages, LentPages, RequestState
 from outrider.engine.requests.pages import FreeList
@@ -125,7 +125,7 @@ class PageLending:
                 expected = self._expect(self._session.next_id, state, group)
             if expected is not None:
                 self._session.next_id += 1
-                self._session.tell(ExpectPagesCommand, state, expected.group)
+                self._session.tell("expect_pages", state, expected.group)
             return expected
 
     def _expect(self, request_id: int, state: RequestState, group: int | None) -> ExpectedPages | None:
@@ -163,21 +163,21 @@ class PageLending:
                 self._queue_arrived(expected, relay)
             needs_relay = self._has_page_parts or not self.has_pages(expected)
             relayed = dict(relay) if needs_relay else {}
-            self._session.tell(PagesArrivedCommand, expected.request, relayed)
+            self._session.tell("pages_arrived", expected.request, relayed)
             return expected.request
 
-    def follow_arrived(self, command: PagesArrivedCommand) -> None:
+    def follow_arrived(self, request: int, relay: Mapping[str, Tensor]) -> None:
         """Repeat :meth:`arrived` on a follower rank, which receives the relay only if it has the pages."""
         with self._session.use(), self._guard("taking a request over"):
-            self._queue_arrived(self.expected[command.request], command.relay)
+            self._queue_arrived(self.expected[request], relay)
 
-    def follow_expect(self, command: ExpectPagesCommand) -> None:
+    def follow_expect(self, state: RequestState, group: int) -> None:
         """Repeat :meth:`expect` on a follower rank.
 
         Raises :class:`RanksDiffer` if this rank has no pages for the request.
         """
-        if self.expect(command.state, command.group) is None:
-            raise RanksDiffer(f"group {command.group} has no pages here for a request that the first rank expects in it")
+        if self.expect(state, group) is None:
+            raise RanksDiffer(f"group {group} has no pages here for a request that the first rank expects in it")
 
     def _queue_arrived(self, expected: ExpectedPages, relay: Mapping[str, Tensor]) -> None:
         request = self._taken(expected)
@@ -201,7 +201,7 @@ class PageLending:
         with self._session.use():
             self._scheduler.free_reserved(self._taken(expected))
             self._coming.give_back(expected.slot)
-            self._session.tell(ReleasePagesCommand, expected.request)
+            self._session.tell("release_pages", expected.request)
 
     def _reserve(self, request: Request, group: int | None) -> bool:
         scheduler = self._scheduler

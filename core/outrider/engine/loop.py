@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
-from outrider.device import Decision, DeviceFault
+from outrider.device import DeviceFault
 from outrider.engine.ranks.decision_log import DecisionLog
 from outrider.engine.recovery import FailureRecovery, Watchdog
 from outrider.engine.requests.batch import Batch
@@ -17,23 +16,8 @@ from outrider.engine.requests.request import FinishReason, OutputQueue, Request,
 from outrider.engine.requests.scheduler import OutOfPages, Scheduler
 from outrider.engine.state.parts import EngineParts
 from outrider.engine.state.results import HostResults, PendingResult
+from outrider.engine.step import Step
 from outrider.errors import RequestError
-
-
-class IterationLauncher(Protocol):
-    """A launcher of iterations: :class:`~outrider.engine.step.Step`, or a step that is wrapped for several ranks."""
-
-    def launch(self, requested: Batch) -> PendingResult:
-        """Enqueue one iteration of ``requested`` and return its pending result. The host waits for the device only as
-        :mod:`~outrider.engine.step` lists.
-        """
-
-    def shape(self, batch: Batch | None) -> Mapping[str, Decision]:
-        """Return the decisions about the launch of ``batch`` that other ranks must share."""
-
-    def invalidate(self) -> None:
-        """Upload all inputs in the next iteration, because a copy of an earlier iteration may have failed."""
-
 
 _MAX_CHANCE_OF_END = 0.1
 """Probability that all requests end, above which the loop waits for results before it launches.
@@ -53,7 +37,7 @@ class Loop:
     def __init__(
         self,
         parts: EngineParts,
-        step: IterationLauncher,
+        step: Step,
         scheduler: Scheduler | GroupScheduler,
         watchdog: Watchdog,
         decision_log: DecisionLog,
@@ -213,7 +197,9 @@ class Loop:
             self.scheduler.undo_batches(batches, corrupted=not well)
 
     def _next_batch(self) -> Batch | None:
-        """Return the scheduler's next batch. If a request must be preempted, handle all iterations in flight first."""
+        """Return the scheduler's next batch, or None if there is no work. If a request must be preempted, handle all
+        iterations in flight first.
+        """
         try:
             return self.scheduler.next_batch()
         except OutOfPages:

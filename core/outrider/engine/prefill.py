@@ -291,7 +291,9 @@ class PrefillGraphs:
         return PrefillBucket(next(size for size in self.buckets if size >= tokens), self.sequences)
 
     def launch(self, batch: Batch, packer: Packer, bucket: PrefillBucket | None) -> PrefilledChunks | None:
-        """Replay the chunks of ``batch``, which were staged for ``bucket``; the graph includes the pass of the draft."""
+        """Replay the chunks of ``batch``, which were staged for ``bucket``; the graph includes the pass of the draft, so the
+        result is None. Without a bucket, call the chunks with ``prefill`` and return its result.
+        """
         if bucket is None:
             return self._prefill.launch(batch, packer)
         sampling = Features.from_requests(tuple(chunk.request for chunk in batch.prefill)).sampling

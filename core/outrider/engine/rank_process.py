@@ -11,11 +11,10 @@ import threading
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs don't list it
 
 from outrider.engine.engine import Engine
-from outrider.engine.ranks.heartbeats import Heartbeat, KeyValueStore
+from outrider.engine.ranks.heartbeats import Heartbeat, KeyValueStore, RankWatch
 from outrider.engine.ranks.processes import RankWork
 from outrider.engine.ranks.ranks import Ranks
 from outrider.engine.ranks.records import decode
-from outrider.engine.ranks.watch import RankWatch
 from outrider.registry import Registry
 from outrider.registry.backends import BackendSpec
 

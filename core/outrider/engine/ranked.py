@@ -1,4 +1,4 @@
-"""Stages, prefill, guides and step of one of several ranks: they wrap those of a single rank.
+"""Stages, prefill and guides of one of several ranks: they extend those of a single rank.
 
 All tensor-parallel ranks compute each token, and they can differ in the last bits. So the first of them, the decider,
 broadcasts its draft, its acceptance, its first tokens and the findings of its probes. It alone walks the grammars of guided
@@ -7,24 +7,20 @@ requests. A rank cannot end a request by itself: it writes a host failure, which
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from outrider.device import Decision
-from outrider.engine.graphs import Runner
 from outrider.engine.guided import GuidedDecoding
-from outrider.engine.prefill import Prefill, PrefillLauncher
+from outrider.engine.prefill import Prefill
 from outrider.engine.requests.batch import Batch, PrefillChunk
 from outrider.engine.requests.request import Request
-from outrider.engine.stages import DecodeBatch, DraftStage, Frame, Stages, Verify
-from outrider.engine.state.masks import late_guidance_indices
-from outrider.engine.state.parts import EngineParts
-from outrider.engine.state.results import GUIDE_LATE, MEDIA_FAILED, PendingResult
+from outrider.engine.stages import DecodeBatch, DraftStage, Frame, Verify
+from outrider.engine.state.options import late_guidance_indices
+from outrider.engine.state.results import GUIDE_LATE, MEDIA_FAILED
 from outrider.engine.state.staging import PrefillInputs
-from outrider.engine.step import Step
 from outrider.model import ModelRanks
 from outrider.speculative.proposer import Draft
 from outrider.speculative.tree import Tree
@@ -48,26 +44,18 @@ class RankedDraft(DraftStage):
     draft distributions.
     """
 
-    def __init__(self, parts: EngineParts, ranks: ModelRanks) -> None:
-        super().__init__(parts)
-        self._ranks = ranks
-
     def _draft(self, batch: DecodeBatch, frame: Frame) -> Draft:
-        draft = super()._draft(batch, frame)
+        draft, ranks = super()._draft(batch, frame), self._parts.model.ranks
         tree = draft.tree
         if tree is None:
-            (tokens,) = agree_values(self._ranks, draft.tokens)
+            (tokens,) = agree_values(ranks, draft.tokens)
             return replace(draft, tokens=tokens)
-        tokens, parents, depths, mask = agree_values(self._ranks, draft.tokens, tree.parents, tree.depths, tree.mask)
+        tokens, parents, depths, mask = agree_values(ranks, draft.tokens, tree.parents, tree.depths, tree.mask)
         return replace(draft, tokens=tokens, tree=Tree(parents, depths, mask))
 
 
 class RankedVerify(Verify):
     """The verify stage of a tensor-parallel rank, which broadcasts the decider's accepted tokens and probe results."""
-
-    def __init__(self, parts: EngineParts, ranks: ModelRanks) -> None:
-        super().__init__(parts)
-        self._ranks = ranks
 
     def _accept(
         self, batch: DecodeBatch, frame: Frame, logits: Tensor, found: Tensor | None
@@ -75,30 +63,19 @@ class RankedVerify(Verify):
         tokens, path, accepted = super()._accept(batch, frame, logits, found)
         findings = self._results.probe_results(batch.count)
         paths = [] if path is None else [path]
-        tokens, accepted, agreed_findings, *paths = agree_values(self._ranks, tokens, accepted, findings, *paths)
+        tokens, accepted, agreed_findings, *paths = agree_values(self._model.ranks, tokens, accepted, findings, *paths)
         findings.copy_(agreed_findings)
         return tokens, paths[0] if paths else None, accepted
-
-
-class RankedStages(Stages):
-    """The stages of an engine whose model is split over ``ranks``, with the broadcasts of draft and acceptance."""
-
-    def __init__(self, parts: EngineParts, ranks: ModelRanks) -> None:
-        super().__init__(parts)
-        self.draft = RankedDraft(parts, ranks)
-        self.verify = RankedVerify(parts, ranks)
 
 
 class RankedPrefill(Prefill):
     """The prefill of a tensor-parallel rank, which broadcasts the decider's first tokens and probe results."""
 
-    def __init__(self, parts: EngineParts, guided: GuidedDecoding, ranks: ModelRanks) -> None:
-        super().__init__(parts, guided)
-        self._ranks = ranks
-
     def _sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, inputs: PrefillInputs) -> Tensor:
         findings = self._results.prefill_probe_results(logits.shape[0])
-        first, agreed_findings = agree_values(self._ranks, super()._sample(logits, temperature, seeds, inputs), findings)
+        first, agreed_findings = agree_values(
+            self._model.ranks, super()._sample(logits, temperature, seeds, inputs), findings
+        )
         findings.copy_(agreed_findings)
         return first
 
@@ -141,49 +118,3 @@ class FollowersGuides(GuidedDecoding):
 
     def mask_draft(self, batch: Batch, decode: DecodeBatch, frame: Frame, entry: int) -> None:
         """Leave ``frame.masks`` None: the decider broadcasts draft and acceptance."""
-
-
-class RankedStep:
-    """The step of a rank: it passes what the ranks agreed on to the model before each iteration.
-
-    With data-parallel groups, this rank enqueues the collectives of all groups, with idle requests if it has none of its own.
-    """
-
-    def __init__(self, step: Step, parts: EngineParts, runner: Runner, prefill: PrefillLauncher, ranks: ModelRanks) -> None:
-        self.step = step
-        self._parts = parts
-        self._runner = runner
-        self._prefill = prefill
-        self._ranks = ranks
-
-    def launch(self, requested: Batch) -> PendingResult:
-        """Enqueue one iteration and return the pending result."""
-        forward, shared = self._parts.streams.forward, requested.global_batch
-        self._ranks.use_stream(forward)
-        self._ranks.expect_pass_widths(() if shared is None else shared.widths)
-        with self._parts.backend.on(forward):
-            self._parts.results.clear_host_failures()
-        return self.step.launch(requested)
-
-    def shape(self, batch: Batch | None) -> Mapping[str, Decision]:
-        """Return the decisions about ``batch`` that all ranks must share.
-
-        ``mode`` is the mode of the decoding part and ``bucket`` its batch bucket. ``prompts`` is the number of tokens of a
-        prefill that a graph replays. Each is None if the batch has no such part.
-        """
-        shape: dict[str, Decision] = {"prompts": None, "mode": None, "bucket": None}
-        if batch is None:
-            return shape
-        replayed = self._prefill.bucket(batch.launched)
-        if replayed is not None:
-            shape["prompts"] = replayed.tokens
-        if batch.launched.decode:
-            features, count, drafted = batch.features, len(batch.launched.decode), batch.launched.drafted
-            drafted = self._parts.proposer.nodes if drafted is None else drafted
-            shape["mode"] = "called" if features.guided else str(self._parts.config.step_mode)
-            shape["bucket"] = count if features.guided else self._runner.batch(count, drafted, features, 0, None).bucket
-        return shape
-
-    def invalidate(self) -> None:
-        """Upload all inputs in the next iteration, because a copy of an earlier iteration may have failed."""
-        self.step.invalidate()

@@ -7,12 +7,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from outrider.device import ConfigError, OutriderError
 from outrider.engine.loop import Loop
 from outrider.engine.ranks.decision_log import RankedDecisionLog
-from outrider.engine.ranks.records import Command, DropCommand, HandOverCommand, RanksDiffer, ResumeCommand, VoteRequest
+from outrider.engine.ranks.records import RanksDiffer
 from outrider.engine.requests.groups import GroupScheduler
 from outrider.engine.requests.request import Request
 from outrider.errors import RequestError
@@ -22,39 +21,6 @@ class WrongThread(OutriderError):
     """A thread or a forked process called an engine that it doesn't own."""
 
 
-class Owner:
-    """The thread and the process that own an engine: its creator, or the last caller of :meth:`adopt`."""
-
-    def __init__(self) -> None:
-        self._thread, self._name, self._process = _current_thread()
-
-    @property
-    def is_here(self) -> bool:
-        """Return True if the calling thread is the owner."""
-        return threading.get_ident() == self._thread and os.getpid() == self._process
-
-    def check(self) -> None:
-        """Raise :class:`WrongThread` unless the calling thread is the owner."""
-        if threading.get_ident() != self._thread:
-            raise WrongThread(
-                f"this engine belongs to thread {self._name!r} and was called from {threading.current_thread().name!r}: an "
-                "engine is used by one thread; use outrider.AsyncEngine for several, or call Engine.adopt() in the new one "
-                "once the old one is done with it"
-            )
-        if os.getpid() != self._process:
-            raise WrongThread(
-                f"this engine was made in process {self._process} and was called in {os.getpid()}, a fork of it; devices "
-                "don't survive a fork: make the backend and the engine in the new process"
-            )
-
-    def adopt(self) -> None:
-        """Make the calling thread the owner. Raises :class:`WrongThread` in a forked process."""
-        if os.getpid() != self._process:
-            self._thread = threading.get_ident()
-            self.check()
-        self._thread, self._name, _ = _current_thread()
-
-
 def _current_thread() -> tuple[int, str, int]:
     return threading.get_ident(), threading.current_thread().name, os.getpid()
 
@@ -62,11 +28,13 @@ def _current_thread() -> tuple[int, str, int]:
 class Session:
     """The guarded use of an engine through its loop: calls of one thread, which the ranks that follow repeat.
 
+    The thread that owns the engine is its creator, or the last caller of :meth:`adopt`.
+
     ``shares_prompts``: the samples of a prompt start once the first was launched, and share its pages.
     """
 
     def __init__(self, loop: Loop, *, shares_prompts: bool) -> None:
-        self.owner = Owner()
+        self._thread, self._thread_name, self._process = _current_thread()
         self._loop = loop
         self._decision_log = loop.decision_log
         self._failure_recovery = loop.failure_recovery
@@ -81,12 +49,38 @@ class Session:
         """True if a stream was dropped whose request has not ended."""
         return bool(self._abandoned)
 
+    @property
+    def is_owned_here(self) -> bool:
+        """True if the calling thread owns the engine."""
+        return threading.get_ident() == self._thread and os.getpid() == self._process
+
+    def check_owner(self) -> None:
+        """Raise :class:`WrongThread` unless the calling thread owns the engine."""
+        if threading.get_ident() != self._thread:
+            raise WrongThread(
+                f"this engine belongs to thread {self._thread_name!r} and was called from "
+                f"{threading.current_thread().name!r}: an engine is used by one thread; use outrider.AsyncEngine for "
+                "several, or call Engine.adopt() in the new one once the old one is done with it"
+            )
+        if os.getpid() != self._process:
+            raise WrongThread(
+                f"this engine was made in process {self._process} and was called in {os.getpid()}, a fork of it; devices "
+                "don't survive a fork: make the backend and the engine in the new process"
+            )
+
+    def adopt(self) -> None:
+        """Make the calling thread the owner. Raises :class:`WrongThread` in a forked process."""
+        if os.getpid() != self._process:
+            self._thread = threading.get_ident()
+            self.check_owner()
+        self._thread, self._thread_name, _ = _current_thread()
+
     @contextmanager
     def use(self) -> Generator[None]:
         """Guard each call that changes the engine. Raises if this thread may not use the engine, or if the engine has
         stopped. Before and after the call, it ends the requests of streams that were dropped meanwhile.
         """
-        self.owner.check()
+        self.check_owner()
         self._failure_recovery.check()
         self._decision_log.check_leads_or_replays()
         outermost, self._used = not self._used, True
@@ -103,15 +97,15 @@ class Session:
         while self._abandoned:
             self.drop([self._abandoned.popleft()])
 
-    def tell(self, command: Callable[..., Command], *arguments: object) -> None:
-        """Append a record of this call to the decision log, so that follower ranks repeat it. The record is
-        ``command(*arguments)``.
+    def tell(self, call: str, *arguments: object) -> None:
+        """Append a call of :data:`~outrider.engine.ranks.records.CALLS` to the decision log, so that follower ranks repeat
+        it.
         """
-        self._decision_log.append_command(command(*arguments))
+        self._decision_log.append_call(call, *arguments)
 
     def drop(self, requests: Sequence[Request]) -> None:
         """Abort each request that has not ended, and drop its outputs."""
-        self.tell(DropCommand, [request.id for request in requests])
+        self.tell("drop", [request.id for request in requests])
         self._loop.drop_requests(requests)
 
     def submit(self, samples: Sequence[Request]) -> int:
@@ -143,7 +137,7 @@ class Session:
         """End a request whose stream was closed or dropped. In another thread or inside an iteration, as in garbage
         collection, the request is noted and ends with the next call.
         """
-        if self._used or not self.owner.is_here:
+        if self._used or not self.is_owned_here:
             self._abandoned.append(request)
         elif self._failure_recovery.stopped is not None:
             self._loop.output_queue.close(request.id)
@@ -153,21 +147,21 @@ class Session:
                 self._loop.drain()
 
 
-Calls = Mapping[type, Callable[[Any], object]]
-"""The handler of each command class, with which a follower rank's engine repeats the command."""
+Calls = Mapping[str, Callable[..., object]]
+"""The function for each call of :data:`~outrider.engine.ranks.records.CALLS` with which a follower rank repeats it."""
 
 
 Answer = Callable[[str], str]
 """The function of a rank that answers a vote request of the first rank; it belongs to the engine's caller."""
 
 
-def answering(decision_log: RankedDecisionLog, answer: Answer | None) -> Callable[[VoteRequest], None]:
+def answering(decision_log: RankedDecisionLog, answer: Answer | None) -> Callable[[int, str], None]:
     """Return the handler of vote requests; it publishes the answer of this rank."""
 
-    def answer_request(request: VoteRequest) -> None:
+    def answer_request(number: int, said: str) -> None:
         if answer is None:
             raise ConfigError("the first rank asks what is beside this one's engine, and nothing is: use follow(answer=...)")
-        decision_log.publish_vote(request.number, answer(request.said))
+        decision_log.publish_vote(number, answer(said))
 
     return answer_request
 
@@ -176,19 +170,19 @@ def follow(decision_log: RankedDecisionLog, calls: Calls, loop: Loop) -> None:
     """Replay decision records until the first rank's engine is closed. The first rank delivers the outputs; here they are
     dropped.
 
-    Raises :class:`RanksDiffer` if this rank refuses a command that the first rank accepted.
+    Raises :class:`RanksDiffer` if this rank refuses a call that the first rank accepted.
     """
     try:
         while True:
             record = decision_log.next()
-            for command in decision_log.commands:
+            for name, arguments in decision_log.calls:
                 try:
-                    calls[type(command)](command)
+                    calls[name](*arguments)
                 except RequestError as error:
-                    # Every rank rejects an invalid command; the first rank raises the error to its caller.
-                    if not isinstance(command, HandOverCommand | ResumeCommand):
+                    # Every rank rejects an invalid call; the first rank raises the error to its caller.
+                    if name not in ("hand_over", "resume"):
                         raise RanksDiffer(
-                            f"rank {decision_log.ranks.rank} refuses a {type(command).__name__} that rank 0 took: {error}; "
+                            f"rank {decision_log.ranks.rank} refuses a call {name!r} that rank 0 took: {error}; "
                             "start all ranks with the same options, files and software"
                         ) from error
             if record.act == "iterate":

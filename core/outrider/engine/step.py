@@ -2,11 +2,11 @@
 
     host:     stage inputs ─┐
     schedule: upload · unpack, resolve lengths ── inputs_ready ─┐
-    forward:  prefill · gather ── shared_reads_done ─┬─ draft ── draft_outputs_ready ─┐ join · verify ─┐ extend · stash · keep
-    plan:     first part (overlaps the draft) ───────┴─ second part ── plan_ready ────┘ extend plan ───┘
+    forward:  prefill · gather ─ shared_reads_done ┬─ draft ─ draft_outputs_ready ─┐ join · verify ─┐ extend · stash · results
+    plan:     first part (overlaps the draft) ─────┴─ second part ─ plan_ready ────┘ extend plan ───┘
     copy:     results of the iteration to the host
 
-This is *staged* mode: each stage is called, or replayed from a graph of its own. :mod:`outrider.engine.fused_step` has fused
+This is *staged* mode: each stage is called, or replayed from a graph of its own. :class:`FusedStep` has the picture of fused
 mode.
 
 The host does not wait here, with three exceptions: the backend's policy makes the host wait for *published*, a policy needs
@@ -26,12 +26,11 @@ from outrider.engine.graphs import Runner
 from outrider.engine.guided import GuidedDecoding
 from outrider.engine.prefill import PrefilledChunks, PrefillLauncher
 from outrider.engine.requests.batch import Batch, Features
-from outrider.engine.stages import DecodeBatch, Stages, build_frame
+from outrider.engine.stages import DecodeBatch, Iteration, Stages, build_frame
 from outrider.engine.state.parts import EngineParts, ring_entries
 from outrider.engine.state.plans import PlanAtJoin
 from outrider.engine.state.results import PendingResult
-from outrider.engine.state.staging import RESTORED_STATES, SAVED_STATES, Packer, PrefillBucket
-from outrider.engine.state.transfer import StateCopies
+from outrider.engine.state.staging import RESTORED_STATES, SAVED_STATES, Packer, PrefillBucket, StateCopies
 from outrider.speculative.proposer import HostSeqLens
 
 
@@ -52,6 +51,7 @@ class Step:
         self._staging = parts.staging
         self._input_upload = parts.input_upload
         self._results = parts.results
+        self._ranks = parts.model.ranks
         self._prefill = prefill
         self._stages = stages
         self._runner = runner
@@ -79,6 +79,8 @@ class Step:
 
     def launch(self, requested: Batch) -> PendingResult:
         """Enqueue one iteration and return the pending result."""
+        if not self._ranks.is_single:
+            self._prepare_ranks(requested)
         batch = requested.launched
         entry = self._launched % self._entries
         self._launched += 1
@@ -92,6 +94,18 @@ class Step:
             self._prefill.extend(filled)
         self._decode(requested, entry)
         return self._copy_results_to_host(requested, entry)
+
+    def _prepare_ranks(self, requested: Batch) -> None:
+        """Set the stream of the model's collectives and the pass widths that all ranks share.
+
+        With data-parallel groups, this rank enqueues the collectives of all groups, with idle requests if it has none of its
+        own.
+        """
+        forward, shared = self._streams.forward, requested.global_batch
+        self._ranks.use_stream(forward)
+        self._ranks.expect_pass_widths(() if shared is None else shared.widths)
+        with self._backend.on(forward):
+            self._results.clear_host_failures()
 
     def _decode(self, requested: Batch, entry: int) -> None:
         """Enqueue draft, verify, accept, publish, extend and stash on forward, and the plan concurrently with the draft."""
@@ -167,7 +181,7 @@ class Step:
         fences.inputs_ready.wait(self._streams.forward)
 
     def _launch_prompts(self, batch: Batch, packer: Packer, bucket: PrefillBucket | None) -> PrefilledChunks | None:
-        """Enqueue on forward all work that precedes decode. Return the prompt chunks that the draft has not read."""
+        """Enqueue on forward all work that precedes decode. Return the prompt chunks that the draft has not read, or None."""
         if any(request.params.penalized for request in batch.admitted):
             with self._backend.on(self._streams.forward):
                 self._input_upload.write_token_counts(packer)
@@ -223,7 +237,8 @@ class Step:
         decoding requests.
         """
         before = (entry - 1) % self._entries
-        by_row = self._parts.seq_lens_ring.read_entry(before, self._fences.lengths_on_host[before])
+        self._fences.lengths_on_host[before].wait_host()
+        by_row: list[int] = self._parts.seq_lens_ring.read_entry(before).tolist()
         return HostSeqLens(tuple(by_row[request.row] for request in batch.decode), self._parts.capacity)
 
     def _decode_batch(
@@ -236,10 +251,81 @@ class Step:
         return runner.batch(len(batch.decode), drafted, features, min(bound, self._parts.capacity), seq_lens_host)
 
     def shape(self, batch: Batch | None) -> Mapping[str, Decision]:
-        """Return the decisions about the launch of ``batch`` that other ranks must share."""
-        del batch
-        return {}
+        """Return the decisions about the launch of ``batch`` that all ranks must share; none on a single rank.
+
+        ``mode`` is the mode of the decoding part and ``bucket`` its batch bucket. ``prompts`` is the number of tokens of a
+        prefill that a graph replays. Each is None if the batch has no such part.
+        """
+        if self._ranks.is_single:
+            return {}
+        shape: dict[str, Decision] = {"prompts": None, "mode": None, "bucket": None}
+        if batch is None:
+            return shape
+        replayed = self._prefill.bucket(batch.launched)
+        if replayed is not None:
+            shape["prompts"] = replayed.tokens
+        if batch.launched.decode:
+            features, count, drafted = batch.features, len(batch.launched.decode), batch.launched.drafted
+            drafted = self._parts.proposer.nodes if drafted is None else drafted
+            shape["mode"] = "called" if features.guided else str(self._parts.config.step_mode)
+            shape["bucket"] = count if features.guided else self._runner.batch(count, drafted, features, 0, None).bucket
+        return shape
 
     def invalidate(self) -> None:
         """Upload all inputs in the next iteration, because a copy of an earlier iteration may have failed."""
         self._staging.invalidate()
+
+
+class FusedStep(Step):
+    """The launcher of iterations in fused mode: one graph on forward holds all stages from gather to stash.
+
+        host:     stage inputs ─┐
+        schedule: upload ── inputs_ready ─┐
+        forward:  unpack · prefill · gather · draft · plan · verify · extend · stash ── shared_reads_done · results
+        copy:     results of the iteration to the host
+
+    The plan stream has no work. Schedule only uploads, and forward unpacks. So no edge to another stream lies between two
+    graphs: an upload arrives while the graph before runs, and results leave while the next graph runs. Inputs that equal
+    those of the iteration before are not uploaded again.
+
+    The graph takes the host's decisions from the staging buffer on the device, and nothing else from the host.
+    """
+
+    def __init__(
+        self, parts: EngineParts, iteration: Iteration, runner: Runner, prefill: PrefillLauncher, guided: GuidedDecoding
+    ) -> None:
+        super().__init__(parts, iteration.stages, runner, prefill, guided)
+        self._iteration = iteration
+
+    def _upload_inputs(self, requested: Batch, packer: Packer, entry: int) -> None:
+        """Upload the packed batch on schedule, and unpack it into request rows on forward. An iteration with a guided request
+        uses the staged upload instead.
+        """
+        if requested.features.guided:
+            super()._upload_inputs(requested, packer, entry)
+            return
+        streams, fences, batch = self._streams, self._fences, requested.launched
+        # A copy between two graphs costs time, so unchanged inputs are not copied again. Forward has already waited for the
+        # upload that wrote them.
+        inputs_unchanged = self._staging.matches_previous(packer)
+        if not inputs_unchanged:
+            self._staging.upload(entry, packer.packed, streams.schedule)
+        if self._guided.has_prompts(batch):
+            fences.shared_reads_done.wait(streams.schedule)
+            self._guided.upload_prompt_masks(batch, entry)
+        fences.inputs_ready.signal(streams.schedule)
+
+        fences.inputs_ready.wait(streams.forward)
+        with self._backend.on(streams.forward):
+            self._input_upload.unpack(batch, packer, None if inputs_unchanged else entry)
+
+    def _decode(self, requested: Batch, entry: int) -> None:
+        """Replay the graph of the whole iteration on forward. An iteration with a guided request calls the stages in staged
+        mode instead.
+        """
+        if requested.features.guided:
+            super()._decode(requested, entry)
+            return
+        decode = self._decode_batch(self._runner, requested.launched, requested.features)
+        self._runner.run(self._iteration, decode, build_frame(self._parts.buffers, decode))
+        self._fences.shared_reads_done.signal(self._streams.forward)

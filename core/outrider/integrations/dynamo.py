@@ -37,7 +37,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.guides.guides import ChoiceGuide, Ebnf, Guide, JsonSchema, Regex
 from outrider.engine.requests.request import FinishReason, StepOutput
 from outrider.engine.requests.sampling import SamplingParams
-from outrider.serve.monitoring.kv_events import KvEventPublisher
+from outrider.serve.connection.kv_events import KvEventPublisher
 
 _METRICS_PERIOD_S = 0.5
 _GUIDES: dict[str, Callable[[Any], Guide]] = {"json": JsonSchema, "regex": Regex, "choice": ChoiceGuide, "grammar": Ebnf}

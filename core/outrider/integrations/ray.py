@@ -30,10 +30,10 @@ from starlette.responses import Response, StreamingResponse
 
 from outrider.cli.options.models import Sizes, Speculation, load
 from outrider.device import ConfigError
-from outrider.serve.api.api_errors import SERVER, ApiError
 from outrider.serve.api.prompt_builder import PromptBuilder, PromptResources
+from outrider.serve.api.responses import SERVER, ApiError
 from outrider.serve.config import ServeConfig
-from outrider.serve.connection.engine_process import create_engine_client
+from outrider.serve.connection.engine_process import EngineProcess
 from outrider.serve.http.app import create_app
 
 _LOG = logging.getLogger("outrider.ray")
@@ -126,7 +126,7 @@ class Replica:
         keys = () if settings.api_key_file is None else tuple(settings.api_key_file.read_text("utf-8").split())
         name = settings.served_model_name or ("outrider-bundled" if settings.model is None else settings.model.resolve().name)
         config = ServeConfig(names=(name,), max_queued=settings.max_queued, api_keys=keys)
-        self._engine = create_engine_client(
+        self._engine = EngineProcess(
             make, tensor=settings.tensor_parallel, data=settings.data_parallel, expert=settings.expert_parallel
         )
         info = await self._engine.start()

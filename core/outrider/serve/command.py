@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.options.engine_options import ServerOptions, with_options
+from outrider.cli.options.option_records import ChatTemplateOption, ServerOptions, read_template, with_options
 from outrider.cli.options.option_values import (
     INPUT_FILE,
     REASONING_FORMATS,
@@ -24,7 +24,6 @@ from outrider.cli.options.option_values import (
     UsageError,
     checking_options,
     closest,
-    installed_plugin,
     number,
     one_of,
     option,
@@ -32,16 +31,14 @@ from outrider.cli.options.option_values import (
     text,
     whole,
 )
-from outrider.cli.options.rank_processes import DataParallelOption, ExpertParallelOption, TensorParallelOption
-from outrider.cli.options.request_options import ChatTemplateOption, read_template
 from outrider.cli.terminal.environment import api_keys_from_environment, spans_from_environment
 from outrider.cli.terminal.files import check_listening, read_utf8
-from outrider.cli.terminal.report import CommandReport
-from outrider.cli.terminal.starting import show_progress
+from outrider.cli.terminal.report import CommandReport, show_progress
+from outrider.cli.terminal.torch_probe import require_torch
 from outrider.device.errors import ConfigError
 from outrider.disaggregation.connections import PeerAddress
-from outrider.serve.config import require_kv_events, require_serve
-from outrider.serve.roles import check_address, read_secret, serve_decode, serve_prefill
+from outrider.serve.config import ServeConfig, require_kv_events, require_serve
+from outrider.serve.roles import RoleOptions, check_address, read_secret, serve_decode, serve_prefill
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
@@ -184,65 +181,12 @@ class HttpOptions:
     ] = 30.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoleOptions:
-    """The options of disaggregated serving, and of serving on several ranks."""
-
-    role: Annotated[
-        str,
-        option(
-            "--role",
-            value=one_of("all", "prefill", "decode"),
-            help="all: serve OpenAI's API. prefill: prefill prompts for decode servers. decode: decode for a --decode-server "
-            "option or a DecodeClient, with prompts from prefill servers.",
-        ),
-    ] = "all"
-    prefill_server: Annotated[
-        list[str] | None,
-        option(
-            "--prefill-server",
-            value=parsed("HOST:PORT", PeerAddress.parse),
-            help="With --role decode: a prefill server. Repeatable.",
-        ),
-    ] = None
-    decode_server: Annotated[
-        list[str] | None,
-        option(
-            "--decode-server",
-            value=parsed("HOST:PORT", PeerAddress.parse),
-            help="With --role all: a decode server that runs the engine; this process serves HTTP. Repeatable. Takes "
-            "--model, for its tokenizer, and no other option of the engine.",
-        ),
-    ] = None
-    decode_secret_file: Annotated[
-        Path | None,
-        option(
-            "--decode-secret-file",
-            value=INPUT_FILE,
-            help="With --decode-server: the secret that the decode servers have as --api-key-file.",
-        ),
-    ] = None
-    transport: Annotated[
-        str,
-        option(
-            "--transport",
-            value=installed_plugin("outrider.transports"),
-            help="Plugin that transfers KV pages between the servers: nixl, torch, or an installed plugin's name.",
-        ),
-    ] = "torch"
-    tensor_parallel: TensorParallelOption = 1
-    data_parallel: DataParallelOption = 1
-    expert_parallel: ExpertParallelOption = False
-
-
 @with_options
 def serve(context: typer.Context, *, options: ServerOptions, http: HttpOptions, roles: RoleOptions) -> CommandReport | None:
     """Serve a model as OpenAI's API does; without --model the bundled one. Needs the extra: pip install 'outrider[serve]'.
 
     With --role, prefill and decode run in separate processes that exchange KV pages; these roles need no extra.
     """
-    from outrider.cli.terminal.torch_probe import require_torch
-
     _refuse_options(context, _REFUSED_BY_ROLE[roles.role], f"--role {roles.role}")
     if roles.decode_server:
         engine_options = {each.name for each in fields(ServerOptions)} - {"model"} | _NO_LOCAL_ENGINE_OPTIONS
@@ -253,37 +197,15 @@ def serve(context: typer.Context, *, options: ServerOptions, http: HttpOptions, 
         return None
     if roles.role == "decode" and not roles.prefill_server:
         raise UsageError("--role decode needs a prefill server; name at least one with --prefill-server HOST:PORT")
-    secret = check_address(http.host, port, http.api_key_file)
+    secret = check_address(PeerAddress(http.host, port), http.api_key_file)
     require_torch()
     if roles.role == "prefill":
-        return serve_prefill(
-            http.host,
-            port,
-            transport=roles.transport,
-            secret=secret,
-            drain_s=http.drain_seconds,
-            options=options,
-        )
-    return serve_decode(
-        http.host,
-        port,
-        prefill_servers=roles.prefill_server or (),
-        transport=roles.transport,
-        secret=secret,
-        drain_s=http.drain_seconds,
-        tensor_parallel=roles.tensor_parallel,
-        data_parallel=roles.data_parallel,
-        expert_parallel=roles.expert_parallel,
-        describe=describe_engine,
-        options=options,
-    )
+        return serve_prefill(PeerAddress(http.host, port), secret, http.drain_seconds, roles, options)
+    return serve_decode(PeerAddress(http.host, port), secret, http.drain_seconds, roles, options, describe=describe_engine)
 
 
 def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: ServerOptions) -> None:
     """Serve OpenAI's API until SIGTERM or SIGINT. Errors that don't need the model are raised before it is loaded."""
-    from outrider.cli.terminal.torch_probe import require_torch
-    from outrider.serve.config import ServeConfig
-
     require_serve()
     default_name = "outrider-bundled" if options.model is None else options.model.resolve().name
     with checking_options():
@@ -305,10 +227,9 @@ def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: Server
     with show_progress() as tell:
         tell("importing the server", 0, 0)
         from outrider.serve.api.prompt_builder import PromptBuilder, PromptResources
-        from outrider.serve.connection.engine_process import create_engine_client
-        from outrider.serve.http.server import HttpAddress
+        from outrider.serve.connection.engine_process import EngineProcess
+        from outrider.serve.http.request_middleware import RequestSpans, log_to_stderr
         from outrider.serve.http.server import serve_http as serve_until_ended
-        from outrider.serve.monitoring.tracing import RequestSpans, log_to_stderr
 
     wording = PromptResources(
         speculation.model,
@@ -330,17 +251,15 @@ def _serve_api(port: int, http: HttpOptions, roles: RoleOptions, options: Server
         sys.stdout.write(f"outrider: serving {config.names[0]} at http://{shown}:{port}\n")
         sys.stdout.flush()
 
-    address = HttpAddress(host=http.host, port=port)
     if roles.decode_server:
-        from outrider.serve.connection.decode_servers import DecodeServers
+        from outrider.serve.connection.engine_client import DecodeServers
 
         servers = [PeerAddress.parse(each) for each in roles.decode_server]
         engine: EngineClient = DecodeServers(servers, secret=decode_secret)
     else:
-        engine = create_engine_client(
-            make, tensor=roles.tensor_parallel, data=roles.data_parallel, expert=roles.expert_parallel
-        )
-    run_loop(serve_until_ended(engine, make_prompter, config, address, started=report_started, spans=spans))
+        engine = EngineProcess(make, tensor=roles.tensor_parallel, data=roles.data_parallel, expert=roles.expert_parallel)
+    served = serve_until_ended(engine, make_prompter, config, host=http.host, port=port, started=report_started, spans=spans)
+    run_loop(served)
 
 
 def run_loop(work: Coroutine[Any, Any, None]) -> None:
@@ -372,7 +291,7 @@ def describe_engine(engine: Engine) -> dict[str, Any]:
 
 def _with_kv_events(make: Any, addresses: str) -> Any:
     require_kv_events()
-    from outrider.serve.monitoring.kv_events import make_engine_with_events
+    from outrider.serve.connection.kv_events import make_engine_with_events
 
     address, _, replay = addresses.partition(",")
     return functools.partial(make_engine_with_events, make, address, replay or None)

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import functools
 import signal
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
 
-from outrider.cli.options.engine_options import ServerOptions
-from outrider.cli.options.option_values import checking_options
-from outrider.cli.options.rank_processes import Joined, RankPlacement, check_expert_parallel
-from outrider.cli.terminal.files import check_listening, read_bounded
-from outrider.cli.terminal.report import CommandReport
-from outrider.cli.terminal.stopping import SignalStop
-from outrider.cli.terminal.streams import note
-from outrider.device.errors import ConfigError
-from outrider.registry.children import (
-    accepted_interruptions,
-    end_with_parent,
-    ignore_interruptions,
-    interruptions_blocked_in_children,
+from outrider.cli.options.option_records import ServerOptions
+from outrider.cli.options.option_values import INPUT_FILE, checking_options, installed_plugin, one_of, option, parsed
+from outrider.cli.options.rank_processes import (
+    DataParallelOption,
+    ExpertParallelOption,
+    Joined,
+    RankPlacement,
+    TensorParallelOption,
+    check_expert_parallel,
+    create_rank_store,
+    follow_first_rank,
+    start_followers,
 )
+from outrider.cli.terminal.files import check_listening, read_bounded
+from outrider.cli.terminal.report import CommandReport, note
+from outrider.cli.terminal.stopping import SignalStop
+from outrider.device.errors import ConfigError
+from outrider.disaggregation.connections import PeerAddress, require_secret
+from outrider.registry.children import accepted_interruptions
 
 if TYPE_CHECKING:
     from outrider.disaggregation.server import DisaggregationServer
@@ -37,51 +43,95 @@ _RANK_EXIT_S = 10.0
 """Seconds that child ranks have to end after the first rank, before they are killed."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RoleOptions:
+    """The options of disaggregated serving, and of serving on several ranks."""
+
+    role: Annotated[
+        str,
+        option(
+            "--role",
+            value=one_of("all", "prefill", "decode"),
+            help="all: serve OpenAI's API. prefill: prefill prompts for decode servers. decode: decode for a --decode-server "
+            "option or a DecodeClient, with prompts from prefill servers.",
+        ),
+    ] = "all"
+    prefill_server: Annotated[
+        list[str] | None,
+        option(
+            "--prefill-server",
+            value=parsed("HOST:PORT", PeerAddress.parse),
+            help="With --role decode: a prefill server. Repeatable.",
+        ),
+    ] = None
+    decode_server: Annotated[
+        list[str] | None,
+        option(
+            "--decode-server",
+            value=parsed("HOST:PORT", PeerAddress.parse),
+            help="With --role all: a decode server that runs the engine; this process serves HTTP. Repeatable. Takes "
+            "--model, for its tokenizer, and no other option of the engine.",
+        ),
+    ] = None
+    decode_secret_file: Annotated[
+        Path | None,
+        option(
+            "--decode-secret-file",
+            value=INPUT_FILE,
+            help="With --decode-server: the secret that the decode servers have as --api-key-file.",
+        ),
+    ] = None
+    transport: Annotated[
+        str,
+        option(
+            "--transport",
+            value=installed_plugin("outrider.transports"),
+            help="Plugin that transfers KV pages between the servers: nixl, torch, or an installed plugin's name.",
+        ),
+    ] = "torch"
+    tensor_parallel: TensorParallelOption = 1
+    data_parallel: DataParallelOption = 1
+    expert_parallel: ExpertParallelOption = False
+
+
 def serve_prefill(
-    host: str, port: int, *, transport: str, secret: bytes, drain_s: float, options: ServerOptions
+    listen: PeerAddress, secret: bytes, drain_s: float, roles: RoleOptions, options: ServerOptions
 ) -> CommandReport:
     """Prefill prompts for the decode servers that connect, until SIGTERM or SIGINT and the end of the running requests."""
-    from outrider.disaggregation.connections import PeerAddress
     from outrider.disaggregation.server import PrefillServer
-    from outrider.registry.transports import get_transport
+    from outrider.registry.engine_plugins import get_transport
 
     load_engine = _engine_loader(options)
-    transport_plugin = get_transport(transport)
-    server = PrefillServer(load_engine(), transport_plugin, listen=PeerAddress(host, port), secret=secret, say=_print_line)
+    transport = get_transport(roles.transport)
+    server = PrefillServer(load_engine(), transport, listen=listen, secret=secret, say=_print_line)
     return _serve_until_signal(server, drain_s)
 
 
 def serve_decode(
-    host: str,
-    port: int,
-    *,
-    prefill_servers: Sequence[str],
-    transport: str,
+    listen: PeerAddress,
     secret: bytes,
     drain_s: float,
-    tensor_parallel: int,
-    data_parallel: int,
-    expert_parallel: bool,
-    describe: Callable[[Engine], dict[str, Any]],
+    roles: RoleOptions,
     options: ServerOptions,
+    *,
+    describe: Callable[[Engine], dict[str, Any]],
 ) -> CommandReport:
-    """Decode for clients, with prompts that ``prefill_servers`` have prefilled, until SIGTERM or SIGINT and the end of the
-    running requests. While no prefill server is connected, this server prefills the prompts itself. ``describe`` returns what
-    HTTP servers get to know of the engine.
-    """
-    from outrider.disaggregation.connections import PeerAddress
-    from outrider.disaggregation.server import DecodeServer
-    from outrider.registry.transports import get_transport
+    """Decode for clients until SIGTERM or SIGINT and the end of the running requests. Prefill servers prefill the prompts.
 
-    peers = [PeerAddress.parse(each) for each in prefill_servers]
+    While no prefill server is connected, this server prefills the prompts itself. ``describe`` returns what HTTP servers get
+    to know of the engine.
+    """
+    from outrider.disaggregation.server import DecodeServer
+    from outrider.registry.engine_plugins import get_transport
+
     load_engine = _engine_loader(options)
-    transport_plugin = get_transport(transport)
-    with DecodeRanks(load_engine, transport, tensor_parallel, data_parallel, expert=expert_parallel) as ranks:
+    transport = get_transport(roles.transport)
+    with _first_rank(load_engine, roles) as engine:
         server = DecodeServer(
-            ranks.load_first_rank(),
-            transport_plugin,
-            listen=PeerAddress(host, port),
-            prefill=peers,
+            engine,
+            transport,
+            listen=listen,
+            prefill=[PeerAddress.parse(each) for each in roles.prefill_server or ()],
             describe=describe,
             secret=secret,
             say=_print_line,
@@ -89,75 +139,44 @@ def serve_decode(
         return _serve_until_signal(server, drain_s)
 
 
-class DecodeRanks:
-    """The ranks of a decode server, as a scope: rank 0 is this process, the other ranks are its children.
+@contextmanager
+def _first_rank(load_engine: Callable[..., Engine], roles: RoleOptions) -> Generator[Engine]:
+    """Yield the engine of rank 0 of a decode server, in this process. The other ranks are child processes in the scope. If
+    one rank ends, all ranks end.
 
     ``load_engine`` loads the engine of one rank. It is pickled for each child, and gets the ranks as ``joined``.
-    ``transport``: the plugin with which each rank opens its links. ``expert``: the ranks divide a mixture's experts. If one
-    rank ends, all ranks end.
     """
-
-    def __init__(
-        self, load_engine: Callable[..., Engine], transport: str, tensor: int, data: int, *, expert: bool = False
-    ) -> None:
-        check_expert_parallel(expert, tensor, data)
-        self._load_engine, self._transport = load_engine, transport
-        self._tensor, self._data, self._expert = tensor, data, expert
-        self._stack = ExitStack()
-        self._store: Any = None
-
-    def __enter__(self) -> DecodeRanks:
-        return self
-
-    def load_first_rank(self) -> Engine:
-        """Start the child ranks, join them, and return the engine of rank 0."""
-        world = self._tensor * self._data
-        if world == 1:
-            return self._load_engine()
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
-        for rank in range(1, world):
-            placement = _rank_placement(rank, world, self._store.port)
-            given = (self._load_engine, self._transport, self._tensor, placement, self._expert)
-            process = context.Process(target=follow_first_rank, args=given, name=f"outrider-rank-{rank}", daemon=True)
-            with interruptions_blocked_in_children():
-                process.start()
-            self._stack.callback(_end_child, process)
-        placement = _rank_placement(0, world, self._store.port)
-        joined = self._stack.enter_context(Joined(self._tensor, self._data, placement, expert=self._expert))
-        engine = self._load_engine(joined=joined)
-        self._stack.callback(engine.close)
-        return engine
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
-        self._store = None
-
-
-def follow_first_rank(
-    load_engine: Callable[..., Engine], transport: str, tensor: int, placement: RankPlacement, expert: bool = False
-) -> None:
-    """Run a child rank: repeat the decisions of rank 0 until rank 0 ends. This is the main function of the process."""
-    from outrider.disaggregation.page_landing import FollowerLinks
-    from outrider.registry.transports import get_transport
-
-    ignore_interruptions()
-    end_with_parent()
-    with Joined(tensor, placement.world // tensor, placement, expert=expert) as joined:
+    tensor, data, expert = roles.tensor_parallel, roles.data_parallel, roles.expert_parallel
+    check_expert_parallel(expert, tensor, data)
+    world = tensor * data
+    if world == 1:
+        yield load_engine()
+        return
+    store = create_rank_store()
+    follow = functools.partial(_follow, load_engine, roles.transport, tensor, expert)
+    with ExitStack() as stack:
+        for process in start_followers(follow, world=world, port=store.port):
+            stack.callback(_end_child, process)
+        placement = RankPlacement.of_child(0, world=world, port=store.port)
+        joined = stack.enter_context(Joined(tensor, data, placement, expert=expert))
         engine = load_engine(joined=joined)
+        stack.callback(engine.close)
+        yield engine
+
+
+def _follow(load_engine: Callable[..., Engine], transport: str, tensor: int, expert: bool, placement: RankPlacement) -> None:
+    """Run a child rank, with the links over its part of the pages."""
+    from outrider.disaggregation.page_landing import FollowerLinks
+    from outrider.registry.engine_plugins import get_transport
+
+    def follow(engine: Engine) -> None:
         pages = FollowerLinks(engine, get_transport(transport), rank=placement.rank)
         try:
             engine.follow(pages.execute_query)
         finally:
             pages.close()
 
-
-def _rank_placement(rank: int, world: int, port: int) -> RankPlacement:
-    return RankPlacement(
-        rank=rank, world=world, local=rank, address="127.0.0.1", port=port, store_is_elsewhere=True, pipe=None
-    )
+    follow_first_rank(load_engine, tensor, expert, placement, follow)
 
 
 def _end_child(process: Any) -> None:
@@ -167,16 +186,14 @@ def _end_child(process: Any) -> None:
         process.join()
 
 
-def check_address(host: str, port: int, secret_file: Path | None) -> bytes:
+def check_address(listen: PeerAddress, secret_file: Path | None) -> bytes:
     """Check the address and the secret of a server before torch is imported, and return the content of ``secret_file``.
     Raises :class:`UsageError`.
     """
-    from outrider.disaggregation.connections import PeerAddress, require_secret
-
     with checking_options():
         secret = read_secret(secret_file)
-        require_secret(host, secret)
-        check_listening("--host and --port", host, port, family=PeerAddress(host, port).family)
+        require_secret(listen.host, secret)
+        check_listening("--host and --port", listen.host, listen.port, family=listen.family)
     return secret
 
 

@@ -32,16 +32,13 @@ from outrider.model import (
 )
 from outrider.model.checkpoint.opening import open_checkpoint
 from outrider.model.config.checkpoint_config import read_model_config
-from outrider.speculative.block import BlockProposer
-from outrider.speculative.combined import CombinedProposer
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
 from outrider.speculative.eagle import DraftHead, EagleProposer, EagleTreeProposer
+from outrider.speculative.lookup import CombinedProposer, NgramProposer, SuffixProposer
 from outrider.speculative.mtp import MtpProposer
-from outrider.speculative.names import BUILTIN_PROPOSERS, DRAFTLESS, SUFFIX_PREFIX, USES_TARGET_HEAD
-from outrider.speculative.ngram import NgramProposer
-from outrider.speculative.peagle import PEagleProposer
+from outrider.speculative.parallel import BlockProposer, PEagleProposer
+from outrider.speculative.plugin import BUILTIN_PROPOSERS, DRAFTLESS, SUFFIX_PREFIX, USES_TARGET_HEAD
 from outrider.speculative.proposer import NonSpeculativeProposer, Proposer
-from outrider.speculative.suffix import SuffixProposer
 from outrider.speculative.tree import DynamicTree
 
 

@@ -27,7 +27,7 @@ from outrider.speculative.proposer import (
     slots_of,
     text_rope_positions,
 )
-from outrider.speculative.tree import Level, TreeShape, most_likely
+from outrider.speculative.tree import DynamicTree, Level, most_likely
 
 
 def _check_vocabulary(model: LanguageModel, target: LanguageModel) -> None:
@@ -166,7 +166,7 @@ class DraftModelTreeProposer(_ModelDrafts, TreeProposer):
     log-probabilities.
     """
 
-    def __init__(self, model: LanguageModel, *, target: LanguageModel, shape: TreeShape) -> None:
+    def __init__(self, model: LanguageModel, *, target: LanguageModel, shape: DynamicTree) -> None:
         _check_vocabulary(model, target)
         if any(model.config.windows):
             raise ConfigError("a draft model with a sliding window can't draft trees; draft a chain (draft_topk=1)")

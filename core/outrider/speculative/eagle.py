@@ -28,7 +28,7 @@ from outrider.speculative.proposer import (
     text_rope_positions,
     too_many_branches,
 )
-from outrider.speculative.tree import Level, TreeShape, most_likely
+from outrider.speculative.tree import DynamicTree, Level, most_likely
 
 DraftHead = EagleHead | Eagle3Head | MtpHead
 """A head that drafts from its own results. A head of multi-token prediction does so if it is the model's only one."""
@@ -135,7 +135,7 @@ class EagleTreeProposer(HeadDrafts, TreeProposer):
     It relays the T most likely first tokens, their log-probabilities, and the head's hidden state for them.
     """
 
-    def __init__(self, head: DraftHead, shape: TreeShape) -> None:
+    def __init__(self, head: DraftHead, shape: DynamicTree) -> None:
         if shape.branches > head.draft_vocab_size:
             raise too_many_branches(shape.branches, head.draft_vocab_size)
         TreeProposer.__init__(self, head.config, head.target.dtype, shape)

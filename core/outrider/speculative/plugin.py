@@ -1,4 +1,4 @@
-"""The plugin interface of proposers: two hooks and a record that describes the proposer.
+"""Names of the proposers of Outrider, and the plugin interface of others: two hooks and a record that describes the proposer.
 
 A plugin is a module named by an entry point of the group ``outrider.proposers``. The entry point's name is the value of
 ``--speculate``. Descriptions must not need torch, so the module imports the proposer inside ``create_proposer``.
@@ -6,7 +6,9 @@ A plugin is a module named by an entry point of the group ``outrider.proposers``
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from outrider.device.plugin import PluginInfo, hookimpl, hookspec
@@ -14,6 +16,35 @@ from outrider.device.plugin import PluginInfo, hookimpl, hookspec
 if TYPE_CHECKING:
     from outrider.speculative.build import DraftOptions
     from outrider.speculative.proposer import Proposer
+
+
+BUILTIN_PROPOSERS: Mapping[str, str] = MappingProxyType(
+    {
+        "eagle": "an EAGLE head (fc, layers.0.*): chain, or tree with --draft-topk",
+        "eagle3": "an EAGLE-3 head (midlayer.*, its own lm_head, d2t): chain or tree",
+        "peagle": "a P-EAGLE head (EAGLE-3 with mask_hidden, one or more layers): a draft in one pass, a chain",
+        "dflash": "a DFlash head (fc, hidden_norm, layers.*, dflash_config): a block in one pass, a chain",
+        "mtp": "heads of multi-token prediction (model.mtp_layers.*), of --draft or of the model: chain or tree",
+        "draft-model": "any supported decoder with the same tokenizer: chain or tree",
+        "ngram": "nothing: it drafts what followed the last tokens earlier in the text: chain or tree",
+        "suffix": "nothing: it drafts what followed the last tokens in the text or in past outputs: chain",
+        "none": "nothing: non-speculative decoding",
+    }
+)
+"""Proposer names with the checkpoint that each needs. Other lists of names derive from this one."""
+
+DRAFTLESS = frozenset(name for name, needs in BUILTIN_PROPOSERS.items() if needs.startswith("nothing:"))
+"""Names of proposers that need no checkpoint."""
+
+INSIDE_MODEL = frozenset({"mtp"})
+"""Names of proposers whose heads are read from the target's checkpoint if no draft is given."""
+
+USES_TARGET_HEAD = frozenset({"eagle", "dflash", "mtp"})
+"""Names of proposers that sample drafts with the target's output head."""
+
+SUFFIX_PREFIX = "suffix+"
+"""Prefix of a proposer's name: suffix decoding drafts first, and the named proposer drafts where it matches too little."""
+
 
 PROPOSERS_GROUP = "outrider.proposers"
 PROPOSER_VERSION = 1

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from outrider.device import AttentionMetadata, AttentionShape, Backend, CapabilityError, ConfigError, HostParam, KernelSet
 from outrider.model import BaseDraftHead, ForwardInput, KeptRows, KVCache, ModelConfig, RopeConfig, speculative_positions
-from outrider.speculative.tree import Level, Tree, TreeShape
+from outrider.speculative.tree import DynamicTree, Level, Tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,9 +431,9 @@ def extend_rope_positions(rope: RopeConfig, inputs: ExtendInputs) -> Tensor:
 
 
 def target_tokens(kernels: KernelSet, drafted: Tensor, ids: Tensor | None) -> Tensor:
-    """Return the target's tokens of draft-vocabulary tokens of any shape.
+    """Return the target's token number for each draft token number in ``drafted``, int64 of any shape, in the same shape.
 
-    ``ids`` int64 [Vd] are the target's tokens; None means that both vocabularies are the same.
+    ``ids`` int64 [Vd] is the target's token of each draft token; None means that both vocabularies are the same.
     """
     return drafted if ids is None else kernels.gather_rows(ids, drafted.flatten()).view(drafted.shape)
 
@@ -574,7 +574,7 @@ class HeadProposer(CachedProposer):
         return self.head.reads_hidden
 
     def to_target_tokens(self, drafted: Tensor) -> Tensor:
-        """Return the target's tokens of draft-vocabulary tokens of any shape."""
+        """Return the target's token number for each draft token number in ``drafted``, int64, in the same shape."""
         return target_tokens(self.head.kernels, drafted, self.head.target_ids)
 
     def expand_to_target(self, probs: Tensor) -> Tensor:
@@ -591,7 +591,7 @@ class TreeProposer(CachedProposer):
 
     is_tree = True
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, shape: TreeShape) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, shape: DynamicTree) -> None:
         super().__init__(config, dtype)
         self._shape = shape
 
@@ -604,11 +604,6 @@ class TreeProposer(CachedProposer):
     def nodes(self) -> int:
         """K, the number of nodes of the shape."""
         return self._shape.nodes
-
-    def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
-        """Allocate the KV cache and the constant tensors of the tree's shape on the device."""
-        super().allocate(backend=backend, pages=pages, page_size=page_size)
-        self._shape.allocate_constants(backend.device)
 
     def level_input(
         self, inputs: DraftInputs, level: Level, rope: RopeConfig, positions: Tensor, *, ahead: int

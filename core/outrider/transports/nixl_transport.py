@@ -6,8 +6,8 @@ import base64
 import json
 import logging
 import uuid
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -86,7 +86,7 @@ class NixlLink(Link):
     def notices(self) -> list[bytes]:
         """Return the notices that the agent has received from the other side. The agent's thread makes progress."""
         self._check_up()
-        with _LinkGuard(self, "asking for notices"):
+        with self._guard("asking for notices"):
             notices_by_sender: dict[str, list[bytes]] = self._agent.get_new_notifs()
         return [notice for sender, notices in notices_by_sender.items() if sender == self._peer for notice in notices]
 
@@ -146,7 +146,7 @@ class NixlLink(Link):
             metadata = base64.b64decode(fields["metadata"], validate=True)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f"the other side's NIXL address can't be read: {error}") from None
-        with _LinkGuard(self, "connecting"):
+        with self._guard("connecting"):
             added = self._agent.add_remote_agent(metadata)
             self._peer = added.decode() if isinstance(added, bytes) else str(added)
             if self._peer != name:
@@ -168,7 +168,7 @@ class NixlLink(Link):
     def _write(self, local_blocks: list[int], peer_blocks: list[int], notice: bytes, read: Fence | None) -> PageTransfer:
         del read
         self._check_up()
-        with _LinkGuard(self, "starting a transfer"):
+        with self._guard("starting a transfer"):
             handle = self._agent.make_prepped_xfer(
                 "WRITE",
                 self._local_descriptors,
@@ -194,9 +194,19 @@ class NixlLink(Link):
     def state_of(self, handle: Any) -> str:
         """Return NIXL's name of a transfer's state. Raises :class:`LinkDown`."""
         self._check_up()
-        with _LinkGuard(self, "asking for a transfer"):
+        with self._guard("asking for a transfer"):
             state: str = self._agent.check_xfer_state(handle)
         return state
+
+    @contextmanager
+    def _guard(self, action: str) -> Generator[None]:
+        """Turn NIXL's errors into :class:`LinkDown` within the scope, and mark the link as down."""
+        try:
+            yield
+        except LinkDown:
+            raise
+        except Exception as error:
+            raise self.fail(f"{action}: {type(error).__name__}: {error}") from error
 
     def fail(self, why: str) -> LinkDown:
         """Mark the link as down, and return the error to raise. The first reason is kept."""
@@ -212,20 +222,6 @@ class NixlLink(Link):
         """Return the handle of a transfer to NIXL. Errors are ignored: the link may be down."""
         with suppress(Exception):
             self._agent.release_xfer_handle(handle)
-
-
-class _LinkGuard:
-    """A context that turns NIXL's errors into :class:`LinkDown` and marks the link as down."""
-
-    def __init__(self, link: NixlLink, action: str) -> None:
-        self._link, self._action = link, action
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, LinkDown):
-            raise self._link.fail(f"{self._action}: {type(error).__name__}: {error}") from error
 
 
 class _NixlTransfer(PageTransfer):

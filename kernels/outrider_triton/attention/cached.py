@@ -101,9 +101,11 @@ class CacheAttention:
         return self._quantized.normed_rows(added, residual, norm, eps, weight, bias, parts=False, taken=attention_rows)
 
     def _joined(self, call: PrefillOperands, planes: int, layouts: Iterable[int]) -> TokenRows:
-        """Return attention rows [T, Hq D]: in the nibble-plane layout ``planes`` if attention is split, else row-major.
+        """Return attention rows [T, Hq D]: in the nibble-plane layout ``planes`` if programs split the cached tokens, else
+        row-major.
 
-        ``layouts`` are all layouts that other batches may need; the scope compiles each of them.
+        ``layouts`` are all layouts that other batches may need. In the scope of variants, attention is compiled for each of
+        them.
         """
         if planes and attends(call.q):
             for layout in sorted(layouts):  # a fixed order makes the compile order deterministic

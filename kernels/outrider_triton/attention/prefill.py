@@ -51,8 +51,8 @@ class PrefillOperands:
     window: int
 
     def copied(self, width: int, pdl: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Copy the keys and values of the context to contiguous memory with heads of ``width`` elements. Return both, and the
-        first row of each sequence.
+        """Copy the keys and values of the context to contiguous memory with heads of ``width`` elements. Return keys, values,
+        and the first row of each sequence.
         """
         metadata = self.metadata
         batch = metadata.seq_lens.shape[0]

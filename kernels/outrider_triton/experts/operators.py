@@ -116,7 +116,9 @@ def blocks_of(
 
 
 def sum_expert_rows(parts: Tensor, chosen: Tensor, x: Tensor, pdl: bool) -> Tensor:
-    """Return the sums of the rows of ``parts`` of each token's experts ``chosen``, shaped like ``x``."""
+    """Return for each token the sum of its rows of ``parts``, one row per expert in ``chosen``. The result is shaped like
+    ``x``.
+    """
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     m, hidden = x.shape
     block = min(power_of_two(hidden), 1024)

@@ -6,12 +6,13 @@ requests tokens, after the wait. Four warps multiply arrived tiles. So a program
 begin, and no thread that multiplies spends time on loads. Before the wait, the first warp limits the tiles in flight, since
 reads of the preceding kernels would queue after them.
 
-A program has ``each`` *pairs* of weight rows, which are ``half`` rows apart. A tile is 32 pairs, all low rows and then all
-high ones, which is the matrix unit's height. A pair is a gate row and an up row, or two rows that rotate together, or a row
-in each half of 64 rows. FOLD: a pair is the first and the second half of the columns of one row, and both halves of the
-tokens' columns are next to each other as well. Low rows of the result count with the first half of the tokens, high rows
-with the second, so 32 weight rows fill a tile. Rows are loaded in boxes, the block of the weight's descriptor, so that a
-program's share needn't be whole tiles. Rows that aren't loaded are multiplied uninitialised, and not stored.
+A program has ``pairs_per_program`` *pairs* of weight rows. The two rows of a pair are ``half`` rows apart. A tile is 32
+pairs, all low rows and then all high ones, which is the matrix unit's height. A pair is a gate row and an up row, or two rows
+that rotate together, or a row in each half of 64 rows. FOLD: a pair is the first and the second half of the columns of one
+row, and both halves of the tokens' columns are next to each other as well. Low rows of the result count with the first half
+of the tokens, high rows with the second, so 32 weight rows fill a tile. Rows are loaded in boxes, the block of the weight's
+descriptor, so that a program's share needn't be whole tiles. Rows that aren't loaded are multiplied uninitialised, and not
+stored.
 
 The code is Gluon, Triton's language for explicit layouts, copies and synchronisation.
 """
@@ -37,8 +38,8 @@ MAX_BYTES_IN_FLIGHT = gl.constexpr(48 << 10)
 
 @gluon.jit
 def expect_boxes(barrier, remaining, BOX: gl.constexpr, BOXES: gl.constexpr, BYTES: gl.constexpr):
-    """Tell ``barrier`` how many bytes will arrive: those of the boxes, of BOX rows and BYTES each, that have one of the
-    ``remaining`` (1 or more) rows; BOXES at most.
+    """Tell ``barrier`` the number of bytes that will arrive: BYTES for each box of BOX rows that the ``remaining`` rows (1 or
+    more) fill at least in part, for at most BOXES boxes.
     """
     for boxes in gl.static_range(1, BOXES):
         mbarrier.expect(barrier, boxes * BYTES, pred=(remaining > (boxes - 1) * BOX) & (remaining <= boxes * BOX))
@@ -47,8 +48,8 @@ def expect_boxes(barrier, remaining, BOX: gl.constexpr, BOXES: gl.constexpr, BYT
 
 @gluon.jit
 def limit_in_flight(full, unit, BYTES: gl.constexpr):
-    """Before ``unit`` of BYTES is requested in the first filling, wait until at most MAX_BYTES_IN_FLIGHT bytes, or two units,
-    are in flight.
+    """Wait until the copy engine may load ``unit``, of BYTES bytes. During the first filling of the pipeline at most
+    MAX_BYTES_IN_FLIGHT bytes, or two units, are in flight.
     """
     UNITS: gl.constexpr = MAX_BYTES_IN_FLIGHT // BYTES if MAX_BYTES_IN_FLIGHT // BYTES > 2 else 2
     mbarrier.wait(full.index(gl.maximum(unit - UNITS, 0)), 0, pred=unit >= UNITS)
@@ -224,10 +225,69 @@ def _sum_of_parts(pipeline, tile, total, STEPS: gl.constexpr):
 
 
 @gluon.jit
-def _product(pipeline, tile, STEPS: gl.constexpr):
+def _load_scales(pointers, unit, PIECES: gl.constexpr):
+    """Load the scales of a unit's one or two pieces: for each piece those of the rows and those of the tokens."""
+    rows, tokens = pointers
+    place = unit * PIECES
+    first = gl.load(rows + place).to(gl.float32), gl.load(tokens + place)
+    if PIECES == 1:
+        return (first,)
+    else:
+        return first, (gl.load(rows + place + 1).to(gl.float32), gl.load(tokens + place + 1))
+
+
+@gluon.jit
+def _end_scaled_unit(pipeline, unit, sums, scales, LATER: gl.constexpr):
+    """Do as :func:`_end_unit`, with the sum of each piece multiplied by its scales."""
+    STAGES: gl.constexpr = pipeline[2].shape[0]
+    sums = warpgroup_mma_wait(LATER, deps=sums)
+    mbarrier.arrive(pipeline[3].index(unit % STAGES), count=1)
+    rows, tokens = scales[0]
+    if pipeline[0].shape[0] == STAGES:
+        return sums * rows[:, None] * tokens[None, :]
+    else:
+        second_rows, second_tokens = scales[1]
+        return sums[0] * rows[:, None] * tokens[None, :] + sums[1] * second_rows[:, None] * second_tokens[None, :]
+
+
+@gluon.jit
+def _sum_of_scaled_parts(pipeline, tile, total, blocks, ROWS: gl.constexpr, STEPS: gl.constexpr):
+    """Compute :func:`_sum_of_parts` of a folded tile whose pieces have scales of their own. ``blocks``, ROWS: see
+    :func:`multiply_halves`.
+    """
+    x_scales, x_groups, scales, scale_columns, m, n, pairs_per_program = blocks
+    PIECES: gl.constexpr = pipeline[0].shape[0] // pipeline[2].shape[0]
+    WIDTH: gl.constexpr = total.shape[1]
+    BLOCK_M: gl.constexpr = WIDTH // 2
+    layout: gl.constexpr = total.type.layout
+    index = gl.arange(0, 2 * PAIRS, gl.SliceLayout(1, layout))
+    row = gl.minimum(gl.program_id(0) * pairs_per_program + tile * PAIRS + index % PAIRS, n - 1)
+    column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    token = gl.minimum(gl.program_id(2) * BLOCK_M + column % BLOCK_M, m - 1)
+    row_scales = scales + row // ROWS * scale_columns + index // PAIRS * (STEPS * PIECES)
+    token_scales = x_scales + token * x_groups + column // BLOCK_M * (STEPS * PIECES)
+    pointers = row_scales, token_scales
+    for pair in range(STEPS // 2):
+        unit = tile * STEPS + 2 * pair
+        first_scales = _load_scales(pointers, 2 * pair, PIECES)  # the loads overlap with the copies that are awaited
+        second_scales = _load_scales(pointers, 2 * pair + 1, PIECES)
+        one = _begin_unit(pipeline, unit, total)
+        two = _begin_unit(pipeline, unit + 1, total)
+        first = _end_scaled_unit(pipeline, unit, one, first_scales, PIECES)
+        total += first + _end_scaled_unit(pipeline, unit + 1, two, second_scales, 0)
+    if STEPS % 2:
+        last = tile * STEPS + STEPS - 1
+        last_scales = _load_scales(pointers, STEPS - 1, PIECES)
+        total += _end_scaled_unit(pipeline, last, _begin_unit(pipeline, last, total), last_scales, 0)
+    return total
+
+
+@gluon.jit
+def _product(pipeline, tile, blocks, ROWS: gl.constexpr, STEPS: gl.constexpr):
     """Multiply the program's ``tile`` by the tokens; return [2 PAIRS, tokens] in float32, low rows first.
 
-    One product runs while the next begins, so the pipeline needs two stages or more.
+    One product runs while the next begins, so the pipeline needs two stages or more. ``blocks``, ROWS: see
+    :func:`multiply_halves`.
     """
     weights, tokens, full, empty, tokens_arrived = pipeline
     STAGES: gl.constexpr = full.shape[0]
@@ -235,7 +295,9 @@ def _product(pipeline, tile, STEPS: gl.constexpr):
     BITS: gl.constexpr = weights.dtype.primitive_bitwidth
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 256 // BITS])
     total = gl.zeros([2 * PAIRS, WIDTH], gl.float32, layout)
-    if BITS == 8:
+    if blocks is not None:
+        total = _sum_of_scaled_parts(pipeline, tile, total, blocks, ROWS, STEPS)
+    elif BITS == 8:
         total = _sum_of_parts(pipeline, tile, total, STEPS)
     else:
         for unit in range(tile * STEPS, (tile + 1) * STEPS):
@@ -254,11 +316,24 @@ def _product(pipeline, tile, STEPS: gl.constexpr):
 
 
 @gluon.jit
-def multiply_halves(pipeline, tile, buffer, FOLD: gl.constexpr, STEPS: gl.constexpr, layout: gl.constexpr):
+def multiply_halves(
+    pipeline,
+    tile,
+    buffer,
+    FOLD: gl.constexpr,
+    STEPS: gl.constexpr,
+    layout: gl.constexpr,
+    blocks=None,
+    ROWS: gl.constexpr = 0,
+):
     """Multiply the program's ``tile`` by the tokens; return its low and its high rows, [PAIRS, BLOCK_M] each in ``layout``.
     FOLD: only the valid half of each.
+
+    ``blocks``: the scales of a folded product whose operands have one for each piece of columns, and the weight for each ROWS
+    rows of it: (x_scales [m, x_groups], x_groups, scales [.., scale_columns], scale_columns, m, n, pairs_per_program). The
+    result is scaled. None: the sums are returned unscaled.
     """
-    buffer.store(_product(pipeline, tile, STEPS))
+    buffer.store(_product(pipeline, tile, blocks, ROWS, STEPS))
     low = buffer.slice(0, PAIRS, 0)
     high = buffer.slice(PAIRS, PAIRS, 0)
     if FOLD:

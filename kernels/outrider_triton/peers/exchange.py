@@ -72,7 +72,9 @@ class PeerExchange:
         return self._exchange(tensor, tensor, _ROOT, 0, root)
 
     def row_shots(self, x: Tensor, residual: Tensor, weight: Tensor) -> int:
-        """Return the number of shots for :meth:`all_reduce_rms_norm` of these operands; 0 if it doesn't take them."""
+        """Return the number of exchanges (shots) that :meth:`all_reduce_rms_norm` makes for these operands, 1 or 2; 0 if the
+        library must sum them, because their dtypes or sizes are not supported or the library is faster.
+        """
         operands = (x, residual, weight)
         same = x.dtype in _KINDS and all(each.dtype is x.dtype and _in_words(each) for each in operands)
         if not same or not x.nbytes or x.shape[-1] * x.itemsize % 4:
@@ -80,7 +82,9 @@ class PeerExchange:
         return self._shots(x.nbytes, x.shape[-1] * x.itemsize // 4)
 
     def _shots(self, nbytes: int, fewest_words: int) -> int:
-        """Return the number of shots of a sum; 0: the library does it. ``fewest_words``: the least that ranks share out."""
+        """Return the number of exchanges (shots) of a sum of ``nbytes``, 1 or 2; 0 if the library must compute the sum.
+        ``fewest_words`` is the size in 32-bit words of the smallest piece that two shots divide among the ranks.
+        """
         allows = self._allows()
         allowed = [each for each in SHOTS if allows is not None and allows(each)]
         if nbytes > self._max_summed_bytes:

@@ -31,7 +31,8 @@ class DenseProducts:
     def uncompiled(
         self, operator: str, x: Tensor, weight: Tensor, *, scaled: bool = False, rotary: RotaryArgs | None = None
     ) -> Iterator[list[int]]:
-        """Yield every configuration to compile for this weight, once, inside the scope.
+        """Yield every tile configuration of this weight's product. The caller launches each, which only compiles it. Yield
+        nothing outside the scope of variants, or for a weight whose variants were compiled before.
 
         ``scaled``: ``x`` is still to be divided by its root mean square. ``rotary``: the product rotates and writes the
         cache.

@@ -34,15 +34,23 @@ def multiply(
 ) -> None:
     """Multiply ``x [m, k]`` into ``out [m, n]``, or into the parts ``[split, m, n]``. ``add``: add to ``out``.
 
-    ``quantized``: both operands are in e4m3, and there are no parts. It holds the scales of x, float32 [m], the scales of the
-    weight, and the number of rows per scale.
+    ``quantized`` is (scales of x, float32 [m, groups], scales of the weight, [.., groups], number of weight rows per scale).
+    There is one group of columns, or one for each piece of columns. Both operands are then in e4m3, and the product isn't
+    split into parts.
     """
     m, n, fold = x.shape[0], weight.shape[0], config.split == 1
     expect(fold or bias is None, lambda: "parts of a product have no bias")
     expect(fold or quantized is None, lambda: f"a streamed product of quantised operands has no parts: {config}")
     x_scales, scales, rows = quantized or (None, None, 0)
-    operands = bias, x_scales, scales, out, m, n, config.rows_per_program
-    flags = {"ROWS": rows, "FOLD": fold, "ADD": add}
+    groups = 1 if scales is None else scales.shape[1]
+    expect(
+        groups in (1, x.shape[1] // PIECE_COLUMNS.value) and (x_scales is None or x_scales.numel() == m * groups),
+        lambda: (
+            f"a streamed product of {x.shape[1]} columns has scales for one group of them, or for {PIECE_COLUMNS.value} each"
+        ),
+    )
+    operands = bias, x_scales, groups, scales, groups, out, m, n, config.rows_per_program
+    flags = {"ROWS": rows, "BLOCKS": groups > 1, "FOLD": fold, "ADD": add}
     pairs = n if fold else -(-n // (2 * _PAIRS)) * _PAIRS
     _launch(streamed.streamed_linear, x, weight, config, operands, pairs=pairs, half=_PAIRS, pdl=pdl, fold=fold, **flags)
 
@@ -232,7 +240,7 @@ def _launch_planes(
     half: int = 0,
 ) -> None:
     (n, k), box = (data.shape[0], 2 * data.shape[1]), config.block_n
-    height = nibble_planes_streamed.ROWS.value // (2 if half else 1)  # height of a tile in the unit of ``each``
+    height = nibble_planes_streamed.ROWS.value // (2 if half else 1)  # height of a tile in the unit of ``rows_per_program``
     columns, groups = config.prefetch_columns, config.warps // 4
     m, steps = 1 if grains is None else x.shape[0] // 2, config.block_k // max(columns, 1)
     expect(
@@ -311,12 +319,14 @@ def _of_tokens(x: Tensor, count: int, columns: int) -> TensorDescriptor:
     return descriptor(x if aligned else x.clone(memory_format=torch.contiguous_format), count, columns)
 
 
-def registers(config: MatmulConfig, folded: int, pieces: int) -> int:
+def registers(config: MatmulConfig, folded: int, pieces: int, *, blocks: bool = False) -> int:
     """Return the registers per thread of a streamed program: few enough that programs of the next kernels fit on the
-    multiprocessor.
+    multiprocessor. ``blocks``: pieces have scales of their own.
     """
     sums = config.block_m * folded // 2 * (5 if pieces > 1 else 1)  # sums of two units, and their total
-    return 64 if config.block_m <= 16 and sums <= 48 else 96 if config.block_m <= 32 and sums <= 96 else 128
+    if config.block_m <= 16 and sums <= 48 and not blocks:
+        return 64
+    return 96 if config.block_m <= 32 and sums <= 96 else 128
 
 
 def _launch(
@@ -352,7 +362,7 @@ def _launch(
         BLOCK_M=config.block_m,
         BLOCK_K=config.block_k,
         STAGES=config.stages,
-        maxnreg=registers(config, 2 if fold else 1, config.block_k // columns),
+        maxnreg=registers(config, 2 if fold else 1, config.block_k // columns, blocks=bool(flags.get("BLOCKS"))),
         pdl=pdl,
         warps=config.warps,
     )

@@ -42,7 +42,7 @@ class TritonFormat:
 
     @property
     def is_packed(self) -> bool:
-        """True if a byte holds two columns, so that ``x`` is read in pairs of columns."""
+        """True if a byte of the weight holds two columns, so that kernels read activations in pairs of columns."""
         return self.elements.bits < 8
 
     @property

@@ -23,6 +23,8 @@ from outrider_triton.tiles.facts import DeviceFacts
 
 _COLUMNS_PER_SCALE = 128
 """Number of columns per multiplication if group scales multiply the sums."""
+_GROUPED_ELEMENTS_PER_PROGRAM = 1024
+"""Number of elements that one program quantises if the groups of a row have scales of their own."""
 MAX_ROW_ELEMENTS = 1 << 15
 """Maximum number of elements of a row that one program holds."""
 
@@ -102,7 +104,9 @@ def plan(facts: DeviceFacts, weight: QuantizedWeight, *, planes: bool = True) ->
     )
     in_planes = in_planes and weight.activations is None
     ring = in_planes and not zeros and mode == "block" and weight.block == (1, UNIT_COLUMNS.value)
-    ring = ring or (native and registered.streams_rows and mode == "row" and not group and k % UNIT_COLUMNS.value == 0)
+    by_piece = mode == "block" and columns == group == UNIT_COLUMNS.value and weight.scales.shape[1] == k // columns
+    by_row = mode == "row" and not group
+    ring = ring or (native and registered.streams_rows and (by_row or by_piece) and k % UNIT_COLUMNS.value == 0)
     ring = ring and facts.streams_products and weight.data.data_ptr() % 16 == 0 and weight.scales.is_contiguous()
     ring = ring and weight.data.is_contiguous()
     return ProductPlan(mode, native, columns, at_once, in_planes, ring)
@@ -207,7 +211,7 @@ def _linear_quantized(
     """
     weight = weight_of_operands(data, scales, zero_points, input_scale, format, block, shape, activations, activation_group)
     tiling, registered = MatmulConfig(*config), TRITON_FORMATS[format]
-    is_streamed = tiling.descriptor == STREAMED and native and registered.streams_rows and mode == "row"
+    is_streamed = tiling.descriptor == STREAMED and native and registered.streams_rows and mode in ("row", "block")
     expect(is_streamed or not tiling.descriptor, lambda: f"a product with a quantised weight can't be tiled as {config}")
     flat = flat_rows(x, weight)
     (m, k), n = flat.shape, shape[0]
@@ -287,13 +291,14 @@ def _linear_quantized_add(
     bias: Tensor | None,
     rows: int,
     activations: str,
+    group: int,
     x_scales: Tensor | None,
     residual: Tensor,
     config: list[int],
     pdl: bool,
 ) -> None:
-    """Add a streamed product to ``residual`` [T, N] in place. ``x_scales``: the scales of a quantised ``x``; ``rows`` weight
-    rows share a scale.
+    """Add a streamed product to ``residual`` [T, N] in place. ``x_scales``: the scales of a quantised ``x``, else it is
+    quantised in groups of ``group`` columns (0: all); ``rows`` weight rows share a scale.
     """
     n = data.shape[0]
     expect(
@@ -303,7 +308,7 @@ def _linear_quantized_add(
         ),
     )
     if x_scales is None:
-        x, x_scales = quantized_rows(x, activations, 0, input_scale, data.dtype, pdl)
+        x, x_scales = quantized_rows(x, activations, group, input_scale, data.dtype, pdl)
     multiply(x, data, bias, residual, MatmulConfig(*config), pdl, quantized=(x_scales, scales, rows), add=True)
 
 
@@ -328,9 +333,11 @@ def _add_rms_norm_quantize(
     format: str,
     group: int,
     dtype: torch.dtype,
+    unquantized: Tensor | None,
     pdl: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Add ``x`` and the bias to the residual; return the quantised norm and its scales.
+    """Add ``x`` and the bias to the residual; return the quantised norm and its scales. Store the norm to ``unquantized``,
+    too, if it is given.
 
     ``x`` is [T, H], or [parts, T, H] of a split product.
     """
@@ -343,7 +350,7 @@ def _add_rms_norm_quantize(
     launch(
         jit_activations.add_rms_norm_quantize,
         (m,),
-        *(x, bias, residual, weight, out, scales, eps, size, residual.numel()),
+        *(x, bias, residual, weight, out, scales, unquantized, eps, size, residual.numel()),
         E4M3=TRITON_FORMATS[format].elements.is_float,
         GROUP=min(group, block),
         PARTS=1 if x.dim() == 2 else x.shape[0],
@@ -353,16 +360,16 @@ def _add_rms_norm_quantize(
     return out, scales
 
 
-define("add_rms_norm.triton_quantize", _add_rms_norm_quantize, writes=("residual",))
+define("add_rms_norm.triton_quantize", _add_rms_norm_quantize, writes=("residual", "unquantized"))
 
 
 def _silu_mul_quantize(gate_up: Tensor, format: str, group: int, dtype: torch.dtype, pdl: bool) -> tuple[Tensor, Tensor]:
     size = gate_up.shape[-1] // 2
-    block = power_of_two(size)
+    block = min(power_of_two(size), max(group, _GROUPED_ELEMENTS_PER_PROGRAM)) if group else power_of_two(size)
     out, scales = allocate_quantized(gate_up, size, group, dtype)
     launch(
         jit_activations.silu_mul_quantize,
-        (out.shape[0],),
+        (out.shape[0], triton.cdiv(size, block)),
         *(gate_up.contiguous(), out, scales, size),
         E4M3=TRITON_FORMATS[format].elements.is_float,
         GROUP=min(group, block),

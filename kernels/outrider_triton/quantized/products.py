@@ -145,17 +145,21 @@ class QuantizedProducts:
         eps: float,
         weight: QuantizedWeight,
         bias: Tensor | None = None,
+        *,
+        unquantized: Tensor | None = None,
     ) -> Tensor:
         """Multiply, add to the residual, normalise, and multiply the norm by a quantised weight, in three kernels for few
         tokens.
 
-        The norm kernel adds the parts of the first product and quantises the rows for the second.
+        The norm kernel adds the parts of the first product and quantises the rows for the second. ``unquantized`` [T, H]
+        also receives the norm as it is; the weight then has dynamic activations.
         """
-        normed = self.normed_rows(added, residual, norm, eps, weight, bias, parts=False)
+        normed = self.normed_rows(added, residual, norm, eps, weight, bias, parts=False, unquantized=unquantized)
         if normed is None:
-            return self._kernels.linear_quantized(
-                self.linear_quantized_add_rms_norm(added, residual, norm, eps), weight, bias
-            )
+            rows = self.linear_quantized_add_rms_norm(added, residual, norm, eps)
+            if unquantized is not None:
+                unquantized.copy_(rows)
+            return self._kernels.linear_quantized(rows, weight, bias)
         return self.second_product(normed, residual, weight, bias, parts=False)
 
     def norm_linear_quantized_rope_write_cache(
@@ -306,15 +310,14 @@ class QuantizedProducts:
         *,
         parts: bool,
         taken: Callable[[ProductPlan, MatmulConfig], TokenRows] | None = None,
+        unquantized: Tensor | None = None,
     ) -> NormedRows | None:
         """Run :meth:`norm_linear_quantized` up to its second product, which may be in ``parts``.
 
         Return None, and run nothing, if a kernel is missing. ``taken`` computes the rows of the first product; ``added.x``
-        then only has their shape and dtype.
+        then only has their shape and dtype. ``unquantized``: see :meth:`norm_linear_quantized`.
         """
-        supported = (
-            self.multiplies(residual, weight) and norm.dtype is residual.dtype and residual.shape[-1] <= MAX_ROW_ELEMENTS
-        )
+        supported = self.multiplies(residual, weight) and residual.shape[-1] <= MAX_ROW_ELEMENTS
         second = plan(self._facts, weight) if supported else None
         first = None if second is None else self._first(added, residual)
         if first is None or second is None:
@@ -324,14 +327,15 @@ class QuantizedProducts:
         if second_config is None:
             return None
         weight_keys = added.weight.shape, added.weight.label, added.bias is None, weight.shape, weight.label
-        if self._scope.must_compile(("norm_linear_quantized", residual.dtype, *weight_keys)):
-            self._compile_norms(added, first[0], residual, norm, weight, second)
+        outputs = unquantized is not None, norm.dtype, residual.dtype
+        if self._scope.must_compile(("norm_linear_quantized", *outputs, *weight_keys)):
+            self._compile_norms(added, first[0], residual, norm, weight, second, unquantized)
         product, remaining_bias = self._product(added, *first, residual.dtype, taken)
         if not has_dynamic_activations(weight):
             layout = row_layout(second_config) if second.planes else 0
             normed = _TRITON.add_rms_norm.triton(product, remaining_bias, residual, norm, eps, self._pdl, layout)
             return NormedRows(normed, None, second, second_config)
-        normed, scales = self._norm(product, remaining_bias, residual, norm, eps, weight, second)
+        normed, scales = self._norm(product, remaining_bias, residual, norm, eps, weight, second, unquantized)
         return NormedRows(normed, scales, second, second_config)
 
     def _first(
@@ -423,9 +427,10 @@ class QuantizedProducts:
         eps: float,
         weight: QuantizedWeight,
         product_plan: ProductPlan,
+        unquantized: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        row_format = activation_format(weight, product_plan)
-        rows, scales = _TRITON.add_rms_norm.triton_quantize(product, bias, residual, norm, eps, *row_format, self._pdl)
+        options = *activation_format(weight, product_plan), unquantized, self._pdl
+        rows, scales = _TRITON.add_rms_norm.triton_quantize(product, bias, residual, norm, eps, *options)
         return rows, scales
 
     def compile_configs(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> None:
@@ -481,6 +486,7 @@ class QuantizedProducts:
         norm: Tensor,
         weight: QuantizedWeight,
         second: ProductPlan,
+        unquantized: Tensor | None,
     ) -> None:
         """Compile the norm with every number of parts of the first product and every row layout of the products."""
         self._compile_activation(added, first)
@@ -492,7 +498,8 @@ class QuantizedProducts:
             remaining_bias = added.bias if split > 1 else None
             with compile_only():
                 if has_dynamic_activations(weight):
-                    self._norm(parts, remaining_bias, sample, norm, 1e-5, weight, second)
+                    also = None if unquantized is None else torch.empty_like(sample)
+                    self._norm(parts, remaining_bias, sample, norm, 1e-5, weight, second, also)
                 else:
                     _TRITON.add_rms_norm.triton(parts, remaining_bias, sample, norm, 1e-5, self._pdl, layout)
 
@@ -555,18 +562,17 @@ class QuantizedProducts:
         weight = added.weight
         tensors = weight.data, weight.scales, weight.input_scale, added.bias
         x = rows.x if rows.x.stride(-1) == 1 else rows.x.contiguous()
-        options = weight.block[0], weight.activations or "", rows.scales
+        options = weight.block[0], weight.activations or "", _group(weight), rows.scales
         _TRITON.linear_quantized.triton_add(x, *tensors, *options, residual, config.as_list(), self._pdl)
 
     def linear_quantized_add_rms_norm(self, added: QuantizedProduct, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
         """Multiply by a quantised weight; the norm kernel adds the product's parts to the residual and returns the norm."""
-        supported = norm.dtype is residual.dtype and residual.shape[-1] <= MAX_ROW_ELEMENTS
-        first = self._first(added, residual) if supported else None
+        first = self._first(added, residual) if residual.shape[-1] <= MAX_ROW_ELEMENTS else None
         if first is None:
             product = self._kernels.linear_quantized(added.silu_mul(self._kernels), added.weight, added.bias)
             return self._kernels.add_rms_norm(product, residual, norm, eps)
         product_plan, weight = first[0], added.weight
-        weight_key = weight.shape, weight.label, added.bias is None
+        weight_key = norm.dtype, weight.shape, weight.label, added.bias is None
         if self._scope.must_compile(("linear_quantized_add_rms_norm", residual.dtype, *weight_key)):
             self._compile_activation(added, product_plan)
             for split in {each.split for each in self.every_config(residual, weight, product_plan)}:
@@ -591,14 +597,16 @@ def _group(weight: QuantizedWeight) -> int:
 
 
 def activation_format(weight: QuantizedWeight, product_plan: ProductPlan) -> tuple[str, int, torch.dtype]:
-    """Return the format, the columns per scale (0: all) and the dtype of rows that are quantised for a product with
-    ``dynamic`` activations.
+    """Return the format, the columns per scale (0: all) and the dtype of the quantised rows that a product with this weight
+    multiplies. The weight has dynamic activation scales.
     """
     return weight.activations or "", _group(weight), activation_dtype(weight.data, product_plan.native)
 
 
 def has_dynamic_activations(weight: QuantizedWeight) -> bool:
-    """Return True if the preceding kernel can compute the activation scales: one per power of two of columns."""
+    """Return True if the kernel that computes the activations can also quantise them: their scales are dynamic, and a scale
+    is shared by a whole row or by a power of two of columns.
+    """
     group = _group(weight)
     return weight.activations is not None and weight.input_scale is None and group & (group - 1) == 0
 

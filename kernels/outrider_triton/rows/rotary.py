@@ -21,7 +21,9 @@ def rotates(rotary: RotaryArgs, x: Tensor, *, partly: bool = False) -> bool:
 
 
 def expect_laid_out(cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, *, partly: bool = False) -> None:
-    """Raise RuntimeError for angles or caches whose strides the rotating kernels don't support."""
+    """Raise RuntimeError for angles or caches whose strides the rotating kernels don't support, and, unless ``partly``, for
+    angles that rotate only a part of each head.
+    """
     expect(
         _laid_out(cos, sin, k_cache, v_cache),
         lambda: "rope_write_cache: caches must be contiguous, and cos and sin laid out alike",

@@ -50,7 +50,8 @@ class VariantScope:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Compile every other variant of each call in the context, several at a time, while the calls run what they need.
+        """Compile, for each call in the context, every other variant of its kernels, several at a time. Meanwhile each call
+        runs with the variant that it needs.
 
         All variants are on the device when the context exits.
         """

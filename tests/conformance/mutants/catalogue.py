@@ -21,7 +21,7 @@ class Mutant:
     @property
     def tests(self):
         """Modules of the suite that are run on it; empty: all up to its level. What collectives do is seen at L6 alone."""
-        return ("test_l6_verbs", "test_l6_order") if self.level == 6 else ()
+        return ("test_l6_collectives",) if self.level == 6 else ()
 
     @property
     def name(self):

@@ -61,13 +61,6 @@ ON_THE_HOST_AT_ONCE = {
     "Flag._set": (3, ("threads",)),
     "Flag._reset": (3, ("threads",)),
 }
-ONCE_ONLY = {
-    "Backend._copy_async": (1, BOTH),
-    "Graph._replay": (2, BOTH),
-    "Graph._update_params": (3, ("sim like npu",)),
-    "Flag._set": (3, ("threads", "sim like npu")),
-    "Flag._reset": (3, ("threads", "sim like npu")),
-}
 TWICE = {"Graph._replay": (2, BOTH)}
 ANSWERS = {"Stream._query": (1, BOTH), "Event._query": (1, BOTH), "Fence.done": (1, BOTH)}
 
@@ -80,7 +73,7 @@ def mutants() -> Iterator[Mutant]:
     yield from _each(ANOTHER_GENERATION, "takes the generation before", _generation("before"))
     yield from _each(ANOTHER_GENERATION, "takes the first generation for ever", _generation("first"))
     yield from _each(ON_THE_HOST_AT_ONCE, "happens at once, on the host", _at_once)
-    yield from _each(ONCE_ONLY, "happens the first time only", _once)
+    yield from _each(DOES_NOTHING, "happens the first time only", _once)
     yield from _each(TWICE, "happens twice", _twice)
     yield from _each(ANSWERS, "is always True", _answer(True))
     yield from _each(ANSWERS, "is always False", _answer(False))
@@ -212,11 +205,13 @@ def _raw(tensor):
 def _once(base, owner, name, verb):
     def make(original):
         def once(self, *arguments):
-            thing = self
+            # A record counts per event: a driver that never recorded an event has nothing to wait for.
+            thing = arguments[0] if verb == "Stream._record" else self
             if name in getattr(thing, "_done_once", ()):
                 return
             original(self, *arguments)
-            if verb.startswith("Backend") or self.backend.active_capture is None:
+            backend = self if verb.startswith("Backend") else getattr(self, "event", self).backend
+            if verb.startswith("Backend") or backend.active_capture is None:
                 thing._done_once = {*getattr(thing, "_done_once", ()), name}
 
         return once

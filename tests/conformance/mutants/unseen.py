@@ -17,7 +17,7 @@ from conformance.mutants.catalogue import patch
 from conformance.mutants.generated import kernels, reach
 
 CPU, THREADS, SIM, NPU = "cpu", "threads", "sim", "sim like npu"
-DRAWN, ENGINE, PLANS = "test_l4_kernels_drawn", "test_l4_engine", "test_l4_plans"
+KERNELS, ENGINE = "test_l4_kernels", "test_l4_engine"
 MIB = 1 << 20
 
 
@@ -57,7 +57,7 @@ def drivers() -> Iterator[Unseen]:
         1,
         _pinned_ring,
         ("Backend.empty_pinned",),
-        ("test_l1_reuse",),
+        ("test_l1_memory",),
     )
     yield Unseen(
         "a copy above 1 MiB blocks", THREADS, 1, _blocking_copy, ("Backend.copy_async",), ("test_l1_copies",), "block"
@@ -74,7 +74,9 @@ def drivers() -> Iterator[Unseen]:
             f"[{operator}]",
         )
     yield Unseen("a wait that does nothing", THREADS, 1, _idle_wait, ("Stream.wait",), (), causes=("Stream._wait",))
-    yield Unseen("a rebind rebinds all graphs of the name", NPU, 3, _rebinds_all, ("Backend",), ("test_l3_params",))
+    yield Unseen(
+        "a rebind rebinds all graphs of the name", NPU, 3, _rebinds_all, ("Backend",), ("test_l3_flags_and_parameters",)
+    )
 
 
 def _idle_wait(base):
@@ -183,7 +185,7 @@ def numerics() -> Iterator[Unseen]:
         ("a zero row in a quantised product gives NaN", "linear_quantized", _zero_row, False),
         ("log-probabilities of -1e4 instead of -inf", "logprobs", _finite, False),
     ):
-        yield Unseen(fault, CPU, 4, kernels({kernel: make}), (f"KernelSet.{kernel}",), (DRAWN,), f"[{kernel}", fast=fast)
+        yield Unseen(fault, CPU, 4, kernels({kernel: make}), (f"KernelSet.{kernel}",), (KERNELS,), f"[{kernel}", fast=fast)
 
 
 def _odd_groups(kernel):
@@ -265,11 +267,11 @@ def asked() -> Iterator[Unseen]:
     kept = ("SpeculativeSync.bytes_per_request",)
     for what, size in (("64 KiB", 1 << 16), ("4 KiB", 1 << 12)):
         make = kernels({"paged_attention": _keeps(size)})
-        yield Unseen(f"attention keeps {what} for each request", SIM, 4, make, kept, (PLANS,), "declared")
+        yield Unseen(f"attention keeps {what} for each request", SIM, 4, make, kept, (KERNELS,), "declared")
     released = ("Graph.release", "Graph")
-    yield Unseen("each capture leaves a MiB behind", SIM, 2, _leaking_captures, released, ("test_l2_many",), "come_and_go")
+    yield Unseen("each capture leaves a MiB behind", SIM, 2, _leaking_captures, released, ("test_l2_graphs",), "come_and_go")
     yield Unseen(
-        "a release releases all graphs of the name", THREADS, 2, _releases_all, released, ("test_l2_many",), "released"
+        "a release releases all graphs of the name", THREADS, 2, _releases_all, released, ("test_l2_graphs",), "released"
     )
     for stage, fast in (("draft", True), ("extend", False)):
         yield Unseen(
@@ -279,10 +281,10 @@ def asked() -> Iterator[Unseen]:
     passes = {"reads the lengths of the first pass in all": _first_lengths, "is one token behind in later passes": _behind}
     for fault, make in passes.items():
         apply = kernels({"paged_attention": make})
-        yield Unseen(f"captured attention {fault}", THREADS, 4, apply, captured, (PLANS,), "lengths_that_change")
-    order = ("Graph.release",)
-    yield Unseen("a group can't close once its graphs are gone", SIM, 6, _needs_graphs, order, ("test_l6_order",), "released")
-    yield Unseen("a group's name is lost with its graphs", SIM, 6, _lost_name, order, ("test_l6_order",), "released")
+        yield Unseen(f"captured attention {fault}", THREADS, 4, apply, captured, (KERNELS,), "lengths_that_change")
+    order, collectives = ("Graph.release",), ("test_l6_collectives",)
+    yield Unseen("a group can't close once its graphs are gone", SIM, 6, _needs_graphs, order, collectives, "released")
+    yield Unseen("a group's name is lost with its graphs", SIM, 6, _lost_name, order, collectives, "released")
     capture = ("Backend.capture", "Backend.check_not_capturing")
     yield Unseen(
         "a library's synchronise in a capture is ignored", THREADS, 2, _ignored, capture, ("test_l2_captures",), "library"

@@ -7,7 +7,7 @@ import pytest
 from engine.scenarios.historical import MANY, TWO, Elsewhere, Historical, Skipping, after, before, program, request
 from outrider.registry import get_backend
 from outrider_proof.decode_program import WrongTokens
-from outrider_sanitizer.report.findings import FindingKind
+from outrider_sanitizer.report import FindingKind
 from outrider_sim.plugin import create_backend
 
 RACES = {FindingKind.READ_AFTER_WRITE, FindingKind.WRITE_AFTER_READ, FindingKind.WRITE_AFTER_WRITE}

@@ -10,13 +10,13 @@ from outrider.device import Recompute
 from outrider.engine.state import buffers
 from outrider.model import MediaProcessor, load_decoder, load_vision
 from outrider.registry import get_backend
-from outrider.speculative.ngram import NgramProposer
+from outrider.speculative.lookup import NgramProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.checkpoints import write_vision_checkpoint
 from outrider_proof.decode_program import WrongTokens
 from outrider_proof.tiny import plain_config
 from outrider_sanitizer import RaceError, watch
-from outrider_sanitizer.report.findings import STALENESS
+from outrider_sanitizer.report import STALENESS
 
 
 @pytest.fixture(scope="module")

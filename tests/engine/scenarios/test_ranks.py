@@ -12,7 +12,7 @@ from outrider_proof.rank_engine import RankExplorer, RankSetup
 from outrider_proof.rank_exploration import SimulatedHosts
 from outrider_sanitizer import FindingKind, RaceError, watch_ranks
 from outrider_sanitizer.races import RANK_RACES, decision_named
-from outrider_sanitizer.report.findings import STALENESS
+from outrider_sanitizer.report import STALENESS
 from outrider_sim.explore.exploration import run_once
 from outrider_sim.explore.strategies import make_strategy
 
@@ -122,6 +122,7 @@ def test_20_a_rank_that_takes_another_bucket_or_misses_an_abort_is_named(explore
     error = once(explorer, SPLIT, one, inject=inject)
     assert isinstance(error, RaceError), error
     assert decision_named(error.report) == named
+    assert "no decision" not in str(error), "a rank failed before it decided, so it isn't the injection that was named"
 
 
 def test_21_an_idle_rank_takes_another_branch(explorer):

@@ -13,9 +13,9 @@ from torch_npu import operators
 
 from outrider.device import ROW_ACCESS
 from outrider_npu import backend as module
-from outrider_npu import kernels, machine
+from outrider_npu import kernels, runtime
 
-machine.device_count = lambda devices=None: 1
+runtime.device_count = lambda devices=None: 1
 
 
 class EmulatedNpu(Emulated, module.NpuBackend):

@@ -8,11 +8,11 @@ from torch_npu.npu.streams import Idle, Stream
 
 from outrider.device import InterfaceError, TorchEvent, TorchStream
 from outrider_sim.backend import ObserverTap
-from outrider_sim.explore.control import SimControl
+from outrider_sim.explore.exploration import SimControl
 from outrider_sim.explore.strategies import Exhaustive
 from outrider_sim.machine.device_state import host_extent
 from outrider_sim.machine.pinned import PinnedTensor
-from outrider_sim.torch_device.operands import extent
+from outrider_sim.torch_device.opinfo import extent
 from outrider_sim.torch_device.tensor import SimTensor
 
 _ONLY_LISTED = 3  # the list of streams, the loop's variable, getrefcount's argument
@@ -69,12 +69,12 @@ class Emulated:
     def attach(self, observer):
         super().attach(observer)
         self.sim.machine.tap = _Tap(self, observer)
-        self.sim.machine.update_mode()
+        self.sim.machine.scheduler.update_mode()
 
     def detach(self):
         super().detach()
         self.sim.machine.tap = None
-        self.sim.machine.update_mode()
+        self.sim.machine.scheduler.update_mode()
 
     def locate(self, tensor):
         if isinstance(tensor, PinnedTensor):

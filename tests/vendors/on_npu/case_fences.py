@@ -6,7 +6,6 @@ import pytest
 from outrider.device import Graph
 from outrider.engine.fences import FENCES
 from outrider_proof.decode_program import DecodeExplorer
-from outrider_proof.fence_log import Drop
 from outrider_sanitizer import RaceError
 
 PROGRAMS = 2
@@ -37,7 +36,7 @@ def test_with_every_fence_the_sanitizer_is_silent(backend):
 
 @pytest.mark.parametrize("fence", [name for name in NAMES if name.startswith(OF_THIS_DEVICE)])
 def test_a_fence_left_out_is_found_and_named(backend, fence):
-    implied = first_race(backend, drop=fence, half=Drop.WAIT)
+    implied = first_race(backend, drop=fence, half="wait")
     assert implied is not None, f"nobody missed {fence}"
     assert fence in implied
 

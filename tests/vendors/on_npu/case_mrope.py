@@ -8,7 +8,7 @@ from engine.test_vision_requests import GREEDY, Checkpoint
 from outrider import Engine
 from outrider.model import load_decoder, load_eagle, load_vision
 from outrider.speculative.eagle import EagleProposer
-from outrider.speculative.ngram import NgramProposer
+from outrider.speculative.lookup import NgramProposer
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.tiny import plain_config
 

@@ -38,7 +38,7 @@ def collectives(
 
     del json_output
     require_torch()
-    from outrider_conformance.ranks.processes import TaskProcesses
+    from outrider_conformance.ranks.runner import TaskProcesses
 
     chosen, sizes = parse_names(kinds, KINDS), parse_sizes(tokens)
     registry = Registry()

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.options.engine_options import with_options
+from outrider.cli.options.option_records import with_options
 from outrider.cli.options.option_values import JsonOption, UsageError, option
 from outrider.cli.options.rank_processes import (
     DataParallelOption,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from outrider.cli.options.engine_options import with_options
+from outrider.cli.options.option_records import with_options
 from outrider.cli.options.option_values import JsonOption
 from outrider.cli.terminal.report import CommandReport
 from outrider_bench.mixed_load import Arrivals, serve_on_engine, token_ids

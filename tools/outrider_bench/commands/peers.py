@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from outrider.cli.options.engine_options import with_options
 from outrider.cli.options.models import DraftTokensOption
+from outrider.cli.options.option_records import with_options
 from outrider.cli.options.option_values import (
     DIRECTORY,
     DTYPES,
@@ -29,9 +29,7 @@ from outrider.cli.options.option_values import (
 )
 from outrider.cli.terminal.environment import backend_from_environment
 from outrider.cli.terminal.files import check_directory
-from outrider.cli.terminal.report import CommandReport, Interrupted
-from outrider.cli.terminal.starting import show_progress
-from outrider.cli.terminal.streams import note
+from outrider.cli.terminal.report import CommandReport, Interrupted, note, show_progress
 from outrider.device.errors import ConfigError
 from outrider.registry import Registry
 from outrider_bench.acceptance import acceptance_rates, describe_acceptance

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.options.engine_options import with_options
+from outrider.cli.options.option_records import with_options
 from outrider.cli.options.option_values import JsonOption, option, whole
 from outrider.cli.terminal.report import CommandReport
 from outrider_bench.mixed_load import token_ids

@@ -14,12 +14,11 @@ from urllib.parse import urlsplit
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.options.engine_options import with_options
 from outrider.cli.options.models import DraftTokensOption, DtypeOption
+from outrider.cli.options.option_records import with_options
 from outrider.cli.options.option_values import DIRECTORY, JsonOption, UsageError, number, one_of, option, text, whole
 from outrider.cli.terminal.files import check_directory
-from outrider.cli.terminal.report import CommandReport
-from outrider.cli.terminal.streams import note
+from outrider.cli.terminal.report import CommandReport, note
 from outrider.device.errors import ConfigError
 from outrider_bench.child import ChildFailed, run_child
 from outrider_bench.http_load import HttpLoad, ServerFailed, run_clients, run_vllm_bench, summarize

@@ -11,13 +11,12 @@ from typing import Annotated, Any
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.options.engine_options import with_options
 from outrider.cli.options.models import DraftTokensOption
+from outrider.cli.options.option_records import with_options
 from outrider.cli.options.option_values import DIRECTORY, BackendOption, JsonOption, UsageError, number, option, whole
 from outrider.cli.terminal.environment import backend_from_environment
 from outrider.cli.terminal.files import check_directory
-from outrider.cli.terminal.report import CommandReport
-from outrider.cli.terminal.streams import note
+from outrider.cli.terminal.report import CommandReport, note
 from outrider.registry import Registry
 from outrider_bench.child import run_child
 from outrider_bench.options import LaunchOptions, ProposerOption, ShapeOption

@@ -49,7 +49,7 @@ class OutriderPeer(Peer):
         serve_on_engine(self._engine, prompts, counts, arrived)
 
     def limit_ms(self, batch: int, context: float) -> float | None:
-        """Return the limit of an iteration by its bytes and its operations, in milliseconds."""
+        """Return the limit of an iteration by its bytes and operations, in milliseconds; None if the bytes are unknown."""
         from outrider_bench.limits import iteration_cost
 
         needed = iteration_cost(self._engine, batch=batch, context=context)

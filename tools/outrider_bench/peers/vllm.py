@@ -45,7 +45,9 @@ class VllmPeer(Peer):
         return self._vllm.SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False, **more)
 
     def draft_counts(self) -> DraftCounts | None:
-        """Return the totals of draft tokens. Raises :class:`ChildFailed` if this vLLM has no such counters."""
+        """Return the totals of draft tokens; None without drafts. Raises :class:`ChildFailed` if this vLLM has no such
+        counters.
+        """
         if not self._drafts:
             return None
         values = {metric.name: getattr(metric, "value", None) for metric in self._engine.get_metrics()}

@@ -77,7 +77,7 @@ class PeerWork:
 
     @property
     def quantized(self) -> str | None:
-        """The format of the weights as a report names it."""
+        """The format of the weights as a report names it; None for unquantized weights."""
         return describe_quantization(self.quantize, head=self.quantize_head)
 
     @property

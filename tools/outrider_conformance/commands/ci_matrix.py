@@ -6,19 +6,18 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.options.option_values import JsonOption
+from outrider.cli.options.option_values import JsonOption, one_of, option
 from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import ConfigError
 from outrider.device.plugin import BackendInfo, CiDeclaration
 from outrider.registry import Candidate, Registry
-from outrider_conformance.ci_declaration import declaration_fault
+from outrider_conformance.levels import parse_level
 
 _HOSTED = re.compile(r"(ubuntu|windows|macos)-[\w.-]+")
 """A pattern for the labels of GitHub's hosted runners."""
@@ -27,20 +26,13 @@ _HOSTED = re.compile(r"(ubuntu|windows|macos)-[\w.-]+")
 _RANKS, _RANKS_LEVEL = "ranks", "L6"
 
 
-class Format(StrEnum):
-    """The output format of ``outrider ci-matrix``; None prints a table."""
-
-    github = "github"
-    json = "json"
-
-
 def ci_matrix(
     format: Annotated[
-        Format | None,
-        typer.Option(
+        str | None,
+        option(
             "--format",
-            metavar="github|json",
-            help="github: {include: […]} on one line, for strategy.matrix; json: the rows as a list.",
+            value=one_of("github", "json"),
+            help="github: {include: […]} on one line, for strategy.matrix; json: the rows as a list. Without it, a table.",
         ),
     ] = None,
     select: Annotated[
@@ -67,9 +59,9 @@ def ci_matrix(
     data: dict[str, object] = {"rows": rows, "broken": [r["backend"] for r in rows if r["status"] == "broken"]}
 
     def render(console: Console) -> None:
-        if format is Format.github:
+        if format == "github":
             console.print(json.dumps({"include": rows}))
-        elif format is Format.json:
+        elif format == "json":
             console.print(json.dumps(rows, indent=2))
         else:
             _render(console, rows)
@@ -160,3 +152,40 @@ def _render(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     for r in rows:
         if r["reason"]:
             console.print(f"\n{r['title']}: {r['reason']}")
+
+
+def declaration_fault(ci: object) -> str:
+    """Return the reason why a workflow can't use a plugin's CI declaration; empty for a usable declaration."""
+    if not isinstance(ci, CiDeclaration):
+        return f"it declares ci={ci!r}; expected a CiDeclaration"
+    checks = {
+        "runner_labels": (
+            bool(ci.runner_labels) and _is_words(ci.runner_labels),
+            "a tuple of labels, at least one, each one word",
+        ),
+        "ranks_runner_labels": (_is_words(ci.ranks_runner_labels), "a tuple of labels, each one word"),
+        "markers": (isinstance(ci.markers, tuple | list) and all(map(_is_line, ci.markers)), "a tuple of lines of text"),
+        "container": (ci.container is None or _is_word(ci.container), "the name of an image, without spaces and line breaks"),
+        "torch": (ci.torch is None or _is_line(ci.torch), "the address of a package index or a requirement, on one line"),
+        "device_count": (type(ci.device_count) is int and ci.device_count > 0, "a number of devices, at least 1"),
+    }
+    for name, (is_usable, expected) in checks.items():
+        if not is_usable:
+            return f"it declares {name}={getattr(ci, name)!r}; expected {expected}"
+    try:
+        parse_level(str(ci.level))
+    except ConfigError as error:
+        return f"it declares {error}"
+    return ""
+
+
+def _is_words(labels: object) -> bool:
+    return isinstance(labels, tuple | list) and all(_is_word(label) and "," not in label for label in labels)
+
+
+def _is_word(value: Any) -> bool:
+    return _is_line(value) and " " not in value
+
+
+def _is_line(value: Any) -> bool:
+    return isinstance(value, str) and value.isprintable() and bool(value.strip())

@@ -78,7 +78,7 @@ def conform(
     if verify is not None:
         return _verify(verify)
     from outrider.registry import Registry
-    from outrider_conformance import rerun, run
+    from outrider_conformance import run
 
     registry = Registry()
     spec = registry.select(backend, backend_from_environment())
@@ -112,25 +112,25 @@ def conform(
         if json_output or report is not None:
             raise UsageError("--watch runs again and again: it goes with neither --json nor --report")
         candidates = registry.candidates()
-        place = rerun.directory_of(next(each.entry_point for each in candidates if each.name == spec.name))
-        rerun.watch(conformed, place, lambda line: print(f"outrider: {line}", flush=True))
+        place = run.directory_of(next(each.entry_point for each in candidates if each.name == spec.name))
+        run.watch(conformed, place, lambda line: print(f"outrider: {line}", flush=True))
     return _result(conformed(()), chosen, wanted, f"with {only!r}" if only else "that were requested" if test else "", report)
 
 
 def _result(data: Mapping[str, Any], backend: str, level: str, selection: str, directory: Path | None) -> CommandReport:
     """Return the outcome of a run. ``selection`` describes the tests of --only or --test, whose run passes no level."""
-    from outrider_conformance.run import failed, passed
+    from outrider_conformance.run import failing, passed
 
     def render(console: Console) -> None:
         if selection:
-            console.print(f"{backend}: {'a test failed' if failed(data) else 'no test failed'} of those {selection}")
+            console.print(f"{backend}: {'a test failed' if failing(data) else 'no test failed'} of those {selection}")
             return
         reached = f"passes up to {data['reached']}" if data["reached"] else "passes no level"
         console.print(f"{backend} {reached} ({level} was requested)")
         if directory is not None:
             console.print(f"report: {directory / 'report.html'}")
 
-    good = not failed(data) if selection else passed(data)
+    good = not failing(data) if selection else passed(data)
     return CommandReport(data=data, render=render, exit_code=0 if good else 1)
 
 

@@ -9,7 +9,6 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +17,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from outrider.cli.options.option_values import JsonOption, UsageError
+from outrider.cli.options.option_values import JsonOption, UsageError, one_of, option
 from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import OutriderError
 from outrider.device.plugin import INTERFACE_VERSION
@@ -41,15 +40,6 @@ _FILES: Mapping[str, str | None] = MappingProxyType(
 )
 
 
-class DeviceKind(StrEnum):
-    """The way in which torch reaches the device of a new backend."""
-
-    TORCH = "torch"
-    """A device type with a module of its own (``torch.get_device_module``)."""
-    OWN_QUEUE = "own-queue"
-    """No device type of torch: torch calls become tasks of the device's own queues."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Template:
     """The parts of a package that depend on the kind of the device."""
@@ -64,15 +54,15 @@ class _Template:
     """The first edits that the vendor makes, for the printed advice."""
 
 
-_TEMPLATES: Mapping[DeviceKind, _Template] = MappingProxyType(
+_TEMPLATES: Mapping[str, _Template] = MappingProxyType(
     {
-        DeviceKind.TORCH: _Template(
+        "torch": _Template(
             files=MappingProxyType({"src/@package@/stand_in.py": "stand_in.py.in"}),
             level="L0",
             adapted="DEVICE_TYPE is it",
             edit="backend.py: DEVICE_TYPE, then CAPABILITIES, then what L1 says",
         ),
-        DeviceKind.OWN_QUEUE: _Template(
+        "own-queue": _Template(
             files=MappingProxyType(
                 {
                     "README.md": "own_queue/README.md.in",
@@ -87,6 +77,9 @@ _TEMPLATES: Mapping[DeviceKind, _Template] = MappingProxyType(
         ),
     }
 )
+"""The templates by the way in which torch reaches the device: by a device type with a module of its own
+(``torch.get_device_module``), or by no device type, so that torch calls become tasks of the device's own queues.
+"""
 
 
 class NewBackendError(OutriderError):
@@ -99,11 +92,13 @@ def new_backend(
         Path | None, typer.Argument(metavar="[DIR]", help="Where to write; ./outrider-NAME without it.", show_default=False)
     ] = None,
     kind: Annotated[
-        DeviceKind,
-        typer.Option(
-            "--kind", metavar="torch|own-queue", help="torch: torch has a module for the device; own-queue: it has none."
+        str,
+        option(
+            "--kind",
+            value=one_of("torch", "own-queue"),
+            help="torch: torch has a module for the device; own-queue: it has none.",
         ),
-    ] = DeviceKind.TORCH,
+    ] = "torch",
     json_output: JsonOption = False,
 ) -> CommandReport:
     """Write an installable plugin package for a new backend. Unchanged, it passes `outrider conform` up to L0 with --kind
@@ -130,7 +125,7 @@ def new_backend(
             console.print(f"  {line}")
         console.print(f"\n{place}/README.md goes on from there, level by level")
 
-    data = {"name": name, "kind": str(kind), "directory": str(place), "files": list(contents), "next": following}
+    data = {"name": name, "kind": kind, "directory": str(place), "files": list(contents), "next": following}
     return CommandReport(data=data, render=render)
 
 
@@ -149,7 +144,7 @@ def check_name(name: str) -> None:
         )
 
 
-def skeleton(name: str, kind: DeviceKind = DeviceKind.TORCH) -> dict[str, str]:
+def skeleton(name: str, kind: str = "torch") -> dict[str, str]:
     """Return the files of a new package: contents by path, relative to its directory."""
     chosen = _TEMPLATES[kind]
     words = {

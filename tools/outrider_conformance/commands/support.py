@@ -1,10 +1,17 @@
-"""``outrider support``: print the support table of all backends from recorded evidence."""
+"""``outrider support``: the support table of all backends, which shows each ability with the kind of its evidence.
+
+A record is a small JSON file. :func:`from_report` makes one from a report of the suite; records of static checks are written
+by hand. A capability counts if a record declares it and passed the level that tests it.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import IntEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from rich.console import Console
 
@@ -12,6 +19,189 @@ from outrider.cli.options.option_values import DIRECTORY, INPUT_FILE, JsonOption
 from outrider.cli.terminal.files import read_utf8, write_whole
 from outrider.cli.terminal.report import CommandReport
 from outrider.device.errors import ConfigError
+
+
+class Tier(IntEnum):
+    """The kind of a piece of evidence. A higher tier is shown first and doesn't include the lower ones."""
+
+    STATIC = 1
+    SIMULATED = 2
+    STAND_IN = 3
+    DEVICE = 4
+
+
+WORDS: Mapping[Tier, str] = {
+    Tier.STATIC: "static",
+    Tier.SIMULATED: "simulated",
+    Tier.STAND_IN: "stand-in",
+    Tier.DEVICE: "run",
+}
+MEANINGS: Mapping[Tier, str] = {
+    Tier.STATIC: "names and calls were checked against the vendor's package, without running the plugin",
+    Tier.SIMULATED: "the plugin ran on a simulated device that follows the vendor's documentation",
+    Tier.STAND_IN: "the plugin ran on another vendor's device that has the same interface",
+    Tier.DEVICE: "the plugin ran on the named device, on the given date, with the given versions",
+}
+
+_TIERS: Mapping[str, Tier] = {"simulated": Tier.SIMULATED, "run on the host": Tier.DEVICE, "run on a device": Tier.DEVICE}
+"""Tiers by their names in reports. The host is the device of a backend that computes on it."""
+_TESTED_IN: Mapping[str, str] = {
+    "captures_graphs": "L2",
+    "forks_in_capture": "L2",
+    "waits_inside_graphs": "L2",
+    "captures_in_part": "L4",
+    "flags": "L3",
+    "updates_graph_params": "L3",
+    "collectives": "L6",
+    "captures_collectives": "L6",
+    "peer_memory": "L6",
+}
+"""The level whose tests show a capability. Capabilities without an entry belong to L1."""
+_ENGINE = "overlapped speculative decoding"
+_KERNELS = "kernels"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvidenceRecord:
+    """A record of evidence about a backend: a conformance run or a static check."""
+
+    backend: str
+    tier: Tier
+    device: str
+    date: str
+    command: str
+    """The command line of the recorded run."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    levels: Mapping[str, str] = field(default_factory=dict)
+    """Result of each conformance level, by the level's name."""
+    capabilities: Mapping[str, Any] = field(default_factory=dict)
+    """Capabilities that the backend declared, by name."""
+    figures: Mapping[str, int] = field(default_factory=dict)
+    """Counts of a static check."""
+    note: str = ""
+    """A remark for readers of the support table."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the content of the record's file, without empty fields."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["tier"] = self.tier.name.lower().replace("_", "-")
+        return {name: value for name, value in values.items() if value}
+
+
+def parse_record(text: str, where: str) -> EvidenceRecord:
+    """Parse a record. ``where`` names the file in errors. Raises :class:`ConfigError` for other content."""
+    try:
+        data = json.loads(text)
+        tier = Tier[data.pop("tier").upper().replace("-", "_")]
+        return EvidenceRecord(tier=tier, **data)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{where} isn't a record of support: {type(error).__name__}: {error}") from error
+
+
+def load_records(directory: Path) -> list[EvidenceRecord]:
+    """Return all records of a directory, ordered by file name.
+
+    Raises :class:`ConfigError` if there is no such directory, or for an invalid record.
+    """
+    if not directory.is_dir():
+        raise ConfigError(f"there is no directory {directory} with records of support")
+    return [parse_record(read_utf8(path, "a record"), str(path)) for path in sorted(directory.glob("*.json"))]
+
+
+def from_report(report: Mapping[str, Any], *, tier: Tier | None = None, note: str = "") -> EvidenceRecord:
+    """Return the record of a conformance report. ``tier`` may lower the report's own tier, and never raises it.
+
+    Raises :class:`ConfigError` for a report whose tier is no evidence, and for a ``tier`` above the report's.
+    """
+    kind = _TIERS.get(report["tier"]["kind"])
+    if kind is None:
+        raise ConfigError(f"the report's tier is {report['tier']['kind']!r}, which is no evidence")
+    if tier is not None and tier > kind:
+        raise ConfigError(f"the report says {report['tier']['kind']!r}, which isn't {WORDS[tier]!r}")
+    return EvidenceRecord(
+        backend=report["backend"]["name"],
+        tier=kind if tier is None else tier,
+        device=report["tier"]["device"],
+        date=report["tier"]["date"],
+        command=report["command"],
+        versions={"python": report["host"]["python"], **report["versions"]},
+        levels={level: f"{found['result']}: {found['counts']}" for level, found in sorted(report["levels"].items())},
+        capabilities=report["capabilities"],
+        note=note,
+    )
+
+
+def _passed(record: EvidenceRecord, level: str) -> bool:
+    return record.levels.get(level, "").startswith("passed")
+
+
+def _shows(record: EvidenceRecord, capability: str) -> bool:
+    if capability in (_ENGINE, _KERNELS):
+        return _passed(record, "L4")
+    return bool(record.capabilities.get(capability)) and _passed(record, _TESTED_IN.get(capability, "L1"))
+
+
+def _cell(records: Sequence[EvidenceRecord], capability: str) -> str:
+    """Return the table cell for ``capability``: the word of the best evidence among the records of a backend."""
+    showing = [record for record in records if _shows(record, capability)]
+    if showing:
+        best = max(showing, key=lambda record: record.tier)
+        return WORDS[best.tier]
+    ran = [record for record in records if record.capabilities]
+    if not ran:
+        return "not run"
+    if capability in (_ENGINE, _KERNELS) or any(record.capabilities.get(capability) for record in ran):
+        return "not shown"
+    return "no"
+
+
+def render(records: Sequence[EvidenceRecord], command: str) -> str:
+    """Return the support page in Markdown. ``command`` is the command that writes it."""
+    names = sorted({record.backend for record in records})
+    by_name = {name: sorted((r for r in records if r.backend == name), key=lambda r: (-r.tier, r.date)) for name in names}
+    lines = [
+        "# Support",
+        "",
+        f"This page is made by `{command}` from the records in `docs/evidence/support`; a test holds it against them.",
+        "Nothing is claimed beyond what a record shows.",
+        "",
+        "| tier | meaning |",
+        "|---|---|",
+        *(f"| {WORDS[tier]} | {MEANINGS[tier]} |" for tier in sorted(Tier, reverse=True)),
+        "",
+        "## What was seen",
+        "",
+        "| backend | tier | on | date | conformance | versions |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in names:
+        for record in by_name[name]:
+            reached = ", ".join(f"{level} {text.partition(':')[0]}" for level, text in record.levels.items())
+            counted = ", ".join(f"{what} {count}" for what, count in record.figures.items())
+            versions = ", ".join(f"{what} {version}" for what, version in record.versions.items() if what != "device")
+            cells = (name, WORDS[record.tier], record.device, record.date, reached or counted, versions)
+            lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "## Capabilities", ""]
+    lines += [
+        "The best evidence for each; `no` where the backend doesn't declare it, `not shown` where no record shows it.",
+        "",
+    ]
+    lines += [f"| capability | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    known = {key for record in records for key, value in record.capabilities.items() if isinstance(value, bool)}
+    for capability in [*sorted(known), _KERNELS, _ENGINE]:
+        lines.append(f"| {capability} | {' | '.join(_cell(by_name[name], capability) for name in names)} |")
+    dtypes = {
+        name: next((", ".join(r.capabilities["dtypes"]) for r in by_name[name] if r.capabilities.get("dtypes")), "not run")
+        for name in names
+    }
+    lines.append(f"| dtypes, as declared | {' | '.join(dtypes[name] for name in names)} |")
+    lines += ["", "## Notes", ""]
+    for name in names:
+        for record in by_name[name]:
+            note = f" {record.note}" if record.note else ""
+            lines.append(f"- **{name}**, {WORDS[record.tier]}, {record.date}: `{record.command}`.{note}")
+    return "\n".join(lines) + "\n"
+
 
 EVIDENCE = Path("docs/evidence/support")
 COMMAND = "outrider support --write docs/reference/generated/support.md"
@@ -40,7 +230,6 @@ def support(
     """Print the support table made from recorded evidence. Options write it, check it, or add a record."""
     del json_output
     from outrider_conformance.reporting.report import MOST_BYTES, load_report, verify
-    from outrider_conformance.support import Tier, from_report, load_records, render
 
     if add is not None:
         if not name:

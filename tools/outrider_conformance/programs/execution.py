@@ -17,8 +17,7 @@ from outrider.device import Backend, CaptureContext, Event, Flag, Graph, PinnedB
 from outrider_conformance.lab import Lab, run_concurrently
 from outrider_conformance.programs import language as lang
 from outrider_conformance.programs.language import DeviceProgram, ElementSpan, Path, Step
-from outrider_conformance.programs.model import Model
-from outrider_conformance.programs.nodes import Expectation
+from outrider_conformance.programs.model import Expectation, Model
 
 _EVENT_TIMEOUT_S = 60.0
 _QUERY_TIMEOUT_S = 5.0
@@ -73,30 +72,16 @@ class _OtherThread:
             del task
 
 
-class SharedStreams:
-    """A backend with streams that successive programs share, since devices have a limited number of streams."""
-
-    def __init__(self, lab: Lab) -> None:
-        self.lab = lab
-        self._streams: list[Stream] = []
-
-    def streams(self, count: int) -> list[Stream]:
-        """Return the first ``count`` shared streams, and create missing ones."""
-        while len(self._streams) < count:
-            self._streams.append(self.lab.backend.create_stream(f"s{len(self._streams)}"))
-        return self._streams[:count]
-
-
 class ProgramRun:
     """One execution of one random program on a backend."""
 
-    def __init__(self, stage: SharedStreams, program: DeviceProgram, expected: Mapping[Path, Expectation]) -> None:
-        self.lab = stage.lab
-        self.backend: Backend = stage.lab.backend
+    def __init__(self, lab: Lab, program: DeviceProgram, expected: Mapping[Path, Expectation]) -> None:
+        self.lab = lab
+        self.backend: Backend = lab.backend
         self.program = program
         self.expected = expected
         backend = self.backend
-        self.streams: list[Stream] = stage.streams(program.streams)
+        self.streams = lab.shared_streams(program.streams)
         self.events: list[Event] = [backend.create_event(f"e{n}") for n in range(program.events)]
         self.holds: list[Event] = [backend.create_event(f"held on s{n}") for n in range(program.streams)]
         self.flags: list[Flag] = [backend.create_flag(f"f{n}") for n in range(program.flags)]
@@ -423,11 +408,11 @@ def _drop(_: Any) -> None:
     """Discard the argument and return None, so that a lambda which enqueues an operation returns None."""
 
 
-def run(stage: SharedStreams, model: Model) -> None:
+def run(lab: Lab, model: Model) -> None:
     """Run the model's program once. The device is drained also after an error."""
     try:
-        ProgramRun(stage, model.program, model.state.expectations).run_program()
+        ProgramRun(lab, model.program, model.state.expectations).run_program()
     except Exception:
         with suppress(Exception):
-            stage.lab.backend.synchronize()
+            lab.backend.synchronize()
         raise

@@ -13,8 +13,7 @@ from torch import Tensor
 from outrider.device import DeviceError
 from outrider_conformance.programs import language as lang
 from outrider_conformance.programs.execution import StepFailed, WrongProgramValue
-from outrider_conformance.programs.model import Model
-from outrider_conformance.programs.nodes import LAUNCH, ORDER, Cell, Effect, Expectation, Key, Node
+from outrider_conformance.programs.model import LAUNCH, ORDER, Cell, Effect, Expectation, Key, Model, Node
 from outrider_conformance.promises import Promise, first_sentence
 
 _FIRST_SENTENCES = (
@@ -170,7 +169,7 @@ def script(program: lang.DeviceProgram, backend: str) -> str:
     imports = "".join(f"    {name},\n" for name in names)
     return (
         f'"""Run it: python failing.py --backend {backend}"""\n\n'
-        f"from outrider_conformance.programs.script_main import main\n"
+        f"from outrider_conformance.programs.trial import main\n"
         f"from outrider_conformance.programs.language import (\n{imports})\n\n"
         f"program = {lang.DeviceProgram.__name__}(\n    streams={program.streams},\n"
         f"    buffers={program.buffers!r},\n    slots={program.slots!r},\n"

@@ -16,8 +16,7 @@ from typing import TypeVar
 from outrider_conformance.programs import language as lang
 from outrider_conformance.programs.families import COMMON, FAMILIES, Abilities
 from outrider_conformance.programs.language import DeviceProgram, ElementSpan, ProgramMemory, Step
-from outrider_conformance.programs.model import Model
-from outrider_conformance.programs.nodes import ForbiddenStep, Node, Unordered
+from outrider_conformance.programs.model import ForbiddenStep, Model, Node, Unordered
 
 _T = TypeVar("_T")
 _WHOLE = "int64"
@@ -156,21 +155,25 @@ class _ProgramDraft:
     # -- spans -----------------------------------------------------------------------------------------------------
 
     def span(self, of: int, length: int, count: int, *, dense: bool = False) -> ElementSpan:
-        """Return a random span of ``count`` elements within the ``length`` elements of buffer ``of``."""
+        """Return a random span of ``count`` elements within the ``length`` elements of buffer ``of``; without gaps if
+        ``dense``.
+        """
         most = (length - 1) // (count - 1) if count > 1 else 1
         stride = 1 if dense or most < 2 or self.chance(60) else self.number(2, min(most, 5))
         last = length - ((count - 1) * stride + 1 if count else 0)
         return ElementSpan(of, self.number(0, last) if last and self.chance(70) else 0, count, stride)
 
     def count(self, length: int) -> int:
-        """Return a random number of elements up to ``most``, often all, none or one."""
+        """Return a random number of elements from 0 to ``length``, often all, none or one."""
         how = self.number(0, 9)
         if how < 4:
             return length
         return 0 if how == 4 else min(1, length) if how == 5 else self.number(1, length)
 
     def two(self, *, whole: bool = False) -> tuple[ElementSpan, ElementSpan] | None:
-        """Return random spans of two buffers of one dtype, as destination and source of a copy."""
+        """Return random spans of two buffers of one dtype, as destination and source of a copy; None without such buffers.
+        ``whole``: only buffers of integers.
+        """
         memories = self.model.program.buffers
         usable = [n for n in self.buffers if not whole or memories[n].dtype == _WHOLE]
         pairs = [(a, b) for a in usable for b in usable if a != b and memories[a].dtype == memories[b].dtype]
@@ -182,7 +185,7 @@ class _ProgramDraft:
         return self.span(to, length, count), self.span(source, length, count)
 
     def crossing(self) -> tuple[ElementSpan, ElementSpan] | None:
-        """Return dense random spans of a buffer and of a pinned slot of one dtype."""
+        """Return dense random spans of a buffer and of a pinned slot of one dtype; None without such memory."""
         program = self.model.program
         pairs = [(b, s) for b in self.buffers for s in self.slots if program.buffers[b].dtype == program.slots[s].dtype]
         if not pairs:
@@ -254,7 +257,9 @@ class _ProgramDraft:
         return lang.WaitStep(self.pick(self.streams), self.pick(self.events))
 
     def _pile(self) -> None:
-        """Add 24 pending waits of one stream for generations of one event; the last wait orders a read."""
+        """Add 21 to 25 waits of one stream, each for a further generation of one event, after slow work; the last wait orders
+        a read.
+        """
         a, b = self.pick(self.streams), self.pick(self.streams)
         found = self.two(whole=True)
         if a == b or found is None:
@@ -312,7 +317,9 @@ class _ProgramDraft:
         self._perhaps_elsewhere(lang.Synchronize(how, a if how == "stream" else event), lang.HostRead(slot.of))
 
     def _record_early(self, stream: int, event: int) -> None:
-        """Add, most times, a record of the event whose work has completed before the next step."""
+        """Add, in 60 % of the cases, a record of the event; in half of these, the host then waits until the record is
+        complete.
+        """
         if self.chance(60):
             self.emit(lang.RecordStep(stream, event))
             if self.chance(50):

@@ -1,10 +1,16 @@
-"""Try random programs on a backend, and shrink and explain the first one that fails."""
+"""Try random programs on a backend, and shrink and explain the first one that fails.
+
+Shrinking leaves out steps, unwraps nested steps, and shortens steps. A printed script repeats the failing program.
+"""
 
 from __future__ import annotations
 
+import argparse
 import inspect
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from random import Random
 from types import MappingProxyType
@@ -13,13 +19,86 @@ from typing import NoReturn
 import torch
 
 from outrider.device import Backend, ControllableDevice, ExplorationResult
+from outrider.registry import Registry
 from outrider_conformance.lab import Lab, StreamDelay
-from outrider_conformance.programs.execution import SharedStreams, run
+from outrider_conformance.programs import language as lang
+from outrider_conformance.programs.execution import run
 from outrider_conformance.programs.explanation import broken_promise, report_text, script
 from outrider_conformance.programs.families import Abilities
 from outrider_conformance.programs.generator import random_program
-from outrider_conformance.programs.model import Model
-from outrider_conformance.programs.shrinking import shrink
+from outrider_conformance.programs.language import DeviceProgram, Step
+from outrider_conformance.programs.model import ForbiddenStep, Model, Unordered, judge
+
+Steps = tuple[Step, ...]
+
+
+def shrink(
+    model: Model, fails: Callable[[Model], BaseException | None], seconds: float
+) -> tuple[Model, BaseException | None]:
+    """Return the smallest program found within ``seconds`` for which ``fails`` returns an error, and that error."""
+    until = time.monotonic() + seconds
+    best, error = model, None
+    progress = True
+    while progress and time.monotonic() < until:
+        progress = False
+        for steps in _smaller(best.program.steps):
+            if time.monotonic() >= until:
+                break
+            smaller = _judged(replace(best.program, steps=steps))
+            if smaller is None:
+                continue
+            found = fails(smaller)
+            if found is not None:
+                best, error, progress = smaller, found, True
+                break
+    return best, error
+
+
+def _judged(program: DeviceProgram) -> Model | None:
+    try:
+        return judge(program)
+    except (ForbiddenStep, Unordered):
+        return None
+
+
+def _smaller(steps: Steps) -> Iterator[Steps]:
+    """Yield the steps without halves, quarters and so on to single steps, the last first; then with one step replaced by
+    smaller ones.
+    """
+    size = max(1, len(steps) // 2)
+    while True:
+        for start in range(len(steps) - size, -1, -size):
+            yield steps[:start] + steps[start + size :]
+        if size == 1:
+            break
+        size //= 2
+    for index, step in enumerate(steps):
+        for less in _less(step):
+            yield (*steps[:index], *less, *steps[index + 1 :])
+
+
+def _less(step: Step) -> Iterator[Steps]:
+    if isinstance(step, lang.ScopeStep | lang.Elsewhere):
+        yield step.steps
+        for steps in _smaller(step.steps):
+            if steps:
+                yield (replace(step, steps=steps),)
+    elif isinstance(step, lang.ThreadsStep):
+        yield (*step.first, *step.second)
+        for first in _smaller(step.first):
+            yield (replace(step, first=first),)
+        for second in _smaller(step.second):
+            yield (replace(step, second=second),)
+    elif isinstance(step, lang.ReplayStep) and step.times > 1:
+        yield (replace(step, times=1),)
+        yield (replace(step, times=step.times // 2),)
+    elif isinstance(step, lang.CaptureStep):
+        if step.fork is not None:
+            yield (replace(step, fork=None, branch=(), tail=()),)
+        for number in range(len(step.body)):
+            if len(step.body) > 1:
+                yield (replace(step, body=step.body[:number] + step.body[number + 1 :]),)
+
 
 SECONDS_TO_SHRINK = 4.0
 _SHARES: Mapping[str, int] = MappingProxyType(
@@ -46,23 +125,24 @@ class ProgramFailed(AssertionError):
         self.promise = promise
 
 
-def try_program(stage: SharedStreams, model: Model, number: int = 0, *, brief: bool = False) -> None:
+def try_program(lab: Lab, model: Model, number: int = 0, *, brief: bool = False) -> None:
     """Run one program, in several schedules on a device that takes schedules. Raises the error of the first failing run.
 
-    ``brief`` skips shrinking the failing schedule, which takes many runs, if the device allows that.
+    ``number`` is the program's number in the session, which selects its schedules. ``brief``: leave the failing schedule
+    unshrunk, because shrinking takes many runs.
     """
-    control = stage.lab.backend.control
+    control = lab.backend.control
     if control is None:
-        run(stage, model)
+        run(lab, model)
         return
     # First the order of the program and the order with the host first, then two schedules of this program's own.
     for first in (0, 2 + _SCHEDULES * number):
-        _explore(control, stage, model, first, brief)
+        _explore(control, lab, model, first, brief)
 
 
-def _explore(control: ControllableDevice, stage: SharedStreams, model: Model, first: int, brief: bool) -> None:
+def _explore(control: ControllableDevice, lab: Lab, model: Model, first: int, brief: bool) -> None:
     def once(_: Backend) -> None:
-        run(stage, model)
+        run(lab, model)
 
     explore: Callable[..., ExplorationResult] = control.explore
     if brief and "shrinking" in inspect.signature(explore).parameters:
@@ -90,19 +170,20 @@ def try_programs(
 ) -> int:
     """Try ``count`` programs of ``family``, generated from the seed ``start``; return the number of tried programs.
 
-    ``opened`` returns a new backend, ``backend`` is its name in scripts, and ``alive`` is called around each program.
-    Raises :class:`ProgramFailed` for the first failing program, shrunk.
+    ``opened`` returns a new backend, ``backend`` is its name in scripts, and ``alive`` is called before each program.
+    ``pace`` is the length of the delays of streams; None: measure it. Raises :class:`ProgramFailed` for the first failing
+    program, shrunk.
     """
     first = opened()
     abilities, pace = Abilities.declared_by(first), pace or _pace(first)
-    stage = SharedStreams(Lab(first, pace))
+    lab = Lab(first, pace)
     for number in range(count):
         if number and number % _PROGRAMS_PER_BACKEND == 0:
-            stage = SharedStreams(Lab(opened(), pace))
+            lab = Lab(opened(), pace)
         alive()
         model = random_program(Random(f"{start} {family} {number}"), abilities, family)
         try:
-            try_program(stage, model, number, brief=True)
+            try_program(lab, model, number, brief=True)
         except Exception as error:
             _explain(opened, pace, backend, alive, model, number, error)
         except BaseException:
@@ -138,7 +219,7 @@ def _explain(
         for orders in (number, 0):
             alive()
             try:
-                try_program(SharedStreams(Lab(opened(), pace)), smaller, orders, brief=True)
+                try_program(Lab(opened(), pace), smaller, orders, brief=True)
             except Exception as found:
                 return found
         return None
@@ -146,8 +227,33 @@ def _explain(
     smallest, found = shrink(model, fails, SECONDS_TO_SHRINK)
     alive()
     try:  # run once more to find the smallest schedule
-        try_program(SharedStreams(Lab(opened(), pace)), smallest, number)
+        try_program(Lab(opened(), pace), smallest, number)
     except Exception as explained:
         found = explained
     shown = found or error
     raise ProgramFailed(report_text(smallest, shown, backend), broken_promise(smallest, shown)) from None
+
+
+def main(program: DeviceProgram) -> None:
+    """Run ``program`` on the backend that the command line names. The exit code is 1 if a run fails."""
+    parser = argparse.ArgumentParser(description="One program over the interface, judged by the model of its contract.")
+    parser.add_argument("--backend", required=True, help="as `outrider backends` lists them")
+    parser.add_argument("--times", type=int, default=20, help="how often, where time decides")
+    options = parser.parse_args()
+    registry = Registry()
+    model, pace = judge(program), StreamDelay(target_ms=1.0)
+
+    def opened() -> Backend:
+        return registry.create(registry.select(options.backend))
+
+    failed = 0
+    for number in range(options.times):
+        try:
+            try_program(Lab(opened(), pace), model, number)
+        except Exception as error:
+            failed += 1
+            if failed == 1:
+                member, words = broken_promise(model, error)
+                print(f"{member} promises: “{words}”\n{error}")
+    print(f"failed in {failed} of {options.times} runs")
+    sys.exit(1 if failed else 0)

@@ -12,8 +12,18 @@ from torch import Tensor
 from outrider.device import CACHE_FORMATS, AttentionMetadata, HeadNorms, KernelSet, RotaryArgs
 from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.dense import EPS, TOKENS
-from outrider_conformance.random_kernels.dimensions import MANY, among, between, row_counts
-from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
+from outrider_conformance.random_kernels.problem import (
+    MANY,
+    KernelProblems,
+    Operand,
+    Problem,
+    RandomValues,
+    Shape,
+    among,
+    between,
+    kernel_call,
+    row_counts,
+)
 
 HEADS = ((1, 1), (4, 4), (8, 2), (7, 1), (12, 4), (16, 1), (4, 2), (5, 1), (10, 2), (12, 2), (8, 1), (12, 1))
 """Query heads and key heads, with 1 to 8, 12 and 16 query heads for each key head."""
@@ -169,23 +179,6 @@ def attend(sequence: SequenceOperands, window: int, scale: float, dtype: torch.d
     return bounds.rounded(bounds.Number((weights @ v).transpose(0, 1), error.transpose(0, 1)), dtype)
 
 
-def attend_into(
-    sequence: SequenceOperands, window: int, scale: float, weight: Tensor, dtype: torch.dtype
-) -> tuple[bounds.Number, Tensor]:
-    """Return the attention of one sequence with each number's own error, and the common error of its product with a
-    weight.
-
-    The product with ``weight`` [H, Hq D] is off by up to the second result [n, H], because an error of the softmax moves
-    all numbers of a cached value together. A bound per number would hide most faults in a half dtype.
-    """
-    weights, relative = _weights(sequence, window, scale, dtype)
-    v = _of_queries(sequence.values, sequence)
-    growth = bounds.growth(v.shape[1], bounds.wide(dtype))
-    own = bounds.Number((weights @ v).transpose(0, 1), growth * (weights @ v.abs()).transpose(0, 1))
-    made = v @ weight.view(weight.shape[0], v.shape[0], -1).permute(1, 2, 0)  # [Hq, L, H]
-    return bounds.rounded(own, dtype), ((weights * relative) @ made.abs()).sum(0)
-
-
 def _of_queries(x: Tensor, sequence: SequenceOperands) -> Tensor:
     """Return the keys or values ``x`` [L, Hkv, D] repeated for each query head of the sequence, [Hq, L, D]."""
     return x.repeat_interleave(sequence.q.shape[1] // x.shape[1], dim=1).transpose(0, 1)
@@ -283,7 +276,7 @@ def _rope(shape: Shape, dtype: torch.dtype, dice: RandomValues, cache: str | Non
 
 
 def rotary_of(o: Mapped) -> RotaryArgs:
-    """Return the operands of :func:`rotary_operands` as a kernel takes them."""
+    """Return the operands of :func:`rotary_operands` as the record that kernels take."""
     return RotaryArgs(o["cos"], o["sin"], o["k_cache"], o["v_cache"], o["slots"])
 
 

@@ -1,8 +1,9 @@
-"""Random chains of blocks: what a block defers, the next block and the last norm compute.
+"""Random chains of blocks. A block may defer work to the next block or to the last norm, so each problem runs the whole
+chain.
 
-The composed blocks of the references in float64 are right. A problem passes the residual stream through two blocks of a kind,
-so that a contribution that the first defers is fused with the second. Weights don't quantise activations, since the
-quantisation of a norm depends on its last bit.
+The composed blocks of the references in float64 give the expected results. A problem passes the residual stream through two
+blocks of a kind, so that a contribution that the first defers is fused with the second. Weights don't quantise activations,
+since the quantisation of a norm depends on its last bit.
 """
 
 from __future__ import annotations
@@ -35,9 +36,17 @@ from outrider.device import (
 )
 from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.dense import EPS
-from outrider_conformance.random_kernels.dimensions import Dimension, among, between
-from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape
-from outrider_conformance.random_kernels.weights import random_matrix
+from outrider_conformance.random_kernels.problem import (
+    Dimension,
+    KernelProblems,
+    Operand,
+    Problem,
+    RandomValues,
+    Shape,
+    among,
+    between,
+)
+from outrider_conformance.random_kernels.quantized import random_matrix
 
 Mapped = Mapping[str, Tensor]
 _TOLERANCE = MappingProxyType({torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2})
@@ -75,10 +84,11 @@ class _ProblemOperands:
     def problem(
         self, call: Callable[[KernelSet, Mapped], Mapped], written: tuple[str, ...], cache: str | None = None
     ) -> Problem:
-        """Return the problem whose right results are those of the references in float64.
+        """Return the problem of ``call``, whose expected results are those of the references in float64.
 
-        A result may be off by a share of its size, and three times as far as the references in the problem's own dtype are at
-        most: a chain of blocks amplifies rounding, and a rounded router may choose other experts.
+        A result may differ from the expected one by a share of its size, plus three times the difference of the references in
+        the problem's own dtype: a chain of blocks amplifies rounding, and a rounded router may choose other experts.
+        ``written`` names the operands that the call writes.
         """
 
         def results_of(operands: dict[str, Tensor]) -> Mapped:

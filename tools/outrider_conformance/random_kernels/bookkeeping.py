@@ -9,15 +9,18 @@ from torch import Tensor
 
 from outrider.device import KernelSet, RequestInputs, RequestRows
 from outrider_conformance.random_kernels import bounds
-from outrider_conformance.random_kernels.dimensions import MANY, among, between, row_counts
 from outrider_conformance.random_kernels.problem import (
+    MANY,
     KernelProblems,
     Operand,
     Problem,
     RandomValues,
     Shape,
     Wanted,
+    among,
+    between,
     kernel_call,
+    row_counts,
 )
 
 Mapped = Mapping[str, Tensor]

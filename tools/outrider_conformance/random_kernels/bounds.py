@@ -23,8 +23,8 @@ _PARTS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A float64 ``value`` and the ``error`` of the same shape that a right result may have. An infinite error allows any
-    finite number.
+    """A float64 ``value``, and the ``error`` of the same shape by which a result may differ from it. An infinite error allows
+    any finite number.
     """
 
     value: Tensor
@@ -94,7 +94,9 @@ def sigmoid_mul(x: Number, gate: Number, dtype: torch.dtype) -> Number:
 
 
 def rms_norm(x: Number, weight: Tensor, eps: float, dtype: torch.dtype) -> Number:
-    """Return the norm over the last dimension: its factor in float32, the row and its product with the weight rounded."""
+    """Return the root-mean-square norm of ``x`` over the last dimension times ``weight``. The error allows a factor computed
+    in float32, and two roundings of the row to ``dtype``: before and after the product with ``weight``.
+    """
     size = x.value.shape[-1]
     mean = x.value.square().mean(-1, keepdim=True) + eps
     factor = mean.rsqrt()

@@ -10,9 +10,19 @@ from torch import Tensor
 
 from outrider.device import QUANTIZED_FORMATS, KernelSet
 from outrider_conformance.random_kernels import bounds
-from outrider_conformance.random_kernels.dimensions import MANY, among, between, row_counts
-from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
-from outrider_conformance.random_kernels.weights import random_matrix
+from outrider_conformance.random_kernels.problem import (
+    MANY,
+    KernelProblems,
+    Operand,
+    Problem,
+    RandomValues,
+    Shape,
+    among,
+    between,
+    kernel_call,
+    row_counts,
+)
+from outrider_conformance.random_kernels.quantized import random_matrix
 
 TOKENS = row_counts(1, 40, 63, 127, 255, 300)
 _INNER = among(8, 40, 96, 256, 520, 1032)

@@ -11,9 +11,18 @@ from torch import Tensor
 from outrider.device import QUANTIZED_FORMATS, KernelSet, QuantizedWeight
 from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.dense import Mapped, halves
-from outrider_conformance.random_kernels.dimensions import among, between, row_counts
-from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
-from outrider_conformance.random_kernels.weights import random_matrix
+from outrider_conformance.random_kernels.problem import (
+    KernelProblems,
+    Operand,
+    Problem,
+    RandomValues,
+    Shape,
+    among,
+    between,
+    kernel_call,
+    row_counts,
+)
+from outrider_conformance.random_kernels.quantized import random_matrix
 
 _MIN_LOGIT_GAP = 0.25
 """Minimum gap between the router logits of a token, so that only one choice of experts is right."""
@@ -61,7 +70,9 @@ def _route(shape: Shape, dtype: torch.dtype, dice: RandomValues) -> Problem:
 
 
 def _held_experts(count: int, part: int) -> tuple[int, int] | None:
-    """Return the experts of rank ``part`` of three, counted from 1, that divide ``count`` experts; all for part 0."""
+    """Return the first and last (exclusive) expert of rank ``part`` of three, counted from 1, that divide ``count`` experts;
+    None for part 0, which holds all.
+    """
     first = count * (part - 1) // 3
     return None if not part else (first, max(count * part // 3, first + 1))
 

@@ -1,23 +1,161 @@
-"""All kernels with random operands, by name."""
+"""All kernels with random operands, by name, and the check of a problem on a backend.
+
+A check covers results, written operands and the memory around them.
+"""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 
 import torch
+from torch import Tensor
 
+from outrider.device import CaptureContext, KernelSet, Stream
+from outrider_conformance.lab import Lab
 from outrider_conformance.random_kernels.attention import ATTENTION
 from outrider_conformance.random_kernels.blocks import BLOCKS
 from outrider_conformance.random_kernels.bookkeeping import BOOKKEEPING
+from outrider_conformance.random_kernels.bounds import Number, compare
 from outrider_conformance.random_kernels.dense import DENSE
 from outrider_conformance.random_kernels.experts import EXPERTS
 from outrider_conformance.random_kernels.logits import LOGITS
-from outrider_conformance.random_kernels.problem import KernelProblems, Problem, RandomValues, Shape
+from outrider_conformance.random_kernels.problem import (
+    KernelProblems,
+    Operand,
+    PlacedOperand,
+    Problem,
+    RandomValues,
+    Shape,
+    same_bits,
+)
 from outrider_conformance.random_kernels.quantized import QUANTIZED
 from outrider_conformance.random_kernels.recurrent import RECURRENT
 from outrider_conformance.random_kernels.token_choices import CHOICES
+
+_HOST = torch.device("cpu")
+
+
+def judge(
+    lab: Lab,
+    stream: Stream,
+    problem: Problem,
+    *,
+    again: bool = False,
+    slow: bool = False,
+    scope: AbstractContextManager[None] | None = None,
+) -> None:
+    """Run ``problem`` on ``stream``, inside ``scope`` if given, and check results, written operands and the memory around
+    them.
+
+    ``again``: a second call with other values must not change the results of the first. ``slow``: the stream is busy when the
+    kernel is called.
+    """
+    backend = lab.backend
+    kernels = backend.kernels_in_use
+    placed = _place(lab, stream, problem.operands)
+    other = _place(lab, stream, _disturbed(problem)) if again else {}
+    stream.synchronize()
+    if slow:
+        lab.slow(stream)
+    with scope or nullcontext(), backend.on(stream):
+        made = dict(problem.call(kernels, {name: one.view for name, one in placed.items()}))
+        if again:
+            problem.call(kernels, {name: one.view for name, one in other.items()})
+    stream.synchronize()
+    _judge(problem, placed, {name: tensor.cpu() for name, tensor in made.items()})
+
+
+def judge_in_graph(lab: Lab, stream: Stream, problem: Problem, name: str) -> None:
+    """Capture the call of ``problem`` with other values, replay it with the problem's values, and check the results."""
+    backend = lab.backend
+    inputs = {each: placed.view for each, placed in _place(lab, stream, _disturbed(problem)).items()}
+    values = lab.upload(stream, {each: operand.tensor for each, operand in problem.operands.items()})
+    right = _results(problem, KernelSet(), {each: operand.tensor.clone() for each, operand in problem.operands.items()})
+    with backend.on(stream):
+        outputs = {each: torch.zeros_like(result, device=backend.device) for each, result in right.items()}
+    stream.synchronize()
+
+    def fn(context: CaptureContext) -> None:
+        own = {each: input.clone() if each in problem.changed else input for each, input in context.inputs.items()}
+        for each, result in _results(problem, backend.kernels_in_use, own).items():
+            context.outputs[each].copy_(result)
+
+    graph = backend.capture(name, fn, stream=stream, inputs=inputs, outputs=outputs)
+    with backend.on(stream):
+        for each, value in values.items():
+            inputs[each].copy_(value)
+    graph.replay(stream)
+    stream.synchronize()
+    check_results(problem, {each: output.cpu() for each, output in outputs.items()})
+
+
+def _results(problem: Problem, kernels: KernelSet, operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the results of the problem's call by name, and the operands that the call wrote."""
+    made = problem.call(kernels, operands)
+    return {name: operands[name] for name in problem.changed} | dict(made)
+
+
+def judge_with(kernels: KernelSet, problem: Problem, device: torch.device = _HOST) -> None:
+    """Run and check ``problem`` with ``kernels`` on ``device``, without a backend."""
+    placed = {name: PlacedOperand(operand, device) for name, operand in problem.operands.items()}
+    made = problem.call(kernels, {name: one.view for name, one in placed.items()})
+    _judge(problem, placed, {name: tensor.cpu() for name, tensor in made.items()})
+
+
+def _place(lab: Lab, stream: Stream, operands: Mapping[str, Operand]) -> dict[str, PlacedOperand]:
+    with lab.backend.on(stream):
+        return {name: PlacedOperand(operand, lab.backend.device) for name, operand in operands.items()}
+
+
+def _disturbed(problem: Problem) -> dict[str, Operand]:
+    """Return the problem's operands with other floating-point values of the same shapes. Integers are indices and stay
+    unchanged.
+    """
+    return {
+        name: Operand(_halved(one.tensor) if one.tensor.is_floating_point() else one.tensor, one.layout)
+        for name, one in problem.operands.items()
+    }
+
+
+def _halved(x: Tensor) -> Tensor:
+    """Return a tensor with its rows in reversed order and all numbers halved, computed in float64."""
+    return (x.double().flip(0) * 0.5).to(x.dtype)
+
+
+def _judge(problem: Problem, placed: Mapping[str, PlacedOperand], made: dict[str, Tensor]) -> None:
+    for name, one in placed.items():
+        now, kept = one.read_back()
+        assert kept, f"memory beside the operand {name!r} was written"
+        if name in problem.wanted:
+            made.setdefault(name, now)
+        else:
+            assert same_bits(now, one.before), f"the operand {name!r} was written, which the kernel only reads"
+    check_results(problem, made)
+
+
+def check_results(problem: Problem, made: Mapping[str, Tensor]) -> None:
+    """Raise AssertionError unless each tensor of ``made``, on the host, matches what ``problem`` wants by that name."""
+    for name, wanted in problem.wanted.items():
+        found = made[name]
+        if isinstance(wanted, Number):
+            compare(found, wanted, f"{name!r}")
+            continue
+        assert tuple(found.shape) == tuple(wanted.shape), (
+            f"{name!r}: shape {tuple(found.shape)}, expected {tuple(wanted.shape)}"
+        )
+        wrong = found != wanted
+        if wrong.any():
+            at = tuple(int(index) for index in wrong.nonzero()[0])
+            raise AssertionError(
+                f"{name!r}: {int(wrong.sum())} of {wrong.numel()} differ; at {list(at)} found {found[at].item()}, "
+                f"expected {wanted[at].item()}"
+            )
+    if problem.judge is not None:
+        problem.judge(made)
+
 
 KERNELS: Mapping[str, KernelProblems] = MappingProxyType(
     {

@@ -8,8 +8,18 @@ import torch
 from torch import Tensor
 
 from outrider_conformance.random_kernels import bounds
-from outrider_conformance.random_kernels.dimensions import MANY, among, between, row_counts
-from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
+from outrider_conformance.random_kernels.problem import (
+    MANY,
+    KernelProblems,
+    Operand,
+    Problem,
+    RandomValues,
+    Shape,
+    among,
+    between,
+    kernel_call,
+    row_counts,
+)
 
 _LAYOUTS = ("rows", "wide")
 _FEW_TOKENS = 100

@@ -97,7 +97,9 @@ class PagedBatch:
         )
 
     def grown(self, context: Sequence[int]) -> AttentionMetadata:
-        """Copy the lengths to the device on the stream, and return the metadata with what the device's attention needs."""
+        """Copy the lengths for ``context`` to the device on the stream, and return the metadata of the batch; with host
+        lengths if the device's attention takes lengths as host integers.
+        """
         with self.lab.backend.on(self.stream):
             self.made["seq_lens"].copy_(torch.tensor(self.lengths(context), dtype=torch.int32))
         return self.metadata(self.made, context if self.needs_host_lengths else None)

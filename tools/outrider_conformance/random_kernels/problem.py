@@ -1,17 +1,78 @@
-"""One random call of a kernel: operands in poisoned memory, the call, and the right results."""
+"""Random calls of kernels: shapes, operands in poisoned memory, the call, and the expected results with rounding bounds.
+
+Faults of kernels cluster at boundaries: one row, the last row of a tile, a page or a group, and numbers that 15 or 16 bits
+can't hold. Random shapes rarely meet them, so each dimension of a shape names its boundaries, which every run includes, and
+:func:`boundary_shapes` varies one dimension at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.device import KernelSet
 from outrider_conformance.random_kernels.bounds import Number
-from outrider_conformance.random_kernels.dimensions import MANY, Dimension
+
+MANY = 2**16 + 3
+"""A number of rows, pages or tokens that needs more than 16 bits."""
+_MOST_ROWS = 257
+
+
+@dataclass(frozen=True, slots=True)
+class Dimension:
+    """The values of one dimension of a random shape: random ones, and boundaries."""
+
+    values: st.SearchStrategy[int]
+    """The strategy that generates the random values."""
+    boundaries: tuple[int, ...]
+    """The values that every run includes."""
+
+
+def powers_and_successors(high: int) -> list[int]:
+    """Return the powers of two from 4 and their successors, below the power that follows ``high``: the sizes at which
+    kernels change their tiling.
+    """
+    return [value for bit in range(2, high.bit_length()) for value in (1 << bit, (1 << bit) + 1)]
+
+
+def row_counts(low: int, high: int, *more: int) -> Dimension:
+    """Return the dimension of numbers of rows: as :func:`between`, with the powers of two and their successors up to 257 as
+    boundaries.
+    """
+    return between(low, high, *more, rare=[value for value in powers_and_successors(_MOST_ROWS) if value > high])
+
+
+def between(low: int, high: int, *more: int, rare: Sequence[int] = ()) -> Dimension:
+    """Return the dimension of the values from ``low`` to ``high``, and ``more`` values above.
+
+    Boundaries are the two lowest values, powers of two and their successors, the highest value, ``more``, and ``rare``, which
+    is never random: a product of several large dimensions takes long.
+    """
+    near = [value for value in powers_and_successors(high) if low < value < high]
+    random = st.integers(low, high)
+    values = st.one_of(random, st.sampled_from(more)) if more else random
+    return Dimension(values, tuple(dict.fromkeys((low, min(low + 1, high), *near, high, *more, *rare))))
+
+
+def among(*values: int, rare: Sequence[int] = ()) -> Dimension:
+    """Return the dimension of these values. All are boundaries; ``rare`` values are boundaries that are never random."""
+    return Dimension(st.sampled_from(values), tuple(dict.fromkeys((*values, *rare))))
+
+
+def boundary_shapes(corners: Sequence[Mapping[str, int]], dimensions: Mapping[str, Dimension]) -> Iterator[Mapping[str, int]]:
+    """Yield the smallest of ``corners`` with one dimension at a time set to each of its boundaries."""
+    smallest = min(corners, key=lambda shape: math.prod(1 + value for value in shape.values()))
+    for name, dimension in dimensions.items():
+        for value in dimension.boundaries:
+            if smallest.get(name) != value:
+                yield {**smallest, name: value}
+
 
 Shape = Mapping[str, int]
 Wanted = Number | Tensor
@@ -51,10 +112,11 @@ class Problem:
 def kernel_call(
     method: str, *arguments: str | float | None, results: tuple[str, ...] = ("out",), **options: Any
 ) -> Callable[[KernelSet, Mapping[str, Tensor]], Mapping[str, Tensor]]:
-    """Return the call of a problem: kernel ``method`` with operands by name, or with other values.
+    """Return a function that calls kernel ``method`` of a kernel set with a problem's operands, and returns its results by
+    name.
 
-    An operand that is absent is passed as None. ``results`` names what the kernel returns. A kernel that only writes its
-    operands has no results.
+    ``arguments`` are names of operands, or values. An operand that is absent is passed as None. ``results`` are the names of
+    the kernel's results. A kernel that only writes its operands has no results.
     """
 
     def call(kernels: KernelSet, o: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

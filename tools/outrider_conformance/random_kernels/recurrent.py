@@ -1,4 +1,4 @@
-"""Random problems of the kernels of recurrent layers. A loop over tokens in float64 computes what is right."""
+"""Random problems of the kernels of recurrent layers. A loop over tokens in float64 computes the expected results."""
 
 from __future__ import annotations
 
@@ -11,8 +11,17 @@ from torch import Tensor
 from outrider.device import KernelSet, RecurrentBatch
 from outrider_conformance.random_kernels import bounds
 from outrider_conformance.random_kernels.dense import EPS, Mapped
-from outrider_conformance.random_kernels.dimensions import among, between, row_counts
-from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
+from outrider_conformance.random_kernels.problem import (
+    KernelProblems,
+    Operand,
+    Problem,
+    RandomValues,
+    Shape,
+    among,
+    between,
+    kernel_call,
+    row_counts,
+)
 
 _ROUNDINGS = 64.0
 """Number of roundings of one token's step through the state, relative to the largest magnitude; norms and exponentials

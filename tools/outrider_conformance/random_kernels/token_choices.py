@@ -1,7 +1,7 @@
 """Random tokens: sampling and verification, against the random numbers that the backend interface prescribes.
 
-Two devices may round a score differently, so a token is right if its score is the best within rounding. More than one
-token is right in about one of ten thousand rows.
+Two devices may round a score differently, so a token is accepted if its score is the best within rounding. This holds for
+more than one token in about one of ten thousand rows.
 """
 
 from __future__ import annotations
@@ -12,8 +12,17 @@ import torch
 from torch import Tensor
 
 from outrider_conformance.random_kernels import noise
-from outrider_conformance.random_kernels.dimensions import MANY, between, row_counts
-from outrider_conformance.random_kernels.problem import KernelProblems, Operand, Problem, RandomValues, Shape, kernel_call
+from outrider_conformance.random_kernels.problem import (
+    MANY,
+    KernelProblems,
+    Operand,
+    Problem,
+    RandomValues,
+    Shape,
+    between,
+    kernel_call,
+    row_counts,
+)
 
 _UNIT = 2.0**-24
 _LAYOUTS = ("rows", "wide")

@@ -6,25 +6,22 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import closing
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from outrider.device import (
     CapabilityError,
-    Collective,
     CollectiveError,
     ConfigError,
-    Decision,
     Group,
     InterfaceError,
     KernelSet,
-    Observer,
     Reduction,
     Stream,
 )
 from outrider_conformance.lab import expect
+from outrider_conformance.observer_log import logged
 from outrider_conformance.ranks.programs import copy_to_device
 from outrider_conformance.ranks.runner import RankHandle
 
@@ -166,33 +163,12 @@ def peer_is_late(rank: RankHandle) -> None:
 # -- tools -------------------------------------------------------------------------------------------------------------
 
 
-class _CallLog(Observer):
-    """An observer that stores collective calls and decisions in their order."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-
-    def collective(
-        self, group: Group, call: Collective, stream: Stream, reads: tuple[Tensor, ...], writes: tuple[Tensor, ...]
-    ) -> None:
-        """Record a call with the numbers of operands that it reads and writes, without memory that other ranks write."""
-        writes = tuple(each for each in writes if not any(each is buffer for buffer in group.peer_written))
-        peers = (call.reduction, call.root, call.peer)
-        self.calls.append((group.name, call.kind, call.sequence, call.count, peers, stream.name, len(reads), len(writes)))
-
-    def decided(self, group: Group, name: str, value: Decision) -> None:
-        """Record a decision of the group with its name and value."""
-        self.calls.append((group.name, name, value))
-
-
 def calls_are_reported(rank: RankHandle) -> None:
     """Check that an observer receives each call and decision in order, before the call waits for a peer."""
-    log = _CallLog()
     with closing(rank.group()) as group:
         stream = rank.stream()
         x, every = rank.lab.full(stream, 1), copy_to_device(rank, stream, torch.zeros(2, 64))
-        rank.backend.attach(log)
-        try:
+        with logged(rank.backend) as log:
             group.decide("bucket", 4)
             group.all_reduce(x, stream=stream, reduction=Reduction.MAX)
             group.decide("mode", "fused")
@@ -203,8 +179,6 @@ def calls_are_reported(rank: RankHandle) -> None:
             else:
                 group.receive(x, source=0, stream=stream)
             stream.synchronize()
-        finally:
-            rank.backend.detach()
         plain = (None, None, None)
         reads, writes = ((1, 0), (0, 1))[rank.index]
         wanted = [
@@ -215,7 +189,7 @@ def calls_are_reported(rank: RankHandle) -> None:
             ("all", "broadcast", 3, 64, (None, 0, None), stream.name, reads, writes),
             ("all", ("send", "receive")[rank.index], 1, 64, (None, None, 1 - rank.index), stream.name, reads, writes),
         ]
-        for found, expected in zip(log.calls, wanted, strict=True):
+        for found, expected in zip(log.collectives, wanted, strict=True):
             expect(found, expected, "a report to the observer")
 
 

@@ -16,7 +16,7 @@ import pytest
 from outrider_conformance.kernel_calls import merged
 from outrider_conformance.kit import Kit, host_facts
 from outrider_conformance.levels import LEVELS, REPORTED, parse_level
-from outrider_conformance.reporting.failure_groups import ranked_causes, summary_lines
+from outrider_conformance.reporting.causes import ranked_causes, summary_lines
 from outrider_conformance.reporting.report import complete, levels_of
 from outrider_conformance.reporting.verdict import VERDICT, Verdict, verdict_entry
 from outrider_conformance.run import UNWRITTEN
@@ -95,7 +95,7 @@ class ReportRecorder:
             self._config.workeroutput["outrider_facts"] = dict(self._kit.facts)  # type: ignore[attr-defined]
             self._config.workeroutput["outrider_requested"] = sorted(self._requested)  # type: ignore[attr-defined]
         elif self._directory is not None and self._records:
-            from outrider_conformance.reporting.publish import publish
+            from outrider_conformance.reporting.page import publish
 
             try:
                 publish(self.report(), self._directory)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.device.errors import ConfigError
 from outrider_conformance.levels import LEVELS, MODULES, REPORTED, SUITE, level_of
-from outrider_conformance.reporting.failure_groups import grouped
+from outrider_conformance.reporting.causes import grouped
 
 if TYPE_CHECKING:
     from outrider_conformance.kit import Kit
@@ -87,7 +87,9 @@ def _result(counts: Counter[str]) -> str:
 
 
 def reached(tests: Sequence[Mapping[str, Any]], level: int) -> str | None:
-    """Return the highest level that is passed together with all lower levels. L5 only reports figures and always passes."""
+    """Return the name of the highest level that is passed together with all lower levels, or None without one. L5 only
+    reports figures and always passes.
+    """
     highest = None
     for name, result in levels_of(tests, level).items():
         if result["result"] in (PASSED, WAIVED):

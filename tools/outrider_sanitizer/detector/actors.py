@@ -1,4 +1,11 @@
-"""Actors and their steps: streams that may be held, host threads, and hand-overs between threads."""
+"""Vector clocks with epochs, and their actors: streams that may be held, host threads, and hand-overs between threads.
+
+A clock maps the number of each actor to the last epoch of that actor which is known to have happened. An access keeps its
+*epoch*, the entry of its own actor at that time. The access happened before every point whose clock has that entry or a
+later one, so one comparison decides (the epochs of FastTrack). An actor opens a new epoch only when it accesses memory after
+another actor has copied its clock. A record without a new access before it therefore adds no order, and the sanitizer
+reports a wait for that record as redundant.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +13,105 @@ import itertools
 import threading
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import ReferenceType, ref
 
 from outrider.device import Operation
-from outrider_sanitizer.detector.clocks import NOTHING, Actor, Clock, Point
+
+Clock = Mapping[int, int]
+"""A vector clock: the last known epoch of each actor, by the actor's number. A clock is never changed in place, so a record
+may keep it.
+"""
+
+NOTHING: Clock = {}
+
+
+class Actor:
+    """An actor, whose steps have an order: a stream, a branch of a graph, or a host thread."""
+
+    __slots__ = ("clock", "handed", "host", "name", "number", "taken")
+
+    def __init__(self, number: int, name: str, *, host: bool) -> None:
+        self.number = number
+        self.name = name
+        self.host = host
+        self.clock: Clock = NOTHING
+        self.taken = True  # another actor may hold this clock, so the next access opens a new epoch
+        self.handed = True  # another host thread may hold this clock, so the next launch opens a new epoch
+
+    def open_epoch(self) -> None:
+        """Begin a new epoch of this actor: no other actor's clock covers its next access."""
+        clock = dict(self.clock)
+        clock[self.number] = clock.get(self.number, 0) + 1
+        self.clock = clock
+        self.taken = self.handed = False
+
+    def join(self, other: Clock) -> bool:
+        """Merge the clock ``other`` into this actor's clock; return True if this clock has changed."""
+        mine = self.clock
+        new: dict[int, int] | None = None
+        for number, epoch in other.items():
+            if epoch > mine.get(number, 0):
+                if new is None:
+                    new = dict(mine)
+                new[number] = epoch
+        if new is None:
+            return False
+        self.clock = new
+        return True
+
+    def release(self) -> Clock:
+        """Return this actor's current clock, for another actor to join later."""
+        self.taken = True
+        return self.clock
+
+    def __repr__(self) -> str:
+        return f"<Actor {self.name!r} {dict(self.clock)}>"
+
+
+@dataclass(eq=False, slots=True)
+class GraphReplay:
+    """One replay of a graph, named by the points of its operations. ``step`` names its launch in schedules."""
+
+    graph: str
+    generation: int
+    location: str
+    step: tuple[str, int] | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Point:
+    """One operation, or one access of the host, with the clock of its actor at that time; all its accesses share it."""
+
+    actor: Actor
+    name: str
+    location: str
+    sequence: int
+    operation: Operation | None = None
+    replay: GraphReplay | None = None
+    step: tuple[str, int] | None = None
+    between: bool = False
+    """True for a point that precedes ``step`` and is no step itself."""
+    conflicts: bool = False
+    """True if a conflict of this point with another access was reported."""
+    number: int = field(init=False)
+    clock: Clock = field(init=False)
+    epoch: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        actor = self.actor
+        if actor.taken:
+            actor.open_epoch()
+        self.number = actor.number
+        self.clock = actor.clock
+        self.epoch = actor.clock[actor.number]
+
+    def happened_before(self, other: Point) -> bool:
+        """Return True if this point happened before ``other``."""
+        return self.epoch <= other.clock.get(self.number, 0)
+
 
 _MAX_TOKENS = 4096
 _MAX_LAUNCH_EPOCHS = 4096
@@ -27,15 +126,15 @@ for a flag.
 
 
 class SingleUseToken:
-    """A token that one host thread releases and exactly one other thread acquires."""
+    """A token that one host thread releases and exactly one other thread acquires.
 
-    __slots__ = ()
+    ``for_task``: any thread of a pool may acquire it, and the task knows nothing of that thread's earlier tasks.
+    """
 
+    __slots__ = ("for_task",)
 
-class TaskToken(SingleUseToken):
-    """A token of a task that any thread of a pool may take: the task knows nothing of that thread's earlier tasks."""
-
-    __slots__ = ()
+    def __init__(self, *, for_task: bool = False) -> None:
+        self.for_task = for_task
 
 
 class LastWait(NamedTuple):
@@ -48,8 +147,8 @@ class LastWait(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class LaunchEpochs:
-    """The launches of one host thread on one stream: for each epoch of the thread that launches, the stream's epoch at which
-    it began.
+    """The launches of one host thread on one stream: each epoch of the thread in which it launched, with the stream's epoch
+    at its first launch.
     """
 
     number: int
@@ -60,7 +159,9 @@ class LaunchEpochs:
     """The stream's epoch at the first launch of each of ``threads``."""
 
     def begin(self, epoch: int, own: int) -> bool:
-        """Record the stream's epoch ``own`` before the launches of the thread's ``epoch``. Returns False after its first."""
+        """Record the stream's epoch ``own`` at the first launch of the thread's ``epoch``, and return True. Return False for
+        a further launch of this epoch.
+        """
         if self.threads and self.threads[-1] == epoch:
             return False
         self.threads.append(epoch)
@@ -91,7 +192,7 @@ class Lane(Actor):
         self.launches: dict[int, LaunchEpochs] = {}  # by the number of the host thread
 
     def launches_numbered(self, number: int) -> LaunchEpochs | None:
-        """Return the launches whose operations have this number, or None."""
+        """Return the launches of the host thread whose operations on this stream have actor number ``number``, or None."""
         return next((launches for launches in self.launches.values() if launches.number == number), None)
 
 
@@ -180,7 +281,7 @@ class Lanes:
         known = self._tokens.get(id(token))
         if known is not None:
             actor: Actor | None = getattr(self._local, "actor", None)
-            if isinstance(token, TaskToken):
+            if isinstance(token, SingleUseToken) and token.for_task:
                 self._begin_task(actor, known[1])
             elif actor is None:
                 self._local.actor = self._new_thread(known[1])
@@ -189,8 +290,8 @@ class Lanes:
                 del self._tokens[id(token)]
 
     def _begin_task(self, before: Actor | None, known: Clock) -> None:
-        """Give the calling thread of a pool a new actor, which knows only the thread's start and the submission of
-        the task.
+        """Give the calling thread of a pool a new actor. It is ordered after the thread's start and the submission ``known``
+        of the task, and not after the thread's earlier tasks.
         """
         if not hasattr(self._local, "pool_start"):
             self._local.pool_start = NOTHING if before is None else before.clock
@@ -261,7 +362,7 @@ class Lanes:
         lane.held.append(later)
 
     def _as_of_now(self, step: Step) -> Step:
-        """Return the step bound to its current place in program order, to run later."""
+        """Return a step that runs ``step`` later, with the sequence number that program order has now."""
         self.sequence += 1
         stamp = self.sequence
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from outrider.device import Access, ControllableDevice
-from outrider_sanitizer.detector.actors import Lane
-from outrider_sanitizer.detector.clocks import Actor, Point
+from outrider_sanitizer.detector.actors import Actor, Lane, Point
 from outrider_sanitizer.detector.intervals import Record
 from outrider_sanitizer.detector.memory import Shadow
-from outrider_sanitizer.report.findings import AccessSite, Finding, FindingKind
+from outrider_sanitizer.report import AccessSite, Finding, FindingKind
 
 _CASTS = ("aten::_to_copy", "aten::to.", "aten::type_as")
 
@@ -188,7 +187,9 @@ class Diagnoser:
     # -- schedules -------------------------------------------------------------------------------------------------
 
     def schedule(self, first: Point, second: Point) -> str | None:
-        """Return the schedule that runs the two steps in the opposite order, if the device is controllable."""
+        """Return the schedule that runs the two steps in the opposite order; None if no tool controls the device or a step is
+        unknown.
+        """
         if self._control is None:
             return None
         one, two = self._step(first), self._step(second)
@@ -209,7 +210,7 @@ class Diagnoser:
 
 
 def _unordered_launcher(first: Point, second: Point) -> Actor | None:
-    """Return the host thread that launched ``first``, if nothing orders that launch before ``second``."""
+    """Return the host thread that launched ``first`` if nothing orders that launch before ``second``, else None."""
     launches = first.actor.launches_numbered(first.number) if isinstance(first.actor, Lane) else None
     if launches is None or first.clock.get(launches.thread.number, 0) <= second.clock.get(launches.thread.number, 0):
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from outrider_sanitizer.detector.clocks import Actor, Clock, Point
+from outrider_sanitizer.detector.actors import Actor, Clock, Point
 from outrider_sanitizer.detector.intervals import UNWRITTEN, IntervalMap, Over, Record
 
 _MAX_FREED_STORAGES = 256
@@ -75,7 +75,9 @@ class ShadowMemory:
         return shadow
 
     def allocate(self, storage: int, nbytes: int, stream: str, location: str, point: Point | None, defined: bool) -> None:
-        """Add the shadow of memory that was allocated at ``point`` (None inside a capture)."""
+        """Add the shadow of memory that was allocated at ``point`` (None inside a capture). Without ``defined``, its bytes
+        count as unwritten, so that reading them is a finding.
+        """
         origin: Record | None = None if point is None else (point, None)
         over = None if defined else UNWRITTEN
         self.shadows[storage] = Shadow(storage, nbytes, stream, location, origin, over)
@@ -102,9 +104,10 @@ class ShadowMemory:
                     self._reused(shadow, record, freed, freed.location)
 
     def finish(self, last: int) -> None:
-        """Report the early releases before step ``last`` of the program that no later allocation has judged.
+        """Report each release before step ``last`` that came too early and that no later allocation of its stream has
+        decided, on a device that overwrites released memory.
 
-        An access that was reported with another one is no reason a second time.
+        An access that is already part of a finding is not reported again.
         """
         for waiting in self._loose.values() if self._strict else ():
             for shadow, records, freed in waiting:

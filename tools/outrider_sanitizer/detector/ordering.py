@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
 from outrider.device import Access, Operation
-from outrider_sanitizer.detector.actors import Lane
+from outrider_sanitizer.detector.actors import NOTHING, Actor, Clock, GraphReplay, Lane, Point
 from outrider_sanitizer.detector.captured_graph import CapturedGraph
-from outrider_sanitizer.detector.clocks import NOTHING, Actor, Clock, GraphReplay, Point
-from outrider_sanitizer.detector.intervals import IntervalMap
-from outrider_sanitizer.detector.listener import Listener
+from outrider_sanitizer.detector.intervals import IntervalMap, Listener
 from outrider_sanitizer.detector.ranks import RankClocks, WatchedCollectivePart
 from outrider_sanitizer.detector.streams import StreamOrdering
-from outrider_sanitizer.report.source_locations import caller_location
+from outrider_sanitizer.report import caller_location
 
 if TYPE_CHECKING:
     from outrider.device import Event, Graph

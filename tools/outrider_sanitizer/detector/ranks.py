@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from outrider_sanitizer.detector.clocks import Clock, Point
-from outrider_sanitizer.report.findings import AccessSite, Finding, FindingKind, Report
+from outrider_sanitizer.detector.actors import Clock, Point
+from outrider_sanitizer.report import AccessSite, Finding, FindingKind, Report
 
 if TYPE_CHECKING:
     from outrider.device import Collective, Decision, Group
@@ -194,7 +194,9 @@ class RankClocks:
     # -- collectives -------------------------------------------------------------------------------------------------
 
     def issue(self, group: Group, call: Collective, *, in_graph: bool, location: str) -> WatchedCollectivePart:
-        """Match a call that the host of a rank issued, alone or in a replay, with the calls of the other ranks."""
+        """Match a call that the host of a rank issued, alone or (``in_graph``) in a replay, with the calls of the other
+        ranks.
+        """
         state = self._state(group)
         channel: tuple[int, int] | None = None
         if call.peer is not None:

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 from outrider.device import Access
-from outrider_sanitizer.detector.clocks import Point
-from outrider_sanitizer.detector.intervals import Record
-from outrider_sanitizer.detector.regions import dense_parts
+from outrider_sanitizer.detector.actors import Point
+from outrider_sanitizer.detector.intervals import Record, dense_parts
 from outrider_sanitizer.detector.streams import TWO_WRITERS
-from outrider_sanitizer.report.findings import Finding, FindingKind
+from outrider_sanitizer.report import Finding, FindingKind
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,18 +9,58 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
 from outrider.device import Access, Operation
-from outrider_sanitizer.detector.actors import Lane, Lanes, LastWait
+from outrider_sanitizer.detector.actors import NOTHING, Actor, Clock, GraphReplay, Lane, Lanes, LastWait, Point
 from outrider_sanitizer.detector.captured_graph import CapturedGraph, Verb
-from outrider_sanitizer.detector.clocks import NOTHING, Actor, Clock, GraphReplay, Point
-from outrider_sanitizer.detector.flags import FlagProgress
-from outrider_sanitizer.detector.intervals import UNKNOWN_END
-from outrider_sanitizer.detector.listener import Listener
+from outrider_sanitizer.detector.intervals import UNKNOWN_END, Listener
 from outrider_sanitizer.detector.memory import Shadow, ShadowMemory
 from outrider_sanitizer.detector.ranks import RankClocks, WatchedCollectivePart
-from outrider_sanitizer.report.source_locations import caller_location
+from outrider_sanitizer.report import caller_location
 
 if TYPE_CHECKING:
     from outrider.device import Collective, Event, Flag, Group
+
+
+@dataclass(eq=False, slots=True)
+class FlagProgress:
+    """The state of one flag after the steps that were able to run.
+
+    A wait comes after the set that it consumes. A round is safe if its reset comes after its waits, and the next set comes
+    after the reset. Otherwise the device may execute them in the opposite order.
+    """
+
+    raised: Point | None = None
+    clock: Clock = field(default_factory=dict)
+    seen: list[Point] = field(default_factory=list)
+    lowered: Point | None = None
+
+    @property
+    def is_set(self) -> bool:
+        """True if the flag is set, so a wait passes."""
+        return self.raised is not None
+
+    def set(self, point: Point) -> tuple[str, Point] | None:
+        """Set the flag. Returns the fault ("up" or "lowered") and the conflicting point, or None."""
+        if self.raised is not None:
+            return "up", self.raised
+        lowered = self.lowered
+        self.raised = point
+        self.clock = point.actor.release()
+        if lowered is not None and not lowered.happened_before(point):
+            return "lowered", lowered
+        return None
+
+    def wait(self, point: Point) -> None:
+        """Record a wait that passes the flag; the caller checks ``up`` first."""
+        self.seen = [*self.seen[-15:], point]
+
+    def reset(self, point: Point) -> Point | None:
+        """Reset the flag and return a wait of this round that may come later, or None."""
+        early = next((seen for seen in self.seen if not seen.happened_before(point)), None)
+        self.raised = None
+        self.lowered = point
+        self.seen = []
+        return early
+
 
 HOST = "host"
 REMAPPED = "other pages were mapped under its addresses, and nothing has written them since"
@@ -273,8 +313,8 @@ class StreamOrdering(Lanes):
         step: tuple[str, int] | None,
         replay: GraphReplay | None = None,
     ) -> bool:
-        """Begin a rank's part of a collective: other ranks may join this stream's clock from before the part's
-        own accesses.
+        """Begin a rank's part of a collective: release the stream's clock for the other ranks, then check the accesses of the
+        part.
         """
         assert self.ranks is not None
         half.clock = actor.release()
@@ -285,7 +325,9 @@ class StreamOrdering(Lanes):
         return True
 
     def _meet(self, actor: Actor, group: Group, half: WatchedCollectivePart) -> bool:
-        """Order the stream's operations after the collective after the contributions of the other ranks."""
+        """Join the clocks that a rank's part ``half`` of a collective waits for into the stream's clock. Return False while
+        another rank's part is missing.
+        """
         assert self.ranks is not None
         if not half.ready:
             return False
@@ -415,7 +457,9 @@ class StreamOrdering(Lanes):
         return True
 
     def _force(self) -> None:
-        """Continue a stream after a wait that the device passed without a recorded set."""
+        """Continue every stream that is held at a flag: the device has passed the wait, so the flag was set outside the
+        watched calls.
+        """
         if self.ranks is not None:
             self.ranks.passed_without()
         for lane in list(self._held):

@@ -24,10 +24,10 @@ from outrider.device.kernels.operators import operands_by_index, reads_no_elemen
 from outrider_sanitizer.detector.ranks import RankClocks
 from outrider_sanitizer.detector.streams import HOST
 from outrider_sanitizer.observation.host_arrays import converted_names
-from outrider_sanitizer.observation.replaced_names import replaced
+from outrider_sanitizer.observation.hostsync import replaced
 from outrider_sanitizer.observation.sanitizer import Sanitizer
 from outrider_sanitizer.observation.storages import KnownStorage, Storages, extent
-from outrider_sanitizer.report.source_locations import caller_location
+from outrider_sanitizer.report import caller_location
 
 if TYPE_CHECKING:
     from outrider.device import Backend, Event, Graph, Stream
@@ -364,7 +364,9 @@ class DerivedSanitizer(Sanitizer):
                 self.memory_shared(found[0].number, stream)
 
     def found(self, tensor: Tensor, known: KnownStorage) -> None:
-        """Handle a result whose storage the sanitizer sees for the first time; does nothing here."""
+        """Handle a result of an operator whose storage is new to the sanitizer. This method does nothing; a subclass
+        overrides it.
+        """
 
     def _over(self, inputs: list[tuple[str, Tensor]], outputs: list[tuple[str, Tensor]], blocking: bool) -> bool:
         """Return True for a copy that is complete on return: a blocking host copy, or a copy with pageable memory."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from outrider.device.arrays import BufferView, PinnedArray, call_reporting, plain_array, read_array
-from outrider_sanitizer.observation.replaced_names import Replacement, replaced
+from outrider_sanitizer.observation.hostsync import Replacement, replaced
 
 _MEMORYVIEW = memoryview
 _NDITER = np.nditer

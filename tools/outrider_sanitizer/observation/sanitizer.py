@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from outrider.device import Access, CapabilityError, InterfaceError, Observer, Operation
-from outrider_sanitizer.detector.clocks import Point
+from outrider_sanitizer.detector.actors import Point
 from outrider_sanitizer.detector.diagnose import Diagnoser
-from outrider_sanitizer.detector.listener import Listener
+from outrider_sanitizer.detector.intervals import Listener
 from outrider_sanitizer.detector.ordering import Ordering
 from outrider_sanitizer.detector.ranks import RankClocks
 from outrider_sanitizer.detector.staleness import Staleness
 from outrider_sanitizer.detector.streams import HOST
-from outrider_sanitizer.report.advisor import Advisor
-from outrider_sanitizer.report.findings import Finding, Report
-from outrider_sanitizer.report.source_locations import caller_location
+from outrider_sanitizer.report import Advice, Finding, Report, caller_location
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +40,7 @@ class Sanitizer(Observer):
         # Weakly, or the names of streams that are over would stay taken.
         self._streams: WeakValueDictionary[str, Stream] = WeakValueDictionary()
         self._diagnosis = Diagnoser(backend.control, self._labels, len(self.ranks.orderings) if ranks is not None else -1)
-        self._advisor = Advisor()
+        self._waits: dict[tuple[str, str, str], list[int]] = {}  # stream, event, source line → all waits, ordering ones
         self._ordering = Ordering(
             Listener(
                 steps=self._steps,
@@ -52,7 +50,7 @@ class Sanitizer(Observer):
                 stale=lambda *of: self._staleness.stale(*of),
                 flag=lambda *of: self._add(self._diagnosis.flag(*of)),
                 rebind=lambda *of: self._add(self._diagnosis.rebind(*of)),
-                waited=self._advisor.waited,
+                waited=self._count_wait,
             ),
             rows_follow=backend.capabilities.row_exact_accesses,
             ranks=self.ranks,
@@ -99,6 +97,13 @@ class Sanitizer(Observer):
         except (CapabilityError, InterfaceError):
             return None
 
+    def _count_wait(self, stream: str, event: str, generation: int, location: str, new: bool) -> None:
+        """Count a wait of ``stream``; ``new`` is True if the wait added an order."""
+        del generation
+        counts = self._waits.setdefault((stream, event, location), [0, 0])
+        counts[0] += 1
+        counts[1] += new
+
     def _read(self, point: Point, access: Access, shadow: Shadow) -> None:
         self._staleness.check_read(point, access, shadow)
 
@@ -117,7 +122,7 @@ class Sanitizer(Observer):
         with self._lock:
             self._ordering.finish()
             self.ranks.finish()
-            self.report.advice += list(self._advisor.redundant())
+            self.report.advice += [Advice(*wait, count) for wait, (count, ordering) in self._waits.items() if not ordering]
             blind = dict(self._ordering.blind)
             forgotten = sum(shadow.forgotten for shadow in self._ordering.memory.shadows.values())
             if forgotten:

@@ -123,7 +123,9 @@ def _key(storage: Any) -> int:
 
 
 def extent(tensor: Tensor, known: KnownStorage, write: bool, argument: str, born: int, by_rows: bool = False) -> Access:
-    """Return the access of a tensor: its bytes in the memory of ``known``, strided if they have holes."""
+    """Return the access of a tensor: its bytes in the memory of ``known``, strided if they have holes. ``write``: a write,
+    else a read. ``by_rows``: data decides which of its rows are accessed.
+    """
     size, storage = tensor.element_size(), known.number
     low = known.base + int(tensor.storage_offset()) * size
     if tensor.is_contiguous():

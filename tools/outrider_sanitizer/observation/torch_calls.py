@@ -22,10 +22,10 @@ from torch import Tensor
 from outrider.device import Access, Operation
 from outrider_sanitizer.detector.ranks import RankClocks
 from outrider_sanitizer.observation.dispatch import DerivedSanitizer, is_python_thread
-from outrider_sanitizer.observation.replaced_names import Replacement, replaced
+from outrider_sanitizer.observation.hostsync import Replacement, replaced
 from outrider_sanitizer.observation.storages import KnownStorage, extent
 from outrider_sanitizer.observation.triton_launches import launches
-from outrider_sanitizer.report.source_locations import caller_location
+from outrider_sanitizer.report import caller_location
 
 if TYPE_CHECKING:
     from outrider.device import Backend, Event, Graph, Stream

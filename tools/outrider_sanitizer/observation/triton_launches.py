@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from outrider_sanitizer.observation.replaced_names import replaced
+from outrider_sanitizer.observation.hostsync import replaced
 
 _NAME = re.compile(r"%[A-Za-z0-9_$.\-]+(?:#\d+)?")
 _PARAMETER = re.compile(r"(%[A-Za-z0-9_$.\-]+): (!tt\.(?:ptr|tensordesc))")

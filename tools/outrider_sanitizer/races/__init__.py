@@ -7,13 +7,12 @@ the backend interface, so they run on any backend with the abilities that they n
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from outrider_sanitizer.races import flags, graphs, host, memory, streams
-from outrider_sanitizer.races.race import Race, WrongValue
-from outrider_sanitizer.races.rank_program import ProgramRank, RankRace, decision_named
+from outrider_sanitizer.races import graphs, memory, streams
+from outrider_sanitizer.races.race import ProgramRank, Race, RankRace, WrongValue, decision_named
 from outrider_sanitizer.races.ranks import RANK_RACES as _RANK_RACES
 
 RACES: Mapping[str, Race] = MappingProxyType(
-    {race.name: race for module in (streams, memory, graphs, host, flags) for race in module.RACES}
+    {race.name: race for module in (streams, memory, graphs) for race in module.RACES}
 )
 
 RANK_RACES: Mapping[str, RankRace] = MappingProxyType({race.name: race for race in _RANK_RACES})

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from outrider.device import Backend, CaptureContext, Graph, Stream
 from outrider_sanitizer.races.race import Race, expect, filled, order, race
-from outrider_sanitizer.report.findings import FindingKind
+from outrider_sanitizer.report import FindingKind
 
 RACES: list[Race] = []
 

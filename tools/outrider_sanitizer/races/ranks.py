@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 
 from outrider.device import Reduction
-from outrider_sanitizer.races.race import order
-from outrider_sanitizer.races.rank_program import ProgramRank, RankRace, rank_race
-from outrider_sanitizer.report.findings import FindingKind
+from outrider_sanitizer.races.race import ProgramRank, RankRace, order, rank_race
+from outrider_sanitizer.report import FindingKind
 
 RANK_RACES: list[RankRace] = []
 _DIFFERENT = frozenset({FindingKind.DECISION, FindingKind.COLLECTIVE})

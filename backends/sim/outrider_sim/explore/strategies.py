@@ -73,7 +73,7 @@ class Schedule:
 
     @classmethod
     def from_delays(cls, after: Mapping[ScheduleStep, ScheduleStep]) -> Schedule:
-        """Return the schedule in which each key of `delays` waits for the step that is its value."""
+        """Return the schedule in which each step that is a key of ``after`` waits for the step that is its value."""
         return cls(Delay(step, other) for step, other in after.items())
 
     @classmethod
@@ -377,7 +377,9 @@ class Pruned(BaseException):
 
 
 class StepAccesses(NamedTuple):
-    """Memory and objects that one step may access. A span is (first address, end, writes); `all` conflicts with all."""
+    """Memory and objects that one step may access. A span is (first address, end, writes). With ``all``, the step conflicts
+    with every other step.
+    """
 
     actor: str
     host: bool

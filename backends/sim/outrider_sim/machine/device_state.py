@@ -86,8 +86,8 @@ class SimDeviceState:
             if self.options.poison:
                 plain.fill_(float("nan") if dtype.is_floating_point else 0x7F if dtype.itemsize == 1 else 0x7FFF)
         allocation = HostAllocation(plain, self._release_host, self.host_access, self.host_range, self.memory.next_id())
-        if self.machine.strategy.needs_accesses:
-            self.machine.bases[allocation.id] = self.memory.take_address(allocation.nbytes)
+        if self.machine.scheduler.strategy.needs_accesses:
+            self.machine.scheduler.bases[allocation.id] = self.memory.take_address(allocation.nbytes)
         tap = self.machine.tap
         if guarded:
             allocation.kept = plain.untyped_storage()
@@ -144,7 +144,9 @@ class SimDeviceState:
 
 
 def host_extent(tensor: PinnedTensor, write: bool, argument: str = "") -> Access:
-    """Return the allocation and the byte range that a pinned tensor occupies."""
+    """Return the access to the allocation and the byte range that a pinned tensor occupies: a write if ``write``, else a
+    read.
+    """
     size = tensor.element_size()
     low = int(tensor.storage_offset()) * size
     if tensor.is_contiguous():

@@ -6,7 +6,7 @@ schedule of a program.
 
 One host thread runs at a time. Each is an operating-system thread, so it can run any code. It runs only while it holds the
 baton, which the strategy hands out. Process-wide state with a value per thread (such as
-the current device) is saved and restored when threads switch: see `Ambient`.
+the current device) is saved and restored when threads switch: see `AttributeView`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import _thread
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from outrider.device import StreamOrderError
+from outrider.device import DeadlockError, ProcessView, StreamOrderError
 from outrider_sim.explore.strategies import Schedule, ScheduleStep, Strategy, make_strategy
-from outrider_sim.machine.faults import deadlock_error
-from outrider_sim.machine.queue import Action, HostThread, OperationKind, StreamQueue, action_text, age, can_run
+from outrider_sim.machine.queue import Action, HostThread, OperationKind, StreamQueue, action_text, age, can_run, reason
 from outrider_sim.options import SimOptions
 
 if TYPE_CHECKING:
@@ -167,14 +166,20 @@ REFUSALS = 64
 """Number of negative answers to a thread's queries after which another actor takes a step, whatever the strategy."""
 
 
-class Ambient(Protocol):
-    """Process-wide state with a separate value per host thread, saved and restored when threads switch."""
+class AttributeView:
+    """A process view: the attribute `name` of `owner` has a separate value per host thread."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._owner = owner
+        self._name = name
 
     def save(self) -> Any:
-        """Return the current value of the state, before the running thread is switched out."""
+        """Return the attribute's current value, before the running thread is switched out."""
+        return getattr(self._owner, self._name)
 
     def restore(self, saved: Any) -> None:
-        """Set the state to `saved`, the value of the thread that runs next."""
+        """Set the attribute to `saved`, the value of the thread that runs next."""
+        setattr(self._owner, self._name, saved)
 
 
 class _SchedulerThread(threading.local):
@@ -191,7 +196,7 @@ class HostScheduler:
         self.lock = threading.RLock()
         self.local = _SchedulerThread()
         self.machines: list[StreamMachine] = []
-        self.ambient: list[Ambient] = []
+        self.ambient: list[ProcessView] = []
         self.exchange: Exchange | None = None  # groups of ranks, once there is one
         self.hosts = HostThreads(self)
         self.main = HostThread(0, "main", None)
@@ -247,11 +252,13 @@ class HostScheduler:
     def schedule(self) -> Schedule:
         """Return the deviations from program order since the last reset."""
         if not self.asks:
-            self.note_lazy(self.main, 1)
+            self.record_host_first_delays(self.main, 1)
         return Schedule.from_delays(self.delays)
 
-    def note_lazy(self, me: HostThread, further: int) -> None:
-        """Record delays of a host-first run: the strategy isn't asked, and runnable operations waited until this step."""
+    def record_host_first_delays(self, me: HostThread, further: int) -> None:
+        """Record a delay for each stream with a runnable operation: the operation waits for the thread's current step. Called
+        instead of the strategy in a host-first run. ``further`` is added to the number of the step.
+        """
         step = me.step - 1 + further
         if step >= 0 and self.options.record:
             after = ScheduleStep(me.label, step)
@@ -317,7 +324,7 @@ class HostScheduler:
         if me.refused % REFUSALS:
             return
         if not self.asks:
-            self.note_lazy(me, 0)
+            self.record_host_first_delays(me, 0)
         with self.lock, self.operation_scope():
             heads = [stream for stream in self.streams if stream.queue and can_run(stream.queue[0])]
             if heads:
@@ -400,3 +407,17 @@ class HostScheduler:
                 while heads := [stream for stream in self.streams if stream.queue and can_run(stream.queue[0])]:
                     stream = min(heads, key=age) if len(heads) > 1 else heads[0]
                     stream.machine.execute(stream)
+
+
+def deadlock_error(scheduler: HostScheduler) -> DeadlockError:
+    """Return the error for a host on which no operation can run. It lists every wait."""
+    lines = []
+    for stream in scheduler.streams:
+        if stream.queue:
+            op = stream.queue[0]
+            line = f" ({op.line})" if op.line else ""
+            lines.append(f"stream {stream.label!r} is held at operation {stream.done}{line}: {reason(op)}")
+    lines.extend(
+        f"{thread} waits for {thread.waits_for}" for thread in scheduler.threads if not thread.finished and thread.ready
+    )
+    return DeadlockError("nothing that is queued can run:\n  " + "\n  ".join(lines))

@@ -172,7 +172,8 @@ class Allocation:
                 tap.shared(self, stream)
 
     def resize(self, nbytes: int) -> None:
-        """Release the bytes (0) in the order of the allocating stream, or take them again on the current stream.
+        """Release the bytes if ``nbytes`` is 0, in the order of the allocating stream. Allocate them again if ``nbytes`` is
+        the old size, in the order of the current stream.
 
         The address stays the same. Raises `RuntimeError` for any other number of bytes.
         """
@@ -244,8 +245,8 @@ class CachingAllocator:
         if tap is not None:
             made.line = self.machine.local.line
             tap.allocated(made, block.last)
-        if self.machine.strategy.needs_accesses:  # not for a tool that only listens: it would grow with the run
-            self.machine.bases[self._ids] = block.address
+        if self.machine.scheduler.strategy.needs_accesses:  # not for a tool that only listens: it would grow with the run
+            self.machine.scheduler.bases[self._ids] = block.address
         block.last = self._ids
         return made
 

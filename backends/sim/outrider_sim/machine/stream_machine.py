@@ -10,10 +10,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from outrider.device import CapabilityError, DeadlockError, DeviceError
-from outrider_sim.explore.strategies import Schedule, Strategy, safe_name
-from outrider_sim.machine.faults import FaultState, make_endless
-from outrider_sim.machine.host_scheduler import HostScheduler, HostThreads
+from outrider.device import CapabilityError, DeadlockError, DeviceError, DeviceFault, DeviceLost
+from outrider_sim.explore.strategies import Strategy, safe_name
+from outrider_sim.machine.host_scheduler import HostScheduler
 from outrider_sim.machine.queue import (
     ENQUEUE,
     Action,
@@ -32,13 +31,36 @@ if TYPE_CHECKING:
     from outrider_sim.backend import ObserverTap
 
 
+def describe_operation(op: Op, stream: StreamQueue, index: int) -> str:
+    """Return the name of an operation in messages: stream, index, operator, source line."""
+    line = f" at {op.line}" if op.line else ""
+    return f"operation {stream.label}.{index} ({op.name}{line})"
+
+
+class _EndlessOperation:
+    """The target of a hanging operation's wait; it is never reached."""
+
+    done = False
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __str__(self) -> str:
+        return f"its own end, which never comes (fault=stuck@{self._number})"
+
+
+def make_endless(op: Op) -> None:
+    """Turn `op` into a wait that never ends."""
+    op.kind, op.target = OperationKind.WAIT, _EndlessOperation(op.number + 1)
+
+
 class _MachineThread(threading.local):
     stream: StreamQueue | None = None
     fresh: bool | None = None  # a thread of Python's that chose no stream
     line = ""  # of the torch call that is being carried out
 
 
-class StreamMachine(FaultState):
+class StreamMachine:
     """One simulated device. Every method may be called from any thread; `HostScheduler` says who runs when.
 
     `rank` is the machine's number in its scheduler. Schedules prefix stream names with `rN.`, except on machine 0.
@@ -51,10 +73,10 @@ class StreamMachine(FaultState):
         self.rank = rank
         self.tap: ObserverTap | None = None
         self.sim: Any = None  # what has this machine
-        self.lost = None
+        self.lost: DeviceLost | None = None  # the error that lost the device
         self.tracks = self.tells = False  # operations carry their accesses, and the line that issued them
         self.eager = self.asks = False  # as the scheduler has it
-        self._failed = None
+        self._failed: DeviceError | CapabilityError | None = None  # a recoverable error that the host hasn't seen yet
         self.local = _MachineThread()
         self._main_ident = threading.get_ident()
         self.streams: list[StreamQueue] = []
@@ -75,52 +97,6 @@ class StreamMachine(FaultState):
 
     # -- the scheduler's ----------------------------------------------------------------------------------------------
 
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy that picks which stream or host thread takes the next step."""
-        return self.scheduler.strategy
-
-    def use(self, strategy: Strategy) -> None:
-        """Replace the strategy that picks which stream or host thread takes the next step."""
-        self.scheduler.use(strategy)
-
-    def update_mode(self) -> None:
-        """Recompute whether the scheduler must call the strategy, after a change of the observer or the options."""
-        self.scheduler.update_mode()
-
-    def schedule(self) -> Schedule:
-        """Return the deviations from program order since the last reset."""
-        return self.scheduler.schedule()
-
-    @property
-    def names(self) -> dict[str, str] | None:
-        """Descriptions of the executed steps, by step, or None if they aren't recorded."""
-        return self.scheduler.names
-
-    @names.setter
-    def names(self, names: dict[str, str] | None) -> None:
-        self.scheduler.names = names
-
-    @property
-    def bases(self) -> dict[int, int]:
-        """A mapping from storage to simulated address, if the strategy compares memory accesses, else None."""
-        return self.scheduler.bases
-
-    @property
-    def hosts(self) -> HostThreads:
-        """The object that starts and joins host threads."""
-        return self.scheduler.hosts
-
-    @property
-    def threads(self) -> list[HostThread]:
-        """The scheduler's host threads."""
-        return self.scheduler.threads
-
-    @property
-    def thread(self) -> HostThread:
-        """The calling thread's actor. Unregistered threads act as the first host thread."""
-        return self.scheduler.thread
-
     def point(self, action: Action) -> None:
         """Let the strategy run other actors' steps before the calling thread does `action`."""
         self.scheduler.point(action, self)
@@ -137,7 +113,7 @@ class StreamMachine(FaultState):
         for machine in scheduler.machines:
             try:
                 if machine.lost is None:
-                    machine.use(Strategy())
+                    scheduler.use(Strategy())
                     machine.synchronize_device()
             except DeadlockError:
                 machine.drop()
@@ -244,7 +220,7 @@ class StreamMachine(FaultState):
     def enqueue(self, op: Op, stream: StreamQueue) -> None:
         """Queue `op`, or add it to the capture that is open on `stream`. Raises `DeviceLost` after a sticky fault."""
         if self.lost is not None:
-            raise self.lost_again()
+            raise self.new_lost_error()
         if stream.capture is not None:
             stream.capture.add(op, stream)
             return
@@ -254,7 +230,7 @@ class StreamMachine(FaultState):
         else:
             self.point(ENQUEUE)
             if self.lost is not None:
-                raise self.lost_again()
+                raise self.new_lost_error()
         op.seq = self.scheduler.seq
         self.scheduler.seq += 1
         op.number = self.enqueued
@@ -338,7 +314,7 @@ class StreamMachine(FaultState):
             self.scheduler.count_refusal()
             answer = done()
         if self.lost is not None:
-            raise self.lost_again()
+            raise self.new_lost_error()
         if answer:
             self._raise_failed()
         return answer
@@ -349,13 +325,13 @@ class StreamMachine(FaultState):
         """
         me = self.scheduler.local.thread or self.scheduler.main
         if self.lost is not None:
-            raise self.lost_again()
+            raise self.new_lost_error()
         if not self.asks:
-            self.scheduler.note_lazy(me, 0)
+            self.scheduler.record_host_first_delays(me, 0)
         self.scheduler.turns(me, Action("sync", target), ready, what, self)
         self._settle(me, target)
         if self.lost is not None:
-            raise self.lost_again()
+            raise self.new_lost_error()
         self._raise_failed()
 
     def _settle(self, me: HostThread, target: Any) -> None:
@@ -424,3 +400,42 @@ class StreamMachine(FaultState):
         pending = stream.poison
         while pending and pending[0][0] <= stream.done:
             pending.popleft()[1].fill_poison()
+
+    # -- faults -----------------------------------------------------------------------------------------------------
+
+    def _raise_failed(self) -> None:
+        """Raise the machine's pending recoverable error once, then clear it."""
+        if self._failed is not None:
+            failed, self._failed = self._failed, None
+            raise failed
+
+    def new_lost_error(self) -> DeviceLost:
+        """Return a new error object for a device that an earlier fault has made unusable."""
+        assert self.lost is not None
+        return DeviceLost(str(self.lost))
+
+    def _inject(self, fault: str, op: Op, stream: StreamQueue, index: int) -> None:
+        place = describe_operation(op, stream, index)
+        if fault == "error":
+            self._failed = self._failed or DeviceFault(
+                f"{place} failed on request (fault=error@{op.number + 1}); its results are undefined, the device lives on"
+            )
+        else:
+            self._lose(f"{place} failed on request (fault=lost@{op.number + 1})")
+
+    def _fail(self, op: Op, stream: StreamQueue, index: int, error: Exception) -> None:
+        if isinstance(error, NotImplementedError):  # the operation didn't run, so the device survives
+            missing = f"the simulated device has no such operator for these operands: {error}; use another backend"
+            self._failed = self._failed or CapabilityError(f"{describe_operation(op, stream, index)}: {missing}")
+            return
+        if isinstance(error, DeviceFault):  # from `provoke_fault`
+            self._failed = self._failed or DeviceFault(f"{describe_operation(op, stream, index)}: {error}")
+            return
+        # A kernel that fails while it runs (an index out of range) is a sticky fault on a device.
+        self._lose(f"{describe_operation(op, stream, index)} failed: {type(error).__name__}: {error}")
+        assert self.lost is not None
+        self.lost.__cause__ = error
+
+    def _lose(self, text: str) -> None:
+        self.lost = DeviceLost(f"{text}; the device is lost: queued work is gone, make a new backend")
+        self.drop()

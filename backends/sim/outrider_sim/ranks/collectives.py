@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,13 +22,6 @@ if TYPE_CHECKING:
 
 class RanksDeadlock(CollectiveError, DeadlockError):
     """Error for ranks that wait for each other or for an absent rank. The text is the wait-for graph."""
-
-
-class Operands(NamedTuple):
-    """Host tensors over simulated memory: the input and the output of a rank's part of a collective."""
-
-    read: Tensor | None
-    write: Tensor | None
 
 
 class CapturedCollective:
@@ -114,7 +107,8 @@ class SimGroup(Group):
             facts=matching_facts(collective, in_graph=stream.capture is not None),
             line=machine.local.line,
             compute=compute,
-            operands=Operands(_inner(read), _inner(write)),
+            read=_inner(read),
+            write=_inner(write),
             collective=collective,
         )
         cost = machine.like.kernel_us
@@ -133,7 +127,7 @@ class SimGroup(Group):
 
 
 def matching_facts(call: Collective, *, in_graph: bool) -> tuple[tuple[str, object], ...]:
-    """Return (name, value) pairs of a collective that must be equal on all ranks."""
+    """Return (name, value) pairs of a collective that must be equal on all ranks. ``in_graph``: a replay issues the call."""
     return (
         ("kind", "message" if call.kind in ("send", "receive") else call.kind),
         ("reduction", str(call.reduction) if call.reduction is not None else "none"),
@@ -170,12 +164,12 @@ def _inner(tensor: Tensor | None) -> Tensor | None:
 
 
 def _reads(meeting: CollectiveRendezvous) -> list[Tensor]:
-    return [meeting.halves[index].call.operands.read for index in meeting.members]
+    return [meeting.halves[index].call.read for index in meeting.members]
 
 
 def _writes(meeting: CollectiveRendezvous, results: Sequence[Tensor]) -> None:
     for index, result in zip(meeting.members, results, strict=True):
-        meeting.halves[index].call.operands.write.copy_(result)
+        meeting.halves[index].call.write.copy_(result)
 
 
 def _reduced(values: Sequence[Tensor], reduction: Reduction) -> Tensor:
@@ -214,7 +208,7 @@ def _exchange(meeting: CollectiveRendezvous) -> None:
 
 
 def _copy(meeting: CollectiveRendezvous, source: int) -> None:
-    value = meeting.halves[source].call.operands.read.clone()
+    value = meeting.halves[source].call.read.clone()
     for half in meeting.halves.values():
-        if half.call.operands.write is not None:
-            half.call.operands.write.copy_(value)
+        if half.call.write is not None:
+            half.call.write.copy_(value)

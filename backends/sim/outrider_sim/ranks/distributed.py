@@ -8,6 +8,7 @@ host waits for them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -393,12 +394,9 @@ def _reduction(opts: Any) -> tuple[Reduction, bool]:
 # -- functional collectives -------------------------------------------------------------------------------------------
 
 
-class _Options:
-    """A substitute for torch's option objects, for calls that pass none."""
-
-    def __init__(self, reduce_op: str = "sum", root: int = 0) -> None:
-        self.reduceOp = reduce_op.upper()
-        self.rootRank = root
+def _options(reduce_op: str = "sum", root: int = 0) -> SimpleNamespace:
+    """Return a substitute for torch's option objects, for calls that pass none."""
+    return SimpleNamespace(reduceOp=reduce_op.upper(), rootRank=root)
 
 
 def _group(name: Any) -> SimProcessGroup:
@@ -450,7 +448,7 @@ class Functional:
         return tensor
 
     def _all_reduce(self, tensor: Tensor, op: str, group: Any) -> Tensor:
-        return self._made(tensor, _group(group).allreduce([tensor], _Options(op)))
+        return self._made(tensor, _group(group).allreduce([tensor], _options(op)))
 
     def _all_gather(self, tensor: Tensor, size: int, group: Any, *, out: Tensor | None = None) -> Tensor:
         into = out if out is not None else tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
@@ -458,11 +456,11 @@ class Functional:
 
     def _reduce_scatter(self, tensor: Tensor, op: str, size: int, group: Any) -> Tensor:
         into = tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
-        return self._made(into, _group(group).reduce_scatter_single(into, tensor, _Options(op)))
+        return self._made(into, _group(group).reduce_scatter_single(into, tensor, _options(op)))
 
     def _all_to_all(self, tensor: Tensor, outputs: Sequence[int], inputs: Sequence[int], group: Any) -> Tensor:
         into = torch.empty_like(tensor)
         return self._made(into, _group(group).all_to_all_single(into, tensor, outputs, inputs))
 
     def _broadcast(self, tensor: Tensor, source: int, group: Any) -> Tensor:
-        return self._made(tensor, _group(group).broadcast([tensor], _Options(root=source)))
+        return self._made(tensor, _group(group).broadcast([tensor], _options(root=source)))

@@ -31,7 +31,8 @@ class IssuedCollective(NamedTuple):
     facts: tuple[tuple[str, object], ...]
     line: str
     compute: Callable[[CollectiveRendezvous], None]
-    operands: Any  # what `compute` reads and writes of this half
+    read: Any  # the host tensor over simulated memory that `compute` reads of this half, or None
+    write: Any  # the one that it writes
     collective: Any = None  # the `Collective` that was reported to tools
 
     def differs(self, other: IssuedCollective) -> str:
@@ -107,8 +108,7 @@ class CollectivePart:
         if self.failed is not None:
             raise self.member.error(self.failed, self)
         if not meeting.begun:  # a buffered send: the receiver gets the values of now
-            operands = self.call.operands
-            self.issued, self.captured = self.call._replace(operands=operands._replace(read=operands.read.clone())), None
+            self.issued, self.captured = self.call._replace(read=self.call.read.clone()), None
             return
         if not meeting.done:
             meeting.done = True

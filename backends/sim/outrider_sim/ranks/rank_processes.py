@@ -18,6 +18,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stu
 from torch.distributed import distributed_c10d as c10d
 
 from outrider.device import CapabilityError, ConfigError, ProcessView
+from outrider_sim.machine.host_scheduler import AttributeView
 from outrider_sim.machine.queue import Action
 from outrider_sim.ranks.distributed import NAME, Functional, SimProcessGroup
 from outrider_sim.torch_device.torch_slot import registered
@@ -106,18 +107,6 @@ class SimStore(Store):
 _EVERYWHERE = f"cpu:{NAME},sim:{NAME}"
 
 
-class _World:
-    """The process-wide state in which torch.distributed records its groups."""
-
-    def save(self) -> Any:
-        """Return the torch.distributed state of the running rank."""
-        return c10d._world
-
-    def restore(self, saved: Any) -> None:
-        """Restore the torch.distributed state of a rank that runs again."""
-        c10d._world = saved
-
-
 def _fresh_world() -> Any:
     """Return torch.distributed's state before it creates the first group."""
     return SimpleNamespace(
@@ -145,7 +134,7 @@ def run_ranks(scheduler: HostScheduler, bodies: Sequence[Callable[[], None]], vi
         raise ConfigError(f"{len(bodies)} ranks need as many devices; make sim:{missing[0]} first")
     store = SimStore(scheduler)
     with _torch_distributed(scheduler, store, len(bodies)):
-        scheduler.ambient.extend((_World(), *views))
+        scheduler.ambient.extend((AttributeView(c10d, "_world"), *views))
         try:
             scheduler.hosts.run_threads(
                 *(partial(_rank, machines[rank].sim.backend(), body) for rank, body in enumerate(bodies))

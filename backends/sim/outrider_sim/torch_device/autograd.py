@@ -32,35 +32,26 @@ class OperatorFailure:
         return self._text
 
 
-class _Failures:
-    """Original errors of failed operators, until the engine's call raises them."""
+class SimAutogradEngine(torch._C._ImperativeEngine):
+    """Torch's autograd engine, extended to raise the original error of a failed operator of the simulated device.
+
+    The engine keeps the original errors of failed operators until its call raises them.
+    """
 
     def __init__(self) -> None:
+        super().__init__()
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._kept: dict[str, BaseException] = {}
 
     def store(self, error: BaseException) -> OperatorFailure:
+        """Keep the error of a failed operator, and return the placeholder that the operator returns."""
         with self._lock:
             failure = OperatorFailure(error, next(self._numbers))
             self._kept[failure.mark] = error
             if len(self._kept) > 64:
                 self._kept.pop(next(iter(self._kept)))
             return failure
-
-    def pop_original_error(self, text: str) -> BaseException | None:
-        """Remove and return the operator's error that caused torch's error message `text`, or None."""
-        with self._lock:
-            for mark in list(self._kept):
-                if mark in text:
-                    return self._kept.pop(mark)
-            return self._kept.popitem()[1] if self._kept and "failure" in text else None
-
-
-class SimAutogradEngine(torch._C._ImperativeEngine):
-    """Torch's autograd engine, extended to raise the original error of a failed operator of the simulated device."""
-
-    failures: _Failures
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the backward pass. Raises an operator's original error instead of torch's error about its result."""
@@ -69,10 +60,18 @@ class SimAutogradEngine(torch._C._ImperativeEngine):
             with torch.autograd.set_multithreading_enabled(False):
                 return super().run_backward(*args, **kwargs)
         except Exception as error:
-            meant = self.failures.pop_original_error(str(error))
+            meant = self._pop_original_error(str(error))
             if meant is None:
                 raise
             raise meant from error
+
+    def _pop_original_error(self, text: str) -> BaseException | None:
+        """Remove and return the operator's error that caused torch's error message `text`, or None."""
+        with self._lock:
+            for mark in list(self._kept):
+                if mark in text:
+                    return self._kept.pop(mark)
+            return self._kept.popitem()[1] if self._kept and "failure" in text else None
 
 
 _BODY: CodeType = SimAutogradEngine.run_backward.__code__
@@ -85,7 +84,6 @@ def install() -> Callable[[BaseException], OperatorFailure]:
     the operator must return.
     """
     engine = SimAutogradEngine()
-    engine.failures = failures = _Failures()
     Variable._execution_engine = engine
 
     def failed(error: BaseException) -> OperatorFailure:
@@ -94,7 +92,7 @@ def install() -> Callable[[BaseException], OperatorFailure]:
         """
         frame = sys._getframe(1).f_back
         if frame is None or frame.f_code is _BODY:  # no Python frame between, that could see an error
-            return failures.store(error)
+            return engine.store(error)
         raise error
 
     return failed

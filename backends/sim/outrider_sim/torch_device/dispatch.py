@@ -24,11 +24,12 @@ from outrider_sim.machine.pinned import PinnedTensor
 from outrider_sim.machine.queue import Op, OperationKind, SourceLines, StreamQueue
 from outrider_sim.ranks.divergent_operators import divergent_implementation
 from outrider_sim.torch_device import composites, row_accesses
-from outrider_sim.torch_device.copies import CopyOperators
-from outrider_sim.torch_device.creation import FactoryOperators
-from outrider_sim.torch_device.host_operators import HostLengthOperators, HostReads
-from outrider_sim.torch_device.operands import (
+from outrider_sim.torch_device.host_operators import HostOperators
+from outrider_sim.torch_device.opinfo import (
     CPU,
+    OperatorKind,
+    OpInfo,
+    ResultPlan,
     Seeded,
     copy_result,
     copy_results,
@@ -41,10 +42,9 @@ from outrider_sim.torch_device.operands import (
     repin,
     results_of,
 )
-from outrider_sim.torch_device.opinfo import OperatorKind, OpInfo, ResultPlan
 from outrider_sim.torch_device.planning import Planner
 from outrider_sim.torch_device.tensor import SimTensor, wrap
-from outrider_sim.torch_device.views import ViewOperators
+from outrider_sim.torch_device.tensor_operators import TensorOperators
 
 _IGNORE: Mapping[str, Any] = {}
 _LIKE = frozenset({"aten::empty_like", "aten::new_empty", "aten::new_empty_strided"})
@@ -62,31 +62,28 @@ class Dispatcher:
         self._planner = Planner(self, self.metas)
         self.infos: dict[Any, OpInfo] = {}
         self._lines = SourceLines()
-        self.copies = copies = CopyOperators(self)
-        self.creation = FactoryOperators(self)
-        self.views = views = ViewOperators(self)
-        self._reads = reads = HostReads(self)
+        self.tensor_operators = tensors = TensorOperators(self)
+        self._host_operators = HostOperators(self)
         self._special: dict[str, Callable[..., Any]] = {
-            "aten::copy_": copies.copy_,
-            "aten::_copy_from": copies.copy_from,
-            "aten::_to_copy": copies.to_copy,
-            "aten::empty.memory_format": self.creation.empty,
-            "aten::empty_strided": self.creation.empty_strided,
-            "aten::detach": views.detach,
+            "aten::copy_": tensors.copy_,
+            "aten::_copy_from": tensors.copy_from,
+            "aten::_to_copy": tensors.to_copy,
+            "aten::empty.memory_format": self.tensor_operators.empty,
+            "aten::empty_strided": self.tensor_operators.empty_strided,
+            "aten::detach": tensors.detach,
             "aten::record_stream": self._record_stream,
             # Wrappers carry no lazy conjugate or negative bit, so these are computed: values agree, memory isn't shared.
             "aten::_conj": lambda tensor: self(torch.ops.aten.conj_physical.default, (tensor,), None),
             "aten::_neg_view": lambda tensor: self(torch.ops.aten.neg.default, (tensor,), None),
             "aten::is_pinned": lambda *_: False,
         }
-        self._special.update(reads.kernels())
-        self._special.update(HostLengthOperators(self).kernels())
+        self._special.update(self._host_operators.kernels())
         self._special.update((f"aten::{name}", kernel) for name, kernel in composites.kernels())
         self._ways: dict[OperatorKind, Callable[..., Any]] = {
             OperatorKind.COMPUTE: self.compute,
-            OperatorKind.VIEW: views.view,
-            OperatorKind.METADATA: views.metadata,
-            OperatorKind.READ: reads.read_result,
+            OperatorKind.VIEW: tensors.view,
+            OperatorKind.METADATA: tensors.metadata,
+            OperatorKind.READ: self._host_operators.read_result,
             OperatorKind.DECOMPOSE: self._decompose,
         }
         self._handlers: dict[Any, Callable[..., Any]] = {}
@@ -177,9 +174,9 @@ class Dispatcher:
         if special is not None:
             handler: Callable[..., Any] = lambda args, kwargs: special(*args, **kwargs)  # noqa: E731
         elif info.name in _LIKE:
-            handler = partial(self.creation.empty_like, info)
+            handler = partial(self.tensor_operators.empty_like, info)
         elif info.way is OperatorKind.COMPUTE and any(argument.name == "device" for argument in func._schema.arguments):
-            handler = partial(self.creation.filled_like, info)
+            handler = partial(self.tensor_operators.filled_like, info)
         else:
             handler = partial(self._ways[info.way], info)
         self._handlers[func] = handler
@@ -234,10 +231,10 @@ class Dispatcher:
         )
 
     def _index(self, index: Tensor | None) -> Tensor | None:
-        """Copy host index tensors to the device, as torch does."""
+        """Return an index tensor on the device, copied if it is on the host, as torch does; None for None."""
         if index is None or isinstance(index, SimTensor):
             return index
-        return self.copies.to_device(index, index.dtype, non_blocking=False)
+        return self.tensor_operators.to_device(index, index.dtype, non_blocking=False)
 
     # -- the common way ---------------------------------------------------------------------------------------------
 
@@ -262,14 +259,14 @@ class Dispatcher:
                 key.append(name)
                 named[name] = self.convert(value, key, info)
         if info.indexing and has_boolean_index(args):
-            return self._reads.read_result(info, args, kwargs)
+            return self._host_operators.read_result(info, args, kwargs)
         looked_up = tuple(key)
         plan = info.plans.get(looked_up)
         if plan is None:
             plan = self.plan(info, looked_up, args, kwargs)
         if plan.resized:
             for name, meta in plan.resized:
-                self.views.renew(kwargs[name] if name in kwargs else args[info.names.index(name)], meta)
+                self.tensor_operators.renew(kwargs[name] if name in kwargs else args[info.names.index(name)], meta)
             return self.compute(info, args, kwargs)
         sim = self.current
         machine = sim.machine

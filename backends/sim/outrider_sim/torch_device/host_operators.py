@@ -7,6 +7,7 @@ operator. If the lengths are on the device, the host waits for them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,23 +16,32 @@ from torch import Tensor
 from outrider.device import CaptureError
 from outrider_sim.machine.device_state import SimDeviceState
 from outrider_sim.machine.queue import Op, OperationKind, StreamQueue
-from outrider_sim.torch_device.operands import extent
-from outrider_sim.torch_device.opinfo import OpInfo
+from outrider_sim.torch_device.opinfo import OpInfo, extent
 from outrider_sim.torch_device.tensor import SimTensor
 
 if TYPE_CHECKING:
     from outrider_sim.torch_device.dispatch import Dispatcher
 
 
-class HostReads:
-    """Implementations of operators of kind READ."""
+_ATEN = torch.ops.aten
+
+
+class HostOperators:
+    """Implementations of operators of kind READ, of packed sequences, and of connectionist temporal classification (CTC)."""
 
     def __init__(self, core: Dispatcher) -> None:
         self._core = core
 
     def kernels(self) -> Mapping[str, Callable[..., Any]]:
-        """Return the operators with an implementation of their own, by name."""
-        return {"aten::repeat_interleave.Tensor": self._repeat_interleave, "aten::histc": self._histc}
+        """Return the operators' implementations, by name with overload."""
+        return {
+            "aten::repeat_interleave.Tensor": self._repeat_interleave,
+            "aten::histc": self._histc,
+            "aten::_pack_padded_sequence": self._pack,
+            "aten::_pack_padded_sequence_backward": self._pack_backward,
+            "aten::_ctc_loss.Tensor": self._ctc,
+            "aten::_ctc_loss_backward.Tensor": self._ctc_backward,
+        }
 
     def read_result(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Queue the operator's kernel, wait for it, then allocate results of the shape that the kernel returned.
@@ -74,7 +84,7 @@ class HostReads:
                         f"{info.name}: the result has shape {tuple(value.shape)}, but {name!r} has {tuple(target.shape)}: a "
                         "tensor of the simulated device can't be resized by an operation; pass one of the right shape"
                     )
-                self._core.views.renew(target, self._core.metas.meta_of(value))
+                self._core.tensor_operators.renew(target, self._core.metas.meta_of(value))
             self._write(target, value, sim, stream)
             filled.append(target)
         return filled[0] if len(filled) == 1 else tuple(filled)
@@ -104,35 +114,7 @@ class HostReads:
         if output_size is None:
             return self.read_result(info, (repeats,), {})
         # With the size known nothing needs to be waited for.
-        sim = self._core.current
-        stream = sim.machine.stream
-        made = self._core.allocate(sim, self._core.metas.get(torch.Size((output_size,)), (1,), repeats.dtype), stream)
-        op = Op(
-            OperationKind.KERNEL, info.name, info.run, (repeats._inner,), {"output_size": output_size}, made._inner.copy_,
-            cost=sim.machine.like.kernel_us,
-        )  # fmt: skip
-        self._core.note(op, extent(repeats, False, "repeats"), extent(made, True, "out"))
-        sim.machine.enqueue(op, stream)
-        return made
-
-
-_ATEN = torch.ops.aten
-
-
-class HostLengthOperators:
-    """Implementations of packed sequences and of connectionist temporal classification (CTC)."""
-
-    def __init__(self, core: Dispatcher) -> None:
-        self._core = core
-
-    def kernels(self) -> Mapping[str, Callable[..., Any]]:
-        """Return the operators' implementations, by name with overload."""
-        return {
-            "aten::_pack_padded_sequence": self._pack,
-            "aten::_pack_padded_sequence_backward": self._pack_backward,
-            "aten::_ctc_loss.Tensor": self._ctc,
-            "aten::_ctc_loss_backward.Tensor": self._ctc_backward,
-        }
+        return self._queue(info.name, partial(info.run, output_size=output_size), repeats, "repeats", (output_size,))
 
     def _pack(self, sequences: SimTensor, lengths: Tensor, batch_first: bool) -> tuple[SimTensor, Tensor]:
         """Return the packed rows on the device, and on the host the number of sequences that have each time step."""
@@ -163,7 +145,7 @@ class HostLengthOperators:
     ) -> SimTensor:
         sim = self._core.current
         stream = sim.machine.stream
-        made = self._core.creation.empty(shape, operand.dtype)
+        made = self._core.tensor_operators.empty(shape, operand.dtype)
         op = Op(OperationKind.KERNEL, name, run, (operand._inner,), {}, made._inner.copy_, cost=sim.machine.like.kernel_us)
         self._core.note(op, extent(operand, False, argument), extent(made, True, "out"))
         sim.machine.enqueue(op, stream)

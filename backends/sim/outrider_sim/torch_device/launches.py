@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from outrider.device import Access, ConfigError
-from outrider_sim.machine.pinned import HostAllocation, PinnedTensor, alias
+from outrider_sim.machine.pinned import PinnedTensor, alias
 from outrider_sim.machine.queue import Op, OperationKind
-from outrider_sim.torch_device.operands import extent
+from outrider_sim.torch_device.opinfo import extent
 from outrider_sim.torch_device.tensor import SimTensor, wrap
 from outrider_sim.torch_device.torch_slot import registered
 
@@ -66,31 +66,17 @@ def _device_tensor(name: str, argument: str, tensor: Tensor) -> SimTensor:
     return tensor
 
 
-class MappedAllocation:
-    """Pinned host memory mapped to the device. Observers see one allocation, and views of either side keep it alive."""
+class ForeignAllocation:
+    """Memory that this device's allocator doesn't own: pinned host memory, or memory of another rank's device.
 
-    __slots__ = ("address", "host", "id", "line", "machine_memory", "nbytes")
-
-    def __init__(self, host: HostAllocation, memory: Any) -> None:
-        self.host = host
-        self.id = host.id
-        self.address = host.address
-        self.nbytes = host.nbytes
-        self.line = host.line
-        self.machine_memory = memory
-
-    def used_by(self, stream: object) -> None:
-        """Do nothing: mapped pinned memory is never reused, so no release has to wait for a stream."""
-
-
-class PeerAllocation:
-    """Memory of another rank's device, mapped to this device. Views keep the memory alive."""
+    Observers see one allocation, and views of either side keep it alive.
+    """
 
     __slots__ = ("address", "block", "id", "is_empty", "line", "machine_memory", "nbytes", "owner")
 
     def __init__(self, owner: Any, memory: Any) -> None:
         self.owner = owner
-        self.block = owner.block
+        self.block = getattr(owner, "block", None)
         self.id = owner.id
         self.address = owner.address
         self.nbytes = owner.nbytes
@@ -99,7 +85,7 @@ class PeerAllocation:
         self.machine_memory = memory
 
     def used_by(self, stream: object) -> None:
-        """Do nothing: only the owner's allocator decides about reuse, and knows no stream of another device."""
+        """Do nothing: only the owner decides about reuse, and no release there waits for a stream of this device."""
 
 
 def peer_view(tensor: Tensor, backend: Any) -> Tensor:
@@ -109,7 +95,7 @@ def peer_view(tensor: Tensor, backend: Any) -> Tensor:
     """
     found = _device_tensor("peer_view", "tensor", tensor)
     sim = backend.sim
-    allocation: Any = PeerAllocation(found._alloc, sim.memory)
+    allocation: Any = ForeignAllocation(found._alloc, sim.memory)
     return wrap(found._inner, found._meta, allocation, sim.device)
 
 
@@ -145,5 +131,5 @@ def mapped(pinned: Tensor) -> Tensor:
     core = found.dispatcher
     sim = core.current
     inner = alias(pinned)
-    allocation: Any = MappedAllocation(pinned._alloc, sim.memory)
+    allocation: Any = ForeignAllocation(pinned._alloc, sim.memory)
     return wrap(inner, core.metas.meta_of(inner), allocation, sim.device)

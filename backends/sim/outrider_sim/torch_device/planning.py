@@ -17,8 +17,7 @@ from torch import Tensor
 from outrider_sim.machine.device_state import exclude_ambient_dispatch
 from outrider_sim.machine.memory import Meta, Metas, contiguous
 from outrider_sim.machine.pinned import PinnedTensor
-from outrider_sim.torch_device.operands import CPU, META, is_strided, without_generator
-from outrider_sim.torch_device.opinfo import PLAN_LIMIT, OpInfo, ResultPlan
+from outrider_sim.torch_device.opinfo import CPU, META, PLAN_LIMIT, OpInfo, ResultPlan, is_strided, without_generator
 from outrider_sim.torch_device.tensor import SimTensor
 
 if TYPE_CHECKING:
@@ -160,7 +159,7 @@ class Planner:
         for value in made:
             if value is not None:
                 self._strided(info, value)
-        if not _agree(info, made, fresh):
+        if not _shapes_match(info, made, fresh):
             return False
         if info.writes or None in fresh:
             return False
@@ -186,7 +185,7 @@ class Planner:
                 look = sketch.call(info.func, lambda meta: _meta_tensor(self._cut(meta)), META)
         except Exception:
             return
-        _agree(info, _fresh(info, made), _fresh(info, look))
+        _shapes_match(info, _fresh(info, made), _fresh(info, look))
 
     def _cut(self, meta: Meta) -> Meta:
         """Return the operand's meta with each dimension limited to `_CUT`; equal dimensions stay equal."""
@@ -239,7 +238,9 @@ class _Sketch:
         device: torch.device,
         outs: Mapping[str, Tensor] | None = None,
     ) -> Any:
-        """Call the operator `run` on operands that `make` creates. Raises `NotImplementedError` if `run` is None."""
+        """Call ``fn`` on operands that ``make`` creates, and return its result. Raises `NotImplementedError` if ``fn`` is
+        None.
+        """
         if fn is None:
             raise NotImplementedError
         self.operands.clear()
@@ -282,8 +283,10 @@ def _can_be_cut(info: OpInfo, key: tuple[Any, ...]) -> bool:
     return "backward" not in info.name and all(abs(number) <= _CUT for number in numbers)
 
 
-def _agree(info: OpInfo, made: Sequence[Any], looks: Sequence[Any]) -> bool:
-    """Compare the host's result shapes with the expected ones. If they differ, the host determines later calls' shapes."""
+def _shapes_match(info: OpInfo, made: Sequence[Any], looks: Sequence[Any]) -> bool:
+    """Return True if the results ``made`` by the host have the expected shapes ``looks``. If a shape differs, also mark the
+    operator, so that the host determines the result shapes of later calls.
+    """
     if len(made) != len(looks):
         return False
     if any(v is not None and look is not None and v.shape != look.shape for v, look in zip(made, looks, strict=True)):

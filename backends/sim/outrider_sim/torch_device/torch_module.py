@@ -7,7 +7,7 @@ use torch alone.
 from __future__ import annotations
 
 import struct
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import MappingProxyType, ModuleType, SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -249,27 +249,9 @@ def _nvtx() -> ModuleType:
     return module
 
 
-class StreamContext:
-    """A reusable context manager that enqueues torch work on a stream inside the block."""
-
-    def __init__(self, chosen: SimTorchStream | None) -> None:
-        self.stream = chosen
-        self._scopes: list[Any] = []
-
-    def __enter__(self) -> None:
-        if self.stream is not None:
-            scope = self.stream.wrapped.backend.on(self.stream.wrapped)
-            scope.__enter__()
-            self._scopes.append(scope)
-
-    def __exit__(self, *exception: Any) -> None:
-        if self.stream is not None:
-            self._scopes.pop().__exit__(*exception)
-
-
-def stream(chosen: SimTorchStream | None) -> StreamContext:
-    """Return a context in which torch work is enqueued on the stream `chosen`."""
-    return StreamContext(chosen)
+def stream(chosen: SimTorchStream | None) -> AbstractContextManager[Any]:
+    """Return a reusable context in which torch work is enqueued on the stream `chosen`; None changes nothing."""
+    return nullcontext() if chosen is None else chosen
 
 
 def set_stream(chosen: SimTorchStream) -> None:
@@ -380,7 +362,7 @@ def make_module(name: str) -> ModuleType:
         "CUDAGraph": CUDAGraph,
         "Event": SimTorchEvent,
         "Stream": SimTorchStream,
-        "StreamContext": StreamContext,
+        "StreamContext": stream,
         "_initialized": True,  # without it, checkpointing doesn't restore random states
         "_is_in_bad_fork": lambda: False,
         "current_device": lambda: _backend().sim.machine.rank,

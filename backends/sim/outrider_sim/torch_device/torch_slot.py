@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from outrider.device import BackendLoadError
 from outrider_sim.machine.device_state import SimDeviceState
@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 
 
 class TorchRegistration:
-    """The process's one registration: the device, its dispatcher, and objects that must outlive all torch calls."""
+    """The process's one registration: the device, its dispatcher, and objects that must outlive all torch calls.
+
+    torch's PrivateUse1 slot is global and permanent, so `current` is global too: the registration that occupies the slot.
+    """
+
+    current: ClassVar[TorchRegistration | None] = None
+    lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(
         self,
@@ -34,31 +40,9 @@ class TorchRegistration:
         self._kept = kept
 
 
-class TorchSlot:
-    """State of torch's PrivateUse1 slot. The slot is global and permanent, so the state is global too."""
-
-    registered: TorchRegistration | None = None
-    lock = threading.Lock()
-
-
 def registered() -> TorchRegistration | None:
     """Return the process's registration, or None before `register`."""
-    return TorchSlot.registered
-
-
-class CurrentDeviceState:
-    """The device of torch calls without device operands, saved and restored when host threads switch."""
-
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
-
-    def save(self) -> SimDeviceState:
-        """Return the current device of the running thread."""
-        return self._dispatcher.current
-
-    def restore(self, saved: SimDeviceState) -> None:
-        """Restore the current device of a host thread that runs again."""
-        self._dispatcher.current = saved
+    return TorchRegistration.current
 
 
 def host_of(registered: TorchRegistration, options: SimOptions, rank: int) -> SimDeviceState:

@@ -11,22 +11,23 @@ from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
 
-from outrider.cli.commands.streamed_output import StreamedOutput
-from outrider.cli.options.engine_options import ModelOptions, with_options
+from outrider.cli.commands.generate import StreamedOutput
 from outrider.cli.options.models import launched
-from outrider.cli.options.option_values import JsonOption, checking_options, option, text
-from outrider.cli.options.request_options import (
+from outrider.cli.options.option_records import (
     ChatTemplateOption,
     EncodedPrompt,
     MaxTokensOption,
+    ModelOptions,
     SamplingOptions,
     find_template,
     read_template,
+    with_options,
 )
+from outrider.cli.options.option_values import JsonOption, checking_options, option, text
 from outrider.cli.terminal.files import MAX_BYTES, check_utf8
-from outrider.cli.terminal.report import CommandReport, Interrupted, Unfinished
+from outrider.cli.terminal.report import CommandReport, Interrupted, Unfinished, note
 from outrider.cli.terminal.stopping import SignalStop
-from outrider.cli.terminal.streams import note
+from outrider.cli.terminal.torch_probe import require_torch
 from outrider.device.errors import OutriderError
 from outrider.errors import RequestError
 
@@ -54,8 +55,6 @@ def chat(
     """Talk with a model. /reset forgets the conversation, /exit ends it; Ctrl-C ends an answer. From a pipe, each line is a
     message.
     """
-    from outrider.cli.terminal.torch_probe import require_torch
-
     with checking_options():
         sampling.params(max_tokens=max_tokens)
         given_template = None if chat_template is None else read_template(chat_template)

@@ -26,17 +26,22 @@ from rich.table import Table
 
 from outrider.cli.commands.table import commands, group
 from outrider.cli.options.option_values import UsageError
-from outrider.cli.terminal.report import CommandReport, Interrupted, Unfinished, Unsaid, exit_code, to_json
-from outrider.cli.terminal.stopping import SignalStop
-from outrider.cli.terminal.streams import (
+from outrider.cli.terminal.report import (
+    CommandReport,
+    Interrupted,
+    Unfinished,
+    Unsaid,
+    exit_code,
     note,
     prepare_streams,
     reserve_stdout_for_json,
     terminal_width,
+    to_json,
     wrap_words,
     write,
     write_json,
 )
+from outrider.cli.terminal.stopping import SignalStop
 from outrider.device.errors import OutriderError
 
 _HELP = "Overlapped speculative decoding of LLMs behind a small hardware-backend interface."

@@ -1,20 +1,34 @@
-"""``outrider generate``: print a model's continuation of a prompt."""
+"""``outrider generate``: print a model's continuation of a prompt, and the first difference from non-speculative decoding."""
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
 
-from outrider.cli.commands.streamed_output import StreamedOutput
-from outrider.cli.options.engine_options import ModelOptions, with_options
 from outrider.cli.options.models import launched
+from outrider.cli.options.option_records import (
+    ChatOption,
+    EncodedPrompt,
+    GuideOption,
+    ImageOption,
+    MaxTokensOption,
+    MessagesOption,
+    ModelOptions,
+    SamplingOptions,
+    build_guide,
+    find_template,
+    read_messages,
+    with_options,
+)
 from outrider.cli.options.option_values import INPUT_FILE, JsonOption, checking_options, option, parsed, text
 from outrider.cli.options.rank_processes import (
     DataParallelOption,
@@ -23,26 +37,119 @@ from outrider.cli.options.rank_processes import (
     TensorParallelOption,
     run_on_ranks,
 )
-from outrider.cli.options.request_options import (
-    ChatOption,
-    ConversationPrompt,
-    EncodedPrompt,
-    GuideOption,
-    ImageOption,
-    MaxTokensOption,
-    MessagesOption,
-    SamplingOptions,
-    build_guide,
-)
 from outrider.cli.terminal.files import read_text
 from outrider.cli.terminal.report import CommandReport, Interrupted
+from outrider.cli.terminal.torch_probe import require_torch
 from outrider.device.errors import ConfigError
 from outrider.errors import RequestError
-from outrider.speculative.names import DRAFTLESS
+from outrider.speculative.plugin import DRAFTLESS
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
+    from outrider.engine.requests.request import StepOutput
     from outrider.engine.requests.sampling import SamplingParams
+
+
+_ENOUGH_DRAFTS, _CHANCE = 24, 0.03
+"""Minimum number of draft tokens for a judgement of their acceptance, and the accepted share that counts as chance."""
+
+
+@dataclass(slots=True)
+class StreamedOutput:
+    """The output of one request so far, and its figures once the request has ended."""
+
+    prompt: EncodedPrompt
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    error: str | None = None
+    """Failure of the device that ended the request; the tokens before it are valid."""
+    iterations: int = 0
+    acceptance_length: float = 0.0
+    """Mean number of tokens that one verification yielded."""
+    drafted: int = 0
+    """Number of draft tokens that were verified."""
+    seconds: float = 0.0
+    """Time from the request to its last token."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Return the output tokens per second of the whole request, prefill included."""
+        return len(self.tokens) / self.seconds if self.seconds else 0.0
+
+    def stream(
+        self,
+        engine: Engine,
+        params: SamplingParams,
+        write: Callable[[str], object] | None,
+        *,
+        ended: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Generate the request's output, and pass text to ``write`` as soon as later tokens can't change it.
+
+        Aborts the request once ``ended`` returns True.
+        """
+        before = engine.stats
+        started = time.perf_counter()
+        try:
+            # Closed here, not by the garbage collector: an interrupted stream must end its request now.
+            outputs = cast("Generator[StepOutput]", engine.stream(self.prompt.tokens, params, media=self.prompt.media))
+            with closing(outputs):
+                for output in outputs:
+                    self.tokens.extend(output.tokens)
+                    if output.text is not None:
+                        self._append_text(output.text, write)
+                    elif write is not None:
+                        self._write_token_ids(output.tokens, write)
+                    if output.finish_reason is not None:
+                        self.finish_reason = str(output.finish_reason)
+                    self.error = self.error or output.error
+                    if ended():
+                        break
+        finally:
+            self.seconds = time.perf_counter() - started
+            after = engine.stats
+            self.iterations = after.request_iterations - before.request_iterations
+            verified = after.verified_tokens - before.verified_tokens
+            self.acceptance_length = verified / self.iterations if self.iterations else 0.0
+            self.drafted = after.drafted_tokens - before.drafted_tokens
+            if write is not None and self.tokens:
+                write("\n")
+                sys.stdout.flush()
+
+    @property
+    def is_accepted_by_chance(self) -> bool:
+        """True if enough draft tokens were verified, and hardly any was accepted."""
+        accepted = (self.acceptance_length - 1) * self.iterations
+        return self.drafted >= _ENOUGH_DRAFTS and accepted < _CHANCE * self.drafted
+
+    def _write_token_ids(self, tokens: Sequence[int], write: Callable[[str], object]) -> None:
+        """Write the ids of the newest ``tokens``; used for a checkpoint without a tokenizer."""
+        begin = "" if len(tokens) == len(self.tokens) else ","
+        if tokens:
+            write(begin + ",".join(map(str, tokens)))
+            sys.stdout.flush()
+
+    def _append_text(self, piece: str, write: Callable[[str], object] | None) -> None:
+        self.text += piece
+        if write is not None and piece:
+            write(piece)
+            sys.stdout.flush()
+
+    def data(self, engine: Engine) -> dict[str, object]:
+        """Return the output, its figures and the device as JSON data."""
+        return {
+            "text": self.text,
+            "token_ids": self.tokens,
+            "finish_reason": self.finish_reason,
+            **({"error": self.error} if self.error else {}),
+            "acceptance_length": self.acceptance_length,
+            "iterations": self.iterations,
+            "backend": engine.backend.name,
+            "device": str(engine.backend.device),
+            "tokens_per_s": self.tokens_per_s,
+            "seconds": self.seconds,
+        }
 
 
 def parse_token_ids(given: str) -> list[int]:
@@ -86,11 +193,9 @@ def generate(
     json_output: JsonOption = False,
 ) -> CommandReport:
     """Continue a prompt, and print the text during generation. Without --model the bundled model continues it."""
-    from outrider.cli.terminal.torch_probe import require_torch
-
     with checking_options():
-        conversation = ConversationPrompt.from_options(chat, messages)
-        tokens_or_text = _prompt_of(prompt, prompt_file, token_ids, conversation)
+        conversation = None if messages is None else read_messages(messages)
+        tokens_or_text = _prompt_of(prompt, prompt_file, token_ids, chat=chat, has_messages=conversation is not None)
         if compare and sampling.temperature != 0:
             raise ConfigError(
                 f"--compare compares greedy decoding, the temperature is {sampling.temperature}; leave --temperature out"
@@ -107,7 +212,7 @@ def generate(
     if compare and dtype is None and not options.exact:
         dtype = "float32"
         command_choices.insert(0, Choice("dtype", dtype, "--compare compares tokens, and coarser rounding makes others"))
-    template = None if conversation is None else conversation.template(speculation.model)
+    template = find_template(speculation.model) if chat or conversation is not None else None
     with Joined(tensor_parallel, data_parallel, expert=expert_parallel) as joined:
         load_engine = options.loader(speculation, max_requests=1, dtype=dtype, command_choices=command_choices, joined=joined)
         load_reference = options.loader(speculation.without(), max_requests=1, dtype=dtype, joined=joined, verbose=False)
@@ -118,8 +223,8 @@ def generate(
                 load_reference().follow()
             return CommandReport.silent_report()
         with closing(engine):
-            if conversation is not None and template is not None:
-                tokens_or_text = conversation.tokens(template, tokens_or_text, images=len(image or ()))
+            if template is not None:
+                tokens_or_text = template.tokens(conversation or [_user_message(tokens_or_text, len(image or ()))])
             encoded = EncodedPrompt.encode(engine, tokens_or_text, speculation.model, image or ())
             output = StreamedOutput(encoded)
             try:
@@ -174,24 +279,84 @@ def _find_difference(
     params: SamplingParams,
     speculative_tokens: Sequence[int],
     reference_tokens: Sequence[int],
-) -> dict[str, object] | None:
+) -> dict[str, Any] | None:
     """Return the first token that differs between the two outputs, or None if only their lengths differ.
 
     Includes the gap of the logits if nothing but the logits decides the tokens.
     """
-    from outrider.cli.commands.differences import PrefillComparison, first_difference
     from outrider.model import Decoder
 
-    at = first_difference(speculative_tokens, reference_tokens)
-    if at is None:
-        return None
     reshaped = params.penalized or params.biases or params.min_tokens or params.guide is not None
     by_logits = isinstance(reference.model, Decoder) and reference.model.ranks.is_single
     if prompt.media or reshaped or not by_logits:
-        return {"position": at, "speculative": speculative_tokens[at], "plain": reference_tokens[at]}
-    found = PrefillComparison(reference).compare(prompt.tokens, speculative_tokens, reference_tokens)
-    assert found is not None
-    return asdict(found)
+        return first_difference(speculative_tokens, reference_tokens)
+    return difference_of_logits(reference, prompt.tokens, speculative_tokens, reference_tokens)
+
+
+def first_difference(speculative_tokens: Sequence[int], reference_tokens: Sequence[int]) -> dict[str, Any] | None:
+    """Return position and tokens of the first difference, or None if one output is a prefix of the other."""
+    for position, (speculative, plain) in enumerate(zip(speculative_tokens, reference_tokens, strict=False)):
+        if speculative != plain:
+            return {"position": position, "speculative": speculative, "plain": plain}
+    return None
+
+
+def difference_of_logits(
+    reference: Engine, prompt: Sequence[int], speculative_tokens: Sequence[int], reference_tokens: Sequence[int]
+) -> dict[str, Any] | None:
+    """Return the first difference of two continuations of ``prompt`` as :func:`first_difference` does, with its logits.
+
+    They are computed again by a prefill of the common part, with the native model, kernels, dtype, page size and context
+    length of ``reference``. ``top_logit`` is the largest logit, ``gap`` the distance between it and the lower one of both
+    tokens' logits, and ``gap_roundings`` the same in units of the last place of the engine's dtype at ``top_logit``.
+    """
+    import torch
+
+    found = first_difference(speculative_tokens, reference_tokens)
+    if found is None:
+        return None
+    logits = _logits_after(reference, [*prompt, *speculative_tokens[: found["position"]]])
+    top = max(logits)
+    gap = top - min(logits[found["speculative"]], logits[found["plain"]])
+    unit = torch.finfo(reference.config.torch_dtype).eps * 2.0 ** math.floor(math.log2(max(abs(top), 2.0**-20)))
+    return {**found, "top_logit": top, "gap": gap, "gap_roundings": gap / unit}
+
+
+def _logits_after(engine: Engine, tokens: Sequence[int]) -> list[float]:
+    """Return the logits [V] after ``tokens``, from a prefill by a new engine like ``engine``."""
+    from outrider.device import WrappedKernels
+    from outrider.engine.config import EngineConfig
+    from outrider.engine.engine import Engine
+    from outrider.engine.requests.sampling import SamplingParams
+    from outrider.model import Decoder
+
+    recorded: list[Any] = []
+
+    class RecordingKernels(WrappedKernels):
+        """Kernels that record the logits of reported log-probabilities. They can't run in a captured graph."""
+
+        def logprobs(self, logits: Any, tokens: Any, count: int) -> Any:
+            """Record the logits, and return the log-probabilities of the wrapped kernels."""
+            recorded.append(logits.flatten(0, -2)[0].double())
+            return super().logprobs(logits, tokens, count)
+
+    model, config = engine.model, engine.config
+    assert isinstance(model, Decoder)
+    config_of_prefill = EngineConfig(
+        max_requests=1,
+        page_size=config.page_size,
+        max_context=engine.max_context,
+        dtype=config.dtype,
+        mode="staged",
+        graphs=False,
+        overlap=False,
+        prefix_cache=False,
+    )
+    decoder = Decoder(model.config, model.weights, RecordingKernels(model.kernels))
+    prefill = Engine(decoder, engine.backend, config=config_of_prefill)
+    prefill.generate([tokens], SamplingParams(max_tokens=1, logprobs=0, ignore_eos=True))
+    row: list[float] = recorded[-1].tolist()
+    return row
 
 
 def _shown_difference(difference: object, dtype: object) -> str:
@@ -213,21 +378,29 @@ def _summary(console: Console, data: dict[str, object]) -> None:
         console.print(f"outrider: error: {data['error']}; the text before it is right", style="bold red", markup=False)
 
 
+def _user_message(prompt: str | Sequence[int], images: int) -> dict[str, Any]:
+    """Return the only message of a conversation. It begins with placeholders for ``images`` images."""
+    content: Any = prompt
+    if images:
+        content = [*({"type": "image"} for _ in range(images)), {"type": "text", "text": prompt}]
+    return {"role": "user", "content": content}
+
+
 def _prompt_of(
-    prompt: str | None, prompt_file: Path | None, token_ids: str | None, conversation: ConversationPrompt | None
+    prompt: str | None, prompt_file: Path | None, token_ids: str | None, *, chat: bool, has_messages: bool
 ) -> str | list[int]:
     """Return the text or the tokens to continue, or an empty text if the conversation comes from a file."""
-    if conversation is None or conversation.messages is None:
-        if conversation is not None and token_ids is not None:
-            raise RequestError("--chat was given with --token-ids; a template is filled in with text: give --prompt instead")
-        if token_ids is None:
-            return _prompt_text(prompt, prompt_file)
-        if prompt is not None or prompt_file is not None:
-            raise RequestError("--token-ids is a prompt, and so are --prompt and --prompt-file; give one of them")
-        return parse_token_ids(token_ids)
-    if prompt is not None or prompt_file is not None or token_ids is not None:
-        raise RequestError("--messages is a prompt, and so are --prompt, --prompt-file and --token-ids; give one of them")
-    return ""
+    if has_messages:
+        if prompt is not None or prompt_file is not None or token_ids is not None:
+            raise RequestError("--messages is a prompt, and so are --prompt, --prompt-file and --token-ids; give one of them")
+        return ""
+    if chat and token_ids is not None:
+        raise RequestError("--chat was given with --token-ids; a template is filled in with text: give --prompt instead")
+    if token_ids is None:
+        return _prompt_text(prompt, prompt_file)
+    if prompt is not None or prompt_file is not None:
+        raise RequestError("--token-ids is a prompt, and so are --prompt and --prompt-file; give one of them")
+    return parse_token_ids(token_ids)
 
 
 def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:

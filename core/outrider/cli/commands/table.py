@@ -20,7 +20,7 @@ from outrider.cli.options.option_values import GENERAL, UsageError, checking_opt
 from outrider.cli.terminal.files import check_utf8
 from outrider.device.errors import OutriderError
 from outrider.errors import shown
-from outrider.registry.discovery import installed_entry_points
+from outrider.registry.plugins import installed_entry_points
 
 DEBUG_ROW = ("--debug", "Show the traceback of an error. May stand anywhere.")
 _MAX_OPTION_WIDTH = 24
@@ -144,13 +144,13 @@ value is ``module:function``. Nothing is loaded before the command is asked for.
 OWN: Mapping[str, Target] = {
     "generate": "outrider.cli.commands.generate:generate",
     "chat": "outrider.cli.commands.chat:chat",
-    "models": "outrider.cli.commands.supported_models:models",
-    "backends": "outrider.cli.commands.backends:backends",
-    "doctor": "outrider.cli.commands.doctor:doctor",
-    "fences": "outrider.cli.commands.fences:fences",
-    "tune": "outrider.cli.commands.tune:tune",
-    "quantize": "outrider.cli.commands.quantize:quantize",
-    "draft-vocabulary": "outrider.cli.commands.draft_vocabulary:draft_vocabulary",
+    "models": "outrider.cli.commands.listings:models",
+    "backends": "outrider.cli.commands.listings:backends",
+    "doctor": "outrider.cli.commands.listings:doctor",
+    "fences": "outrider.cli.commands.listings:fences",
+    "tune": "outrider.cli.commands.preparation:tune",
+    "quantize": "outrider.cli.commands.preparation:quantize",
+    "draft-vocabulary": "outrider.cli.commands.preparation:draft_vocabulary",
 }
 
 

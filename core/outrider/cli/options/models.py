@@ -26,20 +26,18 @@ from outrider.cli.options.option_values import (
 )
 from outrider.cli.terminal.environment import backend_from_environment, plugin_probe, tuned_directory
 from outrider.cli.terminal.files import check_directory
-from outrider.cli.terminal.starting import chosen, print_engine, show_progress, sum_of_loads
-from outrider.cli.terminal.streams import note
+from outrider.cli.terminal.report import note, show_progress, sum_of_loads
 from outrider.cli.terminal.torch_probe import require_torch
 from outrider.device.scopes import uncollected
 from outrider.errors import CheckpointError
 from outrider.registry import Registry
-from outrider.speculative.names import BUILTIN_PROPOSERS, DRAFTLESS, SUFFIX_PREFIX
-from outrider.speculative.plugin import PROPOSERS_GROUP
+from outrider.speculative.plugin import BUILTIN_PROPOSERS, DRAFTLESS, PROPOSERS_GROUP, SUFFIX_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from outrider.cli.options.rank_processes import Joined
-    from outrider.cli.terminal.starting import Tell
+    from outrider.cli.terminal.report import Tell
     from outrider.device import Backend
     from outrider.engine.config import Choice
     from outrider.engine.engine import Engine
@@ -287,7 +285,6 @@ class Speculation:
 
 def has_mtp_heads(model: Path) -> bool:
     """Return True if the checkpoint ``model`` has heads of multi-token prediction. Its loader reports unreadable files."""
-    from outrider.errors import CheckpointError
     from outrider.model.checkpoint.files import GGUF_LIST
     from outrider.model.checkpoint.mapping import mtp_format
     from outrider.model.checkpoint.opening import open_checkpoint
@@ -449,3 +446,18 @@ def find_quantized_copy(source: Path, weight_format: str) -> Path:
         f"{before:.0f}; the copy in {target} is used again\n"
     )
     return target
+
+
+def chosen(engine: Engine, command_choices: Sequence[Choice] = ()) -> list[dict[str, object]]:
+    """Return the settings that the engine and the command chose, with the reasons, as JSON data."""
+    return [asdict(choice) for choice in (*command_choices, *engine.chosen)]
+
+
+def print_engine(engine: Engine, command_choices: Sequence[Choice] = ()) -> None:
+    """Print what the engine and the command chose, compiled and captured on standard error, one line each."""
+    found: list[object] = [*command_choices, *engine.chosen, engine.warm_up, engine.captured]
+    if engine.captured_prefill is not None:
+        found.append(f"of prompts, {engine.captured_prefill}")
+    if engine.draft_length.costs:
+        found.append(engine.draft_length)
+    note("".join(f"outrider: {each}\n" for each in found if each is not None))

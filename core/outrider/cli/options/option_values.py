@@ -23,7 +23,7 @@ from outrider.device.errors import ConfigError, OutriderError
 from outrider.device.plugin import ENTRY_POINT_GROUP
 from outrider.errors import RequestError, shown
 from outrider.registry.backends import AUTO, parse_spec
-from outrider.registry.discovery import installed_entry_points
+from outrider.registry.plugins import installed_entry_points
 
 GENERAL = "General"
 """Heading of the options that every command has. They come last in the help."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import IO, TYPE_CHECKING, Annotated, Any
@@ -27,14 +28,15 @@ from outrider.cli.terminal.environment import rank_environment, rank_variables
 from outrider.cli.terminal.report import CommandReport, Unsaid
 from outrider.cli.terminal.stopping import Stopped
 from outrider.device.errors import BackendError, ConfigError, DeviceError, OutriderError
+from outrider.registry.children import end_with_parent, ignore_interruptions, interruptions_blocked_in_children
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs don't list it
 
     from outrider.device import Backend
-    from outrider.engine.ranks.heartbeats import KeyValueStore
+    from outrider.engine.engine import Engine
+    from outrider.engine.ranks.heartbeats import KeyValueStore, RankWatch
     from outrider.engine.ranks.ranks import ParallelConfig, Ranks
-    from outrider.engine.ranks.watch import RankWatch
     from outrider.registry import Registry
 
 TensorParallelOption = Annotated[
@@ -91,6 +93,11 @@ class RankPlacement:
     pipe: int | None
     agent: bool = False
     attempt: int = 0
+
+    @classmethod
+    def of_child(cls, rank: int, *, world: int, port: int) -> RankPlacement:
+        """Return the placement of a rank in a process of this host, whose starter has the key-value store on ``port``."""
+        return cls(rank=rank, world=world, local=rank, address="127.0.0.1", port=port, store_is_elsewhere=True, pipe=None)
 
     @classmethod
     def from_environment(cls) -> RankPlacement | None:
@@ -186,9 +193,8 @@ class Joined:
         place = self.place
         if place is None or self.ranks is not None:
             return self.ranks
-        from outrider.engine.ranks.heartbeats import KeyValueStore
+        from outrider.engine.ranks.heartbeats import KeyValueStore, RankWatch, end_with_pipe
         from outrider.engine.ranks.ranks import ParallelConfig, Ranks
-        from outrider.engine.ranks.watch import RankWatch, end_with_pipe
 
         parallel = ParallelConfig(tensor=self._tensor, data=self._data, expert=self._expert)
         if place.world != parallel.world:
@@ -215,9 +221,8 @@ class Joined:
                 raise Unsaid(1) from error
             return
         self._watch.stop()
-        from outrider.engine.ranks.heartbeats import Heartbeat
+        from outrider.engine.ranks.heartbeats import Heartbeat, first_rank_is_lost
         from outrider.engine.ranks.records import RanksFailed
-        from outrider.engine.ranks.watch import first_rank_is_lost
 
         speaks = error is not None and self.place.rank == 0 and not _of_the_ranks(error)
         first = ""
@@ -238,8 +243,8 @@ class Joined:
 
 
 def _said_elsewhere(place: RankPlacement, error: OutriderError) -> bool:
-    """Return True if another rank, too, fails with this error before the ranks have joined, such as a wrong option, and so
-    reports it.
+    """Return True if another rank has already announced the same error, so that this rank need not print it. Ranks announce
+    errors that precede their first connection, such as a wrong option, in the store of torchrun.
     """
     if not place.agent or not place.store_is_elsewhere:
         return False
@@ -269,9 +274,11 @@ def check_expert_parallel(expert: bool, tensor: int, data: int) -> None:
 def run_on_ranks(
     arguments: Sequence[str] | None, tensor: int, data: int, *, expert: bool = False, json_output: bool
 ) -> CommandReport | None:
-    """Run the command on several ranks and return their report. Returns None in a rank and for a single process.
+    """Run the command on ``tensor`` x ``data`` ranks and return their report. Returns None in a rank and for a single
+    process.
 
-    Raises :class:`ConfigError` if the command was called from Python, where there is no command line to start again.
+    ``expert``: the ranks divide the experts. ``json_output``: the report is for scripts. Raises :class:`ConfigError` if the
+    command was called from Python, where there is no command line to start again.
     """
     check_expert_parallel(expert, tensor, data)
     if tensor * data == 1 or RankPlacement.from_environment() is not None:
@@ -283,6 +290,43 @@ def run_on_ranks(
     parallel = ParallelConfig(tensor=tensor, data=data, expert=expert)
     with _Processes(parallel, arguments, json_output=json_output) as processes:
         return processes.wait_for_report()
+
+
+def create_rank_store() -> Any:
+    """Create the key-value store of child ranks in this process, on a free port of this host."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs don't list it
+
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def start_followers(follow: Callable[[RankPlacement], None], *, world: int, port: int) -> list[Any]:
+    """Start a child process of ``multiprocessing`` for each follower rank, and return the processes.
+
+    ``follow`` is pickled. It is the main function of each process, and should call :func:`follow_first_rank`. ``port``: that
+    of the key-value store of this process. The processes end when the calling thread ends.
+    """
+    context = multiprocessing.get_context("spawn")
+    processes: list[Any] = []
+    for rank in range(1, world):
+        placement = RankPlacement.of_child(rank, world=world, port=port)
+        process = context.Process(target=follow, args=(placement,), name=f"outrider-rank-{rank}", daemon=True)
+        with interruptions_blocked_in_children():
+            process.start()
+        processes.append(process)
+    return processes
+
+
+def follow_first_rank(
+    make: Callable[..., Engine], tensor: int, expert: bool, placement: RankPlacement, follow: Callable[[Engine], None]
+) -> None:
+    """Run a follower rank in a process of :func:`start_followers`: create its engine and ``follow`` until rank 0 ends.
+
+    ``make`` returns the engine of the ranks ``joined``.
+    """
+    ignore_interruptions()
+    end_with_parent()
+    with Joined(tensor, placement.world // tensor, placement, expert=expert) as joined:
+        follow(make(joined=joined))
 
 
 class _Processes:
@@ -297,12 +341,9 @@ class _Processes:
         self._stack = ExitStack()
 
     def __enter__(self) -> _Processes:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs don't list it
-
         from outrider.engine.ranks.heartbeats import KeyValueStore
 
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._store = store
+        self._store = store = create_rank_store()
         self._key_value_store = KeyValueStore(store, "outrider")
         # The operating system closes the pipe when this process ends, and each rank ends itself then.
         read, self._write = os.pipe()

@@ -80,13 +80,6 @@ def rank_variables(*, rank: int, world: int, port: int, pipe: int) -> dict[str, 
     }
 
 
-def become_rank(*, rank: int, world: int, port: int) -> None:
-    """Give this process the environment of a rank, in torchrun's form. The process ends itself when its parent ends."""
-    variables = rank_variables(rank=rank, world=world, port=port, pipe=-1)
-    del variables["OUTRIDER_RANK_PIPE"]
-    os.environ.update(variables)
-
-
 def limit_spinning() -> None:
     """Let waiting OpenMP threads sleep soon, unless the user chose how they wait. libgomp reads this when torch is imported.
 

@@ -19,9 +19,9 @@ from importlib import resources
 from pathlib import Path
 
 from outrider.cli.terminal.environment import autoload_setting, without_autoload
-from outrider.cli.terminal.starting import show_progress
+from outrider.cli.terminal.report import show_progress
 from outrider.device.errors import BackendLoadError
-from outrider.registry.discovery import installed_entry_points
+from outrider.registry.plugins import installed_entry_points
 from outrider.registry.probing import PluginProbe
 
 _PROBE = """

@@ -9,7 +9,7 @@ C channels and Hv value heads of size Ev of a recurrent layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -210,7 +210,9 @@ class BlockKernels(ModelKernels, RecurrentKernels, BookkeepingKernels, Collectiv
     @composes(*PRODUCTS, *NORMS, *RECURRENCES, "gated_rms_norm")
     def recurrent_block(self, x: ResidualStream, block: RecurrentBlock, tokens: RecurrentTokens) -> ResidualStream:
         """Mix the norm of the stream with the states by a short convolution and a gated delta rule (Yang et al. 2024)."""
-        heads = recurrent_heads(self, x.norm(block.norm, block.eps), block, tokens)
+        normed = x.norm(block.norm, block.eps)
+        projected = [linear(self, normed, each) for each in block.projections]
+        heads = recurrent_heads(self, projected, block, tokens)
         rows = tokens.rows.continued(self, x.rows)
         return contributed(self, rows, linear(self, heads, block.output, block.output_bias), block.ranks)
 
@@ -297,12 +299,16 @@ def contributed(kernels: BlockKernels, rows: Tensor, value: Tensor, ranks: RankB
     return ResidualStream(kernels, rows, Computed(kernels, value, ranks))
 
 
-def recurrent_heads(kernels: BlockKernels, normed: Tensor, block: RecurrentBlock, tokens: RecurrentTokens) -> Tensor:
-    """Return the gated results of the rows that continue [S, Hv Ev], before the output product."""
-    made = [linear(kernels, normed, each) for each in block.projections]
+def recurrent_heads(
+    kernels: BlockKernels, projected: Sequence[Tensor], block: RecurrentBlock, tokens: RecurrentTokens
+) -> Tensor:
+    """Return the gated results of the rows that continue [S, Hv Ev], before the output product.
+
+    ``projected`` has the product [T, ...] of the normalised rows and each weight of ``block.projections``.
+    """
     sizes = block.channels, block.output.shape[1], 2 * block.rule.a_log.shape[0]
-    mixed, gate, *rest = made[0].split(sizes[: 4 - len(made)], dim=1)
-    gates = rest[0] if rest else made[1]
+    mixed, gate, *rest = projected[0].split(sizes[: 4 - len(projected)], dim=1)
+    gates = rest[0] if rest else projected[1]
     if tokens.window is None:
         commit = tokens.batch.token_counts if tokens.counts is None else tokens.counts
         heads = _recur(kernels, mixed, gates, block, tokens, commit, decodes=tokens.decodes)

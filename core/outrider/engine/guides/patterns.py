@@ -51,7 +51,7 @@ Ranges = list[tuple[int, int]]
 
 
 def to_xgrammar_syntax(pattern: str, *, in_json: bool) -> str:
-    """Return ``pattern`` in xgrammar's syntax.
+    """Return ``pattern`` in xgrammar's syntax; with ``in_json``, for use inside a JSON string.
 
     Raises :class:`ConfigError` if Python's ``re`` rejects the pattern, or if xgrammar can't enforce it.
     """

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from outrider.device import ConfigError, DeviceError
 from outrider.engine.ranks.ranks import Ranks
 from outrider.engine.ranks.records import (
-    Command,
     DecisionRecord,
     Decisions,
     RankAct,
     RanksDiffer,
     RanksFailed,
-    VoteRequest,
-    decode,
-    encode,
+    decode_call,
+    encode_call,
 )
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.draft_length import DraftLengthPolicy
@@ -54,11 +53,14 @@ class DecisionLog:
         return policy
 
     def limited(self, timeout_s: float | None) -> float | None:
-        """Return the limit of host waits, which was ``timeout_s``, once everything is compiled."""
+        """Return the time limit in seconds of each host wait, for an engine whose limit is ``timeout_s``: here unchanged.
+
+        The engine calls this after the warm-up, because a compilation may take longer than the limit.
+        """
         return timeout_s
 
-    def append_command(self, command: Command) -> None:
-        """Add ``command`` to the next record of the leading rank."""
+    def append_call(self, name: str, *arguments: object) -> None:
+        """Add a call of the engine to the next record of the leading rank."""
 
     def publish_or_check(
         self, name: RankAct, decisions: Decisions | None = None, then: Callable[[], Decisions] | None = None
@@ -117,7 +119,7 @@ class RankedDecisionLog(DecisionLog):
         self.groups, self.own_group = ranks.config.data, ranks.data_rank
         self.has_page_parts = ranks.config.tensor > 1
         self._log = ranks.new_log()
-        self._commands: list[str] = []
+        self._calls: list[str] = []
         self._record: DecisionRecord | None = None
         self._vote_requests = 0
         self.has_ended = False
@@ -136,13 +138,13 @@ class RankedDecisionLog(DecisionLog):
         """
         return self.ranks.config.timeout_s / 4 if self.leads else None
 
-    def append_command(self, command: Command) -> None:
-        """On the leading rank: add ``command`` to the next record. Followers ignore the call.
+    def append_call(self, name: str, *arguments: object) -> None:
+        """On the leading rank: add a call of the engine to the next record. Followers ignore it.
 
-        Raises :class:`~outrider.engine.ranks.records.RecordError` if a field has a value that a record can't hold.
+        Raises :class:`~outrider.engine.ranks.records.RecordError` for an argument that a record can't hold.
         """
         if self.leads:
-            self._commands.append(encode(command, Command))
+            self._calls.append(encode_call(name, arguments))
 
     def publish_or_check(
         self, name: RankAct, decisions: Decisions | None = None, then: Callable[[], Decisions] | None = None
@@ -155,8 +157,8 @@ class RankedDecisionLog(DecisionLog):
         if self.leads:
             published = decisions if then is None else {**(decisions or {}), **then()}
             if not self.has_ended:
-                self._log.publish(DecisionRecord(tuple(self._commands), name, published))
-                self._commands.clear()
+                self._log.publish(DecisionRecord(tuple(self._calls), name, published))
+                self._calls.clear()
             self._pass_to_groups(published)
             return
         self._pass_to_groups(decisions)
@@ -179,7 +181,9 @@ class RankedDecisionLog(DecisionLog):
         return policy if self.leads else ReplicatedLength(policy.lengths, self)
 
     def limited(self, timeout_s: float | None) -> float | None:
-        """Return the limit after which a rank that doesn't come is lost."""
+        """Return the time limit in seconds of each host wait: the smaller of ``timeout_s`` and the ranks' time limit, after
+        which a rank counts as lost.
+        """
         return min(timeout_s or self.ranks.config.timeout_s, self.ranks.config.timeout_s)
 
     def keep_handed_over(self, handed: HandOver) -> HandOver:
@@ -207,7 +211,7 @@ class RankedDecisionLog(DecisionLog):
     def request_votes(self, said: str) -> tuple[str, ...]:
         """Request a vote from every follower rank, on the leading rank. Wait for the votes and return them in rank order."""
         number, self._vote_requests = self._vote_requests, self._vote_requests + 1
-        self.append_command(VoteRequest(number, said))
+        self.append_call("vote", number, said)
         self.publish_or_check("go on")
         followers = range(1, self.ranks.config.world)
         return tuple(self._log.wait_for_vote(number, rank, lambda: self.ranks.key_value_store.failure) for rank in followers)
@@ -219,7 +223,7 @@ class RankedDecisionLog(DecisionLog):
     def end_followers(self) -> None:
         """Publish the last record on the leading rank, so that followers end. Further calls do nothing."""
         if self.leads and not self.has_ended:
-            self._commands.clear()
+            self._calls.clear()
             self.publish_or_check("end")
         self.has_ended = True
 
@@ -229,10 +233,10 @@ class RankedDecisionLog(DecisionLog):
         return self._record
 
     @property
-    def commands(self) -> Iterator[Command]:
-        """The commands of the current record, on a follower rank."""
-        for text in () if self._record is None else self._record.commands:
-            yield decode(text, Command)
+    def calls(self) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        """Name and arguments of each call of the current record, on a follower rank."""
+        for text in () if self._record is None else self._record.calls:
+            yield decode_call(text)
 
     @property
     def drafted(self) -> int | None:

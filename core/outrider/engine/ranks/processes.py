@@ -24,7 +24,7 @@ _STOPPED_CHECKS = 4
 
 
 def absolute(path: Path | str | None) -> Path | None:
-    """Return the absolute path of an existing file or directory; a name on the Hub stays a name."""
+    """Return the absolute path of an existing file or directory; a name on the Hub stays a name, and None stays None."""
     if not isinstance(path, str | Path):
         return path  # the caller checks its type
     return Path(path).resolve() if Path(path).exists() else Path(path)

@@ -100,14 +100,8 @@ _POLL_S = 0.05
 _START_POLL_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class _ExchangeMessage:
-    """The message that one rank publishes in :meth:`Ranks.exchange`."""
-
-    subject: str | None
-    """The subject of the exchange; None if the rank has failed."""
-    text: str
-    """The rank's encoded value, or the reason of its failure."""
+_ExchangeMessage = tuple[str | None, str]
+"""The subject of an exchange and a rank's encoded value, or None and the reason of the rank's failure."""
 
 
 class Ranks:
@@ -193,7 +187,7 @@ class Ranks:
         """
         number = self._num_exchanges
         self._num_exchanges += 1
-        self._publish(number, _ExchangeMessage(what, encode(value, kind)))
+        self._publish(number, (what, encode(value, kind)))
         values = []
         for rank in range(self.config.world):
             key, until = self._exchange_key(number, rank), time.monotonic() + _START_TIMEOUT_S
@@ -201,14 +195,12 @@ class Ranks:
                 lost = None if self._find_lost_process is None else self._find_lost_process()
                 if lost is not None or time.monotonic() > until:
                     raise RanksFailed(lost or f"rank {rank} didn't come to {what!r} within {_START_TIMEOUT_S:g} s")
-            message: _ExchangeMessage = decode(self.store.get(key), _ExchangeMessage)
-            if message.subject is None:
-                raise RanksFailed(message.text)
-            if message.subject != what:
-                raise RanksDiffer(
-                    f"rank {self.rank} is at {what!r}, and rank {rank} at {message.subject!r}; start all of them alike"
-                )
-            values.append(decode(message.text, kind))
+            subject, text = decode(self.store.get(key), _ExchangeMessage)
+            if subject is None:
+                raise RanksFailed(text)
+            if subject != what:
+                raise RanksDiffer(f"rank {self.rank} is at {what!r}, and rank {rank} at {subject!r}; start all of them alike")
+            values.append(decode(text, kind))
         return values
 
     def _publish(self, number: int, message: _ExchangeMessage) -> None:
@@ -259,7 +251,7 @@ class Ranks:
         report = f"rank {self.rank} failed: {type(error).__name__}: {error} ({self.progress})"
         try:
             first = self.key_value_store.publish_failure(report)
-            self._publish(self._num_exchanges, _ExchangeMessage(None, first))  # ends the wait of ranks in meet()
+            self._publish(self._num_exchanges, (None, first))  # ends the wait of ranks in meet()
         except RuntimeError:  # raised by the store
             first = f"{STORE_LOST}: {self.progress}"
         with suppress(OutriderError):  # the first failure is the one to report
@@ -284,7 +276,9 @@ class Ranks:
         return {rank: beat for rank, beat in beats.items() if beat is not None}
 
     def _late_rank(self, before: Mapping[int, Heartbeat]) -> str | None:
-        """Return a message about a rank that made fewer calls than this one and gave a heartbeat since ``before``."""
+        """Return a message about a rank that made fewer calls than this one and gave a heartbeat since ``before``; None
+        without one.
+        """
         own_calls, beats = self.heartbeat(0).calls, self._other_heartbeats()
         late = min(beats, key=lambda rank: beats[rank].calls, default=None)
         if late is None or beats[late].calls >= own_calls or beats[late].number <= before.get(late, beats[late]).number:

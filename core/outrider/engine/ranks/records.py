@@ -1,15 +1,16 @@
-"""Records that the first rank publishes and follower ranks repeat: their text, the commands in them, and their log.
+"""Records that the first rank publishes and follower ranks repeat: their text, the calls in them, and their log.
 
-The text is JSON of :mod:`outrider.engine.requests.message_codec` with a version. A command is a call that changes an engine.
+The text is JSON of :mod:`outrider.engine.requests.message_codec` with a version.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
@@ -22,7 +23,7 @@ from outrider.engine.requests.sampling import SamplingParams
 from outrider.errors import one_line, shown
 from outrider.model import Media
 
-VERSION = 2
+VERSION = 3
 """The version of the format. It increases with each change that makes old text ambiguous."""
 _VERSION, _RECORD = "version", "record"
 
@@ -36,13 +37,41 @@ class RecordError(DeviceError):
     device_lost = True
 
 
+CALLS: Mapping[str, Any] = MappingProxyType(
+    {
+        # prompt, parameters, priority, media
+        "add_request": tuple[tuple[int, ...], SamplingParams | None, int, tuple[Media, ...]],
+        # prompts, parameters of all requests or one entry for each prompt, media of each prompt
+        "generate": tuple[
+            tuple[tuple[int, ...], ...],
+            SamplingParams | tuple[SamplingParams | None, ...] | None,
+            tuple[tuple[Media, ...], ...] | None,
+        ],
+        "abort": tuple[int],
+        # requests whose caller has disappeared
+        "drop": tuple[tuple[int, ...]],
+        "hand_over": tuple[int],
+        # the key under which each rank stores its part of a handed-over request
+        "take_over": tuple[str],
+        "resume": tuple[RequestState],
+        # a request that another engine lends, and the data-parallel group whose pages it gets
+        "expect_pages": tuple[RequestState, int],
+        # an expected request, and the proposer's relayed tensors: the first rank passes them to the rank that has the pages
+        "pages_arrived": tuple[int, Mapping[str, Tensor]],
+        # an expected request that won't arrive
+        "release_pages": tuple[int],
+        # number and text of a request for a vote of the component next to each follower rank's engine
+        "vote": tuple[int, str],
+    }
+)
+"""The calls that change an engine and that follower ranks repeat, with the types of their arguments. Numbers are request ids,
+unless a comment says otherwise.
+"""
+
+
 def encode(value: object, kind: Any) -> str:
     """Return ``value`` as text. Raises :class:`RecordError` if any part of it doesn't have the type ``kind``."""
-    try:
-        record = to_plain(value, kind)
-    except MessageError as error:
-        raise RecordError(str(error)) from error
-    return json.dumps({_VERSION: VERSION, _RECORD: record}, allow_nan=False, separators=(",", ":"))
+    return _as_text(_converted(to_plain, value, kind))
 
 
 def decode(text: str | bytes, kind: Any) -> Any:
@@ -50,6 +79,36 @@ def decode(text: str | bytes, kind: Any) -> Any:
 
     Raises :class:`RecordError` for text that isn't JSON, another version, unknown or missing fields, and wrong types.
     """
+    return _converted(from_plain, _record_in(text), kind)
+
+
+def encode_call(name: str, arguments: Sequence[object]) -> str:
+    """Return a call of :data:`CALLS` as text. Raises :class:`RecordError` for arguments that a record can't hold."""
+    return _as_text({name: _converted(to_plain, arguments, CALLS[name])})
+
+
+def decode_call(text: str | bytes) -> tuple[str, tuple[Any, ...]]:
+    """Return name and arguments of the call that :func:`encode_call` wrote. Raises :class:`RecordError` as :func:`decode`."""
+    record = _record_in(text)
+    name = next(iter(record), "") if isinstance(record, dict) else ""
+    if name not in CALLS or len(record) != 1:
+        raise RecordError(f"a call of another rank is {shown(record)}; expected one of {', '.join(CALLS)}")
+    return name, _converted(from_plain, record[name], CALLS[name])
+
+
+def _converted(convert: Callable[[Any, Any], Any], value: Any, kind: Any) -> Any:
+    try:
+        return convert(value, kind)
+    except MessageError as error:
+        raise RecordError(str(error)) from error
+
+
+def _as_text(record: Any) -> str:
+    return json.dumps({_VERSION: VERSION, _RECORD: record}, allow_nan=False, separators=(",", ":"))
+
+
+def _record_in(text: str | bytes) -> Any:
+    """Return the plain data in the text of a record, whose version is checked."""
     try:
         envelope = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
@@ -62,10 +121,7 @@ def decode(text: str | bytes, kind: Any) -> Any:
         raise RecordError(
             f"a record of another rank has the keys {shown(sorted(envelope))}; expected {_VERSION} and {_RECORD}"
         )
-    try:
-        return from_plain(envelope[_RECORD], kind)
-    except MessageError as error:
-        raise RecordError(str(error)) from error
+    return envelope[_RECORD]
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -103,10 +159,10 @@ class RanksDiffer(RanksFailed):
 
 @dataclass(frozen=True, slots=True)
 class DecisionRecord:
-    """One entry of the decision log. Every rank applies the commands and then performs the act."""
+    """One entry of the decision log. Every rank makes the calls and then performs the act."""
 
-    commands: tuple[str, ...]
-    """Encoded calls that change the engine (:mod:`outrider.engine.ranks.records`), in the order of the calls."""
+    calls: tuple[str, ...]
+    """Encoded calls that change the engine (:data:`CALLS`), in their order."""
     act: RankAct
     """The next act: iterate, drain, go on (no iteration), or end."""
     decisions: Decisions | None = None
@@ -176,108 +232,3 @@ def wait_for_key(store: Store, key: str, seconds: float) -> bool:
             return False
         raise RanksFailed(f"the store where the ranks meet is gone: {error}; its process has ended") from error
     return True
-
-
-@dataclass(frozen=True, slots=True)
-class AddCommand:
-    """A command to queue one request of a caller."""
-
-    tokens: tuple[int, ...]
-    params: SamplingParams | None
-    priority: int
-    media: tuple[Media, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class QueueCommand:
-    """A command to queue the requests of one ``generate`` call."""
-
-    prompts: tuple[tuple[int, ...], ...]
-    params: SamplingParams | tuple[SamplingParams | None, ...] | None
-    """Parameters of all requests, or one entry for each prompt."""
-    media: tuple[tuple[Media, ...], ...] | None
-    """The media of each prompt."""
-
-
-@dataclass(frozen=True, slots=True)
-class AbortCommand:
-    """A command to end the request with number ``request``."""
-
-    request: int
-
-
-@dataclass(frozen=True, slots=True)
-class DropCommand:
-    """A command to drop requests whose caller has disappeared."""
-
-    requests: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class HandOverCommand:
-    """A command to hand a request over to another engine of the same ranks."""
-
-    request: int
-
-
-@dataclass(frozen=True, slots=True)
-class TakeOverCommand:
-    """A command to continue a handed-over request. Each rank stores its part under ``key``."""
-
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
-class ResumeCommand:
-    """A command to queue a request that another engine has started."""
-
-    state: RequestState
-
-
-@dataclass(frozen=True, slots=True)
-class ExpectPagesCommand:
-    """Reserve pages in a data-parallel group for a request that another engine lends."""
-
-    state: RequestState
-    group: int
-
-
-@dataclass(frozen=True, slots=True)
-class PagesArrivedCommand:
-    """A command to continue an expected request whose pages have arrived."""
-
-    request: int
-    relay: Mapping[str, Tensor]
-    """The proposer's relayed tensors; the first rank passes them to the rank that has the pages."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReleasePagesCommand:
-    """Release the pages of an expected request that won't arrive."""
-
-    request: int
-
-
-@dataclass(frozen=True, slots=True)
-class VoteRequest:
-    """Request a vote from the component next to the engine of each follower rank."""
-
-    number: int
-    """The number of this request for a vote."""
-    said: str
-    """The text of the request."""
-
-
-Command: TypeAlias = (
-    AddCommand
-    | QueueCommand
-    | AbortCommand
-    | DropCommand
-    | HandOverCommand
-    | TakeOverCommand
-    | ResumeCommand
-    | ExpectPagesCommand
-    | PagesArrivedCommand
-    | ReleasePagesCommand
-    | VoteRequest
-)

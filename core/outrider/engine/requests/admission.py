@@ -17,8 +17,7 @@ from outrider.engine.config import MAX_LOGPROBS, DecidedConfig
 from outrider.engine.guides.grammars import Grammars
 from outrider.engine.requests.hand_over import RequestState
 from outrider.engine.requests.request import Request, expand_prompt, request_media
-from outrider.engine.requests.sampling import MAX_LOGIT_BIAS, SamplingParams
-from outrider.engine.requests.stop_text import Transcript, watch_stop_strings
+from outrider.engine.requests.sampling import MAX_LOGIT_BIAS, SamplingParams, Transcript, watch_stop_strings
 from outrider.errors import RequestError, shown
 from outrider.model import Media, ModelConfig, Tokenizer, VisionTower
 

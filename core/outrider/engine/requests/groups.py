@@ -22,16 +22,6 @@ sequence).
 """
 
 
-class AgreedLength(FixedLength):
-    """The draft-length policy of all groups' schedulers, which returns the one length that :class:`GroupScheduler` chose for
-    the iteration.
-    """
-
-    def agree(self, length: int) -> None:
-        """Set the draft length of all following iterations to ``length``."""
-        self.lengths = (length,)
-
-
 class GroupScheduler:
     """One :class:`Scheduler` for each data-parallel group, with the interface of a single one.
 
@@ -43,14 +33,14 @@ class GroupScheduler:
         schedulers: Sequence[Scheduler],
         *,
         own: int,
-        agreed: AgreedLength,
+        agreed: FixedLength,
         draft_length: DraftLengthPolicy,
         passes: PromptPasses,
     ) -> None:
         """Create the scheduler of all groups.
 
         ``own`` is this rank's group, whose batch :meth:`next_batch` returns. ``agreed`` is the draft-length policy of all
-        ``schedulers``, which follows ``draft_length``.
+        ``schedulers``: it gets the one length that ``draft_length`` chooses for an iteration.
         """
         self._schedulers = tuple(schedulers)
         self._own = own
@@ -60,7 +50,6 @@ class GroupScheduler:
         self._group_batches: list[Batch | None] = []
         """Batches of the first groups, after a later group raised :class:`OutOfPages`."""
         self.pages = GroupPages([scheduler.pages for scheduler in schedulers], own)
-        self.rows = GroupRows(self._schedulers)
 
     @property
     def has_work(self) -> bool:
@@ -71,6 +60,11 @@ class GroupScheduler:
     def chance_of_end(self) -> float:
         """Probability that the iterations in flight complete the output of every request of all groups."""
         return prod(scheduler.chance_of_end for scheduler in self._schedulers)
+
+    @property
+    def free_rows(self) -> int:
+        """The number of free request rows in all groups."""
+        return sum(scheduler.free_rows for scheduler in self._schedulers)
 
     @property
     def preemptions(self) -> int:
@@ -125,7 +119,7 @@ class GroupScheduler:
         Raises :class:`OutOfPages` like :meth:`Scheduler.next_batch`; the caller then handles results and calls again.
         """
         if not self._group_batches:
-            self._agreed_length.agree(self._choose_length())
+            self._agreed_length.lengths = (self._choose_length(),)
         for scheduler in self._schedulers[len(self._group_batches) :]:
             self._group_batches.append(scheduler.next_batch())
         group_batches, self._group_batches = self._group_batches, []
@@ -168,7 +162,9 @@ class GroupScheduler:
         return self._schedulers[request.group]
 
     def _choose_length(self) -> int:
-        """Return the longest length if a request samples (its draws depend on the draft), else the policy's choice."""
+        """Return the draft length of the next iteration: the longest length if a request samples, because its tokens depend
+        on the draft, else the policy's choice.
+        """
         decoding = [request for request in self.running if not request.finished and not request.needs_prefill]
         if not decoding or Features.from_requests(decoding) != Features():
             return self._draft_length.lengths[-1]
@@ -237,15 +233,3 @@ class GroupPages:
         """Unregister every page of every group, see :meth:`PagePool.unregister_all`."""
         for pool in self._pools:
             pool.unregister_all()
-
-
-class GroupRows:
-    """The request rows of all groups."""
-
-    def __init__(self, schedulers: Sequence[Scheduler]) -> None:
-        self._schedulers = tuple(schedulers)
-
-    @property
-    def available(self) -> int:
-        """The number of free rows in all groups."""
-        return sum(scheduler.rows.available for scheduler in self._schedulers)

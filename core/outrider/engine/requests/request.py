@@ -11,11 +11,10 @@ from enum import StrEnum
 from torch import Tensor
 
 from outrider.device import OutriderError
-from outrider.engine.guides.guidance import Guidance
+from outrider.engine.guides.grammars import Guidance
 from outrider.engine.requests.hand_over import ArrivedPages, HandOver
 from outrider.engine.requests.pages import DecodedState, PageKey
-from outrider.engine.requests.sampling import SamplingParams, TokenLogprobs
-from outrider.engine.requests.stop_text import StopText, Transcript
+from outrider.engine.requests.sampling import SamplingParams, StopText, TokenLogprobs, Transcript
 from outrider.errors import RequestError
 from outrider.model import Media, VisionConfig, VisionTower, expand_placeholders, prompt_positions
 
@@ -374,7 +373,7 @@ class Request:
         return 0 if self.transcript is None else self.transcript.append(tokens, is_last=self.finished)
 
     def _stopped_by(self) -> str | int | None:
-        """Return the client's stop string or stop token that ended the output."""
+        """Return the client's stop string or stop token that ended the output; None if something else ended it."""
         if self.finish_reason is not FinishReason.STOP:
             return None
         if self.stop_text is not None and self.stop_text.matched is not None:

@@ -97,6 +97,11 @@ class Scheduler:
         return chance
 
     @property
+    def free_rows(self) -> int:
+        """The number of rows that no request holds."""
+        return self.rows.available
+
+    @property
     def running(self) -> tuple[Request, ...]:
         """The requests that hold a row, the most urgent first."""
         return tuple(self._running)

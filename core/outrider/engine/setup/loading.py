@@ -13,7 +13,7 @@ from outrider.device import Backend, ConfigError
 from outrider.device.kernels.weights import quantized_products
 from outrider.engine.config import DTYPES, Choice, DecidedConfig, DtypeName, EngineConfig
 from outrider.engine.ranks.ranks import Ranks, part_of_model
-from outrider.engine.setup.memory_prediction import predict_memory
+from outrider.engine.setup.checks import predict_memory
 from outrider.engine.setup.resolve import choose_dtype, resolve, situation_of
 from outrider.model import (
     Decoder,
@@ -34,9 +34,9 @@ from outrider.model import (
     plan_decoder,
 )
 from outrider.model.quantization import read_quantization
-from outrider.registry.proposers import plugin_builders
+from outrider.registry.engine_plugins import plugin_builders
 from outrider.speculative.build import Builder, DraftOptions, build_proposer, check_output_head
-from outrider.speculative.names import BUILTIN_PROPOSERS, DRAFTLESS, INSIDE_MODEL, SUFFIX_PREFIX
+from outrider.speculative.plugin import BUILTIN_PROPOSERS, DRAFTLESS, INSIDE_MODEL, SUFFIX_PREFIX
 from outrider.speculative.proposer import Proposer
 
 
@@ -136,7 +136,8 @@ def load_checkpoint(
 
 
 def _checked_draft(directory: Path, draft_dir: Path | None, speculate: str) -> Path | None:
-    """Return the draft's directory, which is the model's if the heads are in its checkpoint.
+    """Return the draft's directory, which is the model's if the heads are in its checkpoint; None for a proposer without a
+    draft.
 
     Its kind and its files' headers are checked here, before the target is read.
     """

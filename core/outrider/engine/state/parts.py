@@ -9,13 +9,11 @@ from outrider.engine.config import MAX_LOGPROBS, DecidedConfig, state_rows
 from outrider.engine.fences import FenceSet, Streams
 from outrider.engine.setup.checks import check_cache
 from outrider.engine.state.buffers import StaticBuffers, step_buffers
-from outrider.engine.state.masks import Masks
-from outrider.engine.state.options import OptionTable
+from outrider.engine.state.options import Masks, OptionTable
 from outrider.engine.state.plans import AttentionPlans, Plans
-from outrider.engine.state.results import Probes, Results
-from outrider.engine.state.rows import FutureMap, InputUpload, RowTable, SeqLensRing
-from outrider.engine.state.staging import Staging, staging_capacity
-from outrider.engine.state.transfer import StateTransfer
+from outrider.engine.state.results import Outgoing, Probes, Results
+from outrider.engine.state.rows import FutureMap, RowTable, StateTransfer
+from outrider.engine.state.staging import InputUpload, Staging, staging_capacity
 from outrider.model import KVCache, LanguageModel, VisionTower
 from outrider.speculative.proposer import Proposer
 
@@ -24,7 +22,9 @@ _MAX_TRANSFERS = 64
 
 
 class EngineParts:
-    """The parts that live as long as the engine. Creating them allocates all its memory, which is then in place."""
+    """The parts that live as long as the engine. Creating them allocates all memory of the engine, whose addresses then stay
+    the same.
+    """
 
     def __init__(
         self,
@@ -79,7 +79,8 @@ class EngineParts:
                 max_logprobs=min(MAX_LOGPROBS, vocabulary),
                 data=data,
             )
-            self.seq_lens_ring = SeqLensRing(backend, self.future.seq_lens, entries=entries)
+            self.seq_lens_ring = Outgoing(backend, "lengths", self.future.seq_lens, entries=entries)
+            """Copies of the published lengths for attention that takes lengths as host integers."""
         streams.forward.synchronize()
         transfers, lane = min(requests, _MAX_TRANSFERS), self.buffers.lane
         self.fences = FenceSet(backend.speculative_sync, entries=entries, transfers=transfers, wrap=wrap_fence)

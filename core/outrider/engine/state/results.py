@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import Backend, Fence, Group, KernelSet, PinnedBuffer, Stream
-from outrider.engine.guides.guidance import MASK_TIME_LIMIT_S
+from outrider.engine.guides.grammars import MASK_TIME_LIMIT_S
 from outrider.engine.ranks.records import RanksDiffer
 from outrider.engine.requests.batch import Batch, logprobs_of
 from outrider.engine.requests.sampling import TokenLogprobs
@@ -28,15 +28,6 @@ _HOST_FAILURES = {
     "read a text",
     MEDIA_FAILED: "its media can't be read by the rank that does so",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class ValueProbe:
-    """The declared check of one buffer's values."""
-
-    buffer: str
-    bounds: tuple[int, int] | None
-    """Inclusive lower and exclusive upper bound of integers; None: floats that must not be NaN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +64,19 @@ class Probes:
         """
         self._kernels = kernels
         token_bounds = (0, vocabulary)
-        probes = [
-            ValueProbe(f"relay.{spec.name}", None if spec.dtype.is_floating_point else spec.bounds or token_bounds)
+        self.bounds: dict[str, tuple[int, int] | None] = {
+            f"relay.{spec.name}": None if spec.dtype.is_floating_point else spec.bounds or token_bounds
             for spec in proposer.relay
-        ]
+        }
+        """Inclusive lower and exclusive upper bound of each probed buffer's integers; None: floats that must not be NaN."""
         if proposer.nodes:
-            probes.append(ValueProbe("draft.tokens", token_bounds))
+            self.bounds["draft.tokens"] = token_bounds
             if not proposer.is_tree:
-                probes.append(ValueProbe("draft.probs", None))
-        probes.append(ValueProbe("target.logits", None))
+                self.bounds["draft.probs"] = None
+        self.bounds["target.logits"] = None
         if ranks:
-            probes.append(ValueProbe(HOST, None))
-        self.probes = tuple(probes)
-        self._index = {probe.buffer: i for i, probe in enumerate(probes)}
+            self.bounds[HOST] = None
+        self._index = {buffer: i for i, buffer in enumerate(self.bounds)}
 
     def columns(self, buffer: str) -> slice:
         """Return the two columns of one probe in a request's probe results."""
@@ -95,7 +86,7 @@ class Probes:
     @property
     def width(self) -> int:
         """The number of columns of a request's probe results: two for each probe."""
-        return 2 * len(self.probes)
+        return 2 * len(self.bounds)
 
     def check_for_nan(self, name: str, value: Tensor, found: Tensor) -> None:
         """Check the floats ``value`` [B, ...] for NaN. Writes the columns of probe ``name`` in ``found`` int64 [B, width]."""
@@ -111,18 +102,17 @@ class Probes:
         If a request has an integer out of bounds, all its integers in ``out`` become the lower bound, so that later kernels
         can use them as indices.
         """
-        bounds = self.probes[self._index[name]].bounds
-        self._kernels.gather_checked(source, rows, out, self.result_columns(name, found), bounds=bounds)
+        columns = self.result_columns(name, found)
+        self._kernels.gather_checked(source, rows, out, columns, bounds=self.bounds[name])
 
     def findings_of_row(self, row: Sequence[int], text: str = "") -> tuple[BadValue, ...]:
         """Return the bad values in one request's probe results. ``text``: this host's message about the request."""
         bad_values = []
-        for i, probe in enumerate(self.probes):
+        for i, (buffer, bounds) in enumerate(self.bounds.items()):
             index, value = row[2 * i], row[2 * i + 1]
             if index >= 0:
-                message = text if probe.buffer == HOST else ""
-                value_found = None if probe.bounds is None else value
-                bad_values.append(BadValue(probe.buffer, index, value_found, probe.bounds, message))
+                message = text if buffer == HOST else ""
+                bad_values.append(BadValue(buffer, index, None if bounds is None else value, bounds, message))
         return tuple(bad_values)
 
 
@@ -144,6 +134,7 @@ class Outgoing:
         self._pinned_ring: list[PinnedBuffer] = [
             backend.empty_pinned(f"{name}[{entry}]", source.shape, source.dtype) for entry in range(entries)
         ]
+        self._generations = [0] * entries
 
     def copy_on_device(self, entry: int) -> None:
         """Copy the source to device ring entry ``entry``, on the current stream (forward)."""
@@ -155,13 +146,13 @@ class Outgoing:
         The caller orders ``stream`` after the copy within the device.
         """
         buffer = self._pinned_ring[entry]
-        generation = buffer.renew()
+        generation = self._generations[entry] = buffer.renew()
         self._backend.copy_async(buffer.tensor, self._device_ring[entry], stream=stream)
         return generation
 
-    def read_entry(self, entry: int, generation: int) -> Tensor:
-        """Return generation ``generation`` of a pinned entry, after the fence of its copy."""
-        return self._pinned_ring[entry].read_generation(generation)
+    def read_entry(self, entry: int, generation: int | None = None) -> Tensor:
+        """Return generation ``generation`` of a pinned entry, by default the newest one, after the fence of its copy."""
+        return self._pinned_ring[entry].read_generation(self._generations[entry] if generation is None else generation)
 
 
 class LogprobBuffers:
@@ -313,8 +304,8 @@ class Results:
     def write_host_failures(self, reason: int, requests: Mapping[int, str], *, prefill: bool = False) -> None:
         """Write a host failure of this rank to the probe results, so that all ranks end the requests.
 
-        ``reason``: the index of the failure. ``requests``: a message for each request, by its index in the batch. Call on
-        the forward stream, before the ranks agree on probe results.
+        ``reason``: the index of the failure. ``requests``: a message for each request, by its index in the batch, or among
+        the prefill chunks if ``prefill``. Call on the forward stream, before the ranks agree on probe results.
         """
         for index, text in requests.items():
             row = index + self._max_requests * prefill

@@ -1,24 +1,24 @@
-"""Device state of each request row. Row 0 is reserved for padding and stays zero.
+"""Device state of each request row, and its transfer between two engines. Row 0 is reserved for padding and stays zero.
 
 The input upload writes :class:`RowTable`, which the host decides. The forward stream writes :class:`FutureMap`, which the
-device decides.
+device decides. :class:`StateTransfer` copies the rows and the caches of a request that moves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from outrider.device import Backend, Fence, KernelSet, Stream
+from outrider.engine.fences import FenceSet
 from outrider.engine.requests.batch import Batch
-from outrider.engine.requests.request import RequestFailed
-from outrider.engine.state.options import OptionTable
-from outrider.engine.state.results import Outgoing
-from outrider.engine.state.staging import Packer, PrefillBucket, Staging, pack
-from outrider.model import RopeConfig
-from outrider.speculative.proposer import RelaySpec
+from outrider.engine.requests.hand_over import ArrivedPages, HandOver
+from outrider.engine.requests.request import Request
+from outrider.model import KVCache, LanguageModel
+from outrider.speculative.proposer import Proposer, RelaySpec, slots_of
 
 View = Callable[[tuple[int, int]], Tensor]
 
@@ -106,96 +106,212 @@ class FutureMap:
         return {name: self._kernels.gather_rows(value, rows) for name, value in self.relay.items()}
 
 
-class SeqLensRing:
-    """Copies of the published lengths int64 [R] for the host, for attention that needs lengths as host integers."""
-
-    def __init__(self, backend: Backend, seq_lens: Tensor, *, entries: int) -> None:
-        self._outgoing = Outgoing(backend, "lengths", seq_lens, entries=entries)
-        self._generations = [0] * entries
-
-    def copy_on_device(self, entry: int) -> None:
-        """Copy the lengths of all rows to device ring entry ``entry``, on the current stream (forward)."""
-        self._outgoing.copy_on_device(entry)
-
-    def copy_out(self, entry: int, stream: Stream) -> None:
-        """Copy device ring entry ``entry`` to pinned memory on ``stream``, after the copy within the device."""
-        self._generations[entry] = self._outgoing.copy_out(entry, stream)
-
-    def read_entry(self, entry: int, copied: Fence) -> list[int]:
-        """Wait on the host for the fence of a copy, and return the lengths of all rows."""
-        copied.wait_host()
-        lengths: list[int] = self._outgoing.read_entry(entry, self._generations[entry]).tolist()
-        return lengths
-
-
-class InputUpload:
-    """The steps of an input upload. Each step enqueues work on the current stream; the caller orders the streams."""
+class StateTransfer:
+    """Copies of requests' state out of and into an engine's caches and rows, on the forward stream."""
 
     def __init__(
         self,
+        backend: Backend,
+        forward: Stream,
+        model: LanguageModel,
+        proposer: Proposer,
         *,
-        staging: Staging,
+        cache: KVCache,
         rows: RowTable,
-        options: OptionTable,
         future: FutureMap,
-        page_size: int,
-        rope: RopeConfig,
+        fences: FenceSet,
+        group: int = 0,
     ) -> None:
-        self._staging = staging
+        """Create the transfer between an engine's caches and rows. ``group`` is this rank's data-parallel group."""
+        self._group = group
+        self._backend = backend
+        self._forward = forward
+        self._model = model
+        self._proposer = proposer
+        self._cache = cache
         self._rows = rows
-        self._options = options
         self._future = future
-        self._page_size = page_size
-        self._rope = rope
+        self._fences = fences
 
-    def pack(self, batch: Batch, bucket: PrefillBucket | None = None) -> Packer:
-        """Pack the inputs of ``batch`` on the host, with prefill chunks padded to ``bucket``.
+    def copy_request_state(self, request: Request) -> HandOver:
+        """Copy the state of a decoding request out of the engine's caches. The host must have handled all its results.
 
-        Raises :class:`RequestFailed` for a request that can't be packed.
+        A rank of another data-parallel group has no tensors of the request. The caller may free row and pages afterwards:
+        the forward stream reuses the pages after the copies, and the next use of the row waits for *shared reads done*.
         """
-        try:
-            return self._packed(batch, bucket)
-        except Exception as error:
-            for request in dict.fromkeys((*batch.requests, *batch.admitted)):
-                try:
-                    self._packed(batch.part_of_request(request))
-                except Exception as request_error:
-                    raise RequestFailed(request, request_error) from error
-            raise
-
-    def _packed(self, batch: Batch, bucket: PrefillBucket | None = None) -> Packer:
-        packer = pack(
-            batch,
-            page_size=self._page_size,
-            table_width=self._rows.tables.shape[1],
-            max_requests=self._staging.max_requests,
-            rope=self._rope,
-            bucket=bucket,
+        length = len(request.prompt) + len(request.output) - 1
+        keys_values, draft_caches, relay, states = (
+            self._state(request, length) if request.group == self._group else ((), (), {}, ())
         )
-        self._options.pack(batch.admitted, packer)
-        return packer
+        self._fences.handed_over.signal(self._forward)
+        self._fences.shared_reads_done.signal(self._forward)
+        return HandOver(
+            prompt=request.prompt,
+            output=tuple(request.output),
+            params=request.params,
+            priority=request.priority,
+            media=request.media.media if request.media is not None else (),
+            logprobs=tuple(request.logprobs),
+            iterations=request.iterations,
+            verified_tokens=request.verified_tokens,
+            keys_values=keys_values,
+            draft_caches=draft_caches,
+            relay=relay,
+            states=states,
+            model=self._model.config,
+            dtype=self._model.dtype,
+            cache_dtype=self._model.cache_dtype,
+            proposer=self._proposer.name,
+            backend=self._backend,
+            stream=self._forward,
+            ready=self._fences.handed_over,
+            group=request.group,
+        )
 
-    def stage_padding(self, bucket: PrefillBucket) -> Mapping[str, tuple[int, int]]:
-        """Write an empty batch, padded to ``bucket``, to the staging buffer. Return the segments."""
-        packer = self._packed(Batch((), (), (), ()), bucket)
-        self._staging.write_from_host(packer)
-        return packer.segments
+    def _state(
+        self, request: Request, length: int
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Mapping[str, Tensor], tuple[Tensor, ...]]:
+        """Return copies of keys and values, of draft cache entries, of the relayed tensors, and of recurrent states."""
+        with self._backend.on(self._forward):
+            slots = self._slots(request.row, length + 1)
+            keys_values = tuple(cache.flatten(0, 1)[slots[:length]] for pair in self._cache.layers for cache in pair)
+            draft_caches = tuple(cache.flatten(0, 1)[slots] for cache in self._proposer.caches)
+            row = self._scalar(request.row)
+            states = tuple(self._model.kernels.gather_rows(state, row) for state in self._states)
+            return keys_values, draft_caches, dict(self._future.gather_relay(row)), states
 
-    def unpack(self, batch: Batch, packer: Packer, entry: int | None) -> None:
-        """Copy ring entry ``entry`` to the staging buffer, and write parameters and pages of ``batch`` to request rows.
+    @property
+    def _states(self) -> tuple[Tensor, ...]:
+        """The state tensors of all recurrent layers, [rows, ...] each."""
+        return tuple(state for layer in self._cache.states for state in layer)
 
-        ``entry`` None: the staging buffer already has these values.
+    def copy_to_this_backend(self, handed: HandOver) -> HandOver:
+        """Return ``handed`` with tensors on this engine's backend.
+
+        Tensors of another backend are copied through pinned host memory. The host waits for the copies, because two backends
+        share no fences.
         """
-        if entry is not None:
-            self._staging.unpack(entry, packer)
-        self._rows.update(batch, self._staging.view, packer.segments)
-        if batch.admitted:
-            self._options.admit(self._staging.view, packer.segments)
+        if handed.backend is self._backend:
+            return handed
+        tensors = [*handed.keys_values, *handed.draft_caches, *handed.relay.values(), *handed.states]
+        copies = iter(self._copy_through_host(handed, tensors))
+        return replace(
+            handed,
+            keys_values=tuple(next(copies) for _ in handed.keys_values),
+            draft_caches=tuple(next(copies) for _ in handed.draft_caches),
+            relay={name: next(copies) for name in handed.relay},
+            states=tuple(next(copies) for _ in handed.states),
+            backend=self._backend,
+            stream=self._forward,
+            ready=self._fences.handed_over,
+        )
 
-    def resolve_seq_lens(self, batch: Batch) -> None:
-        """Gather the published lengths of the decoding requests, on the schedule stream."""
-        self._future.resolve_seq_lens(self._staging.decode_rows(len(batch.decode)))
+    @property
+    def paged_caches(self) -> tuple[Tensor, ...]:
+        """All paged caches: keys, then values of each layer, then the proposer's caches; [pages, page size, ...] each."""
+        return (*(cache for pair in self._cache.layers for cache in pair), *self._proposer.caches)
 
-    def write_token_counts(self, packer: Packer) -> None:
-        """Write the token counts of new requests with penalties, on the forward stream, before the first count."""
-        self._options.write_token_counts(self._staging.view, packer.segments)
+    def copy_relay_to_host(self, request: Request, ready: Fence) -> Mapping[str, Tensor]:
+        """Copy the relayed tensors of a request without iterations in flight to pinned host memory.
+
+        Signals ``ready`` after these copies and all enqueued writes to the request's pages. The host may read the result
+        once ``ready`` is done. The caller may free the row afterwards and keeps the pages.
+        """
+        with self._backend.on(self._forward):
+            relay = dict(self._future.gather_relay(self._scalar(request.row)))
+        copies: dict[str, Tensor] = {}
+        for name, value in relay.items():
+            copies[name] = self._new_pinned(value)
+            self._backend.copy_async(copies[name], value, stream=self._forward)
+        ready.signal(self._forward)
+        self._fences.shared_reads_done.signal(self._forward)
+        return copies
+
+    def signal_pages_free(self, free: Fence) -> None:
+        """Signal the fence ``free`` after all accesses to pages that are enqueued so far."""
+        free.signal(self._forward)
+
+    def copy_relay_to_pinned(self, relay: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return copies of host tensors in pinned memory, for asynchronous copies to the device."""
+        return {name: self._new_pinned(value).copy_(value) for name, value in relay.items()}
+
+    def _new_pinned(self, value: Tensor) -> Tensor:
+        pinned = self._backend.empty_pinned("relay", value.shape, value.dtype)
+        pinned.renew()
+        return pinned.tensor
+
+    def write_arrivals(self, arrivals: Sequence[tuple[Request, HandOver | ArrivedPages]]) -> None:
+        """Write the state of arriving requests to their pages and rows, and publish their lengths, on the forward stream.
+
+        The batch holds the tensors until the host has its results, so that their memory isn't reused earlier.
+        """
+        for request, handed in arrivals:
+            if isinstance(handed, ArrivedPages):
+                self._write_row(request, handed)
+                continue
+            handed.ready.wait(self._forward)
+            with self._backend.on(self._forward):
+                slots = self._slots(request.row, handed.length + 1)
+                pages = [cache for pair in self._cache.layers for cache in pair]
+                for cache, values in zip(pages, handed.keys_values, strict=True):
+                    _write_rows(cache, slots[: handed.length], values)
+                for cache, values in zip(self._proposer.caches, handed.draft_caches, strict=True):
+                    _write_rows(cache, slots, values)
+                row = self._scalar(request.row)
+                for state, value in zip(self._states, handed.states, strict=True):
+                    self._model.kernels.scatter_rows(state, row, value)
+                self._future.publish(row, self._scalar(handed.length))
+                self._future.stash(row, self._scalar(handed.output[-1]), handed.relay)
+
+    def _write_row(self, request: Request, arrived: ArrivedPages) -> None:
+        """Write the state of a request whose pages are already written to its row: publish the lengths and
+        stash the relay.
+        """
+        relay: dict[str, Tensor] = {}
+        for name, value in arrived.relay.items():
+            with self._backend.on(self._forward):
+                relay[name] = torch.empty(value.shape, dtype=value.dtype, device=self._backend.device)
+            self._backend.copy_async(relay[name], value, stream=self._forward)
+        with self._backend.on(self._forward):
+            row = self._scalar(request.row)
+            self._future.publish(row, self._scalar(arrived.length))
+            self._future.stash(row, self._scalar(arrived.last_token), relay)
+
+    def _slots(self, row: int, count: int) -> Tensor:
+        """Return the cache slots of the first ``count`` tokens of a request row, int64 [count]."""
+        positions = torch.arange(count, device=self._backend.device).unsqueeze(0)
+        return slots_of(positions, self._rows.tables[row : row + 1], self._cache.page_size).squeeze(0)
+
+    def _scalar(self, value: int) -> Tensor:
+        return torch.full((1,), value, dtype=torch.int64, device=self._backend.device)
+
+    def _copy_through_host(self, handed: HandOver, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return copies of the sender's ``tensors`` on this engine's device, after all copies have finished."""
+        source = handed.backend
+        handed.ready.wait_host()
+        sent = [source.empty_pinned("hand_over", tensor.shape, tensor.dtype) for tensor in tensors]
+        generations = [buffer.renew() for buffer in sent]
+        for buffer, tensor in zip(sent, tensors, strict=True):
+            source.copy_async(buffer.tensor, tensor, stream=handed.stream)
+        handed.ready.signal(handed.stream)
+        handed.ready.wait_host()
+        copies = []
+        for buffer, generation, tensor in zip(sent, generations, tensors, strict=True):
+            pinned = self._backend.empty_pinned("hand_over", tensor.shape, tensor.dtype)
+            pinned.renew()
+            pinned.tensor.copy_(buffer.read_generation(generation))
+            with self._backend.on(self._forward):
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._backend.device)
+            self._backend.copy_async(copy, pinned.tensor, stream=self._forward)
+            copies.append((copy, pinned))
+        self._fences.handed_over.signal(self._forward)
+        self._fences.handed_over.wait_host()  # the pinned buffers are freed afterwards
+        return [copy for copy, _ in copies]
+
+
+def _write_rows(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Write ``rows`` to cache slots. Views 8-bit floats as bytes, because torch has no index_copy_ for them."""
+    pages = cache.flatten(0, 1)
+    if pages.dtype.itemsize == 1:
+        pages, rows = pages.view(torch.uint8), rows.view(torch.uint8)
+    pages.index_copy_(0, slots, rows)

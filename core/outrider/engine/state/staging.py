@@ -7,14 +7,20 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionMetadata, Backend, Stream
+from outrider.device import AttentionMetadata, Backend, KernelSet, Stream
 from outrider.engine.requests.batch import Batch, PrefillChunk
-from outrider.model import RopeConfig
+from outrider.engine.requests.request import RequestFailed
+from outrider.model import KVCache, RopeConfig
 from outrider.speculative.proposer import HostSeqLens
+
+if TYPE_CHECKING:
+    from outrider.engine.state.options import OptionTable
+    from outrider.engine.state.rows import FutureMap, RowTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,3 +334,103 @@ def prefill_attention(inputs: PrefillInputs, tables: Tensor, seq_lens_host: Host
         seq_lens_host=None if seq_lens_host is None else seq_lens_host.host_param("prefill", 0),
         host_query_start=inputs.host_query_start,
     )
+
+
+class InputUpload:
+    """The steps of an input upload. Each step enqueues work on the current stream; the caller orders the streams."""
+
+    def __init__(
+        self,
+        *,
+        staging: Staging,
+        rows: RowTable,
+        options: OptionTable,
+        future: FutureMap,
+        page_size: int,
+        rope: RopeConfig,
+    ) -> None:
+        self._staging = staging
+        self._rows = rows
+        self._options = options
+        self._future = future
+        self._page_size = page_size
+        self._rope = rope
+
+    def pack(self, batch: Batch, bucket: PrefillBucket | None = None) -> Packer:
+        """Pack the inputs of ``batch`` on the host, with prefill chunks padded to ``bucket``.
+
+        Raises :class:`RequestFailed` for a request that can't be packed.
+        """
+        try:
+            return self._packed(batch, bucket)
+        except Exception as error:
+            for request in dict.fromkeys((*batch.requests, *batch.admitted)):
+                try:
+                    self._packed(batch.part_of_request(request))
+                except Exception as request_error:
+                    raise RequestFailed(request, request_error) from error
+            raise
+
+    def _packed(self, batch: Batch, bucket: PrefillBucket | None = None) -> Packer:
+        packer = pack(
+            batch,
+            page_size=self._page_size,
+            table_width=self._rows.tables.shape[1],
+            max_requests=self._staging.max_requests,
+            rope=self._rope,
+            bucket=bucket,
+        )
+        self._options.pack(batch.admitted, packer)
+        return packer
+
+    def stage_padding(self, bucket: PrefillBucket) -> Mapping[str, tuple[int, int]]:
+        """Write an empty batch, padded to ``bucket``, to the staging buffer. Return the segments."""
+        packer = self._packed(Batch((), (), (), ()), bucket)
+        self._staging.write_from_host(packer)
+        return packer.segments
+
+    def unpack(self, batch: Batch, packer: Packer, entry: int | None) -> None:
+        """Copy ring entry ``entry`` to the staging buffer, and write parameters and pages of ``batch`` to request rows.
+
+        ``entry`` None: the staging buffer already has these values.
+        """
+        if entry is not None:
+            self._staging.unpack(entry, packer)
+        self._rows.update(batch, self._staging.view, packer.segments)
+        if batch.admitted:
+            self._options.admit(self._staging.view, packer.segments)
+
+    def resolve_seq_lens(self, batch: Batch) -> None:
+        """Gather the published lengths of the decoding requests, on the schedule stream."""
+        self._future.resolve_seq_lens(self._staging.decode_rows(len(batch.decode)))
+
+    def write_token_counts(self, packer: Packer) -> None:
+        """Write the token counts of new requests with penalties, on the forward stream, before the first count."""
+        self._options.write_token_counts(self._staging.view, packer.segments)
+
+
+class StateCopies:
+    """The copies of recurrent states for a batch, on the forward stream.
+
+    States are restored before the prefill that continues them and saved after the prefill that wrote them.
+    """
+
+    def __init__(self, backend: Backend, forward: Stream, kernels: KernelSet, cache: KVCache, staging: Staging) -> None:
+        self._backend = backend
+        self._forward = forward
+        self._kernels = kernels
+        self._cache = cache
+        self._staging = staging
+
+    def copy(self, packer: Packer, which: str) -> None:
+        """Copy the states of all recurrent layers from the first to the second row of each pair in the segment ``which``.
+        A batch without copies lacks the segment.
+        """
+        if which not in packer.segments:
+            return
+        with self._backend.on(self._forward):
+            pairs = self._staging.view(packer.segments[which]).view(-1, 2)
+            sources, targets = pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
+            for layer in self._cache.states:
+                for state in layer:
+                    self._kernels.scatter_rows(state, targets, self._kernels.gather_rows(state, sources))

@@ -144,13 +144,15 @@ class HybridLayout:
         return torch.cat((values[:start], tiled.transpose(0, 1).reshape(rows.shape)))
 
     def _parts(self, sizes: tuple[int, ...], which: tuple[int, ...], values: Tensor) -> Tensor:
-        """Return the parts ``which`` of rows that hold parts of ``sizes`` for each key head, part by part."""
+        """Return rows of ``values`` regrouped by part. The rows of each key head are divided into parts of ``sizes`` rows.
+        The result has part ``which[0]`` of all key heads, then part ``which[1]`` of all key heads, and so on.
+        """
         parts = values.reshape(self.key_heads, sum(sizes), *values.shape[1:]).split(sizes, dim=1)
         return torch.cat([parts[each].reshape(-1, *values.shape[1:]) for each in which])
 
 
 def without_one(values: Tensor) -> Tensor:
-    """Return the weight of a norm from the file's value, one more."""
+    """Return the weight of a norm, which GGUF stores increased by one: ``values`` - 1 in float32."""
     return values.float() - 1
 
 

@@ -56,8 +56,9 @@ def layer_targets(
     """Return the weights of one layer, called ``name`` in the model and ``prefix`` in the checkpoint.
 
     ``config`` is the checkpoint's; ``shards`` are the slices that this rank reads. ``attention_width`` is the width of the
-    attention's input, by default the hidden size. ``attends`` and ``mlp`` are false for a layer without attention or without
-    an MLP. A bias of a sum over ranks is read by the first of these ranks only.
+    attention's input, by default the hidden size. ``attention_norm`` is false for a layer without a norm before attention,
+    ``attends`` for a layer without attention, ``mlp`` for one without an MLP. A bias of a sum over ranks is read by the first
+    of these ranks only.
     """
     hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_size
     width = attention_width or hidden

@@ -45,12 +45,12 @@ def is_whole(value: object, low: int, high: int) -> TypeGuard[int]:
 
 
 def whole_number(low: int, high: int, *, empty: bool = True) -> Field:
-    """Return a field that accepts whole numbers from ``low`` to ``high``."""
+    """Return a field that accepts whole numbers from ``low`` to ``high``, and null if ``empty``."""
     return Field(f"a whole number from {low} to {high}", lambda value: is_whole(value, low, high), empty)
 
 
 def number(low: float, high: float, *, empty: bool = True) -> Field:
-    """Return a field that accepts finite numbers from ``low`` to ``high``."""
+    """Return a field that accepts finite numbers from ``low`` to ``high``, and null if ``empty``."""
 
     def fits(value: object) -> bool:
         if isinstance(value, bool) or not isinstance(value, int | float):

@@ -91,8 +91,8 @@ class LanguageModel(ABC):
         return self.config.vocab_size if self.output_ids is None else self.output_ids.shape[0]
 
     def begin_pass(self, inputs: ForwardInput) -> None:
-        """Tell the ranks that a pass over ``inputs`` through layers of this model or of one of its draft heads begins. Called
-        before the first layer.
+        """Set the width of the next collectives for a pass over ``inputs`` through layers of this model or of one of its
+        draft heads. Called before the first layer.
         """
         self.ranks.begin_pass(inputs.tokens.shape[0])
 

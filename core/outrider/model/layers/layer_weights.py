@@ -134,8 +134,8 @@ def recurrent_block(
 
 
 def _without_gates(projection: Weight, rows: int) -> tuple[Weight, ...]:
-    """Return the weight as one product, or as two if only the last ``rows`` rows, those of b and a, are stored in another
-    format.
+    """Return the input projection of a recurrent layer in one part; or in two parts, the second with the last ``rows`` rows
+    (the gates b and a), if these are stored in another format than the other rows.
     """
     if not isinstance(projection, SplitWeight) or projection.parts[-1].shape[0] != rows:
         return (projection,)

@@ -47,6 +47,15 @@ class Shard:
         width = self.width(count)
         return min(self.rank * width, count), min((self.rank + 1) * width, count)
 
+    def kv_head_shard(self, heads: int) -> Shard:
+        """Return the slice of ``heads`` KV heads that this tensor-parallel rank holds. If there are fewer heads than ranks,
+        several ranks hold the same head. Raises :class:`ConfigError` if the heads can't be divided.
+        """
+        size = min(heads, self.size)
+        if heads % size or self.size % size:
+            raise ConfigError(f"{heads} KV heads can't be shared out among {self.size} tensor-parallel ranks")
+        return Shard(self.rank * size // self.size, size)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shards:
@@ -70,13 +79,8 @@ class Shards:
         return self.attention.even(config.num_heads)
 
     def kv_heads(self, config: ModelConfig) -> tuple[int, int]:
-        """Return the first and last (exclusive) KV head of this rank. If there are fewer heads than ranks, several ranks hold
-        the same head.
-        """
-        size, rank, heads = self.attention.size, self.attention.rank, config.num_kv_heads
-        if heads >= size:
-            return self.attention.even(heads)
-        return rank * heads // size, rank * heads // size + 1
+        """Return the first and last (exclusive) KV head of this rank, by :meth:`Shard.kv_head_shard`."""
+        return self.attention.kv_head_shard(config.num_kv_heads).even(config.num_kv_heads)
 
     def local(self, config: ModelConfig, model: str) -> ModelConfig:
         """Return ``config`` with this rank's heads and intermediate size. Hidden size and vocabulary stay the model's.

@@ -79,7 +79,9 @@ class ChatTemplate:
         """Return the token ids of a conversation. ``variables`` are additional variables of the template.
 
         Each message is an object with ``role`` and ``content``. Text in a message that spells a control token is tokenized as
-        text. Raises :class:`RequestError` if the template rejects the messages or renders no tokens.
+        text. ``add_generation_prompt`` appends the beginning of the assistant's next message; ``continue_final_message``
+        leaves the last message open instead. Raises :class:`RequestError` if the template rejects the messages or renders no
+        tokens.
         """
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         tokens = self._apply(
@@ -98,7 +100,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the rendered conversation as text. Raises the same errors as :meth:`tokens`."""
+        """Return the rendered conversation as text. Arguments and errors are those of :meth:`tokens`."""
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         return str(self._apply(messages, tools, {"tokenize": False} | options, variables))
 

@@ -157,7 +157,7 @@ def _read_quantization_config(directory: Path) -> tuple[Path, Any]:
 
 
 def _method_of(path: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the quantization method of a config that doesn't name one, derived from the file of the config."""
+    """Return the quantization method of a config that doesn't name one, derived from the file of the config, or None."""
     if path.name == _LEGACY_FILES[1] or "w_bit" in config:
         return "awq"
     return "gptq" if path.name == _LEGACY_FILES[0] else None

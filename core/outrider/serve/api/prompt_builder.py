@@ -18,10 +18,10 @@ from outrider.device import ConfigError
 from outrider.errors import CheckpointError, RequestError, one_line
 from outrider.model import Media, MediaProcessor, Tokenizer
 from outrider.model.media.chat_template import ChatTemplate
-from outrider.serve.api.api_errors import ApiError, bad_request
+from outrider.serve.api.model_formats import ModelFormat, choose_format
 from outrider.serve.api.request_fields import ChatMessage, ChatRequest, MessagePart
+from outrider.serve.api.responses import ApiError, bad_request
 from outrider.serve.connection.engine_messages import EngineInfo
-from outrider.serve.formats.model_formats import ModelFormat, choose_format
 
 _MAX_IMAGES = 64
 """Maximum number of images in a request."""
@@ -54,7 +54,7 @@ class PromptResources:
 
     ``chat_template`` is a Jinja template that replaces the checkpoint's. ``response_template`` describes how the model writes
     tool calls and reasoning, in transformers' format; it replaces the checkpoint's. ``tool_format`` and ``reasoning_format``
-    name formats of :mod:`outrider.serve.formats.model_formats` and replace both. Raises :class:`CheckpointError` or
+    name formats of :mod:`outrider.serve.api.model_formats` and replace both. Raises :class:`CheckpointError` or
     :class:`ConfigError` if a file, a template or a name can't be used.
     """
 

@@ -21,7 +21,7 @@ class RecoveringParser(ResponseParser):
         self._text_start = len(self._buffer)
 
     def finish(self) -> list[dict[str, Any]]:
-        """Return the events at the end of the text, also those of an open region."""
+        """Parse the end of the text and return the last events. An open region is closed, and its event is among them."""
         events: list[dict[str, Any]] = []
         self._process(events, eos=True)
         return events

@@ -10,10 +10,9 @@ from typing import Any
 
 from outrider.engine.requests.sampling import TokenLogprobs
 from outrider.model import Tokenizer
-from outrider.serve.api.asgi_responses import encode_event
-from outrider.serve.api.choice_text import ChoiceDelta, chat_logprobs, completion_logprobs
 from outrider.serve.api.request_fields import ChatRequest, SamplingFields
-from outrider.serve.api.service import Generation
+from outrider.serve.api.responses import encode_event
+from outrider.serve.api.service import ChoiceDelta, Generation, chat_logprobs, completion_logprobs
 from outrider.serve.api.tool_calls import ToolCallReader
 
 

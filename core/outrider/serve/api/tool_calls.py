@@ -10,13 +10,12 @@ from typing import Any, Protocol
 
 from outrider.device import ConfigError
 from outrider.engine import Guide, JsonSchema
-from outrider.engine.requests.stop_text import partial_match_length
+from outrider.engine.requests.sampling import partial_match_length
 from outrider.errors import one_line
-from outrider.serve.api.api_errors import bad_request
-from outrider.serve.api.request_fields import ChatRequest, NamedTool
-from outrider.serve.api.request_params import format_guide
-from outrider.serve.formats.format_reader import FormatReader
-from outrider.serve.formats.model_formats import ModelFormat
+from outrider.serve.api.format_reader import FormatReader
+from outrider.serve.api.model_formats import ModelFormat
+from outrider.serve.api.request_fields import ChatRequest, NamedTool, format_guide
+from outrider.serve.api.responses import bad_request
 
 _CONTENT = ModelFormat("none", "none")
 _CALL_LIST = ModelFormat("json", "none")
@@ -141,7 +140,7 @@ class RequestToolCalls:
         """Derive the guide and the readers of a chat request from its fields.
 
         ``answer_format`` is that of the model: a ``response_template`` of transformers, or a format of its family. Raises
-        :class:`~outrider.serve.api.api_errors.ApiError` for a ``tool_choice`` that contradicts the other fields.
+        :class:`~outrider.serve.api.responses.ApiError` for a ``tool_choice`` that contradicts the other fields.
         """
         self._answer_format = answer_format
         self._make_reader: Callable[[str], ToolCallReader] = lambda prompt: FormatReader(_CONTENT, prompt, [])

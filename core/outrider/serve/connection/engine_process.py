@@ -1,6 +1,7 @@
-"""An engine in a child process, or on several ranks of this host with a child process for each.
+"""Connections of a server to its engine: in a thread, in a child process, or on several ranks with a child process each.
 
-Server and first child communicate over a socket pair, which no other process can open.
+:class:`EngineLoop` runs it in each case: it receives commands before each iteration and sends events after it. Server and
+first child communicate over a socket pair, which no other process can open.
 """
 
 from __future__ import annotations
@@ -11,30 +12,255 @@ import multiprocessing
 import os
 import select
 import socket
+import threading
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
 
-from outrider.cli.options.rank_processes import Joined, check_expert_parallel
-from outrider.cli.terminal.environment import become_rank
+from outrider.cli.options.rank_processes import (
+    Joined,
+    RankPlacement,
+    check_expert_parallel,
+    create_rank_store,
+    follow_first_rank,
+    start_followers,
+)
+from outrider.device import DeviceError, OutriderError
 from outrider.engine.engine import Engine
+from outrider.engine.guides.grammars import GuideCompilers
+from outrider.engine.requests.request import StepOutput
 from outrider.registry.children import end_with_parent, ignore_interruptions, interruptions_blocked_in_children
 from outrider.serve.connection.engine_client import EngineClient, EngineGone
-from outrider.serve.connection.engine_loop import EngineLoop
 from outrider.serve.connection.engine_messages import (
+    AbortRequest,
     EngineCommand,
     EngineEvent,
     EngineFailed,
     EngineInfo,
     EngineReady,
+    EngineSnapshot,
     FrameDecoder,
+    RequestAdmitted,
+    RequestRefused,
+    SampleOutput,
     StopEngine,
+    SubmitRequest,
     command_of_wire,
     command_to_wire,
     event_of_wire,
     event_to_wire,
     frame,
 )
+
+_MAX_CONSECUTIVE_FAILURES = 8
+"""Number of consecutive recoverable device failures after which the loop raises the error."""
+_GUIDE_POLL_INTERVAL_S = 0.01
+"""Seconds between two checks for commands while all requests of the loop wait for their guides."""
+_SNAPSHOT_INTERVAL_S = 0.1
+"""Minimum seconds between two snapshots while the engine has requests."""
+
+
+class EnginePort(Protocol):
+    """The engine's end of the connection to its server."""
+
+    def receive_commands(self, *, block: bool) -> Sequence[EngineCommand]:
+        """Return the commands received since the last call, in order. With ``block`` wait for at least one.
+
+        If the server is gone, the port returns :class:`StopEngine`.
+        """
+
+    def send(self, events: Sequence[EngineEvent]) -> None:
+        """Send ``events`` to the server. Events that the server hasn't read yet are queued."""
+
+
+class EngineLoop:
+    """The loop of an engine that serves, in the thread that owns the engine.
+
+    The loop retries recoverable device failures, and requests keep their tokens. Any other error ends the loop.
+    """
+
+    def __init__(self, engine: Engine, port: EnginePort) -> None:
+        self._engine = engine
+        self._port = port
+        self._sample_of: dict[int, tuple[int, int]] = {}
+        """Request key and sample number of each engine request that hasn't ended, by request id."""
+        self._request_ids: dict[int, list[int]] = {}
+        """Ids of the engine requests that haven't ended, by key."""
+        self._events: list[EngineEvent] = []
+        self._step_s = 0.0
+        self._snapshot_time = float("-inf")
+        self._compilers = GuideCompilers(engine.compile_guide)
+        self._compiling: dict[int, tuple[SubmitRequest, Future[None]]] = {}
+        """Requests whose guides are being compiled, by key."""
+
+    def serve_until_stopped(self) -> None:
+        """Serve until the server sends :class:`StopEngine`. Raises the error that ended the engine."""
+        engine = self._engine
+        failures = 0
+        while True:
+            is_idle = not engine.has_unfinished
+            if is_idle and self._compiling:
+                futures = [future for _, future in self._compiling.values()]
+                wait(futures, timeout=_GUIDE_POLL_INTERVAL_S, return_when=FIRST_COMPLETED)
+            elif is_idle:
+                self._send_events(is_idle=True)
+            for command in self._port.receive_commands(block=is_idle and not self._compiling):
+                if isinstance(command, StopEngine):
+                    self._stop()
+                    return
+                self._execute(command)
+            self._admit_compiled()
+            if engine.has_unfinished:
+                began = time.perf_counter()
+                try:
+                    outputs = engine.step()
+                    failures = 0
+                except DeviceError as error:
+                    failures += 1
+                    if error.device_lost or failures >= _MAX_CONSECUTIVE_FAILURES:
+                        raise
+                    continue
+                finally:
+                    self._step_s += time.perf_counter() - began
+                for output in outputs:
+                    self._queue_output(output)
+            self._send_events()
+
+    def _send_events(self, *, is_idle: bool = False) -> None:
+        """Send the queued events, and a snapshot if the last one is old or the engine is about to wait for commands."""
+        now = time.perf_counter()
+        if is_idle or now - self._snapshot_time >= _SNAPSHOT_INTERVAL_S:
+            self._events.append(EngineSnapshot(self._engine.stats, self._engine.load, self._step_s))
+            self._snapshot_time = now
+        if self._events:
+            self._port.send(self._events)
+            self._events = []
+
+    def _execute(self, command: EngineCommand) -> None:
+        match command:
+            case SubmitRequest():
+                # Compilation takes up to seconds; a thread compiles while other requests run.
+                compiled = self._compilers.start_compilation(command.params)
+                if compiled is None:
+                    self._admit(command)
+                else:
+                    self._compiling[command.key] = (command, compiled)
+            case AbortRequest(key):
+                self._compiling.pop(key, None)
+                for request in self._request_ids.pop(key, ()):
+                    del self._sample_of[request]
+                    self._engine.abort(request)
+
+    def _admit(self, command: SubmitRequest) -> None:
+        key, tokens, params, priority, media = command
+        try:
+            first = self._engine.add_request(tokens, params, priority=priority, media=media)
+        except DeviceError:
+            raise
+        except OutriderError as error:
+            self._events.append(RequestRefused(key, str(error)))
+            return
+        ids = list(range(first, first + params.n))
+        self._request_ids[key] = ids
+        self._sample_of.update({request: (key, sample) for sample, request in enumerate(ids)})
+        self._events.append(RequestAdmitted(key))
+
+    def _admit_compiled(self) -> None:
+        """Admit each request whose guide has been compiled, and refuse each request whose guide can't be compiled."""
+        for key, (command, compiled) in list(self._compiling.items()):
+            if not compiled.done():
+                continue
+            del self._compiling[key]
+            error = compiled.exception()
+            if error is None:
+                self._admit(command)
+            else:
+                self._events.append(RequestRefused(key, str(error)))
+
+    def _queue_output(self, output: StepOutput) -> None:
+        key_and_sample = self._sample_of.get(output.request_id)
+        if key_and_sample is None:  # the request was aborted
+            return
+        key, sample = key_and_sample
+        reason = output.finish_reason
+        if reason is not None:
+            del self._sample_of[output.request_id]
+            running = self._request_ids[key]
+            running.remove(output.request_id)
+            if not running:
+                del self._request_ids[key]
+        self._events.append(SampleOutput.from_step(key, sample, output))
+
+    def _stop(self) -> None:
+        """Abort all requests, wait until the device is idle, and send the last events."""
+        self._compilers.close()
+        for key in list(self._request_ids):
+            self._execute(AbortRequest(key))
+        self._engine.drain()
+        self._engine.step()
+        self._send_events(is_idle=True)
+
+
+class EngineThread(EngineClient):
+    """A client that runs the engine in a thread.
+
+    ``make`` is an engine, or a function that returns one; the thread calls the function. The thread adopts an existing
+    engine: the thread that created the engine must not use it afterwards.
+
+    The thread shares Python's global interpreter lock with the event loop. Under load, use
+    :class:`~outrider.serve.connection.engine_process.EngineProcess`.
+    """
+
+    def __init__(self, make: Engine | Callable[[], Engine]) -> None:
+        super().__init__()
+        self._make: Callable[[], Engine] = (lambda: make) if isinstance(make, Engine) else make
+        self._commands: SimpleQueue[EngineCommand] = SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
+
+    async def close(self) -> None:
+        """Send :class:`StopEngine` to the thread and wait until it has ended."""
+        self._gone(EngineGone("the engine was closed"), expected=True)
+        if self._thread.ident is not None:
+            self._commands.put(StopEngine())
+            await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+
+    async def _launch(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def _send(self, command: EngineCommand) -> None:
+        self._commands.put(command)
+
+    # -- the port, called in the engine's thread ---------------------------------------------------------------------
+
+    def receive_commands(self, *, block: bool) -> Sequence[EngineCommand]:
+        """Return the commands that the server has queued; with ``block`` wait for one. Called in the engine's thread."""
+        commands: list[EngineCommand] = []
+        with suppress(Empty):
+            commands.append(self._commands.get(block=block))
+            while True:
+                commands.append(self._commands.get_nowait())
+        return commands
+
+    def send(self, events: Sequence[EngineEvent]) -> None:
+        """Schedule the handling of ``events`` on the event loop. Called in the engine's thread."""
+        assert self._loop is not None
+        with suppress(RuntimeError):  # the event loop was closed, so no caller waits for the events
+            self._loop.call_soon_threadsafe(self._handle, events)
+
+    def _run(self) -> None:
+        try:
+            engine = self._make()
+            engine.adopt()
+            self.send([EngineReady(EngineInfo.from_engine(engine))])
+            EngineLoop(engine, self).serve_until_stopped()
+        except BaseException as error:
+            self.send([EngineFailed(f"{type(error).__name__}: {error}")])
+
 
 _RECEIVE_BYTES = 1 << 18
 _SOCKET_BUFFER_BYTES = 8 << 20
@@ -52,43 +278,58 @@ async def join_or_kill(process: Any) -> None:
 
 
 class EngineProcess(EngineClient):
-    """A client that runs the engine in a child process. The child ends when this process ends, even if it is killed.
+    """A client that runs the engine in a child process, or ``tensor`` x ``data`` ranks of it in one child process each. The
+    children end when this process ends, even if it is killed. If one rank ends, all ranks end.
 
-    ``make`` is pickled, and called in the child, where it returns the engine. The child ignores SIGINT and SIGTERM, which a
-    terminal sends to the whole process group: only :meth:`close` ends the child.
+    ``make`` is pickled, and called in each child, where it returns the engine. With several ranks it gets them as the keyword
+    argument ``joined`` (:class:`~outrider.cli.options.rank_processes.Joined`). ``expert``: the ranks divide a mixture's
+    experts. The children ignore SIGINT and SIGTERM, which a terminal sends to the whole process group: only :meth:`close`
+    ends them.
     """
 
-    def __init__(self, make: Callable[[], Engine]) -> None:
+    def __init__(self, make: Callable[..., Engine], *, tensor: int = 1, data: int = 1, expert: bool = False) -> None:
+        check_expert_parallel(expert, tensor, data)
         super().__init__()
         self._make = make
+        self._tensor, self._data, self._expert = tensor, data, expert
         self._process: Any = None
+        self._store: Any = None
+        self._followers: list[Any] = []
         self._transport: asyncio.Transport | None = None
         self._waiting: asyncio.Task[None] | None = None
+        self.add_loss_listener(self._kill_followers)
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child; None before the start."""
+        """Process id of the child that runs rank 0; None before the start."""
         return None if self._process is None else self._process.pid
 
     async def close(self) -> None:
-        """Tell the child to end and wait until it has exited. A child that doesn't exit in time is killed."""
+        """Send :class:`StopEngine` to rank 0, and wait until all children have exited. A child that doesn't exit in time is
+        killed.
+        """
         self._gone(EngineGone("the engine was closed"), expected=True)
-        if self._process is None:
-            return
-        if self._transport is not None and not self._transport.is_closing():
-            self._send(StopEngine())
-        await join_or_kill(self._process)
-        if self._transport is not None:
-            self._transport.close()
+        if self._process is not None:
+            if self._transport is not None and not self._transport.is_closing():
+                self._send(StopEngine())
+            await join_or_kill(self._process)
+            if self._transport is not None:
+                self._transport.close()
+        for process in self._followers:
+            await join_or_kill(process)
+        self._store = None
 
     async def _launch(self) -> None:
+        make = self._make
+        if self._tensor * self._data > 1:
+            make = await self._start_followers()
         server_end, child_end = socket.socketpair()
         for end in (server_end, child_end):
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 with suppress(OSError):
                     end.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)
         context = multiprocessing.get_context("spawn")
-        self._process = context.Process(target=_serve, args=(self._make, child_end), name="outrider-engine", daemon=True)
+        self._process = context.Process(target=_serve, args=(make, child_end), name="outrider-engine", daemon=True)
         # Not in an executor: the kernel ends the child when the thread that started it ends. The call takes milliseconds.
         with interruptions_blocked_in_children():
             self._process.start()
@@ -96,6 +337,20 @@ class EngineProcess(EngineClient):
         server_end.setblocking(False)
         transport, _ = await asyncio.get_running_loop().create_connection(lambda: _EventProtocol(self), sock=server_end)
         self._transport = transport
+
+    async def _start_followers(self) -> Callable[[], Engine]:
+        """Start the ranks after the first one. Return the function that makes the engine of the first rank."""
+        # In a thread: the import of torch takes a second, which would block the event loop.
+        self._store = await asyncio.get_running_loop().run_in_executor(None, create_rank_store)
+        world, port = self._tensor * self._data, self._store.port
+        arguments = self._make, self._tensor, self._expert
+        self._followers = start_followers(functools.partial(_follow, *arguments), world=world, port=port)
+        return functools.partial(_make_first_rank, *arguments, RankPlacement.of_child(0, world=world, port=port))
+
+    def _kill_followers(self, error: EngineGone) -> None:
+        del error
+        for process in self._followers:
+            process.kill()
 
     def _send(self, command: EngineCommand) -> None:
         assert self._transport is not None
@@ -177,80 +432,10 @@ def _serve(make: Callable[[], Engine], sock: socket.socket) -> None:
         os._exit(1)  # after a lost device, the vendor runtime's exit handlers may hang
 
 
-def create_engine_client(
-    make: Callable[..., Engine], *, tensor: int = 1, data: int = 1, expert: bool = False
-) -> EngineProcess:
-    """Return a client of an engine in one child process, or of ``tensor`` x ``data`` ranks in one child process each."""
-    check_expert_parallel(expert, tensor, data)
-    return EngineProcess(make) if tensor * data == 1 else EngineRanks(make, tensor=tensor, data=data, expert=expert)
+def _make_first_rank(make: Callable[..., Engine], tensor: int, expert: bool, placement: RankPlacement) -> Engine:
+    """Return the engine of rank 0. The process group lasts until the process ends."""
+    return make(joined=Joined(tensor, placement.world // tensor, placement, expert=expert))
 
 
-class EngineRanks(EngineProcess):
-    """A client that runs ``tensor`` x ``data`` ranks of one engine in child processes, which end when this process ends.
-
-    ``make`` is pickled and called in each child. It gets the ranks as the keyword argument ``joined``
-    (:class:`~outrider.cli.options.rank_processes.Joined`) and returns the engine of its rank. If one rank ends, all ranks
-    end. ``expert``: the ranks divide a mixture's experts.
-    """
-
-    def __init__(self, make: Callable[..., Engine], *, tensor: int = 1, data: int = 1, expert: bool = False) -> None:
-        self._make_rank = make
-        self._tensor, self._data, self._expert = tensor, data, expert
-        self._store: Any = None
-        self._followers: list[Any] = []
-        super().__init__(make)
-        self.add_loss_listener(self._lost)
-
-    async def close(self) -> None:
-        """Tell the ranks to end and wait until all have exited. Ranks that don't exit in time are killed."""
-        await super().close()
-        for process in self._followers:
-            await join_or_kill(process)
-        self._store = None
-
-    async def _launch(self) -> None:
-        # In a thread: the import of torch takes a second, which would block the event loop.
-        self._store = await asyncio.get_running_loop().run_in_executor(None, _create_store)
-        ranks = functools.partial(
-            _Rank, self._make_rank, self._tensor, self._data, expert=self._expert, port=self._store.port
-        )
-        context = multiprocessing.get_context("spawn")
-        for rank in range(1, self._tensor * self._data):
-            process = context.Process(target=ranks(rank=rank).follow, name=f"outrider-rank-{rank}", daemon=True)
-            with interruptions_blocked_in_children():
-                process.start()
-            self._followers.append(process)
-        self._make = ranks(rank=0).engine
-        await super()._launch()
-
-    def _lost(self, error: EngineGone) -> None:
-        del error
-        for process in self._followers:
-            process.kill()
-
-
-class _Rank:
-    """A picklable description of one rank. Its process calls :meth:`engine` (rank 0) or :meth:`follow`."""
-
-    def __init__(self, make: Callable[..., Engine], tensor: int, data: int, *, expert: bool, rank: int, port: int) -> None:
-        self._make, self._tensor, self._data, self._rank, self._port = make, tensor, data, rank, port
-        self._expert = expert
-
-    def engine(self) -> Engine:
-        """Create and return the engine of rank 0. The process group lasts until the process ends."""
-        become_rank(rank=self._rank, world=self._tensor * self._data, port=self._port)
-        return self._make(joined=Joined(self._tensor, self._data, expert=self._expert))
-
-    def follow(self) -> None:
-        """Create this rank's engine and repeat the decisions of rank 0 until rank 0 ends."""
-        ignore_interruptions()
-        end_with_parent()
-        become_rank(rank=self._rank, world=self._tensor * self._data, port=self._port)
-        with Joined(self._tensor, self._data, expert=self._expert) as joined:
-            self._make(joined=joined).follow()
-
-
-def _create_store() -> Any:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs don't list it
-
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def _follow(make: Callable[..., Engine], tensor: int, expert: bool, placement: RankPlacement) -> None:
+    follow_first_rank(make, tensor, expert, placement, lambda engine: engine.follow())

@@ -1,15 +1,18 @@
-"""The FastAPI application of the server: its routes, its error responses and its OpenAPI schema."""
+"""The FastAPI application of the server: its routes, its web page, its error responses and its OpenAPI schema."""
 
 from __future__ import annotations
 
+import base64
 import functools
 import hashlib
 import importlib.metadata
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from importlib import resources
 from typing import Any
 
-from outrider.serve.config import require_serve
+from outrider.serve.config import ServeConfig, require_serve
 
 require_serve()
 
@@ -17,25 +20,34 @@ from fastapi import FastAPI, Request  # noqa: E402
 from fastapi.exceptions import RequestValidationError  # noqa: E402
 from starlette.exceptions import HTTPException  # noqa: E402
 from starlette.middleware.cors import CORSMiddleware  # noqa: E402
-from starlette.responses import JSONResponse, Response  # noqa: E402
+from starlette.responses import HTMLResponse, JSONResponse, Response  # noqa: E402
 
-from outrider.serve.api.api_errors import ApiError, bad_request  # noqa: E402
-from outrider.serve.api.asgi_responses import DeferredResponse, EventStreamResponse  # noqa: E402
+from outrider.serve.api.conversation import ObjectList, chat_request  # noqa: E402
+from outrider.serve.api.messages_api import add_messages_routes  # noqa: E402
 from outrider.serve.api.prompt_builder import EnginePrompt, PromptBuilder, listed_prompts, prompt_size  # noqa: E402
-from outrider.serve.api.request_fields import ChatRequest, CompletionRequest, SamplingFields  # noqa: E402
-from outrider.serve.api.request_params import check_supported, format_guide, sampling_params  # noqa: E402
+from outrider.serve.api.request_fields import (  # noqa: E402
+    ChatRequest,
+    CompletionRequest,
+    ListOf,
+    NestedObject,
+    SamplingFields,
+    StrictFields,
+    check_supported,
+    format_guide,
+    sampling_params,
+)
 from outrider.serve.api.response_writer import ResponseWriter  # noqa: E402
+from outrider.serve.api.responses import ApiError, DeferredResponse, EventStreamResponse, bad_request  # noqa: E402
+from outrider.serve.api.responses_api import add_responses_routes  # noqa: E402
 from outrider.serve.api.service import ServerState, Service  # noqa: E402
 from outrider.serve.api.tool_calls import RequestToolCalls  # noqa: E402
-from outrider.serve.config import ServeConfig  # noqa: E402
 from outrider.serve.connection.engine_client import EngineClient  # noqa: E402
-from outrider.serve.http.request_middleware import LOG_FIELDS_KEY, RequestMiddleware  # noqa: E402
-from outrider.serve.http.web_page import add_page  # noqa: E402
-from outrider.serve.monitoring.metrics import PROMETHEUS_CONTENT_TYPE  # noqa: E402
-from outrider.serve.monitoring.tracing import RequestSpans  # noqa: E402
-from outrider.serve.translation.messages_api import add_messages_routes  # noqa: E402
-from outrider.serve.translation.responses_api import add_responses_routes  # noqa: E402
-from outrider.serve.translation.tokenize_route import add_tokenize_routes  # noqa: E402
+from outrider.serve.http.metrics import PROMETHEUS_CONTENT_TYPE  # noqa: E402
+from outrider.serve.http.request_middleware import (  # noqa: E402
+    LOG_FIELDS_KEY,
+    RequestMiddleware,
+    RequestSpans,
+)
 
 _ERROR_SCHEMA = {
     "type": "object",
@@ -296,3 +308,95 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
         """Return the model's entry under one of its names."""
         service.check_model(name)
         return model_entry(name)
+
+
+class TokenizeRequest(StrictFields):
+    """The body of ``POST /tokenize``: a prompt, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: ObjectList | None = None
+    tools: ObjectList | None = None
+    chat_template_kwargs: NestedObject | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = False
+
+
+class DetokenizeRequest(StrictFields):
+    """The body of ``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: ListOf[int]
+
+
+def add_tokenize_routes(app: FastAPI, service: Service, responses: Mapping[int | str, dict[str, Any]]) -> None:
+    """Add the routes to ``app``. ``responses`` describes the error responses for the API's schema."""
+    prompter = service.prompter
+
+    @app.post("/tokenize", responses=dict(responses))
+    async def tokenize(body: TokenizeRequest) -> Response:
+        """Return the tokens of a prompt, or of the prompt that the chat template makes of messages."""
+        if (body.prompt is None) == (body.messages is None):
+            raise bad_request("expected one of prompt and messages", "prompt")
+        if body.add_special_tokens is False:
+            message = "add_special_tokens false isn't served: the tokens are those that a completion gets"
+            raise bad_request(message, "add_special_tokens")
+        if body.model is not None:
+            service.check_model(body.model)
+        if body.messages is not None:
+            fields = {"messages": body.messages, "tools": body.tools, "chat_template_kwargs": body.chat_template_kwargs}
+            chat = chat_request({"model": service.config.names[0], **fields})
+            prompt = await service.build_prompts(lambda: prompter.chat(chat), size=None)
+        else:
+            text = body.prompt or ""
+            (prompt,) = await service.build_prompts(lambda: prompter.completion_prompts(text), size=len(text))
+        tokens = list(prompt.tokens)
+        texts = [prompter.tokenizer.bytes_of(token).decode(errors="replace") for token in tokens]
+        return JSONResponse(
+            {
+                "count": len(tokens),
+                "max_model_len": service.engine.info.longest_request,
+                "tokens": tokens,
+                "token_strs": texts if body.return_token_strs else None,
+            }
+        )
+
+    @app.post("/detokenize", responses=dict(responses))
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        """Return the text of the request's token ids."""
+        if body.model is not None:
+            service.check_model(body.model)
+        prompter.check_tokens(body.tokens, "tokens")
+        text = await service.build_prompts(lambda: prompter.tokenizer.decode(body.tokens), size=len(body.tokens))
+        return JSONResponse({"prompt": text})
+
+
+def add_page(app: FastAPI) -> None:
+    """Add the route of the page to ``app``. The page itself needs no API key; its requests to the API do."""
+    text = resources.files("outrider.serve.http").joinpath("page.html").read_text("utf-8")
+    headers = {
+        "content-security-policy": content_security_policy(text),
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> HTMLResponse:
+        """Return the web page, with its content security policy."""
+        return HTMLResponse(text, headers=headers)
+
+
+def content_security_policy(text: str) -> str:
+    """Return the content security policy of the page ``text``.
+
+    It allows the page's inline script and style, by their hashes, and requests to the page's own server.
+    """
+    inline = [f"{tag}-src {_inline_hash(text, tag)}" for tag in ("script", "style")]
+    others = ("connect-src 'self'", "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'")
+    return "; ".join(("default-src 'none'", *inline, *others))
+
+
+def _inline_hash(text: str, tag: str) -> str:
+    (inside,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+    return f"'sha256-{base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"

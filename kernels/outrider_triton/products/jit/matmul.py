@@ -2,8 +2,8 @@
 
 Weights are the wide operand of the matrix unit and tokens the narrow one, so a tile of 16 tokens wastes little. Weights are
 read once and leave the cache first. A program prefetches the first columns of its weights while the preceding kernel still
-runs, since weights don't depend on it. It has ``each`` rows of the weight, at most BLOCK_N, so that all programs run at the
-same time and no multiprocessor has a tile more than another.
+runs, since weights don't depend on it. A program has ``rows_per_program`` rows of the weight, at most BLOCK_N, so that all
+programs run at the same time and no multiprocessor has a tile more than another.
 """
 
 from __future__ import annotations

@@ -41,31 +41,36 @@ def _store(
     pipeline,
     buffer,
     ROWS: gl.constexpr,
+    BLOCKS: gl.constexpr,
     FOLD: gl.constexpr,
     ADD: gl.constexpr,
     STEPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    bias, x_scales, scales, out, m, n, pairs_per_program = operands
+    bias, x_scales, x_groups, scales, scale_columns, out, m, n, pairs_per_program = operands
     BLOCK_M: gl.constexpr = buffer.shape[1] // (2 if FOLD else 1)
     lane, token = _pairs_and_tokens(BLOCK_M)
     token_mask = (token < m)[None, :]
     destination = out + gl.program_id(1).to(gl.int64) * m * n + token.to(gl.int64)[None, :] * n
     wait_for_previous_kernel(PDL)
-    if ROWS:
+    if ROWS and not BLOCKS:
         divisor = gl.load(x_scales + token, mask=token < m, other=0.0)
     for tile in range(gl.cdiv(pairs_per_program, PAIRS)):
         index = tile * PAIRS + lane
         row = gl.program_id(0) * pairs_per_program + index
         row_mask = (index < pairs_per_program) & (row < n)
-        if ROWS:  # loads that overlap with the product
+        if ROWS and not BLOCKS:  # loads that overlap with the product
             factor = gl.load(scales + row // ROWS, mask=row_mask, other=0.0).to(gl.float32)
         if ADD:
             previous = gl.load(destination + row[:, None], mask=token_mask & row_mask[:, None], other=0.0).to(gl.float32)
-        low, high = multiply_halves(pipeline, tile, buffer, FOLD, STEPS, _LAYOUT)
+        if BLOCKS:
+            blocks = x_scales, x_groups, scales, scale_columns, m, n, pairs_per_program
+            low, high = multiply_halves(pipeline, tile, buffer, FOLD, STEPS, _LAYOUT, blocks, ROWS)
+        else:
+            low, high = multiply_halves(pipeline, tile, buffer, FOLD, STEPS, _LAYOUT)
         if FOLD:
             total = low + high
-            if ROWS:
+            if ROWS and not BLOCKS:
                 total *= factor[:, None] * divisor[None, :]
             if bias is not None:
                 total += gl.load(bias + row, mask=row_mask, other=0.0).to(gl.float32)[:, None]
@@ -93,12 +98,15 @@ def streamed_linear(
     w,
     bias,
     x_scales,
+    x_groups,
     scales,
+    scale_columns,
     out,
     m,
     n,
     pairs_per_program,
     ROWS: gl.constexpr,
+    BLOCKS: gl.constexpr,
     FOLD: gl.constexpr,
     ADD: gl.constexpr,
     STEPS: gl.constexpr,
@@ -111,15 +119,15 @@ def streamed_linear(
     the columns, block of tokens).
 
     A product in parts isn't folded, and has no bias. ROWS: both operands are quantised, ``x`` by ``x_scales [m]``, and the
-    weight by one of ``scales`` per ROWS rows; 0: neither is. Quantised products are folded. ADD: add to ``out``; only folded
-    products.
+    weight by one of ``scales`` per ROWS rows; 0: neither is. Quantised products are folded. BLOCKS: each piece of columns has
+    its own scales, ``x_scales [m, x_groups]`` and ``scales [.., scale_columns]``. ADD: add to ``out``; only folded products.
     """
     pipeline = make_pipeline(x, w, FOLD, BLOCK_M, BLOCK_K, STAGES)
     buffer = make_buffer(pipeline)
-    operands = bias, x_scales, scales, out, m, n, pairs_per_program
+    operands = bias, x_scales, x_groups, scales, scale_columns, out, m, n, pairs_per_program
     gl.warp_specialize(
         [
-            (_store, (operands, pipeline, buffer, ROWS, FOLD, ADD, STEPS, PDL)),
+            (_store, (operands, pipeline, buffer, ROWS, BLOCKS, FOLD, ADD, STEPS, PDL)),
             (load_weights, (w, pipeline, pairs_per_program, PAIRS, FOLD, STEPS)),
             (load_tokens, (x, pipeline, pairs_per_program, FOLD, STEPS, ROWS > 0, PDL)),
         ],

@@ -43,11 +43,11 @@ def _scale_of(maximum, E4M3: tl.constexpr):
 
 
 @triton.jit
-def _quantize_row(value, row, out, scales, size, E4M3: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Quantise a row of ``size`` elements and store it as :func:`quantize_rows` does, with a scale per GROUP elements (0: one
-    scale).
+def _quantize_row(value, row, begins, out, scales, size, E4M3: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Quantise the BLOCK elements from ``begins`` on of a row of ``size`` elements, and store them as :func:`quantize_rows`
+    does, with a scale per GROUP elements (0: one scale, and the block is the row).
 
-    ``value`` must be 0 from ``size`` on.
+    ``value`` must be 0 from ``size`` on. ``begins`` is a multiple of GROUP.
     """
     WIDTH: tl.constexpr = GROUP if GROUP else BLOCK
     COUNT: tl.constexpr = BLOCK // WIDTH
@@ -56,10 +56,10 @@ def _quantize_row(value, row, out, scales, size, E4M3: tl.constexpr, GROUP: tl.c
     scale = _scale_of(tl.max(magnitude, axis=1), E4M3)
     is_invalid = tl.max((magnitude < float("inf")).to(tl.int32) ^ 1, axis=1)
     quotient = _round_to_format(value / scale[:, None], E4M3)
-    lane = tl.arange(0, COUNT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    lane = begins + tl.arange(0, COUNT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     tl.store(out + row * size + lane, quotient.to(out.dtype.element_ty), mask=lane < size)
     groups = tl.cdiv(size, WIDTH)
-    group = tl.arange(0, COUNT)
+    group = begins // WIDTH + tl.arange(0, COUNT)
     tl.store(scales + row * groups + group, tl.where(is_invalid > 0, float("nan"), scale), mask=group < groups)
 
 
@@ -144,6 +144,7 @@ def add_rms_norm_quantize(
     weight,
     out,
     scales,
+    unquantized,
     eps,
     size,
     part_stride,
@@ -154,7 +155,7 @@ def add_rms_norm_quantize(
     PDL: tl.constexpr,
 ):
     """Compute :func:`outrider_triton.rows.jit.rows.add_rms_norm` for one row, quantise the norm, and store it to ``out`` with
-    its ``scales``.
+    its ``scales``. ``unquantized`` receives the norm itself, if it isn't None.
     """
     lane = tl.arange(0, BLOCK)
     inside = lane < size
@@ -162,7 +163,9 @@ def add_rms_norm_quantize(
     row = tl.program_id(0).to(tl.int64)
     kept = add_row(x, bias, residual, row, size, part_stride, PARTS, BLOCK, PDL)
     normed = norm(kept.to(tl.float32), factor, residual.dtype.element_ty, size, eps)
-    _quantize_row(normed.to(tl.float32), row, out, scales, size, E4M3, GROUP, BLOCK)
+    if unquantized is not None:
+        tl.store(unquantized + row * size + lane, normed, mask=inside)
+    _quantize_row(normed.to(tl.float32), row, 0, out, scales, size, E4M3, GROUP, BLOCK)
 
 
 @triton.jit
@@ -176,15 +179,18 @@ def silu_mul_quantize(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute SwiGLU of one row of ``gate_up`` [rows, 2 size], quantise it, and store it to ``out`` with its ``scales``."""
+    """Compute SwiGLU of BLOCK elements of a row of ``gate_up`` [rows, 2 size], quantise them, and store them to ``out`` with
+    their ``scales``; one program per (row, block). Without groups the block is the row.
+    """
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK)
+    begins = tl.program_id(1) * BLOCK
+    lane = begins + tl.arange(0, BLOCK)
     mask = lane < size
     gate = tl.load(gate_up + row * 2 * size + lane, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * size + size + lane, mask=mask, other=0.0).to(tl.float32)
     activation = swiglu(gate, up, gate_up.dtype.element_ty)
-    _quantize_row(activation.to(tl.float32), row, out, scales, size, E4M3, GROUP, BLOCK)
+    _quantize_row(activation.to(tl.float32), row, begins, out, scales, size, E4M3, GROUP, BLOCK)
 
 
 @triton.jit
@@ -214,4 +220,4 @@ def embed_beside_quantize(
     )
     embedded = tl.load(weight + token * size + lane, mask=lane < size, other=0.0)
     value = tl.where(lane < size, embedded, features)
-    _quantize_row(value.to(tl.float32), row, out, scales, size + hidden_size, E4M3, GROUP, BLOCK)
+    _quantize_row(value.to(tl.float32), row, 0, out, scales, size + hidden_size, E4M3, GROUP, BLOCK)

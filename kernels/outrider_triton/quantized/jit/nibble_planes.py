@@ -119,7 +119,7 @@ _FP16_2, _FP16_3 = _halves(8, "0x64006400", _LESS_1032), _halves(12, "0x64006400
 
 @triton.jit
 def numbers_of_plane(packed, PLANE: tl.constexpr, TYPE: tl.constexpr, ASM: tl.constexpr):
-    """Return the elements of one plane, less 8, from two bytes each.
+    """Return the values of plane PLANE as TYPE. Each int16 of ``packed`` holds one value of each of the four planes, plus 8.
 
     ASM: convert two at a time by inserting their bits into the mantissa of 128 or 1024. Each call has one operand and one
     result, so that the compiler loads the bytes in the layout of the product.
@@ -149,9 +149,10 @@ _RIGHT = tl.constexpr("lop3.b32 $0, $1, 0x88888888, 0xF0F0F0F0, 0x28;")
 
 @triton.jit
 def bytes_of_half(packed, HALF: tl.constexpr):
-    """Return 16 times the elements less 8 of even columns (HALF 0) or odd ones, as int8, from a byte each.
+    """Return 16 times the values of the even columns (HALF 0) or of the odd columns (HALF 1) as int8. Each byte of ``packed``
+    holds one even and one odd column, as value plus 8.
 
-    Four are converted at a time, with one operand and one result, as in :func:`numbers_of_plane`.
+    Four bytes are converted at a time, with one operand and one result, as in :func:`numbers_of_plane`.
     """
     if HALF == 0:
         return tl.inline_asm_elementwise(_LEFT, "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)

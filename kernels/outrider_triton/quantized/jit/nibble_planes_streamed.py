@@ -389,7 +389,8 @@ def streamed_planes(
 
     One program per (share of rows, part of the columns). A program has ``rows_per_program`` rows in TILES tiles, and STEPS
     units of columns. ``w``: int8 [n, k / 2], in boxes of rows. ``x``: int8 [2 m, k], tokens in two components. ``grains``:
-    theirs, in rows ``stride`` apart. GROUPS: multiplying warpgroups, the second with MAX_REGISTERS per thread.
+    the tokens' grains, one row of ``stride`` elements per token. GROUPS: multiplying warpgroups, the second with
+    MAX_REGISTERS per thread.
 
     HALF: half a head's size, or 0 to store rows without rotation. With HALF, ``rows_per_program`` counts pairs of rows HALF
     apart, in boxes of PAIRED, and the product isn't split. Queries go to ``out``, keys and values to the slots, as in

@@ -1,7 +1,8 @@
 """Products with quantised weights for few tokens: weights are read once and dequantised in registers.
 
 As in :mod:`outrider_triton.products.jit.matmul`, the weight is the wide operand of the matrix unit, and a program has
-``each`` rows. If a tile has one scale per row, the scale multiplies the sums instead of the weight, which saves instructions.
+``rows_per_program`` rows. If a tile has one scale per row, the scale multiplies the sums instead of the weight, which saves
+instructions.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def chunk_states(
     """Go through the chunks of a sequence and write its state; one program per (value head, block of values, sequence).
 
     Operands are the results of :func:`corrections`. Stores the state before each chunk to ``chunk_state`` [N, Hv, D, E], and
-    the corrections to ``out``: only what a chunk needs of the chunk before is computed here.
+    the corrections to ``out``. The kernel computes nothing else, because it can't process chunks concurrently.
     """
     begin(PDL)
     head = tl.program_id(0)

@@ -219,6 +219,8 @@ def _streamed(
 
     The matrix unit accumulates e4m3 with few bits, so these use 128 columns at a time, and no parts.
     """
+    if stored.columns and operator not in ("linear", "linear_parts"):
+        return  # groups of columns have their own scales, which only this kernel knows
     folded = operator == "linear" or operator in _ADDED
     is_unquantized = stored == UNQUANTIZED
     for waves, box, split in itertools.product((1, 2), (32, 16, 8), _splits(operator) if is_unquantized else (1,)):
@@ -232,7 +234,9 @@ def _streamed(
         if inside % box or (is_unquantized and fold_factor == 2 and each > _PAIRS):
             continue
         budgets = (facts.processor_shared // 2 - 1024,) if waves > 1 else _PIPELINE_BYTES[operator == "linear_add_scaled"]
-        columns = 256 if m <= _MAX_WIDE_TOKENS and k % (256 * split * fold_factor) == 0 else 128
+        # Two units of two pieces with scales of their own, and more tokens, need more registers than a thread has.
+        most = _MAX_WIDE_TOKENS // 2 if stored.columns else _MAX_WIDE_TOKENS
+        columns = 256 if m <= most and k % (256 * split * fold_factor) == 0 else 128
         for budget, block_k in itertools.product(budgets, (128, 256) if is_unquantized else (columns,)):
             width = fold_factor * max(8, m)
             barriers = 0 if is_unquantized else 24

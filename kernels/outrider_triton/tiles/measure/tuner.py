@@ -300,7 +300,11 @@ class _Tuner:
         return min(after for _, after in pairs) < min(before for before, _ in pairs) * _WIN_FACTOR
 
     def _tune_form(self, chain: Chain, start: Table, m: int, *, scaled: bool) -> tuple[Table, float]:
-        """Return the best table and its time with the ends of a block in one form."""
+        """Return the fastest table found for ``m`` tokens, and its microseconds per layer, with one form of the products that
+        end a block.
+
+        With ``scaled`` these products add to the residual; otherwise they return parts that the norm adds up.
+        """
         keys = self._keys
         # The gates' key selects the form: another model may use the other product in its other form.
         off: tuple[Key, ...] = () if scaled else (keys.scaled,)

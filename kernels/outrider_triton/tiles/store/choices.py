@@ -195,7 +195,7 @@ def _is_valid_product(config: MatmulConfig) -> bool:
 
 
 def _has_valid_prefetch(config: MatmulConfig) -> bool:
-    """Return True if ``ahead`` is a number of prefetched columns, or with tiles for large M a number of pipeline stages."""
+    """Return True if ``prefetch_columns`` is a valid number of columns, or with tiles for large M of pipeline stages."""
     if config.descriptor == LARGE_M:
         return 1 < config.prefetch_columns <= _MAX_SPLITS_OR_STAGES
     return config.prefetch_columns >= 0 and config.prefetch_columns % _PREFETCH_COLUMNS == 0

@@ -81,7 +81,7 @@ class Table:
     attention: tuple[AttentionEntry, ...] = ()
 
     def attention_config(self, groups: int, head_size: int, group: int, *, layer: str = ANY_LAYER) -> AttentionConfig | None:
-        """Return the configuration of the nearest measurement with such heads, or None.
+        """Return the configuration of the nearest measurement with these head shapes, or None.
 
         The nearest measurement has half to twice as many programs. None means no measurement, or that the derived
         configuration won. Entries of ``layer`` go first, then those of every layer, then other layers by name. The number of

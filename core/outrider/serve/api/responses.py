@@ -1,0 +1,210 @@
+"""Responses: errors in the format of the API, one JSON object, or a stream of server-sent events.
+
+Errors have the form of OpenAI's API, or of Anthropic's for its routes. A response cancels its work if the client disconnects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from outrider.errors import one_line
+
+INVALID, SERVER, OVERLOADED = "invalid_request_error", "server_error", "rate_limit_error"
+"""Values of the field ``type`` of an error response."""
+MESSAGES_PATH = "/v1/messages"
+"""Path of Anthropic's API, whose errors have Anthropic's form."""
+_MESSAGES_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Values of the field ``type`` in Anthropic's API, by status; other errors are ``invalid_request_error``."""
+
+
+class ApiError(Exception):
+    """An error that the client gets as the response.
+
+    ``status`` is the HTTP status and ``kind`` the error's ``type``. ``param`` names the request field that caused the error.
+    ``code`` identifies the error for programs. ``headers`` are added to the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = one_line(message)
+        self.kind = kind
+        self.param = None if param is None else one_line(param)
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error object of the response body, as plain data for JSON."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def encode(self, path: str = "") -> bytes:
+        """Return the error in the form of the API at ``path``, as JSON in ASCII: a message may quote half a character."""
+        return json.dumps(messages_error(self) if path.startswith(MESSAGES_PATH) else self.body).encode()
+
+
+def messages_error(error: ApiError) -> dict[str, Any]:
+    """Return the error object of Anthropic's API. It keeps ``param`` and ``code``."""
+    kind = _MESSAGES_KINDS.get(error.status, INVALID)
+    return {"type": "error", "error": {**error.body["error"], "type": kind}}
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """Return a 400 error: the request is invalid, and the client has to change it."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def unavailable(message: str, code: str, retry_after_s: int | None = None) -> ApiError:
+    """Return a 503 error: the server accepts no request now. ``retry_after_s`` tells the client when to try again."""
+    headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+    return ApiError(503, message, kind=SERVER, code=code, headers=headers)
+
+
+_JSON_CONTENT_TYPE = b"application/json"
+_EVENTS_CONTENT_TYPE = b"text/event-stream; charset=utf-8"
+DONE_EVENT = b"data: [DONE]\n\n"
+"""The server-sent event that ends a stream of completions."""
+
+
+def encode_event(data: Mapping[str, Any]) -> bytes:
+    """Return ``data`` as JSON in one unnamed server-sent event, encoded."""
+    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+
+
+def encode_named_event(data: Mapping[str, Any]) -> bytes:
+    """Return ``data`` as JSON in one server-sent event whose name is the field ``type``, encoded."""
+    return f"event: {data['type']}\n".encode() + encode_event(data)
+
+
+class ClientGone(Exception):
+    """Raised when the client has closed its connection, or hasn't read for the allowed time."""
+
+
+class DeferredResponse(Response):
+    """A JSON response whose body ``work`` computes.
+
+    If the client disconnects first, ``work`` is cancelled. ``close`` is called once, after success, error or disconnection.
+    """
+
+    def __init__(self, work: Callable[[], Awaitable[Mapping[str, Any]]], *, close: Callable[[], None]) -> None:
+        super().__init__()
+        self._work = work
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run ``work`` and send its result as the response, or raise :class:`ClientGone`."""
+        del scope
+        try:
+            data = await _run_while_connected(receive, self._work())
+        finally:
+            self._close()
+        await _send_whole(send, 200, json.dumps(data).encode(), {})
+
+
+class EventStreamResponse(Response):
+    """A response that streams the encoded events that ``work`` yields.
+
+    If the client disconnects, or takes more than ``write_s`` seconds to read a piece, ``work`` is cancelled. ``close`` is
+    called once, after success, error or disconnection. ``end`` is the last event, which follows ``work`` and its errors.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[], AsyncIterator[bytes]],
+        *,
+        close: Callable[[], None],
+        write_s: float,
+        end: bytes = DONE_EVENT,
+    ) -> None:
+        super().__init__()
+        self._work = work
+        self._close = close
+        self._write_s = write_s
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events, then the last one, or raise :class:`ClientGone`. An :class:`ApiError` is sent as an event."""
+        del scope
+        try:
+            await _run_while_connected(receive, self._send_events(send))
+        finally:
+            self._close()
+
+    async def _send_events(self, send: Send) -> None:
+        headers = [
+            (b"content-type", _EVENTS_CONTENT_TYPE),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            async for piece in self._work():
+                await self._write(send, piece)
+        except ApiError as error:
+            await self._write(send, b"data: " + error.encode() + b"\n\n")
+        if self._end:
+            await self._write(send, self._end)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write(self, send: Send, piece: bytes) -> None:
+        try:
+            async with asyncio.timeout(self._write_s):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except TimeoutError:
+            raise ClientGone(f"the client hasn't read for {self._write_s:g} s") from None
+
+
+async def send_error(send: Send, error: ApiError, path: str) -> None:
+    """Send ``error`` as the whole response of ``path``: its status, its headers and its JSON body."""
+    await _send_whole(send, error.status, error.encode(path), error.headers)
+
+
+async def _send_whole(send: Send, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+    encoded = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    encoded += [(b"content-type", _JSON_CONTENT_TYPE), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": encoded})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _run_while_connected(receive: Receive, work: Awaitable[Any]) -> Any:
+    """Return the result of ``work``. If the client disconnects first, cancel ``work`` and raise :class:`ClientGone`."""
+    working = asyncio.ensure_future(work)
+    disconnected = asyncio.ensure_future(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait({working, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone("the client has closed its connection")
+        return working.result()
+    finally:
+        for task in (working, disconnected):
+            if not task.done():
+                task.cancel()
+        await asyncio.gather(working, disconnected, return_exceptions=True)
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,1 +1,0 @@
-"""Formats of model families: how a model writes reasoning and tool calls, and the reader of such text."""

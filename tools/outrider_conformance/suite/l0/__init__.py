@@ -1,1 +1,0 @@
-"""The L0 tests of the suite: discovery, identity and errors."""

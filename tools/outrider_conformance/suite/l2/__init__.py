@@ -1,1 +1,0 @@
-"""The L2 tests of the suite: capture and replay of graphs."""

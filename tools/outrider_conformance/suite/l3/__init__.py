@@ -1,1 +1,0 @@
-"""The L3 tests of the suite: flags and graph parameters."""

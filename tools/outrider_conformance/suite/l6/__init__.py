@@ -1,1 +1,0 @@
-"""The L6 tests of the suite: collectives between two ranks."""

@@ -1,0 +1,383 @@
+"""L1: events and the fences of the policy order streams and the host by generations."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from outrider.device import Backend
+from outrider_conformance.lab import Lab, call_on_new_thread, expect, in_every_order, in_some_order
+from outrider_conformance.promises import needs, promise
+
+
+@promise("Stream.wait", "Run what is enqueued on this stream from now on after the event's generation that is visible now.")
+@in_every_order()
+def test_a_wait_orders_two_streams(lab: Lab) -> None:
+    """A stream that waits for an event reads the late write of the recording stream."""
+    a, b, x, y = lab.two_streams()
+    lab.fill_late(a, x, 1)
+    b.wait(lab.record(a))
+    lab.expect_read(b, y, x, 1.0, "what the waiting stream read")
+
+
+@promise("Stream.record", "Complete a new generation of ``event`` after everything that was enqueued on this stream so far.")
+@in_every_order()
+def test_a_wait_takes_the_newest_record(lab: Lab) -> None:
+    """A wait after the second record of an event orders after the second record."""
+    a, b, x, y = lab.two_streams()
+    event = lab.record(a)
+    a.synchronize()
+    lab.fill_late(a, x, 1)
+    a.record(event)
+    b.wait(event)
+    lab.expect_read(b, y, x, 1.0, "what the stream read after the second generation")
+
+
+@promise("Stream.record", "An event may be recorded again at any time, on any stream")
+@in_every_order()
+def test_an_event_moves_between_streams(lab: Lab) -> None:
+    """A wait for an event that two streams recorded in turn orders after the second stream."""
+    a, b, c = lab.streams("a", "b", "c")
+    x, y = lab.full(b, 0), lab.full(c, 0)
+    event = lab.record(a)
+    lab.fill_late(b, x, 1)
+    b.record(event)
+    c.wait(event)
+    lab.expect_read(c, y, x, 1.0, "what was read after the record of the second stream")
+
+
+@promise("Stream.record", "waits that were enqueued before keep the generation that they took.")
+@in_every_order()
+def test_a_wait_keeps_the_generation_that_it_took(lab: Lab) -> None:
+    """A later record on an idle stream does not replace the generation of a queued wait."""
+    a, b, c = lab.streams("a", "b", "c")
+    x, y = lab.full(a, 0), lab.full(b, 0)
+    lab.fill_late(a, x, 1)
+    event = lab.record(a)
+    b.wait(event)
+    c.record(event)
+    lab.expect_read(b, y, x, 1.0, "what was read after the generation that was visible at the wait")
+
+
+@needs("asynchronous", "concurrent_streams")
+@promise("Stream.wait", "A record after this call doesn't change what is waited for.")
+@in_some_order("work after the first generation always waited for the second, recorded after the wait")
+def test_a_later_record_holds_nobody_up(lab: Lab) -> bool:
+    """A wait for a completed generation does not wait for a later record."""
+    a, b, x, y = lab.two_streams()
+    event = lab.record(a)
+    b.wait(event)
+    lab.fill_late(a, x, 1)
+    a.record(event)
+    lab.fill(b, y, 2)
+    b.synchronize()
+    pending = not a.query()
+    expect(lab.current_values(y), 2.0, "work after the first generation")
+    return pending
+
+
+@needs("asynchronous", "concurrent_streams")
+@promise("Stream.record", "Complete a new generation of ``event`` after everything that was enqueued on this stream so far.")
+@in_some_order("a wait always held the stream until work was over that came after the record")
+def test_a_wait_covers_no_more_than_the_record(lab: Lab) -> bool:
+    """A wait does not cover work that the producer enqueued between the record and the wait."""
+    a, b, x, y = lab.two_streams()
+    event = lab.record(a)
+    lab.fill_late(a, x, 1)
+    b.wait(event)
+    lab.fill(b, y, 2)
+    b.synchronize()
+    return not a.query()
+
+
+@needs("asynchronous", "concurrent_streams")
+@promise("Stream", "Nothing orders two streams but a record on one and a wait on the other.")
+@in_some_order("a stream that recorded an event was always held until the other stream was empty")
+def test_a_record_waits_for_no_other_stream(lab: Lab) -> bool:
+    """A stream records an event and continues while another stream is busy."""
+    a, b, x, y = lab.two_streams()
+    lab.fill_late(a, x, 1)
+    lab.record(b).synchronize()
+    lab.fill(b, y, 2)
+    b.synchronize()
+    return not a.query()
+
+
+@promise("Event", "Each record is a *generation*: 0 before the first, then counted up.")
+@in_every_order()
+def test_one_event_fences_a_long_exchange(lab: Lab) -> None:
+    """Two streams update one value in turn, ordered by two events that they record repeatedly."""
+    backend = lab.backend
+    a, b = lab.streams("a", "b")
+    x = lab.full(a, 1)
+    there, back = backend.create_event("there"), backend.create_event("back")
+    a.record(back)
+    for turn in range(1, 5):
+        a.wait(back)
+        if turn % 2:
+            lab.slow(a)
+        with backend.on(a):
+            x.mul_(3)
+        a.record(there)
+        b.wait(there)
+        if not turn % 2:
+            lab.slow(b)
+        with backend.on(b):
+            x.add_(turn)
+        b.record(back)
+    a.wait(back)
+    expect(lab.read_tensor(a, x), 139.0, "1 tripled and increased by 1, 2, 3, 4 in turn, by two streams")
+
+
+@promise("Event.synchronize", "Block the calling thread until the latest generation has completed.")
+@in_every_order()
+def test_synchronize_waits_for_the_latest_generation(lab: Lab) -> None:
+    """The host waits for the second record of an event whose first record has completed."""
+    a, x = lab.one_stream()
+    event = lab.record(a)
+    event.synchronize()
+    lab.fill_late(a, x, 1)
+    a.record(event)
+    event.synchronize()
+    expect(lab.current_values(x), 1.0, "what the host read after the second generation")
+    assert event.query(), "query is False right after synchronize"
+
+
+@needs("asynchronous")
+@promise("Event.synchronize_within", "After False, the calling thread is ordered after nothing.")
+def test_synchronize_within_gives_up(lab: Lab) -> None:
+    """The wait returns False for work that takes longer than the limit. A device without a clock may complete the work
+    instead.
+    """
+    a, x = lab.one_stream()
+    lab.fill_late(a, x, 1)
+    event = lab.record(a)
+    came = event.synchronize_within(0.0)
+    assert came or lab.backend.control is None, "a device without a clock gave up"
+    if came:
+        expect(lab.current_values(x), 1.0, "what the host read after the generation")
+    a.synchronize()
+    assert event.synchronize_within(0.0), "False for a generation that is over"
+
+
+@promise("Event.query", "Return True if the latest generation has completed. Never blocks.")
+@in_every_order()
+def test_query_speaks_of_the_latest_generation(lab: Lab) -> None:
+    """A query that returns True after the second record means the second generation."""
+    a, x = lab.one_stream()
+    event = lab.record(a)
+    event.synchronize()
+    assert event.query(), "query is False for a generation that is over"
+    lab.fill_late(a, x, 1)
+    a.record(event)
+    if event.query():
+        expect(lab.current_values(x), 1.0, "the write before the generation that query says is over")
+    a.synchronize()
+    assert event.query(), "query is False though the stream is empty"
+
+
+@needs("asynchronous")
+@promise("Event.synchronize", "Orders this thread, and only this one, after what the record covers.")
+@in_some_order("synchronising with an event always waits for what was enqueued after its record too")
+def test_synchronize_waits_for_what_the_record_covers(lab: Lab) -> bool:
+    """The host does not wait for work that was enqueued after the record."""
+    a, x = lab.one_stream()
+    event = lab.record(a)
+    lab.fill_late(a, x, 1)
+    event.synchronize()
+    return not a.query()
+
+
+@needs("asynchronous")
+@promise("Event.query", "Return True if the latest generation has completed. Never blocks.")
+@in_some_order("query was never False while the stream was busy: it blocks, or speaks of an older generation")
+def test_query_is_false_while_the_work_runs(lab: Lab) -> bool:
+    """The query of an event after slow work returns False, also if an older generation has completed."""
+    a, x = lab.one_stream()
+    event = lab.record(a)
+    a.synchronize()
+    lab.fill_late(a, x, 1)
+    a.record(event)
+    return not event.query() and not a.query()
+
+
+def _measured_ms(lab: Lab) -> tuple[float, ...]:
+    """Return the milliseconds of no work, one delay, three delays and all of it by events, and of all by the host's clock."""
+    (a,) = lab.streams("a")
+    events = [lab.backend.create_event(f"t{number}", timing=True) for number in range(4)]
+    lab.slow(a)  # so that the events below aren't reached by an idle device
+    began = time.perf_counter()
+    a.record(events[0])
+    for event, delays in zip(events[1:], (0, 1, 3), strict=True):
+        for _ in range(delays):
+            lab.slow(a)
+        a.record(event)
+    a.synchronize()
+    parts = [first.elapsed_ms(last) for first, last in itertools.pairwise(events)]
+    return *parts, events[0].elapsed_ms(events[3]), (time.perf_counter() - began) * 1e3
+
+
+@needs("event_timing")
+@promise("Event.elapsed_ms", "Device milliseconds between the latest generations of this event and of ``end``")
+@in_every_order(schedules=4)
+def test_time_is_measured(lab: Lab) -> None:
+    """Measured times add up, and their unit is the host's millisecond."""
+    nothing, once, thrice, total, wall = _measured_ms(lab)
+    assert 0 <= nothing <= total, f"nothing took {nothing} ms, everything {total} ms"
+    assert abs(total - nothing - once - thrice) <= max(0.05 * total, 0.01), (
+        f"parts of {nothing}, {once} and {thrice} ms, the whole {total} ms"
+    )
+    if lab.backend.control is None:  # a simulated device has a clock of its own
+        assert total <= 1.1 * wall + 0.1, f"the device measured {total} ms within {wall} ms of the host's"
+        assert total >= 0.1 * wall - 1, f"the device measured {total} ms, the host {wall} ms: milliseconds?"
+
+
+@needs("event_timing", "asynchronous")
+@promise("Event.elapsed_ms", "Device milliseconds between the latest generations of this event and of ``end``")
+@in_some_order("a delay never measured longer than nothing, and three delays longer than one")
+def test_longer_work_measures_longer(lab: Lab) -> bool:
+    """No work, one delay and three delays take increasing times in at least one run."""
+    nothing, once, thrice, *_ = _measured_ms(lab)
+    return nothing < once < thrice
+
+
+@promise("Stream.wait", "Run what is enqueued on this stream from now on after the event's generation that is visible now.")
+@in_every_order()
+def test_a_wait_holds_whoever_has_asked_before(lab: Lab) -> None:
+    """A stream waits for a generation that the host has queried before."""
+    a, b, x, y = lab.two_streams()
+    lab.fill_late(a, x, 1)
+    event = lab.record(a)
+    for _ in range(2):
+        event.query()
+        a.query()
+    b.wait(event)
+    lab.expect_read(b, y, x, 1.0, "what was read after a wait for an event that the host had asked about")
+
+
+_ASKED = 4
+
+
+@promise(
+    "Fence.wait_host_within",
+    "Block the calling thread for at most ``seconds``; return True if the visible generation completed.",
+)
+@in_every_order()
+def test_the_host_waits_for_a_fence_within_a_limit(lab: Lab) -> None:
+    """A wait with a distant limit returns True, and True with limit 0 means completion."""
+    a, x = lab.one_stream()
+    fence = lab.backend.speculative_sync.create_fence("fence")
+    for turn in (1.0, 2.0):
+        lab.fill_late(a, x, turn)
+        fence.signal(a)
+        if fence.wait_host_within(0.0):
+            expect(lab.current_values(x), turn, "what the host read when a fence came at once")
+        assert fence.wait_host_within(60.0), "a minute wasn't enough"
+        expect(lab.current_values(x), turn, "what the host read after the fence")
+
+
+@promise("Fence.done", "Return True if the visible generation has completed.")
+@in_every_order()
+def test_a_fence_that_is_done_is_done(lab: Lab) -> None:
+    """Repeated queries of a fence return True only after the work has run."""
+    a, x = lab.one_stream()
+    fence = lab.backend.speculative_sync.create_fence("fence")
+    for turn in (1.0, 2.0):
+        lab.fill_late(a, x, turn)
+        fence.signal(a)
+        for _ in range(_ASKED):
+            if fence.done():
+                expect(lab.current_values(x), turn, "the write before the signal that is done")
+        fence.wait_host()
+        assert fence.done(), "done is False after wait_host"
+
+
+@promise("SpeculativeSync.create_fence", "Create the mechanism of the fence ``name``; called once per fence and engine.")
+@pytest.mark.parametrize("names", [("late", "early"), ("fence", "fence")], ids=["two names", "two engines"])
+@in_every_order()
+def test_two_fences_are_two(lab: Lab, names: tuple[str, str]) -> None:
+    """A wait for a fence with a late signal does not pass when another fence is signalled."""
+    a, b, c = lab.streams("a", "b", "c")
+    x, y = lab.full(a, 0), lab.full(c, 0)
+    late, early = (lab.backend.speculative_sync.create_fence(name) for name in names)
+    lab.fill_late(a, x, 1)
+    late.signal(a)
+    early.signal(b)
+    late.wait(c)
+    lab.expect_read(c, y, x, 1.0, "what was read after one fence while another was open")
+
+
+@promise("Fence", "a ``wait`` takes the generation that is visible when the wait is enqueued.")
+@in_every_order()
+def test_the_policys_fences_order_streams_and_the_host(lab: Lab) -> None:
+    """Fences of the policy order two streams and the host over three rounds."""
+    backend = lab.backend
+    a, b, x, y = lab.two_streams()
+    ready = backend.speculative_sync.create_fence("ready")
+    taken = backend.speculative_sync.create_fence("taken")
+    expect(ready.name, "ready", "the fence's name")
+    assert ready.mechanism.strip(), "the fence doesn't say what it's made of"
+    taken.signal(b)
+    for turn in (1.0, 2.0, 3.0):
+        taken.wait(a)
+        lab.fill_late(a, x, turn)
+        ready.signal(a)
+        ready.wait(b)
+        lab.copy(b, y, x)
+        taken.signal(b)
+        taken.wait_host()
+        assert taken.done(), "done is False after wait_host"
+        expect(lab.current_values(y), turn, "what crossed the fence")
+
+
+@promise("Fence", "a ``wait`` takes the generation that is visible when the wait is enqueued.")
+def test_fences_serve_every_thread_behind_much_work(lab: Lab) -> None:
+    """Fences order after thirty queued operations, with calls from this thread and, without a controlled schedule, other
+    threads.
+    """
+
+    def here(call: Callable[[], None]) -> None:
+        call()
+
+    def program(backend: Backend) -> None:
+        a, b = lab.streams("a", "b")
+        x, y, z = lab.full(a, 0), lab.full(b, 0), lab.full(b, 0)
+        ready, taken = (backend.speculative_sync.create_fence(name) for name in ("ready", "taken"))
+        ready.signal(a)
+        taken.signal(b)
+        for turn, by in enumerate((here, call_on_new_thread, here) if backend.control is None else (here, here), 1):
+            for stream in (a, b, a, a):  # both have much to do, and the one that signals has more
+                lab.slow(stream)
+            for _ in range(30):
+                lab.fill(a, x, turn)
+                lab.fill(b, z, turn)
+            by(partial(ready.signal, a))
+            by(partial(ready.wait, b))
+            lab.copy(b, y, x)
+            by(partial(taken.signal, b))
+            by(taken.wait_host)
+            expect(lab.current_values(y), float(turn), "what crossed the fence")
+
+    lab.check_in_every_order(program)
+
+
+@needs("asynchronous")
+@promise("Fence.done", "Return True if the visible generation has completed. Never blocks.")
+@in_some_order("a fence was never pending while its stream was busy")
+def test_a_fence_is_pending_while_the_work_runs(lab: Lab) -> bool:
+    """A fence after slow work is pending: neither its signal nor its query blocks."""
+    a, x = lab.one_stream()
+    fence = lab.backend.speculative_sync.create_fence("fence")
+    fence.signal(a)
+    fence.wait_host()
+    lab.fill_late(a, x, 1)
+    fence.signal(a)
+    if not fence.done() and not a.query():
+        return True
+    if fence.done():
+        expect(lab.current_values(x), 1.0, "the write before the signal that is done")
+    return False

@@ -1,0 +1,187 @@
+"""L1: many objects of each kind, and random programs.
+
+Counters wrap, tables and pools run out, and memory of dropped objects is reused.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from outrider.device import Backend
+from outrider_conformance.lab import Lab, expect, in_every_order
+from outrider_conformance.promises import promise
+from outrider_conformance.reporting.verdict import not_applicable
+
+_MANY = 300
+"""Number of objects of a kind: more than the 256 values of a byte, and than the entries of small tables."""
+_DEEP = 520
+_LONG = 33_000
+"""Number of records: more than half of the range of 16 bits, beyond which a difference of counters changes its sign."""
+_SECONDS = 1.0
+_ROUNDS, _WRITES = 4, 12
+
+
+@promise("Stream.query", "Return True if everything enqueued on this stream so far has run.")
+@in_every_order(schedules=2)
+def test_queries_are_right_behind_any_number_of_operations(lab: Lab) -> None:
+    """Queries after each of 520 operations that follow slow work never report pending work as complete, and agree with each
+    other.
+    """
+    backend = lab.backend
+    stream, x = lab.one_stream()
+    before, after = backend.create_event("before the work"), backend.create_event("after the work")
+    stream.record(before)
+    stream.synchronize()
+    for _ in range(4):
+        lab.slow(stream)
+    stream.record(after)
+    for number in range(_DEEP):
+        lab.fill(stream, x, number)
+        idle, over = stream.query(), after.query()
+        assert not idle or over, f"an idle stream with {number + 1} operations after an event that isn't over"
+        if idle:
+            expect(lab.current_values(x), float(number), f"what {number + 1} operations left on a stream that says it's idle")
+    assert before.query(), "an event that was over isn't over any more"
+    expect(lab.read_tensor(stream, x), float(_DEEP - 1), "what the last operation left")
+
+
+@promise("Event", "A wait that is enqueued stays valid when the Python object is dropped.")
+@in_every_order(schedules=2)
+def test_hundreds_of_events_are_all_their_own(lab: Lab) -> None:
+    """Each of 300 events of one name, recorded after its own write, orders its own wait, while further events are dropped."""
+    backend = lab.backend
+    a, b = lab.streams("a", "b")
+    with backend.on(a):
+        x = torch.zeros(_MANY, device=backend.device)
+        y = torch.zeros(_MANY, device=backend.device)
+    backend.synchronize()
+    lab.slow(a)
+    events = []
+    for number in range(_MANY):
+        with backend.on(a):
+            x[number : number + 1].fill_(number + 1.0)
+        events.append(lab.record(a, "same"))
+        lab.record(b, "same")
+    for number in reversed(range(_MANY)):
+        b.wait(events[number])
+        with backend.on(b):
+            y[number : number + 1].copy_(x[number : number + 1])
+        events[number] = lab.record(a, "same")  # the wait outlives its event
+    b.synchronize()
+    found = y.cpu()
+    wrong = [number for number in range(_MANY) if found[number] != number + 1.0]
+    expect(wrong, [], "events whose waiter read too early")
+
+
+@promise("Event.query", "Return True if the latest generation has completed.")
+def test_an_old_generation_stays_over(lab: Lab) -> None:
+    """A completed generation stays completed after 33,000 further records, or as many as a slow device makes in one
+    second.
+    """
+    backend = lab.backend
+    a, b = lab.streams("a", "b")
+    old, other = lab.record(a, "old"), backend.create_event("again and again")
+    x = lab.full(b, 0)
+    until, records = time.monotonic() + _SECONDS, 0
+    while records < _LONG and time.monotonic() < until:
+        a.record(other)
+        records += 1
+    a.synchronize()
+    assert old.query(), f"an event that was over isn't, {records} records later"
+    old.synchronize()
+    b.wait(old)
+    lab.fill(b, x, 1)
+    expect(lab.read_tensor(b, x), 1.0, "what was written after a wait for an old event")
+
+
+@promise("Stream", "dropping the object neither cancels nor waits for its work.")
+@in_every_order(schedules=8)
+def test_streams_are_dropped_with_work_of_theirs_pending(lab: Lab) -> None:
+    """The work of a dropped stream runs, ordered by the event that was recorded after it."""
+    (last,) = lab.streams("last")
+    tensors, events = [lab.full(last, 0) for _ in range(4)], []
+    for number, tensor in enumerate(tensors):
+        stream = lab.backend.create_stream("dropped")
+        lab.fill_late(stream, tensor, number + 1)
+        lab.slow(stream)
+        lab.fill(stream, tensor, number + 10)
+        events.append(lab.record(stream))
+        del stream
+    for event in events:
+        last.wait(event)
+    last.synchronize()
+    expect(
+        [lab.current_values(tensor) for tensor in tensors], [10.0, 11.0, 12.0, 13.0], "what streams that were dropped wrote"
+    )
+
+
+@promise("Backend.copy_async", "The bytes of the source are read, and those of the destination written, in stream order")
+def test_a_copy_reads_a_value_that_is_repeated(lab: Lab) -> None:
+    """Copies on the device read an expanded row (stride 0) and a transposed view."""
+    backend = lab.backend
+    (stream,) = lab.streams("s")
+    with backend.on(stream):
+        source = torch.arange(24.0, device=backend.device).view(6, 4)
+        made = [torch.zeros(4, 4, device=backend.device), torch.zeros(4, 3, device=backend.device)]
+    backend.copy_async(made[0], source[1].expand(4, 4), stream=stream)
+    backend.copy_async(made[1], source[:3].t(), stream=stream)
+    stream.synchronize()
+    expect(made[0].cpu().tolist(), [[4.0, 5.0, 6.0, 7.0]] * 4, "a row that was repeated")
+    expect(made[1].cpu().tolist(), [[n, n + 4.0, n + 8.0] for n in (0.0, 1.0, 2.0, 3.0)], "a matrix that was turned round")
+
+
+@promise("Backend.copy_async", "The bytes of the source are read, and those of the destination written, in stream order")
+@pytest.mark.parametrize("how", ["between each other", "behind each other"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32], ids=str)
+def test_writers_of_neighbouring_elements_leave_each_other_alone(lab: Lab, dtype: torch.dtype, how: str) -> None:
+    """Two streams concurrently write neighbouring elements of one tensor.
+
+    A copy engine that reads a word or a row, changes its part and writes all of it back loses the other stream's writes.
+    """
+    if dtype.is_floating_point and dtype not in lab.backend.capabilities.dtypes:
+        not_applicable(f"{dtype} isn't declared")
+    count, cut = 255, 127  # no whole words of any size
+    ours, theirs = (slice(0, None, 2), slice(1, None, 2)) if how.startswith("between") else (slice(cut), slice(cut, None))
+
+    def program(backend: Backend) -> None:
+        a, b = lab.streams("a", "b")
+        pinned = backend.empty_pinned("of both", (count,), dtype).tensor
+        x, first, second = (lab.full(a, value, dtype=dtype, width=count) for value in (0, 3, 5))
+        for number in range(_ROUNDS):
+            lab.slow(a)
+            b.wait(lab.record(a))  # both begin at one moment
+            for turn in range(_WRITES):
+                with backend.on(a):
+                    x[ours].fill_(turn + number)
+                backend.copy_async(x[ours], first[ours], stream=a)
+                if turn % 2 == 0:
+                    with backend.on(b):
+                        x[theirs].copy_(second[theirs])
+                    backend.copy_async(x[theirs], second[theirs], stream=b)
+            if not how.startswith("between"):
+                backend.copy_async(pinned[theirs], second[theirs], stream=b)
+                backend.copy_async(pinned[ours], first[ours], stream=a)
+            backend.synchronize()
+            found = x.cpu()
+            expect(set(found[ours].tolist()), {3}, "the elements that one stream wrote")
+            expect(set(found[theirs].tolist()), {5}, "the elements that the other stream wrote")
+            if not how.startswith("between"):
+                expect(pinned.tolist(), [3] * cut + [5] * (count - cut), "pinned memory that both streams copied to")
+            with backend.on(a):
+                x.zero_()
+            a.synchronize()
+
+    lab.check_in_every_order(program, schedules=4)
+
+
+@promise("Stream", "A queue of device work that runs in the order in which it was enqueued.")
+@pytest.mark.parametrize("family", ["order", "copies", "memory", "threads"])
+def test_random_programs(random_programs: Callable[[str], None], family: str) -> None:
+    """Each value that the host reads is allowed by the model of the contract. The report shows the smallest failing
+    program.
+    """
+    random_programs(family)

@@ -1,0 +1,258 @@
+"""L1: wrong calls raise the errors of the backend interface, observers see every verb, and undeclared abilities do not work.
+
+Each undeclared ability is tried as if declared; one that works must be declared.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import pytest
+import torch
+
+from outrider.device import (
+    Backend,
+    CapabilityError,
+    Event,
+    InterfaceError,
+    StaleBufferError,
+    Stream,
+    StreamOrderError,
+    SynchronousCopyError,
+)
+from outrider_conformance.lab import Lab, expect
+from outrider_conformance.observer_log import ObserverLog, log_cache_write, logged
+from outrider_conformance.promises import needs, promise
+from outrider_conformance.reporting.verdict import not_applicable
+from outrider_conformance.suite import test_l1_events as events
+from outrider_conformance.suite import test_l1_streams as streams
+from outrider_conformance.suite import test_l2_graphs as graphs
+from outrider_conformance.suite import test_l3_flags_and_parameters as parameters
+from outrider_conformance.suite.test_l0_plugin import BUILDS_ON
+
+
+@promise("Event.query", "Raises :class:`StreamOrderError` when the event was never recorded")
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda s, e: s.wait(e),
+        lambda s, e: e.query(),
+        lambda s, e: e.synchronize(),
+        lambda s, e: s.backend.keep_alive([object()], until=e),
+    ],
+    ids=["wait", "query", "synchronize", "keep_alive"],
+)
+def test_a_never_recorded_event_is_an_error(backend: Backend, use: Callable[[Stream, Event], object]) -> None:
+    """A wait or query of an event without a record raises, even if the driver accepts it."""
+    with pytest.raises(StreamOrderError):
+        use(backend.create_stream("s"), backend.create_event("e"))
+
+
+@promise("Stream.record", "Returns the generation, counted from 1.")
+def test_generations_are_counted(backend: Backend) -> None:
+    """Each record increases the generation by one, on any stream."""
+    first, second, event = backend.create_stream("a"), backend.create_stream("b"), backend.create_event("e")
+    found = [event.generation, first.record(event), second.record(event), first.record(event), event.generation]
+    expect(found, [0, 1, 2, 3, 3], "generations of three records")
+
+
+@promise("Backend.create_stream", "unique among the backend's streams.")
+def test_stream_names_are_unique(backend: Backend) -> None:
+    """Eight streams created under one name have different names, by which reports and schedules refer to them."""
+    made = [backend.create_stream("same") for _ in range(8)]
+    expect(len({stream.name for stream in made}), 8, "different names of eight streams made under one name")
+    expect(made[0].name, "same", "the name of the first")
+    assert all(stream in backend.streams for stream in made), "backend.streams lacks streams that were made"
+
+
+@promise("Event.elapsed_ms", "Raises :class:`CapabilityError` unless both were made with ``timing=True``")
+def test_time_needs_timing_events(backend: Backend) -> None:
+    """Events without timing raise an error instead of returning an arbitrary time."""
+    stream, start, end = backend.create_stream("s"), backend.create_event("start"), backend.create_event("end")
+    stream.record(start)
+    stream.record(end)
+    stream.synchronize()
+    with pytest.raises(CapabilityError):
+        start.elapsed_ms(end)
+
+
+@promise("Backend.copy_async", "Raises :class:`InterfaceError` unless shape and dtype agree")
+def test_a_copy_that_casts_or_reshapes_is_refused(backend: Backend) -> None:
+    """A copy between different dtypes or shapes raises an error."""
+    stream = backend.create_stream("s")
+    with backend.on(stream):
+        source = torch.ones(4, device=backend.device)
+    for wrong in (torch.int32, torch.float64):
+        with pytest.raises(InterfaceError):
+            backend.copy_async(backend.empty_pinned("p", (4,), wrong).tensor, source, stream=stream)
+    with pytest.raises(InterfaceError):
+        backend.copy_async(backend.empty_pinned("p", (5,), torch.float32).tensor, source, stream=stream)
+
+
+@promise("Backend.copy_async", "where the device would silently make the copy synchronous")
+@pytest.mark.parametrize("direction", ["to the device", "to the host"])
+@pytest.mark.parametrize("kind", ["pageable", "strided", "strided device side"])
+def test_a_copy_that_would_block_is_refused(backend: Backend, kind: str, direction: str) -> None:
+    """A copy from or to pageable or strided memory, which drivers make synchronous, raises an error."""
+    if not backend.is_host(torch.ones(1)):
+        not_applicable("the device computes in host memory: no copy crosses between the two")
+    stream = backend.create_stream("s")
+    with backend.on(stream):
+        there = torch.ones(8, device=backend.device)
+    here = torch.ones(4) if kind == "pageable" else backend.empty_pinned("p", (8,), torch.float32).tensor[::2]
+    there = there[:4]
+    if kind == "strided device side":
+        here = backend.empty_pinned("p", (4,), torch.float32).tensor
+        with backend.on(stream):
+            there = torch.ones(8, device=backend.device)[::2]
+    pair = (there, here) if direction == "to the device" else (here, there)
+    with pytest.raises(SynchronousCopyError):
+        backend.copy_async(*pair, stream=stream)
+
+
+@promise(
+    "PinnedBuffer", ":meth:`read_generation` under an older generation raises instead of returning the data of a later use."
+)
+def test_a_renewed_buffer_refuses_its_old_readers(backend: Backend) -> None:
+    """A read of a pinned buffer under an older generation raises an error."""
+    buffer = backend.empty_pinned("ring", (2,), torch.int64)
+    old = buffer.renew()
+    assert buffer.read_generation(old) is buffer.tensor
+    new = buffer.renew()
+    expect(new, old + 1, "the generation after a second renewal")
+    with pytest.raises(StaleBufferError):
+        buffer.read_generation(old)
+
+
+@promise("Backend.attach", "One observer at a time.")
+def test_one_observer_at_a_time(backend: Backend) -> None:
+    """A second observer is refused until the first is detached. A new observer receives a report of each existing stream."""
+    stream = backend.create_stream("early")
+    with logged(backend) as log:
+        assert ("stream", stream.name) in log.entries, "an observer isn't told of streams that existed before it"
+        with pytest.raises(InterfaceError):
+            backend.attach(ObserverLog())
+    backend.attach(ObserverLog())
+    backend.detach()
+
+
+@promise("Observer", "Receives what happens on a device.")
+def test_an_observer_sees_every_verb(backend: Backend) -> None:
+    """An observer receives records, waits, scopes and synchronisations in order, with their generations."""
+    a, b, event = backend.create_stream("a"), backend.create_stream("b"), backend.create_event("e")
+    with logged(backend) as log:
+        with backend.on(a):
+            pass
+        a.record(event)
+        a.record(event)
+        b.wait(event)
+        event.synchronize()
+        b.synchronize()
+        backend.synchronize()
+    wanted = [
+        *(("entered", "a"), ("left", "a"), ("recorded", "a", 1), ("recorded", "a", 2), ("waited", "b", 2)),
+        *(("event synchronized", 2), ("stream synchronized", "b"), ("device synchronized",)),
+    ]
+    expect([entry for entry in log.entries if entry[0] in {w[0] for w in wanted}], wanted, "what the observer saw")
+
+
+@needs("reports_accesses")
+@promise(
+    "Capabilities.reports_accesses", "The backend itself reports each operation's memory accesses to an attached observer."
+)
+def test_accesses_are_reported(backend: Backend) -> None:
+    """A copy between two tensors is reported on its stream, as a read of one tensor and a write of the other."""
+    stream = backend.create_stream("s")
+    with backend.on(stream):
+        source, destination = torch.ones(16, device=backend.device), torch.zeros(16, device=backend.device)
+    stream.synchronize()
+    with logged(backend) as log, backend.on(stream):
+        destination.copy_(source)
+    places = {"read": backend.locate(source), "write": backend.locate(destination)}
+    seen = {("write" if a.write else "read", a.storage, a.start, a.end) for o in log.operations for a in o.accesses}
+    for kind, place in places.items():
+        assert (kind, place.storage, place.start, place.end) in seen, f"the {kind} of the copy wasn't reported: {seen}"
+    assert all(operation.stream == "s" for operation in log.operations), log.operations
+
+
+@needs("reports_accesses", "row_exact_accesses")
+@promise(
+    "Observer.rows_touched",
+    "Report the rows that an operation touched. It was launched before, with an access to the whole operand.",
+)
+def test_rows_are_reported_exactly(backend: Backend) -> None:
+    """A cache write is reported with the rows of its slots and no other rows."""
+    log, keys = log_cache_write(backend, (3, 6))
+    place = backend.locate(keys)
+    row = (place.end - place.start) // 8
+    written = {
+        ((a.start - place.start) // row, (a.end - place.start) // row)
+        for accesses in log.rows
+        for a in accesses
+        if a.storage == place.storage and a.write
+    }
+    expect(written, {(3, 4), (6, 7)}, "rows of the key cache that were reported as written")
+
+
+def _delays(backend: Backend) -> None:
+    backend.delay(backend.create_stream("s"), 1 << 20)
+    backend.synchronize()
+
+
+def _limits_memory(backend: Backend) -> None:
+    assert backend.memory_info().total > 0
+
+
+PROBES: Mapping[str, Callable[..., None]] = MappingProxyType(
+    {
+        "asynchronous": streams.test_work_returns_before_it_has_run,
+        "concurrent_streams": streams.test_streams_run_beside_each_other,
+        "event_timing": events.test_time_is_measured,
+        "flags": parameters.test_a_wait_after_the_set_passes,
+        "perturbs_timing": _delays,
+        "memory_limit": _limits_memory,
+        "captures_graphs": graphs.test_a_replay_does_not_run_the_callable,
+        "forks_in_capture": graphs.test_a_capture_may_fork,
+        "waits_inside_graphs": graphs.test_a_graph_may_wait_for_an_event_outside,
+        "updates_graph_params": parameters.test_a_rebind_changes_the_next_replay,
+        "reports_accesses": test_accesses_are_reported,
+        "row_exact_accesses": test_rows_are_reported_exactly,
+    }
+)
+"""A test of each ability. The effect of stream priorities can't be observed."""
+
+
+@promise("Capabilities", "and so does a working ability that isn't declared.")
+@pytest.mark.parametrize("ability", PROBES)
+def test_what_works_is_declared(lab: Lab, ability: str) -> None:
+    """The test of an undeclared ability fails if it runs on a view of the backend that declares the ability."""
+    declared, base = lab.backend.capabilities, BUILDS_ON.get(ability)
+    if getattr(declared, ability):
+        not_applicable(f"{ability} is declared")
+    if base is not None and not getattr(declared, base):
+        not_applicable(f"{ability} means nothing without {base}")
+    told = Lab(lab.backend.with_capabilities(**{ability: True}), lab.pace, longest_delays=False)
+    given = {"lab": told, "backend": told.backend}
+    try:
+        PROBES[ability](**{name: given[name] for name in inspect.signature(PROBES[ability]).parameters})
+    except Exception:  # whatever the device says when it can't: that's the right answer here
+        return
+    raise AssertionError(
+        f"{ability} works but isn't declared: set Capabilities({ability}=True), so that it's used and tested"
+    )
+
+
+@promise("Capabilities.dtypes", "Floating dtypes in which every kernel of the backend's KernelSet works.")
+def test_dtypes_compute(lab: Lab) -> None:
+    """A tensor of each declared dtype can be made, added and read back."""
+    (stream,) = lab.streams("s")
+    for dtype in sorted(lab.backend.capabilities.dtypes, key=str):
+        x = lab.full(stream, 2, dtype=dtype)
+        with lab.backend.on(stream):
+            y = x + x
+        expect(lab.read_tensor(stream, y), 4.0, f"2 + 2 in {dtype}")
+        expect(y.dtype, dtype, "the dtype of a sum")
+    stream.synchronize()
+    assert torch.float32 in lab.backend.capabilities.dtypes, "float32 isn't declared: the kit and the bundled model need it"

@@ -1,0 +1,364 @@
+"""L1: a stream keeps its order, work runs on the named stream, and calls wait for no more than they promise."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.device import CapabilityError, Stream
+from outrider_conformance.lab import WIDTH, Lab, call_on_new_thread, expect, in_every_order, in_some_order, observing
+from outrider_conformance.promises import needs, promise
+from outrider_conformance.reporting.verdict import not_applicable
+from outrider_conformance.suite.test_l1_errors import WAITS
+
+_BEGINNING = 0.002  # seconds in which an operation is taken from its queue
+_MANY = 34
+_LONG = 8  # so many round trips take a while, too
+
+
+@promise("Backend.on", "Place the calling thread's torch work on ``stream``")
+@pytest.mark.parametrize("name", ["nonzero", "masked_select", "repeat_interleave"])
+def test_a_shape_may_depend_on_values(lab: Lab, name: str) -> None:
+    """Operators whose result has a shape that depends on values see the late write before them."""
+    (stream,) = lab.streams("s")
+    x, y = lab.full(stream, 0, dtype=torch.int64), lab.full(stream, 0, dtype=torch.int64)
+    with lab.backend.on(stream):
+        operators: dict[str, Callable[[], Tensor]] = {
+            "nonzero": lambda: y[x.nonzero().flatten()],
+            "masked_select": lambda: torch.masked_select(x, x > 0),
+            "repeat_interleave": lambda: torch.repeat_interleave(y, x),
+        }
+        lab.slow(stream)
+        x.fill_(2)
+        shape = tuple(operators[name]().shape)
+    stream.synchronize()
+    expect(shape, (2 * WIDTH if name == "repeat_interleave" else WIDTH,), f"the shape of what {name} returned")
+
+
+@promise("Stream", "Work on one stream runs in order.")
+@in_every_order()
+def test_one_stream_keeps_its_order(lab: Lab) -> None:
+    """Steps that do not commute give the result of their order on one stream."""
+    (stream,) = lab.streams("s")
+    x, y = lab.full(stream, 1), lab.full(stream, 0)
+    lab.slow(stream)
+    with lab.backend.on(stream):
+        for step in range(1, 5):
+            x.mul_(2).add_(step)
+        y.copy_(x)
+        x.zero_()
+    expect(lab.read_tensor(stream, y), 42.0, "1 doubled and increased by 1, 2, 3, 4 in turn")
+    expect(lab.current_values(x), 0.0, "what was zeroed at the end")
+
+
+@promise("Stream.synchronize", "Block the calling thread until everything enqueued on this stream so far has run.")
+@in_every_order()
+def test_synchronize_waits_for_the_stream(lab: Lab) -> None:
+    """The last enqueued write is complete when the call returns."""
+    stream, x = lab.one_stream()
+    lab.fill_late(stream, x, 1)
+    stream.synchronize()
+    expect(lab.current_values(x), 1.0, "the last write before synchronize")
+    assert stream.query(), "query is False right after synchronize, with nothing enqueued since"
+
+
+@promise("Backend.synchronize", "Block the calling thread until every stream is empty.")
+@in_every_order()
+def test_the_device_synchronizes_every_stream(lab: Lab) -> None:
+    """The late writes of three streams are complete when the call returns."""
+    streams = lab.streams("a", "b", "c")
+    tensors = [lab.full(stream, 0) for stream in streams]
+    for number, (stream, tensor) in enumerate(zip(streams, tensors, strict=True), 1):
+        lab.fill_late(stream, tensor, number)
+    lab.backend.synchronize()
+    expect([lab.current_values(tensor) for tensor in tensors], [1.0, 2.0, 3.0], "late writes of three streams")
+    assert all(stream.query() for stream in streams), "a stream isn't empty after synchronize"
+
+
+@promise("Stream.query", "Return True if everything enqueued on this stream so far has run. Never blocks.")
+@in_every_order()
+def test_query_is_true_only_when_the_work_is_done(lab: Lab) -> None:
+    """A host that polls a stream until True may read its results."""
+    stream, x = lab.one_stream()
+    lab.fill_late(stream, x, 1)
+    if stream.query():
+        expect(lab.current_values(x), 1.0, "the write that query says has run")
+    stream.synchronize()
+    assert stream.query(), "query is False though the stream is empty"
+
+
+@needs("asynchronous")
+@promise("Stream.query", "Return True if everything enqueued on this stream so far has run. Never blocks.")
+@in_some_order("query was always True while a long operation ran: it asks whether the queue is empty")
+def test_query_is_false_while_the_last_operation_runs(lab: Lab) -> bool:
+    """A query returns False while the last operation runs and the queue is empty."""
+    (stream,) = lab.streams("s")
+    lab.slow(stream)
+    if lab.backend.control is None:
+        time.sleep(_BEGINNING)
+    return not stream.query()
+
+
+@needs("asynchronous")
+@promise("Capabilities.asynchronous", "Work returns to the host before it has run.")
+@in_some_order("every operation had run when its call returned: the device is declared asynchronous and isn't")
+def test_work_returns_before_it_has_run(lab: Lab) -> bool:
+    """The call of an operation returns while the operation is pending."""
+    stream, x = lab.one_stream()
+    lab.fill_late(stream, x, 1)
+    if not stream.query():
+        return True
+    expect(lab.current_values(x), 1.0, "the write that query says has run")
+    return False
+
+
+@needs("asynchronous", "concurrent_streams")
+@promise("Capabilities.concurrent_streams", "Two streams may run at the same time, in any order that the waits allow.")
+@in_some_order("the second stream never finished before the first: the streams secretly run one after the other")
+def test_streams_run_beside_each_other(lab: Lab) -> bool:
+    """A short job on one stream finishes before a long job that was enqueued earlier on another stream."""
+    long, short = lab.streams("long", "short")
+    x, y = lab.full(long, 0), lab.full(short, 0)
+    lab.fill_late(long, x, 1)
+    lab.fill(short, y, 2)
+    short.synchronize()
+    pending = not long.query()
+    expect(lab.current_values(y), 2.0, "the short job")
+    return pending
+
+
+@needs("asynchronous", "concurrent_streams")
+@promise("Backend.create_stream", "Create a stream.")
+@in_some_order("one of many streams always waited for the first: streams are handed out twice")
+def test_many_streams_are_all_their_own(lab: Lab) -> bool:
+    """While one of 34 streams is busy, no other stream is busy. A backend may refuse further streams earlier."""
+    streams: list[Stream] = []
+    while len(streams) < _MANY:
+        try:
+            streams.append(lab.backend.create_stream(f"s{len(streams)}"))
+        except CapabilityError:
+            assert len(streams) > 1, "a second stream can't be made, and concurrent_streams is declared"
+            break
+    busy, others = streams[0], streams[1:]
+    x = lab.full(busy, 0)
+    for _ in range(_LONG):
+        lab.slow(busy)
+    lab.fill(busy, x, 1)
+    for event in [lab.record(stream) for stream in others]:
+        event.synchronize()
+    return not busy.query()
+
+
+@needs("asynchronous", "concurrent_streams")
+@promise("Stream.synchronize", "Orders this thread, and only this one, after that work.")
+@in_some_order("synchronising with an empty stream always waits for the other one")
+def test_synchronize_waits_for_nothing_else(lab: Lab) -> bool:
+    """Synchronising with an empty stream returns while another stream is busy."""
+    busy, idle = lab.streams("busy", "idle")
+    x = lab.full(busy, 0)
+    lab.fill_late(busy, x, 1)
+    idle.synchronize()
+    return not busy.query()
+
+
+@promise("Backend.on", "Scopes nest; leaving one restores the one around it, also after an exception.")
+@in_every_order()
+def test_scopes_nest_and_are_restored(lab: Lab) -> None:
+    """Work after an inner scope runs on the outer stream again, also if an exception left the inner scope."""
+    backend = lab.backend
+    outer, inner = lab.streams("outer", "inner")
+    x, y, z, other = lab.full(outer, 0), lab.full(outer, 0), lab.full(outer, 0), lab.full(inner, 0)
+    lab.slow(outer)
+    with backend.on(outer):
+        x.fill_(1)
+        with backend.on(inner):
+            other.fill_(5)
+        y.copy_(x)
+        try:
+            with backend.on(inner):
+                raise ValueError("of the test")
+        except ValueError:
+            pass
+        z.copy_(x)
+    expect(lab.read_tensor(inner, other), 5.0, "work of the inner scope")
+    expect(lab.read_tensor(outer, y), 1.0, "work after an inner scope, which must follow the outer stream")
+    expect(lab.current_values(z), 1.0, "work after an inner scope that was left by an exception")
+
+
+@promise("Backend.on", "A tensor made, cast or filled inside a scope belongs to that scope's stream.")
+@in_every_order()
+def test_work_is_placed_on_the_scopes_stream(lab: Lab) -> None:
+    """Reads, casts, new tensors and fills inside a scope run in the order of the scope's stream."""
+    backend = lab.backend
+    producer, stream, consumer = lab.streams("producer", "stream", "consumer")
+    x, out = lab.full(producer, 0), lab.full(consumer, 0)
+    lab.fill_late(producer, x, 3)
+    stream.wait(lab.record(producer))
+    with backend.on(stream):
+        cast = x.to(torch.float64)
+        made = torch.full_like(x, 2)
+        total = made + cast.to(torch.float32)
+    lab.slow(stream)
+    lab.fill(stream, made, 7)
+    consumer.wait(lab.record(stream))
+    with backend.on(consumer):
+        out.copy_(total + made)
+    expect(lab.read_tensor(consumer, out), 12.0, "2 + 3 and then 7, through three streams")
+    expect(cast.dtype, torch.float64, "the dtype of the cast")
+
+
+@promise("Backend", "``on`` scopes and captures belong to the thread that opened")
+def test_scopes_belong_to_their_thread(lab: Lab) -> None:
+    """An open scope of another thread does not move the work of this thread."""
+    backend = lab.backend
+    ours, theirs = lab.streams("ours", "theirs")
+    x, y, z = lab.full(ours, 0), lab.full(ours, 0), lab.full(theirs, 0)
+    opened, closing = threading.Event(), threading.Event()
+    failures: list[BaseException] = []
+
+    def hold() -> None:
+        try:
+            with backend.on(theirs):
+                opened.set()
+                closing.wait(20)
+                z.fill_(4)
+        except BaseException as error:
+            failures.append(error)
+            opened.set()
+
+    lab.slow(ours)
+    with backend.on(ours):
+        x.fill_(1)
+        thread = threading.Thread(target=hold, name="holds-a-scope")
+        thread.start()
+        opened.wait(20)
+        y.copy_(x)
+        closing.set()
+        thread.join()
+    if failures:
+        raise failures[0]
+    expect(lab.read_tensor(ours, y), 1.0, "work of this thread while another one holds a scope")
+    expect(lab.read_tensor(theirs, z), 4.0, "work of the other thread, which must follow its own scope")
+
+
+@needs("stream_priorities")
+@promise(
+    "Capabilities.stream_priorities",
+    "``create_stream(priority=…)`` takes other values than 0; a lower number is more urgent.",
+)
+@in_every_order()
+def test_priorities_change_urgency_alone(lab: Lab) -> None:
+    """An urgent stream obeys waits like any other stream."""
+    backend = lab.backend
+    urgent, usual = backend.create_stream("urgent", priority=-1), backend.create_stream("usual")
+    expect(urgent.priority, -1, "the priority of an urgent stream")
+    x, y = lab.full(usual, 0), lab.full(urgent, 0)
+    lab.fill_late(usual, x, 1)
+    urgent.wait(lab.record(usual))
+    lab.expect_read(urgent, y, x, 1.0, "what the urgent stream read after its wait")
+
+
+@needs("perturbs_timing", "asynchronous")
+@promise("Backend.delay", "Keep ``stream`` busy for about ``cycles`` device clocks.")
+@in_some_order("a delayed stream is idle: delay does nothing, or blocks the host")
+def test_a_delay_keeps_the_stream_busy(lab: Lab) -> bool:
+    """A delayed stream is busy when the call of the delay has returned."""
+    (stream,) = lab.streams("s")
+    lab.slow(stream)
+    return not stream.query()
+
+
+@promise("Backend.on", "Scopes nest; leaving one restores the one around it, also after an exception.")
+@in_every_order()
+def test_four_scopes_are_restored(lab: Lab) -> None:
+    """Work after each of four nested scopes runs on the stream of the enclosing scope."""
+    streams = lab.streams("a", "b", "c", "d")
+    for late in streams:  # its work alone comes late, so that elsewhere it would come too early
+        source, found = lab.full(late, 0), lab.full(late, 0)
+        lab.fill_late(late, source, 1)
+        with ExitStack() as deepest:
+            scopes = [deepest.enter_context(ExitStack()) for _ in streams]
+            for scope, stream in zip(scopes, streams, strict=True):
+                scope.enter_context(lab.backend.on(stream))
+            for scope, stream in reversed(list(zip(scopes, streams, strict=True))):
+                if stream is late:
+                    found.copy_(source)
+                scope.close()
+        expect(lab.read_tensor(late, found), 1.0, f"work in the scope of {late.name!r}, after the scopes inside it")
+
+
+@needs("asynchronous")
+@promise("Stream.query", "Return True if everything enqueued on this stream so far has run. Never blocks.")
+def test_any_thread_may_query(lab: Lab) -> None:
+    """A thread that enqueued nothing sees a busy stream busy, and a finished stream finished."""
+    if lab.backend.control is not None:
+        not_applicable("threads of the host are taken in turn by the tool that decides the schedule")
+    stream, x = lab.one_stream()
+
+    def asked() -> bool:
+        answers: list[bool] = []
+        call_on_new_thread(lambda: answers.append(stream.query()))
+        return answers[0]
+
+    def is_pending() -> bool:
+        lab.fill_late(stream, x, 1)
+        return not asked()
+
+    lab.check_in_some_order(
+        observing(is_pending), "a stream with pending work is always empty for a thread that enqueued none of it"
+    )
+    stream.synchronize()
+    assert asked(), "a stream that is synchronised isn't empty for another thread"
+
+
+@promise("Backend.on", "Place the calling thread's torch work on ``stream``")
+@pytest.mark.parametrize("wait", ["stream.synchronize", "event.synchronize", "backend.synchronize", "synchronize_within"])
+@in_every_order()
+def test_the_host_waits_alike_in_every_scope(lab: Lab, wait: str) -> None:
+    """A host wait inside the scope of any stream waits for the named stream or event."""
+    backend = lab.backend
+    streams = lab.streams("a", "b", "c", "d")
+    x = lab.full(streams[0], 0)
+    for turn, scope in enumerate(streams, 1):
+        lab.fill_late(streams[0], x, turn)
+        event = lab.record(streams[0])
+        with backend.on(scope):
+            WAITS[wait](backend, streams[0], event)
+        expect(lab.current_values(x), float(turn), f"what the host read after waiting in the scope of {scope.name!r}")
+
+
+@promise("Backend.synchronize", "Block the calling thread until every stream is empty.")
+def test_the_device_synchronizes_streams_of_other_threads(lab: Lab) -> None:
+    """A device wait covers the work of a stream that another thread created."""
+    made: list[Stream] = []
+    call_on_new_thread(lambda: made.extend(lab.streams("made elsewhere")))
+    x = lab.full(made[0], 0)
+    lab.fill_late(made[0], x, 1)
+    lab.backend.synchronize()
+    expect(lab.current_values(x), 1.0, "a late write of a stream that another thread made")
+
+
+@promise("Stream.record", "Complete a new generation of ``event`` after everything that was enqueued on this stream so far.")
+@in_every_order(schedules=8)
+def test_a_record_covers_waits_behind_the_last_record(lab: Lab) -> None:
+    """The second record of a stream covers a wait that the stream enqueued after its first record."""
+    a, between, c = lab.streams("a", "between", "c")
+    x, y = lab.full(a, 0), lab.full(c, 0)
+    for value in (1.0, 2.0):
+        first = lab.record(between)
+        lab.fill_late(a, x, value)
+        between.wait(lab.record(a))
+        second = lab.record(between)
+        c.wait(second)
+        lab.expect_read(c, y, x, value, "the value passed on by a stream that only waited")
+        second.synchronize()
+        first.synchronize()
+        last = lab.record(between)
+        between.synchronize()
+        assert last.query(), "the last record of a stream that was synchronised isn't over"

@@ -1,0 +1,423 @@
+"""L2: a replay repeats the captured work in order on the named storage, with and without real graphs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.device import CaptureContext, Graph, GraphPool, InterfaceError, Stream
+from outrider_conformance.lab import CALLS, THREADS, WIDTH, Lab, call_at_once, expect, in_every_order, in_some_order
+from outrider_conformance.promises import needs, promise
+
+
+def triple(lab: Lab, stream: Stream, name: str = "triple", pool: GraphPool | None = None, *, slow: bool = False) -> Graph:
+    """Capture a graph of ``y = 3 * x + 1`` with its own intermediate; x is 0 and y is -1 at first.
+
+    ``slow`` delays the stream before the intermediate is read.
+    """
+    x, y = lab.full(stream, 0), lab.full(stream, -1)
+    if slow:
+        lab.slow(stream)  # how long is measured now, which no capture allows
+
+    def fn(context: CaptureContext) -> None:
+        middle = context.inputs["x"] * 3
+        if slow:
+            lab.slow(stream)
+        context.outputs["y"].copy_(middle + 1)
+
+    graph = lab.backend.capture(name, fn, stream=stream, inputs={"x": x}, outputs={"y": y}, pool=pool)
+    lab.fill(stream, y, -1)  # a warm-up may have run it
+    return graph
+
+
+@promise(
+    "Graph.replay", "Enqueue the captured work on ``stream``; return the replay's generation, counted from 1. Never a no-op."
+)
+@in_every_order()
+def test_a_replay_does_the_work_again(lab: Lab) -> None:
+    """Each replay reads the current inputs, and increases the generation by one."""
+    backend = lab.backend
+    (stream,) = lab.streams("s")
+    graph = triple(lab, stream)
+    replays = backend.replays
+    expect(lab.read_tensor(stream, graph.outputs["y"]), -1.0, "the output before the first replay")
+    for turn in (1, 2, 3):
+        lab.fill_late(stream, graph.inputs["x"], turn)
+        expect(graph.replay(stream), turn, "the replay's generation")
+        expect(lab.read_tensor(stream, graph.outputs["y"]), 3.0 * turn + 1, f"the output of replay {turn}")
+    expect(graph.generation, 3, "generations after three replays")
+    expect(backend.replays - replays, 3, "replays that the backend counts")
+
+
+@promise("Graph", "``replay`` enqueues the whole graph on a stream like one operation.")
+@pytest.mark.parametrize("sent", [False, True], ids=["written by a kernel", "sent by the host"])
+@in_every_order()
+def test_a_replay_keeps_the_order_of_its_stream(lab: Lab, sent: bool) -> None:
+    """A replay runs between work enqueued before it, a kernel or a copy from the host, and work enqueued after it."""
+    (stream,) = lab.streams("s")
+    graph = triple(lab, stream)
+    x = graph.inputs["x"]
+    kept = [lab.full(stream, 0) for _ in range(3)]
+    buffers = [lab.backend.empty_pinned(f"sent {turn}", tuple(x.shape), x.dtype) for turn in range(3)]
+    for turn, (keep, buffer) in enumerate(zip(kept, buffers, strict=True), 1):
+        if sent:
+            buffer.tensor.fill_(turn)
+            lab.slow(stream)
+            lab.backend.copy_async(x, buffer.tensor, stream=stream)
+        else:
+            lab.fill_late(stream, x, turn)
+        graph.replay(stream)
+        lab.copy(stream, keep, graph.outputs["y"])
+    lab.fill(stream, x, 50)
+    stream.synchronize()
+    expect([lab.current_values(keep) for keep in kept], [4.0, 7.0, 10.0], "outputs of three replays in a row")
+
+
+def _scale(context: CaptureContext) -> None:
+    context.outputs["y"].copy_(context.inputs["x"] * context.scalars["factor"])
+
+
+@promise("Graph.replay", "Enqueue the captured work on ``stream``")
+@in_every_order()
+def test_a_replay_goes_to_the_stream_that_is_named(lab: Lab) -> None:
+    """A replay on another stream than the captured one obeys that stream's waits, and its records cover the replay."""
+    captured, producer, stream, consumer = lab.streams("captured", "producer", "stream", "consumer")
+    graph = triple(lab, captured)
+    captured.synchronize()
+    z = lab.full(consumer, 0)
+    lab.fill_late(producer, graph.inputs["x"], 2)
+    stream.wait(lab.record(producer, "written"))
+    graph.replay(stream)
+    consumer.wait(lab.record(stream, "replayed"))
+    lab.expect_read(consumer, z, graph.outputs["y"], 7.0, "the output, read after a record of the stream that replayed")
+
+
+@needs("asynchronous")
+@promise("Graph.replay", "Enqueue the captured work on ``stream``")
+@in_some_order("earlier work was always done after several replays: a replay synchronises")
+def test_a_replay_does_not_block_the_host(lab: Lab) -> bool:
+    """The calls of several replays after slow work return while that work runs."""
+    (stream,) = lab.streams("s")
+    graph = triple(lab, stream)
+    stream.synchronize()
+    lab.slow(stream)
+    busy = lab.record(stream, "busy")
+    for _ in range(CALLS):
+        graph.replay(stream)
+    return not busy.query()
+
+
+@needs("captures_graphs")
+@promise("Capabilities.captures_graphs", "``replay`` launches it without running the callable again.")
+def test_a_replay_does_not_run_the_callable(lab: Lab) -> None:
+    """Replays do the captured work without calling the callable again."""
+    backend = lab.backend
+    (stream,) = lab.streams("s")
+    y = lab.full(stream, 0)
+    calls = []
+
+    def fn(context: CaptureContext) -> None:
+        calls.append(1)
+        context.outputs["y"].add_(1)
+
+    graph = backend.capture("count", fn, stream=stream, inputs={}, outputs={"y": y})
+    captured = len(calls)
+    lab.fill(stream, y, 10)
+    for _ in range(3):
+        graph.replay(stream)
+    expect(lab.read_tensor(stream, y), 13.0, "three replays of an increment")
+    expect(len(calls), captured, "calls of the callable after three replays")
+
+
+@promise("Graph", "Captured work, bound to the addresses of its inputs and outputs.")
+@in_every_order()
+def test_outputs_keep_their_storage(lab: Lab) -> None:
+    """The result is written to the given tensor, visible through every view of its storage."""
+    (stream,) = lab.streams("s")
+    whole = lab.full(stream, 0, width=2 * WIDTH)
+    x, y = lab.full(stream, 2), whole[WIDTH:]
+    graph = lab.backend.capture(
+        "half",
+        _scale,
+        stream=stream,
+        inputs={"x": x},
+        outputs={"y": y},
+        scalars={"factor": 4},
+    )
+    assert graph.outputs["y"] is y, "the graph's output isn't the tensor that was given"
+    assert graph.inputs["x"] is x, "the graph's input isn't the tensor that was given"
+    lab.fill(stream, whole, -1)
+    graph.replay(stream)
+    stream.synchronize()
+    expect(lab.current_values(whole[WIDTH:]), 8.0, "the output, seen through the tensor that it's a slice of")
+    expect(lab.current_values(whole[:WIDTH]), -1.0, "the memory next to the output")
+
+
+@promise("CaptureContext.scalars", "Host values that the capture freezes.")
+def test_scalars_are_frozen(lab: Lab) -> None:
+    """Changes of the caller's dictionaries after the capture have no effect."""
+    backend = lab.backend
+    (stream,) = lab.streams("s")
+    x, y = lab.full(stream, 2), lab.full(stream, 0)
+    scalars: dict[str, bool | int | float] = {"factor": 4}
+    inputs, outputs = {"x": x}, {"y": y}
+    graph = backend.capture("scale", _scale, stream=stream, inputs=inputs, outputs=outputs, scalars=scalars)
+    scalars["factor"] = 9
+    inputs["x"] = outputs["y"] = lab.full(stream, 100)
+    graph.replay(stream)
+    expect(lab.read_tensor(stream, y), 8.0, "the output after the caller's dictionaries changed")
+
+
+@promise("Graph", "The graph keeps its inputs and outputs alive.")
+@in_every_order()
+def test_a_graph_keeps_its_buffers(lab: Lab) -> None:
+    """A graph keeps its buffers alive while tensors of the same size are allocated."""
+    (stream,) = lab.streams("s")
+    graph = triple(lab, stream)
+    others = [lab.full(stream, 9) for _ in range(8)]
+    lab.fill_late(stream, graph.inputs["x"], 2)
+    graph.replay(stream)
+    more = [lab.full(stream, 8) for _ in range(8)]
+    expect(lab.read_tensor(stream, graph.outputs["y"]), 7.0, "the output of a graph whose buffers only the graph holds")
+    expect([lab.current_values(tensor) for tensor in others + more], [9.0] * 8 + [8.0] * 8, "tensors made meanwhile")
+
+
+@promise("Backend.create_graph_pool", "Create a memory pool for graphs that never run at the same time.")
+@in_every_order()
+def test_graphs_of_one_pool_take_turns(lab: Lab) -> None:
+    """Two graphs of one pool, replayed in turn, give their own results."""
+    (stream,) = lab.streams("s")
+    pool = lab.backend.create_graph_pool("shared")
+    expect(pool.name, "shared", "the pool's name")
+    graphs = [triple(lab, stream, name, pool) for name in ("first", "second")]
+    kept = []
+    for turn in range(1, 5):
+        graph = graphs[turn % 2]
+        lab.fill_late(stream, graph.inputs["x"], turn)
+        graph.replay(stream)
+        keep = lab.full(stream, 0)
+        lab.copy(stream, keep, graph.outputs["y"])
+        kept.append(keep)
+    stream.synchronize()
+    expect([lab.current_values(keep) for keep in kept], [4.0, 7.0, 10.0, 13.0], "outputs of two graphs in turn")
+
+
+@promise("GraphPool", "Memory shared by graphs that never run at the same time.")
+@in_every_order()
+def test_graphs_of_different_pools_do_not_touch(lab: Lab) -> None:
+    """Graphs of different pools, replayed concurrently on two streams, do not share intermediates."""
+    backend = lab.backend
+    *streams, captured = lab.streams("a", "b", "captured")
+    graphs = [
+        triple(lab, captured, f"graph {stream.name}", backend.create_graph_pool(f"pool {stream.name}"), slow=True)
+        for stream in streams
+    ]
+    loose = triple(lab, streams[0], "without a pool")
+    backend.synchronize()
+    for turn in (1, 2):
+        for stream, graph in zip(streams, graphs, strict=True):
+            lab.fill_late(stream, graph.inputs["x"], turn * (2 if stream is streams[0] else 5))
+            graph.replay(stream)
+        lab.fill(streams[0], loose.inputs["x"], turn)
+        loose.replay(streams[0])
+        backend.synchronize()
+        found = [lab.current_values(graph.outputs["y"]) for graph in (*graphs, loose)]
+        expect(found, [6.0 * turn + 1, 15.0 * turn + 1, 3.0 * turn + 1], "outputs of graphs of different pools")
+
+
+@promise("Backend.capture", "Other streams of the device may be busy")
+@in_every_order()
+def test_other_streams_may_be_busy_during_a_capture(lab: Lab) -> None:
+    """A long job on another stream is neither captured, nor lost, nor repeated by a replay."""
+    stream, busy = lab.streams("s", "busy")
+    z = lab.full(busy, 0)
+    lab.fill_late(busy, z, 5)
+    graph = triple(lab, stream)
+    lab.fill(stream, graph.inputs["x"], 1)
+    graph.replay(stream)
+    expect(lab.read_tensor(stream, graph.outputs["y"]), 4.0, "the output of a graph captured while another stream was busy")
+    expect(lab.read_tensor(busy, z), 5.0, "the job that ran during the capture")
+    lab.fill(busy, z, 6)
+    graph.replay(stream)
+    lab.backend.synchronize()
+    expect(lab.current_values(z), 6.0, "what a replay must not repeat: the job that ran during the capture")
+
+
+@needs("captures_graphs", "forks_in_capture")
+@promise(
+    "Capabilities.forks_in_capture",
+    "The callable may place work on other streams, joined by events, and they become branches of the graph.",
+)
+@in_every_order()
+def test_a_capture_may_fork(lab: Lab) -> None:
+    """Two branches and a join give the same result at every replay, and order following work."""
+    backend = lab.backend
+    a, b = lab.streams("a", "b")
+    x, y = lab.full(a, 0), lab.full(a, 0)
+    fork, join = backend.create_event("fork"), backend.create_event("join")
+    held: list[Tensor] = []  # what crosses between branches must outlive both
+
+    def fn(context: CaptureContext) -> None:
+        source = context.inputs["x"]
+        one = source + 1
+        expect(a.record(fork), 0, "the generation of a record inside a capture")
+        b.wait(fork)
+        with backend.on(b):
+            two = one * 10
+        three = one * 100
+        held.extend((one, two))
+        b.record(join)
+        a.wait(join)
+        context.outputs["y"].copy_(two + three)
+
+    graph = backend.capture("fork", fn, stream=a, inputs={"x": x}, outputs={"y": y})
+    kept = [lab.full(a, 0) for _ in range(2)]
+    for turn, keep in enumerate(kept, 1):
+        lab.fill_late(a, x, turn)
+        graph.replay(a)
+        lab.copy(a, keep, y)
+    a.synchronize()
+    expect([lab.current_values(keep) for keep in kept], [220.0, 330.0], "outputs of two replays of a graph with two branches")
+
+
+@needs("captures_graphs", "waits_inside_graphs")
+@promise("Capabilities.waits_inside_graphs", "A captured graph may wait for, or record, an event that lives outside it.")
+@in_every_order()
+def test_a_graph_may_wait_for_an_event_outside(lab: Lab) -> None:
+    """Each replay waits for the generation that is visible when the replay is enqueued."""
+    a, b = lab.streams("a", "b")
+    x, y = lab.full(b, 1), lab.full(a, 0)
+    event = lab.record(b)
+
+    def fn(context: CaptureContext) -> None:
+        a.wait(event)
+        context.outputs["y"].copy_(context.inputs["x"])
+
+    graph = lab.backend.capture("waits", fn, stream=a, inputs={"x": x}, outputs={"y": y})
+    for turn in (2.0, 3.0):
+        lab.fill_late(b, x, turn)
+        b.record(event)
+        graph.replay(a)
+        expect(lab.read_tensor(a, y), turn, "what the graph read after its wait")
+
+
+@needs("captures_graphs")
+@promise("Backend.capture", "capture is thread-local")
+def test_threads_replay_graphs_at_once(lab: Lab) -> None:
+    """Each of eight threads captures a graph, one after the other, and all replay at once with their own values."""
+    pairs = [(stream, triple(lab, stream, "same")) for stream in lab.streams(*(f"s{n}" for n in range(THREADS)))]
+
+    def replay(number: int) -> None:
+        stream, graph = pairs[number]
+        for turn in range(CALLS):
+            lab.fill(stream, graph.inputs["x"], 10 * number + turn)
+            graph.replay(stream)
+            expect(lab.read_tensor(stream, graph.outputs["y"]), 3.0 * (10 * number + turn) + 1, f"of thread {number}")
+
+    call_at_once(replay)
+
+
+_GRAPHS = 40
+_REPLAYS = 300
+_CYCLES = 24
+_TEMPORARY = 1 << 18
+"""Number of float32 elements of a graph's temporary tensor, 1 MiB."""
+
+
+def _adding(lab: Lab, stream: Stream, number: int, pool: GraphPool | None = None) -> Graph:
+    """Capture a graph that adds ``number`` to its output, through a temporary."""
+    y = lab.full(stream, 0, dtype=torch.int64)
+
+    def fn(context: CaptureContext) -> None:
+        out = context.outputs["y"]
+        out.copy_(out + number)
+
+    graph = lab.backend.capture("adds", fn, stream=stream, inputs={}, outputs={"y": y}, pool=pool)
+    lab.fill(stream, y, 0)
+    return graph
+
+
+@promise("Graph", "Captured work, bound to the addresses of its inputs and outputs.")
+@in_every_order(schedules=2)
+def test_dozens_of_graphs_are_all_their_own(lab: Lab) -> None:
+    """Forty graphs give their own results, after every third graph has been dropped."""
+    (stream,) = lab.streams("s")
+    graphs = [_adding(lab, stream, number) for number in range(1, _GRAPHS + 1)]
+    del graphs[::3]
+    for _ in range(2):
+        for graph in reversed(graphs):
+            graph.replay(stream)
+    stream.synchronize()
+    found = [lab.current_values(graph.outputs["y"]) for graph in graphs]
+    expect(found, [2 * number for number in range(1, _GRAPHS + 1) if (number - 1) % 3], "what each graph added, twice")
+
+
+@promise("Graph", "``replay`` enqueues the whole graph on a stream like one operation.")
+@in_every_order(schedules=2)
+def test_hundreds_of_replays_are_pending(lab: Lab) -> None:
+    """None of 300 replays that are enqueued after slow work is lost."""
+    (stream,) = lab.streams("s")
+    graph = _adding(lab, stream, 1)
+    lab.slow(stream)
+    for _ in range(_REPLAYS):
+        graph.replay(stream)
+    expect(lab.read_tensor(stream, graph.outputs["y"]), _REPLAYS, "what so many replays added")
+
+
+@promise("Graph.release", "Release the captured work; a later replay raises :class:`InterfaceError` with ``why``.")
+@pytest.mark.parametrize("together", [False, True], ids=["own pools", "one pool"])
+def test_a_released_graph_leaves_the_others_alone(lab: Lab, together: bool) -> None:
+    """A released graph raises an error at a replay, can be released again, and other graphs with its name still work."""
+    (stream,) = lab.streams("s")
+    pool = lab.backend.create_graph_pool("pool") if together else None
+    graphs = [_adding(lab, stream, number, pool) for number in range(1, 4)]
+    released = graphs.pop(1)
+    released.replay(stream)
+    expect(lab.read_tensor(stream, released.outputs["y"]), 2, "the output of a graph before its release")
+    for _ in range(2):
+        released.release("of the test")
+    with pytest.raises(InterfaceError, match="of the test"):
+        released.replay(stream)
+    for graph, wanted in zip(graphs, (1, 3), strict=True):
+        graph.replay(stream)
+        expect(lab.read_tensor(stream, graph.outputs["y"]), wanted, "the output of a graph after another one's release")
+
+
+@needs("captures_graphs")
+@promise("Graph.release", "Release the captured work")
+@pytest.mark.parametrize("how", ["released", "dropped"])
+def test_graphs_come_and_go(lab: Lab, how: str) -> None:
+    """Two dozen graphs that are captured, replayed and given up in turn give their results, and give all memory back."""
+    backend = lab.backend
+    (stream,) = lab.streams("s")
+    y = lab.full(stream, 0)
+    allocated = []
+
+    def fn(context: CaptureContext) -> None:
+        large = torch.zeros(_TEMPORARY, device=y.device)
+        context.outputs["y"].copy_(large[: y.numel()] + 1)
+
+    for cycle in range(_CYCLES):
+        graph = backend.capture("same", fn, stream=stream, inputs={}, outputs={"y": y})
+        lab.fill(stream, y, 7)
+        graph.replay(stream)
+        expect(lab.read_tensor(stream, y), 1.0, f"the output of graph {cycle}")
+        if how == "released":
+            graph.release("of the test")
+        del graph
+        gc.collect()
+        backend.synchronize()
+        allocated.append(backend.memory_info().allocated)
+    if backend.capabilities.memory_limit:
+        grown = allocated[-1] - allocated[_CYCLES // 2]
+        assert grown < _TEMPORARY, f"{_CYCLES // 2} graphs of 1 MiB were {how}, and {grown} bytes more are allocated"
+
+
+@promise("Graph", "``replay`` enqueues the whole graph on a stream like one operation.")
+def test_random_programs_with_graphs(random_programs: Callable[[str], None]) -> None:
+    """Several graphs are replayed in turn and concurrently, and dropped while they run."""
+    random_programs("graphs")

@@ -1,0 +1,469 @@
+"""L4: each kernel on random operands lies within the rounding bound of float64 results, and writes no other memory.
+
+Kernels are called directly, in a graph, and in the scope that runs every variant. The backend's own attention, with its
+preferred page size and dtypes, and planned attention equal the reference.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from outrider.device import (
+    QUANTIZED_FORMATS,
+    AttentionBlock,
+    AttentionTokens,
+    Backend,
+    CaptureContext,
+    LayerRows,
+    QuantizedWeight,
+    ResidualStream,
+    RotaryArgs,
+    Weight,
+)
+from outrider_conformance.kernel_calls import counts_of, layers_of
+from outrider_conformance.lab import Lab, expect
+from outrider_conformance.plugin import Figure
+from outrider_conformance.promises import first_sentence, needs, promise
+from outrider_conformance.random_kernels.bounds import Number, compare
+from outrider_conformance.random_kernels.kernels import KERNELS, corners, judge, judge_in_graph, problem
+from outrider_conformance.random_kernels.paged_batch import (
+    CONTEXTS,
+    HEAD_SIZE,
+    HEADS,
+    SCALE,
+    PagedBatch,
+    check_planned_graph,
+    check_renewed,
+    check_unplanned,
+    planned_batch,
+)
+from outrider_conformance.random_kernels.problem import KernelProblems, Shape, boundary_shapes
+from outrider_conformance.reporting.verdict import not_applicable, refusals_left_out
+
+_COMPILED_DRAWS = 1
+_SHARES = 3
+"""Number of dtypes that share the boundaries of a kernel."""
+_BATCH = {
+    "batch": 3,
+    "new": 1,
+    "context": 9,
+    "ragged": 0,
+    "tree": 0,
+    "window": 0,
+    "padding": 0,
+    "heads": 2,
+    "size": 0,
+    "page": 1,
+}
+"""The shape of an attention batch: three sequences with one new token each."""
+_DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+def _applies(lab: Lab, drawn: KernelProblems, dtype: torch.dtype) -> None:
+    if drawn.choices and dtype is not torch.float32:
+        not_applicable("it works on whole numbers, or on float32 whatever the model's dtype is")
+    if drawn.format is not None and drawn.format not in lab.backend.capabilities.quantized_formats:
+        not_applicable(f"quantised weights of the format {drawn.format} aren't declared")
+    if drawn.cache is not None and drawn.cache not in lab.backend.kernels_in_use.cache_formats:
+        not_applicable(f"a KV cache of the format {drawn.cache} isn't declared")
+    if not drawn.choices and dtype not in lab.backend.capabilities.dtypes:
+        not_applicable(f"{dtype} isn't declared")
+
+
+@contextmanager
+def _check_of(drawn: KernelProblems, case: str) -> Generator[None]:
+    """Name the kernel, its promise and the case in an error of a check in this scope."""
+    try:
+        yield
+    except AssertionError as error:
+        found = AssertionError(f"{drawn.kernel} {case}: {error}")
+        found.promise = first_sentence(f"KernelSet.{drawn.kernel.partition(',')[0]}")  # type: ignore[attr-defined]
+        raise found from error
+
+
+@promise("KernelSet", "*Numerics.* A result may differ from the reference by rounding alone.")
+@pytest.mark.parametrize("dtype", _DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("drawn", KERNELS.values(), ids=lambda drawn: drawn.kernel)
+def test_a_kernel_is_right_at_its_corners(lab: Lab, drawn: KernelProblems, dtype: torch.dtype) -> None:
+    """Results are within the rounding bound for long contexts, many rows, wide vocabularies and strided operands. A second
+    call leaves the results of the first unchanged.
+    """
+    _applies(lab, drawn, dtype)
+    (stream,) = lab.streams("s")
+    for number, (shape, made) in enumerate(corners(drawn, dtype, lab.seed)):
+        with _check_of(drawn, f"in {dtype} of {dict(shape)}"):
+            judge(lab, stream, made, again=True, slow=not number)
+
+
+@promise("KernelSet", "*Numerics.* A result may differ from the reference by rounding alone.")
+@pytest.mark.parametrize("dtype", _DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("drawn", KERNELS.values(), ids=lambda drawn: drawn.kernel)
+def test_a_kernel_is_right_at_boundaries(lab: Lab, drawn: KernelProblems, dtype: torch.dtype) -> None:
+    """One dimension at a time has each of its boundary values: one row, the end of a tile, page or group, more than 16 bits.
+
+    float32 gets all of them. The other dtypes share them, since a boundary rarely concerns one dtype.
+    """
+    _applies(lab, drawn, dtype)
+    (stream,) = lab.streams("s")
+    shapes = list(boundary_shapes(drawn.corners, drawn.dimensions))
+    if dtype is not torch.float32:
+        part = _DTYPES.index(dtype) + lab.seed
+        shapes = shapes[part % _SHARES :: max(_SHARES, lab.draws // lab.draws_in(dtype))]
+    for shape in shapes:
+        with _check_of(drawn, f"in {dtype} of {dict(shape)}"):
+            judge(lab, stream, problem(drawn, shape, dtype, lab.seed))
+
+
+@promise("KernelSet", "*Numerics.* A result may differ from the reference by rounding alone.")
+@pytest.mark.parametrize("dtype", _DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("drawn", KERNELS.values(), ids=lambda drawn: drawn.kernel)
+def test_a_kernel_is_right_on_drawn_operands(lab: Lab, drawn: KernelProblems, dtype: torch.dtype, figure: Figure) -> None:
+    """Random shapes, generated by hypothesis within the limits of the kernel; a failing one is shrunk.
+
+    A dtype in which the device is slow gets fewer operand sets. The figures of the report then say how many.
+    """
+    _applies(lab, drawn, dtype)
+    (stream,) = lab.streams("s")
+
+    # Each new shape may be a variant to compile; the corners have compiled enough of them.
+    compiled = lab.backend.kernels_in_use.every_variant() is not None
+    most = min(lab.draws, _COMPILED_DRAWS) if compiled else lab.draws
+    first_of_dtype = dtype not in lab.pace.product_s
+    draws = most if drawn.choices else min(most, lab.draws_in(dtype))
+    if draws < most and first_of_dtype:
+        name = str(dtype).removeprefix("torch.")
+        why = f"a product takes {lab.slowdown(dtype):.0f} times as long as in float32"
+        figure(f"random operand sets per kernel in {name} ({why})", draws, f"of {most}")
+
+    dimensions = {name: dimension.values for name, dimension in drawn.dimensions.items()}
+
+    @hypothesis.seed(lab.seed)
+    @hypothesis.settings(
+        max_examples=draws,
+        database=None,
+        deadline=None,
+        print_blob=False,
+        phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(st.fixed_dictionaries(dimensions), st.integers(0, 1 << 30))
+    def check(shape: Shape, seed: int) -> None:
+        with _check_of(drawn, f"in {dtype} of {dict(shape)}, seed {seed}"):
+            judge(lab, stream, problem(drawn, shape, dtype, seed))
+
+    check()
+
+
+@promise("KernelSet.every_variant", "The call returns and writes the same values as outside the scope.")
+@pytest.mark.parametrize("drawn", KERNELS.values(), ids=lambda drawn: drawn.kernel)
+def test_a_kernel_is_right_while_every_variant_is_run(lab: Lab, drawn: KernelProblems) -> None:
+    """Results are within the rounding bound inside the scope in which an engine warms up all variants of a kernel."""
+    _applies(lab, drawn, torch.float32)
+    scope = lab.backend.kernels_in_use.every_variant()
+    if scope is None:
+        not_applicable("none of these kernels is compiled when it's first used")
+    (stream,) = lab.streams("s")
+    with _check_of(drawn, "while every variant is run"):
+        judge(lab, stream, problem(drawn, drawn.corners[0], torch.float32, lab.seed), scope=scope)
+
+
+@promise("KernelSet", "*Capture.* Every method may be captured; none reads a device value on the host.")
+@pytest.mark.parametrize("drawn", KERNELS.values(), ids=lambda drawn: drawn.kernel)
+def test_a_kernel_is_right_in_a_graph(lab: Lab, drawn: KernelProblems) -> None:
+    """A kernel that was captured with other values gives results within the rounding bound at its replay."""
+    _applies(lab, drawn, torch.float32)
+    (stream,) = lab.streams("s")
+    with refusals_left_out(lab.backend.capabilities), _check_of(drawn, "in a graph"):
+        judge_in_graph(lab, stream, problem(drawn, drawn.corners[0], torch.float32, lab.seed), drawn.kernel)
+
+
+@promise("KernelSet", "Rows of a batch don't influence each other except through rounding.")
+def test_rows_do_not_influence_each_other(lab: Lab) -> None:
+    """The attention of a sequence does not change with the other sequences of the batch."""
+    (stream,) = lab.streams("s")
+    made = problem(KERNELS["paged_attention"], _BATCH, torch.float32, lab.seed)
+    host = {name: operand.tensor for name, operand in made.operands.items()}
+    operands = lab.upload(stream, host | {"q": torch.cat((host["q"][:1], torch.full_like(host["q"][1:], 50.0)))})
+    with lab.backend.on(stream):
+        out = made.call(lab.backend.kernels_in_use, operands)["out"]
+    stream.synchronize()
+    wanted = made.wanted["out"]
+    assert isinstance(wanted, Number)
+    compare(out[:1].cpu(), Number(wanted.value[:1], wanted.error[:1]), "the first sequence, with other neighbours")
+
+
+@promise("KernelSet", "Token rows beyond a batch's real tokens hold valid indices (row and page 0) and may compute anything")
+def test_padding_is_finite(lab: Lab) -> None:
+    """Rows of padding are finite, since following kernels add and normalise them."""
+    (stream,) = lab.streams("s")
+    judge(lab, stream, problem(KERNELS["paged_attention"], {**_BATCH, "new": 5, "padding": 3}, torch.float32, lab.seed))
+
+
+@promise("KernelSet", "*Errors.* A shape or dtype that a kernel can't do raises before anything is enqueued.")
+def test_a_wrong_shape_raises(lab: Lab) -> None:
+    """A wrong shape raises an error, and later work runs."""
+    backend = lab.backend
+    (stream,) = lab.streams("s")
+    x, weight = lab.full(stream, 1, width=8), lab.full(stream, 1, width=7)
+    with pytest.raises(Exception, match=r".+"), backend.on(stream):
+        backend.kernels_in_use.rms_norm(x, weight, 1e-5)
+    expect(lab.read_tensor(stream, lab.full(stream, 3)), 3.0, "work after the error")
+
+
+_EPS = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """The lengths of a batch of sequences, and the kind of its attention."""
+
+    new: tuple[int, ...]
+    """Number of new tokens of each sequence."""
+    pages: tuple[float, ...]
+    """Cached tokens of each sequence before the new ones, in pages: lengths lie around a page's end for any page size."""
+    tree: bool = False
+    window: int = 0
+    padding: int = 0
+
+    def context(self, backend: Backend) -> list[int]:
+        """Return the cached tokens of each sequence before the new ones."""
+        return [int(count * backend.capabilities.page_size) for count in self.pages]
+
+    def batch(self, lab: Lab, dtype: torch.dtype, room: int = 0) -> PagedBatch:
+        """Return operands of this shape on a new stream, with the preferred page size."""
+        (stream,) = lab.streams("s")
+        return PagedBatch(
+            lab,
+            stream,
+            self.new,
+            self.context(lab.backend),
+            dtype=dtype,
+            page_size=lab.backend.capabilities.page_size,
+            room=room,
+            tree=self.tree,
+            window=self.window,
+            padding=self.padding,
+        )
+
+
+SHAPES: Mapping[str, BatchShape] = MappingProxyType(
+    {
+        "decoding": BatchShape((1, 1, 1), (0.1, 1.0, 1.5)),
+        "a chain": BatchShape((4, 4, 4), (0.0, 0.99, 1.9)),
+        "a tree": BatchShape((5, 5), (0.5, 1.0), tree=True),
+        "a window": BatchShape((3, 3), (0.3, 1.2), window=9),
+        "a ragged prompt": BatchShape((7, 1, 20), (0.0, 0.25, 1.0)),
+        "padding": BatchShape((3, 2), (0.1, 1.0), padding=3),
+    }
+)
+
+
+def preferred_dtypes(backend: Backend) -> tuple[torch.dtype, ...]:
+    """Return the preferred dtypes of the backend, or all declared dtypes if it prefers none."""
+    has = backend.capabilities
+    return has.preferred_dtypes or tuple(sorted(has.dtypes, key=str))
+
+
+def check_block(lab: Lab, shape: BatchShape, *, quantized: bool) -> None:
+    """Fail if the attention block of a layer doesn't call the kernel set that has attention of its own. ``quantized``: the
+    weights of the block are quantised.
+    """
+    backend, kernels = lab.backend, lab.backend.kernels_in_use
+    formats = sorted(backend.capabilities.quantized_formats)
+    if quantized and not formats:
+        not_applicable("no format of quantised weights is declared")
+    calls = counts_of(kernels)
+    own = next((layer.name for layer in layers_of(kernels) if "paged_attention" in calls.overridden[layer.name]), None)
+    if own is None:
+        not_applicable("attention is the reference's")
+    dtype = preferred_dtypes(backend)[0]
+    batch = shape.batch(lab, dtype)
+    hidden, tokens = HEADS * HEAD_SIZE, batch.made["q"].shape[0]
+    metadata = batch.grown(shape.context(backend))
+
+    def weight(rows: int) -> Weight:
+        if quantized:
+            return _ones(formats[0], rows, hidden, backend.device)
+        return torch.full((rows, hidden), 1 / hidden, dtype=dtype, device=backend.device)
+
+    def attention_calls() -> int:
+        """Return how often the kernel set computed attention, alone and in attention blocks of its own."""
+        alone = calls.count("paged_attention", kernels=own)
+        return alone + calls.count("attention_block", kernels=own, own=True)
+
+    with backend.on(batch.stream):
+        norm = torch.ones(hidden, dtype=dtype, device=backend.device)
+        block = AttentionBlock(
+            norm=norm, eps=_EPS, qkv=weight(2 * hidden), output=weight(hidden), scale=SCALE, window=shape.window
+        )
+        ones = torch.ones(tokens, HEAD_SIZE, dtype=dtype, device=backend.device)
+        slots = torch.arange(tokens, device=backend.device)
+        rotary = RotaryArgs(ones, ones, batch.made["k_cache"], batch.made["v_cache"], slots)
+        before = attention_calls()
+        x = ResidualStream(kernels, torch.zeros(tokens, hidden, dtype=dtype, device=backend.device))
+        rows = AttentionTokens(metadata, rotary, LayerRows())
+        kernels.resolve_block("attention_block", block)(x, block, rows).norm(norm, _EPS)
+        assert attention_calls() > before, (
+            f"{own!r} has attention of its own, and the attention block of a layer didn't call it: attention_block of an "
+            "outer or inner kernel set computed attention instead. Pass your attention on as the block's attend"
+        )
+    batch.stream.synchronize()
+
+
+def _ones(format: str, rows: int, columns: int, device: torch.device) -> QuantizedWeight:
+    """Return a quantised weight [rows, columns] in ``format`` whose elements are one small number, with one scale per row."""
+    data = QUANTIZED_FORMATS[format].encode(torch.ones(rows, columns, device=device))
+    scales = torch.full((rows, 1), 1 / columns, device=device)
+    return QuantizedWeight(format=format, data=data, scales=scales, block=(1, columns), shape=(rows, columns))
+
+
+def check_own_answers(backend: Backend) -> None:
+    """Fail if the kernel set that overrides attention left calls to the overridden method."""
+    calls = counts_of(backend.kernels_in_use)
+    for layer in layers_of(backend.kernels_in_use):
+        if "paged_attention" in calls.overridden[layer.name]:
+            left = calls.shapes("paged_attention", kernels=layer.name, own=False)
+            unused = "paged_attention" in layer.unused_overrides()
+            assert unused or not left, f"{layer.name!r} left its own attention to what it overrides, with {'; '.join(left)}"
+            return
+
+
+@promise("Capabilities.page_size", "Tokens of a KV page with which the backend's own kernels run:")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_preferred_pages_and_dtypes_are_attended_to(lab: Lab, shape: str) -> None:
+    """Attention equals the reference for lengths on both sides of a page's end, with NaN after each sequence, in each
+    preferred dtype, and no call is left to the reference.
+    """
+    context = SHAPES[shape].context(lab.backend)
+    for dtype in preferred_dtypes(lab.backend):
+        batch = SHAPES[shape].batch(lab, dtype)
+        lab.slow(batch.stream)
+        batch.check_call(batch.grown(context), context, "called")
+    check_own_answers(lab.backend)
+
+
+@promise("KernelSet", "*Capture.* Every method may be captured; none reads a device value on the host.")
+@pytest.mark.parametrize("shape", ["decoding", "a chain", "a tree"])
+def test_attention_in_a_graph_follows_the_lengths(lab: Lab, shape: str) -> None:
+    """One captured call of attention is replayed for lengths that have grown since its capture."""
+    context = SHAPES[shape].context(lab.backend)
+    batch = SHAPES[shape].batch(lab, preferred_dtypes(lab.backend)[0], room=40)
+    with refusals_left_out(lab.backend.capabilities):
+        batch.check_graph(context, [[tokens + more for tokens in context] for more in (0, 17, 40)])
+    check_own_answers(lab.backend)
+
+
+@promise(
+    "KernelSet",
+    "*Delegation.* An override computes a call, or delegates the call by ``super()``, for example for an unsupported shape.",
+)
+@pytest.mark.parametrize("shape", ["decoding", "a chain"])
+@pytest.mark.parametrize("quantized", [False, True], ids=["unquantized", "quantised"])
+def test_layers_use_it(lab: Lab, shape: str, quantized: bool) -> None:
+    """The attention block of a layer uses the backend's own attention, with quantised weights, too. Other tests check the
+    results.
+    """
+    check_block(lab, SHAPES[shape], quantized=quantized)
+
+
+_FEW, _MANY = 2, 66
+_SLACK_BYTES = 1 << 16
+"""Bytes of memory that allocators may keep in pieces, independent of the number of requests."""
+
+
+@promise("KernelSet.plan_attention", "return the metadata with the plan.")
+@pytest.mark.parametrize("new", [(1, 1, 1), (4, 4, 4), (5, 1, 30)], ids=["decoding", "verifying", "ragged"])
+@pytest.mark.parametrize("window", [0, 8], ids=["all", "window"])
+def test_a_plan_follows_its_batch(lab: Lab, new: tuple[int, ...], window: int) -> None:
+    """One plan is renewed for a batch with other lengths, and attention with the renewed plan equals the reference."""
+    check_renewed(lab, new, window)
+
+
+@promise(
+    "KernelSet.plan_attention",
+    "The method then updates the plan in place, so that a graph captured with the plan computes this batch.",
+)
+def test_a_graph_follows_the_plan_that_it_was_captured_with(lab: Lab) -> None:
+    """A captured attention call computes two batches whose plans replaced the captured plan in place."""
+    with refusals_left_out(lab.backend.capabilities):
+        check_planned_graph(lab)
+
+
+@promise("KernelSet.plan_attention", "without shapes, nothing is planned.")
+def test_without_shapes_nothing_is_planned(lab: Lab) -> None:
+    """The metadata comes back without shapes, and attention works without a plan."""
+    check_unplanned(lab)
+
+
+@promise("KernelSet", "*Capture.* Every method may be captured; none reads a device value on the host.")
+def test_lengths_that_change_between_passes_of_a_graph_are_read_anew(lab: Lab) -> None:
+    """Two captured attention calls, as of two draft passes, each read the lengths that the graph wrote before it."""
+    if lab.backend.kernels_in_use.plans_on_host:
+        not_applicable("these kernels plan on the host, and passes of a draft aren't planned")
+    backend = lab.backend
+    batch = planned_batch(lab, (1, 1, 1))
+    metadata = batch.metadata(batch.made)
+    with backend.on(batch.stream):
+        outputs = {name: torch.zeros_like(batch.made["q"]) for name in ("first", "second")}
+        inputs = {**batch.made, "lengths": batch.made["seq_lens"].clone()}
+    batch.stream.synchronize()
+
+    def fn(context: CaptureContext) -> None:
+        for step, out in enumerate(context.outputs.values()):
+            torch.add(context.inputs["lengths"], step, out=context.inputs["seq_lens"])
+            out.copy_(batch.attend(metadata))
+
+    with refusals_left_out(backend.capabilities):
+        graph = backend.capture("draft passes", fn, stream=batch.stream, inputs=inputs, outputs=outputs)
+    for context in (*CONTEXTS, CONTEXTS[0]):
+        with backend.on(batch.stream):
+            inputs["lengths"].copy_(torch.tensor(batch.lengths(context), dtype=torch.int32))
+        graph.replay(batch.stream)
+        batch.stream.synchronize()
+        for step, (name, out) in enumerate(outputs.items()):
+            batch.check(out, [n + step for n in context], f"in a graph, in the {name} pass with lengths of its own")
+
+
+def _held_bytes(lab: Lab, requests: int) -> int:
+    """Return how much allocated device memory grows with planned attention of ``requests`` requests, of which only the plan
+    is kept.
+    """
+    backend, context = lab.backend, (17,) * requests
+    (stream,) = lab.streams("s")
+    backend.synchronize()
+    before = backend.memory_info().allocated
+    batch = PagedBatch(lab, stream, (1,) * requests, context)
+    planned = batch.planned(context)
+    with backend.on(stream):
+        batch.attend(planned)
+    backend.synchronize()
+    plan = planned.plan
+    del batch, planned
+    gc.collect()
+    backend.synchronize()
+    held = backend.memory_info().allocated - before
+    del plan
+    return held
+
+
+@needs("memory_limit")
+@promise("SpeculativeSync.bytes_per_request", "Device memory in bytes that the plugin's kernels and runtime hold")
+def test_memory_for_each_request_is_declared(lab: Lab) -> None:
+    """Memory that attention keeps after its call grows no faster with the number of requests than declared."""
+    declared = lab.backend.speculative_sync.bytes_per_request
+    _held_bytes(lab, _MANY)  # what is allocated once
+    few, many = _held_bytes(lab, _FEW), _held_bytes(lab, _MANY)
+    grown, allowed = many - few, declared * (_MANY - _FEW) + _SLACK_BYTES
+    assert grown <= allowed, (
+        f"attention keeps {grown} bytes more for {_MANY} requests than for {_FEW}; {declared} bytes for each are declared: "
+        "raise bytes_per_request, or free the memory"
+    )
