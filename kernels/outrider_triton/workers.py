@@ -8,23 +8,22 @@ outrider_triton.workers`` is a worker.
 from __future__ import annotations
 
 import hashlib
-import io
+import json
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import reduce
 from importlib import import_module
 from threading import Lock, local
 from typing import IO, Any
 
-import triton
-from triton.runtime import JITFunction
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.cache import get_cache_manager
+from triton.runtime.jit import serialize_specialization_data
 
 _MAX_WORKERS = 14
 _MIN_PROCESSORS = 4
@@ -70,7 +69,7 @@ class WorkerPool:
         assert worker.stdin is not None
         assert worker.stdout is not None
         with suppress(BrokenPipeError):
-            worker.stdin.write(len(request).to_bytes(8, "little") + request)
+            worker.stdin.write(request + b"\n")
             worker.stdin.flush()
             worker.stdout.read(1)
 
@@ -94,7 +93,7 @@ class WorkerPool:
         return worker if worker is not None and worker.poll() is None else None
 
     def close(self) -> None:
-        """End the workers."""
+        """Kill the worker processes and wait for their ends."""
         for worker in self._started:
             worker.kill()
             worker.communicate()
@@ -127,32 +126,38 @@ def _request(key: str, compile_fn: Callable[[], Any]) -> bytes | None:
     manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
     if manager.get_group(f"{found['src'].name[:150]}.json"):
         return None
-    file = io.BytesIO()
+    source, target = found["src"], found["target"]
+    name = source.fn._fn_name
     try:
-        _Pickler(file).dump((found["src"], found["target"], found["options"].__dict__))
-    except (pickle.PicklingError, TypeError, AttributeError):
+        data = serialize_specialization_data(
+            name, source.signature, source.constants, source.attrs, found["options"], "", target
+        )
+    except TypeError:  # a constant that JSON has no form for
         return None
-    return file.getvalue()
+    kernel = {"module": source.fn.fn.__module__, "function": source.fn.fn.__name__, "target": vars(target), "data": data}
+    return json.dumps(kernel).encode()
 
 
-class _Pickler(pickle.Pickler):
-    """A pickler that names the functions of Triton instead of copying them."""
+class _Target:
+    """The part of a device's driver that Triton asks when it compiles."""
 
-    def persistent_id(self, given: Any) -> tuple[str, str] | None:
-        return (given.fn.__module__, given.fn.__qualname__) if isinstance(given, JITFunction) else None
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
 
+    def get_current_device(self) -> int:
+        return 0
 
-class _Unpickler(pickle.Unpickler):
-    def persistent_load(self, name: tuple[str, str]) -> Any:
-        return reduce(getattr, name[1].split("."), import_module(name[0]))
+    def get_current_target(self) -> GPUTarget:
+        return self._target
 
 
 def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     """Compile one kernel after another into the cache on disk, until there are no more requests."""
-    while len(size := requests.read(8)) == 8:
+    for line in requests:
+        request = json.loads(line)
         with suppress(Exception):  # the process that asked compiles again, and raises the error
-            source, target, options = _Unpickler(io.BytesIO(requests.read(int.from_bytes(size, "little")))).load()
-            triton.compile(source, target=target, options=options)
+            driver.set_active(_Target(GPUTarget(**request["target"])))
+            getattr(import_module(request["module"]), request["function"]).preload(request["data"])
         answers.write(b".")
         answers.flush()
 
