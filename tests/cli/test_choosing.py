@@ -9,7 +9,7 @@ import torch
 from outrider import Engine, EngineConfig
 from outrider.bundled import SMOLLM2_HEADS, bundled
 from outrider.cli.commands.generate import difference_of_logits
-from outrider.cli.options.models import Running, Sizes, Speculation, load
+from outrider.cli.options.models import Speculation, load
 from outrider_cpu.backend import CpuBackend
 from outrider_proof import tiny
 
@@ -51,8 +51,7 @@ def test_given_settings_stay():
         Speculation.with_defaults("none", model=None, draft=None, draft_tokens=4),
         max_requests=1,
         dtype="float32",
-        running=Running(mode="staged", graphs=False, overlap=False),
-        sizes=Sizes(kv_memory=0.001, **given),
+        settings={"mode": "staged", "graphs": False, "overlap": False, "kv_memory": 0.001, **given},
     )
     assert {name: getattr(engine.config, name) for name in given} == given
     (choice,) = engine.chosen

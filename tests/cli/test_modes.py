@@ -3,7 +3,7 @@
 import pytest
 
 from outrider import SamplingParams
-from outrider.cli.options.models import Running, Speculation, load
+from outrider.cli.options.models import Speculation, load
 from outrider.device import CapabilityError, ConfigError
 from outrider.engine.requests.request import FinishReason
 
@@ -11,7 +11,7 @@ from outrider.engine.requests.request import FinishReason
 def engine(backend="cpu", **running):
     """The bundled model with its EAGLE head, launched as ``running`` says."""
     speculation = Speculation.with_defaults(None, model=None, draft=None, draft_tokens=4)
-    return load(backend, speculation, max_requests=1, dtype="float32", running=Running(**running))
+    return load(backend, speculation, max_requests=1, dtype="float32", settings=running)
 
 
 RUNNING = [{"graphs": True}, {"mode": "fused"}, {"overlap": True}, {"mode": "fused", "overlap": True}]

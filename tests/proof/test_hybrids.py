@@ -163,4 +163,4 @@ def test_a_copy_of_states_on_another_stream_is_found(monkeypatch):
     monkeypatch.setattr(StateCopies, "__init__", on_another_stream)
     (failure,) = prove_program(setup, 0, 1)["failures"]
     assert failure["error"] == "RaceError"
-    assert "transfer.py" in failure["text"]
+    assert "staging.py" in failure["text"]

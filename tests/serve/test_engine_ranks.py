@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("fastapi", reason="not run: the extra serve isn't installed")
 
 from outrider import SamplingParams
-from outrider.cli.options.models import Sizes, Speculation, load
+from outrider.cli.options.models import Speculation, load
 from outrider.device import ConfigError
 from outrider.serve.connection.engine_client import EngineGone, Inbox
 from outrider.serve.connection.engine_process import EngineProcess
@@ -21,7 +21,7 @@ PROMPT = [521, 1019, 9, 66, 13, 309]
 
 def make():
     speculation = Speculation.with_defaults(None, model=None, draft=None, draft_tokens=3)
-    return functools.partial(load, "cpu", speculation, max_requests=2, dtype="float64", sizes=Sizes(max_context=128))
+    return functools.partial(load, "cpu", speculation, max_requests=2, dtype="float64", settings={"max_context": 128})
 
 
 async def tokens_of(client):

@@ -57,7 +57,7 @@ def test_a_part_keeps_what_lies_in_it():
 
 def test_stages_are_told_by_fences_that_the_engine_has():
     fences = {fence.name for fence in FENCES}
-    assert {edge.fence for _, _, *edges in STAGES for edge in edges} <= fences
+    assert {fence for _, _, *edges in STAGES for fence, _ in edges} <= fences
 
 
 def test_lanes_that_fences_join_lie_side_by_side():

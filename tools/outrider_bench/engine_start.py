@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,19 +31,17 @@ def time_start(work: Mapping[str, Any]) -> dict[str, object]:
 
     imported = time.time()
     from outrider.bundled import bundled
-    from outrider.cli.options.models import Running, Sizes, chosen
+    from outrider.cli.options.models import chosen
     from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine
     from outrider.engine.setup.loading import load_checkpoint
     from outrider.registry import Registry
 
-    running = Running(**work["running"])
-    sizes = Sizes(**work["sizes"])
     device = Registry().create(work["backend"])
     device.kernels_in_use.use_tuned(Path(work["tuned"]))
     device.synchronize()
     opened = time.time()
-    asked = EngineConfig(dtype=work["dtype"], draft_tokens=work["draft_tokens"], **asdict(running), **sizes.given)
+    asked = EngineConfig(dtype=work["dtype"], draft_tokens=work["draft_tokens"], **work["settings"])
     model_dir, draft_dir = (bundled(each) if work[each] is None else Path(work[each]) for each in ("target", "eagle"))
     draft = draft_dir if work["speculate"] == "eagle" else None
     loaded = load_checkpoint(model_dir, device, asked, draft_dir=draft, speculate=work["speculate"])

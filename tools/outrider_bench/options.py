@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from outrider.cli.options.models import (
     DraftOption,
@@ -22,12 +22,11 @@ from outrider.cli.options.models import (
     MaxRequestsOption,
     ModelOption,
     PageSizeOption,
-    Running,
-    Sizes,
     SpeculateOption,
     Speculation,
     TransformersOption,
     check_draft,
+    given_settings,
     launched,
     load,
 )
@@ -194,16 +193,16 @@ class LaunchOptions:
     max_requests: MaxRequestsOption = None
     prefill_chunk: PrefillChunkOption = None
 
-    def running(self) -> Running:
-        """Return the launch settings for :func:`~outrider.cli.options.models.load`."""
-        return Running(mode=self.mode, graphs=self.graphs, overlap=self.overlap, batch_invariant=self.exact)
-
-    def sizes(self) -> Sizes:
-        """Return the engine sizes for :func:`~outrider.cli.options.models.load`."""
-        return Sizes(
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the engine that these options give, for :func:`~outrider.cli.options.models.load`."""
+        return given_settings(
+            mode=self.mode,
+            graphs=self.graphs,
+            overlap=self.overlap,
+            batch_invariant=self.exact,
             max_context=self.max_context,
             kv_memory=self.kv_memory,
-            kv_dtype=None if self.kv_dtype == "auto" else self.kv_dtype,
+            kv_dtype=self.kv_dtype,
             page_size=self.page_size,
             max_requests=self.max_requests,
             prefill_chunk=self.prefill_chunk,
@@ -284,9 +283,9 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
         if self.draft_topk != 1:
             raise UsageError("--shape drafts chains alone; leave out --draft-topk")
 
-    def running(self) -> Running:
-        """Return the launch settings, with the draft length."""
-        return replace(super().running(), draft_length=self.draft_length)
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the engine, with the draft length."""
+        return super().settings() | given_settings(draft_length=self.draft_length)
 
     def build_engine(
         self,
@@ -336,17 +335,16 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
             draft_vocabulary=self.draft_vocabulary,
             through_transformers=self.through_transformers,
         )
-        sizes = self.sizes()
-        if not sizes.max_context and not self.through_transformers:
+        settings = self.settings()
+        if "max_context" not in settings and not self.through_transformers:
             # A request that is longer than the model's own context is refused by `check_context`, which names options.
-            sizes = replace(sizes, max_context=min(context, read_model_config(speculation.model).max_context))
+            settings["max_context"] = min(context, read_model_config(speculation.model).max_context)
         engine = load(
             self.backend,
             speculation,
             max_requests=requests,
             dtype=self.dtype,
-            running=self.running(),
-            sizes=sizes,
+            settings=settings,
             verbose=self.verbose,
             command_choices=own,
             joined=joined,
@@ -384,11 +382,10 @@ class MeasuredEngineOptions(RandomWeightOptions, LaunchOptions):
         )
         engine = random.load_engine(
             self.backend,
-            running=self.running(),
+            settings=self.settings(),
             max_requests=requests,
             dtype=self.dtype,
             max_context=min(context, shape_config(shape).max_context),
-            sizes=self.sizes(),
             verbose=self.verbose,
             other_choices=own,
             joined=joined,

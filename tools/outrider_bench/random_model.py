@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from outrider.cli.options.models import Running, Sizes, prepare_device, print_engine
+from outrider.cli.options.models import prepare_device, print_engine
 from outrider.cli.options.rank_processes import Joined
 from outrider.cli.terminal.environment import backend_from_environment
 from outrider.cli.terminal.report import show_progress
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from outrider.device import Backend
-    from outrider.engine.config import Choice, EngineConfig
+    from outrider.engine.config import Choice
     from outrider.engine.engine import Engine
     from outrider.model import LanguageModel, ModelRanks
     from outrider.model.layers.tuning import PreparedKernels
@@ -146,11 +146,10 @@ class RandomModel:
         self,
         backend: str | None,
         *,
-        running: Running,
+        settings: Mapping[str, Any] | None = None,
         max_requests: int,
         dtype: str | None,
         max_context: int,
-        sizes: Sizes | None = None,
         cached_tokens: int | None = None,
         verbose: bool = False,
         other_choices: Sequence[Choice] = (),
@@ -160,10 +159,12 @@ class RandomModel:
     ) -> Engine:
         """Select the backend, make the weights on it and return the engine.
 
-        ``sizes`` replace ``max_requests`` and ``max_context``. ``cached_tokens``: capacity of the KV cache in tokens, in
-        addition to a partly used page of each request; None: the engine chooses. ``verbose``: print the chosen settings and
-        ``other_choices``. ``tune_seconds``: time limit for tuning kernels first; ``on_prepared`` gets the result of tuning.
+        ``settings``: fields of the engine's config, which replace ``max_requests`` and ``max_context``. ``cached_tokens``:
+        capacity of the KV cache in tokens, in addition to a partly used page of each request; None: the engine chooses.
+        ``verbose``: print the chosen settings and ``other_choices``. ``tune_seconds``: time limit for tuning kernels first;
+        ``on_prepared`` gets the result of tuning.
         """
+        from outrider.engine.config import EngineConfig
         from outrider.engine.engine import Engine
         from outrider.engine.ranks.ranks import part_of_model
         from outrider.engine.setup.resolve import resolve, situation_of
@@ -177,7 +178,12 @@ class RandomModel:
         with show_progress(joined.leads) as tell:
             on_prepared(prepare_device(device, lambda: shape_config(self.shape), tune_seconds, tell))
         own: tuple[Choice, ...] = () if dtype is not None else (self._choose_dtype(device),)
-        config = self._engine_config(running, dtype or str(own[0].value), max_requests, max_context, sizes)
+        own_settings: dict[str, Any] = {
+            "max_requests": max_requests,
+            "max_context": max_context,
+            "dtype": dtype or str(own[0].value),
+        }
+        config = EngineConfig(draft_tokens=self.draft_tokens, prefix_cache=False, **{**own_settings, **(settings or {})})
         if cached_tokens is not None:
             pages = cached_tokens // (config.page_size or device.capabilities.page_size) + max_requests + 2
             config = replace(config, num_pages=pages)
@@ -198,19 +204,6 @@ class RandomModel:
         if verbose and joined.leads:
             print_engine(engine, other_choices)
         return engine
-
-    def _engine_config(
-        self, running: Running, dtype: str, max_requests: int, max_context: int, sizes: Sizes | None
-    ) -> EngineConfig:
-        from outrider.engine.config import EngineConfig
-
-        own: dict[str, Any] = {"max_requests": max_requests, "max_context": max_context, "dtype": dtype}
-        return EngineConfig(
-            draft_tokens=self.draft_tokens,
-            prefix_cache=False,
-            **asdict(running),
-            **own | (sizes or Sizes()).given,
-        )
 
     def _choose_dtype(self, device: Backend) -> Choice:
         """Return the dtype of the ``config.json``, or the dtype in which models of this shape are published."""

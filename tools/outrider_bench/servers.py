@@ -48,8 +48,6 @@ class ServerSetup:
 
 def make_engine(setup: Mapping[str, Any]) -> Engine:
     """Return the engine that ``setup``, the fields of a :class:`ServerSetup`, describes."""
-    from outrider.cli.options.models import Running
-
     given = ServerSetup(**setup)
     model = RandomModel(
         shape=given.shape,
@@ -59,7 +57,6 @@ def make_engine(setup: Mapping[str, Any]) -> Engine:
     )
     return model.load_engine(
         given.backend,
-        running=Running(),
         max_requests=given.max_requests,
         dtype=given.dtype,
         max_context=given.max_context,

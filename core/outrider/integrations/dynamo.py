@@ -30,7 +30,7 @@ from dynamo.common.utils.runtime import parse_endpoint
 from dynamo.common.utils.token_ids import normalize_request_token_ids
 from dynamo.llm.exceptions import EngineShutdown, InvalidArgument, Unknown
 
-from outrider.cli.options.models import Sizes, Speculation, load
+from outrider.cli.options.models import Speculation, given_settings, load
 from outrider.device import OutriderError
 from outrider.engine.async_engine import AsyncEngine
 from outrider.engine.engine import Engine
@@ -81,8 +81,8 @@ class OutriderEngine(LLMEngine):
         runtime = DynamoRuntimeConfig.from_cli_args(args)
         runtime.validate()
         model = Speculation.with_defaults(args.speculate, model=args.model, draft=args.draft, draft_tokens=args.draft_tokens)
-        sizes = Sizes(max_context=args.max_context, kv_memory=args.kv_memory, page_size=args.page_size)
-        make = partial(load, args.backend, model, max_requests=args.max_requests, dtype=args.dtype, sizes=sizes)
+        settings = given_settings(max_context=args.max_context, kv_memory=args.kv_memory, page_size=args.page_size)
+        make = partial(load, args.backend, model, max_requests=args.max_requests, dtype=args.dtype, settings=settings)
         name = args.served_model_name or model.model.name
         address = runtime.endpoint or f"dyn://{runtime.namespace}.backend.generate"
         namespace, component, endpoint = parse_endpoint(address)

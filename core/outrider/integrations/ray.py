@@ -28,7 +28,7 @@ from ray.util.metrics import Gauge
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from outrider.cli.options.models import Sizes, Speculation, load
+from outrider.cli.options.models import Speculation, given_settings, load
 from outrider.device import ConfigError
 from outrider.serve.api.prompt_builder import PromptBuilder, PromptResources
 from outrider.serve.api.responses import SERVER, ApiError
@@ -113,13 +113,15 @@ class Replica:
             draft_output_head=settings.draft_output_head,
             draft_vocabulary=settings.draft_vocabulary,
         )
-        sizes = Sizes(
+        engine_settings = given_settings(
             max_context=settings.max_context,
             kv_memory=settings.kv_memory,
             page_size=settings.page_size,
             max_requests=settings.max_requests,
         )
-        make = functools.partial(load, settings.backend, speculation, max_requests=None, dtype=settings.dtype, sizes=sizes)
+        make = functools.partial(
+            load, settings.backend, speculation, max_requests=None, dtype=settings.dtype, settings=engine_settings
+        )
         template = None if settings.chat_template is None else settings.chat_template.read_text("utf-8")
         # Wording() raises for invalid templates, before the model is loaded for minutes.
         wording = await asyncio.to_thread(PromptResources, speculation.model, chat_template=template)

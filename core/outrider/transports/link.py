@@ -300,7 +300,7 @@ class LocalLink(Link):
             def pass_to_peer() -> None:
                 peer._on_host.append((notice, peer_blocks, [buffer.tensor.clone() for buffer in staging]))
 
-            return _HostTransfer(self, read, pass_to_peer)
+            return _LocalTransfer(self, read, pass_to_peer)
         with self.backend.on(self._stream):
             for target, source in zip(peer.regions, self.regions, strict=True):
                 for target_blocks, source_blocks in _runs(peer_blocks, local_blocks):
@@ -309,7 +309,7 @@ class LocalLink(Link):
         written = peer._expected.pop(notice, None) or self._create_fence()
         written.signal(self._stream)
         peer._arriving.append((notice, written, []))
-        return _StreamTransfer(self, read)
+        return _LocalTransfer(self, read)
 
     def _create_staging(self, num_blocks: int) -> list[PinnedBuffer]:
         """Return a pinned host buffer for ``num_blocks`` blocks of each region."""
@@ -350,34 +350,24 @@ def _runs(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[slice, 
             start = end
 
 
-class _HostTransfer(PageTransfer):
-    """A write to another backend: copies to host memory. Then ``pass_to_peer`` gives the bytes to the other side."""
+class _LocalTransfer(PageTransfer):
+    """Copies on the link's stream, followed by a fence. In a write to another backend they go to host memory; then
+    ``pass_to_peer`` gives the bytes to the other side.
+    """
 
-    def __init__(self, link: LocalLink, copied: Fence, pass_to_peer: Callable[[], None]) -> None:
-        self._link, self._copied = link, copied
-        self._pass_to_peer: Callable[[], None] | None = pass_to_peer
+    def __init__(self, link: LocalLink, copied: Fence, pass_to_peer: Callable[[], None] | None = None) -> None:
+        self._link, self._copied, self._pass_to_peer = link, copied, pass_to_peer
 
     def done(self) -> bool:
-        """Query the fence after the copies. Once it is reached, give the bytes to the other side."""
-        if self._pass_to_peer is None:
-            return True
-        self._link._require_peer()
+        """Query the fence after the copies. Raises :class:`LinkDown` if the link is closed before the other side has the
+        bytes.
+        """
+        if self._pass_to_peer is not None:
+            self._link._require_peer()
         if not self._copied.done():
+            self._link._require_peer()
             return False
-        self._pass_to_peer()
-        self._pass_to_peer = None
+        if self._pass_to_peer is not None:
+            self._pass_to_peer()
+            self._pass_to_peer = None
         return True
-
-
-class _StreamTransfer(PageTransfer):
-    """A transfer within one backend: copies on the link's stream, followed by a fence."""
-
-    def __init__(self, link: LocalLink, copied: Fence) -> None:
-        self._link, self._copied = link, copied
-
-    def done(self) -> bool:
-        """Query the fence after the copies. Raises :class:`LinkDown` if it isn't reached and the link is closed."""
-        if self._copied.done():
-            return True
-        self._link._require_peer()
-        return False

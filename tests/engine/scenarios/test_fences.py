@@ -195,8 +195,7 @@ def test_11_a_hand_over_on_another_stream_than_the_stash(sim):
         engine._step._parts.transfer = elsewhere
 
     findings = Historical(sim, change=change).races(moving, *RACES, FindingKind.REUSE)
-    assert somewhere(findings, "transfer.py")
-    assert somewhere(findings, "rows.py")
+    assert len({each for each in locations(findings) if "rows.py" in each}) > 1  # the arriving state, and the stash
 
 
 def test_24_a_device_whose_events_are_recycled():

@@ -86,7 +86,7 @@ def run_workload(
 
     options = _speculation_options(folder, draft_model) if speculate else {}
     if work.offload:
-        from outrider_vllm import offload as connector
+        from foreign.vllm_on_sim import offload as connector
 
         connector.install()
         options["kv_transfer_config"] = {

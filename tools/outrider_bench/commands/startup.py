@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -75,8 +74,7 @@ def startup(
         "dtype": options.dtype,
         "target": None,
         "eagle": None,
-        "sizes": {"max_requests": batch, "max_context": _MAX_CONTEXT} | options.sizes().given,
-        "running": asdict(options.running()),
+        "settings": {"max_requests": batch, "max_context": _MAX_CONTEXT} | options.settings(),
     }
     with scratch_directory("outrider-startup-", directory) as fresh:
         if shape is not None:

@@ -62,7 +62,7 @@ def open_peer(work: PeerWork, speculate: str, backend: str, options: Mapping[str
 
     ``options``: ``mode`` and ``prefill_chunk`` (None: the engine chooses), and ``tune_seconds``, the limit of tuning.
     """
-    from outrider.cli.options.models import Running, Sizes
+    from outrider.cli.options.models import given_settings
     from outrider_bench.random_model import RandomModel
 
     drafts = speculate != "none"
@@ -80,11 +80,10 @@ def open_peer(work: PeerWork, speculate: str, backend: str, options: Mapping[str
     found: list[PreparedKernels] = []
     engine = model.load_engine(
         backend,
-        running=Running(mode=options["mode"]),
+        settings=given_settings(mode=options["mode"], prefill_chunk=options["prefill_chunk"]),
         max_requests=work.max_requests,
         dtype=work.dtype,
         max_context=work.context,
-        sizes=Sizes(prefill_chunk=options["prefill_chunk"]),
         cached_tokens=work.cached_tokens,
         tune_seconds=options["tune_seconds"],
         on_prepared=found.append,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -188,36 +188,9 @@ ExactOption = Annotated[
 ]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Running:
-    """Options for the launch of iterations, by the field names of :class:`~outrider.engine.EngineConfig`. None: the engine
-    chooses.
-    """
-
-    mode: str | None = None
-    graphs: bool | None = None
-    overlap: bool | None = None
-    draft_length: str | None = None
-    batch_invariant: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
-    """Engine sizes that a command line gives, by the field names of :class:`~outrider.engine.EngineConfig`. None: the engine
-    chooses.
-    """
-
-    max_context: int | None = None
-    kv_memory: float | None = None
-    kv_dtype: str | None = None
-    page_size: int | None = None
-    max_requests: int | None = None
-    prefill_chunk: int | None = None
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """Return the sizes that aren't None, by name."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+def given_settings(**settings: Any) -> dict[str, Any]:
+    """Return the settings that aren't None, by name. The engine chooses the others."""
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -339,8 +312,7 @@ def load(
     *,
     max_requests: int | None,
     dtype: str | None = None,
-    running: Running | None = None,
-    sizes: Sizes | None = None,
+    settings: Mapping[str, Any] | None = None,
     verbose: bool = False,
     command_choices: Sequence[Choice] = (),
     joined: Joined | None = None,
@@ -348,7 +320,8 @@ def load(
 ) -> Engine:
     """Select the backend and load the checkpoint onto it. Progress is shown on standard error if that is a terminal.
 
-    ``max_requests``: number of requests of the command, replaced by a number in ``sizes``; None: the engine chooses.
+    ``max_requests``: number of requests of the command; None: the engine chooses. ``settings``: fields of
+    :class:`~outrider.engine.EngineConfig`, which replace this number.
     ``verbose``: say what the engine chose, compiled and captured, and the command's own ``command_choices``. ``joined``: the
     ranks that the engine runs on.
     ``prefix_cache``: False for a benchmark of prefill, in which an earlier prompt must not shorten a later one.
@@ -364,8 +337,7 @@ def load(
         draft_tokens=speculation.draft_tokens,
         draft_topk=speculation.draft_topk,
         prefix_cache=prefix_cache,
-        **asdict(running or Running()),
-        **{"max_requests": max_requests, "dtype": dtype} | (sizes or Sizes()).given,
+        **{"max_requests": max_requests, "dtype": dtype, **(settings or {})},
     )
     registry = Registry(probe=plugin_probe())
     if joined is None:

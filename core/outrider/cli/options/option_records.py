@@ -10,7 +10,7 @@ import inspect
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
@@ -31,13 +31,12 @@ from outrider.cli.options.models import (
     PageSizeOption,
     QuantizedOption,
     QuantizeOption,
-    Running,
-    Sizes,
     SpeculateOption,
     Speculation,
     TransformersOption,
     TrustOption,
     check_draft,
+    given_settings,
     load,
 )
 from outrider.cli.options.option_values import (
@@ -108,15 +107,14 @@ class ModelOptions:
             "quantize": self.quantize,
         }
 
-    def sizes(self) -> Sizes:
-        """Return the sizes of the engine that these options give, for :func:`~outrider.cli.options.models.load`."""
-        return Sizes(max_context=self.max_context, kv_dtype=None if self.kv_dtype == "auto" else self.kv_dtype)
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the engine that these options give, for :func:`~outrider.cli.options.models.load`."""
+        return given_settings(max_context=self.max_context, kv_dtype=self.kv_dtype, batch_invariant=self.exact)
 
     def loader(self, speculation: Speculation, **overrides: Any) -> Callable[..., Engine]:
         """Return :func:`~outrider.cli.options.models.load` bound to these options; ``overrides`` replace them."""
-        given: dict[str, Any] = {"dtype": self.dtype, "sizes": self.sizes(), "verbose": self.verbose}
-        given["running"] = Running(batch_invariant=self.exact)
-        return partial(load, self.backend, speculation, **given | overrides)
+        own: dict[str, Any] = {"dtype": self.dtype, "settings": self.settings(), "verbose": self.verbose}
+        return partial(load, self.backend, speculation, **own | overrides)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,9 +131,10 @@ class ServerOptions(ModelOptions):
         own = {"draft_output_head": self.draft_output_head, "draft_vocabulary": self.draft_vocabulary}
         return super()._checkpoint_options() | own
 
-    def sizes(self) -> Sizes:
-        """Return the sizes of the server's engine that these options give, for :func:`~outrider.cli.options.models.load`."""
-        return replace(super().sizes(), kv_memory=self.kv_memory, page_size=self.page_size, max_requests=self.max_requests)
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the server's engine that these options give."""
+        own = given_settings(kv_memory=self.kv_memory, page_size=self.page_size, max_requests=self.max_requests)
+        return super().settings() | own
 
 
 def with_options(command: Callable[..., Result]) -> Callable[..., Result]:
