@@ -200,12 +200,12 @@ KERNELS = [
     (
         rows.add_parts_rope_write_cache,
         {"parts": WIDE, "bias": HALF},
-        {**UNNORMED, "PARTS": 4, "BLOCK_HALF": 64},
+        {**UNNORMED, "PARTS": 4, "HEADS": 8, "BLOCK_HALF": 64},
     ),
     (
         rows.add_parts_rope_write_cache,
         {"parts": HALF, "q_norm": HALF, "k_norm": HALF},
-        {"bias": None, "PARTS": 1, "BLOCK_HALF": 64},
+        {"bias": None, "PARTS": 1, "HEADS": 8, "BLOCK_HALF": 64},
     ),
     (rows.move_cache, {}, {"MOVES": 4, "BLOCK": 64}),
     (rows.gather_rows, {}, {"BLOCK": 1024}),
@@ -245,6 +245,11 @@ KERNELS = [
     (exact_attention.exact_attention, EXACT_TYPES, {**EXACT, "TREE": True, "SHARED": True}),
     (exact_attention.merge_chunks, {"counts": "*i32"}, {"BLOCK_SIZE": 128}),
     (prefill_attention.copy_context, {}, COPY),
+    (
+        prefill_attention.merge_context,
+        {**dict.fromkeys(("own", "context"), HALF), **dict.fromkeys(("own_lse", "context_lse"), WIDE)},
+        {"BLOCK_HEADS": 32, "BLOCK_SIZE": 128},
+    ),
     (prefill_attention.prompt_attention, {"tokens": "i32"}, {**PROMPT, "DESCRIPTOR": False}),
     (prefill_attention.prompt_attention, {"tokens": "i32"}, {**PROMPT, "DESCRIPTOR": False, "WINDOW": 100, "EVEN": False}),
     (token_choice.partial_argmax, {}, {**VOCABULARY, "SAMPLING": True, "LANE": 0, "DEPTH": 3, **UNCHECKED}),
@@ -304,7 +309,7 @@ IN_E4M3 = [
     (
         rows.add_parts_rope_write_cache,
         {**NARROW, "parts": WIDE, "bias": HALF},
-        {**UNNORMED, "PARTS": 4, "BLOCK_HALF": 64},
+        {**UNNORMED, "PARTS": 4, "HEADS": 8, "BLOCK_HALF": 64},
     ),
     (rows.move_cache, NARROW, {"MOVES": 4, "BLOCK": 64}),
     (

@@ -1,6 +1,7 @@
 """Attention over prompts against the reference: from pages and from the copy without pages."""
 
 import json
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -75,7 +76,7 @@ def operands(new=(300,), context=(0,), dtype=torch.float16, size=16, host=True, 
     q, k_cache, v_cache, metadata = batch(4, 2, size, new=new, context=context, padding=0)
     starts = tuple(metadata.query_start.tolist()) if host else None
     placed = {name: getattr(metadata, name).to(device) for name in ("query_start", "seq_lens", "block_table")}
-    metadata = replace(metadata, host_query_start=starts, **placed)
+    metadata = replace(metadata, host_query_start=starts, host_context=tuple(context) if host else None, **placed)
     return prefill_attention.PrefillOperands(
         *(x.to(device, dtype) for x in (q, k_cache, v_cache)), metadata, scale=0.3, window=0
     )
@@ -114,6 +115,77 @@ def test_what_a_graph_replays_isnt_copied():
     attention = prefill_attention.PromptAttention(device_of(architecture="sm_90"))
     assert {each.name for each in attention._candidates(operands())} >= {"pages", "copy"}
     assert [each.name for each in attention._candidates(operands(host=False))] == ["pages"]
+
+
+def test_the_hosts_time_to_launch_is_not_measured():
+    """What keeps the device busy is enqueued ahead of the first event."""
+    order = []
+
+    class Event:
+        def __init__(self, *, enable_timing):
+            assert enable_timing
+            self.elapsed_time = lambda end: 2.0
+            self.synchronize = lambda: None
+
+        def record(self):
+            order.append("event")
+
+    work = (lambda: order.append("call")), (lambda: order.append("busy"))
+    assert prefill_attention._milliseconds(SimpleNamespace(Event=Event), *work, repeats=2) == 2.0
+    assert order == ["call", *["busy", "event", "call", "event"] * 2]
+
+
+def attention_of_a_library(q, keys, values, scale, *, causal=True, sums=False):
+    """Attention [T, Hq, D], and if asked for logarithms of sums of exponentials [T, Hq] with the heads outside."""
+    group = q.shape[1] // keys.shape[1]
+    keys, values = (x.repeat_interleave(group, dim=1).float() for x in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[1:], device=q.device).triu(1) > 0, -torch.inf)
+    made = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype), scores.logsumexp(-1).T
+    return made[: 1 + sums]
+
+
+def test_long_prompts_are_a_library_call_each(monkeypatch, device):
+    """With context, another one, whose result is merged; not if one is short."""
+    attention = prefill_attention.PromptAttention(device_of(architecture="sm_90"))
+    monkeypatch.setattr(prefill_attention, "_MIN_CALL_QUERY", 70)
+    monkeypatch.setattr(prefill_attention, "_cudnn_attention", attention_of_a_library)
+    attention._merged.add(prefill_attention._key(operands()))
+    for new, context, serves in (
+        ((70, 150, 128), (0, 0, 0), True),
+        ((70, 69), (0, 0), False),
+        ((69,), (0,), True),
+        ((69,), (1,), False),
+        ((90, 70), (300, 0), True),
+    ):
+        given = operands(new=new, context=context, device=device)
+        assert ("torch's cuDNN" in {each.name for each in attention._candidates(given)}) is serves
+        if serves:
+            made = attention._by_cudnn(given)
+            wide = (x.double() for x in (given.q, given.k_cache, given.v_cache))
+            wanted = REFERENCE.paged_attention(*wide, given.metadata, scale=0.3)
+            torch.testing.assert_close(made.double(), wanted, rtol=0.02, atol=0.01)
+
+
+@pytest.mark.parametrize("base", [math.e, 2.0])
+def test_what_a_library_says_of_its_sums_is_checked(monkeypatch, base, device):
+    """Context isn't merged where the logarithm isn't the natural one."""
+    attention = prefill_attention.PromptAttention(device_of(architecture="sm_90"))
+    monkeypatch.setattr(prefill_attention, "_MIN_CALL_QUERY", 70)
+
+    def attend(*given, **asked):
+        out, *sums = attention_of_a_library(*given, **asked)
+        return out, *(each / math.log(base) for each in sums)
+
+    monkeypatch.setattr(prefill_attention, "_cudnn_attention", attend)
+    monkeypatch.setattr(prefill_attention.torch, "get_device_module", lambda _: SimpleNamespace(Event=object))
+    monkeypatch.setattr(prefill_attention, "_milliseconds", lambda *_: 1.0)
+    monkeypatch.setattr(prefill_attention.prefill_ops, "SEQUENCE_BOUNDS", (1, 16, 256))
+    attention.measure(operands(new=(100,), context=(0,), device=device))
+    later = operands(new=(90,), context=(150,))
+    assert ("torch's cuDNN" in {each.name for each in attention._candidates(later)}) is (base == math.e)
+    assert ("attention by torch's cuDNN over context" in attention.reports) is (base != math.e)
 
 
 def test_prompts_are_many_causal_tokens_in_16_bits(kernels, device):
@@ -165,7 +237,7 @@ def started(monkeypatch, tmp_path):
 
         monkeypatch.setattr(attention, "_by_pages", lambda given: torch.ones_like(given.q))
         monkeypatch.setattr(attention, "_candidates", lambda _: tuple(candidate(name) for name in times))
-        monkeypatch.setattr(prefill_attention, "_milliseconds", lambda module, call: call() is None or times[ran[-1]])
+        monkeypatch.setattr(prefill_attention, "_milliseconds", lambda module, call, busy: call() is None or times[ran[-1]])
         attention.use_store(PromptStore(tmp_path))
         attention.measure(operands(new=(new,)))
         return SimpleNamespace(name=attention._choice(operands(new=(new,))).name, said=attention.reports, ran=ran)

@@ -79,6 +79,7 @@ def _run_accepted(model: LanguageModel, cache: KVCache, page_size: int, inputs: 
         seq_lens_host=inputs.seq_lens_host.host_param("extend", 1) if inputs.seq_lens_host is not None else None,
         plan=None,  # the existing plan is for one token less
         host_query_start=None,
+        host_context=None,
         shapes=(),
     )
     rope_positions = text_rope_positions(model.config.rope, positions, inputs.mrope_position_deltas)

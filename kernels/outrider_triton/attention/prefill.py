@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from outrider.device import AttentionMetadata
 from outrider_triton.attention import prefill_operators as prefill_ops
@@ -30,8 +29,11 @@ _TRITON = torch.ops.outrider
 MIN_PREFILL_QUERY = 64
 """Minimum number of new tokens of a sequence that counts as prefill."""
 _MEASURED_LENGTHS = (128, 512, 2048, 8192)
+_MAX_BUSY_CALLS = 16
 _MIN_COPIED_QUERY = 1024
 _MAX_COPY_BYTES = 1 << 29
+_MIN_CALL_QUERY = 2048
+"""Minimum number of new tokens of each sequence for which a library is called once per sequence, and again for context."""
 _COPY_CONFIGS = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2))
 """Tile configurations over a contiguous copy: query rows, cached tokens, warps, stages. Two programs share a multiprocessor:
 one multiplies while the other computes exponentials.
@@ -62,6 +64,15 @@ class PrefillOperands:
             self.k_cache, self.v_cache, metadata.seq_lens, metadata.block_table, rows, max_kv, width, dtype, pdl
         )
 
+    def second_half(self) -> PrefillOperands:
+        """Return a prefill of the second half of a single sequence's new tokens; the first half is cached context."""
+        count, metadata = self.q.shape[0], self.metadata
+        own = count - count // 2
+        starts = torch.tensor([0, own], dtype=torch.int32, device=self.q.device)
+        context = count - own
+        half = replace(metadata, query_start=starts, max_query=own, host_query_start=(0, own), host_context=(context,))
+        return replace(self, q=self.q[context:], metadata=half)
+
     def first(self, count: int, sequences: int = 1) -> PrefillOperands:
         """Return a prefill of the first ``count`` new tokens of the first sequence; other ``sequences`` are empty."""
         metadata, empty = self.metadata, sequences - 1
@@ -74,6 +85,7 @@ class PrefillOperands:
             max_query=count,
             max_kv=count,
             host_query_start=(0, *[count] * sequences),
+            host_context=(0,) * sequences,
         )
         return replace(self, q=self.q[:count], metadata=metadata_of_first)
 
@@ -87,7 +99,7 @@ class PrefillAttentionCandidate:
     copies: bool = True
     """True if the candidate reads a contiguous copy of the context, so that the host must know the number of rows to copy."""
     alone: bool = False
-    """True if the candidate serves only a batch of a single prompt, so that other batches need a second candidate."""
+    """True if the candidate serves only some batches, so that others need a second candidate."""
 
 
 def prefill_config(size: int, shared: int, *, copied: bool = False) -> list[int]:
@@ -109,6 +121,7 @@ class PromptAttention:
         self._ranked: dict[tuple[object, ...], Mapping[int, tuple[str, ...]]] = {}
         self._reports: dict[str, str] = {}
         self._store: PromptStore | None = None
+        self._merged: set[tuple[object, ...]] = set()  # keys for which cuDNN's results with context were right
 
     def use_store(self, store: PromptStore) -> None:
         """Load earlier measurements from ``store``, and store later ones there."""
@@ -165,6 +178,12 @@ class PromptAttention:
         counts = tuple(dict.fromkeys(min(candidate, prompts.metadata.max_query) for candidate in _MEASURED_LENGTHS))
         kept = {} if self._store is None else self._store.load(key, counts)
         ranked: dict[int, tuple[str, ...]] = {}
+        busy_calls = max(1, min(_MAX_BUSY_CALLS, _MEASURED_LENGTHS[-1] // prompts.metadata.max_query))
+
+        def busy() -> None:
+            for _ in range(busy_calls):
+                self._by_pages(prompts)
+
         for count in counts:
             prefix = prompts.first(count)
             reference = self._by_pages(prefix)
@@ -173,7 +192,7 @@ class PromptAttention:
                 self._reports[f"attention over {count} new tokens"] = f"{kept[count][0]} (measured before)"
                 continue
             trials = {
-                candidate.name: self._try_candidate(candidate, prefix, reference, module)
+                candidate.name: self._try_candidate(candidate, prefix, reference, module, busy)
                 for candidate in self._candidates(prefix)
             }
             times = {name: milliseconds for name, milliseconds in trials.items() if milliseconds is not None}
@@ -181,6 +200,11 @@ class PromptAttention:
             listed = ", ".join(f"{name} {times[name] * 1e3:.0f}" for name in ranked[count])
             self._reports[f"attention over {count} new tokens"] = f"{ranked[count][0]} (us: {listed})"
         self._ranked[key] = ranked
+        if any("torch's cuDNN" in names for names in ranked.values()):
+            half = prompts.first(counts[-1]).second_half()
+            merging = PrefillAttentionCandidate("torch's cuDNN over context", self._by_cudnn)
+            is_right = self._try_candidate(merging, half, self._by_pages(half), None) is not None
+            self._merged.update({key} if is_right else ())
         if self._store is not None and ranked != kept:
             try:
                 self._store.write(key, ranked)
@@ -190,11 +214,16 @@ class PromptAttention:
     # -- measurement and candidates ---------------------------------------------------------------------------------
 
     def _try_candidate(
-        self, candidate: PrefillAttentionCandidate, prefix: PrefillOperands, reference: Tensor, module: Any | None
+        self,
+        candidate: PrefillAttentionCandidate,
+        prefix: PrefillOperands,
+        reference: Tensor,
+        module: Any | None,
+        busy: Callable[[], object] = lambda: None,
     ) -> float | None:
         """Return a candidate's milliseconds, 0 without a ``module`` to time with, or None if it fails or is wrong.
 
-        The reason of a failure is recorded.
+        The reason of a failure is recorded. ``busy``: see :func:`_milliseconds`.
         """
         try:
             result = candidate.attend(prefix)
@@ -204,7 +233,7 @@ class PromptAttention:
                     f"not used: off by {error_size:.3g} over {prefix.q.shape[0]} tokens"
                 )
                 return None
-            return 0.0 if module is None else _milliseconds(module, lambda: candidate.attend(prefix))
+            return 0.0 if module is None else _milliseconds(module, lambda: candidate.attend(prefix), busy)
         except Exception as failure:  # any failure of a library disqualifies the candidate
             reason = str(failure).split("\n", 1)[0][:200]
             self._reports[f"attention by {candidate.name}"] = f"not used: {type(failure).__name__}: {reason}"
@@ -248,7 +277,7 @@ class PromptAttention:
             if flash3_supported and find_spec("fa3_fwd") is not None:
                 found.append(PrefillAttentionCandidate("fa3-fwd", self._by_flash3))
             found.append(PrefillAttentionCandidate("torch's FlashAttention 2", self._by_flash2))
-            if metadata.host_query_start == (0, q.shape[0]) and metadata.max_kv == q.shape[0]:
+            if _are_long_prompts(metadata, has_context=_key(prompts) in self._merged):
                 found.append(PrefillAttentionCandidate("torch's cuDNN", self._by_cudnn, alone=True))
         return tuple(found)
 
@@ -323,15 +352,54 @@ class PromptAttention:
         return _zero_padding(out, metadata)
 
     def _by_cudnn(self, prompts: PrefillOperands) -> Tensor:
-        """Compute attention with cuDNN, for a batch of one prompt without cached context."""
-        tokens = prompts.q.shape[0]
-        keys, values, _ = prompts.copied(prompts.q.shape[-1], self._facts.pdl)
-        q, k, v = (x[:tokens].unsqueeze(0).transpose(1, 2) for x in (prompts.q, keys, values))
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            out = torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=prompts.scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
-        return out.transpose(1, 2).reshape(prompts.q.shape)
+        """Compute attention with cuDNN, one call per prompt, and a second one for cached context, which cuDNN's causal mask
+        doesn't allow.
+        """
+        metadata, pdl = prompts.metadata, self._facts.pdl
+        starts, contexts = metadata.host_query_start or (), metadata.host_context or ()
+        keys, values, _ = prompts.copied(prompts.q.shape[-1], pdl)
+        if contexts == (0,) and starts[-1] == prompts.q.shape[0]:
+            own = slice(0, starts[-1])
+            return _cudnn_attention(prompts.q, keys[own], values[own], prompts.scale)[0].contiguous()
+        out = torch.empty_like(prompts.q, memory_format=torch.contiguous_format)
+        first = 0
+        for (start, end), context in zip(pairwise(starts), contexts, strict=True):
+            middle, last = first + context, first + context + end - start
+            q, attended, sums = prompts.q[start:end], out[start:end], context > 0
+            pair = _cudnn_attention(q, keys[middle:last], values[middle:last], prompts.scale, sums=sums)
+            if context:
+                cached = keys[first:middle], values[first:middle]
+                pair += _cudnn_attention(q, *cached, prompts.scale, causal=False, sums=True)
+                _TRITON.merge_context.triton(*pair, attended, pdl)
+            else:
+                attended.copy_(pair[0])
+            first += prefill_ops.rows_of_copy(last - first)
+        return _zero_padding(out, metadata)
+
+
+def _cudnn_attention(
+    q: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool = True, sums: bool = False
+) -> tuple[Tensor, ...]:
+    """Return cuDNN's attention [T, Hq, D] of the queries ``q`` [T, Hq, D] to ``keys`` and ``values`` [S, Hkv, D].
+
+    ``sums``: also return the natural logarithm of each row's sum of exponentials, float32 [T, Hq].
+    """
+    operands = (x.unsqueeze(0).transpose(1, 2) for x in (q, keys, values))
+    attended, logarithms, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *operands, None, sums, dropout_p=0.0, is_causal=causal, return_debug_mask=False, scale=scale
+    )
+    rows = attended[0].transpose(0, 1)
+    return (rows, logarithms.reshape(q.shape[1], q.shape[0]).T) if sums else (rows,)
+
+
+def _are_long_prompts(metadata: AttentionMetadata, *, has_context: bool) -> bool:
+    """Return True if the new tokens of each sequence are worth a library call, or are a single prompt without context.
+    ``has_context``: sequences may have cached context.
+    """
+    starts, context = metadata.host_query_start, metadata.host_context
+    if starts is None or context is None or (any(context) and not has_context):
+        return False
+    return context == (0,) or min(end - start for start, end in pairwise(starts)) >= _MIN_CALL_QUERY
 
 
 def _key(prompts: PrefillOperands) -> tuple[object, ...]:
@@ -354,12 +422,16 @@ def _flash3() -> Any:
     return torch.ops.fa3_fwd.fwd
 
 
-def _milliseconds(module: Any, call: Callable[[], object], *, repeats: int = 5) -> float:
-    """Return the median device time of ``call`` in milliseconds, after one warm-up call, on the current stream."""
+def _milliseconds(module: Any, call: Callable[[], object], busy: Callable[[], object], *, repeats: int = 5) -> float:
+    """Return the median device time of ``call`` in milliseconds, after one warm-up call, on the current stream.
+
+    ``busy`` enqueues work for about as long as the host needs to launch ``call``, whose host time is then not measured.
+    """
     call()
     times: list[float] = []
     for _ in range(repeats):
         start, end = module.Event(enable_timing=True), module.Event(enable_timing=True)
+        busy()
         start.record()
         call()
         end.record()

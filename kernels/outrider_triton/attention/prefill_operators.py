@@ -21,6 +21,11 @@ def copied_rows(cached: int, sequences: int) -> int:
     return cached + 2 * ROW_ALIGNMENT * sequences
 
 
+def rows_of_copy(cached: int) -> int:
+    """Return the number of rows from the first row of a sequence of ``cached`` tokens to that of the next one in a copy."""
+    return -(-cached // ROW_ALIGNMENT) * ROW_ALIGNMENT + ROW_ALIGNMENT
+
+
 def _bound(sequences: int) -> int:
     expect(sequences <= SEQUENCE_BOUNDS[-1], lambda: f"{sequences} sequences of prompts; at most {SEQUENCE_BOUNDS[-1]}")
     return next(most for most in SEQUENCE_BOUNDS if most >= sequences)
@@ -116,3 +121,28 @@ def _prompt_attention(
 
 
 define("prompt_attention.triton", _prompt_attention)
+
+
+def _merge_context(own: Tensor, own_lse: Tensor, context: Tensor, context_lse: Tensor, out: Tensor, pdl: bool) -> None:
+    """Write the merge of two attentions [T, Hq, D], whose log-sums of exponentials are float32 [T, Hq], to ``out``."""
+    tokens, heads, size = out.shape
+    expect(
+        own.shape == context.shape == out.shape
+        and own_lse.stride() == context_lse.stride()
+        and own.stride(-1) == context.stride(-1) == 1
+        and out.is_contiguous(),
+        lambda: f"merging attentions {tuple(own.shape)} and {tuple(context.shape)} into {tuple(out.shape)}",
+    )
+    launch(
+        jit.merge_context,
+        (tokens,),
+        *(own, own_lse, context, context_lse, out, heads, size),
+        *(own.stride(0), own.stride(1), context.stride(0), context.stride(1), *own_lse.stride()),
+        BLOCK_HEADS=power_of_two(heads),
+        BLOCK_SIZE=power_of_two(size),
+        pdl=pdl,
+        warps=4,
+    )
+
+
+define("merge_context.triton", _merge_context, writes=("out",))

@@ -152,7 +152,7 @@ class QuantizedProducts:
         tokens.
 
         The norm kernel adds the parts of the first product and quantises the rows for the second. ``unquantized`` [T, H]
-        also receives the norm as it is; the weight then has dynamic activations.
+        also receives the unquantised norm; the weight then has dynamic activations.
         """
         normed = self.normed_rows(added, residual, norm, eps, weight, bias, parts=False, unquantized=unquantized)
         if normed is None:

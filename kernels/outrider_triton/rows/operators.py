@@ -21,6 +21,11 @@ from outrider_triton.rows.rotary import expect_laid_out
 _MAX_MOVES = 256
 """Maximum number of rows that a program of ``move_cache`` holds at once."""
 
+_HEADS_PER_PROGRAM = 8
+"""Heads of a token that a program of ``add_parts_rope_write_cache`` has: with one each, thousands of tokens are limited by
+the start of programs.
+"""
+
 
 def _check_norm(x: Tensor, weight: Tensor) -> None:
     expect(x.shape[-1:] == weight.shape, lambda: f"norm of {tuple(x.shape)} with a weight of {tuple(weight.shape)}")
@@ -157,14 +162,15 @@ def _add_parts_rope_write_cache(
     q = torch.empty((tokens, heads, size), dtype=dtype, device=parts.device)
     launch(
         jit_rows.add_parts_rope_write_cache,
-        (tokens, heads + 2 * kv_heads),
+        (tokens, triton.cdiv(heads + 2 * kv_heads, _HEADS_PER_PROGRAM)),
         *(parts, bias, q_norm, k_norm, eps, cos, sin, q, k_cache, v_cache, slots, heads, kv_heads, size // 2),
         *(cos.shape[1] // 2, parts.stride(-2), tokens * parts.shape[-1]),
         *(cos.stride(0), k_cache.stride(1), k_cache.stride(2)),
         PARTS=1 if parts.dim() == 2 else parts.shape[0],
+        HEADS=_HEADS_PER_PROGRAM,
         BLOCK_HALF=power_of_two(size // 2),
         pdl=pdl,
-        warps=1,
+        warps=2,
     )
     return q
 

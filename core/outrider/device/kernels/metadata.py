@@ -61,7 +61,8 @@ class AttentionMetadata:
 
     ``seq_lens_host``: the exact lengths as a host parameter, only where the backend's policy declares
     ``exact_host_lengths``, and in ``KernelSet.plan_attention`` of kernels that declare ``plans_on_host``.
-    ``host_query_start``: ``query_start`` on the host, where a batch isn't uniform and the host made it.
+    ``host_query_start``: ``query_start`` on the host, where a batch isn't uniform and the host made it. ``host_context``:
+    the number of cached tokens of each sequence before its new ones, B integers, or None if the host doesn't know.
 
     ``settled``: a whole decoder layer was enqueued after the last write to these tensors, and after the last write to the
     cache except each sequence's own new tokens in the present layer. No sequence's context includes another sequence's new
@@ -84,6 +85,7 @@ class AttentionMetadata:
     seq_lens_host: HostParam | None = None
     plan: object | None = None
     host_query_start: tuple[int, ...] | None = None
+    host_context: tuple[int, ...] | None = None
     shapes: tuple[AttentionShape, ...] = ()
     settled: bool = False
 

@@ -55,6 +55,8 @@ class PrefillInputs:
     """The first token of each sequence as host integers, S+1 of them; None for a captured graph, whose host code knows only
     the bounds.
     """
+    host_context: tuple[int, ...] | None
+    """The number of cached tokens of each sequence before its first token, as host integers; None for a captured graph."""
     max_query: int
     """Upper bound of the tokens of one sequence."""
     max_kv: int
@@ -315,6 +317,7 @@ def prefill_inputs(
         continues=staging.view(segments["continues"]) > 0,
         query_start=staging.view(segments["query_start"]).to(torch.int32),
         host_query_start=host if most is None else None,
+        host_context=tuple(chunk.start for chunk in chunks) if most is None else None,
         max_query=max(chunk.end - chunk.start for chunk in chunks) if most is None else tokens.shape[0],
         max_kv=max(chunk.end for chunk in chunks) if most is None else most,
         rope_positions=positions if axes is None else staging.view(axes).view(3, -1),
@@ -333,6 +336,7 @@ def prefill_attention(inputs: PrefillInputs, tables: Tensor, seq_lens_host: Host
         max_kv=inputs.max_kv,
         seq_lens_host=None if seq_lens_host is None else seq_lens_host.host_param("prefill", 0),
         host_query_start=inputs.host_query_start,
+        host_context=inputs.host_context,
     )
 
 

@@ -51,6 +51,7 @@ class KeptRows:
                 uniform=True,
                 plan=None,  # the existing plan is for all tokens
                 host_query_start=None,
+                host_context=None,
                 shapes=(),
                 settled=False,  # the current layer has just written some of the cached tokens
             ),

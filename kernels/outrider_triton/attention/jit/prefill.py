@@ -244,3 +244,47 @@ def prompt_attention(
         )  # fmt: skip
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(out + (token[:, None] * heads + head) * size + lane[None, :], acc.to(out.dtype.element_ty), mask=query_mask)
+
+
+@triton.jit
+def merge_context(
+    own,
+    own_lse,
+    context,
+    context_lse,
+    out,
+    heads,
+    size,
+    own_token,
+    own_head,
+    context_token,
+    context_head,
+    lse_token,
+    lse_head,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Merge attention to a chunk's own tokens with attention to the cached tokens before them; one program per token.
+
+    ``own`` and ``context`` [T, heads, size] are results of two attentions, and the arrays ``*_lse`` [T, heads] the natural
+    logarithms of their sums of exponentials, float32, both with the strides ``lse_token`` and ``lse_head``. ``out``
+    [T, heads, size] is contiguous.
+    """
+    begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, BLOCK_HEADS)
+    lane = tl.arange(0, BLOCK_SIZE)
+    place = token * lse_token + head * lse_head
+    first = tl.load(own_lse + place, mask=head < heads, other=0.0)
+    second = tl.load(context_lse + place, mask=head < heads, other=0.0)
+    largest = tl.maximum(first, second)
+    first = tl.exp(first - largest)
+    second = tl.exp(second - largest)
+    mask = (head < heads)[:, None] & (lane < size)[None, :]
+    own_place = token * own_token + head[:, None] * own_head + lane[None, :]
+    context_place = token * context_token + head[:, None] * context_head + lane[None, :]
+    total = tl.load(own + own_place, mask=mask, other=0.0).to(tl.float32) * first[:, None]
+    total += tl.load(context + context_place, mask=mask, other=0.0).to(tl.float32) * second[:, None]
+    total = total / (first + second)[:, None]
+    tl.store(out + (token * heads + head[:, None]) * size + lane[None, :], total.to(out.dtype.element_ty), mask=mask)

@@ -235,27 +235,36 @@ def add_parts_rope_write_cache(
     cache_slot,
     cache_head,
     PARTS: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute :func:`rope_write_cache` on the sum of ``parts [PARTS, m, (heads + 2 kv_heads) 2 half]`` (+ bias), rounded to
-    q's dtype; one program per (token, head). Queries go to ``q [m, heads, 2 half]``. With norms, queries and keys are
+    q's dtype; one program per (token, HEADS heads). Queries go to ``q [m, heads, 2 half]``. With norms, queries and keys are
     normalised per head before the rotation, with ``q_norm`` and ``k_norm [2 half]``. The first 2 ``rotated`` elements of a
     head rotate.
     """
-    head = tl.program_id(1)
-    pair = tl.arange(0, BLOCK_HALF)
-    inside = pair < half
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    pair = tl.arange(0, BLOCK_HALF)[None, :]
+    is_query = head < heads
+    is_rotated = head < heads + kv_heads
+    inside = (pair < half) & (head < heads + 2 * kv_heads)
     # Elements that rotate together; the others of a head are paired in order, and keep their values.
     first = tl.where(pair < rotated, pair, pair + rotated)
     second = tl.where(pair < rotated, pair + rotated, pair + half)
-    rotates = inside & (pair < rotated) & (head < heads + kv_heads)
+    rotates = pair < rotated
     if q_norm is not None:  # weights, so their loads may precede the wait
-        factors = k_norm
-        if head < heads:
-            factors = q_norm
-        low_factor = tl.load(factors + first, mask=inside, other=0.0).to(tl.float32)
-        high_factor = tl.load(factors + second, mask=inside, other=0.0).to(tl.float32)
+        is_element = pair < half
+        low_factor = tl.where(
+            is_query,
+            tl.load(q_norm + first, mask=is_element, other=0.0).to(tl.float32),
+            tl.load(k_norm + first, mask=is_element, other=0.0).to(tl.float32),
+        )
+        high_factor = tl.where(
+            is_query,
+            tl.load(q_norm + second, mask=is_element, other=0.0).to(tl.float32),
+            tl.load(k_norm + second, mask=is_element, other=0.0).to(tl.float32),
+        )
     begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
@@ -265,21 +274,21 @@ def add_parts_rope_write_cache(
     cos_high = tl.load(cos + angle + rotated, mask=rotates, other=1.0).to(tl.float32)
     sin_high = tl.load(sin + angle + rotated, mask=rotates, other=0.0).to(tl.float32)
     source = parts + token * token_stride + head * (2 * half)
-    low = tl.zeros([BLOCK_HALF], dtype=tl.float32)
-    high = tl.zeros([BLOCK_HALF], dtype=tl.float32)
+    low = tl.zeros([HEADS, BLOCK_HALF], dtype=tl.float32)
+    high = tl.zeros([HEADS, BLOCK_HALF], dtype=tl.float32)
     for part in tl.static_range(PARTS):
         low += tl.load(source + part * part_stride + first, mask=inside, other=0.0).to(tl.float32)
         high += tl.load(source + part * part_stride + second, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
         low += tl.load(bias + head * (2 * half) + first, mask=inside, other=0.0).to(tl.float32)
         high += tl.load(bias + head * (2 * half) + second, mask=inside, other=0.0).to(tl.float32)
-    # Rounded where the reference rounds: after the product and after the rotation.
-    kept_low = low.to(q.dtype.element_ty)
-    kept_high = high.to(q.dtype.element_ty)
-    low = kept_low.to(tl.float32)
-    high = kept_high.to(tl.float32)
+    # Rounded where the reference rounds: after the product and after the rotation. Values are rounded and copied.
+    value_low = low.to(q.dtype.element_ty)
+    value_high = high.to(q.dtype.element_ty)
+    low = value_low.to(tl.float32)
+    high = value_high.to(tl.float32)
     if q_norm is not None:
-        scale = tl.rsqrt((tl.sum(low * low, axis=0) + tl.sum(high * high, axis=0)) / (2 * half) + eps)
+        scale = tl.rsqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / (2 * half) + eps)[:, None]
         low *= scale
         high *= scale
         if q_norm.dtype.element_ty == q.dtype.element_ty:  # a wider weight multiplies what isn't rounded yet
@@ -290,18 +299,18 @@ def add_parts_rope_write_cache(
     rotated_low = (low * cos_low - high * sin_low).to(q.dtype.element_ty)
     rotated_high = (high * cos_high + low * sin_high).to(q.dtype.element_ty)
 
-    queries = inside & (head < heads)
+    queries = inside & is_query
     place = q + (token * heads + head) * (2 * half)
     tl.store(place + first, rotated_low, mask=queries)
     tl.store(place + second, rotated_high, mask=queries)
-    keys = inside & (head >= heads) & (head < heads + kv_heads)
+    keys = inside & is_rotated & (head >= heads)
     key = slot * cache_slot + (head - heads) * cache_head
     tl.store(k_cache + key + first, as_cached(rotated_low, k_cache), mask=keys)
     tl.store(k_cache + key + second, as_cached(rotated_high, k_cache), mask=keys)
     values = inside & (head >= heads + kv_heads)
-    value = key - kv_heads * cache_head
-    tl.store(v_cache + value + first, as_cached(kept_low, v_cache), mask=values)
-    tl.store(v_cache + value + second, as_cached(kept_high, v_cache), mask=values)
+    value = slot * cache_slot + (head - heads - kv_heads) * cache_head
+    tl.store(v_cache + value + first, as_cached(value_low, v_cache), mask=values)
+    tl.store(v_cache + value + second, as_cached(value_high, v_cache), mask=values)
 
 
 @triton.jit(do_not_specialize=["moves"])
