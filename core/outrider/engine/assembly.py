@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from outrider.device import Backend, Group, StepMode
 from outrider.engine.config import MAX_LOGPROBS, DecidedConfig
 from outrider.engine.fused_step import FusedStep
-from outrider.engine.graphs import CaptureProgress, GraphRunner, Runner
+from outrider.engine.graphs import CaptureProgress, GraphRunner, Runner, captured_features
 from outrider.engine.guided import GuidedDecoding
 from outrider.engine.guides.grammars import Guidance, UnrestrictedMatcher
 from outrider.engine.loop import IterationLauncher, Loop
-from outrider.engine.prefill import Prefill, PrefillLauncher, build_prefill_graphs
+from outrider.engine.prefill import Prefill, PrefillLauncher, build_prefill_graphs, stage_prompt_padding
 from outrider.engine.ranked import DecidersGuides, FollowersGuides, RankedPrefill, RankedStep, ranked_stages
 from outrider.engine.ranks.decision_log import DecisionLog
 from outrider.engine.recovery import Watchdog
@@ -27,7 +27,8 @@ from outrider.engine.requests.pages import FreeList, PagePool, StateCheckpoints
 from outrider.engine.requests.request import Request
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.requests.scheduler import Scheduler, SchedulerLimits
-from outrider.engine.stages import Iteration, Stages
+from outrider.engine.stages import DecodeBatch, Iteration, Stages, build_frame
+from outrider.engine.state.buffers import EXTEND, INPUTS, VERIFY
 from outrider.engine.state.parts import EngineParts
 from outrider.engine.step import Step
 from outrider.model import LanguageModel, ModelRanks
@@ -57,6 +58,27 @@ class Assembly:
         """
         runner, prefill = Runner(self._parts), self._prefill
         return self._wrap(Step(self._parts, self._stages, runner, prefill, self._guided), runner, prefill)
+
+    def compile_ahead(self) -> None:
+        """Compile kernels of decode iterations and of short prompts on padding, without their results, if the kernels can.
+
+        Only fused iterations are compiled, which need nothing of the host. The caller has opened the scope of variants.
+        """
+        parts, padding = self._parts, (INPUTS, VERIFY, EXTEND)
+        scope = parts.model.kernels.compile_ahead()
+        if scope is None or parts.config.step_mode is not StepMode.FUSED or not parts.model.ranks.is_single:
+            return
+        drafted, forward = max(parts.lengths), parts.streams.forward
+        with parts.backend.guard("compiling kernels ahead"), parts.backend.on(forward):
+            for group in padding:
+                parts.buffers.pad(group, count=0, bucket=1, drafted=drafted)
+            prompts = stage_prompt_padding(parts)
+            with scope:
+                for features in captured_features(parts):
+                    batch = DecodeBatch(1, 1, drafted, features, parts.capacity, captured=True)
+                    self._iteration.run(batch, build_frame(parts.buffers, batch))
+                    if prompts is not None and not features.options:
+                        self._prefill.enqueue_chunks(prompts, features)
 
     def capture(self, progress: CaptureProgress | None) -> tuple[Runner, PrefillLauncher]:
         """Capture the graphs of the config, and return the launchers of stages and of prompts."""
@@ -202,14 +224,24 @@ class WarmUp:
 
 
 def warm_up(
-    loop: Loop, backend: Backend, model: LanguageModel, proposer: Proposer, config: DecidedConfig, *, room: int, lengths: int
+    loop: Loop,
+    backend: Backend,
+    model: LanguageModel,
+    proposer: Proposer,
+    config: DecidedConfig,
+    *,
+    compile_ahead: Callable[[], None],
+    room: int,
+    lengths: int,
 ) -> WarmUp:
     """Serve internal requests that use every feature: a prompt of two chunks, then iterations that draft, verify and extend.
-    ``loop`` is created for this and dropped afterwards. ``room`` is the number of tokens that a request may have.
-    ``lengths`` is the number of draft lengths, used in turn.
+
+    ``loop`` is created for this and dropped afterwards. ``compile_ahead`` starts the compilation of kernels. ``room`` is the
+    number of tokens that a request may have. ``lengths`` is the number of draft lengths, used in turn.
     """
     kernels = model.kernels
     before, began = kernels.compiled(), time.perf_counter()
+    compile_ahead()
     most = max(1, min(2 * proposer.depth + 3, room - 1))
     length = max(1, min(config.prefill_chunk + 2, room - most))
     vision = model.config.vision

@@ -138,7 +138,8 @@ class Engine:
         room = min(self.max_context, loop.scheduler.pages.available * config.page_size - parts.spare)
         # On the engine's device, which may differ from the thread's current one: leaving the scope loads compiled kernels.
         with backend.on(parts.streams.forward), variants:
-            report = warm_up(loop, backend, model, self.proposer, config, room=room, lengths=len(parts.lengths))
+            sizes = {"room": room, "lengths": len(parts.lengths)}
+            report = warm_up(loop, backend, model, self.proposer, config, compile_ahead=assembly.compile_ahead, **sizes)
         parts.staging.clear(parts.streams.forward)  # else capture would continue with requests of the warm-up
         return report
 

@@ -54,6 +54,13 @@ def sizes_of_shorter(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(size for size in sizes if size % MIN_REQUESTS_SHORTER_DRAFT == 0 or size == max(sizes))
 
 
+def captured_features(parts: EngineParts) -> tuple[Features, Features, Features]:
+    """Return the features of the graphs: greedy, sampling, and everything."""
+    logprobs = min(MAX_LOGPROBS, parts.model.config.vocab_size)
+    everything = Features(sampling=True, biased=True, penalized=True, truncated=True, logprobs=logprobs)
+    return Features(), Features(sampling=True), everything
+
+
 class Runner:
     """The runner that calls each stage for the exact batch, without padding or graphs. The step uses a runner for every
     stage.
@@ -128,14 +135,7 @@ class GraphRunner(Runner):
     ) -> None:
         super().__init__(parts)
         backend, buffers, buckets, lengths = parts.backend, parts.buffers, parts.config.buckets, parts.lengths
-        most, greedy, sampling = parts.config.max_requests, Features(), Features(sampling=True)
-        everything = Features(
-            sampling=True,
-            biased=True,
-            penalized=True,
-            truncated=True,
-            logprobs=min(MAX_LOGPROBS, parts.model.config.vocab_size),
-        )
+        most, (greedy, sampling, everything) = parts.config.max_requests, captured_features(parts)
         # Few batches sample, and fewer use everything: for them there are fewer sizes.
         sizes = {greedy: buckets_up_to(most), sampling: powers_up_to(most), everything: powers_up_to(most, 4)}
         if buckets is not None:
