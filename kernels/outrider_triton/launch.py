@@ -98,6 +98,11 @@ def without_running() -> Iterator[None]:
         _zeroed.reset(token)
 
 
+def only_compiles() -> bool:
+    """Return True inside :func:`compile_only`, where launches compile their kernel and don't run it."""
+    return _ahead.get()
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, pdl: bool, warps: int = 0, **settings: Any) -> None:
     """Enqueue a kernel on the ambient stream, or only compile it inside :func:`compile_only`.
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from inspect import signature
 from threading import Lock, local
 from typing import IO, Any
 
@@ -128,9 +129,10 @@ def _request(key: str, compile_fn: Callable[[], Any]) -> bytes | None:
         return None
     source, target = found["src"], found["target"]
     name = source.fn._fn_name
+    more = (target,) if "target" in signature(serialize_specialization_data).parameters else ()  # since Triton 3.7
     try:
         data = serialize_specialization_data(
-            name, source.signature, source.constants, source.attrs, found["options"], "", target
+            name, source.signature, source.constants, source.attrs, found["options"], "", *more
         )
     except TypeError:  # a constant that JSON has no form for
         return None
