@@ -48,7 +48,7 @@ from outrider_triton.products.dense import DenseProducts, first_rows
 from outrider_triton.quantized.operators import plan
 from outrider_triton.quantized.products import QuantizedProducts, library_operands, library_scales
 from outrider_triton.recurrent import operators as _recurrent_ops  # noqa: F401
-from outrider_triton.rows.rotary import rotates
+from outrider_triton.rows.operators import rotates
 from outrider_triton.selection import operators as _selection_ops  # noqa: F401
 from outrider_triton.tiles import variants
 from outrider_triton.tiles.facts import DeviceFacts

@@ -166,7 +166,9 @@ def test_the_scope_is_left_on_the_engines_own_device(monkeypatch):
     """Kernels are loaded onto the current device when the scope is left; an engine's needn't be the thread's first."""
     first, second = (Tiny(get_backend(name)) for name in ("sim:0", "sim:1"))
     left = []
-    monkeypatch.setattr("outrider.engine.engine.warm_up", lambda *given, **named: None)  # it takes long, and isn't the point
+    monkeypatch.setattr(
+        "outrider.engine.assembly.serve_internal_requests", lambda *given: None
+    )  # it takes long, and isn't the point
 
     class Loading(KernelSet):
         @contextmanager

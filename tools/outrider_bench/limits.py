@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from outrider.engine.engine import Engine
     from outrider.model import Decoder, DFlashHead, EagleHead, ModelConfig, ModelRanks, MtpHead
     from outrider.model.layers.layer_weights import LayerWeights
-    from outrider_conformance.ranks.runner import RankContext
+    from outrider_conformance.ranks.runner import RankHandle
 
 
 def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float | None:
@@ -319,10 +319,10 @@ class WrongResult(OutriderError):
     """Raised if a collective gives a wrong result."""
 
 
-def measure(place: RankContext, *, kinds: Sequence[str], tokens: Sequence[int], width: int, dtype: str) -> dict[str, Any]:
+def measure(rank: RankHandle, *, kinds: Sequence[str], tokens: Sequence[int], width: int, dtype: str) -> dict[str, Any]:
     """Return the measured rows of the table, timed by this rank's clock. Every rank calls this function at the same time."""
-    backend = place.backend
-    group = backend.create_group("bench", ranks=range(place.size), rank=place.rank, store=place.store)
+    backend = rank.backend
+    group = backend.create_group("bench", ranks=range(rank.size), rank=rank.index, store=rank.store)
     bench = RankBench(group, backend.create_stream("bench"), backend.kernels_in_use)
     rows = []
     try:

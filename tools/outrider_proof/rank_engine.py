@@ -308,7 +308,7 @@ def _inject_divergence(engine: Engine, inject: str) -> None:
     decision_log.next = other
     if inject == "bucket":
         step: Any = engine._step
-        runner = step._runner
+        runner = step.step.runner
         smallest = runner.bucket
 
         def larger(count: int, drafted: int | None = None, features: Any = None) -> int:

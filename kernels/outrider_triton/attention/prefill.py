@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import AttentionMetadata
-from outrider_triton.attention import prefill_operators as prefill_ops
+from outrider_triton.attention import operators
 from outrider_triton.launch import only_compiles, power_of_two
 from outrider_triton.tiles.facts import DeviceFacts
 from outrider_triton.tiles.store.choices import PromptStore
@@ -58,7 +58,7 @@ class PrefillOperands:
         """
         metadata = self.metadata
         batch = metadata.seq_lens.shape[0]
-        rows = prefill_ops.copied_rows(batch * metadata.max_kv, batch)
+        rows = operators.copied_rows(batch * metadata.max_kv, batch)
         max_kv, dtype = metadata.max_kv, self.q.dtype
         return _TRITON.copy_context.triton(  # type: ignore[no-any-return]
             self.k_cache, self.v_cache, metadata.seq_lens, metadata.block_table, rows, max_kv, width, dtype, pdl
@@ -212,7 +212,7 @@ class PromptAttention:
 
     def _call_own_candidates(self, prompts: PrefillOperands) -> None:
         """Call this package's candidates for one sequence, and for many, which select other kernel variants."""
-        for sequences in (1, prefill_ops.SEQUENCE_BOUNDS[0] + 1):
+        for sequences in (1, operators.SEQUENCE_BOUNDS[0] + 1):
             prefix = prompts.first(MIN_PREFILL_QUERY, sequences)
             for candidate in self._candidates(prefix):
                 if candidate.name in ("pages", "copy"):
@@ -272,7 +272,7 @@ class PromptAttention:
         found = [PrefillAttentionCandidate("pages", self._by_pages, copies=False)]
         kv_heads, size = prompts.k_cache.shape[2:]
         width = max(power_of_two(size), 16)
-        copied = 4 * prefill_ops.copied_rows(metadata.seq_lens.shape[0] * metadata.max_kv, metadata.seq_lens.shape[0])
+        copied = 4 * operators.copied_rows(metadata.seq_lens.shape[0] * metadata.max_kv, metadata.seq_lens.shape[0])
         if metadata.host_query_start is None or copied * kv_heads * width > _MAX_COPY_BYTES:
             return tuple(found)
         generation = facts.capability // 10
@@ -380,7 +380,7 @@ class PromptAttention:
                 _TRITON.merge_context.triton(*pair, attended, pdl)
             else:
                 attended.copy_(pair[0])
-            first += prefill_ops.rows_of_copy(last - first)
+            first += operators.rows_of_copy(last - first)
         return _zero_padding(out, metadata)
 
 

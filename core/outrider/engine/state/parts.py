@@ -91,6 +91,8 @@ class EngineParts:
             rows=self.rows,
             options=self.options,
             future=self.future,
+            cache=self.cache,
+            kernels=kernels,
             page_size=page_size,
             rope=model.config.rope,
         )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import CACHE_FORMATS, Backend, ConfigError, KernelSet
-from outrider.model.checkpoint.expert_mapping import check_count
+from outrider.model.checkpoint.expert_mapping import check_count, with_transposed_stacks
 from outrider.model.checkpoint.files import CheckpointFiles
 from outrider.model.checkpoint.mapping import decoder_stem, decoder_targets, decoder_weights, is_mtp_tensor, vision_name
 from outrider.model.checkpoint.opening import open_checkpoint
@@ -157,6 +157,7 @@ def plan_decoder(
     kernels = backend.kernels_in_use if kernels is None else kernels
     config = read_model_config(Path(directory), drafts=drafts)
     files = open_checkpoint(Path(directory))
+    files = with_transposed_stacks(config, files)
     config = replace(_untie(config, files), max_context=max(config.max_context, positions))
     ranks = or_single_rank(ranks)
     shards = ranks.shards

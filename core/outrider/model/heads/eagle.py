@@ -1,6 +1,7 @@
 """The EAGLE head: one decoder layer that predicts the target's next hidden state (Li et al. 2024, EAGLE-1 and -2).
 
-The EAGLE-3 head reads three of the target's hidden states and has its own, smaller output head (Li et al. 2025).
+The EAGLE-3 head reads three of the target's hidden states and has its own, smaller output head (Li et al. 2025). The P-EAGLE
+head is an EAGLE-3 head trained to draft several tokens in one pass (Hui et al. 2026, arXiv 2602.01469).
 
 Letters: T new tokens, N rows of logits, H hidden size of the head, Ht of the target, V vocabulary, Vd draft vocabulary.
 """
@@ -181,3 +182,41 @@ class Eagle3Head(BaseDraftHead):
         if not self._norm_output:
             normed = self.kernels.rms_norm(hidden, self.weights.norm, self.config.rms_eps)
         return super().logits(normed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PEagleWeights(Eagle3Weights):
+    """Device tensors of a P-EAGLE head."""
+
+    mask_state: Tensor
+    """State [H] that replaces the fused target states at positions where these are unknown."""
+
+
+class PEagleHead(Eagle3Head):
+    """Drafts several tokens in one pass. Positions without target states read ``mask_state`` and ``mask_token``.
+
+    Such a position follows the last known token and depends on earlier positions only through their keys and values.
+    """
+
+    weights: PEagleWeights
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: PEagleWeights,
+        target: LanguageModel,
+        *,
+        mask_token: int,
+        aux_hidden_state_layers: tuple[int, ...],
+        norm_before_residual: bool = False,
+        norm_output: bool = False,
+    ) -> None:
+        super().__init__(
+            config,
+            weights,
+            target,
+            aux_hidden_state_layers=aux_hidden_state_layers,
+            norm_before_residual=norm_before_residual,
+            norm_output=norm_output,
+        )
+        self.mask_token = mask_token
