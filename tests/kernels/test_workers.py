@@ -26,16 +26,21 @@ from outrider_triton.launch import without_running
 CHILD = Path(__file__).with_name("workers_child.py")
 
 
-@pytest.mark.parametrize("broken", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_workers_compile_and_this_process_loads(broken, tmp_path):
-    """Two variants, twice: by two workers, and then by nobody, since the cache has them. Without workers, by this process."""
-    variables = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(CHILD), *(["broken"] if broken else [])]
+def printed_by(child, *arguments, cache):
+    """Return what a child process prints that compiles kernels into an empty cache."""
+    variables = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(child), *arguments]
     result = subprocess.run(
         command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=300, check=False
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    found = json.loads(result.stdout)
+    return result.stdout
+
+
+@pytest.mark.parametrize("broken", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_workers_compile_and_this_process_loads(broken, tmp_path):
+    """Two variants, twice: by two workers, and then by nobody, since the cache has them. Without workers, by this process."""
+    found = json.loads(printed_by(CHILD, *(["broken"] if broken else []), cache=tmp_path))
     assert found["compiled"] == [["rms_norm", not broken]] * 2 + [["rms_norm", True]] * 2
     assert found["workers"] == [2, 2]
     assert found["running"] == 0

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 
 from outrider_triton import workers
 from outrider_triton.launch import compile_only, launch
-from outrider_triton.rows.jit import rows
+from outrider_triton.rows import jit as rows
 
 
 class Driver:
@@ -60,4 +60,5 @@ def main():
     print(json.dumps({"compiled": compiled, "workers": counts, "running": running}))
 
 
-main()
+if __name__ == "__main__":
+    main()
