@@ -43,6 +43,15 @@ class Compiling(KernelSet):
     def compiled(self):
         return dict(Counter(kernel for kernel, *_ in self.variants))
 
+    @contextmanager
+    def _ahead(self):
+        before = set(self.variants)
+        yield
+        self.ahead = {kernel for kernel, *_ in self.variants - before}
+
+    def compile_ahead(self):
+        return self._ahead()
+
     def _use(self, kernel, shape, *sizes):
         classes = [size.bit_length() for size in sizes]
         grid = [classes]
@@ -123,6 +132,16 @@ def test_nothing_is_compiled_after_the_start(bundle, tiny_tokens, mode):
     assert sum(engine.warm_up.compiled.values()) == len(kernels.variants)  # and capturing found all of its own there
     serve(engine, tiny_tokens)
     assert kernels.compiled() == engine.warm_up.compiled
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_fused_iterations_are_asked_for_ahead(bundle, mode):
+    """An iteration of padding meets the kernels of all features; other modes need lengths that the host knows."""
+    kernels = Compiling()
+    kernels.ahead = set()
+    engine = engine_with(bundle, kernels, **MODES[mode])
+    of_guides = {"apply_token_bitmask"}
+    assert kernels.ahead == (set(engine.warm_up.compiled) - of_guides if mode == "fused" else set())
 
 
 @pytest.mark.sample(1)

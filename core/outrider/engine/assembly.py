@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from outrider.device import Group, StepMode
 from outrider.engine.config import MAX_LOGPROBS
 from outrider.engine.fused_step import FusedStep
-from outrider.engine.graphs import CaptureProgress, GraphRunner, Runner
+from outrider.engine.graphs import CaptureProgress, GraphRunner, Runner, captured_features
 from outrider.engine.guided import GuidedDecoding
 from outrider.engine.guides.grammars import Guidance, UnrestrictedMatcher
 from outrider.engine.loop import IterationLauncher, Loop
-from outrider.engine.prefill import Prefill, build_prefill_graphs
+from outrider.engine.prefill import Prefill, build_prefill_graphs, stage_prompt_padding
 from outrider.engine.ranked import DecidersGuides, FollowersGuides, RankedPrefill, RankedStep, ranked_stages
 from outrider.engine.ranks.decision_log import DecisionLog
 from outrider.engine.recovery import Watchdog
@@ -27,7 +27,8 @@ from outrider.engine.requests.pages import FreeList, PagePool, StateCheckpoints
 from outrider.engine.requests.request import Request
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.requests.scheduler import Scheduler, SchedulerLimits
-from outrider.engine.stages import Iteration, Stages
+from outrider.engine.stages import DecodeBatch, Iteration, Stages, build_frame
+from outrider.engine.state.buffers import EXTEND, INPUTS, VERIFY
 from outrider.engine.state.parts import EngineParts
 from outrider.engine.step import Step
 
@@ -68,9 +69,30 @@ class Assembly:
         loop = self.loop(self._on_all_ranks(step), watchdog, LengthSchedule(parts.lengths), DecisionLog())
         # On the engine's device, which may differ from the thread's current one: leaving the scope loads compiled kernels.
         with parts.backend.on(parts.streams.forward), variants:
-            report = serve_internal_requests(loop, parts)
+            report = serve_internal_requests(loop, parts, self._compile_ahead)
         parts.staging.clear(parts.streams.forward)  # else capture would continue with requests of the warm-up
         return report
+
+    def _compile_ahead(self) -> None:
+        """Compile kernels of decode iterations and of short prompts on padding, without their results, if the kernels can.
+
+        Only fused iterations are compiled, which need nothing of the host. The caller has opened the scope of variants.
+        """
+        parts, padding = self._parts, (INPUTS, VERIFY, EXTEND)
+        scope = parts.model.kernels.compile_ahead()
+        if scope is None or parts.config.step_mode is not StepMode.FUSED or not parts.model.ranks.is_single:
+            return
+        drafted, forward = max(parts.lengths), parts.streams.forward
+        with parts.backend.guard("compiling kernels ahead"), parts.backend.on(forward):
+            for group in padding:
+                parts.buffers.pad(group, count=0, bucket=1, drafted=drafted)
+            prompts = stage_prompt_padding(parts)
+            with scope:
+                for features in captured_features(parts):
+                    batch = DecodeBatch(1, 1, drafted, features, parts.capacity, captured=True)
+                    self._iteration.run(batch, build_frame(parts.buffers, batch))
+                    if prompts is not None and not features.options:
+                        self.prefill.enqueue_chunks(prompts, features)
 
     def capture(self, progress: CaptureProgress | None) -> Runner:
         """Capture the graphs of the config: those of prefill, and those of the returned runner."""
@@ -185,13 +207,15 @@ class WarmUp:
         return said + (f" ({named})" if named else "") + "".join(f"; {what}: {which}" for what, which in self.chosen.items())
 
 
-def serve_internal_requests(loop: Loop, parts: EngineParts) -> WarmUp:
+def serve_internal_requests(loop: Loop, parts: EngineParts, compile_ahead: Callable[[], None]) -> WarmUp:
     """Serve internal requests that use every feature: a prompt of two chunks, then iterations that draft, verify and extend
     with each draft length. ``loop`` is created for this and dropped afterwards.
+    ``compile_ahead`` starts the compilation of kernels.
     """
     backend, model, proposer, config = parts.backend, parts.model, parts.proposer, parts.config
     kernels = model.kernels
     before, began = kernels.compiled(), time.perf_counter()
+    compile_ahead()
     room = min(config.max_context, loop.scheduler.pages.available * config.page_size - parts.spare)
     most = max(1, min(2 * proposer.depth + 3, room - 1))
     length = max(1, min(config.prefill_chunk + 2, room - most))

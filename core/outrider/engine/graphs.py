@@ -69,6 +69,13 @@ def sizes_of_shorter(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(size for size in sizes if size % MIN_REQUESTS_SHORTER_DRAFT == 0 or size == max(sizes))
 
 
+def captured_features(parts: EngineParts) -> tuple[Features, Features, Features]:
+    """Return the features of the graphs: greedy, sampling, and everything."""
+    logprobs = min(MAX_LOGPROBS, parts.model.config.vocab_size)
+    everything = Features(sampling=True, biased=True, penalized=True, truncated=True, logprobs=logprobs)
+    return Features(), Features(sampling=True), everything
+
+
 class Runner:
     """The runner that calls each stage for the exact batch, without padding or graphs. The step uses a runner for every
     stage.
@@ -136,14 +143,8 @@ def _captured_sizes(parts: EngineParts) -> dict[tuple[int, Features], tuple[int,
     sampling, and powers of four for everything. Shorter drafts than the longest are captured for greedy batches of
     :func:`sizes_of_shorter`.
     """
-    most, lengths, greedy, sampling = parts.config.max_requests, parts.lengths, Features(), Features(sampling=True)
-    everything = Features(
-        sampling=True,
-        biased=True,
-        penalized=True,
-        truncated=True,
-        logprobs=min(MAX_LOGPROBS, parts.model.config.vocab_size),
-    )
+    most, lengths = parts.config.max_requests, parts.lengths
+    greedy, sampling, everything = captured_features(parts)
     # Few batches sample, and fewer use everything: for them there are fewer sizes.
     sizes = {greedy: buckets_up_to(most), sampling: powers_up_to(most), everything: powers_up_to(most, 4)}
     if parts.config.buckets is not None:

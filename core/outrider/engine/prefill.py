@@ -325,10 +325,25 @@ def _can_replay_prefill(parts: EngineParts) -> bool:
     return proposer.accepts_padding or not proposer.extends
 
 
+def _max_chunk_tokens(parts: EngineParts) -> int:
+    return min(parts.config.prefill_chunk, parts.config.max_requests * parts.capacity)
+
+
 def build_prefill_graphs(parts: EngineParts, prefill: Prefill) -> PrefillGraphs | None:
     """Capture the graphs that replay short chunks of prompts. Returns None for an engine that calls every chunk."""
-    most = min(parts.config.prefill_chunk, parts.config.max_requests * parts.capacity)
-    tokens = min(max_graph_tokens(parts.backend), most)
+    tokens = min(max_graph_tokens(parts.backend), _max_chunk_tokens(parts))
     if not tokens or not _can_replay_prefill(parts):
         return None
     return PrefillGraphs(parts, prefill, tokens=tokens)
+
+
+def stage_prompt_padding(parts: EngineParts) -> PrefillInputs | None:
+    """Stage the largest prompt of a graph as padding, on the current stream, and return its inputs; None for an engine that
+    can't replay prompts from graphs.
+    """
+    if not _can_replay_prefill(parts):
+        return None
+    tokens = min(MAX_GRAPH_TOKENS, _max_chunk_tokens(parts))
+    bucket = PrefillBucket(tokens, min(MOST_SEQUENCES, parts.staging.max_requests))
+    segments = parts.input_upload.stage_padding(bucket)
+    return prefill_inputs((), parts.staging, segments, most=parts.capacity)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from outrider.device import AttentionMetadata
 from outrider_triton.attention import operators
-from outrider_triton.launch import power_of_two
+from outrider_triton.launch import only_compiles, power_of_two
 from outrider_triton.tiles.facts import DeviceFacts
 from outrider_triton.tiles.store.choices import PromptStore
 
@@ -163,18 +163,17 @@ class PromptAttention:
         """Time every candidate at several prompt lengths up to that of ``prompts``, whose operands it uses.
 
         If an earlier process stored the ranking, run only the fastest candidate, which must be correct. The host waits for
-        the device, so this must not run inside a capture.
+        the device, so this must not run inside a capture. Where launches only compile, compile this package's candidates
+        instead.
         """
+        if only_compiles():
+            self._call_own_candidates(prompts)
+            return
         module = torch.get_device_module(prompts.q.device)
         key = _key(prompts)
         if key in self._ranked or not hasattr(module, "Event") or prompts.metadata.host_query_start is None:
             return
-        many_sequences = prompts.first(
-            MIN_PREFILL_QUERY, operators.SEQUENCE_BOUNDS[0] + 1
-        )  # more sequences select other kernel variants
-        for candidate in self._candidates(many_sequences):
-            if candidate.name in ("pages", "copy"):
-                candidate.attend(many_sequences)
+        self._call_own_candidates(prompts)
         counts = tuple(dict.fromkeys(min(candidate, prompts.metadata.max_query) for candidate in _MEASURED_LENGTHS))
         kept = {} if self._store is None else self._store.load(key, counts)
         ranked: dict[int, tuple[str, ...]] = {}
@@ -210,6 +209,14 @@ class PromptAttention:
                 self._store.write(key, ranked)
             except OSError as error:
                 self._reports["attention over prompts, for the next start"] = f"not kept: {error}"
+
+    def _call_own_candidates(self, prompts: PrefillOperands) -> None:
+        """Call this package's candidates for one sequence, and for many, which select other kernel variants."""
+        for sequences in (1, operators.SEQUENCE_BOUNDS[0] + 1):
+            prefix = prompts.first(MIN_PREFILL_QUERY, sequences)
+            for candidate in self._candidates(prefix):
+                if candidate.name in ("pages", "copy"):
+                    candidate.attend(prefix)
 
     # -- measurement and candidates ---------------------------------------------------------------------------------
 
