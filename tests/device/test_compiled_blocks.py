@@ -1,6 +1,7 @@
 """Products and halves of layers with block-quantized weights: values, bits of a row, and what stays composed."""
 
 import gc
+import platform
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -18,7 +19,7 @@ from outrider.device import (
     ResidualStream,
     RotaryArgs,
 )
-from outrider_cpu import compiled_blocks
+from outrider_cpu import code_writer, compiled_blocks
 from outrider_cpu.block_weights import pack_blocks
 from outrider_cpu.kernels import CpuKernels
 
@@ -71,10 +72,43 @@ def threads(request):
 def test_a_product_is_that_of_the_weight_and_its_rows_keep_their_bits(compiled, threads, kind, rows, columns):
     weight, x, bias = blocks(kind, rows, columns), drawn(13, columns), drawn(rows)
     whole = compiled.linear(x, weight, None)
-    torch.testing.assert_close(whole.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-4)
+    expected = x.double() @ weight.double().T
+    error = (whole.double() - expected).norm() / expected.norm()
+    assert error < 3e-5, "x is rounded to 16 bits"
     for count in (1, 2, 3, 4, 5, 6, 8, 11):
         assert torch.equal(compiled.linear(x[:count], weight, None), whole[:count])
     assert torch.equal(compiled.linear(x[:3].view(1, 3, -1), weight, bias), (whole[:3] + bias).view(1, 3, -1))
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
+def test_groups_of_x_have_scales_of_their_own(compiled, kind):
+    weight, x = blocks(kind, 1024, 128), drawn(6, 128)
+    x[0] *= 1e-20
+    x[1, :32], x[1, 32:64] = 0, x[1, 32:64] * 1e4
+    x[2] = 0
+    x[3, 70], x[4, 70] = torch.nan, torch.inf
+    x[5, :] = 1e-37
+    made, expected = compiled.linear(x, weight, None).double(), x.double() @ weight.double().T
+    assert ((made - expected).norm(dim=1) <= 3e-5 * expected.norm(dim=1))[[0, 1, 2]].all()
+    assert not made[3:5].isfinite().any()
+    assert (made[5] - expected[5]).abs().max() < 1e-33
+
+
+def test_other_processors_compute_the_same_bits(compiled, monkeypatch):
+    """LLVM has instructions for few processors only; here it composes vectors, fused sums and float16 of others."""
+    if platform.machine() != "x86_64":
+        pytest.skip("not run: the oldest processor that is tried is an x86 one")
+    monkeypatch.setattr(code_writer.binding, "get_host_cpu_name", lambda: "x86-64")
+    monkeypatch.setattr(code_writer.binding, "get_host_cpu_features", lambda: OldFeatures(f16c=False))
+    other = compiled_blocks.CompiledBlocks()
+    for kind in ("Q4_1", "Q8_0"):
+        weight, x = blocks(kind, 1024, 128), drawn(6, 128)
+        assert torch.equal(other.linear(x, weight, None), compiled.linear(x, weight, None))
+
+
+class OldFeatures(dict):
+    def flatten(self):
+        return ""
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q4_0", "Q8_0"])
@@ -176,7 +210,7 @@ def test_a_layer_is_that_of_the_reference(kernels, compositions, threads, option
     real = len(batch.rows) - options.get("padding", 0)
     expected = batch.layer(KernelSet())
     for ours, theirs in zip(made, expected, strict=True):
-        torch.testing.assert_close(ours[:real], theirs[:real], rtol=1e-4, atol=2e-4)
+        torch.testing.assert_close(ours[:real], theirs[:real], rtol=1e-4, atol=1e-3)
     assert made[0].isfinite().all()
 
 

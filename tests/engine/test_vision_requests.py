@@ -411,7 +411,7 @@ def test_positions_are_computed_again_after_the_join(made, name):
 def test_nothing_is_computed_again_for_text_or_an_idle_batch(made, bundle32):
     def at_join(engine, batch, static):
         parts = engine._parts
-        views = parts.buffers.views(batch)
+        views = parts.buffers.views(batch, parts.proposer.nodes)
         return PlanAtJoin(parts.plans, views.inputs, views.verify, static), views
 
     text = bundle32.engine(max_requests=2)

@@ -182,7 +182,7 @@ def test_capturing_goes_on_with_none_of_the_warm_ups_requests(bundle, monkeypatc
         launchers = capture(assembly, progress)
         parts.backend.synchronize()
         found.update(before=before, after=parts.future.seq_lens.tolist(), rows=parts.staging.decode_rows(3).tolist())
-        found["captured"] = [parts.buffers.views(count).inputs.seq_lens.tolist() for count in (1, 2, 3)]
+        found["captured"] = [parts.buffers.views(count, parts.proposer.nodes).inputs.seq_lens.tolist() for count in (1, 2, 3)]
         return launchers
 
     monkeypatch.setattr(Assembly, "capture", watched)

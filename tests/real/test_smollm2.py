@@ -92,9 +92,9 @@ def test_logprobs(engines, answers, kind):
     found = engines(kind).generate([prompt for prompt, _, _ in answers], SamplingParams(max_tokens=TOKENS, logprobs=5))
     for each, (_, tokens, rows) in zip(found, answers, strict=True):
         for entry, token, row in zip(each.logprobs, tokens, rows, strict=True):
-            assert entry.logprob == pytest.approx(row[token].item(), abs=2e-3)
+            assert entry.logprob == pytest.approx(row[token].item(), abs=5e-3)  # activations have 16 bits
             best = row.topk(5)
-            assert [value for _, value in entry.top] == pytest.approx(best.values.tolist(), abs=2e-3)
+            assert [value for _, value in entry.top] == pytest.approx(best.values.tolist(), abs=5e-3)
 
 
 @pytest.mark.parametrize("kind", ["none", "ngram", "eagle3"])

@@ -73,7 +73,6 @@ def iteration_cost(engine: Engine, *, batch: int, context: float) -> Cost | None
     one row for each request, a block drafter as many as the target. A token costs two operations for each weight element of
     its products, four for each element of the keys that a query head reads, and those of its recurrent states.
     """
-    from outrider.model import MtpHead
     from outrider.speculative.eagle import EagleProposer
     from outrider.speculative.parallel import BlockProposer
 
@@ -90,7 +89,7 @@ def iteration_cost(engine: Engine, *, batch: int, context: float) -> Cost | None
         draft_output = 2 * _elements(cast("Decoder", head.target).weights.head)
         inputs = [getattr(head.weights, name, None) for name in ("fusion", "projection")]
         own = 2 * sum(_elements(each) for each in inputs if each is not None)
-        layers = (head.weights.layer,) if isinstance(head, MtpHead) else head.weights.layers
+        layers = head.weights.layers
         operations += drafted * (_layer_operations(layers, head.config, context) + draft_output + own)
     return Cost(needed, float(operations))
 

@@ -311,7 +311,7 @@ def _inject_divergence(engine: Engine, inject: str) -> None:
         runner = step.step.runner
         smallest = runner.bucket
 
-        def larger(count: int, drafted: int | None = None, features: Any = None) -> int:
+        def larger(count: int, drafted: int, features: Any) -> int:
             size: int = smallest(count, drafted, features)
             return next((other for other in runner.buckets if other > size), size)
 

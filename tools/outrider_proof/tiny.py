@@ -275,7 +275,7 @@ def eagle3_head() -> Eagle3Head:
         head=plain_weight(target().weights.head)[ids],
         norm=ones,
         hidden_norm=ones,
-        layer=_self_attention(generator, heads),
+        layers=(_self_attention(generator, heads),),
         target_ids=ids,
     )
     return Eagle3Head(config(1, num_heads=heads, num_kv_heads=heads), weights, target(), aux_hidden_state_layers=(2, 1, 0))
@@ -316,8 +316,8 @@ def peagle_head() -> PEagleHead:
     constant = constant + mask_embedding / HIDDEN  # 1 for the mask as well
     own = {each.name: getattr(head.weights, each.name) for each in fields(head.weights)}
     own["embedding"] = embeddings().index_copy(0, torch.tensor([MASK]), mask_embedding.unsqueeze(0))
-    own["layer"] = _self_attention(generator, 2 * HIDDEN // HEAD_SIZE, constant)
-    own["later"] = (_successor_layer(generator, constant),)
+    first = _self_attention(generator, 2 * HIDDEN // HEAD_SIZE, constant)
+    own["layers"] = first, _successor_layer(generator, constant)
     weights = PEagleWeights(**own, mask_state=state)
     own_config = replace(head.config, num_layers=2, windows=head.config.windows * 2)
     return PEagleHead(own_config, weights, target(), mask_token=MASK, aux_hidden_state_layers=head.aux_hidden_state_layers)
@@ -350,7 +350,7 @@ def mtp_heads(count: int = 3) -> tuple[MtpHead, ...]:
                 token_norm=ones,
                 hidden_norm=ones,
                 projection=torch.cat((random(generator, HIDDEN, HIDDEN, scale=0.05), eye), dim=1),
-                layer=layer(generator, 0.4),
+                layers=(layer(generator, 0.4),),
                 final_norm=ones,
             ),
             target(),

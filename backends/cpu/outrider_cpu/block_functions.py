@@ -3,8 +3,11 @@
 A weight [N, K] of G = K / 32 groups per row is stored in tiles of 32 rows. A tile has a record per group: 32-bit words with
 the values of 8 rows side by side, then 32 float16 scales and, of 4-bit values, 32 float16 minima.
 
-Each row of x has a fixed order of sums, which depends on neither the number of rows nor the number of threads. All functions
-run on each thread of a team and share the work.
+x is rounded to 16-bit integers with a float32 scale per group: the error of an element is at most 2**-16 of the group's
+largest magnitude. Products of integers are summed exactly within a group. Each row of x has a fixed order of sums, which
+depends on neither the number of rows nor the number of threads.
+
+All functions run on each thread of a team and share the work.
 """
 
 from __future__ import annotations
@@ -12,12 +15,25 @@ from __future__ import annotations
 import math
 from collections.abc import Generator
 from contextlib import contextmanager
-from types import MappingProxyType
+from functools import partial, reduce
 
 from llvmlite import ir
 
 from outrider_cpu.block_weights import GROUP, TILE
-from outrider_cpu.code_writer import FLOAT, HALF_VECTOR, INT, INT_VECTOR, LANES, VECTOR, CodeValue, CodeWriter, Variable
+from outrider_cpu.code_writer import (
+    BYTES,
+    FLOAT,
+    INT,
+    INT_VECTOR,
+    LANES,
+    PAIRS,
+    SHORT_VECTOR,
+    VECTOR,
+    WORD,
+    CodeValue,
+    CodeWriter,
+    Variable,
+)
 
 _MAX_ROWS = 5
 """Maximum number of rows of x for which a function keeps all sums in registers."""
@@ -27,8 +43,13 @@ _FLOAT_BYTES = 4
 _CACHE_LINE_BYTES = 64
 _PREFETCH_BYTES = 4096
 """Bytes ahead of a record that are fetched. The processor's own prefetching ends at each page of memory."""
-_MASKED_FACTORS = MappingProxyType({4: [*(16.0**-place for place in range(LANES - 1)), 1.0], 8: [2.0**-24] * LANES})
-"""Factors of 8 consecutive elements of x: the integers that :func:`_unpack` extracts are that much too large."""
+_GROUP_BYTES = GROUP * 2
+"""Bytes of a group of x in int16."""
+_SUMS_BYTES = 2 * _FLOAT_BYTES
+"""Bytes of the scale and the sum of a group of x."""
+_LARGEST_INTEGER = 32767.0
+_MIN_MAGNITUDE = 1e-30
+"""Lower limit of a group's largest magnitude in the computation of its scale, whose reciprocal is then finite."""
 _LARGEST_EXPONENT = 87.0
 """The exponential function of this number is finite in float32, and that of its negative is normal."""
 _LOG2_E, _LN2_HIGH, _LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
@@ -74,7 +95,11 @@ class BlockFunctions:
             for first in range(0, TILE // LANES, vectors):
                 totals = [[Variable(w, zero) for _ in range(vectors)] for _ in range(rows)]
                 with w.loop(0, groups) as group:
-                    self._add_group(bits, tile + group * record_bytes(bits), x, sums, groups, group, first, totals)
+                    record = tile + group * record_bytes(bits)
+                    if first == 0:
+                        for line in range(0, record_bytes(bits), _CACHE_LINE_BYTES):
+                            w.prefetch(record + (_PREFETCH_BYTES + line))
+                    self._add_group(bits, record, x + group * _GROUP_BYTES, sums + group * _SUMS_BYTES, groups, first, totals)
                 for row, totals_of_row in enumerate(totals):
                     for index, total in enumerate(totals_of_row):
                         address = out + out_stride * row + (first + index) * LANES * _FLOAT_BYTES
@@ -89,36 +114,33 @@ class BlockFunctions:
         x: CodeValue,
         sums: CodeValue,
         groups: CodeValue,
-        group: CodeValue,
         first: int,
         totals: list[list[Variable]],
     ) -> None:
         w, rows, vectors = self._writer, len(totals), len(totals[0])
-        partial = [[Variable(w, w.constant(VECTOR, 0.0)) for _ in range(vectors)] for _ in range(rows)]
-        if first == 0:
-            for line in range(0, record_bytes(bits), _CACHE_LINE_BYTES):
-                w.prefetch(record + (_PREFETCH_BYTES + line))
-        x_group = x + group * (GROUP * _FLOAT_BYTES)
+        partial = [[Variable(w, w.constant(INT_VECTOR, 0)) for _ in range(vectors)] for _ in range(rows)]
         with w.loop(0, bits) as word:
-            words = [
-                w.load(INT_VECTOR, record + word * _WORD_BYTES + (first + index) * LANES * 4) for index in range(vectors)
-            ]
-            x_word = x_group + word * (GROUP // bits * _FLOAT_BYTES)
-            for place in range(32 // bits):
-                values = [w.convert("sitofp", _unpack(bits, each, place), VECTOR) for each in words]
+            columns = [first + index for index in range(vectors)]
+            words = [w.load(INT_VECTOR, record + word * _WORD_BYTES + column * LANES * 4) for column in columns]
+            for pair in range(16 // bits):
+                values = [_lowest_values(bits, each) for each in words]
+                words = [each >> bits for each in words]
                 for row in range(rows):
-                    number = w.splat(w.load(FLOAT, x_word + groups * (row * GROUP * _FLOAT_BYTES) + place * _FLOAT_BYTES))
+                    at = x + word * (64 // bits) + groups * (row * _GROUP_BYTES) + pair * 4
+                    number = w.splat(w.load(WORD, at))
                     for value, each in zip(values, partial[row], strict=True):
-                        each.set(w.intrinsic("fma", value, number, each.get()))
+                        each.set(each.get() + w.add_products(value, number))
         for index in range(vectors):
-            at = record + bits * _WORD_BYTES + (first + index) * LANES * 2
-            scale = w.convert("fpext", w.load(HALF_VECTOR, at, align=2), VECTOR)
+            at = record + (bits * _WORD_BYTES + (first + index) * LANES * 2)
+            scale = w.load_halves(at)
             for row in range(rows):
-                total = w.intrinsic("fma", scale, partial[row][index].get(), totals[row][index].get())
+                sum_at = sums + groups * (row * _SUMS_BYTES)
+                step = scale * w.splat(w.load(FLOAT, sum_at))
+                whole = w.convert("sitofp", partial[row][index].get(), VECTOR)
+                total = w.intrinsic("fma", step, whole, totals[row][index].get())
                 if bits == 4:
-                    minimum = w.convert("fpext", w.load(HALF_VECTOR, at + _SCALE_BYTES, align=2), VECTOR)
-                    x_sum = w.splat(w.load(FLOAT, sums + (groups * row + group) * _FLOAT_BYTES))
-                    total = w.intrinsic("fma", minimum, x_sum, total)
+                    minimum = w.load_halves(at + _SCALE_BYTES)
+                    total = w.intrinsic("fma", minimum, w.splat(w.load(FLOAT, sum_at + _FLOAT_BYTES)), total)
                 totals[row][index].set(total)
 
     def _write_columns(self, bits: int) -> None:
@@ -130,7 +152,7 @@ class BlockFunctions:
             with w.loop(0, blocks) as block:
                 start = done.get()
                 count = (rows - start + (blocks - block - 1)) // (blocks - block)
-                operands = x + start * groups * (GROUP * _FLOAT_BYTES), sums + start * groups * _FLOAT_BYTES
+                operands = x + start * groups * _GROUP_BYTES, sums + start * groups * _SUMS_BYTES
                 for number in range(1, _MAX_ROWS + 1):
                     with w.when(_equal(count, number)):
                         at = out + start * out_stride
@@ -138,33 +160,39 @@ class BlockFunctions:
                 done.set(start + count)
 
     def _write_prepare(self) -> None:
-        """Write the scaling of x, with its norm if ``eps`` isn't 0, and the sums of its groups."""
+        """Write the rounding of x to int16, after its norm if ``eps`` isn't 0, and the scale and sum of each group."""
         w = self._writer
-        with w.function("prepare", 8) as (bits, x, norm, eps, scaled, sums, rows, groups):
-            factors = [w.constant(VECTOR, _MASKED_FACTORS[each]) for each in (4, 8)]
-            factor = w.select_value(bits < 8, *factors)
-            with w.loop(0, rows) as row:
-                start, stride = row * groups, GROUP * _FLOAT_BYTES
-                scale = Variable(w, w.constant(VECTOR, 1.0))
-                with w.when(w.constant(INT, 0) < norm):
-                    squares = Variable(w, w.constant(VECTOR, 0.0))
-                    with w.loop(0, groups * (GROUP // LANES)) as index:
-                        each = w.load(VECTOR, x + start * stride + index * (LANES * _FLOAT_BYTES))
-                        squares.set(w.intrinsic("fma", each, each, squares.get()))
-                    width = w.splat(w.convert("sitofp", groups * GROUP, FLOAT))
-                    mean = w.splat(w.halves(squares.get(), CodeValue.__add__)) // width
-                    root = w.intrinsic("sqrt", mean + w.splat(w.load(FLOAT, eps)))
-                    scale.set(w.constant(VECTOR, 1.0) // root)
-                with w.loop(0, groups) as group:
-                    total = Variable(w, w.constant(VECTOR, 0.0))
-                    for part in range(GROUP // LANES):
-                        offset = group * stride + part * LANES * _FLOAT_BYTES
-                        value = Variable(w, w.load(VECTOR, x + start * stride + offset))
-                        with w.when(w.constant(INT, 0) < norm):
-                            value.set(value.get() * scale.get() * w.load(VECTOR, norm + offset))
-                        total.set(total.get() + value.get())
-                        w.store(scaled + start * stride + offset, value.get() * factor)
-                    w.store(sums + (start + group) * _FLOAT_BYTES, w.halves(total.get(), CodeValue.__add__))
+        with w.function("prepare", 7) as (x, norm, eps, rounded, sums, rows, groups), w.loop(0, rows) as row:
+            start, stride = row * groups, GROUP * _FLOAT_BYTES
+            scale = Variable(w, w.constant(VECTOR, 1.0))
+            with w.when(w.constant(INT, 0) < norm):
+                squares = Variable(w, w.constant(VECTOR, 0.0))
+                with w.loop(0, groups * (GROUP // LANES)) as index:
+                    element = w.load(VECTOR, x + start * stride + index * (LANES * _FLOAT_BYTES))
+                    squares.set(w.intrinsic("fma", element, element, squares.get()))
+                width = w.splat(w.convert("sitofp", groups * GROUP, FLOAT))
+                mean = w.splat(w.halves(squares.get(), CodeValue.__add__)) // width
+                root = w.intrinsic("sqrt", mean + w.splat(w.load(FLOAT, eps)))
+                scale.set(w.constant(VECTOR, 1.0) // root)
+            with w.loop(0, groups) as group:
+                values = []
+                for part in range(0, stride, LANES * _FLOAT_BYTES):
+                    value = Variable(w, w.load(VECTOR, x + start * stride + group * stride + part))
+                    with w.when(w.constant(INT, 0) < norm):
+                        value.set(value.get() * scale.get() * w.load(VECTOR, norm + group * stride + part))
+                    values.append(value.get())
+                maximum = partial(w.intrinsic, "maxnum")
+                largest = w.halves(reduce(maximum, [w.intrinsic("fabs", each) for each in values]), maximum)
+                factor = w.constant(VECTOR, _LARGEST_INTEGER) // maximum(w.splat(largest), w.constant(VECTOR, _MIN_MAGNITUDE))
+                values = [w.intrinsic("roundeven", each * factor) for each in values]
+                for part, each in enumerate(values):
+                    at = rounded + (start + group) * _GROUP_BYTES + part * LANES * 2
+                    w.store(at, w.convert("trunc", w.convert("fptosi", each, INT_VECTOR), SHORT_VECTOR))
+                total = w.halves(reduce(CodeValue.__add__, values), CodeValue.__add__)
+                step = largest * (1 / _LARGEST_INTEGER) + total * 0.0  # NaN if an element is
+                at = sums + (start + group) * _SUMS_BYTES
+                w.store(at, step)
+                w.store(at + _FLOAT_BYTES, total * step)
 
     def _write_product(self) -> None:
         """Write the product with one tile of either format, and with this thread's tiles of a weight."""
@@ -184,10 +212,10 @@ class BlockFunctions:
         w = self._writer
         with w.function("multiply", 1) as (arguments,):
             bits, packed, groups, tiles, x, rows, out, scratch, scratch_stride = _read(w, arguments, 9)
-            scaled = scratch + self._thread() * scratch_stride
-            sums = scaled + rows * groups * (GROUP * _FLOAT_BYTES)
-            w.call("prepare", bits, x, 0, 0, scaled, sums, rows, groups)
-            w.call("product", bits, packed, scaled, sums, out, groups, tiles, rows, tiles * (TILE * _FLOAT_BYTES), 0)
+            rounded = scratch + self._thread() * scratch_stride
+            sums = rounded + rows * groups * _GROUP_BYTES
+            w.call("prepare", x, 0, 0, rounded, sums, rows, groups)
+            w.call("product", bits, packed, rounded, sums, out, groups, tiles, rows, tiles * (TILE * _FLOAT_BYTES), 0)
 
     def _write_mlp(self) -> None:
         w = self._writer
@@ -196,15 +224,15 @@ class BlockFunctions:
                 w, arguments, 13
             )
             eps = arguments + 13 * 8
-            scaled = scratch + self._thread() * scratch_stride
-            sums = scaled + count * w.select_value(groups < inner, inner, groups) * (GROUP * _FLOAT_BYTES)
-            w.call("prepare", bits, rows, norm, eps, scaled, sums, count, groups)
+            rounded = scratch + self._thread() * scratch_stride
+            sums = rounded + count * w.select_value(groups < inner, inner, groups) * _GROUP_BYTES
+            w.call("prepare", rows, norm, eps, rounded, sums, count, groups)
             first, end = self._share(inner)
             stride, width = inner * (2 * TILE * _FLOAT_BYTES), TILE * _FLOAT_BYTES
             with w.loop(first, end) as index:
                 for start in (index, index + inner):
                     tile = packed + start * groups * _record_bytes(w, bits)
-                    w.call("tile", bits, tile, scaled, sums, both + start * width, groups, count, stride, 0)
+                    w.call("tile", bits, tile, rounded, sums, both + start * width, groups, count, stride, 0)
                 with w.loop(0, count) as row:
                     for part in range(0, width, LANES * _FLOAT_BYTES):
                         gate, up = (
@@ -213,23 +241,21 @@ class BlockFunctions:
                         silu = gate // (_exponential(w, w.constant(VECTOR, 0.0) - gate) + 1.0)
                         w.store(gated + (row * inner + index) * width + part, silu * up)
             self._wait()
-            w.call("prepare", down_bits, gated, 0, 0, scaled, sums, count, inner)
-            w.call("product", down_bits, down, scaled, sums, rows, inner, groups, count, groups * width, 1)
+            w.call("prepare", gated, 0, 0, rounded, sums, count, inner)
+            w.call("product", down_bits, down, rounded, sums, rows, inner, groups, count, groups * width, 1)
 
     def _write_attention(self, head_size: int, products: dict[str, int]) -> None:
         w = self._writer
         with w.function("attention", 1) as (arguments,):
-            rows, count, norm, groups, bits, packed, output_bits, output, scratch, scratch_stride, qkv, attended = _read(
-                w, arguments, 12
-            )
-            cos, sin, k_cache, v_cache, slots, starts, lens, tables, table_stride = _read(w, arguments, 9, 12)
-            requests, heads, kv_heads, page_size, window, angle_stride = _read(w, arguments, 6, 21)
-            eps, scale = arguments + 27 * 8, arguments + 28 * 8
+            norm, bits, packed, output_bits, output, k_cache, v_cache, window = _read(w, arguments, 8)
+            eps, scale = arguments + 8 * 8, arguments + 9 * 8
+            rows, count, groups, scratch, scratch_stride, qkv, attended, cos, sin, slots = _read(w, arguments, 10, 10)
+            starts, lens, tables, row_stride, requests, heads, kv_heads, page_size, angle_stride = _read(w, arguments, 9, 20)
             head_bytes = head_size * _FLOAT_BYTES
             all_heads, output_groups = heads + kv_heads * 2, heads * (head_size // GROUP)
             own = scratch + self._thread() * scratch_stride
-            sums = own + count * w.select_value(groups < output_groups, output_groups, groups) * (GROUP * _FLOAT_BYTES)
-            w.call_address(products["prepare"], bits, rows, norm, eps, own, sums, count, groups)
+            sums = own + count * w.select_value(groups < output_groups, output_groups, groups) * _GROUP_BYTES
+            w.call_address(products["prepare"], rows, norm, eps, own, sums, count, groups)
             tiles = all_heads * (head_size // TILE)
             stride = all_heads * head_bytes
             w.call_address(products["product"], bits, packed, own, sums, qkv, groups, tiles, count, stride, 0)
@@ -268,10 +294,10 @@ class BlockFunctions:
                         attended + (row * heads + head) * head_bytes,
                         head_size,
                         factor,
-                        _KeyRange(w, begin, end, tables + which * table_stride * 4, page_size, kv_heads * head_bytes),
+                        _KeyRange(w, begin, end, tables + which * row_stride * 4, page_size, kv_heads * head_bytes),
                     )
             self._wait()
-            w.call_address(products["prepare"], output_bits, attended, 0, 0, own, sums, count, output_groups)
+            w.call_address(products["prepare"], attended, 0, 0, own, sums, count, output_groups)
             w.call_address(
                 products["product"],
                 *(output_bits, output, own, sums, rows, output_groups, groups, count),
@@ -388,11 +414,12 @@ def _exponential(w: CodeWriter, x: CodeValue) -> CodeValue:
     return result * w.convert("bitcast", exponent, VECTOR)
 
 
-def _unpack(bits: int, words: CodeValue, place: int) -> CodeValue:
-    """Return the value at ``place`` of each word, as an integer that :data:`_MASKED_FACTORS` makes right."""
+def _lowest_values(bits: int, words: CodeValue) -> CodeValue:
+    """Return the value in the lowest bits of each half of the words, as 16-bit integers."""
     if bits == 4:
-        return words >> 28 if place == 7 else words & (15 << 4 * place)
-    return (words << (24 - 8 * place)) & -(1 << 24)
+        return words & 0x000F000F
+    w = words.writer
+    return w.convert("sext", w.convert("trunc", w.convert("bitcast", words, PAIRS), BYTES), PAIRS)
 
 
 def _record_bytes(w: CodeWriter, bits: CodeValue) -> CodeValue:

@@ -84,10 +84,10 @@ def _recover(rows: Tensor) -> _Blocks | None:
 def _to_records(blocks: _Blocks) -> Tensor:
     """Return the records uint8 [tiles, G, bytes] of whole tiles."""
     values = blocks.values
-    if blocks.bits == 4:
-        values = values[..., 0::2] | values[..., 1::2] << 4
+    halves = values.unflatten(2, (blocks.bits, -1, 2)).mT  # a word has even columns in its lower half, odd ones in its upper
+    values = halves if blocks.bits == 8 else halves[..., 0::2] | halves[..., 1::2] << 4
     tiles, groups = values.shape[0] // TILE, values.shape[1]
-    words = values.view(torch.int32).view(tiles, TILE, groups, blocks.bits)
+    words = values.reshape(*blocks.values.shape[:2], -1).view(torch.int32).view(tiles, TILE, groups, blocks.bits)
     ordered = words.permute(0, 2, 3, 1).reshape(tiles, groups, -1).view(torch.uint8)
     scales = [each.view(tiles, TILE, groups).transpose(1, 2).contiguous().view(torch.uint8) for each in blocks.scales]
     return torch.cat((ordered, *scales), dim=2)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionBlock, AttentionTokens, KernelSet, MlpBlock, ResidualStream
+from outrider.device import AttentionBlock, AttentionMetadata, AttentionTokens, KernelSet, MlpBlock, ResidualStream
 from outrider_cpu.block_weights import GROUP, TILE, BlockWeight, pack_blocks
 from outrider_cpu.packed_weights import is_observed
 
@@ -33,6 +33,17 @@ class _PackedBlocks(NamedTuple):
     weight: weakref.ref[Tensor]
     version: int
     blocks: BlockWeight | None
+
+
+class _SharedArguments(NamedTuple):
+    """What the attention of all layers of a pass shares."""
+
+    key: tuple[object, ...]
+    """Identities and sizes that the arguments are valid for."""
+    arguments: list[int]
+    function: str
+    owners: object
+    """Objects that own the identities and addresses."""
 
 
 class _Functions:
@@ -93,6 +104,7 @@ class CompiledBlocks:
     def __init__(self) -> None:
         self._entries: dict[int, _PackedBlocks] = {}
         self._functions: _Functions | None = None
+        self._shared = _SharedArguments((), [], "", None)
         self._is_available = find_spec("llvmlite") is not None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -149,48 +161,50 @@ class CompiledBlocks:
         *,
         attend: Any = None,
     ) -> ResidualStream:
-        weights, rotary, batch = self._both(block.qkv, block.output), tokens.rotary, tokens.attention
-        norm = block.norm
-        kv_heads, size = rotary.k_cache.shape[2:]
-        if (
-            weights is None
-            or norm is None
-            or attend is not None
-            or is_observed()
-            or tokens.rows.kept is not None
-            or tokens.query_scales is not None
-            or batch.tree_mask is not None
-            or batch.max_query > _MAX_NEW_TOKENS
-            or rotary.cos.shape[1] != size
-            or size % GROUP
-            or not (_is_plain(x.rows) and _is_plain(rotary.k_cache) and _is_plain(rotary.v_cache))
-            or rotary.cos.dtype is not torch.float32
-            or rotary.cos.stride() != rotary.sin.stride()
-            or rotary.cos.stride(1) != 1
-        ):
+        weights, rotary = self._both(block.qkv, block.output), tokens.rotary
+        is_usual = attend is None and tokens.rows.kept is None and tokens.query_scales is None and not is_observed()
+        if weights is None or block.norm is None or not is_usual or not all(map(_is_plain, (x.rows, *rotary[2:4]))):
             return composed(x, block, tokens, attend=attend)
+        qkv, output = weights
+        functions = self._compiled()
+        owners = (x.rows, tokens.attention, rotary.cos, rotary.slots)
+        shapes = (qkv.tiles, qkv.groups, output.groups, *rotary.k_cache.shape[1:], functions.threads)
+        key = (*map(id, owners), shapes)
+        if self._shared.key != key:
+            shared = self._share_arguments(owners, shapes, rotary.sin)
+            if shared is None:
+                return composed(x, block, tokens, attend=attend)
+            self._shared = _SharedArguments(key, *shared)
         rows = x.add()
         for out in tokens.rows.captured:
             kernels.copy_rows(rows, out)
-        functions = self._compiled()
-        threads = functions.threads
-        qkv, output = weights
-        name = functions.compile_attention(size)
-        count, heads = rows.shape[0], qkv.tiles * TILE // size - 2 * kv_heads
-        table, page_size = batch.block_table, rotary.k_cache.shape[1]
+        own = [block.norm.data_ptr(), qkv.bits, qkv.data.data_ptr(), output.bits, output.data.data_ptr()]
+        own += [rotary.k_cache.data_ptr(), rotary.v_cache.data_ptr(), block.window, eps, scale]
+        functions.run_function(self._shared.function, own + self._shared.arguments, functions.threads)
+        return ResidualStream(kernels, rows)
+
+    def _share_arguments(
+        self, owners: tuple[Tensor, AttentionMetadata, Tensor, Tensor], shapes: tuple[int, ...], sin: Tensor
+    ) -> tuple[list[int], str, object] | None:
+        """Return the arguments, the function and the owners for a pass, or None if it isn't supported."""
+        rows, batch, cos, slots = owners
+        tiles, groups, output_groups, page_size, kv_heads, size, threads = shapes
+        is_chain = batch.tree_mask is None and batch.max_query <= _MAX_NEW_TOKENS
+        is_rotated = cos.shape[1] == size and cos.dtype is torch.float32 and cos.stride() == sin.stride()
+        if not is_chain or not is_rotated or size % GROUP or cos.stride(1) != 1:
+            return None
+        name = self._compiled().compile_attention(size)
+        count, heads, table = rows.shape[0], tiles * TILE // size - 2 * kv_heads, batch.block_table
         scores = size + table.shape[1] * page_size + _SCORE_PADDING
-        stride = max(_scratch_elements(count, max(qkv.groups, output.groups)), scores)
-        made = count * qkv.tiles * TILE
+        stride = max(_scratch_elements(count, max(groups, output_groups)), scores)
+        made = count * tiles * TILE
         memory = rows.new_empty(threads * stride + made + count * heads * size)
         scratch = memory.data_ptr()
-        arguments = [rows.data_ptr(), count, norm.data_ptr(), qkv.groups, qkv.bits, qkv.data.data_ptr()]
-        arguments += [output.bits, output.data.data_ptr(), scratch, stride * 4, scratch + threads * stride * 4]
-        arguments += [scratch + (threads * stride + made) * 4, *(each.data_ptr() for each in rotary)]
-        arguments += [batch.query_start.data_ptr(), batch.seq_lens.data_ptr(), table.data_ptr(), table.stride(0)]
-        arguments += [batch.seq_lens.shape[0], heads, kv_heads, page_size, block.window]
-        arguments += [rotary.cos.stride(0) * 4, eps, scale]
-        functions.run_function(name, arguments, threads)
-        return ResidualStream(kernels, rows)
+        arguments = [rows.data_ptr(), count, groups, scratch, stride * 4, scratch + threads * stride * 4]
+        arguments += [scratch + (threads * stride + made) * 4]
+        arguments += [each.data_ptr() for each in (cos, sin, slots, batch.query_start, batch.seq_lens, table)]
+        arguments += [table.stride(0), batch.seq_lens.shape[0], heads, kv_heads, page_size, cos.stride(0) * 4]
+        return arguments, name, (owners, sin, memory)
 
     def _compute_mlp(
         self,
@@ -253,8 +267,8 @@ class CompiledBlocks:
 
 
 def _scratch_elements(rows: int, groups: int) -> int:
-    """Return the number of elements of one thread's scaled x and of the sums of its groups."""
-    return rows * groups * (GROUP + 1)
+    """Return the number of elements of one thread's rounded x and of the scales and sums of its groups."""
+    return rows * groups * (GROUP // 2 + 2)  # of float32: 16-bit x, then a scale and a sum of each group
 
 
 def _is_plain(tensor: Tensor) -> bool:

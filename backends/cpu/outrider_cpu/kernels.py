@@ -151,3 +151,7 @@ class CpuKernels(KernelSet):
         return torch.ops.outrider.verify_chain.host(  # type: ignore[no-any-return]
             target_logits, draft_tokens, draft_probs, temperature, seeds, positions
         )
+
+    def find_nan(self, x: Tensor, found: Tensor) -> None:
+        """Search only if the sum of ``x`` is NaN."""
+        torch.ops.outrider.find_nan.host(x, found)

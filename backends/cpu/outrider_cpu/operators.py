@@ -5,6 +5,7 @@ Each operator runs synchronously, so it can read values of its operands without 
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
@@ -72,7 +73,16 @@ def _verify_chain(
     return decided
 
 
+def _find_nan(x: Tensor, found: Tensor) -> None:
+    """Search ``x`` only if its sum is NaN, as it is if an element is."""
+    if x.is_floating_point() and math.isnan(x.sum()):
+        torch.ops.outrider.find_nan.default(x, found)
+    else:
+        found.fill_(-1)
+
+
 _define("rope_write_cache.host", rope_write_cache, writes=("k_cache", "v_cache"))
 _define("paged_attention.host", attend_pages)
 _define("sample.host", _sample)
+_define("find_nan.host", _find_nan, writes=("found",))
 _define("verify_chain.host", _verify_chain)

@@ -196,9 +196,13 @@ class GraphRunner(Runner):
         """
         del max_kv
         features = next(kind for _, kind in self._sizes if kind.covers(features))
-        bucket = next(size for size in self._sizes[drafted, features] if size >= count)
+        bucket = self.bucket(count, drafted, features)
         padded = None if seq_lens_host is None else seq_lens_host.padded(bucket)
         return DecodeBatch(count, bucket, drafted, features, self._capacity, captured=True, seq_lens_host=padded)
+
+    def bucket(self, count: int, drafted: int, features: Features) -> int:
+        """Return the smallest captured batch size that holds ``count`` requests."""
+        return next(size for size in self._sizes[drafted, features] if size >= count)
 
     def bind(self, batch: DecodeBatch, stream: Stream) -> None:
         """Rebind the KV lengths in the graph of every captured stage, also those of padding rows."""

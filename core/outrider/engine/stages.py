@@ -450,15 +450,15 @@ class Extend(Stage):
     def host_params(self, drafted: int) -> Mapping[str, int]:
         """Return the host parameters of the draft's passes over the accepted tokens."""
         declared = self._parts.proposer.host_lengths or {}
-        taken_in = self._taken_in(drafted)
-        return {name: taken_in + ahead for name, ahead in declared.items() if name.startswith("extend")}
+        new_tokens = self._new_tokens(drafted)
+        return {name: new_tokens + ahead for name, ahead in declared.items() if name.startswith("extend")}
 
     def least_lengths(self, drafted: int) -> Mapping[str, int]:
         """Return the minimum KV length of each draft pass, by host-parameter name."""
-        taken_in = self._taken_in(drafted)
-        return {name: taken_in + more for name, more in self._parts.proposer.host_widths.items()}
+        new_tokens = self._new_tokens(drafted)
+        return {name: new_tokens + more for name, more in self._parts.proposer.host_widths.items()}
 
-    def _taken_in(self, drafted: int) -> int:
+    def _new_tokens(self, drafted: int) -> int:
         """Return how many tokens per request the draft cache gains in draft-extend: those of verify, or the moved path of a
         tree.
         """
@@ -486,15 +486,10 @@ class Extend(Stage):
         if along is not None and aux_hidden_states:
             joined = accepted_rows(side_by_side(aux_hidden_states))
             aux_hidden_states = SideBySide(joined, aux_hidden_states[0].shape[-1])
-        attention, seq_lens_host = frame.path_attention or frame.verify_attention, batch.seq_lens_host
-        if seq_lens_host is not None and self.host_params(batch.drafted):
-            seq_lens_host = replace(seq_lens_host, values=seq_lens_host.lengths_after(self._taken_in(batch.drafted)))
-            attention = replace(attention, seq_lens_host=seq_lens_host.host_param("extend", 0))
+        attention, seq_lens_host = self._attention(batch, frame)
         kept = None  # with exact host lengths, the host knows only the lengths that include all drafted tokens
         if seq_lens_host is None and batch.drafted:
-            # From lengths, which never exceed the block tables, not from positions: a request may have ended on the device.
-            seq_lens = attention.seq_lens[: batch.count] - (self._taken_in(batch.drafted) - 1)
-            kept = KeptRows.one_per_sequence(attention, plan.last, plan.starts, seq_lens.add_(outputs.accepted))
+            kept = self._last_rows(batch, frame, attention)
         places = verify if along is None else along
         static = batch.captured and along is None
         return self._parts.proposer.extend(
@@ -519,6 +514,23 @@ class Extend(Stage):
                 seq_lens_host=seq_lens_host,
             )
         )
+
+    def _attention(self, batch: DecodeBatch, frame: Frame) -> tuple[AttentionMetadata, HostSeqLens | None]:
+        """Return the attention over the verified tokens, or over a tree's accepted path, with the exact host lengths that
+        the draft's passes add to.
+        """
+        attention, seq_lens_host = frame.path_attention or frame.verify_attention, batch.seq_lens_host
+        if seq_lens_host is None or not self.host_params(batch.drafted):
+            return attention, seq_lens_host
+        seq_lens_host = replace(seq_lens_host, values=seq_lens_host.lengths_after(self._new_tokens(batch.drafted)))
+        return replace(attention, seq_lens_host=seq_lens_host.host_param("extend", 0)), seq_lens_host
+
+    def _last_rows(self, batch: DecodeBatch, frame: Frame, attention: AttentionMetadata) -> KeptRows:
+        """Return the rows that the draft's last layer keeps: the last accepted token of each request."""
+        plan = frame.extend
+        # From lengths, which never exceed the block tables, not from positions: a request may have ended on the device.
+        seq_lens = attention.seq_lens[: batch.count] - (self._new_tokens(batch.drafted) - 1)
+        return KeptRows.one_per_sequence(attention, plan.last, plan.starts, seq_lens.add_(frame.outputs.accepted))
 
 
 STAGES = (Gather, DraftStage, PlanPositions, PlanTokens, VerifyAttention, Verify, PlanExtend, ExtendAttention, Extend)

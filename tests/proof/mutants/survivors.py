@@ -23,7 +23,7 @@ REASONS: dict[str, str] = {
         "kernels that plan: tests/engine/test_host_plans.py"
     ),
     "AttentionPlans.plan: one more: 0 → 1": "equivalent: another key, which is nobody's",
-    "_sizes: leave out: choices.add('prefill_chunk'": "a choice of sizes: tests/engine/test_resolve.py",
+    "_Decisions.decide_sizes: leave out: self.add('prefill_chunk'": "a choice of sizes: tests/engine/test_resolve.py",
     "measure_captures: negate: limited": "a report: tests/engine/test_prefill_graphs.py reads it",
     "SamplingParams.truncated: leave an operand out: self.samples": "costs alone: tests/engine/test_sampling_params.py",
     "prefill_inputs: turn a comparison: most is None": "kernels that plan: tests/engine/test_host_plans.py",

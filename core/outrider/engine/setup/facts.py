@@ -1,4 +1,4 @@
-"""What an engine knows about its device and its model before it decides its settings: capabilities, sizes and memory."""
+"""Facts about the device and the model, from which an engine chooses its settings: capabilities, sizes and memory."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from outrider.model.config.model_config import ModelConfig
 from outrider.model.layers.decoder import Decoder
 from outrider.model.layers.ranks import ModelRanks, or_single_rank
 from outrider.model.quantization import Quantization, QuantizedMode, read_quantization
-from outrider.model.quantization.cache import CacheScheme, cache_format, read_scales, resolve_cache_format, scale_keys
+from outrider.model.quantization.cache import cache_format, read_scales, resolve_cache_format, scale_keys
 
 _HEAD = "lm_head.weight"
 
@@ -172,18 +172,18 @@ def plan_decoder(
     if config.vision is not None or config.family in HYBRID_FAMILIES:
         optional |= {key for key in files.tensors if vision_name(key) is not None}  # load_vision checks them
     quantization = read_quantization(Path(directory), mode=quantized)
-    scheme = None if quantization is None or kv_dtype == "plain" else quantization.cache_scheme
-    format = resolve_cache_format(kv_dtype, scheme, kernels, backend, str(files.origin))
+    strategy = None if quantization is None or kv_dtype == "plain" else quantization.cache_strategy
+    format = resolve_cache_format(kv_dtype, strategy, kernels, backend, str(files.origin))
     stem = decoder_stem(files.tensors)
     prefixes = [f"{stem}layers.{index}" for index in config.attention_layers]
     scales: list[tuple[Tensor, Tensor]] = []
     if quantization is not None:
         stored_scales = scale_keys(files, prefixes)
         optional |= stored_scales
-        if stored_scales and format is not None and scheme is None:
-            scheme = CacheScheme()  # the config doesn't announce them
-    if scheme is not None:
-        scales = [read_scales(files, prefix, scheme, config.num_kv_heads) for prefix in prefixes]
+        if stored_scales and format is not None and strategy is None:
+            strategy = "tensor"  # the config doesn't announce them
+    if strategy is not None:
+        scales = [read_scales(files, prefix, strategy, config.num_kv_heads) for prefix in prefixes]
     check_tensors(
         files, decoder_targets(config, files.tensors), optional=optional, quantization=quantization, backend=backend
     )

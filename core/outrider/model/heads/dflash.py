@@ -28,7 +28,6 @@ from outrider.model.heads.head_checkpoint import ENVELOPE, HeadCheckpoint
 from outrider.model.layers.cache import KVCache
 from outrider.model.layers.inputs import ForwardInput
 from outrider.model.layers.language_model import LanguageModel, side_by_side
-from outrider.model.layers.layer import DecoderLayer
 from outrider.model.layers.layer_weights import LayerWeights
 from outrider.model.layers.ranks import Shards
 from outrider.model.quantization import QuantizedMode
@@ -76,17 +75,12 @@ class DFlashHead(BaseDraftHead):
         head: Weight | None = None,
         ids: Tensor | None = None,
     ) -> None:
-        super().__init__(config, target, head=head, ids=ids)
+        super().__init__(config, target, weights.layers, head=head, ids=ids)
         self.weights = weights
         self.block_size = block_size
         self.mask_token = mask_token
         self._causal = (causal,) * config.num_layers if isinstance(causal, bool) else causal
         self.aux_hidden_state_layers = aux_hidden_state_layers
-
-        self._layers = tuple(
-            DecoderLayer(config, layer, self.kernels, window=window, ranks=target.ranks)
-            for layer, window in zip(weights.layers, config.windows, strict=True)
-        )
 
     def write_text_cache(
         self,

@@ -20,7 +20,6 @@ from outrider.model.heads.draft_head import BaseDraftHead
 from outrider.model.layers.cache import KVCache
 from outrider.model.layers.inputs import ForwardInput
 from outrider.model.layers.language_model import LanguageModel, side_by_side
-from outrider.model.layers.layer import DecoderLayer
 from outrider.model.layers.layer_weights import LayerWeights
 
 
@@ -50,12 +49,8 @@ class EagleHead(BaseDraftHead):
     def __init__(
         self, config: ModelConfig, weights: EagleWeights, target: LanguageModel, *, head: Weight | None = None
     ) -> None:
-        super().__init__(config, target, head=head)
+        super().__init__(config, target, weights.layers, head=head)
         self.weights = weights
-        self._layers = tuple(
-            DecoderLayer(config, layer, self.kernels, window=window, ranks=target.ranks)
-            for layer, window in zip(weights.layers, config.windows, strict=True)
-        )
 
     def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:
         """Return predicted hidden states [T, H], or [S, H] of the kept rows, without a final norm.
@@ -65,10 +60,7 @@ class EagleHead(BaseDraftHead):
         """
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
         x = ResidualStream(self.kernels, self._fuse(inputs.tokens, hidden))
-        self.target.begin_pass(inputs)
-        for layer, pages in zip(self._layers[:-1], cache.layers[:-1], strict=True):
-            x = layer.forward(x, inputs.whole, cos_sin, pages)
-        return self._layers[-1].forward(x, inputs, cos_sin, cache.layers[-1]).add()
+        return self._forward_layers(x, inputs, cos_sin, cache).add()
 
     def _fuse(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Return the fusion [T, H] of the tokens' embeddings with ``hidden`` [T, H]."""
@@ -93,9 +85,9 @@ class Eagle3Weights:
     """Weight [H] of the final norm."""
     hidden_norm: Tensor
     """Weight [H] of the norm of the hidden state."""
-    layer: LayerWeights
-    """The first layer. Its attention reads the normed embedding and hidden state side by side: ``qkv`` is [(Hq + 2 Hkv) D, 2
-    H]. ``attention_norm`` normalizes the embedding.
+    layers: tuple[LayerWeights, ...]
+    """The layers. The first one's attention reads the normed embedding and hidden state side by side: ``qkv`` is
+    [(Hq + 2 Hkv) D, 2 H]. Its ``attention_norm`` normalizes the embedding.
     """
     target_ids: Tensor | None
     """Target token of each draft token, int64 [Vd]; None if both vocabularies are the same."""
@@ -103,8 +95,6 @@ class Eagle3Weights:
     """Weight [3 Ht] of a norm over the three joined states, or None."""
     state_norms: tuple[Tensor, ...] = ()
     """Three weights [Ht], one norm for each state, or empty."""
-    later: tuple[LayerWeights, ...] = ()
-    """Ordinary layers after the first one."""
 
 
 def fuse(weights: Eagle3Weights, states: tuple[Tensor, ...], eps: float, kernels: KernelSet) -> Tensor:
@@ -138,17 +128,11 @@ class Eagle3Head(BaseDraftHead):
         norm_before_residual: bool = False,
         norm_output: bool = False,
     ) -> None:
-        super().__init__(config, target, head=weights.head, ids=weights.target_ids)
+        super().__init__(config, target, weights.layers, head=weights.head, ids=weights.target_ids)
         self.weights = weights
         self.aux_hidden_state_layers = aux_hidden_state_layers
         self.reads_hidden = not aux_hidden_state_layers
         self._norm_before_residual, self._norm_output = norm_before_residual, norm_output
-
-        self._layer = DecoderLayer(config, weights.layer, self.kernels, window=config.windows[0], ranks=target.ranks)
-        self._later = tuple(
-            DecoderLayer(config, layer, self.kernels, window=window, ranks=target.ranks)
-            for layer, window in zip(weights.later, config.windows[1:], strict=True)
-        )
 
     def condition(self, final: Tensor | None, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
         """Fuse ``aux_hidden_states`` of the target into the state [T, H] that the head reads, or return ``final``."""
@@ -163,17 +147,14 @@ class Eagle3Head(BaseDraftHead):
         :meth:`EagleHead.forward`.
         """
         weights, kernels, eps = self.weights, self.kernels, self.config.rms_eps
-        assert weights.layer.attention_norm is not None  # every EAGLE-3 head has one
+        embedding_norm = weights.layers[0].attention_norm
+        assert embedding_norm is not None  # every EAGLE-3 head has one
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
-        self.target.begin_pass(inputs)
-        embedded = self.target.embed_from_table(inputs.tokens, weights.embedding)
-        embedded = kernels.rms_norm(embedded, weights.layer.attention_norm, eps)
+        embedded = kernels.rms_norm(self.target.embed_from_table(inputs.tokens, weights.embedding), embedding_norm, eps)
         normed = kernels.rms_norm(hidden, weights.hidden_norm, eps)
         rows = normed if self._norm_before_residual else hidden.clone()
         x = ResidualStream(kernels, rows, SeparateInput(torch.cat((embedded, normed), dim=-1)))
-        layers, whole = (self._layer, *self._later), inputs.whole
-        for layer, pages in zip(layers, cache.layers, strict=True):
-            x = layer.forward(x, inputs if layer is layers[-1] else whole, cos_sin, pages)
+        x = self._forward_layers(x, inputs, cos_sin, cache)
         return x.norm(weights.norm, eps) if self._norm_output else x.add()
 
     def logits(self, hidden: Tensor) -> Tensor:

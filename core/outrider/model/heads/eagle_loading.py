@@ -99,9 +99,9 @@ def eagle3_targets(
             Target(f"state_norms.{index}", (Piece(f"fc_norm.{index}.weight", (target.hidden_size,)),))
             for index in range(states)
         ]
-    targets += layer_targets(config, options.prefix, "layer", attention_width=2 * hidden, shards=shards)
+    targets += layer_targets(config, options.prefix, "layers.0", attention_width=2 * hidden, shards=shards)
     for index in range(1, config.num_layers):
-        targets += layer_targets(config, f"layers.{index}", f"later.{index}", shards=shards)
+        targets += layer_targets(config, f"layers.{index}", f"layers.{index}", shards=shards)
     return targets
 
 
@@ -115,11 +115,10 @@ def eagle3_weights(
         head=weights.get("head"),
         norm=weights["norm"],
         hidden_norm=weights["hidden_norm"],
-        layer=layer_weights(weights, "layer"),
+        layers=tuple(layer_weights(weights, f"layers.{index}") for index in range(num_layers)),
         target_ids=target_ids,
         input_norm=weights.get("input_norm"),
         state_norms=tuple(weights[name] for name in sorted(weights) if name.startswith("state_norms.")),
-        later=tuple(layer_weights(weights, f"later.{index}") for index in range(1, num_layers)),
     )
 
 

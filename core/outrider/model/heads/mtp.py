@@ -34,7 +34,6 @@ from outrider.model.heads.head_checkpoint import HeadCheckpoint
 from outrider.model.layers.cache import KVCache
 from outrider.model.layers.inputs import ForwardInput
 from outrider.model.layers.language_model import LanguageModel
-from outrider.model.layers.layer import create_layer
 from outrider.model.layers.layer_weights import LayerWeights
 from outrider.model.layers.ranks import Shards
 from outrider.model.quantization import QuantizedMode
@@ -50,7 +49,8 @@ class MtpWeights:
     """Projection [H, 2 H] of the normed hidden state and the normed embedding side by side, in this order unless the head
     reads the embedding first.
     """
-    layer: LayerWeights
+    layers: tuple[LayerWeights, ...]
+    """The head's one layer."""
     final_norm: Tensor
 
 
@@ -73,22 +73,20 @@ class MtpHead(BaseDraftHead):
         ahead: int,
         embedding_first: bool = False,
     ) -> None:
-        super().__init__(config, target)
+        super().__init__(config, target, weights.layers)
         self.weights = weights
         self.ahead = ahead
         self._embedding_first = embedding_first
-        self._layer = create_layer(config, weights.layer, self.kernels, window=config.windows[0], ranks=target.ranks)
 
     def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:
         """Return hidden states [T, H] after the head's final norm, or [S, H] of the kept rows. ``cache`` has one layer."""
         weights, kernels, eps = self.weights, self.kernels, self.config.rms_eps
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
-        self.target.begin_pass(inputs)
         embedded = kernels.rms_norm(self.target.embed_inputs(inputs), weights.token_norm, eps)
         states = kernels.rms_norm(hidden, weights.hidden_norm, eps)
         joined = (embedded, states) if self._embedding_first else (states, embedded)
         x = ResidualStream(kernels, linear(kernels, torch.cat(joined, dim=-1), weights.projection))
-        return self._layer.forward(x, inputs, cos_sin, cache.layers[0]).norm(weights.final_norm, eps)
+        return self._forward_layers(x, inputs, cos_sin, cache).norm(weights.final_norm, eps)
 
 
 def mtp_targets(config: ModelConfig, heads: int, shards: Shards = SINGLE_RANK) -> list[Target]:
@@ -113,7 +111,7 @@ def mtp_weights(weights: Mapping[str, Any], name: str, experts: ExpertsConfig | 
         token_norm=weights[f"{name}.token_norm"],
         hidden_norm=weights[f"{name}.hidden_norm"],
         projection=weights[f"{name}.projection"],
-        layer=layer_weights(weights, f"{name}.layer", experts),
+        layers=(layer_weights(weights, f"{name}.layer", experts),),
         final_norm=weights[f"{name}.final_norm"],
     )
 

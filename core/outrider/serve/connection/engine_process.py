@@ -39,7 +39,6 @@ from outrider.serve.connection.engine_messages import (
     EngineEvent,
     EngineFailed,
     EngineInfo,
-    EngineReady,
     EngineSnapshot,
     FrameDecoder,
     RequestAdmitted,
@@ -241,7 +240,7 @@ class EngineThread(EngineClient):
         try:
             engine = self._make()
             engine.adopt()
-            self.send([EngineReady(EngineInfo.from_engine(engine))])
+            self.send([EngineInfo.from_engine(engine)])
             EngineLoop(engine, self).serve_until_stopped()
         except BaseException as error:
             self.send([EngineFailed(f"{type(error).__name__}: {error}")])
@@ -406,7 +405,7 @@ def _serve(make: Callable[[], Engine], sock: socket.socket) -> None:
     port = _ChildPort(sock)
     try:
         engine = make()
-        port.send([EngineReady(EngineInfo.from_engine(engine))])
+        port.send([EngineInfo.from_engine(engine)])
         EngineLoop(engine, port).serve_until_stopped()
         engine.close()  # ends the other ranks
     except (BrokenPipeError, ConnectionResetError):  # the server is gone
