@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from tests.engine.conftest import replayed_prefill
 from tests.engine.test_prefill_graphs import noted_replays
 
+from model.hybrid_checkpoints import MtpOracle
 from model.test_vision import IMAGE, PROMPTS, VIDEO, frames, picture, reference_inputs
 from outrider import Engine, SamplingParams
 from outrider.device import ConfigError, Recompute, SpeculativeSync
@@ -117,7 +118,7 @@ NAMES = ("ngram", "ngram-tree", "same-model", "same-model-tree", "eagle", "eagle
 CASES = [(family, name) for family in VISION_FAMILIES for name in NAMES if family not in HYBRIDS or "same" not in name]
 
 
-@pytest.mark.sample(2, per="name")
+@pytest.mark.sample(1, per="name")
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("checkpoint", "name"), CASES, indirect=["checkpoint"])
 def test_speculative_tokens_are_those_of_generate(checkpoint, name, overlap):
@@ -208,6 +209,40 @@ def test_the_head_of_a_hybrid_drafts_behind_images(made, tmp_path, family):
     checkpoint.check(engine)
     checkpoint.check(engine, ("image", "images-of-several-sizes"))
     assert engine.stats.acceptance_length > 1
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("qwen3_5_moe", marks=pytest.mark.slow)])
+def test_the_head_of_a_hybrid_reads_features(made, tmp_path, family):
+    """Its state after a prompt with images is that of transformers' parts over the embeddings that the model reads."""
+    checkpoint = made[family]
+    shutil.copytree(checkpoint.directory, tmp_path, dirs_exist_ok=True)
+    oracle = MtpOracle(checkpoint.reference, 4)
+    head = {f"mtp.{key}": value.contiguous() for key, value in oracle.state_dict().items()}
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path) | head, path, metadata={"format": "pt"})
+    config = plain_config(page_size=4, max_context=128, draft_tokens=3, dtype="float32")
+    engine = Engine.from_checkpoint(tmp_path, checkpoint.backend, speculate="mtp", config=config)
+    found, extend = [], engine.proposer.extend
+
+    def noted(inputs):
+        relay = extend(inputs)
+        found.append(relay["hidden"][0].clone())
+        return relay
+
+    engine.proposer.extend = noted
+    tokens, media = checkpoint.prompts["images-of-several-sizes"]
+    (result,) = engine.generate([tokens], GREEDY, media=[media])
+    assert result.token_ids == checkpoint.expected("images-of-several-sizes")
+    whole = [*expand_placeholders(tokens, media, engine.model.config.vision), result.token_ids[0]]
+    inputs, model = reference_inputs(whole, media, family), checkpoint.reference.model
+    with torch.no_grad():
+        states = model(**inputs).last_hidden_state
+        features = torch.cat(model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"]).pooler_output)
+        embeddings = model.get_input_embeddings()(inputs["input_ids"])
+        embeddings[inputs["mm_token_type_ids"] == 1] = features
+        axes, _ = model.get_rope_index(**{key: value for key, value in inputs.items() if "pixel" not in key})
+    wanted = oracle.states(model.language_model, states, embeddings, axes[:, :, :-1])[-1]
+    torch.testing.assert_close(found[0], wanted, rtol=1e-3, atol=1e-3)
 
 
 def test_a_parallel_head_over_axes(made, tmp_path):
@@ -320,6 +355,23 @@ def test_text_is_replayed_from_graphs_of_prompts_and_images_are_not(made, monkey
     assert [result.token_ids for result in results] == [checkpoint.generated(*prompt) for prompt in prompts]
     assert len(found) > 1
     assert name == "cpu" or not report.findings, str(report)  # on the host, the tower reads sizes without asking
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("sizes", [{"mode": "fused"}, {"mode": "staged", "num_pages": 36}], ids=str)
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl", "qwen3_vl_moe"])
+def test_images_on_the_simulator(made, family, sizes):
+    """Chunks that cut images, drafts, and in one case preemption: the same tokens, and every access is ordered."""
+    checkpoint, backend = made[family], get_backend("sim:seed=5")
+    target, tower = (load(checkpoint.directory, backend=backend, dtype=torch.float32) for load in (load_decoder, load_vision))
+    prompts = [checkpoint.prompts[name] for name in ("image", "text", "video", "images-of-several-sizes")]
+    config = plain_config(max_requests=3, max_context=128, page_size=4, prefill_chunk=20, overlap=True, **sizes)
+    with watch(backend) as report:
+        proposer = NgramProposer(vocab_size=target.config.vocab_size, draft_tokens=2)
+        engine = Engine(target, backend, config=config, vision=tower, proposer=proposer)
+        results = engine.generate([tokens for tokens, _ in prompts], GREEDY, media=[media for _, media in prompts])
+    assert [result.token_ids for result in results] == [checkpoint.generated(*prompt) for prompt in prompts]
+    assert not report.findings, str(report)
 
 
 class RecomputingSync(SpeculativeSync):

@@ -108,9 +108,9 @@ class MtpOracle(torch.nn.Module):
 
     def __init__(self, model, seed):
         super().__init__()
-        config = model.config
+        config = model.config.get_text_config()
         module = import_module(type(model).__module__)
-        layers, norms = (getattr(module, f"{type(model).__name__.removesuffix('ForCausalLM')}{part}") for part in _PARTS)
+        layers, norms = (getattr(module, f"{type(model).__name__.partition('For')[0]}{part}") for part in _PARTS)
         self.fc = torch.nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.pre_fc_norm_embedding = norms(config.hidden_size, config.rms_norm_eps)
         self.pre_fc_norm_hidden = norms(config.hidden_size, config.rms_norm_eps)
@@ -124,13 +124,18 @@ class MtpOracle(torch.nn.Module):
         """Results of the head at every position but the last, [T - 1, H], over the model's states of ``tokens``."""
         ids = torch.tensor([list(tokens)])
         with torch.no_grad():
-            states = model.model(ids).last_hidden_state[:, :-1]
-            embedded = self.pre_fc_norm_embedding(model.model.embed_tokens(ids[:, 1:]))
-            x = self.fc(torch.cat((embedded, self.pre_fc_norm_hidden(states)), dim=-1))
-            length = x.shape[1]
-            positions = torch.arange(length).unsqueeze(0)
+            states = model.model(ids).last_hidden_state
+            positions = torch.arange(len(tokens) - 1).unsqueeze(0)
             axes = positions if "Next" in type(model).__name__ else positions.expand(3, 1, -1)
-            rotary = model.model.rotary_emb(x, axes)
+            return self.states(model.model, states, model.model.embed_tokens(ids), axes)
+
+    def states(self, text, states, embeddings, axes):
+        """The same from the states and the embeddings of all tokens, [1, T, H], and positions on each axis."""
+        with torch.no_grad():
+            embedded = self.pre_fc_norm_embedding(embeddings[:, 1:])
+            x = self.fc(torch.cat((embedded, self.pre_fc_norm_hidden(states[:, :-1])), dim=-1))
+            length = x.shape[1]
+            rotary = text.rotary_emb(x, axes)
             mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
             return self.norm(self.layers[0](x, position_embeddings=rotary, attention_mask=mask))[0]
 

@@ -1,6 +1,7 @@
 """Vision-language models against transformers: positions, features, logits and greedy tokens."""
 
 import re
+import shutil
 
 import pytest
 import torch
@@ -8,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from model import vision_checkpoints
+from model import quantized_checkpoints, vision_checkpoints
 from model.harness import Driver
+from model.quantized_checkpoints import write_compressed, write_fp8
 from outrider.errors import CheckpointError, RequestError
 from outrider.model import (
     MediaGrid,
     MediaProcessor,
+    QuantizedMode,
     expand_placeholders,
     load_decoder,
     load_vision,
@@ -72,9 +75,9 @@ def reference_inputs(tokens, media, family):
     return inputs
 
 
-def ours(directory, backend, tokens, media, *, chunk=None):
+def ours(directory, backend, tokens, media, *, chunk=None, quantized=QuantizedMode.KERNELS):
     """Greedy tokens and logits, the prompt in chunks, its features in place of the placeholders' embeddings."""
-    decoder = load_decoder(directory, backend=backend, dtype=torch.float32)
+    decoder = load_decoder(directory, backend=backend, dtype=torch.float32, quantized=quantized)
     tower = load_vision(directory, backend=backend, dtype=torch.float32)
     vision = decoder.config.vision
     driver = Driver(decoder)
@@ -160,6 +163,35 @@ def test_a_random_config_of_each_family(tmp_path, backend, family):
 @pytest.mark.parametrize("family", vision_checkpoints.FAMILIES)
 def test_many_random_configs(tmp_path, backend, family, seed):
     check_random_config(tmp_path, backend, family, seed, transposed=family == "qwen3_vl_moe" and seed % 2)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("form", ["fp8 in blocks", "int8-w8a16", "fp8 everywhere"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl"])
+def test_quantized_checkpoints(tmp_path, backend, family, form, monkeypatch):
+    """The tower is unquantized, as in published ones, or is dequantized."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
+    sizes |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32} if family == "qwen3_5" else {}
+    model = vision_checkpoints.write(tmp_path, family, 3, **sizes)
+    if form == "fp8 in blocks":
+        state = write_fp8(tmp_path, tmp_path / "quantized", block=(32, 32), skip=("lm_head", "model.visual"))
+    elif form == "fp8 everywhere":
+        monkeypatch.setattr(
+            quantized_checkpoints, "LINEARS", (*quantized_checkpoints.LINEARS, "attn.qkv", "attn.proj", "fc1")
+        )
+        state = write_fp8(tmp_path, tmp_path / "quantized", block=(32, 32))
+    else:
+        state = write_compressed(tmp_path, tmp_path / "quantized", form, ignore=("lm_head", "re:.*visual.*"))
+    shutil.copy(tmp_path / "preprocessor_config.json", tmp_path / "quantized")
+    processor = MediaProcessor.from_checkpoint(tmp_path / "quantized")
+    tokens, media = vision_checkpoints.random_prompt(processor, read_model_config(tmp_path).vision, 4)
+    inputs = vision_checkpoints.reference_inputs(tokens, media)
+    with torch.no_grad():
+        wanted = torch.func.functional_call(model, state, kwargs=inputs, args=()).logits[0, -1]
+    _, logits = ours(tmp_path / "quantized", backend, tokens, media, quantized=QuantizedMode.DEQUANTIZE)
+    torch.testing.assert_close(logits[0], wanted, rtol=1e-3, atol=1e-3)
+    _, logits = ours(tmp_path / "quantized", backend, tokens, media)
+    assert torch.cosine_similarity(logits[0], wanted, dim=0) > (0.99 if form == "int8-w8a16" else 0.95)
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES)

@@ -16,8 +16,11 @@ _MARKS = {"image_token_id": 30, "video_token_id": 31, "vision_start_token_id": 3
 START, END, IMAGE, VIDEO = 32, 33, 30, 31
 
 
-def random_config(family, seed):
-    """A config with odd sizes of patches, heads and the grid of positions, and any share of the axes in the rope."""
+def random_config(family, seed, **overrides):
+    """A config with odd sizes of patches, heads and the grid of positions, and any share of the axes in the rope.
+
+    ``overrides`` are of the text model.
+    """
     draw = random.Random(f"vision {family} {seed}")
     text = config_values(family if "5" in family else "qwen3_5", seed)
     rope = text["rope_parameters"]
@@ -29,6 +32,7 @@ def random_config(family, seed):
     if family == "qwen3_vl_moe":
         text |= {"num_experts": draw.choice((3, 4)), "num_experts_per_tok": 2, "moe_intermediate_size": draw.choice((8, 12))}
         text |= {"mlp_only_layers": [0] if draw.random() < 0.3 else []}
+    text |= overrides
     frequencies = int(text["head_dim"] * rope["partial_rotary_factor"]) // 2
     height = draw.randint(0, frequencies // 3)
     width = draw.randint(0, frequencies // 3)
@@ -55,12 +59,12 @@ def random_config(family, seed):
     return CONFIG_MAPPING[family](text_config=text, vision_config=vision, tie_word_embeddings=tie, **_MARKS)
 
 
-def write(directory, family, seed, *, transposed=False):
+def write(directory, family, seed, *, transposed=False, **overrides):
     """Write a random checkpoint with its processor's configs. Return transformers' model of it.
 
     ``transposed``: stacks of experts as Qwen publishes them.
     """
-    config = random_config(family, seed)
+    config = random_config(family, seed, **overrides)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     randomize(model, seed)
     model.generation_config.eos_token_id = None

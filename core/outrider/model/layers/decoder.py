@@ -100,8 +100,8 @@ class Decoder(LanguageModel):
         if missing:
             raise ConfigError(f"there are no layers {missing} to capture, the decoder has {len(self._layers)}")
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
+        x = ResidualStream(self.kernels, self.embed_inputs(inputs))
         features = () if inputs.embeddings is None else inputs.embeddings.split(self.config.hidden_size, dim=1)
-        x = ResidualStream(self.kernels, self._embed_inputs(inputs, *features[:1]))
         if self.config.rope.query_beta:
             inputs = replace(inputs, query_scales=query_scales(self.config.rope, inputs.positions).to(self.dtype))
         if inputs.states is not None and inputs.states.window is None:
@@ -159,9 +159,3 @@ class Decoder(LanguageModel):
         decoder.weights = replace(self.weights, head=head)
         decoder._output_ids = ids
         return decoder
-
-    def _embed_inputs(self, inputs: ForwardInput, features: Tensor | None = None) -> Tensor:
-        embedded = self.embed(inputs.tokens)
-        if features is None or inputs.embedded is None:
-            return embedded
-        return torch.where(inputs.embedded.unsqueeze(-1), features, embedded)

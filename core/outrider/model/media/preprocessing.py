@@ -260,9 +260,9 @@ def digest_of(grid: MediaGrid, pixels: Tensor) -> bytes:
 def expand_placeholders(tokens: Sequence[int], media: Sequence[Media], vision: VisionConfig) -> list[int]:
     """Return ``tokens`` with each image or video token repeated once per feature of its medium.
 
-    If prompts state the times of a video, the text of its time and the marks of a video surround the placeholders of each
-    temporal patch, and marks around the token are dropped. Raises :class:`RequestError` if placeholders and media don't match
-    in number or kind, and for a video without times.
+    In a prompt that states times, the text of its time precedes each temporal patch of a video, whose placeholders are
+    between marks. They replace the token and the marks around it. Raises :class:`RequestError` if placeholders and media
+    don't match in number or kind, and for a video without the times that the prompt needs.
     """
     kinds = {vision.image_token: "image", vision.video_token: "video"}
     prompt_kinds = [kinds[token] for token in tokens if token in kinds]

@@ -24,6 +24,7 @@ from outrider.model.config.checkpoint_config import hf_config, read_model_config
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.media.mrope import MediaGrid
 from outrider.model.media.preprocessing import Media
+from outrider.model.quantization import QuantizedMode, read_quantization
 
 
 class VisionTower:
@@ -63,7 +64,7 @@ def load_vision(
 ) -> VisionTower:
     """Load the vision tower of a vision-language checkpoint, with the checks of :func:`load_decoder`.
 
-    Raises :class:`CheckpointError` also for a checkpoint without a vision tower.
+    Quantized weights are dequantized. Raises :class:`CheckpointError` also for a checkpoint without a vision tower.
     """
     directory = Path(directory)
     config = read_model_config(directory)
@@ -79,9 +80,13 @@ def load_vision(
             shapes = {name: tuple(tensor.shape) for name, tensor in _build(config.family, vision).state_dict().items()}
     names = {inner: key for key in files.tensors if (inner := vision_name(key)) is not None}
     targets = [Target(name, (Piece(names.get(name, f"visual.{name}"), shape),)) for name, shape in shapes.items()]
-    check_tensors(files, targets, optional={key for key in files.tensors if vision_name(key) is None})
+    quantization = read_quantization(directory, mode=QuantizedMode.DEQUANTIZE)
+    optional = {key for key in files.tensors if vision_name(key) is None}
+    check_tensors(files, targets, optional=optional, quantization=quantization)
     with loading_stream(backend, dtype) as stream:
-        weights = load_tensors(files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress)
+        weights = load_tensors(
+            files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress, quantization=quantization
+        )
         module = _build(config.family, vision)
         module.load_state_dict(weights, assign=True)
         module.to(backend.device)  # moves computed buffers: rotary frequencies, in their own dtype
