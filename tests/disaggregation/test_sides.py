@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from disaggregation.couple import LIMIT_S, Couple
 from outrider import Engine, SamplingParams
 from outrider.bundled import bundled
+from outrider.device import DeviceError
 from outrider.disaggregation import codec
 from outrider.disaggregation.connections import WireError
 from outrider.engine import ChoiceGuide, Ebnf, JsonObject, JsonSchema, Regex
@@ -63,6 +64,27 @@ def check(sides, given, before):
         assert sides.tokens(key) == tiny.plain(prompt, NEW), key
         assert sides.ended[key].finish_reason in ("length", "stop")
     assert free(sides) == before
+
+
+@pytest.mark.parametrize(("faults", "ends"), [(7, False), (8, True)])
+def test_a_device_that_keeps_failing_ends_the_decode_server(monkeypatch, faults, ends):
+    sides = couple("none", prefills_alone=True)
+    left, step, (prompt,) = [faults], Engine.step, prompts("faults", 1)
+
+    def failing(self):
+        if self is sides.decode.engine and left[0]:
+            left[0] -= 1
+            raise DeviceError("as it may")
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", failing)
+    key, _ = sides.submit(state(prompt))
+    if ends:
+        with pytest.raises(DeviceError, match="as it may"):
+            sides.rest()
+    else:
+        sides.rest()
+        assert sides.tokens(key) == tiny.plain(prompt, NEW)
 
 
 @pytest.mark.sample(3)

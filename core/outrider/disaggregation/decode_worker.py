@@ -10,7 +10,7 @@ from itertools import count
 
 from torch import Tensor
 
-from outrider.device import ConfigError, DeviceError
+from outrider.device import ConfigError
 from outrider.disaggregation import codec
 from outrider.disaggregation.connections import WireError, WireMessage
 from outrider.disaggregation.page_landing import PageLanding
@@ -202,18 +202,14 @@ class DecodeWorker:
     def run_iteration(self) -> bool:
         """Run one iteration of the engine and advance every request that can advance. Return whether anything happened.
 
-        Raises the error of :meth:`Engine.step` once the device is lost.
+        Raises the errors of :meth:`Engine.step_or_retry`.
         """
         busy = self.engine.has_unfinished
         if busy:
-            try:
-                for output in self.engine.step():
-                    entry = self._by_request.get(output.request_id)
-                    if entry is not None:
-                        self._emit(entry, replace(output, request_id=entry.number))
-            except DeviceError as error:
-                if error.device_lost:
-                    raise
+            for output in self.engine.step_or_retry():
+                entry = self._by_request.get(output.request_id)
+                if entry is not None:
+                    self._emit(entry, replace(output, request_id=entry.number))
         busy |= self._compilers.admit_compiled()
         for peer in list(self._peers.values()):
             busy |= self._handle_notices(peer)

@@ -11,15 +11,12 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any
 
-from outrider.device import DeviceError, OutriderError
+from outrider.device import OutriderError
 from outrider.engine.engine import Engine
 from outrider.engine.requests.request import FinishReason, StepOutput
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.errors import RequestError
 from outrider.model import Media
-
-_FAILURES = 8
-"""Recoverable failures in a row after which the engine is given up."""
 
 
 class AsyncEngineClosed(OutriderError):
@@ -235,22 +232,13 @@ class AsyncEngine:
             self._finish(engine)
 
     def _serve(self, engine: Engine) -> None:
-        failures = 0
         while True:
             self._take_commands(block=not engine.has_unfinished)
             if self._stop or (self._stop is not None and not engine.has_unfinished):
                 return
             if not engine.has_unfinished:
                 continue
-            try:
-                outputs = engine.step()
-                failures = 0
-            except DeviceError as error:
-                failures += 1
-                if error.device_lost or failures >= _FAILURES:
-                    raise
-                continue
-            for output in outputs:
+            for output in engine.step_or_retry():
                 self._hand_on(output)
 
     def _take_commands(self, *, block: bool) -> None:

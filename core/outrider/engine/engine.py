@@ -43,6 +43,8 @@ from outrider.speculative.proposer import NonSpeculativeProposer, Proposer
 
 Progress = Callable[[str, int, int], None]
 
+_MAX_CONSECUTIVE_FAILURES = 8
+
 
 class Engine:
     """The engine that runs requests in continuous batches on one backend.
@@ -125,6 +127,7 @@ class Engine:
             vision=vision,
         )
         self._session = Session(loop, shares_prompts=config.prefix_cache)
+        self._failures = 0  # consecutive recoverable ones
         self._lending: PageLending | None = None
         self._processes: RankProcesses | None = None
 
@@ -274,6 +277,20 @@ class Engine:
         with self._session.use():
             self._loop.iterate()
         return self._loop.output_queue.pop_outputs()
+
+    def step_or_retry(self) -> list[StepOutput]:
+        """Return the outputs of :meth:`step`, for a loop that serves requests; none after a recoverable device failure, since
+        requests keep their tokens. Raises the :class:`DeviceError` of a lost device, and the last of 8 consecutive failures.
+        """
+        try:
+            outputs = self.step()
+        except DeviceError as error:
+            self._failures += 1
+            if error.device_lost or self._failures >= _MAX_CONSECUTIVE_FAILURES:
+                raise
+            return []
+        self._failures = 0
+        return outputs
 
     def generate(
         self,

@@ -53,8 +53,6 @@ from outrider.serve.connection.engine_messages import (
     frame,
 )
 
-_MAX_CONSECUTIVE_FAILURES = 8
-"""Number of consecutive recoverable device failures after which the loop raises the error."""
 _GUIDE_POLL_INTERVAL_S = 0.01
 """Seconds between two checks for commands while all requests of the loop wait for their guides."""
 _SNAPSHOT_INTERVAL_S = 0.1
@@ -95,7 +93,6 @@ class EngineLoop:
     def serve_until_stopped(self) -> None:
         """Serve until the server sends :class:`StopEngine`. Raises the error that ended the engine."""
         engine = self._engine
-        failures = 0
         while True:
             is_idle = not engine.has_unfinished
             if is_idle and self._compilers.has_waiting:
@@ -110,16 +107,8 @@ class EngineLoop:
             self._compilers.admit_compiled()
             if engine.has_unfinished:
                 began = time.perf_counter()
-                try:
-                    outputs = engine.step()
-                    failures = 0
-                except DeviceError as error:
-                    failures += 1
-                    if error.device_lost or failures >= _MAX_CONSECUTIVE_FAILURES:
-                        raise
-                    continue
-                finally:
-                    self._step_s += time.perf_counter() - began
+                outputs = engine.step_or_retry()
+                self._step_s += time.perf_counter() - began
                 for output in outputs:
                     self._queue_output(output)
             self._send_events()
