@@ -15,7 +15,16 @@ from outrider import Engine, SamplingParams
 from outrider.device import ConfigError, Recompute, SpeculativeSync
 from outrider.engine.state.plans import PlanAtJoin
 from outrider.errors import RequestError
-from outrider.model import MediaProcessor, expand_placeholders, load_decoder, load_eagle, load_mtp, load_peagle, load_vision
+from outrider.model import (
+    MediaProcessor,
+    expand_placeholders,
+    load_decoder,
+    load_eagle,
+    load_eagle3,
+    load_mtp,
+    load_peagle,
+    load_vision,
+)
 from outrider.model.checkpoint.mapping import SINGLE_RANK
 from outrider.model.heads.mtp import chained_head_config, chained_mtp_targets
 from outrider.registry import get_backend
@@ -29,7 +38,7 @@ from outrider_cpu.backend import CpuBackend
 from outrider_proof.checkpoints import VISION_FAMILIES, write_eagle, write_vision_checkpoint
 from outrider_proof.tiny import plain_config
 from outrider_sanitizer import watch
-from tiny_checkpoints import write_checkpoint, write_mtp, write_peagle
+from tiny_checkpoints import write_checkpoint, write_eagle3, write_mtp, write_peagle
 
 TOKENS = 12
 GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
@@ -46,6 +55,8 @@ class Checkpoint:
         self.tower = load_vision(directory, backend=backend, dtype=torch.float32)
         write_eagle(directory / "eagle")
         self.head = load_eagle(directory / "eagle", target=self.target, backend=backend, dtype=torch.float32)
+        write_eagle3(directory / "eagle3")
+        self.head3 = load_eagle3(directory / "eagle3", target=self.target, backend=backend, dtype=torch.float32)
         processor = MediaProcessor.from_checkpoint(directory)
         self.prompts = {name: make(processor) for name, make in PROMPTS.items()}
         self.processor = processor
@@ -110,11 +121,12 @@ def proposers(checkpoint):
         "same-model-tree": lambda: DraftModelTreeProposer(target, target=target, shape=DynamicTree(topk=2, depth=3)),
         "eagle": lambda: EagleProposer(checkpoint.head, draft_tokens=3),
         "eagle-tree": lambda: EagleTreeProposer(checkpoint.head, DynamicTree(topk=2, depth=3)),
+        "eagle3": lambda: EagleProposer(checkpoint.head3, draft_tokens=3),
     }
 
 
 HYBRIDS = ("qwen3_5", "qwen3_5_moe")
-NAMES = ("ngram", "ngram-tree", "same-model", "same-model-tree", "eagle", "eagle-tree")
+NAMES = ("ngram", "ngram-tree", "same-model", "same-model-tree", "eagle", "eagle-tree", "eagle3")
 CASES = [(family, name) for family in VISION_FAMILIES for name in NAMES if family not in HYBRIDS or "same" not in name]
 
 
