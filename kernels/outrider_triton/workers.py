@@ -136,8 +136,9 @@ def _request(key: str, compile_fn: Callable[[], Any]) -> bytes | None:
         )
     except TypeError:  # a constant that JSON has no form for
         return None
-    kernel = {"module": source.fn.fn.__module__, "function": source.fn.fn.__name__, "target": vars(target), "data": data}
-    return json.dumps(kernel).encode()
+    function = source.fn
+    kernel = {"module": function.fn.__module__, "function": function.fn.__name__, "hash": function.cache_key}
+    return json.dumps(kernel | {"target": vars(target), "data": data}).encode()
 
 
 class _Target:
@@ -159,7 +160,9 @@ def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
         request = json.loads(line)
         with suppress(Exception):  # the process that asked compiles again, and raises the error
             driver.set_active(_Target(GPUTarget(**request["target"])))
-            getattr(import_module(request["module"]), request["function"]).preload(request["data"])
+            function = getattr(import_module(request["module"]), request["function"])
+            function.hash = request["hash"]  # Triton's own depends on the functions that were hashed before
+            function.preload(request["data"])
         answers.write(b".")
         answers.flush()
 

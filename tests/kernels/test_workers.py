@@ -41,7 +41,7 @@ def printed_by(child, *arguments, cache):
 def test_workers_compile_and_this_process_loads(broken, tmp_path):
     """Two variants, twice: by two workers, and then by nobody, since the cache has them. Without workers, by this process."""
     found = json.loads(printed_by(CHILD, *(["broken"] if broken else []), cache=tmp_path))
-    assert found["compiled"] == [["rms_norm", not broken]] * 2 + [["rms_norm", True]] * 2
+    assert found["compiled"] == [["silu_mul", not broken]] * 2 + [["silu_mul", True]] * 2
     assert found["workers"] == [2, 2]
     assert found["running"] == 0
 
