@@ -36,7 +36,7 @@ class _PackedBlocks(NamedTuple):
 
 
 class _SharedArguments(NamedTuple):
-    """What the attention of all layers of a pass shares."""
+    """Arguments that the attention of all layers of a pass shares."""
 
     key: tuple[object, ...]
     """Identities and sizes that the arguments are valid for."""
