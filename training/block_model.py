@@ -1,29 +1,35 @@
-"""A block drafter in plain torch, with the parameter names and the config of published DFlash checkpoints.
+"""A block drafter in plain torch with its loss, and the parameter names and the config of published DFlash checkpoints.
 
 Letters: B sequences, S positions of the text, N blocks of one sequence, W tokens of a block, H hidden size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import Attention, DraftHead, Layer, RMSNorm, Rotary, Shape, initialise, rotate
+from model import (
+    MEASURED_LENGTH,
+    Attention,
+    Compare,
+    DraftHead,
+    Layer,
+    RMSNorm,
+    Rotary,
+    Shape,
+    Target,
+    Texts,
+    initialise,
+    rotate,
+)
 
-
-@dataclass(frozen=True)
-class BlockShape:
-    """The sizes of a block drafter, in addition to those of its target."""
-
-    layers: int = 4
-    width: int = 8
-    taps: tuple[int, ...] = (0, 1, 2, 3)
-    """Indices of the target's layers whose outputs the drafter reads."""
-    mask: int = 1
-    """Token of the unknown positions of a block."""
+_POSITION_DECAY = 4.0
+"""Number of block positions over which the weight in the loss falls by a factor of e."""
+_MIN_POSITION_WEIGHT = 0.25
+"""Factor of a block position's weight if the preceding draft tokens would all be rejected."""
+_SHORT_BLOCK_SHARE = 0.5
+"""Share of blocks that are shorter than the full width, so that shorter drafts are trained as well."""
 
 
 class BlockAttention(Attention):
@@ -60,25 +66,38 @@ class BlockHead(DraftHead):
     The text is represented by the target's intermediate states, joined by ``fc``. Embedding and output head are the target's.
     """
 
-    def __init__(self, shape: Shape, block: BlockShape) -> None:
+    def __init__(
+        self, shape: Shape, taps: tuple[int, ...], mask: int, *, layers: int = 4, width: int = 8, blocks: int = 24
+    ) -> None:
+        """Create a head of ``layers`` layers that reads the outputs of the target's layers ``taps``.
+
+        ``width`` is the number of tokens of a block, of which those after the first are ``mask``. ``blocks`` is the number of
+        blocks in each sequence that the loss draws.
+        """
         super().__init__()
-        self.shape, self.block = shape, block
+        self.shape, self.taps, self.mask, self.width, self.blocks = shape, taps, mask, width, blocks
+        self.lengths = tuple(sorted({min(MEASURED_LENGTH, width - 1), width - 1}))
         self.rotary = Rotary(shape)
-        self.fc = nn.Linear(len(block.taps) * shape.hidden_size, shape.hidden_size, bias=False)
+        self.fc = nn.Linear(len(taps) * shape.hidden_size, shape.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(block.layers))
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(layers))
         for layer in self.layers:
             layer.self_attn = BlockAttention(shape)
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         initialise(self)
 
+    def start_from(self, target: Target) -> None:
+        """Set the weights that differ from a random start: the target's output head reads the head's states."""
+        with torch.no_grad():
+            self.norm.weight.copy_(target.norm.weight)
+
     def published_config(self) -> dict[str, object]:
         return {
             "architectures": ["DFlashDraftModel"],
-            "block_size": self.block.width,
-            "dflash_config": {"mask_token_id": self.block.mask, "target_layer_ids": list(self.block.taps)},
+            "block_size": self.width,
+            "dflash_config": {"mask_token_id": self.mask, "target_layer_ids": list(self.taps)},
             "model_type": "qwen3",
-            "num_hidden_layers": self.block.layers,
+            "num_hidden_layers": len(self.layers),
             "num_target_layers": self.shape.num_hidden_layers,
         }
 
@@ -107,3 +126,47 @@ class BlockHead(DraftHead):
             x = x + layer.self_attn.block(text, layer.input_layernorm(x), text_angles, block_angles, mask)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.norm(x).view(batch, count, width, size)
+
+    def embed(self, target: Target, known: Tensor, width: int) -> Tensor:
+        """Return the embeddings [B, N, W, H] of the blocks after the tokens ``known`` [B, N]."""
+        block = torch.full((*known.shape, width), self.mask, device=known.device)
+        block[..., 0] = known
+        return target.embed_tokens(block)
+
+    def loss(self, target: Target, texts: Texts, compare: Compare) -> Tensor:
+        """Return the loss, then for each draft position the share of greedy drafts that are right."""
+        tokens, device, width = texts.tokens, texts.tokens.device, self.width
+        size = (len(tokens), self.blocks)
+        room = (texts.stops - texts.starts - 1).clamp_min(1).unsqueeze(1)
+        anchors = texts.starts.unsqueeze(1) + (torch.rand(size, device=device) * room).long()
+        anchors = anchors.clamp(max=tokens.shape[1] - 2)
+        shorter = torch.randint(2, width + 1, size, device=device)
+        widths = torch.where(torch.rand(size, device=device) < _SHORT_BLOCK_SHARE, shorter, width)
+        offsets = torch.arange(width, device=device)
+        positions = anchors.unsqueeze(2) + offsets
+        valid = ((offsets < widths.unsqueeze(2)) & (positions < texts.stops.view(-1, 1, 1)))[..., 1:].float()
+        rows = torch.arange(len(tokens), device=device).view(-1, 1, 1)
+        states = texts.final[rows, positions[..., :-1].clamp(max=tokens.shape[1] - 1)]
+        logits = target.logits(states).float()
+        hidden = self(texts.states, self.embed(target, tokens[rows[..., 0], anchors], width), anchors, widths)
+        draft = target.logits(hidden[..., 1:, :])
+        divergence, rejected = compare(draft, logits.log_softmax(-1))
+        with torch.no_grad():
+            kept = (1.0 - rejected).clamp_min(1e-6)
+            reached = torch.cat((torch.ones_like(kept[..., :1]), kept[..., :-1]), dim=-1).cumprod(-1)
+            weights = torch.exp(-offsets[:-1] / _POSITION_DECAY)
+            weights = valid * weights * (_MIN_POSITION_WEIGHT + (1.0 - _MIN_POSITION_WEIGHT) * reached)
+            right = (draft.argmax(-1) == logits.argmax(-1)) * valid
+            facts = right.sum((0, 1)) / valid.sum((0, 1)).clamp_min(1)
+        total = ((divergence + rejected) * weights).sum() / weights.sum().clamp_min(1e-6)
+        return torch.cat((total.unsqueeze(0), facts))
+
+    def hits(self, target: Target, texts: Texts, count: int) -> Tensor:
+        """Return whether each of ``count`` draft tokens after each position of one row is right, [at most S, count].
+
+        A position is that of the last known token, whose states the head doesn't see.
+        """
+        anchors = torch.arange(texts.tokens.shape[1] - count, device=texts.tokens.device)
+        hidden = self(texts.states, self.embed(target, texts.tokens[:, anchors], count + 1), anchors[None])
+        guesses = target.logits(hidden[0, :, 1:]).argmax(-1)
+        return guesses == texts.tokens[0][anchors.unsqueeze(1) + torch.arange(1, count + 1, device=anchors.device)]

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head in plain torch, with the parameter names and the config of published heads.
+"""An EAGLE-3 head in plain torch with its loss, and the parameter names and the config of published heads.
 
 Letters: B sequences, S positions, H hidden size, V vocabulary, Vd draft vocabulary.
 """
@@ -9,23 +9,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import EagleHead, RMSNorm, Shape, Target
+from model import MEASURED_LENGTH, Compare, EagleHead, RMSNorm, Shape, Target, Texts
+
+_DEPTH_DECAY = 0.9
+"""Factor of the weight of each further depth in the loss: later positions are reached less often."""
 
 
 class Eagle3Head(EagleHead):
-    """Joins the inputs of three of the target's ``layers`` with ``fc``. They are the outputs of the layers ``taps``. The
-    head's own layer reads the normed embedding and state side by side.
+    """Joins the outputs of the target's three layers ``taps`` with ``fc``. The head's own layer reads the normed embedding
+    and state side by side. It drafts the most frequent tokens, ``ids``, and is trained for ``depth`` draft tokens.
 
     Pair i joins the embedding of token i+1 with the states at i. Its output, after ``norm``, predicts token i+2 through those
     rows of the target's output head that belong to the draft vocabulary. The output before ``norm`` is the state of the next
     draft step.
     """
 
-    def __init__(self, shape: Shape, layers: tuple[int, int, int], ids: Tensor) -> None:
+    def __init__(self, shape: Shape, taps: tuple[int, ...], ids: Tensor, depth: int) -> None:
         super().__init__(shape)
         size, attention = shape.hidden_size, self.layer.self_attn
-        self.read_layers = layers
-        self.taps = tuple(layer - 1 for layer in layers)
+        self.taps, self.depth = taps, depth
+        self.lengths = (MEASURED_LENGTH, 7)
         self.fc = nn.Linear(3 * size, size, bias=False)
         for name in ("q_proj", "k_proj", "v_proj"):
             old: nn.Linear = getattr(attention, name)
@@ -36,6 +39,14 @@ class Eagle3Head(EagleHead):
             nn.init.normal_(part.weight, std=0.5 * part.in_features**-0.5)
         self.register_buffer("ids", ids)
         self.ids: Tensor
+
+    def start_from(self, target: Target) -> None:
+        """Set the weights such that the head begins with the last of the three states, which the target's output head can
+        read.
+        """
+        with torch.no_grad():
+            self.norm.weight.copy_(target.norm.weight)
+            self.fc.weight.zero_()[:, -target.shape.hidden_size :].fill_diagonal_(1.0)
 
     def join(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         """Return the input of attention [B, S, 2 H], the normed embedding and features side by side, and the residual stream
@@ -51,11 +62,43 @@ class Eagle3Head(EagleHead):
         """Return the draft logits [..., Vd] of the head's states ``hidden`` [..., H]."""
         return F.linear(self.norm(hidden), target.embed_tokens.weight[self.ids])
 
+    def loss(self, target: Target, texts: Texts, compare: Compare) -> Tensor:
+        """Return the loss, then for each draft position the share of greedy drafts that are right."""
+        embedded = target.embed_tokens(texts.tokens[:, 1:-1])
+        outputs = self.unroll(embedded, self.condition(texts.states[:, :-2]), self.depth)
+        logits = target.logits(texts.final[:, 1:-1])
+        log_p, best = logits[..., self.ids].float().log_softmax(-1), logits.argmax(-1)
+        index = torch.arange(logits.shape[1], device=logits.device)
+        answered = (index + 2 >= texts.starts.unsqueeze(1)) & (index + 2 < texts.stops.unsqueeze(1))
+        total, facts = torch.zeros((), device=logits.device), []
+        for depth, out in enumerate(outputs):
+            valid = (answered & (index >= depth)).float()
+            draft = self.logits(target, out)
+            divergence, rejected = compare(draft, log_p)
+            total = total + ((divergence + rejected) * valid).sum() / valid.sum().clamp_min(1) * _DEPTH_DECAY**depth
+            right = self.ids[draft.argmax(-1)] == best
+            facts.append((right * valid).sum() / valid.sum().clamp_min(1))
+        return torch.stack([total, *(fact.detach() for fact in facts)])
+
+    def hits(self, target: Target, texts: Texts, count: int) -> Tensor:
+        """Return whether each of ``count`` draft tokens after each position of one row is right, [at most S, count].
+
+        A position is that of the last known token, whose states the head doesn't see.
+        """
+        embedded = target.embed_tokens(texts.tokens[:, 1:-1])
+        outputs = self.unroll(embedded, self.condition(texts.states[:, :-2]), count)
+        right = [self.ids[self.logits(target, out).argmax(-1)][0] == texts.tokens[0, 2:] for out in outputs]
+        # Pair i joins token i + 1 and the states before it. Draft d after token i + 1 is output d at pair i + d.
+        found = torch.zeros(texts.tokens.shape[1], count, dtype=torch.bool, device=texts.tokens.device)
+        for depth, each in enumerate(right):
+            found[1 : 1 + len(each) - depth, depth] = each[depth:]
+        return found
+
     def published_config(self) -> dict[str, object]:
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
             "draft_vocab_size": len(self.ids),
-            "eagle_aux_hidden_state_layer_ids": list(self.read_layers),
+            "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in self.taps],
             "num_hidden_layers": 1,
         }
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+
+MEASURED_LENGTH = 3
+"""Draft tokens for which every head is measured."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +164,12 @@ class Target(nn.Module):
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         initialise(self)
 
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Target:
+        """Return a target with the sizes of transformers' config of a Llama."""
+        theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
+        return cls(Shape(**{k: config[k] for k in asdict(Shape()) if k != "rope_theta"}, rope_theta=theta))
+
     def drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
@@ -204,6 +215,38 @@ def target_states(target: Target, tokens: Tensor, taps: tuple[int, ...]) -> tupl
         x = x + layer.mlp(layer.post_attention_layernorm(x))
         outputs[i] = x
     return torch.cat([outputs[i] for i in taps], dim=-1), target.norm(x)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Prompts with their answers, and the target's states of them."""
+
+    tokens: Tensor
+    """[B, S]."""
+    starts: Tensor
+    """Position of each answer's first token [B]."""
+    stops: Tensor
+    """Position after each answer's last token [B]."""
+    states: Tensor
+    """Outputs of the target's layers that the heads read, side by side [B, S, A H]."""
+    final: Tensor
+    """The target's states after its final norm [B, S, H]."""
+
+    def take(self, rows: Tensor) -> Texts:
+        return Texts(*(each[rows] for each in vars(self).values()))
+
+
+Compare = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""The function :func:`mismatch`, possibly compiled."""
+
+
+def mismatch(logits: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the divergence of a draft distribution from the target's ``log_p``, and its probability of a rejection at
+    temperature 1.
+    """
+    log_q = logits.float().log_softmax(-1)
+    p = log_p.exp()
+    return (p * (log_p - log_q)).sum(-1), 0.5 * (p - log_q.exp()).abs().sum(-1)
 
 
 class DraftHead(nn.Module):
@@ -347,10 +390,7 @@ def save_target(target: Target, folder: Path, eos: int, pad: int) -> None:
 
 def load_target(folder: Path, device: torch.device) -> Target:
     """Load a target from ``folder`` onto ``device``, with the stored bfloat16 converted to float32."""
-    config = json.loads((folder / "config.json").read_text())
-    theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
-    shape = Shape(**{k: config[k] for k in asdict(Shape()) if k != "rope_theta"}, rope_theta=theta)
-    target = Target(shape)
+    target = Target.from_config(json.loads((folder / "config.json").read_text()))
     weights = load_file(folder / "model.safetensors")
     target.load_state_dict({k.removeprefix("model."): v.float() for k, v in weights.items()})
     return target.to(device).eval()

@@ -13,7 +13,6 @@ import json
 import math
 import platform
 import sysconfig
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from decoding import Generator, is_loop, mark_repeated, mean_acceptance_length
+from log import Log, start_clock
 from optim import Optimizer
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -46,9 +46,7 @@ class Run:
         self.train = self.stream("train")
         self.held_out = self.stream("held_out")
         self.facts = json.loads((self.out / "data" / "facts.json").read_text())
-        self.start_time = time.monotonic()
-        log = self.out / "log.json"  # later calls append to it
-        self.log: list[dict[str, object]] = json.loads(log.read_text()) if log.exists() else []
+        self.note = Log(self.out / "log.json").note  # later calls append to the file
         self.note(
             "start",
             device=torch.cuda.get_device_name() if self.cuda else platform.machine(),
@@ -60,14 +58,6 @@ class Run:
     def stream(self, name: str) -> Tensor:
         tokens = np.load(self.out / "data" / f"{name}.npy").astype(np.int64)
         return torch.from_numpy(tokens).to(self.device)
-
-    def note(self, event: str, **facts: object) -> None:
-        """Print a line and append it to log.json."""
-        rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in facts.items()}
-        self.log.append({"event": event, "seconds": round(time.monotonic() - self.start_time, 1), **rounded})
-        listing = "  ".join(f"{k} {v}" for k, v in rounded.items())
-        print(f"[{time.monotonic() - self.start_time:6.1f}s] {event}: {listing}", flush=True)
-        (self.out / "log.json").write_text(json.dumps(self.log, indent=1) + "\n")
 
     def batch(self, rows: int, length: int, stream: Tensor | None = None) -> Tensor:
         """Return random pieces [rows, length] of a token stream, by default of the training stream."""
@@ -86,22 +76,8 @@ class Run:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.cuda)
 
     def clock(self, stage: str) -> Callable[[int], float]:
-        """Return a function from a step number to a stage's progress, from 0 to 1: by steps with --steps, else by time."""
-        limit = 60 * self.args.minutes * TIME_SHARES[stage]
-        start_time = time.monotonic()
-        queued: list[torch.cuda.Event] = []
-
-        def progress(step: int) -> float:
-            if self.args.steps:
-                return step / self.args.steps
-            if self.cuda:  # launch at most four steps ahead of the device
-                queued.append(torch.cuda.Event())
-                queued[-1].record()
-                if len(queued) > 4:
-                    queued.pop(0).synchronize()
-            return (time.monotonic() - start_time) / limit
-
-        return progress
+        """Return a function from a step number to a stage's progress, from 0 to 1."""
+        return start_clock(self.device, minutes=self.args.minutes * TIME_SHARES[stage], steps=self.args.steps)
 
     @torch.no_grad()
     def loss(self, target: Target, stream: Tensor, length: int = 1024, max_pieces: int = 512) -> float:

@@ -20,35 +20,25 @@ import random
 import sysconfig
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from block_model import BlockHead, BlockShape
+from block_model import BlockHead
 from decoding import mark_repeated
 from eagle3 import Eagle3Head
 from instruct import Conversations, Pieces
+from log import Log, start_clock
 from optim import Optimizer
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from model import DraftHead, Shape, Target, round_to_bfloat16, save_head, target_states
+from model import Target, Texts, mismatch, round_to_bfloat16, save_head, target_states
 
-_DEPTH_DECAY = 0.9
-"""Factor of the weight of each further EAGLE-3 depth in the loss: later positions are reached less often."""
-_POSITION_DECAY = 4.0
-"""Number of block positions over which the weight in the loss falls by a factor of e."""
-_MIN_POSITION_WEIGHT = 0.25
-"""Factor of a block position's weight if the preceding draft tokens would all be rejected."""
-_SHORT_BLOCK_SHARE = 0.5
-"""Share of blocks that are shorter than the full width, so that shorter drafts are trained as well."""
 _SHARES = {"eagle3": 0.45, "dflash": 0.55}
 """Share of the training time of each head."""
-_MEASURED_LENGTH = 3
-"""Draft tokens for which every head is measured."""
 
 
 def load_pretrained(path: Path) -> tuple[Target, Any, int]:
@@ -58,162 +48,22 @@ def load_pretrained(path: Path) -> tuple[Target, Any, int]:
     gguf = path.name if path.suffix == ".gguf" else None
     folder = path if gguf is None else path.parent
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, gguf_file=gguf, trust_remote_code=False)
-    config = model.config.to_dict()
-    theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
-    target = Target(Shape(**{k: config[k] for k in asdict(Shape()) if k != "rope_theta"}, rope_theta=theta))
+    target = Target.from_config(model.config.to_dict())
     target.load_state_dict(model.model.state_dict())
-    end = config["eos_token_id"]  # of a tokenizer made from GGUF, some versions of transformers return another token
+    end = model.config.eos_token_id  # of a tokenizer made from GGUF, some versions of transformers return another token
     return target, AutoTokenizer.from_pretrained(folder, gguf_file=gguf, trust_remote_code=False), end
-
-
-@dataclass(frozen=True)
-class Texts:
-    """Prompts with their answers, and the target's states of them."""
-
-    tokens: Tensor
-    """[B, S]."""
-    starts: Tensor
-    """Position of each answer's first token [B]."""
-    stops: Tensor
-    """Position after each answer's last token [B]."""
-    states: Tensor
-    """Outputs of the target's layers that the heads read, side by side [B, S, A H]."""
-    final: Tensor
-    """The target's states after its final norm [B, S, H]."""
-
-    def take(self, rows: Tensor) -> Texts:
-        return Texts(*(each[rows] for each in vars(self).values()))
-
-
-def mismatch(logits: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the divergence of a draft distribution from the target's ``log_p``, and its probability of a rejection at
-    temperature 1.
-    """
-    log_q = logits.float().log_softmax(-1)
-    p = log_p.exp()
-    return (p * (log_p - log_q)).sum(-1), 0.5 * (p - log_q.exp()).abs().sum(-1)
-
-
-class Drafter(Protocol):
-    """A head with its loss and its drafts."""
-
-    head: DraftHead
-    lengths: tuple[int, ...]
-    """Numbers of draft tokens for which the head is measured."""
-
-    def loss(self, texts: Texts) -> Tensor:
-        """Return the loss, then for each draft position the share of greedy drafts that are right."""
-
-    def hits(self, head: Any, texts: Texts, count: int) -> Tensor:
-        """Return whether each of ``count`` draft tokens after each position of one row is right, [at most S, count].
-
-        A position is that of the last known token, whose states the head doesn't see.
-        """
-
-
-class Eagle3Drafter:
-    """An EAGLE-3 head over the most frequent tokens ``ids``."""
-
-    def __init__(self, target: Target, taps: tuple[int, ...], ids: Tensor, depth: int, compare: Callable[..., Any]) -> None:
-        first, second, third = (tap + 1 for tap in taps)
-        self.target, self.depth, self.compare = target, depth, compare
-        self.lengths = (_MEASURED_LENGTH, 7)
-        self.head = Eagle3Head(target.shape, (first, second, third), ids).to(target.embed_tokens.weight.device)
-        with torch.no_grad():  # start with the last of the three states, which the target's output head can read
-            self.head.norm.weight.copy_(target.norm.weight)
-            self.head.fc.weight.zero_()[:, -target.shape.hidden_size :].fill_diagonal_(1.0)
-
-    def loss(self, texts: Texts) -> Tensor:
-        embedded = self.target.embed_tokens(texts.tokens[:, 1:-1])
-        outputs = self.head.unroll(embedded, self.head.condition(texts.states[:, :-2]), self.depth)
-        logits = self.target.logits(texts.final[:, 1:-1])
-        log_p, best = logits[..., self.head.ids].float().log_softmax(-1), logits.argmax(-1)
-        index = torch.arange(logits.shape[1], device=logits.device)
-        answered = (index + 2 >= texts.starts.unsqueeze(1)) & (index + 2 < texts.stops.unsqueeze(1))
-        total, facts = torch.zeros((), device=logits.device), []
-        for depth, out in enumerate(outputs):
-            valid = (answered & (index >= depth)).float()
-            draft = self.head.logits(self.target, out)
-            divergence, rejected = self.compare(draft, log_p)
-            total = total + ((divergence + rejected) * valid).sum() / valid.sum().clamp_min(1) * _DEPTH_DECAY**depth
-            right = self.head.ids[draft.argmax(-1)] == best
-            facts.append((right * valid).sum() / valid.sum().clamp_min(1))
-        return torch.stack([total, *(fact.detach() for fact in facts)])
-
-    def hits(self, head: Eagle3Head, texts: Texts, count: int) -> Tensor:
-        embedded = self.target.embed_tokens(texts.tokens[:, 1:-1])
-        outputs = head.unroll(embedded, head.condition(texts.states[:, :-2]), count)
-        right = [head.ids[head.logits(self.target, out).argmax(-1)][0] == texts.tokens[0, 2:] for out in outputs]
-        # Pair i joins token i + 1 and the states before it. Draft d after token i + 1 is output d at pair i + d.
-        found = torch.zeros(texts.tokens.shape[1], count, dtype=torch.bool, device=texts.tokens.device)
-        for depth, each in enumerate(right):
-            found[1 : 1 + len(each) - depth, depth] = each[depth:]
-        return found
-
-
-class BlockDrafter:
-    """A DFlash head whose blocks are ``mask`` tokens after the last known one."""
-
-    def __init__(
-        self, target: Target, taps: tuple[int, ...], mask: int, args: argparse.Namespace, compare: Callable[..., Any]
-    ) -> None:
-        self.target, self.mask, self.blocks, self.compare = target, mask, args.blocks, compare
-        self.lengths = tuple(sorted({min(_MEASURED_LENGTH, args.width - 1), args.width - 1}))
-        shape = replace(target.shape, intermediate_size=args.intermediate)
-        self.head = BlockHead(shape, BlockShape(layers=args.layers, width=args.width, taps=taps, mask=mask))
-        self.head.to(target.embed_tokens.weight.device)
-        with torch.no_grad():  # the target's output head reads the drafter's states
-            self.head.norm.weight.copy_(target.norm.weight)
-
-    def embed(self, known: Tensor, width: int) -> Tensor:
-        """Return the embeddings [B, N, W, H] of the blocks after the tokens ``known`` [B, N]."""
-        block = torch.full((*known.shape, width), self.mask, device=known.device)
-        block[..., 0] = known
-        return self.target.embed_tokens(block)
-
-    def loss(self, texts: Texts) -> Tensor:
-        tokens, device, width = texts.tokens, texts.tokens.device, self.head.block.width
-        size = (len(tokens), self.blocks)
-        room = (texts.stops - texts.starts - 1).clamp_min(1).unsqueeze(1)
-        anchors = texts.starts.unsqueeze(1) + (torch.rand(size, device=device) * room).long()
-        anchors = anchors.clamp(max=tokens.shape[1] - 2)
-        shorter = torch.randint(2, width + 1, size, device=device)
-        widths = torch.where(torch.rand(size, device=device) < _SHORT_BLOCK_SHARE, shorter, width)
-        offsets = torch.arange(width, device=device)
-        positions = anchors.unsqueeze(2) + offsets
-        valid = ((offsets < widths.unsqueeze(2)) & (positions < texts.stops.view(-1, 1, 1)))[..., 1:].float()
-        rows = torch.arange(len(tokens), device=device).view(-1, 1, 1)
-        states = texts.final[rows, positions[..., :-1].clamp(max=tokens.shape[1] - 1)]
-        logits = self.target.logits(states).float()
-        hidden = self.head(texts.states, self.embed(tokens[rows[..., 0], anchors], width), anchors, widths)
-        draft = self.target.logits(hidden[..., 1:, :])
-        divergence, rejected = self.compare(draft, logits.log_softmax(-1))
-        with torch.no_grad():
-            kept = (1.0 - rejected).clamp_min(1e-6)
-            reached = torch.cat((torch.ones_like(kept[..., :1]), kept[..., :-1]), dim=-1).cumprod(-1)
-            weights = torch.exp(-offsets[:-1] / _POSITION_DECAY)
-            weights = valid * weights * (_MIN_POSITION_WEIGHT + (1.0 - _MIN_POSITION_WEIGHT) * reached)
-            right = (draft.argmax(-1) == logits.argmax(-1)) * valid
-            facts = right.sum((0, 1)) / valid.sum((0, 1)).clamp_min(1)
-        total = ((divergence + rejected) * weights).sum() / weights.sum().clamp_min(1e-6)
-        return torch.cat((total.unsqueeze(0), facts))
-
-    def hits(self, head: BlockHead, texts: Texts, count: int) -> Tensor:
-        anchors = torch.arange(texts.tokens.shape[1] - count, device=texts.tokens.device)
-        hidden = head(texts.states, self.embed(texts.tokens[:, anchors], count + 1), anchors[None])
-        guesses = self.target.logits(hidden[0, :, 1:]).argmax(-1)
-        return guesses == texts.tokens[0][anchors.unsqueeze(1) + torch.arange(1, count + 1, device=anchors.device)]
 
 
 class HeadTraining:
     """One training run: the target, its answers, the heads and the log."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.start_time = args, time.monotonic()
+        self.args = args
         self.device = torch.device(args.device)
         self.cuda = self.device.type == "cuda"
-        self.log: list[dict[str, object]] = []
         args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "log.json").unlink(missing_ok=True)
+        self.note = Log(args.out / "log.json").note
         target, tokenizer, self.end = load_pretrained(args.model)
         self.target = target.to(self.device).eval().requires_grad_(False)
         if self.cuda:  # generation and training read the same rounded weights
@@ -231,12 +81,6 @@ class HeadTraining:
         self.note("held-out answers", tokens=int((self.held_out.stops - self.held_out.starts).sum()), example=example)
         self.pool = self.write_pool()
         self.talk.writers.clear()
-
-    def note(self, event: str, **facts: object) -> None:
-        """Print a line and append it to log.json."""
-        self.log.append({"event": event, "seconds": round(time.monotonic() - self.start_time, 1), **facts})
-        print(" ".join(f"{k} {v}" for k, v in self.log[-1].items()), flush=True)
-        (self.args.out / "log.json").write_text(json.dumps(self.log, indent=1) + "\n")
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.cuda)
@@ -279,11 +123,16 @@ class HeadTraining:
         self.note("draft vocabulary", tokens=count, covered=round(covered, 4))
         return torch.tensor(sorted(ordered))
 
-    def drafter(self, kind: str) -> Drafter:
-        compare = torch.compile(mismatch, dynamic=False) if self.cuda and self.args.compile else mismatch
+    def make_head(self, kind: str) -> Eagle3Head | BlockHead:
+        args, shape = self.args, self.target.shape
+        head: Eagle3Head | BlockHead
         if kind == "eagle3":
-            return Eagle3Drafter(self.target, self.taps, self.frequent(self.args.vocabulary), self.args.depth, compare)
-        return BlockDrafter(self.target, self.taps, self.mask_token(), self.args, compare)
+            head = Eagle3Head(shape, self.taps, self.frequent(args.vocabulary), args.depth)
+        else:
+            sizes = {"layers": args.layers, "width": args.width, "blocks": args.blocks}
+            head = BlockHead(replace(shape, intermediate_size=args.intermediate), self.taps, self.mask_token(), **sizes)
+        head.to(self.device).start_from(self.target)
+        return head
 
     def mask_token(self) -> int:
         """Return the last added token of the tokenizer that no text of the pool has."""
@@ -294,12 +143,12 @@ class HeadTraining:
         return self.pool.take(torch.randint(len(self.pool.tokens), (rows,), device=self.device))
 
     @torch.no_grad()
-    def measure(self, drafter: Drafter, count: int) -> dict[str, list[float]]:
+    def measure(self, trained: Eagle3Head | BlockHead, count: int) -> dict[str, list[float]]:
         """Return the accepted share of each draft position on held-out answers, for each kind of text.
 
         A position counts where all earlier positions of the draft were accepted.
         """
-        head = copy.deepcopy(drafter.head).eval()
+        head = copy.deepcopy(trained).eval()
         round_to_bfloat16(head)
         reached = {kind: [0] * (count + 1) for kind in self.talk.kinds}
         for row, kind in enumerate(self.kinds):
@@ -309,7 +158,7 @@ class HeadTraining:
                 continue
             texts = replace(texts, **{name: getattr(texts, name)[:, :stop] for name in ("tokens", "states", "final")})
             with self.autocast():
-                runs = drafter.hits(head, texts, count).long().cumprod(1).sum(1).tolist()
+                runs = head.hits(self.target, texts, count).long().cumprod(1).sum(1).tolist()
             while at + count < stop:
                 for position in range(runs[at] + 1):
                     reached[kind][position] += 1
@@ -318,43 +167,37 @@ class HeadTraining:
 
     def train(self, kind: str) -> None:
         """Train a head until its time or the steps are over; then save it with its acceptance."""
-        args, drafter = self.args, self.drafter(kind)
+        args, head = self.args, self.make_head(kind)
         rows = {"eagle3": args.rows, "dflash": args.block_rows}[kind]
-        optimizer = Optimizer(drafter.head, muon_lr=args.muon, adam_lr=args.adam, weight_decay=0.05)
+        compare = torch.compile(mismatch, dynamic=False) if self.cuda and args.compile else mismatch
+        optimizer = Optimizer(head, muon_lr=args.muon, adam_lr=args.adam, weight_decay=0.05)
         minutes = args.minutes * _SHARES[kind] / sum(_SHARES[each] for each in args.heads)
-        began, step, queued = 0.0, -2, []
-        self.note(f"begin {kind}", parameters=sum(each.numel() for each in drafter.head.parameters()))
-        while (done := self.done(step, began, minutes)) < 1.0:
+        self.note(f"begin {kind}", parameters=sum(each.numel() for each in head.parameters()))
+
+        def backward() -> Tensor:
             with self.autocast():
-                facts = drafter.loss(self.batch(rows))
+                facts = head.loss(self.target, self.batch(rows), compare)
             facts[0].backward()
-            if step < 0:  # the first two steps compile, before the clock starts
-                drafter.head.zero_grad()
-                began, step = time.monotonic(), step + 1
-                continue
+            return facts
+
+        for _ in range(2):  # compile before the clock starts
+            backward()
+        head.zero_grad()
+        progress, step = start_clock(self.device, minutes=minutes, steps=args.steps), 0
+        while (done := progress(step)) < 1.0:
+            facts = backward()
             optimizer.step(min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done))))
             if step % 200 == 0:
                 loss, *hits = (round(each, 3) for each in facts.tolist())
                 self.note("step", step=step, loss=loss, hits=hits, done=round(done, 3))
             step += 1
-            if self.cuda:  # launch at most four steps ahead of the device, so that the clock measures its progress
-                queued.append(torch.cuda.Event())
-                queued[-1].record()
-                if len(queued) > 4:
-                    queued.pop(0).synchronize()
         folder = args.out / kind
-        save_head(drafter.head, folder, eos=self.end)
-        found = {str(count): self.measure(drafter, count) for count in drafter.lengths}
+        save_head(head, folder, eos=self.end)
+        found = {str(count): self.measure(head, count) for count in head.lengths}
         (folder / "acceptance.json").write_text(json.dumps(found, indent=1) + "\n")
         for count, shares in found.items():
             tokens = {name: round(1 + sum(math.prod(of[: i + 1]) for i in range(len(of))), 2) for name, of in shares.items()}
             self.note(f"end {kind}", step=step, draft_tokens=int(count), by_position=shares, tokens=tokens)
-
-    def done(self, step: int, began: float, minutes: float) -> float:
-        """Return the finished share of a head's training."""
-        if step < 0:
-            return 0.0
-        return step / self.args.steps if self.args.steps else (time.monotonic() - began) / (60 * minutes)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,11 +1,14 @@
-"""Errors about checkpoints and requests, and the quoting of their values in messages.
+"""Errors about checkpoints and requests, the quoting of their values in messages, and the check of an extra's packages.
 
 The tree of all errors is in :mod:`outrider.device.errors`, which defines the errors about devices and plugins.
 """
 
 from __future__ import annotations
 
-from outrider.device.errors import OutriderError
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from outrider.device.errors import ConfigError, OutriderError
 
 
 class CheckpointError(OutriderError):
@@ -32,3 +35,19 @@ def one_line(text: str) -> str:
     """Return ``text`` for a message: one line, truncated to a bounded length."""
     text = " ".join(text[: 4 * _MAX_QUOTED_CHARACTERS].split())
     return text if len(text) <= _MAX_QUOTED_CHARACTERS else f"{text[:_MAX_QUOTED_CHARACTERS]}…"
+
+
+_DISTRIBUTIONS = {"PIL": "pillow"}
+"""Name of a distribution that differs from the name of the package that it installs."""
+
+
+def require_packages(what: str, packages: Sequence[str], extra: str) -> None:
+    """Raise :class:`ConfigError` if one of ``packages``, which ``what`` needs, is missing. The message names the command that
+    installs the ``extra`` of Outrider.
+    """
+    missing = [_DISTRIBUTIONS.get(name, name) for name in packages if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"{what} needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed; "
+            f"run: pip install 'outrider[{extra}]'"
+        )

@@ -17,9 +17,8 @@ from pathlib import Path
 import torch
 import xllamacpp
 from demo import TASK, find_weights
+from timing import HEADS, load_outrider, time_outrider
 
-from outrider import Engine, EngineConfig, SamplingParams
-from outrider.bundled import SMOLLM2_HEADS, bundled
 from outrider.model import find_checkpoint
 from outrider.model.media.chat_template import ChatTemplate
 
@@ -27,14 +26,7 @@ PROMPTS = {
     "chat": "Why is the sky blue?",
     "quote": TASK.read_text(encoding="utf-8"),
 }
-HEADS = {kind: name for name, kind in SMOLLM2_HEADS.items()}
 OURS = {"plain": ("none", 1), "ngram": ("ngram", 7), **{kind: (kind, 3) for kind in HEADS}}
-
-
-def load_outrider(directory: Path, proposer: str, draft_tokens: int, dtype: str) -> Engine:
-    draft = bundled(HEADS[proposer]) if proposer in HEADS else None
-    config = EngineConfig(max_requests=1, max_context=1024, draft_tokens=draft_tokens, dtype=dtype)
-    return Engine.from_checkpoint(directory, "cpu", draft_dir=draft, speculate=proposer, config=config)
 
 
 def load_llama_cpp(file: Path, threads: int) -> xllamacpp.Server:
@@ -44,18 +36,6 @@ def load_llama_cpp(file: Path, threads: int) -> xllamacpp.Server:
     params.n_parallel = 1
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     return xllamacpp.Server(params)
-
-
-def time_outrider(engine: Engine, prompt: list[int], count: int) -> tuple[float, float, float]:
-    """Return tokens per second after the first token, CPU milliseconds per token, and tokens per iteration."""
-    arrivals: list[tuple[float, float]] = []
-    tokens = 0
-    for output in engine.stream(prompt, SamplingParams(max_tokens=count, ignore_eos=True)):
-        arrivals.append((time.perf_counter(), time.process_time()))
-        tokens += len(output.tokens)
-    tokens -= 1  # the prefill yields one token
-    seconds, cpu_seconds = (last - first for first, last in zip(arrivals[0], arrivals[-1], strict=True))
-    return tokens / seconds, 1e3 * cpu_seconds / tokens, tokens / max(1, len(arrivals) - 1)
 
 
 def time_llama_cpp(server: xllamacpp.Server, prompt: list[int], count: int) -> tuple[float, float, float]:

@@ -26,8 +26,7 @@ from outrider.device import (
     WrappedKernels,
 )
 from outrider.device.kernels.blocks import Attend
-from outrider_flashinfer.operator import OPERATOR
-from outrider_flashinfer.plan import AttentionPlan
+from outrider_flashinfer.plan import OPERATOR, AttentionPlan
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_SIZES = (64, 128, 256)

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
 
 from outrider.device import AttentionMetadata, AttentionShape, Backend, InterfaceError, Stream
+from outrider.device.kernels.operators import register_operator
 from outrider_flashinfer.buffers import fill_indices, fill_mask, mask_bytes
-from outrider_flashinfer.operator import know
 
 if TYPE_CHECKING:
     from outrider_flashinfer.kernelset import Attention
@@ -172,3 +173,36 @@ def _query_starts(metadata: AttentionMetadata, batch: int) -> tuple[int, ...]:
     if metadata.host_query_start is None or len(metadata.host_query_start) != batch + 1:
         raise InterfaceError(f"a plan for a ragged batch needs its offsets on the host, got {metadata.host_query_start}")
     return metadata.host_query_start
+
+
+# -- the operator ------------------------------------------------------------------------------------------------------
+
+# torch unregisters an operator when its Library is collected, so this module must own it.
+_LIBRARY = torch.library.Library("outrider", "FRAGMENT")
+
+
+def know(tables: Any, wrapper: object) -> None:
+    """Register ``wrapper`` as the FlashInfer wrapper whose tables are the tensor ``tables``.
+
+    A FlashInfer wrapper can't be an operand of an operator, but its tables can.
+    """
+    tables.flashinfer_wrapper = ref(wrapper)
+
+
+def _run(q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> Tensor:
+    wrapper = rest[-1].flashinfer_wrapper()
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    wrapper.run(q, (k_cache, v_cache), out=out)
+    return out
+
+
+register_operator(
+    _LIBRARY,
+    "paged_attention.flashinfer(Tensor q, Tensor k_cache, Tensor v_cache, Tensor query_start, Tensor seq_lens, "
+    "Tensor block_table, Tensor? tree_mask, int max_query, int max_kv, float scale, int window, Tensor indices, "
+    "Tensor? mask, Tensor(a!) scratch, Tensor tables) -> Tensor",
+    _run,
+    lambda q, *rest: torch.empty(q.shape, dtype=q.dtype, device=q.device),
+)
+OPERATOR = torch.ops.outrider.paged_attention.flashinfer
+"""Attention by a plan. Its operands include the plan's tables, so that observers see all memory that FlashInfer accesses."""

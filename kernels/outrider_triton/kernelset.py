@@ -42,13 +42,13 @@ from outrider_triton.attention.prefill import PrefillOperands, PromptAttention
 from outrider_triton.blocks import DeferredAttention, DeferredProduct, DeferredQuantized, FusedBlocks
 from outrider_triton.bookkeeping import operators as _bookkeeping_ops  # noqa: F401  (these register the operators)
 from outrider_triton.experts.mixtures import ExpertProducts
-from outrider_triton.launch import compile_only, has_kernel
+from outrider_triton.launch import compile_only, has_kernel, without_running
 from outrider_triton.peers.exchange import PeerExchange
 from outrider_triton.products.dense import DenseProducts, first_rows
 from outrider_triton.quantized.operators import plan
 from outrider_triton.quantized.products import QuantizedProducts, library_operands, library_scales
 from outrider_triton.recurrent import operators as _recurrent_ops  # noqa: F401
-from outrider_triton.rows.rotary import rotates
+from outrider_triton.rows.operators import rotates
 from outrider_triton.selection import operators as _selection_ops  # noqa: F401
 from outrider_triton.tiles import variants
 from outrider_triton.tiles.facts import DeviceFacts
@@ -132,6 +132,10 @@ class TritonKernels(KernelSet):
         of the vocabulary.
         """
         return self.tiles.scope.entered()
+
+    def compile_ahead(self) -> AbstractContextManager[None] | None:
+        """Return a scope in which launches only compile their kernel and operators return zeros."""
+        return without_running()
 
     def compiled(self) -> Mapping[str, int]:
         """Return the number of compiled variants per kernel, read from Triton's caches."""

@@ -2,26 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import partial, wraps
 from threading import Thread
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from triton.runtime import cache
 
 from outrider.device.kernels.operators import define_operator, register_operator
 
 # torch unregisters an operator when its Library is collected, so this module must own it.
 _LIBRARY = torch.library.Library("outrider", "FRAGMENT")
-define = partial(define_operator, _LIBRARY)
-"""Define a new operator in this package's torch library, by its name, its implementation and the operands that it writes."""
 register = partial(register_operator, _LIBRARY)
 """Register an operator in this package's torch library, by its schema and its implementation."""
 _ahead = ContextVar("outrider_triton_ahead", default=False)
+_zeroed = ContextVar("outrider_triton_zeroed", default=False)
+_UNINITIALIZED = frozenset({torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty})
+"""Functions that return memory as it is."""
+
+
+class _ZeroedMemory(TorchFunctionMode):
+    """A scope in which new memory is zero: no kernel writes it."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found.zero_() if func in _UNINITIALIZED else found
+
+
+def define(name: str, implementation: Callable[..., Any], *, writes: Sequence[str] = ()) -> None:
+    """Define a new operator in this package's torch library, by its name, its implementation and the operands that it writes.
+
+    Inside :func:`without_running` its results are zeros.
+    """
+
+    @wraps(implementation)
+    def run(*operands: Any) -> Any:
+        if not _zeroed.get():
+            return implementation(*operands)
+        with _ZeroedMemory():
+            return implementation(*operands)
+
+    define_operator(_LIBRARY, name, run, writes=writes)
 
 
 def power_of_two(value: int) -> int:
@@ -55,6 +83,24 @@ def compile_only() -> Iterator[None]:
         yield
     finally:
         _ahead.reset(token)
+
+
+@contextmanager
+def without_running() -> Iterator[None]:
+    """Compile instead of running every kernel that this thread launches in the context; results of operators are zeros, so
+    that torch's operations on them are valid.
+    """
+    token = _zeroed.set(True)
+    try:
+        with compile_only():
+            yield
+    finally:
+        _zeroed.reset(token)
+
+
+def only_compiles() -> bool:
+    """Return True inside :func:`compile_only`, where launches compile their kernel and don't run it."""
+    return _ahead.get()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, pdl: bool, warps: int = 0, **settings: Any) -> None:

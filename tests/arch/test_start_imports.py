@@ -16,13 +16,14 @@ START = """
     from outrider.cli.options.models import chosen
     from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine
-    from outrider.engine.setup.loading import load_checkpoint
+    from outrider.engine.setup.loading import LoadingArguments, load_checkpoint
     from outrider.engine.requests.sampling import SamplingParams
     from outrider.registry import Registry
 
     device = Registry().create("cpu")
     asked = EngineConfig(max_requests=2, max_context=128, draft_tokens=2)
-    loaded = load_checkpoint(bundled("target"), device, asked, draft_dir=bundled("eagle"), speculate="eagle")
+    loading = LoadingArguments(config=asked, draft_dir=bundled("eagle"), speculate="eagle")
+    loaded = load_checkpoint(bundled("target"), device, loading)
     engine = Engine(loaded.model, device, proposer=loaded.proposer, config=loaded.config, tokenizer=loaded.tokenizer)
     assert chosen(engine)
     params = [SamplingParams(max_tokens=5), SamplingParams(max_tokens=5, temperature=1.0)]

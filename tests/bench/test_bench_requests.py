@@ -28,8 +28,15 @@ def test_first_tokens(outrider, tmp_path):
     assert plot.read_text().count("<circle") == 2
 
 
-def test_a_written_checkpoint_is_loaded_and_a_simulated_device_has_times_of_its_own(outrider, tmp_path):
-    written = write_checkpoint("tiny", tmp_path, shard=100_000)
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_a_written_checkpoint_is_loaded_and_a_simulated_device_has_times_of_its_own(name, outrider, tmp_path):
+    shape = shape_config("tiny")
+    if name == "qwen3_moe":  # whose layers have norms of queries and keys, which the EAGLE head has not
+        shape = replace(shape, family=name, qk_norm=True, experts=shape_config("qwen3-30b-a3b").experts)
+        shape = replace(shape, experts=replace(shape.experts, count=4, per_token=2, intermediate_size=32))
+    config = tmp_path / "shape.json"
+    config.write_text(json.dumps(checkpoint_config(shape, dtype="float32")))
+    written = write_checkpoint(str(config), tmp_path, shard=100_000)
     assert len(list(written.target.glob("model-*.safetensors"))) > 1
     assert written.bytes == sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
     files = ("--model", str(written.target), "--draft", str(written.draft), "--speculate", "eagle")

@@ -18,11 +18,14 @@ NAMES = {
 }
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+SLOWLY = [pytest.param(family, marks=pytest.mark.slow) for family in ("qwen2_vl", "qwen3_vl_moe")]
+
+
+@pytest.fixture(scope="module", params=["qwen3_5", *SLOWLY])
+def checkpoint(request, tmp_path_factory):
     """A directory with a tokenizer whose words are w0, w1, ..., and two images; transformers' model of it."""
     directory = tmp_path_factory.mktemp("vl")
-    model = write_vision_checkpoint(directory, "qwen2_vl")
+    model = write_vision_checkpoint(directory, request.param)
     special = {VISION_TOKENS[key]: name for key, name in NAMES.items()}
     tokenizer = word_tokenizer([special.get(index, f"w{index}") for index in range(96)])
     tokenizer.add_special_tokens(list(special.values()))
@@ -37,7 +40,7 @@ def expected(directory, model, tokens, seeds):
     processor = MediaProcessor.from_checkpoint(directory)
     media = [processor.image(Image.open(directory / f"{seed}.png").convert("RGB")) for seed in seeds]
     tokens = expand_placeholders(tokens, media, read_model_config(directory).vision)
-    inputs = reference_inputs(tokens, media, "qwen2_vl")
+    inputs = reference_inputs(tokens, media, model.config.model_type)
     with torch.no_grad():
         out = model.generate(**inputs, max_new_tokens=6, do_sample=False, pad_token_id=0)
     return out[0, len(tokens) :].tolist()

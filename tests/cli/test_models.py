@@ -29,6 +29,24 @@ def test_proposers_give_plain_tokens(outrider, options):
     assert result.err.endswith("same tokens as non-speculative greedy decoding: yes\n")
 
 
+@pytest.mark.parametrize(
+    ("kind", "others", "policy"),
+    [
+        ("ngram", {}, "lookup"),
+        ("suffix", {"settings": {"batch_invariant": True}}, "fixed"),
+        ("suffix", {"settings": {"draft_length": "fixed"}}, "fixed"),
+        ("ngram", {"max_requests": 2}, "fixed"),
+        ("eagle", {}, "fixed"),
+    ],
+)
+def test_a_lookup_for_one_request_on_the_host_drafts_by_repeats(kind, others, policy):
+    draft = bundled("eagle") if kind == "eagle" else None
+    wanted = Speculation(kind=kind, model=bundled("target"), draft=draft, draft_tokens=2)
+    engine = load("cpu", wanted, **{"max_requests": 1} | others)
+    assert engine.draft_length.policy == policy
+    engine.close()
+
+
 def test_an_unknown_proposer_is_named_with_the_known_ones(outrider):
     result = outrider("generate", "--prompt", "x", "--speculate", "medusa")
     assert result.code == 2

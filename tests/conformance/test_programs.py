@@ -13,7 +13,7 @@ from outrider_conformance.lab import Lab
 from outrider_conformance.programs import language as lang
 from outrider_conformance.programs.execution import WrongProgramValue
 from outrider_conformance.programs.explanation import script
-from outrider_conformance.programs.families import FAMILIES, Abilities
+from outrider_conformance.programs.generator import FAMILIES, Abilities
 from outrider_conformance.programs.language import DeviceProgram, ElementSpan, ProgramMemory
 from outrider_conformance.programs.model import ForbiddenStep, Unordered, judge
 from outrider_conformance.programs.trial import ProgramFailed, program_count, try_program, try_programs

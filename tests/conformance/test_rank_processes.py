@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from outrider_conformance.ranks.runner import TaskProcesses, serve
+from outrider_conformance.ranks.runner import RankHandle, TaskProcesses, serve
 
 PEER_DIES = "outrider_conformance.ranks.faults:peer_dies"
 
@@ -31,6 +31,7 @@ def never_finishes(rank):
 @pytest.mark.parametrize(("program", "waits"), [("finishes", 1), ("never_finishes", 0)])
 def test_nothing_waits_for_a_device_with_a_call_that_never_ends(program, waits):
     waited = []
-    place = SimpleNamespace(backend=SimpleNamespace(synchronize=lambda: waited.append(1)), rank=3, size=4, store=None)
-    assert serve(place, program=f"{__name__}:{program}", args=(), timeout_s=1.0) == 3
+    backend = SimpleNamespace(synchronize=lambda: waited.append(1))
+    rank = RankHandle(index=3, size=4, backend=backend, store=None)
+    assert serve(rank, program=f"{__name__}:{program}", args=(), timeout_s=1.0) == 3
     assert len(waited) == waits

@@ -244,7 +244,7 @@ def test_a_guide_that_does_not_compile_ends_its_request_alone(guided, side):
     (giver, taker), prompt, params, wanted = guided
     sides = Couple(giver, taker, LocalTransport())
     if side == "prefill":  # as if this side's library took it
-        sides.decode._compilers.start_compilation = lambda params: None
+        sides.decode._compilers.delay = lambda *request: False
     before = free(sides)
     bad, _ = sides.submit(RequestState(prompt=prompt, params=SamplingParams(guide=Ebnf('start ::= "a"'))))
     good, _ = sides.submit(RequestState(prompt=prompt, params=params["regex"]))

@@ -9,7 +9,7 @@ from model.cached_checkpoints import write_cached
 from outrider import SamplingParams
 from outrider.device import ConfigError
 from outrider.engine.engine import Engine
-from outrider.engine.setup.loading import load_checkpoint
+from outrider.engine.setup.loading import LoadingArguments, load_checkpoint
 from outrider.registry import Registry
 from outrider_cpu.backend import CpuBackend
 from outrider_proof.checkpoints import write_eagle
@@ -109,7 +109,7 @@ def test_tokens_are_those_of_plain_decoding_on_the_host(written, plain, fields):
 
 
 def loaded(directory, **fields):
-    return load_checkpoint(directory, CpuBackend(), config(**fields), draft_dir=None, speculate="none").config
+    return load_checkpoint(directory, CpuBackend(), LoadingArguments(config=config(**fields))).config
 
 
 def test_the_same_memory_holds_more_tokens_and_the_choice_is_told(written):
@@ -165,15 +165,9 @@ def test_a_request_moves_with_its_bytes_and_not_into_another_dtype(written, plai
 def test_what_cannot_be_is_refused(written):
     with pytest.raises(ConfigError, match="kv_dtype is 'int3'; expected one of auto, plain, fp8"):
         config(kv_dtype="int3")
-    model = load_checkpoint(written[0], CpuBackend(), config(), draft_dir=None, speculate="none").model
+    model = load_checkpoint(written[0], CpuBackend(), LoadingArguments(config=config())).model
     with pytest.raises(ConfigError, match="kv_dtype is plain, and the model was loaded for a fp8 KV cache"):
         Engine(model, CpuBackend(), config=replace(config(), kv_dtype="plain"))
+    loading = LoadingArguments(config=config(kv_dtype="fp8"), through_transformers=True)
     with pytest.raises(ConfigError, match="through_transformers"):
-        load_checkpoint(
-            written[0],
-            CpuBackend(),
-            config(kv_dtype="fp8"),
-            draft_dir=None,
-            speculate="none",
-            through_transformers=True,
-        )
+        load_checkpoint(written[0], CpuBackend(), loading)

@@ -100,11 +100,11 @@ def test_padding_is_what_each_buffer_declares(bundle, tiny_tokens):
         params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
         engine.generate([prompt[:9] for prompt in tiny_tokens[:4]], params)
         bundle.backend.synchronize()
-        buffers = engine._parts.buffers
-        assert buffers.views(4).inputs.rows.tolist()[:3] != [0, 0, 0]
-        for name, spec in buffers.specs.items():
+        buffers, drafted = engine._parts.buffers, engine._parts.proposer.nodes
+        assert buffers.views(4, drafted).inputs.rows.tolist()[:3] != [0, 0, 0]
+        for name, spec in buffers._layouts[drafted].items():
             if name.split(".")[0] in ("inputs", "verify", "extend") and name not in UNUSED_BY_GREEDY:
-                found = buffers.rows(name, 3, 4).cpu()
+                found = buffers.rows(name, 3, 4, drafted=drafted).cpu()
                 assert torch.equal(found, torch.full_like(found, spec.padding + 3 * spec.step)), name
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from outrider import get_backend
-from outrider.engine.setup import resolve
+from outrider.engine.setup import facts
 
 GIB = 1 << 30
 
@@ -11,8 +11,8 @@ GIB = 1 << 30
 @pytest.fixture
 def groups(tmp_path, monkeypatch):
     """Writes control groups as Linux shows them, and says which of them the process is in."""
-    monkeypatch.setattr(resolve, "_GROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(resolve, "_GROUP_FILES", tmp_path / "fs")
+    monkeypatch.setattr(facts, "_GROUP_LIST", tmp_path / "cgroup")
+    monkeypatch.setattr(facts, "_GROUP_FILES", tmp_path / "fs")
 
     def write(line, files):
         (tmp_path / "cgroup").write_text(f"{line}\n")
@@ -20,7 +20,7 @@ def groups(tmp_path, monkeypatch):
             file = tmp_path / "fs" / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(f"{text}\n")
-        return resolve.memory_of(get_backend("cpu"))
+        return facts.find_cache_memory(get_backend("cpu"))
 
     return write
 

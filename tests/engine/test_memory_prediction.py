@@ -9,9 +9,9 @@ from model.hybrid_checkpoints import MtpOracle, random_model, save
 from outrider import Engine
 from outrider.device import OutOfDeviceMemory
 from outrider.engine.config import EngineConfig
-from outrider.engine.setup import resolve
+from outrider.engine.setup import facts
 from outrider.engine.setup.checks import predict_memory
-from outrider.engine.setup.resolve import CacheMemory, situation_of
+from outrider.engine.setup.facts import CacheMemory, collect_facts
 from outrider.model import DecoderPlan, ModelRanks, Shard, Shards, plan_decoder
 from outrider.model.config.shapes import shape_config
 from outrider.speculative.proposer import NonSpeculativeProposer
@@ -59,7 +59,7 @@ def test_the_work_of_a_prompt_counts_recurrent_layers(hybrid):
     assert shape.recurrent.prompt_values > 3 * shape.inner_width
     plan = plan_decoder(hybrid, backend=tiny.BACKEND, dtype=torch.float32)
     wide = replace(plan, config=replace(plan.config, recurrent=replace(plan.config.recurrent, value_size=1024)))
-    less, more = (situation_of(tiny.BACKEND, each, NonSpeculativeProposer()) for each in (plan, wide))
+    less, more = (collect_facts(tiny.BACKEND, each, NonSpeculativeProposer()) for each in (plan, wide))
     assert more.prompt_token_bytes > less.prompt_token_bytes
 
 
@@ -88,7 +88,7 @@ def test_too_little_memory_is_an_error_before_loading(hybrid, free, config, mess
     """``free``: as a multiple of the weights."""
     weights = plan_decoder(hybrid, backend=tiny.BACKEND, dtype=torch.float32).weight_bytes
     memory = CacheMemory(1 << 40, int(free * weights))
-    monkeypatch.setattr(resolve, "memory_of", lambda backend: memory)
+    monkeypatch.setattr(facts, "find_cache_memory", lambda backend: memory)
     monkeypatch.setattr(DecoderPlan, "load", lambda plan, progress: pytest.fail("it was loaded"))
     sizes = {"dtype": "float32", "prefill_chunk": 1, "max_requests": 1, "state_checkpoints": 0}
     with pytest.raises(OutOfDeviceMemory, match=message):

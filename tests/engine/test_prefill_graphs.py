@@ -38,14 +38,13 @@ def prompts_of(tiny_tokens):
 def noted_replays(monkeypatch):
     """Buckets of the chunks that are replayed, with the number of their sequences."""
     found = []
-    launch = PrefillGraphs.launch
+    replay = PrefillGraphs.replay
 
-    def noted(graphs, batch, packer, bucket):
-        if bucket is not None:
-            found.append((bucket.tokens, len(batch.prefill)))
-        return launch(graphs, batch, packer, bucket)
+    def noted(graphs, batch, bucket):
+        found.append((bucket.tokens, len(batch.prefill)))
+        replay(graphs, batch, bucket)
 
-    monkeypatch.setattr(PrefillGraphs, "launch", noted)
+    monkeypatch.setattr(PrefillGraphs, "replay", noted)
     return found
 
 
@@ -129,14 +128,14 @@ def test_nobody_is_padded_by_much():
 def test_a_bucket_is_the_least_that_holds_the_chunks(tiny64):
     with replayed_prefill(40):
         engine = tiny64.engine(mode="fused", **SIZES)
-    graphs, requests = engine._step._prefill, []
+    prefill, requests = engine._step.prefill, []
     for length in (15, 16, 17):
         engine.add_request([1] * length, SamplingParams(max_tokens=1))
         requests.append(list(engine._requests.values())[-1])
     chunks = [PrefillChunk(request, 0, len(request.context)) for request in requests]
 
     def bucket(*which):
-        found = graphs.bucket(Batch(tuple(which), (), (), ()))
+        found = prefill.bucket(Batch(tuple(which), (), (), ()))
         return None if found is None else found.tokens
 
     assert bucket() is None

@@ -24,13 +24,11 @@ def drafting_layer(proposer):
     """The layer that a proposer's model or head ends with, and runs over prompts; None: it has none."""
     proposer = getattr(proposer, "_other", proposer)
     if hasattr(proposer, "_heads"):
-        return proposer._heads[-1].weights.layer
+        return proposer._heads[-1].weights.layers[-1]
     if hasattr(proposer, "_model"):
         return proposer._model.weights.layers[-1]
     weights = getattr(getattr(proposer, "_head", None), "weights", None)
-    if weights is None or proposer.name == "dflash":
-        return None
-    return weights.layers[-1] if hasattr(weights, "layers") else (weights.layer, *weights.later)[-1]
+    return None if weights is None or proposer.name == "dflash" else weights.layers[-1]
 
 
 @pytest.mark.parametrize("name", sorted(MAKERS))

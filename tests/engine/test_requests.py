@@ -202,4 +202,4 @@ def test_an_image_is_where_its_first_placeholder_is(before):
     vision = SimpleNamespace(image_token=7, video_token=8)
     media = SimpleNamespace(grid=SimpleNamespace(features=lambda _: 3))
     found = _spans([media, media], (*(1,) * before, 7, 7, 7, 2, 8, 8, 8), vision)
-    assert [(span.start, span.end) for span in found] == [(before, before + 3), (before + 4, before + 7)]
+    assert found == (range(before, before + 3), range(before + 4, before + 7))

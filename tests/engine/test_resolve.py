@@ -12,7 +12,8 @@ from outrider import EngineConfig
 from outrider.device import Capabilities, ConfigError, OutOfDeviceMemory, StepMode
 from outrider.engine.config import DecidedConfig
 from outrider.engine.ranks.ranks import common_config
-from outrider.engine.setup.resolve import GIB, CacheMemory, DeviceModelFacts, choose_dtype, resolve, situation_of
+from outrider.engine.setup.facts import CacheMemory, DeviceModelFacts, collect_facts
+from outrider.engine.setup.resolve import GIB, choose_dtype, resolve
 from outrider.speculative.proposer import NonSpeculativeProposer
 from outrider_sim.plugin import create_backend
 
@@ -298,6 +299,6 @@ def test_too_little_memory_for_states_says_what_to_lower():
 
 def test_an_engine_uses_no_graphs_where_they_hold_only_a_part_of_a_model(tiny64):
     backend = create_backend(0, {"native": "mm"})
-    made = resolve(EngineConfig(), situation_of(backend, tiny64.target, NonSpeculativeProposer()))
+    made = resolve(EngineConfig(), collect_facts(backend, tiny64.target, NonSpeculativeProposer()))
     assert (made.mode, made.graphs) == ("staged", False)
     assert why(made, "graphs") == "the device's graphs can't hold every operator of a model"

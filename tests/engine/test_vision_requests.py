@@ -1,16 +1,23 @@
 """Images and videos in requests: greedy tokens equal transformers' generate, whatever else runs and however it's drafted."""
 
 import functools
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from tests.engine.conftest import replayed_prefill
+from tests.engine.test_prefill_graphs import noted_replays
 
+from model.hybrid_checkpoints import MtpOracle
 from model.test_vision import IMAGE, PROMPTS, VIDEO, frames, picture, reference_inputs
 from outrider import Engine, SamplingParams
-from outrider.device import Recompute, SpeculativeSync
+from outrider.device import ConfigError, Recompute, SpeculativeSync
 from outrider.engine.state.plans import PlanAtJoin
 from outrider.errors import RequestError
 from outrider.model import MediaProcessor, expand_placeholders, load_decoder, load_eagle, load_mtp, load_peagle, load_vision
+from outrider.model.checkpoint.mapping import SINGLE_RANK
+from outrider.model.heads.mtp import chained_head_config, chained_mtp_targets
 from outrider.registry import get_backend
 from outrider.speculative.draft_model import DraftModelProposer, DraftModelTreeProposer
 from outrider.speculative.eagle import EagleProposer, EagleTreeProposer
@@ -42,9 +49,10 @@ class Checkpoint:
         processor = MediaProcessor.from_checkpoint(directory)
         self.prompts = {name: make(processor) for name, make in PROMPTS.items()}
         self.processor = processor
+        self.is_hybrid = self.target.config.recurrent is not None
 
     def engine(self, proposer=None, *, backend=None, **fields):
-        config = plain_config(**{"page_size": 4, "max_context": 128, "prefill_chunk": 64} | fields)
+        config = plain_config(**{"page_size": 4, "max_context": 192, "prefill_chunk": 64} | fields)
         return Engine(self.target, backend or self.backend, proposer=proposer, config=config, vision=self.tower)
 
     @functools.cache  # noqa: B019  (as long as the module's tests)
@@ -71,7 +79,13 @@ class Checkpoint:
 def made(tmp_path_factory):
     torch.set_num_threads(1)
     backend = CpuBackend()
-    return {family: Checkpoint(tmp_path_factory.mktemp(family), family, backend) for family in VISION_FAMILIES}
+
+    class Made(dict):
+        def __missing__(self, family):
+            self[family] = Checkpoint(tmp_path_factory.mktemp(family), family, backend)
+            return self[family]
+
+    return Made()
 
 
 @pytest.fixture(params=VISION_FAMILIES)
@@ -99,10 +113,19 @@ def proposers(checkpoint):
     }
 
 
+HYBRIDS = ("qwen3_5", "qwen3_5_moe")
+NAMES = ("ngram", "ngram-tree", "same-model", "same-model-tree", "eagle", "eagle-tree")
+CASES = [(family, name) for family in VISION_FAMILIES for name in NAMES if family not in HYBRIDS or "same" not in name]
+
+
 @pytest.mark.sample(1, per="name")
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("name", ["ngram", "ngram-tree", "same-model", "same-model-tree", "eagle", "eagle-tree"])
+@pytest.mark.parametrize(("checkpoint", "name"), CASES, indirect=["checkpoint"])
 def test_speculative_tokens_are_those_of_generate(checkpoint, name, overlap):
+    if checkpoint.is_hybrid and "tree" in name:
+        with pytest.raises(ConfigError, match="recurrent"):
+            checkpoint.engine(proposers(checkpoint)[name]())
+        return
     engine = checkpoint.engine(proposers(checkpoint)[name](), overlap=overlap, prefill_chunk=7, max_requests=3)
     checkpoint.check(engine)
     if name == "same-model":
@@ -161,7 +184,65 @@ def test_mtp_over_axes(made, tmp_path):
 def test_mtp_over_axes_keeps_every_token(checkpoint, tmp_path, branches):
     write_mtp(tmp_path)
     heads = load_mtp(tmp_path, target=checkpoint.target, backend=checkpoint.backend, dtype=torch.float32)
-    checkpoint.check(checkpoint.engine(MtpProposer(heads, branches=branches), overlap=True, prefill_chunk=7, max_requests=3))
+    proposer = MtpProposer(heads, branches=branches)
+    if checkpoint.is_hybrid and branches > 1:
+        with pytest.raises(ConfigError, match="recurrent"):
+            checkpoint.engine(proposer)
+        return
+    checkpoint.check(checkpoint.engine(proposer, overlap=True, prefill_chunk=7, max_requests=3))
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_the_head_of_a_hybrid_drafts_behind_images(made, tmp_path, family):
+    """With cached states, chunks that cut images, and pages so few that requests are preempted."""
+    checkpoint = made[family]
+    shutil.copytree(checkpoint.directory, tmp_path, dirs_exist_ok=True)
+    state = load_file(tmp_path / "model.safetensors")
+    torch.manual_seed(3)
+    targets = chained_mtp_targets(chained_head_config(checkpoint.target.config), state, SINGLE_RANK)
+    head = {piece.key: torch.randn(piece.shape) * 0.2 for target in targets for piece in target.pieces}
+    save_file(state | head, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    sizes = {"page_size": 4, "max_context": 192, "prefill_chunk": 9, "max_requests": 3, "num_pages": 40, "draft_tokens": 3}
+    config = plain_config(**sizes, overlap=True, state_checkpoints=4, dtype="float32")
+    engine = Engine.from_checkpoint(tmp_path, checkpoint.backend, speculate="mtp", config=config)
+    checkpoint.check(engine)
+    checkpoint.check(engine, ("image", "images-of-several-sizes"))
+    assert engine.stats.acceptance_length > 1
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("qwen3_5_moe", marks=pytest.mark.slow)])
+def test_the_head_of_a_hybrid_reads_features(made, tmp_path, family):
+    """Its state after a prompt with images is that of transformers' parts over the embeddings that the model reads."""
+    checkpoint = made[family]
+    shutil.copytree(checkpoint.directory, tmp_path, dirs_exist_ok=True)
+    oracle = MtpOracle(checkpoint.reference, 4)
+    head = {f"mtp.{key}": value.contiguous() for key, value in oracle.state_dict().items()}
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path) | head, path, metadata={"format": "pt"})
+    config = plain_config(page_size=4, max_context=128, draft_tokens=3, dtype="float32")
+    engine = Engine.from_checkpoint(tmp_path, checkpoint.backend, speculate="mtp", config=config)
+    found, extend = [], engine.proposer.extend
+
+    def noted(inputs):
+        relay = extend(inputs)
+        found.append(relay["hidden"][0].clone())
+        return relay
+
+    engine.proposer.extend = noted
+    tokens, media = checkpoint.prompts["images-of-several-sizes"]
+    (result,) = engine.generate([tokens], GREEDY, media=[media])
+    assert result.token_ids == checkpoint.expected("images-of-several-sizes")
+    whole = [*expand_placeholders(tokens, media, engine.model.config.vision), result.token_ids[0]]
+    inputs, model = reference_inputs(whole, media, family), checkpoint.reference.model
+    with torch.no_grad():
+        states = model(**inputs).last_hidden_state
+        features = torch.cat(model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"]).pooler_output)
+        embeddings = model.get_input_embeddings()(inputs["input_ids"])
+        embeddings[inputs["mm_token_type_ids"] == 1] = features
+        axes, _ = model.get_rope_index(**{key: value for key, value in inputs.items() if "pixel" not in key})
+    wanted = oracle.states(model.language_model, states, embeddings, axes[:, :, :-1])[-1]
+    torch.testing.assert_close(found[0], wanted, rtol=1e-3, atol=1e-3)
 
 
 def test_a_parallel_head_over_axes(made, tmp_path):
@@ -210,10 +291,11 @@ def counting(checkpoint):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_same_image_is_a_prefix_hit_and_another_is_not(checkpoint, overlap):
     image, other = (checkpoint.processor.image(picture(32, 32, seed=seed)) for seed in (1, 2))
-    tokens = [1, 5, 6, 7, *IMAGE, 9, 17]
+    tokens = [1, 5, 6, 7, *IMAGE, *range(9, 69)]
     expected = [checkpoint.generated(tokens, [each]) for each in (image, other)]
     tower, seen = counting(checkpoint)
-    config = plain_config(page_size=2, max_context=128, overlap=overlap)
+    sizes = {"page_size": 2, "max_context": 128, "prefill_chunk": 64}  # a hybrid's hit ends with a chunk of 64 tokens
+    config = plain_config(**sizes, overlap=overlap, state_checkpoints=4 * checkpoint.is_hybrid)
     engine = Engine(checkpoint.target, checkpoint.backend, config=config, vision=tower)
     for index, (chosen, calls) in enumerate([(image, 1), (image, 1), (other, 2), (image, 2), (other, 2)]):
         (result,) = engine.generate([tokens], GREEDY, media=[[chosen]])
@@ -234,8 +316,8 @@ def test_what_comes_before_an_image_is_shared(made):
 
 def test_preemption_keeps_the_images(checkpoint):
     """Pages are so few that requests give theirs up in the middle of their output."""
-    engine = checkpoint.engine(num_pages=24, page_size=4, max_requests=4, prefix_cache=False)
-    names = ["image", "text", "image", "video"]
+    engine = checkpoint.engine(num_pages=19, page_size=4, max_requests=4, prefix_cache=False)
+    names = ["image", "text", "image", "image"]
     preempted = []
     preempt = engine._scheduler._preempt
     engine._scheduler._preempt = lambda: (preempted.append(1), preempt())
@@ -256,6 +338,40 @@ def test_streaming(made):
     tokens, media = checkpoint.prompts["image"]
     outputs = list(checkpoint.engine(overlap=True).stream(tokens, GREEDY, media=media))
     assert tuple(token for output in outputs for token in output.tokens) == checkpoint.expected("image")
+
+
+@pytest.mark.parametrize("name", ["cpu", pytest.param("sim", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("qwen2_vl", marks=pytest.mark.slow)])
+def test_text_is_replayed_from_graphs_of_prompts_and_images_are_not(made, monkeypatch, family, name):
+    checkpoint, backend = made[family], get_backend(name)
+    target, tower = (load(checkpoint.directory, backend=backend, dtype=torch.float32) for load in (load_decoder, load_vision))
+    found, texts = noted_replays(monkeypatch), [list(range(3, length)) for length in (4, 9, 26, 60)]
+    prompts = [*((text, []) for text in texts), checkpoint.prompts["image"], checkpoint.prompts["images-of-several-sizes"]]
+    config = plain_config(max_requests=4, max_context=128, page_size=4, prefill_chunk=24, mode="fused", overlap=True)
+    with replayed_prefill(24), watch(backend) as report:
+        proposer = NgramProposer(vocab_size=target.config.vocab_size, draft_tokens=2)
+        engine = Engine(target, backend, config=config, vision=tower, proposer=proposer)
+        results = engine.generate([tokens for tokens, _ in prompts], GREEDY, media=[media for _, media in prompts])
+    assert [result.token_ids for result in results] == [checkpoint.generated(*prompt) for prompt in prompts]
+    assert len(found) > 1
+    assert name == "cpu" or not report.findings, str(report)  # on the host, the tower reads sizes without asking
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("sizes", [{"mode": "fused"}, {"mode": "staged", "num_pages": 36}], ids=str)
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl", "qwen3_vl_moe"])
+def test_images_on_the_simulator(made, family, sizes):
+    """Chunks that cut images, drafts, and in one case preemption: the same tokens, and every access is ordered."""
+    checkpoint, backend = made[family], get_backend("sim:seed=5")
+    target, tower = (load(checkpoint.directory, backend=backend, dtype=torch.float32) for load in (load_decoder, load_vision))
+    prompts = [checkpoint.prompts[name] for name in ("image", "text", "video", "images-of-several-sizes")]
+    config = plain_config(max_requests=3, max_context=128, page_size=4, prefill_chunk=20, overlap=True, **sizes)
+    with watch(backend) as report:
+        proposer = NgramProposer(vocab_size=target.config.vocab_size, draft_tokens=2)
+        engine = Engine(target, backend, config=config, vision=tower, proposer=proposer)
+        results = engine.generate([tokens for tokens, _ in prompts], GREEDY, media=[media for _, media in prompts])
+    assert [result.token_ids for result in results] == [checkpoint.generated(*prompt) for prompt in prompts]
+    assert not report.findings, str(report)
 
 
 class RecomputingSync(SpeculativeSync):
@@ -295,7 +411,7 @@ def test_positions_are_computed_again_after_the_join(made, name):
 def test_nothing_is_computed_again_for_text_or_an_idle_batch(made, bundle32):
     def at_join(engine, batch, static):
         parts = engine._parts
-        views = parts.buffers.views(batch)
+        views = parts.buffers.views(batch, parts.proposer.nodes)
         return PlanAtJoin(parts.plans, views.inputs, views.verify, static), views
 
     text = bundle32.engine(max_requests=2)

@@ -43,6 +43,15 @@ class Compiling(KernelSet):
     def compiled(self):
         return dict(Counter(kernel for kernel, *_ in self.variants))
 
+    @contextmanager
+    def _ahead(self):
+        before = set(self.variants)
+        yield
+        self.ahead = {kernel for kernel, *_ in self.variants - before}
+
+    def compile_ahead(self):
+        return self._ahead()
+
     def _use(self, kernel, shape, *sizes):
         classes = [size.bit_length() for size in sizes]
         grid = [classes]
@@ -125,6 +134,16 @@ def test_nothing_is_compiled_after_the_start(bundle, tiny_tokens, mode):
     assert kernels.compiled() == engine.warm_up.compiled
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_fused_iterations_are_asked_for_ahead(bundle, mode):
+    """An iteration of padding meets the kernels of all features; other modes need lengths that the host knows."""
+    kernels = Compiling()
+    kernels.ahead = set()
+    engine = engine_with(bundle, kernels, **MODES[mode])
+    of_guides = {"apply_token_bitmask"}
+    assert kernels.ahead == (set(engine.warm_up.compiled) - of_guides if mode == "fused" else set())
+
+
 @pytest.mark.sample(1)
 def test_nothing_is_compiled_after_the_start_for_trees(bundle, tiny_tokens):
     kernels = Compiling()
@@ -147,7 +166,9 @@ def test_the_scope_is_left_on_the_engines_own_device(monkeypatch):
     """Kernels are loaded onto the current device when the scope is left; an engine's needn't be the thread's first."""
     first, second = (Tiny(get_backend(name)) for name in ("sim:0", "sim:1"))
     left = []
-    monkeypatch.setattr("outrider.engine.engine.warm_up", lambda *given, **named: None)  # it takes long, and isn't the point
+    monkeypatch.setattr(
+        "outrider.engine.assembly.serve_internal_requests", lambda *given: None
+    )  # it takes long, and isn't the point
 
     class Loading(KernelSet):
         @contextmanager
@@ -180,7 +201,7 @@ def test_capturing_goes_on_with_none_of_the_warm_ups_requests(bundle, monkeypatc
         launchers = capture(assembly, progress)
         parts.backend.synchronize()
         found.update(before=before, after=parts.future.seq_lens.tolist(), rows=parts.staging.decode_rows(3).tolist())
-        found["captured"] = [parts.buffers.views(count).inputs.seq_lens.tolist() for count in (1, 2, 3)]
+        found["captured"] = [parts.buffers.views(count, parts.proposer.nodes).inputs.seq_lens.tolist() for count in (1, 2, 3)]
         return launchers
 
     monkeypatch.setattr(Assembly, "capture", watched)

@@ -94,6 +94,8 @@ KINDS: Mapping[str, Kind] = {
     "mtp": Kind(_mtp, "mtp"),
     "qwen2_vl": Kind(lambda path: write_vision_checkpoint(path, "qwen2_vl"), vision=True),
     "qwen2_5_vl": Kind(lambda path: write_vision_checkpoint(path, "qwen2_5_vl"), vision=True),
+    "qwen3_vl_moe": Kind(lambda path: write_vision_checkpoint(path, "qwen3_vl_moe"), vision=True),
+    "qwen3_5": Kind(lambda path: write_vision_checkpoint(path, "qwen3_5"), vision=True),
     "door": Kind(lambda path: write_checkpoint(path, "mistral-window"), door=True),
     "door-gpt2": Kind(lambda path: _write_other(path, "gpt2"), door=True),
     "door-experts": Kind(lambda path: _write_other(path, "mixtral", num_local_experts=4), door=True),

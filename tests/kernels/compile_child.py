@@ -12,6 +12,7 @@ from compiled_order import (
     check_order_beside_pages,
     check_order_of_both,
     check_order_of_groups,
+    check_order_of_tiles,
     one_by_one,
 )
 from triton._C.libtriton import ir
@@ -24,17 +25,18 @@ from outrider_triton.attention.jit import exact as exact_attention
 from outrider_triton.attention.jit import paged as attention
 from outrider_triton.attention.jit import paged_streamed as attention_streamed
 from outrider_triton.attention.jit import prefill as prefill_attention
-from outrider_triton.bookkeeping.jit import bookkeeping
+from outrider_triton.bookkeeping import jit as bookkeeping
+from outrider_triton.experts.jit import large_m as expert_tiles
 from outrider_triton.experts.jit import quantized as expert_quantized
 from outrider_triton.experts.jit import unquantized as experts
-from outrider_triton.peers.jit import exchange as peers
+from outrider_triton.peers import jit as peers
 from outrider_triton.products.jit import fused, large_m_gates, matmul, streamed
 from outrider_triton.quantized.jit import activations, nibble_planes, nibble_planes_streamed
 from outrider_triton.quantized.jit import products as quantized
 from outrider_triton.recurrent.jit import chunks as recurrent_chunks
 from outrider_triton.recurrent.jit import steps as recurrent
-from outrider_triton.rows.jit import rows
-from outrider_triton.selection.jit import token_choice
+from outrider_triton.rows import jit as rows
+from outrider_triton.selection import jit as token_choice
 
 HALF, WIDE, LONG, INT = "*bf16", "*fp32", "*i64", "*i32"
 HALVES = (
@@ -125,6 +127,7 @@ PLAINLY = {"COLUMNS": 128, "BLOCK_N": 16, "BLOCK_K": 256}
 UNNORMED = {"q_norm": None, "k_norm": None}
 SCALES = {"k": "i32", "scales": HALF, "x_scales": WIDE, "zeros": "*i8"}
 CHOSEN = {"k": "i32", "chosen": LONG, "order": LONG, "expert_of": LONG, "shares": WIDE}
+OF_PAIRS = dict.fromkeys(("chosen", "places", "expert_of", "blocks_used"), LONG)
 FEW = {"order": None, "expert_of": None, "SORTED": False, "PAIRS": 32, "COUNT": 8}
 FEW |= {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "EVEN": True}
 MANY = {"SORTED": True, "PAIRS": 0, "COUNT": 8, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "EVEN": False}
@@ -148,7 +151,8 @@ def quantized_kernels(capability):
          {"E4M3": False, "PLAIN": False, "BLOCK": 4096}),
         (activations.quantize_by_maxima, {"maxima": WIDE, "out": E4M3 if fp8 else "*fp16", "scales": WIDE},
          {"E4M3": True, "SHARES": 128, "BLOCK": 1024}),
-        (activations.add_rms_norm_quantize, {"x": WIDE, "bias": HALF, "out": E4M3 if fp8 else "*fp16", "scales": WIDE},
+        (activations.add_rms_norm_quantize,
+         {"x": WIDE, "bias": HALF, "out": E4M3 if fp8 else "*fp16", "scales": WIDE, "unquantized": HALF},
          {"E4M3": True, "GROUP": 128, "PARTS": 2, "BLOCK": 4096}),
         (activations.silu_mul_quantize, {"out": "*i8", "scales": WIDE}, {"E4M3": False, "GROUP": 0, "BLOCK": 16384}),
         (activations.embed_beside_quantize, {"hidden": HALF, "out": E4M3 if fp8 else "*fp16", "scales": WIDE},
@@ -289,11 +293,15 @@ KERNELS = [
         {"chosen": LONG, "order": LONG, "expert_of": LONG},
         {"BINS": 256, "BLOCK": 1024},
     ),
+    (experts.count_pairs, {"chosen": LONG, "counts": INT}, {"BINS": 256, "BLOCK": 1024}),
+    (experts.place_pairs, {**OF_PAIRS, "counts": INT}, {"BINS": 256, "BLOCK": 512, "PIECE": 32}),
+    (experts.gather_pairs, OF_PAIRS, {"BLOCK": 2048}),
     (experts.expert_gates, CHOSEN, FEW),
     (experts.expert_gates, CHOSEN, {**MANY}),
     (experts.expert_outputs, CHOSEN, {**FEW, "PAIRS": 0}),
     (experts.expert_outputs, CHOSEN, {**MANY}),
-    (experts.add_experts, {"parts": HALF, "chosen": LONG}, {"BLOCK": 1024}),
+    (experts.add_experts, {"parts": HALF, "chosen": LONG}, {"weights": None, "places": None, "BLOCK": 1024}),
+    (experts.add_experts, {**OF_PAIRS, "parts": HALF, "weights": WIDE}, {"BLOCK": 1024}),
     (recurrent.short_convolution, {}, {"KERNEL": 4, "BLOCK_T": 16, "BLOCK_C": 256}),
     (recurrent.short_convolution, {}, {"KERNEL": 4, "BLOCK_T": 16, "BLOCK_C": 256, "commit": None}),
     (recurrent.delta_rule, {"state": WIDE}, {**OF_RULE, "BLOCK_E": 16}),
@@ -345,9 +353,15 @@ STREAMED = [
 ]
 """For devices with a copy engine alone."""
 GATES = {"bias": None, "STEPS": 8, "BLOCK_K": 64}
+PLACED = {"STEPS": 8, "BLOCK_K": 64, "STAGES": 4, "TOKEN_STAGES": 5, "REGISTERS": 168}
 TALL = [
     (large_m_gates.tall_silu_mul, {}, {**GATES, "GROUPS": 2, "BLOCK_M": 128, "STAGES": 4, "TOKEN_STAGES": 5}),
     (large_m_gates.tall_silu_mul, {}, {**GATES, "GROUPS": 1, "BLOCK_M": 64, "STAGES": 8, "TOKEN_STAGES": 10}),
+]
+OF_PLACES = {"expert_of": LONG, "used": LONG}
+TALL_EXPERTS = [
+    (expert_tiles.tall_experts, OF_PLACES, {**PLACED, "GROUPS": groups, "GATED": gated, "BLOCK_M": tokens})
+    for groups, gated, tokens in ((1, True, 16), (1, False, 64), (2, True, 128), (2, False, 128))
 ]
 BY_ROW = {"x_scales": WIDE, "scales": WIDE}
 STREAMED_E4M3 = [
@@ -419,7 +433,18 @@ def main() -> None:
             ends = {"x": descriptor(constants["BLOCK_M"], 64), "w": descriptor(16, 64)}
             made = compiled(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
             check_order_of_groups(kernel.__name__, made.asm["ptx"], constants["GROUPS"])
+            assert one_by_one(made) is False, kernel.__name__
             check_sizes_of_one(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
+            print(kernel.__name__, flush=True)
+        for kernel, types, constants in TALL_EXPERTS:
+            if some:
+                print(f"({kernel.__name__})")
+                continue
+            ends = {"x": descriptor(constants["BLOCK_M"], 64), "w": descriptor(64 * constants["GROUPS"], 64)}
+            made = compiled(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
+            check_order_of_tiles(kernel.__name__, made.asm["ptx"], constants["GROUPS"])
+            check_sizes_of_one(GluonASTSource, kernel, {**types, **ends}, {**constants, "PDL": True}, target)
+            assert one_by_one(made) is False, kernel.__name__
             print(kernel.__name__, flush=True)
         for kernel, types, constants in () if some else STREAMED_E4M3:
             ends = {"x": descriptor(8, 128, "fp8e4nv"), "w": descriptor(16, 128, "fp8e4nv")}

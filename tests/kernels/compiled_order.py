@@ -7,7 +7,7 @@ import tempfile
 import triton
 
 LATE = {"linear_silu_mul", "streamed_silu_mul", "linear_planes", "linear_quantized"}
-LATE |= {"expert_gates", "tall_silu_mul"}
+LATE |= {"expert_gates", "tall_silu_mul", "tall_experts", "gather_pairs"}
 """One of them is in each layer: what starts behind it may read what was written before it (docs/kernels.md)."""
 READS_WEIGHTS = {"all_reduce_rms_norm", "rms_norm", "add_rms_norm", "linear_add", "streamed_linear_add"}
 READS_WEIGHTS |= {"add_rms_norm_quantize", "linear_quantized", "linear_planes", "streamed_planes"}
@@ -78,6 +78,18 @@ def check_order_of_groups(name: str, ptx: str, groups: int) -> None:
     assert "cp.async.bulk.tensor" in tokens, f"{name}: nobody brings tokens"
     assert "st.global" not in tokens, f"{name}: a warp that brings writes"
     assert "ld.global" not in ptx, f"{name}: reads otherwise"
+    check_arrivals(name, ptx)
+
+
+def check_order_of_tiles(name: str, ptx: str, groups: int) -> None:
+    """The same of a kernel whose code the compiler lays out otherwise: stores of a group come last."""
+    order = re.findall("griddepcontrol.(wait|launch_dependents)", ptx)
+    last = ["wait", "launch_dependents"] if name in LATE else ["launch_dependents", "wait"]
+    assert order == ["wait"] * groups + last, f"{name}: waits and lets the next one start as {order}"
+    before, *_ = ptx.split("griddepcontrol.wait")
+    accesses = {access for access in ("st.global", "ld.global", "cp.async.bulk.tensor") if access in before}
+    assert not accesses, f"{name}: {accesses} before the wait"
+    assert "st.global" in ptx, f"{name}: writes nothing"
     check_arrivals(name, ptx)
 
 

@@ -21,8 +21,8 @@ SHAPES = ((1, 64), (1, 4096), (3, 128), (4, 4096), (5, 2050), (16, 4096), (64, 1
 def check(place: Any) -> list[str]:
     """What each rank runs; returns what it looked at."""
     backend = place.backend
-    group = backend.create_group("checked", ranks=range(place.size), rank=place.rank, store=place.store)
-    plain = backend.create_group("plain", ranks=range(place.size), rank=place.rank, store=place.store)
+    group = backend.create_group("checked", ranks=range(place.size), rank=place.index, store=place.store)
+    plain = backend.create_group("plain", ranks=range(place.size), rank=place.index, store=place.store)
     plain.restrict_implementations()
     stream = backend.create_stream("main")
     said = [f"ways {group.implementations}, peer memory {group.has_peer_memory}"]
@@ -46,7 +46,7 @@ def compare(place: Any, group: Any, plain: Any, stream: Any, dice: torch.Generat
     weight = torch.randn(shape[1], generator=dice).to(dtype).to(backend.device)
     start = torch.randn(*shape, generator=dice).to(dtype)
     with backend.on(stream):
-        source = parts[place.rank].to(backend.device, copy=True)
+        source = parts[place.index].to(backend.device, copy=True)
         x, residual = source.clone(), start.to(backend.device, copy=True)
         normed, gathered = torch.empty_like(x), x.new_empty(place.size, *shape)
         summed, rooted = source.clone(), source.clone()
@@ -95,7 +95,7 @@ def compare(place: Any, group: Any, plain: Any, stream: Any, dice: torch.Generat
     judge("in a graph")
     for turn in range(REPLAYS):
         if turn % 20 == 0:
-            late(stream, backend, place.rank == turn // 20 % 2)
+            late(stream, backend, place.index == turn // 20 % 2)
         reset()
         graph.replay(stream)
     judge("after many replays")

@@ -52,14 +52,14 @@ def stood_in(place, folder):
 
     def empty(shape, strides, dtype, device, group_name):
         assert math.prod(shape) == 0 or strides[-1] == 1
-        made.append(folder / f"{place.rank}-{len(made)}")
+        made.append(folder / f"{place.index}-{len(made)}")
         return _mapped(made[-1], shape, dtype)
 
     def rendezvous(memory, name):
         assert isinstance(name, str)
         assert name
         number = len(made) - 1
-        place.store.set(f"made/{number}/{place.rank}", "1")
+        place.store.set(f"made/{number}/{place.index}", "1")
         place.store.wait([f"made/{number}/{rank}" for rank in range(place.size)])
         return _Handle(folder, number, place.size)
 
@@ -88,12 +88,12 @@ def fall_back(place, *, folder):
         warnings.simplefilter("always")
         for patch in patches:
             stack.enter_context(patch)
-        if place.rank == 1:
+        if place.index == 1:
             stack.enter_context(mock.patch(f"{SYMMETRIC}.rendezvous", broken))
         else:
             stack.enter_context(mock.patch(f"{SYMMETRIC}.rendezvous", lambda memory, name: _Own(memory)))
-        group = backend.create_group("pair", ranks=(0, 1), rank=place.rank, store=place.store, timeout_s=1.0)
-        x = torch.full((4,), place.rank + 1.0)
+        group = backend.create_group("pair", ranks=(0, 1), rank=place.index, store=place.store, timeout_s=1.0)
+        x = torch.full((4,), place.index + 1.0)
         group.all_reduce(x, stream=backend.create_stream("main"))
         said = [str(one.message) for one in caught if one.category is RuntimeWarning]
         found = group.implementations, group.has_peer_memory, x.tolist(), said
@@ -119,7 +119,7 @@ def told(place, *, folder):
     with ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
-        group = backend.create_group("pair", ranks=(0, 1), rank=place.rank, store=place.store)
+        group = backend.create_group("pair", ranks=(0, 1), rank=place.index, store=place.store)
         stream = backend.create_stream("main")
         x, residual, weight = torch.ones(3, 128), torch.ones(3, 128), torch.ones(128)
         kernels = backend.kernels_in_use
@@ -159,7 +159,7 @@ def shots(place, *, folder, dtypes, shapes):
         for patch in patches:
             stack.enter_context(patch)
         stack.enter_context(mock.patch.object(exchange, "launch", launch))
-        group = backend.create_group("all", ranks=range(place.size), rank=place.rank, store=place.store)
+        group = backend.create_group("all", ranks=range(place.size), rank=place.index, store=place.store)
         stream = backend.create_stream("main")
         for dtype in dtypes:
             for shape in shapes:
@@ -169,8 +169,8 @@ def shots(place, *, folder, dtypes, shapes):
                 start, weight = torch.randn(*shape, generator=dice).to(kind), torch.randn(shape[1], generator=dice).to(kind)
                 for turn, implementation in enumerate(("one shot", "two shot", "one shot", "two shot")):
                     group.restrict_implementations(implementation)
-                    summed, x, residual = parts[place.rank].clone(), parts[place.rank].clone(), start.clone()
-                    if turn % place.size == place.rank:
+                    summed, x, residual = parts[place.index].clone(), parts[place.index].clone(), start.clone()
+                    if turn % place.size == place.index:
                         time.sleep(0.05)
                     with backend.on(stream):
                         group.all_reduce(summed, stream=stream)

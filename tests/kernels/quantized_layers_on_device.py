@@ -27,7 +27,7 @@ from outrider_triton.products.operands import QuantizedProduct
 from outrider_triton.tiles import variants
 from outrider_triton.tiles.derive.products import rank_configs
 from outrider_triton.tiles.facts import facts_of
-from outrider_triton.tiles.measure.timing import microseconds
+from outrider_triton.tiles.measure.chain import microseconds
 from outrider_triton.tiles.store.table import load
 
 HIDDEN, INNER, HEADS, KV_HEADS, SIZE = 4096, 14336, 32, 8, 128

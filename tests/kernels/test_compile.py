@@ -51,6 +51,9 @@ def kernels(streamed):
         "chunk_start",
         "first_chunk",
         "prefetch_gates",
+        "make_pipelines",
+        "tile_sums",
+        "store_tile",
         "load_angles",
         "write_rotated",
         "as_cached",
@@ -72,10 +75,12 @@ def kernels(streamed):
         "nibble_planes_streamed.py",
         "nibble_planes_gated.py",
         "large_m_gates.py",
+        "large_m.py",
         "paged_streamed.py",
     }
     apart = {"tma_pipeline.py"} | (set() if streamed else rings)  # helpers alone, and what needs a copy engine
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("jit/*.py") if path.name not in apart]
+    files = [*PACKAGE.rglob("jit/*.py"), *PACKAGE.rglob("jit.py")]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files if path.name not in apart]
     made = {node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef) and node.decorator_list}
     return {name for name in made if not name.startswith("_")} - helpers
 

@@ -14,9 +14,9 @@ from outrider.device.kernels.formats import FP8, INT4, INT8
 from outrider.device.kernels.weight_formats import WeightFormat
 from outrider.model.config.shapes import SHAPES
 from outrider.model.quantization.layouts import to_device
-from outrider_triton.experts.operators import laid_out_pairs, sorted_pairs
+from outrider_triton.experts.operators import gathered_pairs, laid_out_pairs, placed_pairs, sorted_pairs, sum_expert_rows
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.tiles.configs import MatmulConfig
+from outrider_triton.tiles.configs import LARGE_M, MatmulConfig
 from outrider_triton.tiles.derive.products import shared_bytes
 
 REFERENCE = KernelSet()
@@ -127,6 +127,59 @@ def laid_out_alike(tokens, count, experts, size, used, absent, seed, device, pdl
     for made, right in zip(laid_out_pairs(names, experts, size, pdl), sorted_pairs(names, experts, size), strict=True):
         assert made.dtype is torch.int64
         assert torch.equal(made, right)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "experts", "size", "used", "absent", "chunk"),
+    [
+        (33, 3, 7, 4, 7, 0.0, 32),
+        (40, 4, 12, 16, 12, 0.2, 64),
+        (9, 2, 5, 8, 1, 0.0, 64),
+        (5, 4, 8, 128, 8, 1.0, 32),
+        (60, 4, 3, 32, 3, 0.1, 64),
+    ],
+)
+def test_pairs_have_the_places_that_sorting_gives_them(tokens, count, experts, size, used, absent, chunk, device, pdl):
+    """Places, experts of blocks and their number are those of torch's sort. Rows are gathered and added by places."""
+    generator = torch.Generator().manual_seed(3)
+    some = torch.randperm(experts, generator=generator)[:used]
+    names = some[torch.randint(0, some.shape[0], (tokens, count), generator=generator)]
+    names = torch.where(torch.rand(names.shape, generator=generator) < absent, -1, names).to(device)
+    places, expert_of, blocks_used = placed_pairs(names, experts, size, pdl, chunk=chunk)
+    order, right = sorted_pairs(names, experts, size)
+    assert expert_of.shape == right.shape
+    counts = torch.bincount(names.flatten().cpu() + 1, minlength=experts + 1)[1:]
+    assert int(blocks_used) == int(((counts + size - 1) // size).sum())
+    assert torch.equal(expert_of[: int(blocks_used)], right[: int(blocks_used)])
+    held = names.flatten() >= 0
+    assert torch.equal(order[places.flatten()[held]], held.nonzero().flatten())
+    x, weights = (
+        torch.randn(tokens, 40, generator=generator).to(device),
+        torch.rand(names.shape, generator=generator).to(device),
+    )
+    rows = gathered_pairs(x, names, places, expert_of.shape[0] * size, pdl)
+    assert torch.equal(rows[places.flatten()[held]], x.repeat_interleave(count, 0)[held])
+    summed = sum_expert_rows(rows, names, x, pdl, (weights, places))
+    torch.testing.assert_close(summed, x * (weights * (names >= 0)).sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize(("tokens", "shape"), [(1100, (8, 2, 256, 128)), (700, (12, 4, 200, 72)), (9000, (4, 2, 128, 64))])
+def test_experts_of_many_tokens(tokens, shape, hopper):
+    """Tiles for large M, rows and columns that fill no tile, and pairs of other ranks' experts."""
+    experts, count, hidden, inner = shape
+    kernels = TritonKernels(DEVICES["H200"])
+    x, gate_up, down = (
+        normal(*size, seed=5).to(torch.bfloat16).to(hopper)
+        for size in ((tokens, hidden), (experts, 2 * inner, hidden), (experts, hidden, inner))
+    )
+    weights, chosen = REFERENCE.route(normal(tokens, experts, seed=6).to(hopper), count, renormalize=True)
+    chosen[::7, 0] = -1
+    weights = torch.where(chosen < 0, 0, weights)
+    assert kernels.mixtures.experts_config(tokens, count, gate_up)[1].descriptor == LARGE_M
+    gate_up, down = gate_up / hidden**0.5, down / inner**0.5
+    made = kernels.experts(x, weights, chosen, gate_up, down)
+    wanted = REFERENCE.experts(*(each.double() for each in (x, weights)), chosen, gate_up.double(), down.double())
+    assert (made - wanted).norm() < 6e-3 * wanted.norm()
 
 
 PAIRS = given(

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="not run: triton isn't installed; the set-u
 from kernels.devices import DEVICES, SMALL
 from kernels.unfused import UnfusedProducts
 from outrider.device import AttentionMetadata, RotaryArgs
-from outrider_triton.attention import prefill_operators as prefill_ops
+from outrider_triton.attention import operators
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.products.operands import Product
 from outrider_triton.tiles.configs import MatmulConfig
@@ -130,7 +130,7 @@ def test_attention_reads_what_is_there(way, device, pdl):
     if way.startswith("prompts"):
         kv_start = None
         if "copied" in way:
-            rows = prefill_ops.copied_rows(int(lens.sum()), lens.shape[0])
+            rows = operators.copied_rows(int(lens.sum()), lens.shape[0])
             copied = ops.copy_context.triton(keys, values, lens, table, rows, metadata.max_kv, 16, q.dtype, pdl)
             keys, values, kv_start = copied
             assert keys.dtype is values.dtype is torch.float16

@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("triton", reason="not run: triton isn't installed; the set-up has it on Linux on x86-64 alone")
 
 from outrider.device import AttentionMetadata, KernelSet
+from outrider_triton.attention import operators
 from outrider_triton.attention import prefill as prefill_attention
-from outrider_triton.attention import prefill_operators as prefill_ops
 from outrider_triton.tiles.facts import DeviceFacts
 from outrider_triton.tiles.store.choices import PromptStore, libraries
 
@@ -58,7 +58,7 @@ def test_prompts(heads, kv_heads, size, window, copied, device, pdl):
     kv_start = None
     if copied:
         padded = max(16, 1 << (size - 1).bit_length())
-        rows = prefill_ops.copied_rows(int(lens.sum()), lens.shape[0])
+        rows = operators.copied_rows(int(lens.sum()), lens.shape[0])
         copy = torch.ops.outrider.copy_context.triton
         keys, values, kv_start = copy(keys, values, lens, table, rows, metadata.max_kv, padded, q.dtype, pdl)
     made = torch.ops.outrider.prompt_attention.triton(
@@ -181,7 +181,7 @@ def test_what_a_library_says_of_its_sums_is_checked(monkeypatch, base, device):
     monkeypatch.setattr(prefill_attention, "_cudnn_attention", attend)
     monkeypatch.setattr(prefill_attention.torch, "get_device_module", lambda _: SimpleNamespace(Event=object))
     monkeypatch.setattr(prefill_attention, "_milliseconds", lambda *_: 1.0)
-    monkeypatch.setattr(prefill_attention.prefill_ops, "SEQUENCE_BOUNDS", (1, 16, 256))
+    monkeypatch.setattr(prefill_attention.operators, "SEQUENCE_BOUNDS", (1, 16, 256))
     attention.measure(operands(new=(100,), context=(0,), device=device))
     later = operands(new=(90,), context=(150,))
     assert ("torch's cuDNN" in {each.name for each in attention._candidates(later)}) is (base == math.e)

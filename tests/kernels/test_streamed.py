@@ -21,7 +21,7 @@ from outrider_triton.products import streamed
 from outrider_triton.products.dense import _boxes_fit_heads
 from outrider_triton.products.operands import Product
 from outrider_triton.tiles.configs import LARGE_M, STREAMED, MatmulConfig
-from outrider_triton.tiles.measure.tuner import Chain
+from outrider_triton.tiles.measure.chain import Chain
 from outrider_triton.tiles.store.table import load
 
 REFERENCE = UnfusedProducts()

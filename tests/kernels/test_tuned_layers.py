@@ -19,7 +19,7 @@ from outrider_triton.products.dense import DenseProducts
 from outrider_triton.tiles.configs import AttentionConfig, MatmulConfig
 from outrider_triton.tiles.derive.products import OPERATORS
 from outrider_triton.tiles.measure import tuner
-from outrider_triton.tiles.measure.tuner import Chain
+from outrider_triton.tiles.measure.chain import Chain
 from outrider_triton.tiles.store import shipping
 from outrider_triton.tiles.store.choices import TunedStore, merge_choices
 from outrider_triton.tiles.store.table import ANY_LAYER, layer_of, parse

@@ -1,10 +1,14 @@
 """What is compiled beforehand covers what may be chosen later, and running it changes no result."""
 
 import itertools
+import json
 import os
 import random
+import subprocess
+import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -280,3 +284,20 @@ def test_ways_to_attend_are_listed_once_for_alike_sizes():
     with scope.entered():
         scope.attention_configs("heads", config, max_query=8, capacity=64)
     assert len(asked) == before + once
+
+
+def test_the_place_of_a_batch_in_its_buffer_needs_no_other_variant(tmp_path):
+    """Else kernels would be compiled one by one while graphs are captured: the warm-up has one batch size."""
+    child = Path(__file__).with_name("batches_child.py")
+    variables = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run(
+        [sys.executable, str(child)],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    counts = json.loads(result.stdout)
+    assert counts == dict.fromkeys(("accept_sampling", "partial_residual", "partial_softmax", "place_tokens"), 1)

@@ -17,6 +17,8 @@ from transformers import (
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 
 FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 _CLASSES = {
@@ -57,12 +59,15 @@ def config_values(family, seed):
             "rope_type": "default",
             "rope_theta": 1e4,
             "partial_rotary_factor": draw.choice((0.25, 0.5, 1.0)),
-            **({} if family == "qwen3_next" else {"mrope_section": [1, 1, 0], "mrope_interleaved": True}),
         },
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
     }
+    if family != "qwen3_next":
+        frequencies = int(size * values["rope_parameters"]["partial_rotary_factor"]) // 2
+        sections = [frequencies - frequencies // 2, frequencies // 2, 0]
+        values["rope_parameters"] |= {"mrope_section": sections, "mrope_interleaved": True}
     if family != "qwen3_5_moe":
         values["intermediate_size"] = draw.choice((20, 36))
     if family != "qwen3_5":
@@ -103,9 +108,9 @@ class MtpOracle(torch.nn.Module):
 
     def __init__(self, model, seed):
         super().__init__()
-        config = model.config
+        config = model.config.get_text_config()
         module = import_module(type(model).__module__)
-        layers, norms = (getattr(module, f"{type(model).__name__.removesuffix('ForCausalLM')}{part}") for part in _PARTS)
+        layers, norms = (getattr(module, f"{type(model).__name__.partition('For')[0]}{part}") for part in _PARTS)
         self.fc = torch.nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.pre_fc_norm_embedding = norms(config.hidden_size, config.rms_norm_eps)
         self.pre_fc_norm_hidden = norms(config.hidden_size, config.rms_norm_eps)
@@ -119,13 +124,18 @@ class MtpOracle(torch.nn.Module):
         """Results of the head at every position but the last, [T - 1, H], over the model's states of ``tokens``."""
         ids = torch.tensor([list(tokens)])
         with torch.no_grad():
-            states = model.model(ids).last_hidden_state[:, :-1]
-            embedded = self.pre_fc_norm_embedding(model.model.embed_tokens(ids[:, 1:]))
-            x = self.fc(torch.cat((embedded, self.pre_fc_norm_hidden(states)), dim=-1))
-            length = x.shape[1]
-            positions = torch.arange(length).unsqueeze(0)
+            states = model.model(ids).last_hidden_state
+            positions = torch.arange(len(tokens) - 1).unsqueeze(0)
             axes = positions if "Next" in type(model).__name__ else positions.expand(3, 1, -1)
-            rotary = model.model.rotary_emb(x, axes)
+            return self.states(model.model, states, model.model.embed_tokens(ids), axes)
+
+    def states(self, text, states, embeddings, axes):
+        """The same from the states and the embeddings of all tokens, [1, T, H], and positions on each axis."""
+        with torch.no_grad():
+            embedded = self.pre_fc_norm_embedding(embeddings[:, 1:])
+            x = self.fc(torch.cat((embedded, self.pre_fc_norm_hidden(states[:, :-1])), dim=-1))
+            length = x.shape[1]
+            rotary = text.rotary_emb(x, axes)
             mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
             return self.norm(self.layers[0](x, position_embeddings=rotary, attention_mask=mask))[0]
 
@@ -146,7 +156,7 @@ def randomize(module, seed):
 def save(model, directory, *, head=None, nested=False):
     """Write the checkpoint in two shards: the head of multi-token prediction has its own.
 
-    ``nested``: as a vision-language model writes it, with its config inside and a tensor of its tower.
+    ``nested``: as a vision-language model writes it, with its config inside and its tower.
     """
     model.save_pretrained(directory)
     tensors = load_file(directory / "model.safetensors")
@@ -157,9 +167,13 @@ def save(model, directory, *, head=None, nested=False):
             key.replace("model.", "model.language_model.", 1) if key.startswith("model.") else key: value
             for key, value in tensors.items()
         }
-        tensors["model.visual.patch_embed.proj.weight"] = torch.zeros(4, 4)
+        vision = Qwen3_5VisionConfig(
+            depth=1, hidden_size=8, num_heads=1, intermediate_size=8, out_hidden_size=config["hidden_size"], patch_size=2
+        )
+        tower = Qwen3_5VisionModel(vision).float()
+        tensors |= {f"model.visual.{key}": value.contiguous() for key, value in tower.state_dict().items()}
         outer = {"model_type": config["model_type"].removesuffix("_text"), "text_config": config}
-        outer |= {"tie_word_embeddings": config["tie_word_embeddings"], "vision_config": {"depth": 1}, "image_token_id": 3}
+        outer |= {"tie_word_embeddings": config["tie_word_embeddings"], "vision_config": vision.to_dict()}
         config = outer
     heads = {} if head is None else {f"mtp.{key}": value.contiguous() for key, value in head.state_dict().items()}
     (config["text_config"] if nested else config)["mtp_num_hidden_layers"] = 1

@@ -159,16 +159,16 @@ def counted_heads(target):
     states = {"aux_hidden_state_layers": eagle3.aux_hidden_state_layers}
     return {
         "eagle": (EagleHead(eagle.config, eagle.weights, target), eagle.weights.layers[-1]),
-        "eagle3": (Eagle3Head(eagle3.config, eagle3.weights, target, **states), eagle3.weights.layer),
+        "eagle3": (Eagle3Head(eagle3.config, eagle3.weights, target, **states), eagle3.weights.layers[-1]),
         "eagle3, normed": (
             Eagle3Head(eagle3.config, eagle3.weights, target, norm_before_residual=True, norm_output=True, **states),
-            eagle3.weights.layer,
+            eagle3.weights.layers[-1],
         ),
         "peagle": (
             PEagleHead(peagle.config, peagle.weights, target, mask_token=tiny.MASK, **states),
-            peagle.weights.later[-1],
+            peagle.weights.layers[-1],
         ),
-        "mtp": (MtpHead(mtp.config, mtp.weights, target, ahead=1), mtp.weights.layer),
+        "mtp": (MtpHead(mtp.config, mtp.weights, target, ahead=1), mtp.weights.layers[-1]),
     }
 
 

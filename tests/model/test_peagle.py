@@ -215,7 +215,7 @@ def test_a_head_of_two_layers_that_drafts_one_token_after_the_other(root, backen
     state = write_eagle3(root / "head", depth=2)
     target = load_decoder(root / "target", backend=backend, dtype=torch.float32)
     head = load_eagle3(root / "head", target=target, backend=backend, dtype=torch.float32)
-    assert len(head.weights.later) == 1
+    assert len(head.weights.layers) == 2
     reference = Reference(root)
     reference.state["embed_tokens.weight"] = target.embedding
     proposer = EagleProposer(head, draft_tokens=2)
@@ -298,4 +298,4 @@ def test_pickled_heads_are_read(root, backend):
     (root / "head/model.safetensors").rename(root / "kept")
     state = write_peagle(root / "head", fmt="bin")
     _, head = load(root, backend)
-    assert torch.equal(head.weights.later[0].output.cpu(), state["layers.1.self_attn.o_proj.weight"])
+    assert torch.equal(head.weights.layers[1].output.cpu(), state["layers.1.self_attn.o_proj.weight"])

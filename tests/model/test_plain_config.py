@@ -99,10 +99,10 @@ def test_an_engine_loads_without_transformers():
     """Its config classes import a thousand modules, which takes seconds of each start."""
     program = (
         "import sys; from pathlib import Path\n"
-        "from outrider.engine.config import EngineConfig; from outrider.engine.setup.loading import load_checkpoint\n"
+        "from outrider.engine.setup.loading import LoadingArguments, load_checkpoint\n"
         "from outrider.registry import Registry\n"
         "target, eagle = map(Path, sys.argv[1:])\n"
-        "load_checkpoint(target, Registry().create('cpu'), EngineConfig(), draft_dir=eagle, speculate='eagle')\n"
+        "load_checkpoint(target, Registry().create('cpu'), LoadingArguments(draft_dir=eagle, speculate='eagle'))\n"
         "print(sorted(name for name in sys.modules if name.split('.')[0] == 'transformers'))\n"
     )
     command = [sys.executable, "-c", program, str(bundled("target")), str(bundled("eagle"))]

@@ -179,6 +179,95 @@ def test_qwen_2_vl_flat(tmp_path):
     assert config.vision.tokens_per_second == 0
 
 
+QWEN_3_VL = {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "image_token_id": 151655,
+    "model_type": "qwen3_vl",
+    "text_config": {
+        "attention_bias": False,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 262144,
+        "model_type": "qwen3_vl_text",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        "rope_theta": 5000000,
+        "tie_word_embeddings": True,
+        "vocab_size": 151936,
+    },
+    "tie_word_embeddings": True,
+    "video_token_id": 151656,
+    "vision_config": {
+        "deepstack_visual_indexes": [5, 11, 17],
+        "depth": 24,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 1024,
+        "in_channels": 3,
+        "intermediate_size": 4096,
+        "model_type": "qwen3_vl",
+        "num_heads": 16,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": 2048,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+    "vision_end_token_id": 151653,
+    "vision_start_token_id": 151652,
+}
+HYBRID_TEXT = {
+    "model_type": "qwen3_5_text",
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+    "full_attention_interval": 4,
+    "attn_output_gate": True,
+    "mamba_ssm_dtype": "float32",
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000000,
+        "partial_rotary_factor": 0.25,
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+    },
+}
+
+
+def test_qwen_3_vl(tmp_path):
+    config = read(tmp_path, QWEN_3_VL)
+    assert (config.rope.sections, config.rope.interleaved, config.rope.theta) == ((24, 20, 20), True, 5000000.0)
+    assert (config.num_layers, config.tie_embeddings, config.qk_norm) == (28, True, True)
+    vision = config.vision
+    assert (vision.image_token, vision.video_token, vision.frame_marks) == (151655, 151656, (151652, 151653))
+    assert (vision.merge, vision.deepstack, config.feature_size) == (2, 3, 4 * 2048)
+
+
+def test_qwen_35(tmp_path):
+    """Its tower has no deepstack. Without one, and as a config of text alone, positions have one axis."""
+    tower = QWEN_3_VL["vision_config"] | {"model_type": "qwen3_5", "deepstack_visual_indexes": [], "out_hidden_size": 1024}
+    tokens = {"image_token_id": 248056, "video_token_id": 248057, "vision_start_token_id": 248053}
+    published = {"model_type": "qwen3_5", "text_config": HYBRID_TEXT, **tokens, "vision_end_token_id": 248054}
+    config = read(tmp_path, published | {"vision_config": tower})
+    assert (config.rope.sections, config.rope.interleaved, config.rope.axes) == ((11, 11, 10), True, 3)
+    assert (config.vision.image_token, config.vision.frame_marks, config.vision.deepstack) == (248056, (248053, 248054), 0)
+    assert config.feature_size == config.hidden_size
+    for text in (published, HYBRID_TEXT):
+        config = read(tmp_path, text)
+        assert (config.vision, config.rope.sections, config.rope.axes) == (None, (), 1)
+
+
 MINISTRAL = MISTRAL | {"num_hidden_layers": 4, "layer_types": ["full_attention", *["sliding_attention"] * 3]}
 
 

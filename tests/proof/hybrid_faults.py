@@ -16,7 +16,7 @@ from outrider.engine.requests.scheduler import Scheduler
 from outrider.engine.state import parts
 from outrider.engine.state.buffers import StaticBuffers
 from outrider.engine.state.rows import StateTransfer
-from outrider.engine.state.staging import StateCopies
+from outrider.engine.step import Step
 from outrider.model import StateInput
 from outrider_proof.engine_setups import HYBRID, host_models, random_host_program, reference_tokens, without_schedule
 from proof.setups import RecordedServing
@@ -192,7 +192,7 @@ def a_hit_needs_no_state():
 
 
 def the_first_request_alone_keeps_its_state():
-    real = StateCopies.copy
+    real = Step._copy_states
 
     def copy(self, packer, which):
         if which in packer.segments:
@@ -200,18 +200,18 @@ def the_first_request_alone_keeps_its_state():
             packer._segments[which] = (start, min(end, start + 2))
         real(self, packer, which)
 
-    return patch.object(StateCopies, "copy", copy)
+    return patch.object(Step, "_copy_states", copy)
 
 
 def states_are_kept_before_the_prefill():
-    real = StateCopies.copy
+    real = Step._copy_states
 
     def copy(self, packer, which):
         if which == "restored_states":
             real(self, packer, "saved_states")
             real(self, packer, which)
 
-    return patch.object(StateCopies, "copy", copy)
+    return patch.object(Step, "_copy_states", copy)
 
 
 def two_prefixes_share_a_checkpoint():

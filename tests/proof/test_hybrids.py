@@ -9,7 +9,7 @@ from outrider import Engine, SamplingParams
 from outrider.device import ConfigError
 from outrider.engine.requests.hand_over import RequestState
 from outrider.engine.requests.pages import DecodedState, PageKey, StateCheckpoints
-from outrider.engine.state.staging import StateCopies
+from outrider.engine.step import Step
 from outrider_proof import tiny
 from outrider_proof.engine_setups import HYBRID, host_models, random_host_program, reference_tokens, without_schedule
 from outrider_proof.proposers import MAKERS
@@ -155,13 +155,21 @@ def test_a_program_under_some_schedules(setup, number):
 
 def test_a_copy_of_states_on_another_stream_is_found(monkeypatch):
     """Without a fence the sanitizer sees the state that forward writes and the copy reads."""
-    real = StateCopies.__init__
+    real = Step.__init__
 
-    def on_another_stream(self, backend, forward, *memory):
-        real(self, backend, backend.create_stream("elsewhere"), *memory)
+    def on_another_stream(self, parts, *launchers):
+        real(self, parts, *launchers)
+        elsewhere = parts.backend.create_stream("elsewhere")
+
+        def copy(packer, which):
+            if which in packer.segments:
+                with parts.backend.on(elsewhere):
+                    parts.input_upload.copy_states(packer, which)
+
+        self._copy_states = copy
 
     setup = EngineSetup("none" + HYBRID, "staged")
-    monkeypatch.setattr(StateCopies, "__init__", on_another_stream)
+    monkeypatch.setattr(Step, "__init__", on_another_stream)
     (failure,) = prove_program(setup, 0, 1)["failures"]
     assert failure["error"] == "RaceError"
     assert "staging.py" in failure["text"]

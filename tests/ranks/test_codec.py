@@ -16,11 +16,12 @@ from outrider.engine.config import Choice as Chosen
 from outrider.engine.config import DecidedConfig, EngineConfig
 from outrider.engine.guides.guides import GUIDES, ChoiceGuide, Ebnf, JsonObject, JsonSchema, Regex
 from outrider.engine.ranks import records
-from outrider.engine.ranks.processes import LoadingArguments, RankWork
+from outrider.engine.ranks.processes import RankWork
 from outrider.engine.ranks.ranks import ParallelConfig
 from outrider.engine.ranks.records import DecisionRecord, RecordError, decode, decode_call, encode, encode_call
 from outrider.engine.requests.hand_over import RequestState
 from outrider.engine.requests.sampling import TokenLogprobs
+from outrider.engine.setup.loading import LoadingArguments
 from outrider.model import Media, MediaGrid
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=8)

@@ -90,7 +90,7 @@ def test_a_head_with_experts_divides_them_too(tmp_path):
     def load(ranks):
         engine = Engine.from_checkpoint(tmp_path, ranks.backend, speculate="mtp", config=config, ranks=ranks)
         head = engine.proposer.head
-        assert head.config.experts.held == head.weights.layer.gate_up.shape[0] == 2
+        assert head.config.experts.held == head.weights.layers[0].gate_up.shape[0] == 2
         return engine
 
     assert run(LAYOUTS["data, divided"], load, tokens)[0][:4] == tuple(greedy(model, PROMPTS[0], 4))

@@ -4,7 +4,7 @@ import asyncio
 import random
 
 from outrider.serve.connection.engine_client import EngineClient
-from outrider.serve.connection.engine_messages import EngineInfo, EngineReady, RequestAdmitted, SampleOutput, SubmitRequest
+from outrider.serve.connection.engine_messages import EngineInfo, RequestAdmitted, SampleOutput, SubmitRequest
 
 
 class ScriptedEngine(EngineClient):
@@ -33,7 +33,7 @@ class ScriptedEngine(EngineClient):
             draft_tokens=4,
             image_token=None,
         )
-        self._handle([EngineReady(info)])
+        self._handle([info])
 
     async def close(self):
         self._gone(RuntimeError("closed"), expected=True)

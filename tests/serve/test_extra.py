@@ -4,6 +4,7 @@ import socket
 
 import pytest
 
+from outrider import errors
 from outrider.cli.main import main
 from outrider.cli.terminal.environment import spans_from_environment
 from outrider.device import ConfigError
@@ -12,7 +13,7 @@ from outrider.serve.command import _read_tool_format
 
 
 def test_what_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr(config, "find_spec", lambda name: None if name in ("fastapi", "uvicorn") else object())
+    monkeypatch.setattr(errors, "find_spec", lambda name: None if name in ("fastapi", "uvicorn") else object())
     with pytest.raises(
         ConfigError, match=r"needs fastapi, uvicorn, which are not installed; run: pip install 'outrider\[serve\]'"
     ):
@@ -20,7 +21,7 @@ def test_what_is_missing_is_named(monkeypatch):
 
 
 def test_the_command_says_so_too(monkeypatch, capsys):
-    monkeypatch.setattr(config, "find_spec", lambda name: None if name == "fastapi" else object())
+    monkeypatch.setattr(errors, "find_spec", lambda name: None if name == "fastapi" else object())
     assert main(["serve"]) == 1
     assert "pip install 'outrider[serve]'" in capsys.readouterr().err
 

@@ -40,8 +40,8 @@ def write_tokenizer(directory, size):
 
 
 class Model:
-    def __init__(self, directory):
-        write_vision_checkpoint(directory, "qwen2_vl")
+    def __init__(self, directory, family):
+        write_vision_checkpoint(directory, family)
         self.directory, self.backend = directory, CpuBackend()
         config = plain_config(page_size=4, max_context=128, prefill_chunk=64)
         self.target = load_decoder(directory, backend=self.backend, dtype=config.torch_dtype)
@@ -53,9 +53,12 @@ class Model:
         return Engine(self.target, self.backend, config=self.config, vision=self.tower)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return Model(tmp_path_factory.mktemp("vision"))
+SLOWLY = [pytest.param(family, marks=pytest.mark.slow) for family in ("qwen2_vl", "qwen3_vl_moe")]
+
+
+@pytest.fixture(scope="module", params=["qwen3_vl", *SLOWLY])
+def model(request, tmp_path_factory):
+    return Model(tmp_path_factory.mktemp("vision"), request.param)
 
 
 @pytest.fixture(scope="module")

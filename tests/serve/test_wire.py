@@ -16,7 +16,6 @@ from outrider.serve.connection.engine_messages import (
     AbortRequest,
     EngineFailed,
     EngineInfo,
-    EngineReady,
     EngineSnapshot,
     FrameDecoder,
     RequestAdmitted,
@@ -58,7 +57,7 @@ INFO = EngineInfo(
     image_token=None,
 )
 EVENTS = [
-    EngineReady(INFO),
+    INFO,
     RequestAdmitted(3),
     RequestRefused(4, 'no "room" \ud800'),
     SampleOutput(5, 1, (7, 8), None, (), None, None, 1, 4),

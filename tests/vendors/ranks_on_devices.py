@@ -53,7 +53,7 @@ def _gap(place: Any) -> float:
 
 def alone(place: Any, *, count: int, tokens: int) -> Any:
     """One device's, on the first rank."""
-    return outputs(place.backend, count, tokens, None) if place.rank == 0 else None
+    return outputs(place.backend, count, tokens, None) if place.index == 0 else None
 
 
 def together(place: Any, *, count: int, tokens: int, tensor: int, data: int, watched: bool) -> Any:
@@ -61,7 +61,9 @@ def together(place: Any, *, count: int, tokens: int, tensor: int, data: int, wat
     from outrider.engine.ranks.ranks import ParallelConfig, Ranks
     from outrider_sanitizer import watch
 
-    ranks = Ranks(place.backend, ParallelConfig(tensor=tensor, data=data, timeout_s=60.0), rank=place.rank, store=place.store)
+    ranks = Ranks(
+        place.backend, ParallelConfig(tensor=tensor, data=data, timeout_s=60.0), rank=place.index, store=place.store
+    )
     try:
         with watch(place.backend) if watched else nullcontext() as report:
             found = outputs(place.backend, count, tokens, ranks)

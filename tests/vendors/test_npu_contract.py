@@ -319,13 +319,6 @@ def test_its_streams_are_torchs_streams(wheel):
     assert wheel.has_symbol("device_index")
 
 
-def test_collectives_are_called_hccl(wheel):
-    from outrider_npu import runtime
-
-    assert runtime.COLLECTIVES == "hccl"
-    assert '"hccl"' in wheel.text("torch_npu/_init/registry/distributed.py")
-
-
 def test_the_wheel_is_for_the_torch_that_the_plugin_says(wheel):
     from outrider_npu.runtime import version_mismatch
 

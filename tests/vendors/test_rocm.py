@@ -7,7 +7,7 @@ import torch
 
 from outrider.device import BackendLoadError, ConfigError, Waiter
 from outrider_rocm import backend, plugin
-from outrider_rocm.architecture import parse_architecture
+from outrider_rocm.backend import parse_architecture
 from outrider_rocm.options import OPTIONS, RocmOptions, parse_options
 from vendors.child import child, conform
 

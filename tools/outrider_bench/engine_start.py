@@ -34,7 +34,7 @@ def time_start(work: Mapping[str, Any]) -> dict[str, object]:
     from outrider.cli.options.models import chosen
     from outrider.engine.config import EngineConfig
     from outrider.engine.engine import Engine
-    from outrider.engine.setup.loading import load_checkpoint
+    from outrider.engine.setup.loading import LoadingArguments, load_checkpoint
     from outrider.registry import Registry
 
     device = Registry().create(work["backend"])
@@ -44,7 +44,8 @@ def time_start(work: Mapping[str, Any]) -> dict[str, object]:
     asked = EngineConfig(dtype=work["dtype"], draft_tokens=work["draft_tokens"], **work["settings"])
     model_dir, draft_dir = (bundled(each) if work[each] is None else Path(work[each]) for each in ("target", "eagle"))
     draft = draft_dir if work["speculate"] == "eagle" else None
-    loaded = load_checkpoint(model_dir, device, asked, draft_dir=draft, speculate=work["speculate"])
+    loading = LoadingArguments(config=asked, draft_dir=draft, speculate=work["speculate"])
+    loaded = load_checkpoint(model_dir, device, loading)
     config = loaded.config
     device.synchronize()
     loaded_at = time.time()

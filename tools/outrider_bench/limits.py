@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from outrider.engine.engine import Engine
     from outrider.model import Decoder, DFlashHead, EagleHead, ModelConfig, ModelRanks, MtpHead
     from outrider.model.layers.layer_weights import LayerWeights
-    from outrider_conformance.ranks.runner import RankContext
+    from outrider_conformance.ranks.runner import RankHandle
 
 
 def iteration_bytes(engine: Engine, *, batch: int, context: float) -> float | None:
@@ -73,7 +73,6 @@ def iteration_cost(engine: Engine, *, batch: int, context: float) -> Cost | None
     one row for each request, a block drafter as many as the target. A token costs two operations for each weight element of
     its products, four for each element of the keys that a query head reads, and those of its recurrent states.
     """
-    from outrider.model import MtpHead
     from outrider.speculative.eagle import EagleProposer
     from outrider.speculative.parallel import BlockProposer
 
@@ -90,7 +89,7 @@ def iteration_cost(engine: Engine, *, batch: int, context: float) -> Cost | None
         draft_output = 2 * _elements(cast("Decoder", head.target).weights.head)
         inputs = [getattr(head.weights, name, None) for name in ("fusion", "projection")]
         own = 2 * sum(_elements(each) for each in inputs if each is not None)
-        layers = (head.weights.layer,) if isinstance(head, MtpHead) else head.weights.layers
+        layers = head.weights.layers
         operations += drafted * (_layer_operations(layers, head.config, context) + draft_output + own)
     return Cost(needed, float(operations))
 
@@ -319,10 +318,10 @@ class WrongResult(OutriderError):
     """Raised if a collective gives a wrong result."""
 
 
-def measure(place: RankContext, *, kinds: Sequence[str], tokens: Sequence[int], width: int, dtype: str) -> dict[str, Any]:
+def measure(rank: RankHandle, *, kinds: Sequence[str], tokens: Sequence[int], width: int, dtype: str) -> dict[str, Any]:
     """Return the measured rows of the table, timed by this rank's clock. Every rank calls this function at the same time."""
-    backend = place.backend
-    group = backend.create_group("bench", ranks=range(place.size), rank=place.rank, store=place.store)
+    backend = rank.backend
+    group = backend.create_group("bench", ranks=range(rank.size), rank=rank.index, store=rank.store)
     bench = RankBench(group, backend.create_stream("bench"), backend.kernels_in_use)
     rows = []
     try:

@@ -210,19 +210,13 @@ class LaunchOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomDraftOptions:
-    """Options of a model with random weights: shape, draft tokens and mean tokens of an iteration, and backend."""
+class RandomWeightOptions:
+    """Options of a model with random weights: shape, drafts, backend, and the formats of weights."""
 
     shape: ShapeOption = None
     draft_tokens: DraftTokensOption = 4
     accept_length: AcceptLengthOption = None
     backend: BackendOption = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RandomWeightOptions(RandomDraftOptions):
-    """Options of a model with random weights: the formats of weights, in addition to shape and drafts."""
-
     quantize: QuantizeOption = None
     lm_head: LmHeadOption = False
     draft_output_head: DraftOutputHeadOption = None

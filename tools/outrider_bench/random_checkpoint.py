@@ -112,10 +112,10 @@ def write_checkpoint(shape: str, root: Path, *, dtype: str = "bfloat16", shard: 
     from outrider.bundled import bundled
     from outrider.model.checkpoint.mapping import decoder_targets
     from outrider.model.config.shapes import shape_config
-    from outrider.model.heads.head_loading import eagle_targets
+    from outrider.model.heads.eagle_loading import eagle_targets
 
     config = shape_config(shape)
-    head = replace(_head_config(config), family=config.family, num_layers=1, windows=(0,))
+    head = replace(_head_config(config), num_layers=1, windows=(0,))
     target, draft = root / "target", root / "draft"
     total = 0
     for directory, model, pieces in (

@@ -167,7 +167,8 @@ class RandomModel:
         from outrider.engine.config import EngineConfig
         from outrider.engine.engine import Engine
         from outrider.engine.ranks.ranks import part_of_model
-        from outrider.engine.setup.resolve import resolve, situation_of
+        from outrider.engine.setup.facts import collect_facts
+        from outrider.engine.setup.resolve import resolve
         from outrider.model.config.shapes import shape_config
         from outrider.speculative.proposer import NonSpeculativeProposer
 
@@ -191,7 +192,7 @@ class RandomModel:
         model, proposer = self.make(
             device, config.torch_dtype, part, kv_dtype=config.kv_dtype, batch_invariant=config.batch_invariant
         )
-        config = resolve(config, situation_of(device, model, proposer or NonSpeculativeProposer()), own)
+        config = resolve(config, collect_facts(device, model, proposer or NonSpeculativeProposer()), own)
         with show_progress(joined.leads) as tell:
             engine = Engine(
                 model,

@@ -20,7 +20,7 @@ from outrider.model.config.model_config import ModelConfig
 from outrider.model.config.shapes import shape_config
 from outrider.model.heads.dflash import DFlashHead, dflash_targets, dflash_weights
 from outrider.model.heads.eagle import EagleHead
-from outrider.model.heads.head_loading import eagle_targets, eagle_weights
+from outrider.model.heads.eagle_loading import eagle_targets, eagle_weights
 from outrider.model.heads.mtp import HEAD_NAME, MtpHead, chained_head_config, chained_mtp_targets, mtp_weights
 from outrider.model.layers.decoder import Decoder
 from outrider.model.layers.ranks import ModelRanks, Shards, or_single_rank

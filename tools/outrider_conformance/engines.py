@@ -106,13 +106,12 @@ def reference(
     *,
     speculate: str,
     dtype: str = "float32",
-    prompts: tuple[str, ...] = PROMPTS,
     tokens: int = MAX_TOKENS,
     draft_tokens: int = DRAFT_TOKENS,
 ) -> EngineRun:
     """Return the results of :func:`run` on the reference backend."""
     engine = engine_on(get_backend(REFERENCE), speculate=speculate, dtype=dtype, draft_tokens=draft_tokens)
-    return run(engine, prompts, tokens, logprobs=_TOP_LOGPROBS)
+    return run(engine, max_tokens=tokens, logprobs=_TOP_LOGPROBS)
 
 
 def first_wrong_token(found: EngineRun, wanted: EngineRun, dtype: str) -> str:

@@ -153,16 +153,13 @@ class Lab:
         if not self.asynchronous:
             return
         if self.backend.capabilities.perturbs_timing:
-            self.backend.delay(stream, self._cycles() * self._delay_factor)
+            self.backend.delay(stream, self.delay_cycles * self._delay_factor)
         else:
             self._work(stream, self._products() * self._delay_factor)
 
     @property
     def delay_cycles(self) -> int:
         """Device clocks of one delay, measured at the first use."""
-        return self._cycles()
-
-    def _cycles(self) -> int:
         if self.backend.control is not None:
             return _SIMULATED_CYCLES
         if not self.pace.cycles:

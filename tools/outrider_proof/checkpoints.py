@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy.typing as npt
 import torch
 import transformers
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, models
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 # untyped in transformers
@@ -34,6 +36,14 @@ VISION_TOKENS = {"vision_start_token_id": 90, "vision_end_token_id": 91, "image_
 START, END = VISION_TOKENS["vision_start_token_id"], VISION_TOKENS["vision_end_token_id"]
 IMAGE, VIDEO = [START, VISION_TOKENS["image_token_id"], END], [START, VISION_TOKENS["video_token_id"], END]
 
+_ALTERNATING = {
+    "depth": 2,
+    "hidden_size": 24,
+    "out_hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 40,
+    "num_position_embeddings": 16,
+}
 VISION_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2},
     "qwen2_5_vl": {
@@ -46,7 +56,35 @@ VISION_FAMILIES: dict[str, dict[str, Any]] = {
         "fullatt_block_indexes": [1],
         "tokens_per_second": 3,
     },
+    "qwen3_vl": _ALTERNATING | {"deepstack_visual_indexes": [0, 1]},
+    "qwen3_vl_moe": _ALTERNATING | {"deepstack_visual_indexes": [0]},
+    "qwen3_5": _ALTERNATING,
+    "qwen3_5_moe": _ALTERNATING,
 }
+"""Config of the vision tower of each family, but for the patch size."""
+
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 8}
+_HYBRID = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+    },
+}
+_TEXT: dict[str, dict[str, Any]] = {
+    "qwen3_vl": {"head_dim": 8},
+    "qwen3_vl_moe": {"head_dim": 8} | _EXPERTS,
+    "qwen3_5": _HYBRID,
+    "qwen3_5_moe": _HYBRID | _EXPERTS,
+}
+"""What a family's text model has in addition to ``SHAPE``."""
 
 
 def write_vision_checkpoint(
@@ -67,7 +105,8 @@ def write_vision_checkpoint(
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     text = SHAPE | {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [1, 1, 2]}}
-    text["rope_parameters"] |= rope or {}
+    text |= _TEXT.get(family, {})
+    text["rope_parameters"] = text["rope_parameters"] | (rope or {})
     vision = VISION_FAMILIES[family] | {"patch_size": 4, "initializer_range": 0.2}
     make: Any = CONFIG_MAPPING[family]
     config = make(text_config=text, vision_config=vision, tie_word_embeddings=tie, **VISION_TOKENS)
@@ -76,6 +115,11 @@ def write_vision_checkpoint(
     size = sum(parameter.nbytes for parameter in model.parameters())
     model.save_pretrained(directory, max_shard_size=size if shards == 1 else size // shards)
     Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1600}).save_pretrained(directory)
+    if family in _TEXT:  # prompts of videos state times as text
+        spelled = {character: token for token, character in enumerate("0123456789.<> second", 60)}
+        Tokenizer(models.BPE(vocab=spelled, merges=[])).save(str(Path(directory) / "tokenizer.json"))
+        limits = {"size": {"shortest_edge": 128, "longest_edge": 3200}}  # of all frames together
+        (Path(directory) / "video_preprocessor_config.json").write_text(json.dumps(limits))
     return model.eval()
 
 

@@ -214,7 +214,7 @@ def vision_checkpoint() -> Path:
     """Return the directory of a tiny vision-language checkpoint, written once per process."""
     directory = Path(tempfile.mkdtemp(prefix="outrider-proof-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    write_vision_checkpoint(directory, "qwen2_vl")
+    write_vision_checkpoint(directory, "qwen3_vl")
     return directory
 
 

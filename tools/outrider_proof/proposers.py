@@ -170,8 +170,7 @@ def eagle3_part(weights: _Eagle3, config: ModelConfig, shards: Shards) -> _Eagle
         weights,
         embedding=table_part(weights.embedding, shards),
         head=None if weights.head is None else table_part(plain(weights.head), shards),
-        layer=layer_part(weights.layer, config, shards),
-        later=tuple(layer_part(layer, config, shards) for layer in weights.later),
+        layers=tuple(layer_part(layer, config, shards) for layer in weights.layers),
     )
 
 
@@ -182,7 +181,7 @@ def dflash_part(weights: DFlashWeights, config: ModelConfig, shards: Shards) -> 
 
 def mtp_part(weights: MtpWeights, config: ModelConfig, shards: Shards) -> MtpWeights:
     """Return this rank's part of an MTP head."""
-    return replace(weights, layer=layer_part(weights.layer, config, shards))
+    return replace(weights, layers=tuple(layer_part(layer, config, shards) for layer in weights.layers))
 
 
 PROMPTS: list[tuple[int, ...]] = [(3,), (1, 2, 3, 4, 5)]

@@ -308,10 +308,10 @@ def _inject_divergence(engine: Engine, inject: str) -> None:
     decision_log.next = other
     if inject == "bucket":
         step: Any = engine._step
-        runner = step._runner
+        runner = step.step.runner
         smallest = runner.bucket
 
-        def larger(count: int, drafted: int | None = None, features: Any = None) -> int:
+        def larger(count: int, drafted: int, features: Any) -> int:
             size: int = smallest(count, drafted, features)
             return next((other for other in runner.buckets if other > size), size)
 

@@ -119,9 +119,9 @@ def decoder(
 EXPERTS = ExpertsConfig(count=8, per_token=2, intermediate_size=16, renormalize=True, shared_size=12, dense_layers=(1,))
 
 
-def _experts_layer(generator: torch.Generator, dense: LayerWeights, noise: float) -> LayerWeights:
+def _experts_layer(generator: torch.Generator, dense: LayerWeights) -> LayerWeights:
     """Return the layer ``dense`` with random experts and a shared expert instead of its MLP."""
-    scale, each = noise / HIDDEN**0.5, (EXPERTS.count, EXPERTS.intermediate_size)
+    scale, each = 1 / HIDDEN**0.5, (EXPERTS.count, EXPERTS.intermediate_size)
     return replace(
         dense,
         router=random(generator, EXPERTS.count, HIDDEN, scale=1 / HIDDEN**0.5),
@@ -134,12 +134,12 @@ def _experts_layer(generator: torch.Generator, dense: LayerWeights, noise: float
 
 
 @functools.cache
-def mixture(noise: float = 1.0) -> Decoder:
+def mixture() -> Decoder:
     """Return a target with experts in its first and last layer and the same successors; the heads here draft for it, too."""
     generator = torch.Generator().manual_seed(13)
     weights = target().weights
     layers = tuple(
-        dense if index in EXPERTS.dense_layers else _experts_layer(generator, dense, noise)
+        dense if index in EXPERTS.dense_layers else _experts_layer(generator, dense)
         for index, dense in enumerate(weights.layers)
     )
     return Decoder(config(len(layers), experts=EXPERTS), replace(weights, layers=layers), BACKEND.kernels)
@@ -150,13 +150,11 @@ WIDE_RECURRENT = replace(RECURRENT, key_heads=4, value_heads=8)
 """Recurrent layers whose heads four tensor-parallel ranks share."""
 
 
-def _recurrent_layer(
-    generator: torch.Generator, dense: LayerWeights, noise: float, shape: RecurrentConfig = RECURRENT
-) -> LayerWeights:
+def _recurrent_layer(generator: torch.Generator, dense: LayerWeights, shape: RecurrentConfig) -> LayerWeights:
     """Return the layer ``dense`` with a random recurrent block of the given shape instead of its attention."""
     heads, width = shape.value_heads, shape.channels + shape.value_width
     projections = random(generator, width, HIDDEN, scale=1 / HIDDEN**0.5)
-    output = random(generator, HIDDEN, shape.value_width, scale=2 * noise / HIDDEN**0.5)
+    output = random(generator, HIDDEN, shape.value_width, scale=2 / HIDDEN**0.5)
     gates = random(generator, 2 * heads, HIDDEN, scale=1 / HIDDEN**0.5)
     return replace(
         dense,
@@ -179,12 +177,12 @@ def _gated_layer(generator: torch.Generator, dense: LayerWeights) -> LayerWeight
 
 
 @functools.cache
-def hybrid(noise: float = 1.0, recurrent: RecurrentConfig = RECURRENT) -> Decoder:
+def hybrid(recurrent: RecurrentConfig = RECURRENT) -> Decoder:
     """Return a target with recurrent layers and the same successors; the heads here draft for it, too."""
     generator = torch.Generator().manual_seed(17)
     weights = target().weights
     layers = tuple(
-        _recurrent_layer(generator, dense, noise, recurrent) if index in recurrent.layers else _gated_layer(generator, dense)
+        _recurrent_layer(generator, dense, recurrent) if index in recurrent.layers else _gated_layer(generator, dense)
         for index, dense in enumerate(weights.layers)
     )
     shape = config(
@@ -266,10 +264,10 @@ def _self_attention(generator: torch.Generator, heads: int, constant: torch.Tens
 
 
 @functools.cache
-def eagle3_head(draft_vocabulary: int = 23) -> Eagle3Head:
+def eagle3_head() -> Eagle3Head:
     """Return an EAGLE-3 head that reads the token by attention and fuses three target states; drafts 23 of 24 tokens."""
     generator = torch.Generator().manual_seed(6)
-    ids = torch.randperm(VOCABULARY, generator=generator)[:draft_vocabulary].sort().values
+    ids = torch.randperm(VOCABULARY, generator=generator)[: VOCABULARY - 1].sort().values
     ones, heads = torch.ones(HIDDEN, dtype=torch.float64), 2 * HIDDEN // HEAD_SIZE
     weights = Eagle3Weights(
         fusion=random(generator, HIDDEN, 3 * HIDDEN, scale=0.15),
@@ -277,7 +275,7 @@ def eagle3_head(draft_vocabulary: int = 23) -> Eagle3Head:
         head=plain_weight(target().weights.head)[ids],
         norm=ones,
         hidden_norm=ones,
-        layer=_self_attention(generator, heads),
+        layers=(_self_attention(generator, heads),),
         target_ids=ids,
     )
     return Eagle3Head(config(1, num_heads=heads, num_kv_heads=heads), weights, target(), aux_hidden_state_layers=(2, 1, 0))
@@ -318,15 +316,15 @@ def peagle_head() -> PEagleHead:
     constant = constant + mask_embedding / HIDDEN  # 1 for the mask as well
     own = {each.name: getattr(head.weights, each.name) for each in fields(head.weights)}
     own["embedding"] = embeddings().index_copy(0, torch.tensor([MASK]), mask_embedding.unsqueeze(0))
-    own["layer"] = _self_attention(generator, 2 * HIDDEN // HEAD_SIZE, constant)
-    own["later"] = (_successor_layer(generator, constant),)
+    first = _self_attention(generator, 2 * HIDDEN // HEAD_SIZE, constant)
+    own["layers"] = first, _successor_layer(generator, constant)
     weights = PEagleWeights(**own, mask_state=state)
     own_config = replace(head.config, num_layers=2, windows=head.config.windows * 2)
     return PEagleHead(own_config, weights, target(), mask_token=MASK, aux_hidden_state_layers=head.aux_hidden_state_layers)
 
 
 @functools.cache
-def dflash_head(block_size: int = 4) -> DFlashHead:
+def dflash_head() -> DFlashHead:
     """Return a DFlash head of two random layers; it does not know the successors, so most drafts are rejected."""
     generator = torch.Generator().manual_seed(8)
     ones, each = torch.ones(HIDDEN, dtype=torch.float64), torch.ones(HEAD_SIZE, dtype=torch.float64)
@@ -337,7 +335,7 @@ def dflash_head(block_size: int = 4) -> DFlashHead:
         layers=tuple(replace(layer(generator, 1.0), q_norm=each, k_norm=each) for _ in range(2)),
     )
     own_config = config(2, qk_norm=True)
-    return DFlashHead(own_config, weights, target(), block_size=block_size, mask_token=0, aux_hidden_state_layers=(1, 2))
+    return DFlashHead(own_config, weights, target(), block_size=4, mask_token=0, aux_hidden_state_layers=(1, 2))
 
 
 @functools.cache
@@ -352,7 +350,7 @@ def mtp_heads(count: int = 3) -> tuple[MtpHead, ...]:
                 token_norm=ones,
                 hidden_norm=ones,
                 projection=torch.cat((random(generator, HIDDEN, HIDDEN, scale=0.05), eye), dim=1),
-                layer=layer(generator, 0.4),
+                layers=(layer(generator, 0.4),),
                 final_norm=ones,
             ),
             target(),

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from outrider_sim.machine.memory import Metas
+from outrider_sim.machine.memory import intern_meta
 from outrider_sim.torch_device.tensor import SimTensor, wrap
 from outrider_sim.torch_device.torch_module import SimTorchStream
 
@@ -57,5 +57,5 @@ def _tensor_over_storage(tensor: SimTensor, storage: Any) -> SimTensor:
     """Implement `tensor.set_(storage)`: return a new tensor over the whole storage, of the same dtype as `tensor`."""
     allocation = storage._allocation
     shape = (allocation.nbytes // tensor.element_size(),)
-    meta = Metas().get(torch.Size(shape), (1,), tensor.dtype)
+    meta = intern_meta(torch.Size(shape), (1,), tensor.dtype)
     return wrap(allocation.block.inner(meta), meta, allocation, tensor.device)

@@ -36,7 +36,7 @@ class _PackedBlocks(NamedTuple):
 
 
 class _SharedArguments(NamedTuple):
-    """Arguments that the attention of all layers of a pass shares."""
+    """The arguments of attention that all layers of a pass share."""
 
     key: tuple[object, ...]
     """Identities and sizes that the arguments are valid for."""

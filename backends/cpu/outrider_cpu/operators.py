@@ -74,7 +74,7 @@ def _verify_chain(
 
 
 def _find_nan(x: Tensor, found: Tensor) -> None:
-    """Search ``x`` only if its sum is NaN: a sum with a NaN is NaN."""
+    """Search ``x`` only if its sum is NaN: a NaN element makes it so."""
     if x.is_floating_point() and math.isnan(x.sum()):
         torch.ops.outrider.find_nan.default(x, found)
     else:

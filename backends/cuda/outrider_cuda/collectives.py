@@ -19,8 +19,7 @@ import torch.distributed
 from torch import Tensor
 
 from outrider.device import Reduction, TorchGroup
-from outrider_triton.peers.costs import ONE_SHOT, TWO_SHOT
-from outrider_triton.peers.exchange import PeerExchange
+from outrider_triton.peers.exchange import ONE_SHOT, TWO_SHOT, PeerExchange
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -16,8 +16,6 @@ from typing import Any
 from outrider.device.errors import BackendLoadError
 
 PACKAGE = "torch_npu"
-COLLECTIVES = "hccl"
-"""Name of the Ascend collectives library in torch.distributed. The backend has no collectives yet."""
 _DEVICES = Path("/dev")
 _NUMBERED = re.compile(r"davinci\d+")
 

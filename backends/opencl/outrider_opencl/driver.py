@@ -331,7 +331,6 @@ class _Block:
             )
         self.address = int(address)
         self._memory = memory
-        self._nbytes = nbytes
         memory.blocks[self.address] = nbytes
         self.__array_interface__: dict[str, Any] = {
             "data": (self.address, False),

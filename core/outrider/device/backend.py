@@ -6,18 +6,18 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
 from outrider.device.capabilities import Capabilities
-from outrider.device.collectives import GroupFactory
-from outrider.device.declared import BackendDeclarations
 from outrider.device.errors import (
     CapabilityError,
     CaptureError,
+    ConfigError,
     DeviceError,
     InterfaceError,
     StreamOrderError,
@@ -40,17 +40,23 @@ from outrider.device.sync import SpeculativeSync
 from outrider.device.tools import Access, ControllableDevice, Observer
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from outrider.device.collectives import Group
     from outrider.device.kernels import KernelSet
 
 
-class Backend(BackendDeclarations, GroupFactory, ABC):
+class Backend(ABC):
     """One device. A vendor subclasses it (or ``TorchDeviceBackend``) and implements the underscored verbs.
 
     The public methods check the rules and report to an attached observer, then call the vendor's verb. Two backend
     objects for one device share nothing: streams, events and graphs belong to the object that made them.
 
-    A subclass passes capabilities, kernels and policy to the constructor, or overrides the properties:
-    :class:`BackendDeclarations`.
+    *Declarations.* A subclass passes ``capabilities``, ``kernels`` and ``speculative_sync`` to the constructor, or overrides
+    the properties. As constructor arguments, ``kernels`` is a kernel set or a factory that takes the backend, and
+    ``speculative_sync`` is a factory that takes the backend, such as the class ``SpeculativeSync`` or a subclass. Each
+    factory is called once, on first access. The constructor raises :class:`TypeError` if one of the three is neither passed
+    nor overridden.
 
     *Threads.* Every method may be called from any thread. ``on`` scopes and captures belong to the thread that opened
     them. *Names* are for reports: two objects with one name share nothing.
@@ -67,13 +73,65 @@ class Backend(BackendDeclarations, GroupFactory, ABC):
     ) -> None:
         self.name = name
         self.device = device
-        BackendDeclarations.__init__(self, capabilities, kernels, speculative_sync)
+        self._declarations: dict[str, Any] = {
+            "capabilities": capabilities,
+            "kernels": kernels,
+            "speculative_sync": speculative_sync,
+        }
+        for declaration, value in self._declarations.items():
+            if value is None and getattr(type(self), declaration) is getattr(Backend, declaration):
+                raise TypeError(
+                    f"{type(self).__name__} declares no {declaration}: pass {declaration}=… to Backend.__init__, or override "
+                    "the property"
+                )
+        self._creation_lock = threading.RLock()
         self.observer: Observer | None = None
         self.replays = 0  # graph replays enqueued so far, for the age of tensor objects in reports
         self._local = threading.local()
         self._keep_alive = KeepAlive()
         self._streams: list[Stream] = []
         self._chosen_kernels: KernelSet | None = None
+
+    # -- declarations ----------------------------------------------------------------------------------------------
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Return the capabilities of the device. Constant over the backend's life."""
+        declared: Capabilities = self._declarations["capabilities"]
+        return declared
+
+    @property
+    def kernels(self) -> KernelSet:
+        """Return the kernels of this device. Constant over the backend's life."""
+        kernels: KernelSet = self._created_once("kernels")
+        return kernels
+
+    @property
+    def speculative_sync(self) -> SpeculativeSync:
+        """Return the policy of this device. Constant over the backend's life."""
+        policy: SpeculativeSync = self._created_once("speculative_sync")
+        return policy
+
+    def _created_once(self, name: str) -> Any:
+        """Return the declaration ``name``. The first access calls its factory."""
+        if callable(self._declarations[name]):
+            with self._creation_lock:
+                factory = self._declarations[name]
+                if callable(factory):
+                    self._declarations[name] = factory(self)
+        return self._declarations[name]
+
+    def with_capabilities(self, **abilities: Any) -> Self:
+        """Return a view of this backend that also declares ``abilities``, for tools that test undeclared abilities.
+
+        The view is another object that shares the device and all state with this backend. Streams, events and graphs
+        belong to the object whose method created them. The declarations of this backend do not change.
+        """
+        declared = replace(self.capabilities, **abilities)
+        kind = type(type(self).__name__, (type(self),), {"capabilities": property(lambda _: declared)})
+        view: Any = object.__new__(kind)
+        view.__dict__ = self.__dict__
+        return view  # type: ignore[no-any-return]
 
     # -- identity and kernels ------------------------------------------------------------------------------------------------
 
@@ -323,19 +381,10 @@ class Backend(BackendDeclarations, GroupFactory, ABC):
         """Return the open capture of the calling thread, or None."""
         return getattr(self._local, "capture", None)
 
-    def _check_fork(self, stream: Stream) -> None:
-        if not self.capabilities.forks_in_capture and stream is not self._local.capture_stream:
-            raise CapabilityError(
-                f"a scope of {stream!r} was opened while capturing on {self._local.capture_stream!r}: {self.label} doesn't "
-                "declare forks_in_capture"
-            )
-
     @contextmanager
     def capturing(self, graph: Graph, stream: Stream) -> Generator[ActiveCapture]:
         """Mark the calling thread as capturing; a plugin's ``_capture`` opens this around the vendor's capture."""
-        capture = ActiveCapture(self, graph.context, graph=graph)
-        self._local.capture = capture
-        self._local.capture_stream = stream
+        capture = self._local.capture = ActiveCapture(self, graph.context, stream, graph=graph)
         if self.observer is not None:
             self.observer.capture_began(graph, stream)
         failed = True
@@ -344,7 +393,6 @@ class Backend(BackendDeclarations, GroupFactory, ABC):
             failed = False
         finally:
             self._local.capture = None
-            self._local.capture_stream = None
             if self.observer is not None:
                 self.observer.capture_ended(graph, failed)
 
@@ -355,14 +403,11 @@ class Backend(BackendDeclarations, GroupFactory, ABC):
         The device runs the work. Recorded events are edges, as in the capture: they get no generation, and the capture can
         use them afterwards.
         """
-        rehearsal = ActiveCapture(self, context, rehearsal=True)
-        self._local.capture = rehearsal
-        self._local.capture_stream = stream
+        rehearsal = self._local.capture = ActiveCapture(self, context, stream, rehearsal=True)
         try:
             yield
         finally:
             self._local.capture = None
-            self._local.capture_stream = None
             for event in rehearsal.edges:
                 event._captured_by = None
 
@@ -384,6 +429,30 @@ class Backend(BackendDeclarations, GroupFactory, ABC):
         """Raise :class:`StreamOrderError` when the calling thread has a capture open."""
         if self.active_capture is not None:
             raise StreamOrderError(f"can't {action} while capturing on {self.label}: nothing runs during a capture")
+
+    # -- ranks -----------------------------------------------------------------------------------------------------
+
+    def create_group(self, name: str, *, ranks: Sequence[int], rank: int, store: Store, timeout_s: float = 30.0) -> Group:
+        """Join the ranks of a new group. Needs ``collectives``.
+
+        ``ranks`` are ranks of the world, in the group's order; ``rank`` is the calling rank. Each rank makes the call with
+        the same ``name``, ``ranks`` and ``timeout_s``, and blocks until all ranks have made the call, for at most
+        ``timeout_s`` seconds. The ranks find each other through ``store``: a ``TCPStore`` between processes, a ``HashStore``
+        between threads of one process. Ranks that share several groups create them in the same order. A name may be used
+        again after its group was closed.
+
+        Raises :class:`CapabilityError` if the backend has no collectives, :class:`ConfigError` if the ranks aren't
+        distinct or don't include ``rank``, and :class:`CollectiveError` if a rank doesn't make the call.
+        """
+        if not self.capabilities.collectives:
+            raise CapabilityError(f"{self.label} doesn't declare collectives, so it runs on one rank; {name!r} can't be made")
+        if rank not in ranks or len(set(ranks)) != len(ranks):
+            raise ConfigError(f"group {name!r}: ranks {list(ranks)} must be distinct and hold this one, {rank}")
+        if timeout_s <= 0:
+            raise ConfigError(f"group {name!r}: timeout_s is {timeout_s}, expected more than 0")
+        self.check_not_capturing(f"create group {name!r}")
+        with self.guard(f"creating group {name!r}"):
+            return self._create_group(name, tuple(ranks), rank, store, timeout_s)
 
     # -- errors and tools ------------------------------------------------------------------------------------------
 
@@ -489,3 +558,8 @@ class Backend(BackendDeclarations, GroupFactory, ABC):
     ) -> Graph:
         del fn, context, stream, pool
         raise CapabilityError(f"{self.label} declares captures_graphs but its plugin captures nothing ({name!r})")
+
+    def _create_group(self, name: str, ranks: tuple[int, ...], rank: int, store: Store, timeout_s: float) -> Group:
+        """Carry out :meth:`create_group` on the vendor's device."""
+        del ranks, rank, store, timeout_s
+        raise CapabilityError(f"{self.label} declares collectives but its plugin makes no group ({name!r})")

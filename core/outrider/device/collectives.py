@@ -17,11 +17,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from outrider.device.errors import CapabilityError, CollectiveError, ConfigError, InterfaceError
+from outrider.device.errors import CapabilityError, CollectiveError, InterfaceError
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
     from outrider.device.backend import Backend
     from outrider.device.graph import Graph
     from outrider.device.stream import Stream
@@ -448,38 +446,3 @@ class Group(ABC):
 
     def __repr__(self) -> str:
         return f"<Group {self.name!r}, rank {self.rank} of {self.size}, of {self.backend.label}>"
-
-
-class GroupFactory:
-    """The part of a backend that creates groups."""
-
-    def create_group(self, name: str, *, ranks: Sequence[int], rank: int, store: Store, timeout_s: float = 30.0) -> Group:
-        """Join the ranks of a new group. Needs ``collectives``.
-
-        ``ranks`` are ranks of the world, in the group's order; ``rank`` is the calling rank. Each rank makes the call with
-        the same ``name``, ``ranks`` and ``timeout_s``, and blocks until all ranks have made the call, for at most
-        ``timeout_s`` seconds. The ranks find each other through ``store``: a ``TCPStore`` between processes, a ``HashStore``
-        between threads of one process. Ranks that share several groups create them in the same order. A name may be used
-        again after its group was closed.
-
-        Raises :class:`CapabilityError` if the backend has no collectives, :class:`ConfigError` if the ranks aren't
-        distinct or don't include ``rank``, and :class:`CollectiveError` if a rank doesn't make the call.
-        """
-        backend: Backend = self  # type: ignore[assignment]  # only Backend inherits this
-        if not backend.capabilities.collectives:
-            raise CapabilityError(
-                f"{backend.label} doesn't declare collectives, so it runs on one rank; {name!r} can't be made"
-            )
-        if rank not in ranks or len(set(ranks)) != len(ranks):
-            raise ConfigError(f"group {name!r}: ranks {list(ranks)} must be distinct and hold this one, {rank}")
-        if timeout_s <= 0:
-            raise ConfigError(f"group {name!r}: timeout_s is {timeout_s}, expected more than 0")
-        backend.check_not_capturing(f"create group {name!r}")
-        with backend.guard(f"creating group {name!r}"):
-            return self._create_group(name, tuple(ranks), rank, store, timeout_s)
-
-    def _create_group(self, name: str, ranks: tuple[int, ...], rank: int, store: Store, timeout_s: float) -> Group:
-        """Carry out :meth:`create_group` on the vendor's device."""
-        del ranks, rank, store, timeout_s
-        backend: Backend = self  # type: ignore[assignment]  # only Backend inherits this
-        raise CapabilityError(f"{backend.label} declares collectives but its plugin makes no group ({name!r})")

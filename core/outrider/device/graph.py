@@ -62,19 +62,34 @@ GraphCallable = Callable[[CaptureContext], None]
 
 
 class ActiveCapture:
-    """The rules for events while one thread captures; made and dropped by ``Backend.capture``.
+    """The rules for scopes and events while one thread captures ``stream``; made and dropped by ``Backend.capture``.
 
     ``rehearsal`` is True during a warm-up, whose work the device runs. ``graph`` is the graph that the capture produces.
     """
 
     def __init__(
-        self, backend: Backend, context: CaptureContext, *, rehearsal: bool = False, graph: Graph | None = None
+        self,
+        backend: Backend,
+        context: CaptureContext,
+        stream: Stream,
+        *,
+        rehearsal: bool = False,
+        graph: Graph | None = None,
     ) -> None:
         self.backend = backend
         self.context = context
+        self.stream = stream
         self.rehearsal = rehearsal
         self.graph = graph
         self.edges: list[Event] = []
+
+    def check_fork(self, stream: Stream) -> None:
+        """Raise if a scope of another stream than the captured one is opened, unless the device captures forks."""
+        if stream is not self.stream and not self.backend.capabilities.forks_in_capture:
+            raise CapabilityError(
+                f"a scope of {stream!r} was opened while capturing on {self.stream!r}: {self.backend.label} doesn't declare "
+                "forks_in_capture"
+            )
 
     def check_edge_record(self, event: Event) -> None:
         """Raise if a recorded event already has generations of its own, or is an edge of another graph."""

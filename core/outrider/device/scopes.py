@@ -33,7 +33,7 @@ class StreamScope:
             raise StreamOrderError(f"{stream!r} isn't a stream of {backend.label}")
         capture = backend.active_capture
         if capture is not None:
-            backend._check_fork(stream)
+            capture.check_fork(stream)
         self._observer = backend.observer
         self._placed = backend._on(stream)
         self._placed.__enter__()

@@ -177,9 +177,7 @@ class Event(ABC):
         Errors of queued work surface here, typed, at the latest when the query would return True. Raises
         :class:`StreamOrderError` when the event was never recorded, or in a capture.
         """
-        self.backend.check_not_capturing(f"query event {self.name!r}")
-        self._check_not_captured()
-        self._check_recorded("there is nothing to query")
+        self._check_host_call("query", "there is nothing to query")
         with self.backend.guard(f"asking event {self.name!r}"):
             done = self._query()
         observer = self.backend.observer
@@ -193,9 +191,7 @@ class Event(ABC):
         Orders this thread, and only this one, after what the record covers. Errors of queued work surface here, typed.
         Raises :class:`StreamOrderError` when the event was never recorded, or in a capture.
         """
-        self.backend.check_not_capturing(f"synchronize event {self.name!r}")
-        self._check_not_captured()
-        self._check_recorded("the host can't wait for it")
+        self._check_host_call("synchronize", "the host can't wait for it")
         generation = self._generation
         with self.backend.guard(f"waiting for event {self.name!r}"):
             self._synchronize()
@@ -212,9 +208,7 @@ class Event(ABC):
         other threads capture. A device whose schedule a tool decides has no clock and never returns False: it waits, and
         raises :class:`DeadlockError` at once if the generation can't complete any more.
         """
-        self.backend.check_not_capturing(f"synchronize event {self.name!r}")
-        self._check_not_captured()
-        self._check_recorded("the host can't wait for it")
+        self._check_host_call("synchronize", "the host can't wait for it")
         generation = self._generation
         with self.backend.guard(f"waiting for event {self.name!r}"):
             done = self._synchronize_within(seconds)
@@ -234,6 +228,11 @@ class Event(ABC):
                 "that declares event_timing"
             )
         return self._elapsed_ms(end)
+
+    def _check_host_call(self, action: str, consequence: str) -> None:
+        self.backend.check_not_capturing(f"{action} event {self.name!r}")
+        self._check_not_captured()
+        self._check_recorded(consequence)
 
     def _check_recorded(self, consequence: str) -> None:
         if self._generation == 0:

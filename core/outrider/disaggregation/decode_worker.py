@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from itertools import count
 
 from torch import Tensor
@@ -52,7 +52,6 @@ class _Entry:
     """The request, with its output tokens so far."""
     emit: EmitOutput
     stage: _Stage = _Stage.QUEUED
-    compiled: Future[None] | None = None
     peer: _PrefillPeer | None = None
     """The prefill server that prefills the request."""
     ticket: int = 0
@@ -118,11 +117,10 @@ class DecodeWorker:
         """
         entry = _Entry(next(self._numbers), state, emit)
         self.counts["requests"] += 1
-        entry.compiled = self._compilers.start_compilation(state.params)
-        if entry.compiled is None:
-            self._begin(entry)
-        else:
+        if self._compilers.delay(entry.number, state.params, partial(self._begin_compiled, entry)):
             entry.stage = _Stage.COMPILING
+        else:
+            self._begin(entry)
         self._entries[entry.number] = entry
         return entry.number
 
@@ -131,6 +129,7 @@ class DecodeWorker:
         entry = self._entries.pop(number, None)
         if entry is None:
             return
+        self._compilers.drop(number)
         if entry.stage is _Stage.DECODING and entry.request is not None:
             del self._by_request[entry.request]
             if entry.request in self.engine.open_requests:
@@ -215,8 +214,7 @@ class DecodeWorker:
             except DeviceError as error:
                 if error.device_lost:
                     raise
-        for entry in [each for each in self._entries.values() if each.stage is _Stage.COMPILING]:
-            busy |= self._check_compiled(entry)
+        busy |= self._compilers.admit_compiled()
         for peer in list(self._peers.values()):
             busy |= self._handle_notices(peer)
             try:
@@ -228,12 +226,8 @@ class DecodeWorker:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _check_compiled(self, entry: _Entry) -> bool:
-        """Start the request if its guide has been compiled. Return whether the compilation is done."""
-        assert entry.compiled is not None
-        if not entry.compiled.done():
-            return False
-        error, entry.compiled = entry.compiled.exception(), None
+    def _begin_compiled(self, entry: _Entry, error: BaseException | None) -> None:
+        """Start a request whose guide has been compiled, or end it with the ``error`` of its guide."""
         if error is None:
             entry.stage = _Stage.QUEUED
             self._begin_or_fail(entry)
@@ -241,7 +235,6 @@ class DecodeWorker:
             self._fail(entry, str(error))
         else:
             raise error
-        return True
 
     def _begin(self, entry: _Entry) -> None:
         """Send the request to the prefill server with the fewest requests. Without one, prefill here or leave it queued."""

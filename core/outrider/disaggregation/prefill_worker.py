@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from outrider.device import ConfigError, DeviceError
@@ -97,7 +97,6 @@ class PrefillWorker:
         self.broken_peers: dict[int, str] = {}
         """Peers with a link that is down, and the reason. The server closes their connections."""
         self._compilers = GuideCompilers(engine.compile_guide)
-        self._compiling: dict[_PrefillJob, tuple[RequestState, Future[None]]] = {}
         self._by_request: dict[int, _PrefillJob] = {}
         self._prefilled: list[_PrefillJob] = []
         """Prefilled requests. Each waits for a lending slot, for *pages ready*, for the peer or for its transfer."""
@@ -116,7 +115,7 @@ class PrefillWorker:
     @property
     def has_work(self) -> bool:
         """True if :meth:`run_iteration` may make progress before another message arrives."""
-        return bool(self._prefilled or self._compiling) or self.engine.has_unfinished
+        return bool(self._prefilled) or self._compilers.has_waiting or self.engine.has_unfinished
 
     def add_peer(self, peer: int, send: SendMessage, links: Sequence[Link], tensor_ranks: int = 1) -> None:
         """Add a decode server. Link i reaches the pages of its rank i. ``tensor_ranks`` successive ranks share the KV heads
@@ -173,11 +172,7 @@ class PrefillWorker:
                 if error.device_lost:
                     raise
                 self._fail_lent_requests(error)
-        for job, (state, compiled) in list(self._compiling.items()):
-            if compiled.done():
-                busy = True
-                del self._compiling[job]
-                self._admit(job, state, compiled.exception())
+        busy |= self._compilers.admit_compiled()
         for job in list(self._prefilled):
             busy |= self._advance(job)
         return busy
@@ -194,11 +189,8 @@ class PrefillWorker:
         except RequestError as error:
             self._refuse(job, error)
             return
-        compiled = self._compilers.start_compilation(state.params)
-        if compiled is None:
+        if not self._compilers.delay(job, state.params, partial(self._admit, job, state)):
             self._admit(job, state, None)
-        else:
-            self._compiling[job] = state, compiled
 
     def _admit(self, job: _PrefillJob, state: RequestState, error: BaseException | None) -> None:
         """Add a request to the engine, or refuse it with the ``error`` of its guide."""
@@ -325,7 +317,7 @@ class PrefillWorker:
 
     def _remove(self, job: _PrefillJob) -> None:
         job.peer.jobs.pop(job.ticket, None)
-        self._compiling.pop(job, None)
+        self._compilers.drop(job)
         if job in self._prefilled:
             self._prefilled.remove(job)
 

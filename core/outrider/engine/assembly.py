@@ -7,31 +7,30 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from outrider.device import Backend, Group, StepMode
-from outrider.engine.config import MAX_LOGPROBS, DecidedConfig
+from outrider.device import Group, StepMode
+from outrider.engine.config import MAX_LOGPROBS
 from outrider.engine.fused_step import FusedStep
-from outrider.engine.graphs import CaptureProgress, GraphRunner, Runner
+from outrider.engine.graphs import CaptureProgress, GraphRunner, Runner, captured_features
 from outrider.engine.guided import GuidedDecoding
 from outrider.engine.guides.grammars import Guidance, UnrestrictedMatcher
 from outrider.engine.loop import IterationLauncher, Loop
-from outrider.engine.prefill import Prefill, PrefillLauncher, build_prefill_graphs
+from outrider.engine.prefill import Prefill, build_prefill_graphs, stage_prompt_padding
 from outrider.engine.ranked import DecidersGuides, FollowersGuides, RankedPrefill, RankedStep, ranked_stages
 from outrider.engine.ranks.decision_log import DecisionLog
 from outrider.engine.recovery import Watchdog
-from outrider.engine.requests.draft_length import DraftLengthPolicy, FixedLength
+from outrider.engine.requests.draft_length import DraftLengthPolicy, FixedLength, LengthSchedule
 from outrider.engine.requests.groups import GroupScheduler
 from outrider.engine.requests.pages import FreeList, PagePool, StateCheckpoints
 from outrider.engine.requests.request import Request
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.requests.scheduler import Scheduler, SchedulerLimits
-from outrider.engine.stages import Iteration, Stages
+from outrider.engine.stages import DecodeBatch, Iteration, Stages, build_frame
+from outrider.engine.state.buffers import EXTEND, INPUTS, VERIFY
 from outrider.engine.state.parts import EngineParts
 from outrider.engine.step import Step
-from outrider.model import LanguageModel, ModelRanks
-from outrider.speculative.proposer import Proposer
 
 _MIN_DECODING_TO_GATHER, _MAX_GATHERED_TOKENS, _MAX_GATHER_ITERATIONS = 8, 1024, 4
 """While at least this many requests (and half the rows) decode, new prompts wait for others to share a launch: up to this
@@ -41,25 +40,62 @@ many tokens together, for at most this many iterations.
 
 class Assembly:
     """The factory of an engine's launchers: it holds the stages, the prefill and the guided decoding, and creates step and
-    loop from them.
+    loop from them. Those of one of several ranks broadcast the decider's values; with data-parallel groups the scheduler
+    schedules all groups.
     """
 
-    def __init__(self, parts: EngineParts, stages: Stages, prefill: Prefill, guided: GuidedDecoding) -> None:
+    def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
-        self._stages = stages
-        self._iteration = Iteration(parts, stages)
-        self._prefill = prefill
-        self._guided = guided
+        self._ranks = ranks = parts.model.ranks
+        if ranks.is_single:
+            self._stages, self._guided = Stages(parts), GuidedDecoding(parts)
+            self.prefill = Prefill(parts, self._guided)
+        else:
+            ranks.use_stream(parts.streams.forward)
+            self._stages = ranked_stages(parts, ranks)
+            self._guided = DecidersGuides(parts) if ranks.is_decider else FollowersGuides(parts)
+            self.prefill = RankedPrefill(parts, self._guided, ranks)
+        self._iteration = Iteration(parts, self._stages)
 
-    def warm_up_step(self) -> IterationLauncher:
-        """Create a step that calls each stage without graphs, for the warm-up that compiles kernels before any graph is
-        captured.
+    def warm_up(self, watchdog: Watchdog) -> WarmUp | None:
+        """Compile every kernel variant before any graph is captured, by serving internal requests with a step that calls each
+        stage. Returns None if the kernels have no variants to compile.
         """
-        runner, prefill = Runner(self._parts), self._prefill
-        return self._wrap(Step(self._parts, self._stages, runner, prefill, self._guided), runner, prefill)
+        parts = self._parts
+        variants = parts.model.kernels.every_variant()
+        if variants is None:
+            return None
+        step = Step(parts, self._stages, Runner(parts), self.prefill, self._guided)
+        loop = self.loop(self._on_all_ranks(step), watchdog, LengthSchedule(parts.lengths), DecisionLog())
+        # On the engine's device, which may differ from the thread's current one: leaving the scope loads compiled kernels.
+        with parts.backend.on(parts.streams.forward), variants:
+            report = serve_internal_requests(loop, parts, self._compile_ahead)
+        parts.staging.clear(parts.streams.forward)  # else capture would continue with requests of the warm-up
+        return report
 
-    def capture(self, progress: CaptureProgress | None) -> tuple[Runner, PrefillLauncher]:
-        """Capture the graphs of the config, and return the launchers of stages and of prompts."""
+    def _compile_ahead(self) -> None:
+        """Compile kernels of decode iterations and of short prompts on padding, without their results, if the kernels can.
+
+        Only fused iterations are compiled, which need nothing of the host. The caller has opened the scope of variants.
+        """
+        parts, padding = self._parts, (INPUTS, VERIFY, EXTEND)
+        scope = parts.model.kernels.compile_ahead()
+        if scope is None or parts.config.step_mode is not StepMode.FUSED or not parts.model.ranks.is_single:
+            return
+        drafted, forward = max(parts.lengths), parts.streams.forward
+        with parts.backend.guard("compiling kernels ahead"), parts.backend.on(forward):
+            for group in padding:
+                parts.buffers.pad(group, count=0, bucket=1, drafted=drafted)
+            prompts = stage_prompt_padding(parts)
+            with scope:
+                for features in captured_features(parts):
+                    batch = DecodeBatch(1, 1, drafted, features, parts.capacity, captured=True)
+                    self._iteration.run(batch, build_frame(parts.buffers, batch))
+                    if prompts is not None and not features.options:
+                        self.prefill.enqueue_chunks(prompts, features)
+
+    def capture(self, progress: CaptureProgress | None) -> Runner:
+        """Capture the graphs of the config: those of prefill, and those of the returned runner."""
         parts, stages = self._parts, self._stages
         if parts.config.step_mode is StepMode.FUSED:
             runner: Runner = GraphRunner(parts, stages, [self._iteration], progress)
@@ -68,59 +104,29 @@ class Assembly:
             runner = GraphRunner(parts, stages, [each for each in captured if each.has_work(parts.proposer.nodes)], progress)
         else:
             runner = Runner(parts)
-        return runner, build_prefill_graphs(parts, self._prefill) or self._prefill
+        self.prefill.graphs = build_prefill_graphs(parts, self.prefill)
+        return runner
 
-    def step(self, runner: Runner, prefill: PrefillLauncher) -> IterationLauncher:
-        """Create the step over the launchers. No iteration may be in flight, since the step signals its initial fences."""
-        step = (
-            FusedStep(self._parts, self._iteration, runner, prefill, self._guided)
-            if self._parts.config.step_mode is StepMode.FUSED
-            else Step(self._parts, self._stages, runner, prefill, self._guided)
-        )
-        return self._wrap(step, runner, prefill)
+    def step(self, runner: Runner) -> IterationLauncher:
+        """Create the step that runs stages with ``runner``. No iteration may be in flight, since the step signals its initial
+        fences.
+        """
+        if self._parts.config.step_mode is StepMode.FUSED:
+            return self._on_all_ranks(FusedStep(self._parts, self._iteration, runner, self.prefill, self._guided))
+        return self._on_all_ranks(Step(self._parts, self._stages, runner, self.prefill, self._guided))
 
-    def _wrap(self, step: Step, runner: Runner, prefill: PrefillLauncher) -> IterationLauncher:
-        del runner, prefill
-        return step
+    def _on_all_ranks(self, step: Step) -> IterationLauncher:
+        return step if self._ranks.is_single else RankedStep(step, self._parts, self._ranks)
 
     def loop(
         self, step: IterationLauncher, watchdog: Watchdog, draft_length: DraftLengthPolicy, decision_log: DecisionLog
     ) -> Loop:
         """Create the loop over ``step`` and a scheduler whose rows and pages are all free."""
-        parts = self._parts
+        parts, data = self._parts, self._ranks.data
         waits = parts.config.step_mode is StepMode.FUSED and parts.backend.speculative_sync.fused_host_wait
         runs_ahead = parts.config.overlap and not waits
-        return Loop(parts, step, self._scheduler(draft_length), watchdog, decision_log, runs_ahead=runs_ahead)
-
-    def _scheduler(self, draft_length: DraftLengthPolicy) -> Scheduler | GroupScheduler:
-        return _build_scheduler(self._parts, draft_length)
-
-
-class RankedAssembly(Assembly):
-    """The assembly of one of several ranks. Its stages and its step broadcast the decider's values, and with data-parallel
-    groups its scheduler schedules all groups.
-    """
-
-    def __init__(self, parts: EngineParts, ranks: ModelRanks) -> None:
-        ranks.use_stream(parts.streams.forward)
-        guided = DecidersGuides(parts) if ranks.is_decider else FollowersGuides(parts)
-        super().__init__(parts, ranked_stages(parts, ranks), RankedPrefill(parts, guided, ranks), guided)
-        self._ranks = ranks
-
-    def _wrap(self, step: Step, runner: Runner, prefill: PrefillLauncher) -> IterationLauncher:
-        return RankedStep(step, self._parts, runner, prefill, self._ranks)
-
-    def _scheduler(self, draft_length: DraftLengthPolicy) -> Scheduler | GroupScheduler:
-        data = self._ranks.data
-        return super()._scheduler(draft_length) if data is None else _build_groups(self._parts, data, draft_length)
-
-
-def assembly_of(parts: EngineParts) -> Assembly:
-    """Return an :class:`Assembly` for a model on one rank, else a :class:`RankedAssembly`."""
-    if not parts.model.ranks.is_single:
-        return RankedAssembly(parts, parts.model.ranks)
-    guided = GuidedDecoding(parts)
-    return Assembly(parts, Stages(parts), Prefill(parts, guided), guided)
+        scheduler = _build_scheduler(parts, draft_length) if data is None else _build_groups(parts, data, draft_length)
+        return Loop(parts, step, scheduler, watchdog, decision_log, runs_ahead=runs_ahead)
 
 
 def _build_checkpoints(parts: EngineParts) -> StateCheckpoints | None:
@@ -201,15 +207,16 @@ class WarmUp:
         return said + (f" ({named})" if named else "") + "".join(f"; {what}: {which}" for what, which in self.chosen.items())
 
 
-def warm_up(
-    loop: Loop, backend: Backend, model: LanguageModel, proposer: Proposer, config: DecidedConfig, *, room: int, lengths: int
-) -> WarmUp:
-    """Serve internal requests that use every feature: a prompt of two chunks, then iterations that draft, verify and extend.
-    ``loop`` is created for this and dropped afterwards. ``room`` is the number of tokens that a request may have.
-    ``lengths`` is the number of draft lengths, used in turn.
+def serve_internal_requests(loop: Loop, parts: EngineParts, compile_ahead: Callable[[], None]) -> WarmUp:
+    """Serve internal requests that use every feature: a prompt of two chunks, then iterations that draft, verify and extend
+    with each draft length. ``loop`` is created for this and dropped afterwards.
+    ``compile_ahead`` starts the compilation of kernels.
     """
+    backend, model, proposer, config = parts.backend, parts.model, parts.proposer, parts.config
     kernels = model.kernels
     before, began = kernels.compiled(), time.perf_counter()
+    compile_ahead()
+    room = min(config.max_context, loop.scheduler.pages.available * config.page_size - parts.spare)
     most = max(1, min(2 * proposer.depth + 3, room - 1))
     length = max(1, min(config.prefill_chunk + 2, room - most))
     vision = model.config.vision
@@ -227,7 +234,7 @@ def warm_up(
         logprobs=min(MAX_LOGPROBS, model.config.vocab_size),
     )
     rope_key = model.config.rope.sharing_key(length)
-    rounds = _CHUNKS + max(_ITERATIONS, lengths + 1)
+    rounds = _CHUNKS + max(_ITERATIONS, len(parts.lengths) + 1)
     for number, params in enumerate((greedy, replace(greedy, temperature=1.0), everything)):
         request = Request(number, (word,) * length, params.sample(0), frozenset(), rope_key=rope_key)
         if params is everything:

@@ -50,15 +50,8 @@ SIZES = {
 bits.
 """
 
-_OPTIONAL = (
-    "max_requests",
-    "page_size",
-    "prefill_chunk",
-    "token_budget",
-    "num_pages",
-    "max_context",
-    "state_checkpoints",
-)
+_REQUIRED = ("draft_tokens", "draft_topk")
+"""The sizes that the engine doesn't choose if they are None."""
 _SWITCHES = ("overlap", "graphs", "prefix_cache", "batch_invariant", "plan_stream")
 
 
@@ -147,7 +140,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name, (least, most) in SIZES.items():
-            if getattr(self, name) is not None or name not in _OPTIONAL:
+            if getattr(self, name) is not None or name in _REQUIRED:
                 _check_int(name, getattr(self, name), least, most)
         nodes = self.draft_tokens * self.draft_topk
         if self.draft_topk > 1 and nodes > MAX_DRAFT_NODES:

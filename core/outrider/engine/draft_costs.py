@@ -20,6 +20,7 @@ from outrider.engine.requests.draft_length import (
     DraftLengthPolicy,
     FixedLength,
     LoadDraftLength,
+    LookupDraftLength,
     default_draft_lengths,
 )
 from outrider.engine.requests.request import Request
@@ -132,15 +133,17 @@ def decide(
     if not _follows_load(parts.config, parts.backend, parts.proposer):
         return FixedLength(parts.proposer.nodes, context=context), DraftLengthReport("fixed", parts.lengths)
     began = time.perf_counter()
-    costs = _Measurement(parts, step).costs(sizes or powers_up_to(parts.config.max_requests))
+    longest = sizes or powers_up_to(parts.config.max_requests)
+    costs = _Measurement(parts, step).costs(longest, sizes_of_shorter(sizes) if sizes else longest)
+    follows_repeats = parts.proposer.looks_up and parts.model.ranks.is_single
     report = DraftLengthReport(
-        "load",
+        "lookup" if follows_repeats else "load",
         parts.lengths,
         tuple((length, size, 1e3 * seconds) for (length, size), seconds in sorted(costs.base.items())),
         tuple((length, 1e9 * seconds) for length, seconds in sorted(costs.per_token.items())),
         time.perf_counter() - began,
     )
-    policy = LoadDraftLength(costs)
+    policy = LookupDraftLength(costs) if follows_repeats else LoadDraftLength(costs)
     policy.context = context
     return policy, report
 
@@ -156,9 +159,9 @@ class _Measurement:
         self._ahead = 1 if parts.config.overlap and parts.backend.capabilities.asynchronous else 0
         self._in_flight: deque[PendingResult] = deque()
 
-    def costs(self, sizes: Sequence[int]) -> DraftCosts:
-        """Measure each draft length with each number of requests in ``sizes``, and the time per cached token with the most
-        requests. Return the times in seconds.
+    def costs(self, sizes: Sequence[int], shorter_sizes: Sequence[int]) -> DraftCosts:
+        """Measure the longest draft with each number of requests in ``sizes``, and shorter drafts with each in
+        ``shorter_sizes``. Measure the time per cached token with the most requests. Return the times in seconds.
         """
         parts, most = self._parts, max(sizes)
         lengths = sorted(parts.lengths)
@@ -171,7 +174,7 @@ class _Measurement:
             base = {
                 (length, size): self._seconds(length, size, few)
                 for length in lengths
-                for size in (sizes if length == max(lengths) else sizes_of_shorter(sizes))
+                for size in (sizes if length == max(lengths) else shorter_sizes)
             }
             per_token = {}
             if many > few:

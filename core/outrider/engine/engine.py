@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from outrider.device import Backend, ConfigError, DeviceError, Fence
-from outrider.engine.assembly import Assembly, WarmUp, assembly_of, warm_up
+from outrider.engine.assembly import Assembly
 from outrider.engine.config import Choice, EngineConfig
 from outrider.engine.draft_costs import decide, lengths_for
 from outrider.engine.fences import Streams
@@ -19,21 +19,21 @@ from outrider.engine.guides.grammars import Grammars
 from outrider.engine.guides.guides import Guide
 from outrider.engine.lending import PageLending
 from outrider.engine.loop import EngineLoad, EngineStats
-from outrider.engine.prefill import PrefillGraphs
 from outrider.engine.ranks.decision_log import DecisionLog, RankedDecisionLog
-from outrider.engine.ranks.processes import LoadingArguments, RankProcesses, absolute, check_one_rank, start_ranks
+from outrider.engine.ranks.processes import RankProcesses, check_one_rank, start_ranks
 from outrider.engine.ranks.ranks import ParallelConfig, Ranks, join_engine
 from outrider.engine.recovery import Watchdog
 from outrider.engine.requests.admission import Admission
-from outrider.engine.requests.draft_length import DraftLengthPolicy, LengthSchedule
+from outrider.engine.requests.draft_length import DraftLengthPolicy
 from outrider.engine.requests.hand_over import HandOver, RequestState
 from outrider.engine.requests.pages import CacheEvent, CacheEvents
 from outrider.engine.requests.request import Completion, FinishReason, Request, RequestStream, StepOutput
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.session import Answer, Session, answering, follow
-from outrider.engine.setup.checks import check_engine_types, check_invariance, check_loading_types, check_policy, check_tree
-from outrider.engine.setup.loading import load_checkpoint
-from outrider.engine.setup.resolve import resolve, situation_of
+from outrider.engine.setup.checks import check_engine_types, check_invariance, check_policy, check_tree, check_type
+from outrider.engine.setup.facts import collect_facts
+from outrider.engine.setup.loading import LoadingArguments, absolute, load_checkpoint
+from outrider.engine.setup.resolve import resolve
 from outrider.engine.state.parts import EngineParts
 from outrider.errors import RequestError
 from outrider.model import LanguageModel, Media, OutputFormat, QuantizedName, Tokenizer, VisionTower
@@ -78,7 +78,7 @@ class Engine:
         check_engine_types(model, config)
         self.backend, self.model = backend, model
         self.proposer = proposer = proposer or NonSpeculativeProposer()
-        decided = resolve(config or EngineConfig(), situation_of(backend, model, proposer))
+        decided = resolve(config or EngineConfig(), collect_facts(backend, model, proposer))
         self.config = config = join_engine(ranks, backend, model, proposer, decided)
         self._decision_log = decision_log = DecisionLog() if ranks is None else RankedDecisionLog(ranks)
         self._tokenizer, self._vision = tokenizer, vision
@@ -96,13 +96,13 @@ class Engine:
             vision=vision,
             wrap_fence=watchdog.wrapping(wrap_fence),
         )
-        assembly = assembly_of(parts)
-        self.warm_up = self._warm_up_kernels(assembly, watchdog)
+        assembly = Assembly(parts)
+        self.warm_up = assembly.warm_up(watchdog)
         with backend.guard("capturing the engine's graphs"):
-            runner, prefill = assembly.capture(capture_progress)
+            runner = assembly.capture(capture_progress)
         self.captured = runner.report
-        self.captured_prefill = prefill.report if isinstance(prefill, PrefillGraphs) else None
-        self._step = assembly.step(runner, prefill)
+        self.captured_prefill = None if assembly.prefill.graphs is None else assembly.prefill.graphs.report
+        self._step = assembly.step(runner)
         sizes = None if runner.report is None else runner.report.buckets
         policy, self.draft_length = decide(parts, self._step, draft_length, sizes=sizes)
         self._loop = loop = assembly.loop(self._step, watchdog, decision_log.replicate(policy), decision_log)
@@ -127,20 +127,6 @@ class Engine:
         self._session = Session(loop, shares_prompts=config.prefix_cache)
         self._lending: PageLending | None = None
         self._processes: RankProcesses | None = None
-
-    def _warm_up_kernels(self, assembly: Assembly, watchdog: Watchdog) -> WarmUp | None:
-        """Compile every kernel variant by serving internal requests; None if the kernels have no variants to compile."""
-        parts, model, backend, config = self._parts, self.model, self.backend, self.config
-        variants = model.kernels.every_variant()
-        if variants is None:
-            return None
-        loop = assembly.loop(assembly.warm_up_step(), watchdog, LengthSchedule(parts.lengths), DecisionLog())
-        room = min(self.max_context, loop.scheduler.pages.available * config.page_size - parts.spare)
-        # On the engine's device, which may differ from the thread's current one: leaving the scope loads compiled kernels.
-        with backend.on(parts.streams.forward), variants:
-            report = warm_up(loop, backend, model, self.proposer, config, room=room, lengths=len(parts.lengths))
-        parts.staging.clear(parts.streams.forward)  # else capture would continue with requests of the warm-up
-        return report
 
     @classmethod
     def from_checkpoint(
@@ -193,16 +179,15 @@ class Engine:
             draft_output_head=draft_output_head,
             draft_vocabulary=draft_vocabulary if isinstance(draft_vocabulary, int) else absolute(draft_vocabulary),
         )
-        check_loading_types(model_dir, backend, **loading.arguments())
+        check_type("model_dir", model_dir, str, Path)
+        check_type("backend", backend, str, Backend)
         model_dir, backend = Path(model_dir), get_backend(backend) if isinstance(backend, str) else backend
         if parallel is not None and parallel.world > 1:
             return cls._start_with_ranks(
                 model_dir, backend, parallel, loading, ranks, builders, progress=progress, capture_progress=capture_progress
             )
         with nullcontext() if ranks is None else ranks.starting():
-            loaded = load_checkpoint(
-                model_dir, backend, builders=builders, progress=progress, ranks=ranks, **loading.arguments()
-            )
+            loaded = load_checkpoint(model_dir, backend, loading, builders=builders, progress=progress, ranks=ranks)
         return cls(
             loaded.model,
             backend,
@@ -418,9 +403,7 @@ class Engine:
             request = self._loop.leaving(request_id)
             with self._failure_recovery.guard_device_work("handing a request over"):
                 handed = self._decision_log.keep_handed_over(self._parts.transfer.copy_request_state(request))
-            del self._requests[request_id]
-            request.finish_reason = FinishReason.HAND_OVER
-            self._loop.output_queue.put(StepOutput(request_id, (), FinishReason.HAND_OVER))
+            self._loop.hand_over_request(request)
             self._scheduler.retire()
             return handed
 
@@ -506,23 +489,28 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """Counts of requests, iterations and tokens since the engine was created."""
-        loop, scheduler = self._loop, self._scheduler
+        groups = self._scheduler.groups
         return EngineStats(
-            **loop.counts,
+            **self._loop.counts,
             blocked_s=self._failure_recovery.blocked_s,
-            preemptions=scheduler.preemptions,
-            prefix_looked_up=scheduler.prefix_looked_up,
-            prefix_hits=scheduler.prefix_hits,
+            preemptions=sum(group.preemptions for group in groups),
+            prefix_looked_up=sum(group.prefix_looked_up for group in groups),
+            prefix_hits=sum(group.prefix_hits for group in groups),
         )
 
     @property
     def load(self) -> EngineLoad:
         """The number of requests and pages that the engine holds now."""
-        pages = self._scheduler.pages
         running = sum(not request.finished for request in self._scheduler.running)
-        every = (pages.count - 1) * self.groups
-        waiting = len(self._requests) - running
-        return EngineLoad(running, waiting, every, pages.available, pages.cached, pages.state_checkpoints)
+        pools = [group.pages for group in self._scheduler.groups]
+        return EngineLoad(
+            running=running,
+            waiting=len(self._requests) - running,
+            pages=sum(pool.count - 1 for pool in pools),
+            free_pages=self.free_pages,
+            cached_pages=sum(pool.cached for pool in pools),
+            state_checkpoints=sum(pool.state_checkpoints for pool in pools),
+        )
 
     @property
     def longest_request(self) -> int:
@@ -544,7 +532,7 @@ class Engine:
     @property
     def free_pages(self) -> int:
         """Number of KV pages that no request holds. Some of them may hold cached prefixes."""
-        return self._scheduler.pages.available
+        return sum(group.pages.available for group in self._scheduler.groups)
 
     @property
     def streams(self) -> Streams:
@@ -554,7 +542,7 @@ class Engine:
     @property
     def free_rows(self) -> int:
         """Number of rows that no request holds."""
-        return self._scheduler.free_rows
+        return sum(group.rows.available for group in self._scheduler.groups)
 
     @property
     def open_requests(self) -> dict[int, tuple[int, ...]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from outrider.engine.graphs import Runner
 from outrider.engine.guided import GuidedDecoding
-from outrider.engine.prefill import PrefillLauncher
+from outrider.engine.prefill import Prefill
 from outrider.engine.requests.batch import Batch
 from outrider.engine.stages import Iteration, build_frame
 from outrider.engine.state.parts import EngineParts
@@ -28,7 +28,7 @@ class FusedStep(Step):
     """
 
     def __init__(
-        self, parts: EngineParts, iteration: Iteration, runner: Runner, prefill: PrefillLauncher, guided: GuidedDecoding
+        self, parts: EngineParts, iteration: Iteration, runner: Runner, prefill: Prefill, guided: GuidedDecoding
     ) -> None:
         super().__init__(parts, iteration.stages, runner, prefill, guided)
         self._iteration = iteration
@@ -62,6 +62,6 @@ class FusedStep(Step):
         if requested.features.guided:
             super()._decode(requested, entry)
             return
-        decode = self._decode_batch(self._runner, requested.launched, requested.features)
-        self._runner.run(self._iteration, decode, build_frame(self._parts.buffers, decode))
+        decode = self._decode_batch(self.runner, requested.launched, requested.features)
+        self.runner.run(self._iteration, decode, build_frame(self._parts.buffers, decode))
         self._fences.shared_reads_done.signal(self._streams.forward)

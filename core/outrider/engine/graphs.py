@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from outrider.device import CaptureContext, Graph, GraphPool, Stream
+from outrider.device import Backend, CaptureContext, Graph, GraphPool, Stream
 from outrider.engine.config import MAX_LOGPROBS
 from outrider.engine.requests.batch import Features
 from outrider.engine.stages import DecodeBatch, Frame, Stage, Stages, build_frame
@@ -20,6 +20,21 @@ from outrider.engine.state.parts import EngineParts
 from outrider.speculative.proposer import HostSeqLens
 
 CaptureProgress = Callable[[int, int], None]
+
+
+def measure_captures(backend: Backend) -> Callable[[], tuple[int | None, float]]:
+    """Start a measurement of captures. The returned function returns the bytes of device memory that are taken since, None if
+    the device does not report them, and the seconds.
+    """
+    limited = backend.capabilities.memory_limit
+    before, began = backend.memory_info().free if limited else 0, time.perf_counter()
+
+    def measured() -> tuple[int | None, float]:
+        after = backend.memory_info().free if limited else 0
+        return (before - after if limited and after <= before else None), time.perf_counter() - began
+
+    return measured
+
 
 MIN_REQUESTS_SHORTER_DRAFT = 64
 """Minimum number of requests at which a shorter draft can be faster."""
@@ -52,6 +67,13 @@ def sizes_of_shorter(sizes: Sequence[int]) -> tuple[int, ...]:
     Smaller batches are bound by memory and seldom gain from a shorter draft; they use the graph of 64 requests.
     """
     return tuple(size for size in sizes if size % MIN_REQUESTS_SHORTER_DRAFT == 0 or size == max(sizes))
+
+
+def captured_features(parts: EngineParts) -> tuple[Features, Features, Features]:
+    """Return the features of the graphs: greedy, sampling, and everything."""
+    logprobs = min(MAX_LOGPROBS, parts.model.config.vocab_size)
+    everything = Features(sampling=True, biased=True, penalized=True, truncated=True, logprobs=logprobs)
+    return Features(), Features(sampling=True), everything
 
 
 class Runner:
@@ -114,72 +136,58 @@ class CaptureReport:
         return f"{self.graphs} graphs captured in {self.seconds:.1f} s, holding {memory}"
 
 
+def _captured_sizes(parts: EngineParts) -> dict[tuple[int, Features], tuple[int, ...]]:
+    """Return the batch sizes to capture, in ascending order, by draft length and set of features.
+
+    The config's ``buckets`` are batch sizes; None selects :func:`buckets_up_to` for greedy batches, powers of two for
+    sampling, and powers of four for everything. Shorter drafts than the longest are captured for greedy batches of
+    :func:`sizes_of_shorter`.
+    """
+    most, lengths = parts.config.max_requests, parts.lengths
+    greedy, sampling, everything = captured_features(parts)
+    # Few batches sample, and fewer use everything: for them there are fewer sizes.
+    sizes = {greedy: buckets_up_to(most), sampling: powers_up_to(most), everything: powers_up_to(most, 4)}
+    if parts.config.buckets is not None:
+        sizes = dict.fromkeys(sizes, tuple(sorted(parts.config.buckets)))
+    shorter = sizes_of_shorter(sizes[greedy])
+    longest = {(max(lengths), kind): sizes[kind] for kind in sizes}
+    return longest | {(drafted, greedy): shorter for drafted in lengths if drafted < max(lengths)}
+
+
 class GraphRunner(Runner):
     """The runner that captures the stages ``which`` for every bucket when it is created, and calls all other stages.
 
     It captures three sets of features: greedy, sampling, and everything. A batch uses the first set that covers its features.
-    The config's ``buckets`` are batch sizes; None selects :func:`buckets_up_to` for greedy batches, powers of two for
-    sampling, and powers of four for everything. Shorter drafts than the longest are captured for greedy batches of
-    :func:`sizes_of_shorter`.
     """
 
     def __init__(
         self, parts: EngineParts, stages: Stages, which: Sequence[Stage], progress: CaptureProgress | None = None
     ) -> None:
         super().__init__(parts)
-        backend, buffers, buckets, lengths = parts.backend, parts.buffers, parts.config.buckets, parts.lengths
-        most, greedy, sampling = parts.config.max_requests, Features(), Features(sampling=True)
-        everything = Features(
-            sampling=True,
-            biased=True,
-            penalized=True,
-            truncated=True,
-            logprobs=min(MAX_LOGPROBS, parts.model.config.vocab_size),
-        )
-        # Few batches sample, and fewer use everything: for them there are fewer sizes.
-        sizes = {greedy: buckets_up_to(most), sampling: powers_up_to(most), everything: powers_up_to(most, 4)}
-        if buckets is not None:
-            sizes = dict.fromkeys(sizes, tuple(sorted(buckets)))
-        self.buckets = sizes[greedy]
-        self._sizes = {(max(lengths), kind): sizes[kind] for kind in sizes}
-        # Only greedy batches use a shorter draft than the maximum.
-        shorter = sizes_of_shorter(sizes[greedy])
-        self._sizes |= {(drafted, greedy): shorter for drafted in lengths if drafted < max(lengths)}
         self._stages = stages
         self._which = tuple(which)
         self._capacity = parts.capacity
-        self._most_drafted = max(lengths)
-        self._graphs: dict[tuple[int, int, Features], Mapping[str, Graph]] = {}
-        pools = {stage.name: backend.create_graph_pool(stage.name) for stage in which}
-        limited = backend.capabilities.memory_limit
-        before = backend.memory_info().free if limited else 0
-        began = time.perf_counter()
-        for drafted in lengths:
-            for count in range(1, most + 1):
-                buffers.views(count, drafted)  # views made before any replay are known to follow the writes of graphs
+        self._most_drafted = max(parts.lengths)
+        self._sizes = _captured_sizes(parts)
+        self.buckets = self._sizes[self._most_drafted, Features()]
+        pools = {stage.name: parts.backend.create_graph_pool(stage.name) for stage in which}
+        measured = measure_captures(parts.backend)
+        for drafted in parts.lengths:
+            for count in range(1, parts.config.max_requests + 1):
+                parts.buffers.views(count, drafted)  # views made before any replay are known to follow the writes of graphs
         self._captured: dict[tuple[str, int, int, Features], Graph] = {}
-        wanted = [
-            (size, drafted, kind)
-            for size in sorted({size for sizes in self._sizes.values() for size in sizes}, reverse=True)
-            for (drafted, kind), sizes in self._sizes.items()
-            if size in sizes
-        ]
         # The largest size first: smaller graphs then fit into the memory that the pool already holds.
+        wanted = sorted(
+            ((size, drafted, kind) for (drafted, kind), sizes in self._sizes.items() for size in sizes),
+            key=lambda key: key[0],
+            reverse=True,
+        )
+        self._graphs: dict[tuple[int, int, Features], Mapping[str, Graph]] = {}
         for done, (size, drafted, kind) in enumerate(wanted, start=1):
             self._graphs[size, drafted, kind] = self._capture(size, drafted, kind, pools)
             if progress is not None:
                 progress(done, len(wanted))
-        after = backend.memory_info().free if limited else 0
-        seconds = time.perf_counter() - began
-        held = before - after if limited and after <= before else None
-        self.report = CaptureReport(len(self._captured), self.buckets, held, seconds, tuple(sorted(lengths)))
-
-    def bucket(self, count: int, drafted: int | None = None, features: Features | None = None) -> int:
-        """Return the smallest bucket that holds ``count`` requests. The defaults are the longest draft and greedy
-        requests.
-        """
-        key = self._most_drafted if drafted is None else drafted, features or Features()
-        return next(size for size in self._sizes[key] if size >= count)
+        self.report = CaptureReport(len(self._captured), self.buckets, *measured(), tuple(sorted(parts.lengths)))
 
     def batch(
         self, count: int, drafted: int, features: Features, max_kv: int, seq_lens_host: HostSeqLens | None
@@ -192,6 +200,10 @@ class GraphRunner(Runner):
         bucket = self.bucket(count, drafted, features)
         padded = None if seq_lens_host is None else seq_lens_host.padded(bucket)
         return DecodeBatch(count, bucket, drafted, features, self._capacity, captured=True, seq_lens_host=padded)
+
+    def bucket(self, count: int, drafted: int, features: Features) -> int:
+        """Return the smallest captured batch size that holds ``count`` requests."""
+        return next(size for size in self._sizes[drafted, features] if size >= count)
 
     def bind(self, batch: DecodeBatch, stream: Stream) -> None:
         """Rebind the KV lengths in the graph of every captured stage, also those of padding rows."""

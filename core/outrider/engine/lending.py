@@ -14,9 +14,9 @@ from outrider.device import ConfigError
 from outrider.engine.loop import Loop
 from outrider.engine.ranks.records import RanksDiffer
 from outrider.engine.requests.admission import Admission
-from outrider.engine.requests.hand_over import ArrivedPages, ExpectedPages, LentPages, RequestState
+from outrider.engine.requests.hand_over import ExpectedPages, LentPages, RequestState
 from outrider.engine.requests.pages import FreeList
-from outrider.engine.requests.request import FinishReason, Request, StepOutput
+from outrider.engine.requests.request import Request
 from outrider.engine.requests.scheduler import Scheduler
 from outrider.engine.session import Session
 from outrider.engine.state.parts import EngineParts
@@ -92,9 +92,7 @@ class PageLending:
         except BaseException:
             self._leaving.give_back(slot)
             raise
-        del self._loop.requests[request.id]
-        request.finish_reason = FinishReason.HAND_OVER
-        self._loop.output_queue.put(StepOutput(request.id, (), FinishReason.HAND_OVER))
+        self._loop.hand_over_request(request)
         held = scheduler.detach_pages(request)
         filled = tuple(held[: -(-(state.length + 1) // scheduler.pages.page_size)])
         lent = LentPages(state=state, pages=filled, relay=relay, ready=ready, read=read, slot=slot)
@@ -190,7 +188,7 @@ class PageLending:
             self._expected[expected] = request
             self.expected[request.id] = expected
             raise
-        request.arrival = ArrivedPages(len(request.context), request.output[-1], pinned)
+        request.arrival = pinned
         self._coming.give_back(expected.slot)
         self._loop.add(request)
 

@@ -13,7 +13,7 @@ from outrider.engine.ranks.decision_log import DecisionLog
 from outrider.engine.recovery import FailureRecovery, Watchdog
 from outrider.engine.requests.batch import Batch
 from outrider.engine.requests.groups import GroupScheduler
-from outrider.engine.requests.request import FinishReason, OutputQueue, Request, RequestFailed
+from outrider.engine.requests.request import FinishReason, OutputQueue, Request, RequestFailed, StepOutput
 from outrider.engine.requests.scheduler import OutOfPages, Scheduler
 from outrider.engine.state.parts import EngineParts
 from outrider.engine.state.results import HostResults, PendingResult
@@ -104,6 +104,12 @@ class Loop:
         self.scheduler.drop_waiting(request)
         self.output_queue.put(request.finish(reason, error))
         self.start_followers(request)
+
+    def hand_over_request(self, request: Request) -> None:
+        """Remove a request that continues in another engine, and queue its last output here."""
+        del self.requests[request.id]
+        request.finish_reason = FinishReason.HAND_OVER
+        self.output_queue.put(StepOutput(request.id, (), FinishReason.HAND_OVER))
 
     def drop_requests(self, requests: Iterable[Request]) -> None:
         """Abort each of ``requests`` that has not ended, and drop its outputs."""
@@ -265,10 +271,9 @@ class Loop:
         """Queue new tokens for their receiver. If a probe found a bad value, end the request instead."""
         bad = outcome.bad_values.get(request.id, ())
         if bad:
-            if any(
-                each.may_corrupt_cache for each in bad
-            ):  # no request may share a page whose keys and values may be bad as well
-                self.scheduler.pages.unregister_all()
+            if any(each.may_corrupt_cache for each in bad):
+                for group in self.scheduler.groups:  # no request may share a page whose keys and values may be bad as well
+                    group.pages.unregister_all()
             found = "; ".join(str(each) for each in bad)
             self.end_request(request, FinishReason.ERROR, f"request {request.id}: {found}")
             return

@@ -8,7 +8,6 @@ it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import Backend, CaptureContext, DeviceError, Graph, StepMode
-from outrider.engine.graphs import CaptureReport
+from outrider.engine.graphs import CaptureReport, measure_captures
 from outrider.engine.guided import GuidedDecoding
 from outrider.engine.requests.batch import Batch, Features, PrefillChunk
 from outrider.engine.requests.request import RequestFailed
@@ -40,44 +39,36 @@ class PrefilledChunks:
 
 class Prefill:
     """The launcher of prompt chunks: first for the target, then for the draft, so that first tokens do not wait for the
-    draft.
+    draft. It replays the chunks that :attr:`graphs` has a bucket for, and calls all others.
     """
 
     def __init__(self, parts: EngineParts, guided: GuidedDecoding) -> None:
-        self._backend = parts.backend
+        self._parts = parts
         self._forward = parts.streams.forward
-        self._model = parts.model
-        self._proposer = parts.proposer
-        self._cache = parts.cache
-        self._rows = parts.rows
-        self._future = parts.future
-        self._options = parts.options
-        self._attention = parts.attention
-        self._probes = parts.probes
-        self._staging = parts.staging
-        self._results = parts.results
-        self._vision = parts.vision
-        self._capacity = parts.capacity
         self._exact = parts.backend.speculative_sync.exact_host_lengths
         self._guided = guided
+        self.graphs: PrefillGraphs | None = None
+        """The graphs of short chunks, captured once the kernels are compiled; None: every chunk is called."""
 
     def bucket(self, batch: Batch) -> PrefillBucket | None:
         """Return the padded size of the batch's chunks; None if they are called for their exact size."""
-        del batch
-        return None
+        return None if self.graphs is None else self.graphs.bucket(batch)
 
-    def launch(self, batch: Batch, packer: Packer, bucket: PrefillBucket | None = None) -> PrefilledChunks | None:
-        """Enqueue the target's pass over the chunks. Only the last chunk of a prompt publishes a length.
+    def launch(self, batch: Batch, packer: Packer, bucket: PrefillBucket | None) -> PrefilledChunks | None:
+        """Enqueue the target's pass over the chunks, which were staged for ``bucket``. Only the last chunk of a prompt
+        publishes a length.
 
-        Returns the chunks that :meth:`extend` must pass to the draft; None if the draft has read them.
+        Returns the chunks that :meth:`extend` must pass to the draft; None if a replayed graph included the draft's pass.
         """
-        del bucket
+        if bucket is not None and self.graphs is not None:
+            self.graphs.replay(batch, bucket)
+            return None
         requests = tuple(chunk.request for chunk in batch.prefill)
         features = Features.from_requests(requests)
-        with self._backend.on(self._forward):
+        with self._parts.backend.on(self._forward):
             self._guided.report_late_prompts(requests)
-            inputs = prefill_inputs(batch.prefill, self._staging, packer.segments)
-            seq_lens_host = HostSeqLens(tuple(chunk.end for chunk in batch.prefill), self._capacity)
+            inputs = prefill_inputs(batch.prefill, self._parts.staging, packer.segments)
+            seq_lens_host = HostSeqLens(tuple(chunk.end for chunk in batch.prefill), self._parts.capacity)
             return self._fill(inputs, features, seq_lens_host, self._features(batch, inputs.tokens.shape[0]))
 
     def enqueue_chunks(self, inputs: PrefillInputs, features: Features) -> None:
@@ -90,7 +81,7 @@ class Prefill:
         """Enqueue the draft's pass over chunks that :meth:`launch` returned, on forward, and stash the relay that the next
         chunk or the first draft reads.
         """
-        with self._backend.on(self._forward):
+        with self._parts.backend.on(self._forward):
             self._extend(filled)
 
     def _fill(
@@ -101,15 +92,16 @@ class Prefill:
         media: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> PrefilledChunks:
         """Enqueue the target's pass. ``seq_lens_host`` is None during capture, see :meth:`enqueue_chunks`. ``media`` are
-        features [T, H] and the bool mask [T] of their tokens.
+        features [T, F] and the bool mask [T] of their tokens.
         """
-        model, rows, future, proposer = self._model, self._rows, self._future, self._proposer
+        parts = self._parts
+        model, rows, future, proposer = parts.model, parts.rows, parts.future, parts.proposer
         tables = rows.tables.index_select(0, inputs.rows)
         temperature = rows.temperature.index_select(0, inputs.rows)
         seeds = rows.seeds.index_select(0, inputs.rows)
         attention = prefill_attention(inputs, tables, seq_lens_host if self._exact else None)
         if seq_lens_host is not None:
-            attention = self._attention.plan(AttentionBatchKind.PREFILL, attention, seq_lens_host, 0, self._forward)
+            attention = parts.attention.plan(AttentionBatchKind.PREFILL, attention, seq_lens_host, 0, self._forward)
         kept = KeptRows.last_of_each(attention, inputs.last)
         flat = ForwardInput(
             inputs.tokens,
@@ -122,10 +114,10 @@ class Prefill:
             states=None if model.config.recurrent is None else StateInput(inputs.rows),
         )
         layers = proposer.aux_hidden_state_layers
-        hidden, aux_hidden_states = model.forward_with_aux_hidden_states(flat, self._cache, layers)
+        hidden, aux_hidden_states = model.forward_with_aux_hidden_states(flat, parts.cache, layers)
         ends = hidden[inputs.last] if flat.kept is None else hidden
         first = self._choose(features, inputs, model.logits(ends), temperature, seeds)
-        self._results.write_prefill(first)
+        parts.results.write_prefill(first)
         # Row 0 takes what an unfinished prompt must not publish.
         future.publish(torch.where(inputs.final, inputs.rows, 0), inputs.ends)
         if not proposer.extends:
@@ -162,18 +154,18 @@ class Prefill:
     def _extend(self, filled: PrefilledChunks) -> None:
         """Enqueue the draft's pass over the prompt chunks of ``filled``, and stash first tokens and relay."""
         inputs, first = filled.inputs, filled.first
-        relay: Mapping[str, Tensor] = {} if filled.extend is None else self._proposer.extend(filled.extend)
+        relay: Mapping[str, Tensor] = {} if filled.extend is None else self._parts.proposer.extend(filled.extend)
         # A chunk that isn't the last stashes too, for the next one; its row isn't drafted for before that.
         stashed = first if inputs.owner is None else torch.where(inputs.rows > 0, first, 0)
-        self._future.stash(inputs.rows, stashed, relay)
+        self._parts.future.stash(inputs.rows, stashed, relay)
 
     def _choose(
         self, features: Features, inputs: PrefillInputs, logits: Tensor, temperature: Tensor, seeds: Tensor
     ) -> Tensor:
         """Return the token after each chunk [S] from ``logits`` [S, V]. The token has no meaning if the prompt continues."""
-        kernels = self._model.kernels
-        self._probes.check_for_nan("target.logits", logits, self._results.prefill_probe_results(logits.shape[0]))
-        options = self._options.gather(features, inputs.rows)
+        parts, kernels = self._parts, self._parts.model.kernels
+        parts.probes.check_for_nan("target.logits", logits, parts.results.prefill_probe_results(logits.shape[0]))
+        options = parts.options.gather(features, inputs.rows)
         shaped = self._guided.mask_first_tokens(kernels, logits) if features.guided else logits
         if options is not None:
             shaped = options.process(
@@ -189,21 +181,21 @@ class Prefill:
             options.commit(kernels, torch.where(inputs.final, first, -1).unsqueeze(1))
         if features.logprobs is not None:
             reported = kernels.logprobs(logits.unsqueeze(1), first.unsqueeze(1), features.logprobs)
-            self._results.write_prefill_logprobs(*reported)
+            parts.results.write_prefill_logprobs(*reported)
         return first
 
     def _sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, inputs: PrefillInputs) -> Tensor:
-        return self._model.kernels.sample(logits, temperature, seeds, inputs.ends)
+        return self._parts.model.kernels.sample(logits, temperature, seeds, inputs.ends)
 
     def _features(self, batch: Batch, tokens: int) -> tuple[Tensor | None, Tensor | None]:
-        """Compute on the prefill stream the media features in the chunks. Return them [T, H] with the bool mask [T] of their
-        tokens; both None without media.
+        """Compute on the prefill stream the media features in the chunks. Return them [T, F] with the bool mask [T] of their
+        tokens; both None without media. F is the model's ``feature_size``.
         """
         chunks = [chunk for chunk in batch.prefill if chunk.request.media is not None]
-        if self._vision is None or not chunks:
+        model, vision = self._parts.model, self._parts.vision
+        if vision is None or not chunks:
             return None, None
-        model = self._model
-        embeddings = torch.zeros((tokens, model.config.hidden_size), dtype=model.dtype, device=model.device)
+        embeddings = torch.zeros((tokens, model.config.feature_size), dtype=model.dtype, device=model.device)
         embedded = torch.zeros(tokens, dtype=torch.bool, device=model.device)
         begin = 0
         for index, chunk in enumerate(batch.prefill):
@@ -211,8 +203,8 @@ class Prefill:
             if chunk.request.media is not None:
                 place = embeddings[begin:end], embedded[begin:end]
                 try:
-                    with self._backend.guard("reading a request's media"):
-                        chunk.request.media.embed(self._vision, chunk.start, chunk.end, *place)
+                    with self._parts.backend.guard("reading a request's media"):
+                        chunk.request.media.embed(vision, chunk.start, chunk.end, *place)
                 except DeviceError:
                     raise
                 except Exception as error:  # what transformers' tower says of this image
@@ -251,8 +243,8 @@ def token_buckets(most: int) -> tuple[int, ...]:
 
 
 class PrefillGraphs:
-    """The launcher that replays prompt chunks from graphs, captured for every bucket at creation, and leaves other chunks to
-    ``prefill``: those of a batch that is too large, or that needs media, sampling options or log-probabilities.
+    """The graphs of prompt chunks, captured for every bucket at creation. They serve no batch that is too large, or that
+    needs media, sampling options or log-probabilities.
     """
 
     def __init__(self, parts: EngineParts, prefill: Prefill, *, tokens: int) -> None:
@@ -266,16 +258,12 @@ class PrefillGraphs:
         self.buckets = token_buckets(tokens)
         self._graphs: dict[tuple[int, bool], Graph] = {}
         self._pool = backend.create_graph_pool("prefill")
-        limited = backend.capabilities.memory_limit
-        before = backend.memory_info().free if limited else 0
-        began = time.perf_counter()
+        measured = measure_captures(backend)
         # The largest first: the smaller ones then fit into the memory that the pool has already.
         for size in reversed(self.buckets):
             for sampling in (False, True):
                 self._graphs[size, sampling] = self._capture(size, sampling)
-        after = backend.memory_info().free if limited else 0
-        seconds = time.perf_counter() - began
-        self.report = CaptureReport(len(self._graphs), self.buckets, before - after if limited else None, seconds)
+        self.report = CaptureReport(len(self._graphs), self.buckets, *measured())
 
     def bucket(self, batch: Batch) -> PrefillBucket | None:
         """Return the bucket of the batch's chunks; None if the batch has no chunks or they must be called."""
@@ -288,19 +276,10 @@ class PrefillGraphs:
             return None
         return PrefillBucket(next(size for size in self.buckets if size >= tokens), self.sequences)
 
-    def launch(self, batch: Batch, packer: Packer, bucket: PrefillBucket | None) -> PrefilledChunks | None:
-        """Replay the chunks of ``batch``, which were staged for ``bucket``; the graph includes the pass of the draft, so the
-        result is None. Without a bucket, call the chunks with ``prefill`` and return its result.
-        """
-        if bucket is None:
-            return self._prefill.launch(batch, packer)
+    def replay(self, batch: Batch, bucket: PrefillBucket) -> None:
+        """Replay the chunks of ``batch``, which were staged for ``bucket``, for the target and the draft."""
         sampling = Features.from_requests(tuple(chunk.request for chunk in batch.prefill)).sampling
         self._graphs[bucket.tokens, sampling].replay(self._forward)
-        return None
-
-    def extend(self, filled: PrefilledChunks) -> None:
-        """Enqueue the draft's pass over chunks that were called; a replayed graph contains it."""
-        self._prefill.extend(filled)
 
     def _capture(self, size: int, sampling: bool) -> Graph:
         bucket = PrefillBucket(size, self.sequences)
@@ -337,7 +316,7 @@ def _can_replay_prefill(parts: EngineParts) -> bool:
         return False  # decoding isn't replayed either
     if parts.backend.speculative_sync.exact_host_lengths or parts.attention.plans_on_host:
         return False  # attention reads lengths on the host
-    if model.config.rope.sections or model.config.rope.depends_on_length:
+    if model.config.rope.depends_on_length:
         return False  # rope depends on more than a position
     if model.config.recurrent is not None and not model.kernels.is_native("chunk_gated_delta_rule"):
         return False  # the reference's launches grow with the tokens of a chunk
@@ -346,14 +325,25 @@ def _can_replay_prefill(parts: EngineParts) -> bool:
     return proposer.accepts_padding or not proposer.extends
 
 
+def _max_chunk_tokens(parts: EngineParts) -> int:
+    return min(parts.config.prefill_chunk, parts.config.max_requests * parts.capacity)
+
+
 def build_prefill_graphs(parts: EngineParts, prefill: Prefill) -> PrefillGraphs | None:
     """Capture the graphs that replay short chunks of prompts. Returns None for an engine that calls every chunk."""
-    most = min(parts.config.prefill_chunk, parts.config.max_requests * parts.capacity)
-    tokens = min(max_graph_tokens(parts.backend), most)
+    tokens = min(max_graph_tokens(parts.backend), _max_chunk_tokens(parts))
     if not tokens or not _can_replay_prefill(parts):
         return None
     return PrefillGraphs(parts, prefill, tokens=tokens)
 
 
-PrefillLauncher = Prefill | PrefillGraphs
-"""The launcher of prompt chunks, which calls them all or replays short ones."""
+def stage_prompt_padding(parts: EngineParts) -> PrefillInputs | None:
+    """Stage the largest prompt of a graph as padding, on the current stream, and return its inputs; None for an engine that
+    can't replay prompts from graphs.
+    """
+    if not _can_replay_prefill(parts):
+        return None
+    tokens = min(MAX_GRAPH_TOKENS, _max_chunk_tokens(parts))
+    bucket = PrefillBucket(tokens, min(MOST_SEQUENCES, parts.staging.max_requests))
+    segments = parts.input_upload.stage_padding(bucket)
+    return prefill_inputs((), parts.staging, segments, most=parts.capacity)

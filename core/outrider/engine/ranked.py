@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from outrider.device import Decision
-from outrider.engine.graphs import Runner
 from outrider.engine.guided import GuidedDecoding
-from outrider.engine.prefill import Prefill, PrefillLauncher
+from outrider.engine.prefill import Prefill
 from outrider.engine.requests.batch import Batch, PrefillChunk
 from outrider.engine.requests.request import Request
 from outrider.engine.stages import DecodeBatch, DraftStage, Frame, Stages, Verify
-from outrider.engine.state.options import late_guidance_indices
+from outrider.engine.state.options import BatchOptions, late_guidance_indices
 from outrider.engine.state.parts import EngineParts
 from outrider.engine.state.results import GUIDE_LATE, MEDIA_FAILED, PendingResult
 from outrider.engine.state.staging import PrefillInputs
@@ -70,10 +69,10 @@ class RankedVerify(Verify):
         self._ranks = ranks
 
     def _accept(
-        self, batch: DecodeBatch, frame: Frame, logits: Tensor, found: Tensor | None
+        self, batch: DecodeBatch, frame: Frame, logits: Tensor, options: BatchOptions | None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        tokens, path, accepted = super()._accept(batch, frame, logits, found)
-        findings = self._results.probe_results(batch.count)
+        tokens, path, accepted = super()._accept(batch, frame, logits, options)
+        findings = self._parts.results.probe_results(batch.count)
         paths = [] if path is None else [path]
         tokens, accepted, agreed_findings, *paths = agree_values(self._ranks, tokens, accepted, findings, *paths)
         findings.copy_(agreed_findings)
@@ -95,7 +94,7 @@ class RankedPrefill(Prefill):
         self._ranks = ranks
 
     def _sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, inputs: PrefillInputs) -> Tensor:
-        findings = self._results.prefill_probe_results(logits.shape[0])
+        findings = self._parts.results.prefill_probe_results(logits.shape[0])
         first, agreed_findings = agree_values(self._ranks, super()._sample(logits, temperature, seeds, inputs), findings)
         findings.copy_(agreed_findings)
         return first
@@ -103,7 +102,7 @@ class RankedPrefill(Prefill):
     def _refuse_media(self, chunk: PrefillChunk, index: int, error: Exception) -> None:
         """Write a host failure: other ranks run this iteration too, and the request ends after it."""
         del chunk
-        self._results.write_host_failures(MEDIA_FAILED, {index: f"{type(error).__name__}: {error}"}, prefill=True)
+        self._parts.results.write_host_failures(MEDIA_FAILED, {index: f"{type(error).__name__}: {error}"}, prefill=True)
 
 
 class DecidersGuides(GuidedDecoding):
@@ -148,11 +147,9 @@ class RankedStep:
     With data-parallel groups, this rank enqueues the collectives of all groups, with idle requests if it has none of its own.
     """
 
-    def __init__(self, step: Step, parts: EngineParts, runner: Runner, prefill: PrefillLauncher, ranks: ModelRanks) -> None:
+    def __init__(self, step: Step, parts: EngineParts, ranks: ModelRanks) -> None:
         self.step = step
         self._parts = parts
-        self._runner = runner
-        self._prefill = prefill
         self._ranks = ranks
 
     def launch(self, requested: Batch) -> PendingResult:
@@ -173,14 +170,14 @@ class RankedStep:
         shape: dict[str, Decision] = {"prompts": None, "mode": None, "bucket": None}
         if batch is None:
             return shape
-        replayed = self._prefill.bucket(batch.launched)
+        replayed = self.step.prefill.bucket(batch.launched)
         if replayed is not None:
             shape["prompts"] = replayed.tokens
         if batch.launched.decode:
             features, count, drafted = batch.features, len(batch.launched.decode), batch.launched.drafted
             drafted = self._parts.proposer.nodes if drafted is None else drafted
             shape["mode"] = "called" if features.guided else str(self._parts.config.step_mode)
-            shape["bucket"] = count if features.guided else self._runner.batch(count, drafted, features, 0, None).bucket
+            shape["bucket"] = count if features.guided else self.step.runner.batch(count, drafted, features, 0, None).bucket
         return shape
 
     def invalidate(self) -> None:

@@ -26,6 +26,7 @@ from outrider.engine.state.buffers import (
     VerifyInputs,
     VerifyOutputs,
 )
+from outrider.engine.state.options import BatchOptions
 from outrider.engine.state.parts import EngineParts
 from outrider.engine.state.plans import AttentionBatchKind
 from outrider.model import ForwardInput, KeptRows, SideBySide, StateInput, side_by_side
@@ -150,21 +151,12 @@ class Gather(Stage):
     reads = ("staged inputs", "request rows", "sampling options", "published lengths", "resolved lengths", "stash")
     writes = (INPUTS, "results")
 
-    def __init__(self, parts: EngineParts) -> None:
-        super().__init__(parts)
-        self._kernels = parts.model.kernels
-        self._staging = parts.staging
-        self._rows = parts.rows
-        self._future = parts.future
-        self._options = parts.options
-        self._probes = parts.probes
-        self._results = parts.results
-
     def run(self, batch: DecodeBatch, frame: Frame) -> None:
         """Copy the rows of the batch from lengths, sampling rows, block tables and relay into the static buffers."""
-        table, future, features, inputs = self._rows, self._future, batch.features, frame.inputs
-        rows, found = self._staging.decode_rows(batch.count), self._results.probe_results(batch.count)
-        self._kernels.gather_requests(
+        parts, features, inputs = self._parts, batch.features, frame.inputs
+        table, future = parts.rows, parts.future
+        rows, found = parts.staging.decode_rows(batch.count), parts.results.probe_results(batch.count)
+        parts.model.kernels.gather_requests(
             rows,
             future.seq_lens if batch.fused else future.batch_seq_lens[: batch.count],
             RequestRows(future.last_tokens, table.seeds, table.temperature, table.tables),
@@ -176,8 +168,8 @@ class Gather(Stage):
             inputs.mrope_position_deltas.copy_(table.mrope_position_deltas.index_select(0, rows))
         for name, value in future.relay.items():
             if name != "probs" or features.sampling:  # distributions are valid only if a request samples
-                self._probes.copy_checked(f"relay.{name}", value, rows, inputs.relay[name], found)
-        self._options.gather_into(features, rows, inputs)
+                parts.probes.copy_checked(f"relay.{name}", value, rows, inputs.relay[name], found)
+        parts.options.gather_into(features, rows, inputs)
 
 
 class DraftStage(Stage):
@@ -186,12 +178,6 @@ class DraftStage(Stage):
     name, on, needs_sampling_only = "draft", "forward", True
     reads = (INPUTS, "draft cache")
     writes = (DRAFT, "draft cache", "results")
-
-    def __init__(self, parts: EngineParts) -> None:
-        super().__init__(parts)
-        self._proposer = parts.proposer
-        self._probes = parts.probes
-        self._results = parts.results
 
     def has_work(self, drafted: int) -> bool:
         """Return True if the iteration drafts tokens."""
@@ -202,20 +188,21 @@ class DraftStage(Stage):
 
         A device may refuse to rebind parameters of passes that a graph lacks.
         """
-        declared = self._proposer.host_lengths_of(drafted) or {} if drafted else {}
+        declared = self._parts.proposer.host_lengths_of(drafted) or {} if drafted else {}
         return {name: ahead for name, ahead in declared.items() if not name.startswith("extend")}
 
     def run(self, batch: DecodeBatch, frame: Frame) -> None:
         """Write the draft into the static buffers; write nothing if the batch drafts no tokens."""
         if not batch.drafted:
             return
-        draft, out, found = self._draft(batch, frame), frame.draft, self._results.probe_results(batch.count)
+        draft, out, found = self._draft(batch, frame), frame.draft, self._parts.results.probe_results(batch.count)
+        copy_checked = self._parts.probes.copy_checked
         # A prefix of a chain is a chain, so a proposer may draft more tokens than the batch asks for.
         tokens = draft.tokens[:, : batch.drafted].contiguous()
-        self._probes.copy_checked("draft.tokens", tokens, None, out.tokens, found)
+        copy_checked("draft.tokens", tokens, None, out.tokens, found)
         if out.probs is not None and draft.probs is not None:
             probs = draft.probs[:, : batch.drafted].contiguous()
-            self._probes.copy_checked("draft.probs", probs, None, out.probs, found)
+            copy_checked("draft.probs", probs, None, out.probs, found)
         if out.tree is not None and draft.tree is not None:
             out.tree.parents.copy_(draft.tree.parents)
             out.tree.depths.copy_(draft.tree.depths)
@@ -223,7 +210,7 @@ class DraftStage(Stage):
 
     def _draft(self, batch: DecodeBatch, frame: Frame) -> Draft:
         inputs = frame.inputs
-        return self._proposer.draft(
+        return self._parts.proposer.draft(
             DraftInputs(
                 seq_lens=inputs.seq_lens,
                 last_tokens=inputs.last_tokens,
@@ -304,18 +291,6 @@ class Verify(Stage):
         "sampling options",
     )
 
-    def __init__(self, parts: EngineParts) -> None:
-        super().__init__(parts)
-        self._model = parts.model
-        self._cache = parts.cache
-        self._options = parts.options
-        self._probes = parts.probes
-        self._results = parts.results
-        self._future = parts.future
-        self._depth = parts.proposer.depth
-        self._layers = parts.proposer.aux_hidden_state_layers
-        self._keeps_states = parts.has_extend_work
-
     def host_params(self, drafted: int) -> Mapping[str, int]:
         """Return the number of verified tokens per request, which attention adds to the cached lengths."""
         return {"verify": drafted + 1}
@@ -328,76 +303,86 @@ class Verify(Stage):
         hidden, aux_hidden_states = self._verify(batch, frame)
         if batch.fused:
             frame.outputs = replace(frame.outputs, hidden=hidden, aux_hidden_states=aux_hidden_states)
-        elif self._keeps_states:
+        elif self._parts.has_extend_work:
             frame.outputs.hidden.copy_(hidden)
             for kept, state in zip(frame.outputs.aux_hidden_states, aux_hidden_states, strict=True):
                 kept.copy_(state)
 
     def _verify(self, batch: DecodeBatch, frame: Frame) -> tuple[Tensor, tuple[Tensor, ...] | SideBySide]:
         """Verify, and return the hidden states where the model left them."""
-        inputs, plan, outputs = frame.inputs, frame.verify, frame.outputs
-        model, kernels, features, count = self._model, self._model.kernels, batch.features, batch.count
-        width = batch.drafted + 1
-        positions = plan.static_rope_positions if batch.captured else plan.rope_positions
-        attention = frame.verify_attention
-        if batch.seq_lens_host is not None:
-            attention = replace(attention, seq_lens_host=batch.seq_lens_host.host_param("verify", width))
-        states = None
-        if model.config.recurrent is not None:
-            states = StateInput(inputs.rows, decodes=True, window=[] if batch.drafted else None)
-        flat = ForwardInput(plan.tokens, positions, plan.slots, attention, states=states)
-        hidden, aux_hidden_states = model.forward_with_aux_hidden_states(flat, self._cache, self._layers)
-        logits = model.logits(hidden).view(count, width, -1)
-        options, found = self._options.options_from_inputs(features, inputs), self._results.probe_results(count)
-        # If nothing changes the logits, the kernel that accepts also checks them.
-        checks_in_accept = frame.masks is None and options is None and frame.draft.tree is None and not features.sampling
-        if not checks_in_accept:
-            self._probes.check_for_nan("target.logits", logits, found)
-        shaped = logits if frame.masks is None else kernels.apply_token_bitmask(logits, frame.masks)
-        if options is not None:
-            shaped = options.process(
-                kernels,
-                shaped,
-                temperature=inputs.temperature,
-                tokens=plan.tokens.view(count, width),
-                tree_mask=plan.mask,
-                positions=plan.positions.view(count, width) + 1,
-            )
-        checked = self._probes.result_columns("target.logits", found) if checks_in_accept else None
-        tokens, path, accepted = self._accept(batch, frame, shaped, checked)
+        parts, inputs, outputs, features = self._parts, frame.inputs, frame.outputs, batch.features
+        model, kernels, results = parts.model, parts.model.kernels, parts.results
+        forward = self._forward_input(batch, frame)
+        hidden, aux_hidden_states = model.forward_with_aux_hidden_states(
+            forward, parts.cache, parts.proposer.aux_hidden_state_layers
+        )
+        logits = model.logits(hidden).view(batch.count, batch.drafted + 1, -1)
+        options = parts.options.options_from_inputs(features, inputs)
+        tokens, path, accepted = self._accept(batch, frame, logits, options)
         if options is not None:
             options.commit(kernels, tokens)
         if features.logprobs is not None:
             along = logits if path is None else logits.gather(1, path.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
-            self._results.write_decode_logprobs(*kernels.logprobs(along, tokens, features.logprobs))
+            results.write_decode_logprobs(*kernels.logprobs(along, tokens, features.logprobs))
         kernels.publish_accepted(
             inputs.rows,
             inputs.seq_lens,
             (tokens, accepted),
-            self._future.seq_lens,
-            self._future.last_tokens,
-            self._results.decode_rows(count, tokens.shape[1]),
+            parts.future.seq_lens,
+            parts.future.last_tokens,
+            results.decode_rows(batch.count, tokens.shape[1]),
             (outputs.tokens, outputs.accepted),
         )
-        if states is not None and states.window is not None:
-            model.commit(flat, self._cache, accepted)
-        if self._keeps_states and outputs.path is not None and path is not None:
+        if forward.states is not None and forward.states.window is not None:
+            model.commit(forward, parts.cache, accepted)
+        if parts.has_extend_work and outputs.path is not None and path is not None:
             outputs.path.copy_(path)
         return hidden, aux_hidden_states
 
-    def _accept(
-        self, batch: DecodeBatch, frame: Frame, logits: Tensor, found: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return tokens [B, D+1], the path through the tree [B, D+1] (None for a chain) and accepted [B], all int64.
+    def _forward_input(self, batch: DecodeBatch, frame: Frame) -> ForwardInput:
+        """Return the target's input: the tokens of the draft, after the last token of each request."""
+        plan, attention = frame.verify, frame.verify_attention
+        if batch.seq_lens_host is not None:
+            attention = replace(attention, seq_lens_host=batch.seq_lens_host.host_param("verify", batch.drafted + 1))
+        states = None
+        if self._parts.model.config.recurrent is not None:
+            states = StateInput(frame.inputs.rows, decodes=True, window=[] if batch.drafted else None)
+        positions = plan.static_rope_positions if batch.captured else plan.rope_positions
+        return ForwardInput(plan.tokens, positions, plan.slots, attention, states=states)
 
-        ``found`` int64 [B, 2] receives the findings about the logits of a greedy chain. It is None if the logits were already
-        checked.
+    def _accept(
+        self, batch: DecodeBatch, frame: Frame, logits: Tensor, options: BatchOptions | None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Check the logits, apply token masks and options to them, and accept draft tokens.
+
+        Return tokens [B, D+1], the path through the tree [B, D+1] (None for a chain) and accepted [B], all int64.
         """
-        kernels, inputs, draft, sampling = self._model.kernels, frame.inputs, frame.draft, batch.features.sampling
-        if found is not None:
-            after = frame.verify.positions.view(logits.shape[:2])[:, 1] if batch.drafted else inputs.seq_lens
-            tokens, accepted = kernels.verify_checked(logits, draft.tokens, inputs.temperature, inputs.seeds, after, found)
+        parts, inputs, plan = self._parts, frame.inputs, frame.verify
+        kernels, found = parts.model.kernels, parts.results.probe_results(batch.count)
+        if frame.masks is None and options is None and frame.draft.tree is None and not batch.features.sampling:
+            # Nothing changes the logits, so the kernel that accepts also checks them.
+            after = plan.positions.view(logits.shape[:2])[:, 1] if batch.drafted else inputs.seq_lens
+            columns = parts.probes.result_columns("target.logits", found)
+            draft_tokens = frame.draft.tokens
+            tokens, accepted = kernels.verify_checked(logits, draft_tokens, inputs.temperature, inputs.seeds, after, columns)
             return tokens, None, accepted
+        parts.probes.check_for_nan("target.logits", logits, found)
+        if frame.masks is not None:
+            logits = kernels.apply_token_bitmask(logits, frame.masks)
+        if options is not None:
+            logits = options.process(
+                kernels,
+                logits,
+                temperature=inputs.temperature,
+                tokens=plan.tokens.view(logits.shape[:2]),
+                tree_mask=plan.mask,
+                positions=plan.positions.view(logits.shape[:2]) + 1,
+            )
+        return self._accept_checked(batch, frame, logits)
+
+    def _accept_checked(self, batch: DecodeBatch, frame: Frame, logits: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Accept draft tokens with logits that were checked and processed. The result is that of :meth:`_accept`."""
+        kernels, inputs, draft, sampling = self._parts.model.kernels, frame.inputs, frame.draft, batch.features.sampling
         if draft.tree is None and batch.drafted:
             after = frame.verify.positions.view(batch.count, -1)[:, 1]
             probs = draft.probs if sampling else None
@@ -407,7 +392,7 @@ class Verify(Stage):
         after = inputs.seq_lens + 1 if sampling else inputs.seq_lens
         if draft.tree is None:  # nothing was drafted
             tokens = kernels.sample(logits.squeeze(1), inputs.temperature, inputs.seeds, after).unsqueeze(1)
-            return tokens, None, self._results.zero_accepted(batch.count)
+            return tokens, None, self._parts.results.zero_accepted(batch.count)
         return kernels.verify_tree(
             logits,
             frame.verify.tokens.view(logits.shape[:2]),
@@ -415,7 +400,7 @@ class Verify(Stage):
             inputs.temperature,
             inputs.seeds,
             after,
-            depth=self._depth,
+            depth=self._parts.proposer.depth,
             sampling=sampling,
         )
 
@@ -457,45 +442,37 @@ class Extend(Stage):
     reads = (INPUTS, VERIFY, OUTPUTS, EXTEND, "target cache", "draft cache")
     writes = ("target cache", "draft cache", "stash")
 
-    def __init__(self, parts: EngineParts) -> None:
-        super().__init__(parts)
-        self._kernels = parts.model.kernels
-        self._proposer = parts.proposer
-        self._cache = parts.cache
-        self._future = parts.future
-        self._has_work = parts.has_extend_work
-
     def has_work(self, drafted: int) -> bool:
         """Return True if draft-extend or a move of tree KV follows verify."""
         del drafted
-        return self._has_work
+        return self._parts.has_extend_work
 
     def host_params(self, drafted: int) -> Mapping[str, int]:
         """Return the host parameters of the draft's passes over the accepted tokens."""
-        declared = self._proposer.host_lengths or {}
-        taken_in = self._taken_in(drafted)
-        return {name: taken_in + ahead for name, ahead in declared.items() if name.startswith("extend")}
+        declared = self._parts.proposer.host_lengths or {}
+        new_tokens = self._new_tokens(drafted)
+        return {name: new_tokens + ahead for name, ahead in declared.items() if name.startswith("extend")}
 
     def least_lengths(self, drafted: int) -> Mapping[str, int]:
         """Return the minimum KV length of each draft pass, by host-parameter name."""
-        taken_in = self._taken_in(drafted)
-        return {name: taken_in + more for name, more in self._proposer.host_widths.items()}
+        new_tokens = self._new_tokens(drafted)
+        return {name: new_tokens + more for name, more in self._parts.proposer.host_widths.items()}
 
-    def _taken_in(self, drafted: int) -> int:
+    def _new_tokens(self, drafted: int) -> int:
         """Return how many tokens per request the draft cache gains in draft-extend: those of verify, or the moved path of a
         tree.
         """
-        return (self._proposer.depth if self._proposer.is_tree else drafted) + 1
+        return (self._parts.proposer.depth if self._parts.proposer.is_tree else drafted) + 1
 
     def run(self, batch: DecodeBatch, frame: Frame) -> None:
         """Move accepted tree KV into place, update the draft cache and store the next-iteration state."""
         along = frame.extend.path
         if along is not None:
-            for k_cache, v_cache in self._cache.layers:
-                self._kernels.move_cache(k_cache, v_cache, along.sources, along.destinations)
+            for k_cache, v_cache in self._parts.cache.layers:
+                self._parts.model.kernels.move_cache(k_cache, v_cache, along.sources, along.destinations)
 
-        if self._proposer.extends:
-            self._future.stash_relay(frame.inputs.rows, self._extend_draft(batch, frame))
+        if self._parts.proposer.extends:
+            self._parts.future.stash_relay(frame.inputs.rows, self._extend_draft(batch, frame))
 
     def _extend_draft(self, batch: DecodeBatch, frame: Frame) -> Mapping[str, Tensor]:
         """Run the proposer's draft-extend over the accepted tokens and return its relay tensors by name."""
@@ -509,18 +486,13 @@ class Extend(Stage):
         if along is not None and aux_hidden_states:
             joined = accepted_rows(side_by_side(aux_hidden_states))
             aux_hidden_states = SideBySide(joined, aux_hidden_states[0].shape[-1])
-        attention, seq_lens_host = frame.path_attention or frame.verify_attention, batch.seq_lens_host
-        if seq_lens_host is not None and self.host_params(batch.drafted):
-            seq_lens_host = replace(seq_lens_host, values=seq_lens_host.lengths_after(self._taken_in(batch.drafted)))
-            attention = replace(attention, seq_lens_host=seq_lens_host.host_param("extend", 0))
+        attention, seq_lens_host = self._attention(batch, frame)
         kept = None  # with exact host lengths, the host knows only the lengths that include all drafted tokens
         if seq_lens_host is None and batch.drafted:
-            # From lengths, which never exceed the block tables, not from positions: a request may have ended on the device.
-            seq_lens = attention.seq_lens[: batch.count] - (self._taken_in(batch.drafted) - 1)
-            kept = KeptRows.one_per_sequence(attention, plan.last, plan.starts, seq_lens.add_(outputs.accepted))
+            kept = self._last_rows(batch, frame, attention)
         places = verify if along is None else along
         static = batch.captured and along is None
-        return self._proposer.extend(
+        return self._parts.proposer.extend(
             ExtendInputs(
                 tokens=plan.tokens,
                 hidden=accepted_rows(outputs.hidden),
@@ -542,6 +514,23 @@ class Extend(Stage):
                 seq_lens_host=seq_lens_host,
             )
         )
+
+    def _attention(self, batch: DecodeBatch, frame: Frame) -> tuple[AttentionMetadata, HostSeqLens | None]:
+        """Return the attention over the verified tokens, or over a tree's accepted path, with the exact host lengths that
+        the draft's passes add to.
+        """
+        attention, seq_lens_host = frame.path_attention or frame.verify_attention, batch.seq_lens_host
+        if seq_lens_host is None or not self.host_params(batch.drafted):
+            return attention, seq_lens_host
+        seq_lens_host = replace(seq_lens_host, values=seq_lens_host.lengths_after(self._new_tokens(batch.drafted)))
+        return replace(attention, seq_lens_host=seq_lens_host.host_param("extend", 0)), seq_lens_host
+
+    def _last_rows(self, batch: DecodeBatch, frame: Frame, attention: AttentionMetadata) -> KeptRows:
+        """Return the rows that the draft's last layer keeps: the last accepted token of each request."""
+        plan = frame.extend
+        # From lengths, which never exceed the block tables, not from positions: a request may have ended on the device.
+        seq_lens = attention.seq_lens[: batch.count] - (self._new_tokens(batch.drafted) - 1)
+        return KeptRows.one_per_sequence(attention, plan.last, plan.starts, seq_lens.add_(frame.outputs.accepted))
 
 
 STAGES = (Gather, DraftStage, PlanPositions, PlanTokens, VerifyAttention, Verify, PlanExtend, ExtendAttention, Extend)

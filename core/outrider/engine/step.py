@@ -24,13 +24,13 @@ from collections.abc import Mapping
 from outrider.device import Decision, Waiter
 from outrider.engine.graphs import Runner
 from outrider.engine.guided import GuidedDecoding
-from outrider.engine.prefill import PrefilledChunks, PrefillLauncher
+from outrider.engine.prefill import Prefill, PrefilledChunks
 from outrider.engine.requests.batch import Batch, Features
 from outrider.engine.stages import DecodeBatch, Stages, build_frame
 from outrider.engine.state.parts import EngineParts, ring_entries
 from outrider.engine.state.plans import PlanAtJoin
 from outrider.engine.state.results import PendingResult
-from outrider.engine.state.staging import RESTORED_STATES, SAVED_STATES, Packer, PrefillBucket, StateCopies
+from outrider.engine.state.staging import RESTORED_STATES, SAVED_STATES, Packer, PrefillBucket
 from outrider.speculative.proposer import HostSeqLens
 
 
@@ -41,9 +41,7 @@ class Step:
     ``runner`` runs the stages; an eager runner runs them if a request is guided. ``prefill`` launches prompt chunks.
     """
 
-    def __init__(
-        self, parts: EngineParts, stages: Stages, runner: Runner, prefill: PrefillLauncher, guided: GuidedDecoding
-    ) -> None:
+    def __init__(self, parts: EngineParts, stages: Stages, runner: Runner, prefill: Prefill, guided: GuidedDecoding) -> None:
         self._parts = parts
         self._backend = parts.backend
         self._streams = parts.streams
@@ -51,14 +49,11 @@ class Step:
         self._staging = parts.staging
         self._input_upload = parts.input_upload
         self._results = parts.results
-        self._prefill = prefill
+        self.prefill = prefill
         self._stages = stages
-        self._runner = runner
+        self.runner = runner
         self._called = Runner(parts)
         self._guided = guided
-        self._state_copies = StateCopies(
-            parts.backend, parts.streams.forward, parts.model.kernels, parts.cache, parts.staging
-        )
         self._entries = ring_entries(parts.config)
         self._launched = 0
         self._sync = parts.backend.speculative_sync
@@ -81,14 +76,14 @@ class Step:
         batch = requested.launched
         entry = self._launched % self._entries
         self._launched += 1
-        bucket = self._prefill.bucket(batch)
+        bucket = self.prefill.bucket(batch)
         packer = self._input_upload.pack(batch, bucket)
         self._upload_inputs(requested, packer, entry)
         filled = self._launch_prompts(batch, packer, bucket)
         if not batch.decode:
             return self._finish_prefill_only(requested, filled, entry)
         if filled is not None:
-            self._prefill.extend(filled)
+            self.prefill.extend(filled)
         self._decode(requested, entry)
         return self._copy_results_to_host(requested, entry)
 
@@ -96,7 +91,7 @@ class Step:
         """Enqueue draft, verify, accept, publish, extend and stash on forward, and the plan concurrently with the draft."""
         streams, fences, stages, batch = self._streams, self._fences, self._stages, requested.launched
         lengths = self._exact_seq_lens(batch, entry) if self._sync.exact_host_lengths else None
-        runner = self._called if requested.features.guided else self._runner
+        runner = self._called if requested.features.guided else self.runner
         decode = self._decode_batch(runner, batch, requested.features, lengths)
         frame, run = build_frame(self._parts.buffers, decode), runner.run
         run(stages.gather, decode, frame)
@@ -172,10 +167,16 @@ class Step:
                 self._input_upload.write_token_counts(packer)
         if batch.arrivals:
             self._parts.transfer.write_arrivals(batch.arrivals)
-        self._state_copies.copy(packer, RESTORED_STATES)
-        filled = self._prefill.launch(batch, packer, bucket) if batch.prefill else None
-        self._state_copies.copy(packer, SAVED_STATES)
+        self._copy_states(packer, RESTORED_STATES)
+        filled = self.prefill.launch(batch, packer, bucket) if batch.prefill else None
+        self._copy_states(packer, SAVED_STATES)
         return filled
+
+    def _copy_states(self, packer: Packer, which: str) -> None:
+        """Copy recurrent states on forward, if the batch has the segment ``which`` of pairs of rows."""
+        if which in packer.segments:
+            with self._backend.on(self._streams.forward):
+                self._input_upload.copy_states(packer, which)
 
     def _finish_prefill_only(self, requested: Batch, filled: PrefilledChunks | None, entry: int) -> PendingResult:
         """Finish an iteration without decode: copy the results with the first tokens to the host, and enqueue the draft's
@@ -186,7 +187,7 @@ class Step:
         self._publish(entry)  # before the results leave: once the host has read them, the ring entry is filled again
         ticket = None if self._results.is_shared else self._copy_results_to_host(requested, entry)
         if filled is not None:
-            self._prefill.extend(filled)
+            self.prefill.extend(filled)
         self._fences.shared_reads_done.signal(self._streams.forward)
         return ticket or self._copy_results_to_host(requested, entry)
 

@@ -15,7 +15,6 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from dynamo.common.utils.runtime import parse_endpoint
 from dynamo.common.utils.token_ids import normalize_request_token_ids
 from dynamo.llm.exceptions import EngineShutdown, InvalidArgument, Unknown
 
-from outrider.cli.options.models import Speculation, given_settings, load
+from outrider.cli.options.option_records import ServerOptions
 from outrider.device import OutriderError
 from outrider.engine.async_engine import AsyncEngine
 from outrider.engine.engine import Engine
@@ -41,6 +40,13 @@ from outrider.serve.connection.kv_events import KvEventPublisher
 
 _METRICS_PERIOD_S = 0.5
 _GUIDES: dict[str, Callable[[Any], Guide]] = {"json": JsonSchema, "regex": Regex, "choice": ChoiceGuide, "grammar": Ebnf}
+_OPTIONS: dict[str, Callable[[str], object]] = {
+    **dict.fromkeys(("model", "draft"), Path),
+    **dict.fromkeys(("speculate", "backend", "dtype"), str),
+    **dict.fromkeys(("draft_tokens", "max_requests", "max_context", "page_size"), int),
+    "kv_memory": float,
+}
+"""The type of each option of :class:`ServerOptions` that a worker has."""
 _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "cancelled"}
 
 
@@ -80,17 +86,15 @@ class OutriderEngine(LLMEngine):
         args = parser().parse_args(argv)
         runtime = DynamoRuntimeConfig.from_cli_args(args)
         runtime.validate()
-        model = Speculation.with_defaults(args.speculate, model=args.model, draft=args.draft, draft_tokens=args.draft_tokens)
-        settings = given_settings(max_context=args.max_context, kv_memory=args.kv_memory, page_size=args.page_size)
-        make = partial(load, args.backend, model, max_requests=args.max_requests, dtype=args.dtype, settings=settings)
-        name = args.served_model_name or model.model.name
+        options = ServerOptions(**{name: getattr(args, name) for name in _OPTIONS})
+        speculation = options.speculation()
+        model = speculation.model
+        name = args.served_model_name or model.name
         address = runtime.endpoint or f"dyn://{runtime.namespace}.backend.generate"
         namespace, component, endpoint = parse_endpoint(address)
         address_parts: dict[str, Any] = {"namespace": namespace, "component": component, "endpoint": endpoint}
-        config = WorkerConfig.from_runtime_config(
-            runtime, model_name=str(model.model), served_model_name=name, **address_parts
-        )
-        return cls(make, model=model.model, name=name), config
+        config = WorkerConfig.from_runtime_config(runtime, model_name=str(model), served_model_name=name, **address_parts)
+        return cls(options.loader(speculation, max_requests=None), model=model, name=name), config
 
     async def start(self, worker_id: int) -> EngineConfig:  # noqa: ARG002
         """Load the model and return Dynamo's registration. The engine accepts requests afterwards."""
@@ -100,6 +104,7 @@ class OutriderEngine(LLMEngine):
         config = engine.engine.config
         if config.prefix_cache:
             self._events_dir = tempfile.TemporaryDirectory(prefix="outrider-dynamo-")
+            self._events_address = f"ipc://{self._events_dir.name}/kv-events"
             self._events = events = KvEventPublisher(self._events_address, page_size=config.page_size)
             await engine.call(lambda inner: inner.watch_prefix_cache(events.publish))
         registration = LlmRegistration(
@@ -187,11 +192,6 @@ class OutriderEngine(LLMEngine):
         """Return a request with a prompt of one token for one output token."""
         return dict(build_health_check_payload(bos_token_id=1))
 
-    @property
-    def _events_address(self) -> str:
-        assert self._events_dir is not None
-        return f"ipc://{self._events_dir.name}/kv-events"
-
     async def _end(self, request: int) -> None:
         if self._engine is not None:
             with suppress(OutriderError):  # the request may have ended already
@@ -217,48 +217,40 @@ def parser() -> argparse.ArgumentParser:
     argument_parser = argparse.ArgumentParser(prog="python -m outrider.integrations.dynamo", allow_abbrev=False)
     DynamoRuntimeArgGroup().add_arguments(argument_parser)
     group = argument_parser.add_argument_group("Outrider's options, as for `outrider serve`")
-    option_types: dict[Callable[[str], object], tuple[str, ...]] = {
-        Path: ("--model", "--draft"),
-        str: ("--speculate", "--served-model-name", "--backend", "--dtype"),
-        int: ("--max-context", "--page-size"),
-        float: ("--kv-memory",),
-    }
-    for option_type, names in option_types.items():
-        for name in names:
-            group.add_argument(name, type=option_type)
-    group.add_argument("--draft-tokens", type=int, default=4)
-    group.add_argument("--max-requests", type=int, default=64)
+    group.add_argument("--served-model-name")
+    for name, kind in _OPTIONS.items():
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind)
+    group.set_defaults(draft_tokens=4, max_requests=64)
     return argument_parser
 
 
 def sampling_params(request: GenerateRequest, max_context: int) -> SamplingParams:
     """Convert the sampling options of Dynamo's request. Raises ``InvalidArgument`` for unsupported options."""
-    sampling, stops = request.get("sampling_options") or {}, request.get("stop_conditions") or {}
+    sampling, stops = _given_options(request, "sampling_options"), _given_options(request, "stop_conditions")
     for name in ("multi_modal_data", "prefill_result", "encoder_result"):
         if request.get(name):
             raise InvalidArgument(f"{name}: this worker takes text alone, and both prefills and decodes it")
-    if sampling.get("use_beam_search") or _get_or_default(sampling, "n", 1) != 1:
+    if sampling.get("use_beam_search") or sampling.get("n", 1) != 1:
         raise InvalidArgument("n and use_beam_search: a stream of Dynamo's ends with its first sample; ask n times")
     logprobs, prompt_logprobs = parse_logprob_options(request.get("output_options") or {})
     if prompt_logprobs is not None:
         raise InvalidArgument("prompt_logprobs: this worker has log-probabilities of the output alone")
     fields: dict[str, Any] = {
-        "max_tokens": _get_or_default(stops, "max_tokens", max(1, max_context - len(request["token_ids"]))),
-        "min_tokens": stops.get("min_tokens") or 0,
+        "max_tokens": stops.get("max_tokens", max(1, max_context - len(request["token_ids"]))),
+        "min_tokens": stops.get("min_tokens", 0),
         "ignore_eos": bool(stops.get("ignore_eos")),
-        "stop": tuple(stops.get("stop") or ()),
-        "stop_token_ids": (*(stops.get("stop_token_ids") or ()), *(stops.get("stop_token_ids_hidden") or ())),
-        "temperature": _get_or_default(sampling, "temperature", 1.0),
-        "top_k": max(0, _get_or_default(sampling, "top_k", 0)),
-        "seed": _get_or_default(sampling, "seed", random.getrandbits(63)),
+        "stop": tuple(stops.get("stop", ())),
+        "stop_token_ids": (*stops.get("stop_token_ids", ()), *stops.get("stop_token_ids_hidden", ())),
+        "temperature": sampling.get("temperature", 1.0),
+        "top_k": max(0, sampling.get("top_k", 0)),
+        "seed": sampling.get("seed", random.getrandbits(63)),
         "logprobs": logprobs,
-        "logit_bias": {int(token): bias for token, bias in (sampling.get("logit_bias") or {}).items()},
+        "logit_bias": {int(token): bias for token, bias in sampling.get("logit_bias", {}).items()},
     }
-    for name in ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-        if sampling.get(name) is not None:
-            fields[name] = float(sampling[name])
+    numbers = ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    fields |= {name: float(sampling[name]) for name in numbers if name in sampling}
     try:
-        return SamplingParams(guide=_guide(sampling.get("guided_decoding") or {}), **fields)
+        return SamplingParams(guide=_guide(sampling.get("guided_decoding", {})), **fields)
     except OutriderError as error:
         raise InvalidArgument(str(error)) from error
 
@@ -286,8 +278,9 @@ def _guide(guided_decoding: dict[str, Any]) -> Guide | None:
     return _GUIDES[name](value)
 
 
-def _get_or_default(options: dict[str, Any], name: str, default: Any) -> Any:
-    return default if options.get(name) is None else options[name]
+def _given_options(request: Any, part: str) -> dict[str, Any]:
+    options: dict[str, Any] = request.get(part) or {}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _chunk(output: StepOutput, num_prompt: int, num_generated: int) -> GenerateChunk:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 import logging
 import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, MutableMapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from ray.util.metrics import Gauge
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from outrider.cli.options.models import Speculation, given_settings, load
+from outrider.cli.options.option_records import ServerOptions
 from outrider.device import ConfigError
 from outrider.serve.api.prompt_builder import PromptBuilder, PromptResources
 from outrider.serve.api.responses import SERVER, ApiError
@@ -104,24 +104,9 @@ class Replica:
 
     async def __init__(self, settings: RaySettings) -> None:  # type: ignore[misc]  # Serve awaits it
         self._settings = settings
-        speculation = Speculation.with_defaults(
-            settings.speculate,
-            model=settings.model,
-            draft=settings.draft,
-            draft_tokens=settings.draft_tokens,
-            quantized=settings.quantized,
-            draft_output_head=settings.draft_output_head,
-            draft_vocabulary=settings.draft_vocabulary,
-        )
-        engine_settings = given_settings(
-            max_context=settings.max_context,
-            kv_memory=settings.kv_memory,
-            page_size=settings.page_size,
-            max_requests=settings.max_requests,
-        )
-        make = functools.partial(
-            load, settings.backend, speculation, max_requests=None, dtype=settings.dtype, settings=engine_settings
-        )
+        options = ServerOptions(**settings.model_dump(include={each.name for each in fields(ServerOptions)}))
+        speculation = options.speculation()
+        make = options.loader(speculation, max_requests=None)
         template = None if settings.chat_template is None else settings.chat_template.read_text("utf-8")
         # Wording() raises for invalid templates, before the model is loaded for minutes.
         wording = await asyncio.to_thread(PromptResources, speculation.model, chat_template=template)
@@ -237,21 +222,15 @@ class Ingress:
                 stream.cancel()
                 raise
             if reason is None:
-                return _RelayedResponse(_read_body(stream, first), status, headers)
+                response = StreamingResponse(_read_body(stream, first), status)
+                response.raw_headers = headers  # those of the replica alone
+                return response
             if time.monotonic() >= deadline:
                 text = f"no replica could answer within {self._resend_s:g} s: {reason}"
                 error_body = ApiError(503, text, kind=SERVER, code="no_replica")
                 return Response(error_body.encode(), 503, error_body.headers, "application/json")
             _LOG.warning("request %s is sent again: %s", request_id, reason)
             await asyncio.sleep(_RESEND_DELAY_S)
-
-
-class _RelayedResponse(StreamingResponse):
-    """A response that passes on the replica's status, headers and body."""
-
-    def __init__(self, body: AsyncIterator[bytes], status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        super().__init__(body, status)
-        self.raw_headers = headers
 
 
 def scale(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:

@@ -5,9 +5,9 @@ device may accelerate. The package needs the extra ``models``; without it the im
 :class:`~outrider.device.ConfigError`.
 """
 
-from outrider.model.extra import require_models
+from outrider.errors import require_packages
 
-require_models()
+require_packages("a model", ("transformers", "tokenizers", "safetensors", "PIL"), "models")
 
 from outrider.model.checkpoint.loading import DecoderPlan, header_bytes, load_decoder, plan_decoder
 from outrider.model.checkpoint.location import find_checkpoint
@@ -25,10 +25,10 @@ from outrider.model.heads.draft_output import (
     with_output_head,
     with_vocabulary_size,
 )
-from outrider.model.heads.eagle import Eagle3Head, Eagle3Weights, EagleHead, EagleWeights
-from outrider.model.heads.head_loading import check_draft_kind, find_mtp_format, load_eagle, load_eagle3
+from outrider.model.heads.eagle import Eagle3Head, Eagle3Weights, EagleHead, EagleWeights, PEagleHead, PEagleWeights
+from outrider.model.heads.eagle_loading import load_eagle, load_eagle3, load_peagle
+from outrider.model.heads.head_checkpoint import check_draft_kind, find_mtp_format
 from outrider.model.heads.mtp import MtpHead, MtpWeights, load_chained_mtp, load_mtp
-from outrider.model.heads.peagle import PEagleHead, PEagleWeights, load_peagle
 from outrider.model.layers.cache import KVCache, LayerState
 from outrider.model.layers.decoder import Decoder, DecoderWeights
 from outrider.model.layers.inputs import ForwardInput, KeptRows, StateInput
@@ -40,7 +40,7 @@ from outrider.model.layers.transformers_decoder import TransformersDecoder
 from outrider.model.media.mrope import MediaGrid, prompt_positions, speculative_positions
 from outrider.model.media.preprocessing import Media, MediaProcessor, expand_placeholders
 from outrider.model.media.tokenizer import StreamDecoder, Tokenizer, check_same_tokens, has_tokenizer
-from outrider.model.media.vision import VisionTower, load_vision
+from outrider.model.media.vision import VisionTower, has_vision_tower, load_vision
 from outrider.model.quantization import QuantizedMode, QuantizedName
 
 __all__ = [
@@ -95,6 +95,7 @@ __all__ = [
     "find_checkpoint",
     "find_mtp_format",
     "has_tokenizer",
+    "has_vision_tower",
     "header_bytes",
     "load_chained_mtp",
     "load_decoder",

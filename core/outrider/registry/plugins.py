@@ -12,7 +12,7 @@ import importlib.metadata
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from importlib.metadata import Distribution, EntryPoint
@@ -393,6 +393,27 @@ def _audit(manager: pluggy.PluginManager, plugin: object, label: str, hooks: typ
         raise PluginContractError(
             f"plugin {label} is a class, expected a module (or an object) with the hooks {', '.join(expected)}"
         )
+    implementations = _marked_hooks(manager, plugin, label, expected)
+    for hook, signature in expected.items():
+        if hook not in implementations:
+            undecorated = callable(getattr(plugin, hook, None))
+            cause = "is there but isn't marked with @hookimpl" if undecorated else "is missing"
+            raise PluginContractError(f"plugin {label}: hook {hook!r} {cause}; expected @hookimpl def {signature}")
+        required = list(inspect.signature(getattr(hooks, hook)).parameters)[1:]
+        actual = inspect.signature(implementations[hook])
+        # pluggy passes arguments by name, and skips parameters with a default.
+        accepted = [p.name for p in actual.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+        if sorted(accepted) != sorted(required) or len(accepted) != len(actual.parameters):
+            raise PluginContractError(
+                f"plugin {label}: hook {hook!r} has the signature {hook}{actual}, expected "
+                f"{signature}: the same argument names, without defaults"
+            )
+
+
+def _marked_hooks(manager: pluggy.PluginManager, plugin: object, label: str, expected: Collection[str]) -> dict[str, Any]:
+    """Return the functions of ``plugin`` that are marked as hooks, by hook name. Raises :class:`PluginContractError` for a
+    hook that isn't ``expected``, and for wrappers.
+    """
     implementations: dict[str, Any] = {}
     for attribute in dir(plugin):
         options = manager.parse_hookimpl_opts(plugin, attribute)
@@ -408,20 +429,7 @@ def _audit(manager: pluggy.PluginManager, plugin: object, label: str, hooks: typ
         if options.get("wrapper") or options.get("hookwrapper"):
             raise PluginContractError(f"plugin {label}: hook {hook!r} is a wrapper, expected a plain implementation")
         implementations[hook] = getattr(plugin, attribute)
-    for hook, signature in expected.items():
-        if hook not in implementations:
-            undecorated = callable(getattr(plugin, hook, None))
-            cause = "is there but isn't marked with @hookimpl" if undecorated else "is missing"
-            raise PluginContractError(f"plugin {label}: hook {hook!r} {cause}; expected @hookimpl def {signature}")
-        required = list(inspect.signature(getattr(hooks, hook)).parameters)[1:]
-        actual = inspect.signature(implementations[hook])
-        # pluggy passes arguments by name, and skips parameters with a default.
-        accepted = [p.name for p in actual.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
-        if sorted(accepted) != sorted(required) or len(accepted) != len(actual.parameters):
-            raise PluginContractError(
-                f"plugin {label}: hook {hook!r} has the signature {hook}{actual}, expected "
-                f"{signature}: the same argument names, without defaults"
-            )
+    return implementations
 
 
 def _hook_signatures(hooks: type) -> dict[str, str]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 from outrider.device import ConfigError
-from outrider.errors import shown
+from outrider.errors import require_packages, shown
 
 _RANGES = {
     "max_queued": (0, 2**20),
@@ -57,18 +56,9 @@ KV_EVENTS_PACKAGES = ("zmq", "msgspec")
 
 def require_serve() -> None:
     """Raise :class:`ConfigError` if a package of the extra ``serve`` is missing."""
-    _require_packages("the server", SERVE_PACKAGES, "serve")
+    require_packages("the server", SERVE_PACKAGES, "serve")
 
 
 def require_kv_events() -> None:
     """Raise :class:`ConfigError` if a package of the extra ``kv-events`` is missing."""
-    _require_packages("--kv-events", KV_EVENTS_PACKAGES, "kv-events")
-
-
-def _require_packages(feature: str, packages: tuple[str, ...], extra: str) -> None:
-    missing = [name for name in packages if find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"{feature} needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed; "
-            f"run: pip install 'outrider[{extra}]'"
-        )
+    require_packages("--kv-events", KV_EVENTS_PACKAGES, "kv-events")

@@ -50,7 +50,7 @@ def _run_accepted(model: LanguageModel, cache: KVCache, page_size: int, inputs: 
         reads_media = (
             model.config.vision is not None
             and inputs.embeddings is not None
-            and inputs.embeddings.shape[1] == model.config.hidden_size
+            and inputs.embeddings.shape[1] == model.config.feature_size
         )
         flat = ForwardInput(
             inputs.prompt,

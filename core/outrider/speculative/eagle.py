@@ -54,13 +54,27 @@ class HeadDrafts(HeadProposer):
 
     def run_accepted_pairs(self, inputs: ExtendInputs) -> Tensor:
         """Run one pass of the head over the accepted pairs. Return the head's states [B, H] at each request's last pair."""
-        rope_positions = extend_rope_positions(self.head.config.rope, inputs)
         flat = ForwardInput(
-            inputs.tokens, rope_positions, inputs.slots, inputs.attention, prompt_lens=inputs.prompt_lens, kept=inputs.kept
+            inputs.tokens,
+            extend_rope_positions(self.head.config.rope, inputs),
+            inputs.slots,
+            inputs.attention,
+            *self._following_features(inputs),
+            prompt_lens=inputs.prompt_lens,
+            kept=inputs.kept,
         )
         hidden = self.head.condition(inputs.hidden, inputs.aux_hidden_states)
         states = self.head.forward(flat, hidden, self.cache)
         return states if inputs.kept is not None else self.head.kernels.gather_rows(states, inputs.last)
+
+    def _following_features(self, inputs: ExtendInputs) -> tuple[Tensor | None, Tensor | None]:
+        """Return the media features [T, H] of the tokens after each token of a prompt, with the bool mask [T] of their rows;
+        both None without media, and for a head that reads tokens only. The token after a chunk counts as text.
+        """
+        if inputs.embeddings is None or inputs.embedded is None or not isinstance(self.head, MtpHead):
+            return None, None
+        features = inputs.embeddings[:, : self.head.config.hidden_size].roll(-1, 0)
+        return features, inputs.embedded.roll(-1, 0).index_fill(0, inputs.last, False)
 
 
 class EagleProposer(HeadDrafts, ChainProposer):

@@ -37,7 +37,7 @@ class NgramProposer(Proposer):
     """
 
     name = "ngram"
-    accepts_padding = True
+    accepts_padding = looks_up = True
     extends = True
     reads_hidden = False
     relay: tuple[RelaySpec, ...] = ()
@@ -251,29 +251,25 @@ def _wrap_int64(value: int) -> int:
 CONTEXT_LENGTHS = (1, 2, 3, 4, 6, 8)
 """Lengths of the contexts by which past outputs are looked up, in tokens."""
 
-_TABLE_SLOTS = 1 << 20  # 8 MiB; each output token uses at most one slot per length
+_TABLE_SLOTS = 1 << 20  # a power of two, 8 MiB; each output token uses at most one slot per length
 
 
 class SuffixProposer(NgramProposer):
     """A chain of K tokens. Past outputs of all requests are used if they match a longer suffix than the request's own text.
 
-    ``slots`` is the fixed size of the table of past outputs, a power of two. Requests that sample don't use past outputs:
-    their tokens depend on their drafts, and must not depend on earlier requests. Other requests' tokens can't leak: a draft
-    is only a guess, which the target verifies.
+    Requests that sample don't use past outputs: their tokens depend on their drafts, and must not depend on earlier requests.
+    Other requests' tokens can't leak: a draft is only a guess, which the target verifies.
     """
 
     name = "suffix"
     depends_on_other_requests = True
 
-    def __init__(self, *, vocab_size: int, draft_tokens: int, slots: int = _TABLE_SLOTS) -> None:
+    def __init__(self, *, vocab_size: int, draft_tokens: int) -> None:
         if draft_tokens < 1:
             raise ConfigError(f"suffix decoding of {draft_tokens} tokens: expected at least 1")
-        if slots < 2 or slots & (slots - 1):
-            raise ConfigError(f"a table of past outputs of {slots} places: expected a power of two")
         if vocab_size > 1 << 24:
             raise ConfigError(f"suffix decoding over a vocabulary of {vocab_size} tokens: expected at most {1 << 24}")
         super().__init__(vocab_size=vocab_size, draft_tokens=draft_tokens, longest=max(CONTEXT_LENGTHS))
-        self._slots = slots
         self._past: SuffixTable | None = None
 
     @classmethod
@@ -296,7 +292,7 @@ class SuffixProposer(NgramProposer):
     def allocate(self, *, backend: Backend, pages: int, page_size: int) -> None:
         """Allocate the token history and the table of past outputs on the device."""
         super().allocate(backend=backend, pages=pages, page_size=page_size)
-        self._past = SuffixTable(slots=self._slots, lengths=CONTEXT_LENGTHS, device=backend.device)
+        self._past = SuffixTable(slots=_TABLE_SLOTS, lengths=CONTEXT_LENGTHS, device=backend.device)
 
     def extend(self, inputs: ExtendInputs) -> Mapping[str, Tensor]:
         """Write the accepted tokens to the history, and decoded tokens also to the table of past outputs. Returns an empty

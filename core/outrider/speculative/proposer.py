@@ -231,6 +231,8 @@ class Proposer(ABC):
     """True if a request's drafts depend on earlier or concurrent requests. Its acceptance rate then depends on the order of
     requests; its tokens never do.
     """
+    looks_up = False
+    """True if drafts are looked up in the request's own text, so that they are likelier accepted where the text repeats."""
 
     @property
     @abstractmethod

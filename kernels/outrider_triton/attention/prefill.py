@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from outrider.device import AttentionMetadata
-from outrider_triton.attention import prefill_operators as prefill_ops
-from outrider_triton.launch import power_of_two
+from outrider_triton.attention import operators
+from outrider_triton.launch import only_compiles, power_of_two
 from outrider_triton.tiles.facts import DeviceFacts
 from outrider_triton.tiles.store.choices import PromptStore
 
@@ -58,7 +58,7 @@ class PrefillOperands:
         """
         metadata = self.metadata
         batch = metadata.seq_lens.shape[0]
-        rows = prefill_ops.copied_rows(batch * metadata.max_kv, batch)
+        rows = operators.copied_rows(batch * metadata.max_kv, batch)
         max_kv, dtype = metadata.max_kv, self.q.dtype
         return _TRITON.copy_context.triton(  # type: ignore[no-any-return]
             self.k_cache, self.v_cache, metadata.seq_lens, metadata.block_table, rows, max_kv, width, dtype, pdl
@@ -163,18 +163,17 @@ class PromptAttention:
         """Time every candidate at several prompt lengths up to that of ``prompts``, whose operands it uses.
 
         If an earlier process stored the ranking, run only the fastest candidate, which must be correct. The host waits for
-        the device, so this must not run inside a capture.
+        the device, so this must not run inside a capture. Where launches only compile, compile this package's candidates
+        instead.
         """
+        if only_compiles():
+            self._call_own_candidates(prompts)
+            return
         module = torch.get_device_module(prompts.q.device)
         key = _key(prompts)
         if key in self._ranked or not hasattr(module, "Event") or prompts.metadata.host_query_start is None:
             return
-        many_sequences = prompts.first(
-            MIN_PREFILL_QUERY, prefill_ops.SEQUENCE_BOUNDS[0] + 1
-        )  # more sequences select other kernel variants
-        for candidate in self._candidates(many_sequences):
-            if candidate.name in ("pages", "copy"):
-                candidate.attend(many_sequences)
+        self._call_own_candidates(prompts)
         counts = tuple(dict.fromkeys(min(candidate, prompts.metadata.max_query) for candidate in _MEASURED_LENGTHS))
         kept = {} if self._store is None else self._store.load(key, counts)
         ranked: dict[int, tuple[str, ...]] = {}
@@ -210,6 +209,14 @@ class PromptAttention:
                 self._store.write(key, ranked)
             except OSError as error:
                 self._reports["attention over prompts, for the next start"] = f"not kept: {error}"
+
+    def _call_own_candidates(self, prompts: PrefillOperands) -> None:
+        """Call this package's candidates for one sequence, and for many, which select other kernel variants."""
+        for sequences in (1, operators.SEQUENCE_BOUNDS[0] + 1):
+            prefix = prompts.first(MIN_PREFILL_QUERY, sequences)
+            for candidate in self._candidates(prefix):
+                if candidate.name in ("pages", "copy"):
+                    candidate.attend(prefix)
 
     # -- measurement and candidates ---------------------------------------------------------------------------------
 
@@ -265,7 +272,7 @@ class PromptAttention:
         found = [PrefillAttentionCandidate("pages", self._by_pages, copies=False)]
         kv_heads, size = prompts.k_cache.shape[2:]
         width = max(power_of_two(size), 16)
-        copied = 4 * prefill_ops.copied_rows(metadata.seq_lens.shape[0] * metadata.max_kv, metadata.seq_lens.shape[0])
+        copied = 4 * operators.copied_rows(metadata.seq_lens.shape[0] * metadata.max_kv, metadata.seq_lens.shape[0])
         if metadata.host_query_start is None or copied * kv_heads * width > _MAX_COPY_BYTES:
             return tuple(found)
         generation = facts.capability // 10
@@ -373,7 +380,7 @@ class PromptAttention:
                 _TRITON.merge_context.triton(*pair, attended, pdl)
             else:
                 attended.copy_(pair[0])
-            first += prefill_ops.rows_of_copy(last - first)
+            first += operators.rows_of_copy(last - first)
         return _zero_padding(out, metadata)
 
 

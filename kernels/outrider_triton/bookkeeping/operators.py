@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from outrider.device.kernels.checks import expect
-from outrider_triton.bookkeeping.jit import bookkeeping
+from outrider_triton.bookkeeping import jit
 from outrider_triton.launch import define, launch, power_of_two, warps_for
 
 _MAX_BLOCK = 4096
@@ -40,7 +40,7 @@ def _gather_requests(
     _expect_contiguous("gather_requests", *state, *own)
     pages = tables.shape[1]
     launch(
-        bookkeeping.gather_requests,
+        jit.gather_requests,
         (rows.shape[0],),
         *(*state, *own, found, pages, found.shape[1], found.stride(0)),
         LENS_BY_ROW=lens_by_row,
@@ -63,7 +63,7 @@ def _gather_checked(source: Tensor, rows: Tensor | None, low: int, high: int, ou
     size = out[0].numel() if out.shape[0] else 0
     block = min(power_of_two(size), _MAX_BLOCK)
     launch(
-        bookkeeping.gather_checked,
+        jit.gather_checked,
         (out.shape[0],),
         *(source, rows, low, high, out, found, size, found.stride(0)),
         NUMBERS=source.is_floating_point(),
@@ -79,7 +79,7 @@ def _find_nan(x: Tensor, found: Tensor, shares: int, pdl: bool) -> None:
     rows, size = x.shape
     firsts = torch.empty((rows, shares), dtype=torch.int32, device=x.device)
     launch(
-        bookkeeping.partial_nan,
+        jit.partial_nan,
         (rows, shares),
         *(x.contiguous(), firsts, size),
         SHARES=shares,
@@ -87,7 +87,7 @@ def _find_nan(x: Tensor, found: Tensor, shares: int, pdl: bool) -> None:
         pdl=pdl,
         warps=warps_for(_MAX_BLOCK) // 2,
     )
-    launch(bookkeeping.reduce_nan, (rows,), firsts, found, found.stride(0), SHARES=shares, pdl=pdl, warps=1)
+    launch(jit.reduce_nan, (rows,), firsts, found, found.stride(0), SHARES=shares, pdl=pdl, warps=1)
 
 
 define("find_nan.triton", _find_nan, writes=("found",))
@@ -106,7 +106,7 @@ def _place_tokens(
     _expect_contiguous("place_tokens", lens, tables)
     count, ends = positions.shape[1], seq_lens.shape[1]
     launch(
-        bookkeeping.place_tokens,
+        jit.place_tokens,
         (lens.shape[0],),
         *(lens, tables, positions, slots, seq_lens, count, ends, tables.shape[1], page_size, last),
         *(*positions.stride(), *slots.stride(), *seq_lens.stride()),
@@ -135,7 +135,7 @@ def _publish_accepted(
     batch, path = tokens.shape
     tokens = tokens if tokens.stride(-1) == 1 else tokens.contiguous()
     launch(
-        bookkeeping.publish_accepted,
+        jit.publish_accepted,
         (batch,),
         *(rows, lens, tokens, accepted, lengths, last_tokens, results, own_tokens, own_accepted),
         *(path, results.stride(0), tokens.stride(0), accepted.stride(0)),
@@ -156,7 +156,7 @@ def _place_accepted(
     _expect_contiguous("place_accepted", lens, tokens, accepted, following, last, positions)
     batch, path = tokens.shape
     launch(
-        bookkeeping.place_accepted,
+        jit.place_accepted,
         (batch,),
         *(lens, tokens, accepted, following, last, positions, path),
         BLOCK=power_of_two(path),
@@ -183,7 +183,7 @@ def _embed_beside(tokens: Tensor, weight: Tensor, hidden: Tensor, pdl: bool) -> 
     out = hidden.new_empty((tokens.shape[0], weight.shape[1] + hidden.shape[1]))
     block = 1024
     launch(
-        bookkeeping.embed_beside,
+        jit.embed_beside,
         (out.shape[0], triton.cdiv(out.shape[1], block)),
         *(tokens.contiguous(), weight, hidden, out, weight.shape[1], hidden.shape[1], hidden.stride(0)),
         BLOCK=block,

@@ -14,8 +14,8 @@ from outrider_triton.experts import operators as _expert_ops  # noqa: F401  (the
 from outrider_triton.experts import quantized_operators as _expert_quantized_ops  # noqa: F401
 from outrider_triton.launch import power_of_two
 from outrider_triton.quantized.operators import ProductPlan
-from outrider_triton.tiles.configs import BUCKETS, MatmulConfig, bucket
-from outrider_triton.tiles.derive.products import rank_configs
+from outrider_triton.tiles.configs import BUCKETS, LARGE_M, MatmulConfig, bucket
+from outrider_triton.tiles.derive.products import large_m_experts_config, rank_configs
 from outrider_triton.tiles.derive.quantized import UNQUANTIZED, OperandStorage
 from outrider_triton.tiles.facts import DeviceFacts
 
@@ -108,6 +108,10 @@ class ExpertProducts:
         unsorted = tokens <= _MAX_UNSORTED_TOKENS
         block_tokens = power_of_two(tokens) if unsorted else sorted_block_tokens(tokens, chosen, experts)
         key = unsorted, block_tokens, chosen, *shape, *operators, *storages
+        if key not in self._derived and not unsorted and storages == (UNQUANTIZED, UNQUANTIZED):
+            gates_large, outputs_large = (large_m_experts_config(self._facts, block_tokens, k=k) for k in (hidden, inner))
+            if gates_large and outputs_large:
+                self._derived[key] = gates_large.block_m, gates_large, outputs_large
         if key not in self._derived:
             used = min(experts, block_tokens * chosen) if unsorted else experts
             gates = self._tile_config(operators[0], block_tokens, 2 * inner * used, hidden, storages[0])
@@ -127,6 +131,10 @@ class ExpertProducts:
     def launch_experts(self, x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """Return the experts' outputs [T, H] for ``x`` [T, H], with unquantized weights [E, 2 I, H] and [E, H, I]."""
         size, gates, outputs = self.experts_config(x.shape[0], chosen.shape[1], gate_up)
+        if gates.descriptor == LARGE_M:
+            return _TRITON.experts.triton_large_m(  # type: ignore[no-any-return]
+                *(x, weights, chosen, gate_up, down, self._facts.processors, gates.as_list(), outputs.as_list(), self._pdl)
+            )
         return _TRITON.experts.triton(  # type: ignore[no-any-return]  # torch.ops has no types
             x, weights, chosen, gate_up, down, size, gates.as_list(), outputs.as_list(), self._pdl
         )

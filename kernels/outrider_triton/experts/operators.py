@@ -7,8 +7,11 @@ import triton
 from torch import Tensor
 
 from outrider.device.kernels.checks import expect
+from outrider_triton.experts.jit import large_m
 from outrider_triton.experts.jit import unquantized as jit
 from outrider_triton.launch import define, launch, power_of_two
+from outrider_triton.products.jit.large_m_gates import GROUP
+from outrider_triton.products.streamed import descriptor
 from outrider_triton.tiles.configs import MatmulConfig
 
 _MAX_COMPARED_PAIRS = 64
@@ -18,6 +21,8 @@ With more pairs, most experts have a token anyway.
 """
 _MAX_SORTED_PAIRS = 16384
 """Maximum number of pairs that Triton's kernel sorts by expert; each of its programs reads all pairs, 1024 at a time."""
+_PLACED_PAIRS = 512
+"""Pairs per program of the kernels that count and place more pairs."""
 _MAX_BINS = 1024
 """Maximum number of experts, plus one, whose pairs Triton's sorting kernel counts."""
 
@@ -115,16 +120,127 @@ def blocks_of(
     return None, None, experts, constants
 
 
-def sum_expert_rows(parts: Tensor, chosen: Tensor, x: Tensor, pdl: bool) -> Tensor:
+def sum_expert_rows(
+    parts: Tensor, chosen: Tensor, x: Tensor, pdl: bool, placed: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
     """Return for each token the sum of its rows of ``parts``, one row per expert in ``chosen``. The result is shaped like
     ``x``.
+
+    ``placed``: the weights float32 [T, C] by which rows are multiplied, and the places of the pairs in ``parts``.
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     m, hidden = x.shape
     block = min(power_of_two(hidden), 1024)
     grid = (m, triton.cdiv(hidden, block))
-    launch(jit.add_experts, grid, parts, chosen, out, chosen.shape[1], hidden, BLOCK=block, pdl=pdl)
+    weights, places = placed or (None, None)
+    launch(jit.add_experts, grid, parts, weights, chosen, places, out, chosen.shape[1], hidden, BLOCK=block, pdl=pdl)
     return out
+
+
+def placed_pairs(
+    chosen: Tensor, experts: int, size: int, pdl: bool, *, chunk: int = _PLACED_PAIRS
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Give token-expert pairs places in blocks of ``size`` with one expert each, in order; a program places ``chunk`` pairs.
+
+    Return each pair's place int64 [T, C], undefined without an expert, each block's expert int64 [blocks], and the number of
+    blocks in use int64 [1]. The number of blocks depends on shapes only.
+    """
+    pairs, bins = chosen.numel(), power_of_two(experts + 1)
+    expert_of = chosen.new_empty(block_count(pairs, experts, size))
+    places, used, grid = torch.empty_like(chosen), chosen.new_empty(1), (triton.cdiv(pairs, chunk),)
+    counts = chosen.new_empty((*grid, bins), dtype=torch.int32)
+    launch(jit.count_pairs, grid, chosen, counts, pairs, experts, BINS=bins, BLOCK=chunk, pdl=pdl, warps=4)
+    launch(
+        jit.place_pairs,
+        grid,
+        *(chosen, counts, expert_of, places, used, pairs, experts, size, expert_of.shape[0]),
+        BINS=bins,
+        BLOCK=chunk,
+        PIECE=32,
+        pdl=pdl,
+        warps=8,
+    )
+    return places, expert_of, used
+
+
+def gathered_pairs(x: Tensor, chosen: Tensor, places: Tensor, count: int, pdl: bool) -> Tensor:
+    """Return ``count`` rows [count, H]: at a pair's place its token's row of ``x`` [T, H], and uninitialised at other
+    places.
+    """
+    m, hidden = x.shape
+    rows, block = x.new_empty((count, hidden)), min(power_of_two(hidden), 2048)
+    operands = x, chosen, places, rows, chosen.shape[1], hidden, x.stride(0)
+    launch(jit.gather_pairs, (m, triton.cdiv(hidden, block)), *operands, BLOCK=block, pdl=pdl)
+    return rows
+
+
+def _multiply_places(
+    x: Tensor,
+    weight: Tensor,
+    routing: tuple[Tensor, Tensor],
+    config: MatmulConfig,
+    processors: int,
+    pdl: bool,
+    *,
+    gated: bool,
+) -> Tensor:
+    """Multiply sorted rows ``x`` [places, k] by their experts' ``weight`` [experts, n or 2 n, k] into rows [places, n]."""
+    (places, k), groups = x.shape, config.warps // 4
+    n = weight.shape[1] // (2 if gated else 1)
+    tiles = -(-n // (groups * GROUP.value * (1 if gated else 2)))
+    out = x.new_empty((places, n))
+    launch(
+        large_m.tall_experts,
+        (min(processors, tiles * (places // config.block_m)),),
+        *(descriptor(x, config.block_m, config.block_k), descriptor(weight.view(-1, k), config.block_n, config.block_k)),
+        *(*routing, out, n, tiles),
+        GROUPS=groups,
+        STEPS=-(-k // config.block_k),
+        GATED=gated,
+        BLOCK_M=config.block_m,
+        BLOCK_K=config.block_k,
+        STAGES=config.stages,
+        TOKEN_STAGES=config.prefetch_columns,
+        REGISTERS=168,
+        maxnreg=112 if groups == 1 else 128,
+        pdl=pdl,
+        warps=4,
+    )
+    return out
+
+
+def _experts_large_m(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    processors: int,
+    gates: list[int],
+    outputs: list[int],
+    pdl: bool,
+) -> Tensor:
+    """Compute the experts' outputs with tiles for large M (:mod:`outrider_triton.experts.jit.large_m`), one program for each
+    of ``processors``. Blocks of both configurations have the same number of pairs.
+    """
+    _expect_one_dtype(x, gate_up, down)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    chosen, weights, size = chosen.contiguous(), weights.contiguous(), gates[0]
+    places, expert_of, used = placed_pairs(chosen, gate_up.shape[0], size, pdl)
+    rows, routing = gathered_pairs(x, chosen, places, expert_of.shape[0] * size, pdl), (expert_of, used)
+    rows = _multiply_places(rows, gate_up, routing, MatmulConfig(*gates), processors, pdl, gated=True)
+    rows = _multiply_places(rows, down, routing, MatmulConfig(*outputs), processors, pdl, gated=False)
+    return sum_expert_rows(rows, chosen, x, pdl, (weights, places))
+
+
+define("experts.triton_large_m", _experts_large_m)
+
+
+def _expect_one_dtype(x: Tensor, gate_up: Tensor, down: Tensor) -> None:
+    expect(
+        gate_up.is_contiguous() and down.is_contiguous() and gate_up.dtype is x.dtype and down.dtype is x.dtype,
+        lambda: f"experts of {x.dtype} with weights of {gate_up.dtype} and {down.dtype}; expected one dtype, and contiguous",
+    )
 
 
 def _experts(
@@ -143,10 +259,7 @@ def _experts(
     """
     (m, hidden), count = x.shape, chosen.shape[1]
     experts, inner = gate_up.shape[0], gate_up.shape[1] // 2
-    expect(
-        gate_up.is_contiguous() and down.is_contiguous() and gate_up.dtype is x.dtype and down.dtype is x.dtype,
-        lambda: f"experts of {x.dtype} with weights of {gate_up.dtype} and {down.dtype}; expected one dtype, and contiguous",
-    )
+    _expect_one_dtype(x, gate_up, down)
     x, chosen, weights = (each if each.stride(-1) == 1 else each.contiguous() for each in (x, chosen, weights))
     chosen, weights = chosen.contiguous(), weights.contiguous()
     pairs = m * count

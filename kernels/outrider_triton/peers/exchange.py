@@ -1,7 +1,13 @@
-"""Collectives of small tensors by kernels that write into other ranks' memory (:mod:`outrider_triton.peers.jit.exchange`)."""
+"""Collectives of small tensors by kernels that write into other ranks' memory (:mod:`outrider_triton.peers.jit`).
+
+A *shot* is one exchange over peer memory. With one shot each rank sends all of its tensor to each other rank. With two shots
+each rank sums a share of the tensor, and sends the sum of its share to each other rank: less data, one latency more. Both
+send a 64-bit word for each 32 bits. Every rank chooses the same implementation by the estimated times.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakMethod
@@ -11,11 +17,45 @@ from torch import Tensor
 
 from outrider.device import InterfaceError
 from outrider_triton.launch import launch, power_of_two
-from outrider_triton.peers.costs import LIBRARY, SHOTS, fastest, max_summed_bytes
-from outrider_triton.peers.jit import exchange as jit
+from outrider_triton.peers import jit
 
 if TYPE_CHECKING:
     from outrider.device import Group
+
+
+LIBRARY, ONE_SHOT, TWO_SHOT = "library", "one shot", "two shot"
+SHOTS = {ONE_SHOT: 1, TWO_SHOT: 2}
+"""Number of shots of each implementation over peer memory."""
+MAX_SUMMED_BYTES = 4 << 20
+"""Maximum bytes per rank of a sum over peer memory: it limits the memory that the ranks share."""
+# Two H200 (2026-11-23, NVLink) took 3.6 us for 8 KiB and 9.8 us for 1 MiB with one shot, 7.0 us for 8 KiB with NCCL, and
+# copied 255 GB/s. The split of the 3.6 us into a launch and a shot, and every time of more than two ranks, are estimates.
+_LAUNCH_S = 2.0e-6
+_SHOT_S = 1.5e-6
+_SHOT_BYTES_PER_S = 338e9
+_LIBRARY_STEP_S = 3.5e-6
+_LIBRARY_BYTES_PER_S = 255e9
+
+
+def estimated_s(implementation: str, nbytes: int, ranks: int) -> float:
+    """Return the estimated seconds of a sum of ``nbytes`` of each rank over ``ranks`` ranks."""
+    others, shared = ranks - 1, 2 * nbytes * (ranks - 1) / ranks
+    if implementation == LIBRARY:  # a ring: each rank sums its share in ``others`` steps, and shares go around in as many
+        return 2 * others * _LIBRARY_STEP_S + shared / _LIBRARY_BYTES_PER_S
+    sent = 2 * nbytes * others if implementation == ONE_SHOT else 2 * shared
+    return _LAUNCH_S + SHOTS[implementation] * _SHOT_S + sent / _SHOT_BYTES_PER_S
+
+
+def fastest(nbytes: int, ranks: int, implementations: Collection[str]) -> str:
+    """Return the implementation with the least estimated time."""
+    return min(implementations, key=lambda each: estimated_s(each, nbytes, ranks))
+
+
+def max_summed_bytes(ranks: int) -> int:
+    """Return the largest power of two of bytes per rank that is summed over peer memory."""
+    sizes = (1 << exponent for exponent in range(MAX_SUMMED_BYTES.bit_length()))
+    return max(size for size in sizes if fastest(size, ranks, (LIBRARY, *SHOTS)) != LIBRARY)
+
 
 MAX_MOVED_BYTES = 512 << 10
 """Maximum bytes per rank of a gather or a broadcast."""
@@ -42,7 +82,7 @@ class PeerExchange:
     """Direct exchanges between the ranks of one group.
 
     A method returns True if it enqueued the exchange. It returns False, on every rank alike, for operands of another kind and
-    for sizes that the library is estimated to do faster (:mod:`outrider_triton.peers.costs`). Kernels go to the ambient
+    for sizes that the library is estimated to do faster (:func:`fastest`). Kernels go to the ambient
     stream. The first call of a kind allocates memory together with the other ranks, so it must not be inside a capture. The
     group orders its calls.
     """

@@ -19,7 +19,7 @@ from outrider_triton.quantized import operators as _quantized_ops  # noqa: F401
 from outrider_triton.quantized.formats import TRITON_FORMATS
 from outrider_triton.quantized.nibble_planes import INT8_COMPONENTS, allocate_rows, computes_swiglu, row_layout
 from outrider_triton.quantized.operators import MAX_ROW_ELEMENTS, ProductPlan, activation_dtype, plan, sum_parts
-from outrider_triton.rows.rotary import rotates
+from outrider_triton.rows.operators import rotates
 from outrider_triton.tiles.configs import BUCKETS, STREAMED, MatmulConfig
 from outrider_triton.tiles.derive.quantized import MAX_TOKENS_TRITON_GEMM
 from outrider_triton.tiles.selection import TileSelection

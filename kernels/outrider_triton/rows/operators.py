@@ -12,11 +12,41 @@ import torch
 import triton
 from torch import Tensor
 
+from outrider.device import RotaryArgs
 from outrider.device.kernels.checks import check_copy, expect
 from outrider_triton.launch import define, launch, power_of_two
 from outrider_triton.quantized.nibble_planes import allocate_rows, row_stride
-from outrider_triton.rows.jit import rows as jit_rows
-from outrider_triton.rows.rotary import expect_laid_out
+from outrider_triton.rows import jit
+
+
+def rotates(rotary: RotaryArgs, x: Tensor, *, partly: bool = False) -> bool:
+    """Return True if a Triton kernel can rotate and write keys and values that a product computes in the dtype of ``x``.
+
+    ``partly``: the kernel can rotate only the first dimensions of a head, too.
+    """
+    cos, sin, k_cache, v_cache, slots = rotary
+    contiguous = cos.stride(1) == 1 and slots.is_contiguous() and _laid_out(cos, sin, k_cache, v_cache)
+    rotated, size = cos.shape[1], k_cache.shape[3]
+    return contiguous and k_cache.dtype in (x.dtype, torch.float8_e4m3fn) and size % 2 == 0 and (partly or rotated == size)
+
+
+def expect_laid_out(cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, *, partly: bool = False) -> None:
+    """Raise RuntimeError for angles or caches whose strides the rotating kernels don't support, and, unless ``partly``, for
+    angles that rotate only a part of each head.
+    """
+    expect(
+        _laid_out(cos, sin, k_cache, v_cache),
+        lambda: "rope_write_cache: caches must be contiguous, and cos and sin laid out alike",
+    )
+    expect(
+        cos.shape[1] == k_cache.shape[3] or partly,
+        lambda: f"rope_write_cache: cos of {cos.shape[1]} for heads of {k_cache.shape[3]}; expected all of a head rotated",
+    )
+
+
+def _laid_out(cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
+    return k_cache.is_contiguous() and v_cache.is_contiguous() and cos.stride() == sin.stride()
+
 
 _MAX_MOVES = 256
 """Maximum number of rows that a program of ``move_cache`` holds at once."""
@@ -44,7 +74,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool) -> Tensor:
         inner, outer_stride, inner_stride = 1, size, size
     block = power_of_two(size)
     launch(
-        jit_rows.rms_norm,
+        jit.rms_norm,
         (out.numel() // size if size else 0,),
         *(x, weight, out, eps, size, inner, outer_stride, inner_stride),
         BLOCK=block,
@@ -74,7 +104,7 @@ def _add_parts(
     size = residual.shape[-1]
     block = power_of_two(size)
     launch(
-        jit_rows.add_rms_norm,
+        jit.add_rms_norm,
         (residual.numel() // size,),
         *(x.contiguous(), bias, residual, weight, out, grains, eps, size, residual.numel(), row_stride(out, grains)),
         PARTS=parts,
@@ -95,7 +125,7 @@ def _silu_mul(gate_up: Tensor, pdl: bool, planes: int = 0) -> Tensor:
     grid = (gate_up.numel() // (2 * size), triton.cdiv(size, block))
     constants = {"PLANES": planes > 0, "BLOCK": block}
     operands = gate_up.contiguous(), out, grains, size, row_stride(out, grains)
-    launch(jit_rows.silu_mul, grid, *operands, **constants, pdl=pdl)
+    launch(jit.silu_mul, grid, *operands, **constants, pdl=pdl)
     return out
 
 
@@ -118,7 +148,7 @@ def _rope_write_cache(
     kv_heads = k.shape[1]
     block_q, block_half = power_of_two(heads), power_of_two(size // 2)
     launch(
-        jit_rows.rope_write_cache,
+        jit.rope_write_cache,
         (tokens,),
         *(q, k, v, cos, sin, k_cache, v_cache, slots, heads, kv_heads, size // 2),
         *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), cos.stride(0)),
@@ -161,7 +191,7 @@ def _add_parts_rope_write_cache(
     heads = parts.shape[-1] // size - 2 * kv_heads
     q = torch.empty((tokens, heads, size), dtype=dtype, device=parts.device)
     launch(
-        jit_rows.add_parts_rope_write_cache,
+        jit.add_parts_rope_write_cache,
         (tokens, triton.cdiv(heads + 2 * kv_heads, _HEADS_PER_PROGRAM)),
         *(parts, bias, q_norm, k_norm, eps, cos, sin, q, k_cache, v_cache, slots, heads, kv_heads, size // 2),
         *(cos.shape[1] // 2, parts.stride(-2), tokens * parts.shape[-1]),
@@ -185,7 +215,7 @@ def _move_cache(k_cache: Tensor, v_cache: Tensor, sources: Tensor, destinations:
     size = k_cache.stride(1)
     block = 64
     launch(
-        jit_rows.move_cache,
+        jit.move_cache,
         (triton.cdiv(size, block) if moves else 0,),
         *(k_cache, v_cache, sources, destinations, moves, size),
         MOVES=power_of_two(moves),
@@ -207,7 +237,7 @@ def _rows_grid(state: Tensor, count: int) -> tuple[tuple[int, int], int, int]:
 def _gather_rows(state: Tensor, rows: Tensor, pdl: bool) -> Tensor:
     out = state.new_empty((rows.shape[0], *state.shape[1:]))
     grid, size, block = _rows_grid(state, rows.shape[0])
-    launch(jit_rows.gather_rows, grid, state, rows, out, size, BLOCK=block, pdl=pdl)
+    launch(jit.gather_rows, grid, state, rows, out, size, BLOCK=block, pdl=pdl)
     return out
 
 
@@ -217,7 +247,7 @@ define("gather_rows.triton", _gather_rows)
 def _scatter_rows(state: Tensor, rows: Tensor, values: Tensor, pdl: bool) -> None:
     grid, size, block = _rows_grid(state, rows.shape[0])
     values = values.contiguous()
-    launch(jit_rows.scatter_rows, grid, state, rows, values, size, BLOCK=block, pdl=pdl)
+    launch(jit.scatter_rows, grid, state, rows, values, size, BLOCK=block, pdl=pdl)
 
 
 define("scatter_rows.triton", _scatter_rows, writes=("state",))
@@ -229,7 +259,7 @@ def _copy_rows(source: Tensor, out: Tensor, pdl: bool) -> None:
     count, size = source.shape
     block = min(power_of_two(size), 1024)
     launch(
-        jit_rows.copy_rows,
+        jit.copy_rows,
         (count, triton.cdiv(size, block)),
         *(source, out, size, source.stride(0), out.stride(0)),
         BLOCK=block,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from outrider.device.kernels.checks import expect
 from outrider_triton.launch import define, launch, power_of_two
-from outrider_triton.selection.jit import token_choice
+from outrider_triton.selection import jit
 
 _VOCABULARY_BLOCK = 1024
 _GREEDY_BLOCK = 2048
@@ -45,7 +45,7 @@ def _best(
     index = torch.empty((count, shares), dtype=torch.int32, device=logits.device)
     firsts = torch.empty_like(index) if find else None
     launch(
-        token_choice.partial_argmax,
+        jit.partial_argmax,
         (count, shares),
         *(flat, temperature, seeds, positions, parents, best, index, firsts, nodes, vocabulary, flat.stride(0)),
         SAMPLING=sampling,
@@ -65,7 +65,7 @@ def _sample(
     operands = (temperature.contiguous(), seeds.contiguous(), positions.contiguous())
     best, index, _ = _best(logits, *operands, sampling=True, lane=lane, shares=shares, pdl=pdl)
     tokens = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    launch(token_choice.reduce_argmax, (tokens.shape[0],), best, index, tokens, SHARES=shares, pdl=pdl, warps=1)
+    launch(jit.reduce_argmax, (tokens.shape[0],), best, index, tokens, SHARES=shares, pdl=pdl, warps=1)
     return tokens
 
 
@@ -102,7 +102,7 @@ def _verify_chain(
     picked, picked_at, residual_mass = empty(2), empty(2, dtype=torch.int32), empty()
     sizes = (num_draft_tokens, vocabulary, logits.stride(0), logits.stride(1))
     launch(
-        token_choice.partial_softmax,
+        jit.partial_softmax,
         (count, shares),
         *(logits, temperature, best, index, sums, *sizes),
         BLOCK=_VOCABULARY_BLOCK,
@@ -111,7 +111,7 @@ def _verify_chain(
         warps=4,
     )
     launch(
-        token_choice.partial_residual,
+        jit.partial_residual,
         (count, shares),
         *(logits, probs, temperature, seeds, positions, best, sums, picked, picked_at, residual_mass, *sizes),
         LANE=residual,
@@ -121,7 +121,7 @@ def _verify_chain(
         warps=4,
     )
     launch(
-        token_choice.accept_sampling,
+        jit.accept_sampling,
         (batch,),
         *(logits, drafts, probs, temperature, seeds, positions, best, index, sums, picked, picked_at, residual_mass),
         *(tokens, accepted, count, *sizes),
@@ -144,7 +144,7 @@ def _accept_greedy(
     tokens, accepted = _empty_chain(draft_tokens)
     best, index, firsts = _best(target_logits, shares=shares, pdl=pdl, find=find)
     launch(
-        token_choice.accept_greedy,
+        jit.accept_greedy,
         (batch,),
         *(best, index, firsts, draft_tokens.contiguous() if num_draft_tokens else tokens, tokens, accepted, found),
         *(num_draft_tokens, vocabulary, 0 if found is None else found.stride(0)),
@@ -189,7 +189,7 @@ def _verify_tree(
     )
     batch, nodes = tokens.shape
     launch(
-        token_choice.walk_tree,
+        jit.walk_tree,
         (batch,),
         *(best, index, tokens.contiguous(), parents, chosen, path, accepted, nodes),
         SHARES=shares,
@@ -214,7 +214,7 @@ def _apply_token_bitmask(logits: Tensor, bitmask: Tensor, pdl: bool) -> Tensor:
     source = logits if logits.stride(-1) == 1 else logits.contiguous()
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     launch(
-        token_choice.apply_token_bitmask,
+        jit.apply_token_bitmask,
         (batch * nodes, triton.cdiv(vocabulary, _VOCABULARY_BLOCK)),
         *(source, bitmask.contiguous(), out, nodes, vocabulary, words, source.stride(0), source.stride(1)),
         BLOCK=_VOCABULARY_BLOCK,

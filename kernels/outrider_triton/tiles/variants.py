@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
-from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.errors import OutOfResources
 
 from outrider_triton.launch import power_of_two, vocabulary_shares
@@ -16,6 +13,7 @@ from outrider_triton.tiles.configs import BUCKETS, MatmulConfig
 from outrider_triton.tiles.derive.products import MAX_TOKENS_TUNED, every_config
 from outrider_triton.tiles.facts import DeviceFacts
 from outrider_triton.tiles.store.table import ANY_LAYER, Table
+from outrider_triton.workers import compiling
 
 _MAX_ROWS = 1024
 _MAX_REQUESTS = 256
@@ -70,14 +68,12 @@ class VariantScope:
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Compile launched kernels in several threads. A launch only waits for its own kernel."""
-    with ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="outrider-compile") as pool:
-        mode = AsyncCompileMode(pool)
-        with mode:
-            yield
-        for future in mode.future_kernels.values():
-            with ignore_unfitting():
-                _ = future.result().run  # Triton loads a kernel onto the device at the first access
+    """Compile launched kernels concurrently, and load all of them onto the device at the end."""
+    with compiling() as mode:
+        yield
+    for future in mode.future_kernels.values():
+        with ignore_unfitting():
+            _ = future.result().run  # Triton loads a kernel onto the device at the first access
 
 
 def ignore_unfitting() -> AbstractContextManager[None]:
@@ -133,7 +129,7 @@ def _powers(limit: int) -> tuple[int, ...]:
 def compiled() -> Mapping[str, int]:
     """Return the number of variants that this process compiled or loaded, by kernel; none in the interpreter."""
     found = {}
-    loaded = list(sys.modules.items())
+    loaded = [(f"{name}.", module) for name, module in sys.modules.items()]
     modules = [module for name, module in loaded if name.startswith("outrider_triton.") and ".jit." in name]
     for module in modules:
         for name, kernel in vars(module).items():

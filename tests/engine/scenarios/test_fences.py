@@ -137,7 +137,7 @@ def test_8_a_barrier_over_everything_costs_what_overlap_gains(sim):
         return sim.control.virtual_time()
 
     def synchronizes(engine):
-        before(engine._step._runner, "run", lambda *_: engine.backend.synchronize())
+        before(engine._step.runner, "run", lambda *_: engine.backend.synchronize())
 
     assert time(synchronizes) > 1.1 * time(None)
 
@@ -173,7 +173,7 @@ def test_10_reads_are_declared_done_before_they_are(sim, mode):
 
     def change(engine):
         early, forward = fences["shared_reads_done"], engine._parts.streams.forward
-        stage = engine._step._stages.gather if mode == "staged" else engine._step._runner
+        stage = engine._step._stages.gather if mode == "staged" else engine._step.runner
         before(stage, "run", lambda *_: early.record(forward))
 
     explorer.wrapping, explorer.change = wrapping, change

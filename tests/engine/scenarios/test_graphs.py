@@ -158,10 +158,10 @@ def test_17_a_buffer_is_made_anew_after_the_capture(sim):
     """The plan writes where the name leads now; the graph reads where it led when it was captured."""
 
     def change(engine):
-        owner = engine._parts.buffers
-        engine._moved = owner._buffers[None, "verify.slots"]
+        owner, key = engine._parts.buffers, (engine._parts.proposer.nodes, "verify.slots")
+        engine._moved = owner._buffers[key]
         with engine.backend.on(engine._parts.streams.forward):
-            owner._buffers[None, "verify.slots"] = owner._buffers[None, "verify.slots"].clone()
+            owner._buffers[key] = owner._buffers[key].clone()
         engine._parts.streams.forward.synchronize()
         owner._views.clear()
 

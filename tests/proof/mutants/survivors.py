@@ -23,15 +23,13 @@ REASONS: dict[str, str] = {
         "kernels that plan: tests/engine/test_host_plans.py"
     ),
     "AttentionPlans.plan: one more: 0 → 1": "equivalent: another key, which is nobody's",
-    "_sizes: leave out: choices.add('prefill_chunk'": "a choice of sizes: tests/engine/test_resolve.py",
-    "GraphRunner.bucket: leave an operand out: features or Features()": "equivalent: the only caller gives features",
-    "PrefillGraphs.__init__: negate: limited": "a report: tests/engine/test_prefill_graphs.py reads it",
-    "GraphRunner.__init__: negate: limited and after <= before": "a report: tests/engine/test_prefill_graphs.py reads it",
+    "_Decisions.decide_sizes: leave out: self.add('prefill_chunk'": "a choice of sizes: tests/engine/test_resolve.py",
+    "measure_captures: negate: limited": "a report: tests/engine/test_prefill_graphs.py reads it",
     "SamplingParams.truncated: leave an operand out: self.samples": "costs alone: tests/engine/test_sampling_params.py",
     "prefill_inputs: turn a comparison: most is None": "kernels that plan: tests/engine/test_host_plans.py",
     "prefill_inputs: negate: most is None": "kernels that plan: tests/engine/test_host_plans.py",
     "prefill_inputs: one more: 0 → 1 (3)": "drafts of several heads: tests/speculative/test_draft_state.py",
-    "_launching: negate: captures": "a reason's text: tests/engine/test_resolve.py reads it",
+    "_Decisions.decide_launches: negate: captures": "a reason's text: tests/engine/test_resolve.py reads it",
     "PageKey.__eq__: leave an operand out: isinstance(other, PageKey) and self.parent is other.parent and (self.tokens": (
         "matters where two hashes are the same: tests/engine/test_pages.py compares such keys"
     ),
@@ -82,7 +80,7 @@ REASONS: dict[str, str] = {
 """Reason why a change survives, by a part of its name.
 
 These survivors of 2026-11-23 have no reason yet: ``Prefill.launch`` (``is not None`` → ``is None``: every test has its slow
-guide in a draft), ``OptionTable.admit`` (``<`` → ``<=``), ``Results.__init__`` (2 → 3), ``_token_ids`` (``+ 1`` →
+guide in a draft), ``Results.__init__`` (2 → 3), ``_token_ids`` (``+ 1`` →
 ``- 1``) and
 ``_run_accepted`` of draft models (1 → 2).
 """

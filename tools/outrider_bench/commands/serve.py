@@ -16,7 +16,17 @@ from rich.table import Table
 
 from outrider.cli.options.models import DraftTokensOption, DtypeOption
 from outrider.cli.options.option_records import with_options
-from outrider.cli.options.option_values import DIRECTORY, JsonOption, UsageError, number, one_of, option, text, whole
+from outrider.cli.options.option_values import (
+    DIRECTORY,
+    BackendOption,
+    JsonOption,
+    UsageError,
+    number,
+    one_of,
+    option,
+    text,
+    whole,
+)
 from outrider.cli.terminal.files import check_directory
 from outrider.cli.terminal.report import CommandReport, note
 from outrider.device.errors import ConfigError
@@ -27,7 +37,6 @@ from outrider_bench.options import (
     AcceptLengthOption,
     PromptTokensOption,
     ProposerOption,
-    RandomDraftOptions,
     RequiredShapeOption,
     TimedTokensOption,
     check_lengths,
@@ -46,12 +55,13 @@ _SEEDS = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerModelOptions(RandomDraftOptions):
+class ServerModelOptions:
     """The options for random weights, equal for every server."""
 
     shape: RequiredShapeOption = "llama-3.1-8b"
     draft_tokens: DraftTokensOption = 3
     accept_length: AcceptLengthOption = "2.98"
+    backend: BackendOption = None
     dtype: DtypeOption = None
 
     def make_setup(self, speculate: str, max_requests: int, *, prompt_tokens: int, new_tokens: int) -> ServerSetup:

@@ -18,7 +18,7 @@ from typing import Any
 from outrider.device.errors import OutriderError
 from outrider.registry.children import end_with_parent
 from outrider_bench.child import ChildFailed
-from outrider_bench.mixed_load import Arrivals, Arrived
+from outrider_bench.mixed_load import Arrivals, Arrived, token_ids
 from outrider_bench.peers.work import PeerWork
 
 _WARM_TOKENS = 16
@@ -172,7 +172,7 @@ class PeerRuns:
 
     def _prompt(self, tokens: int) -> list[int]:
         self._number += 1
-        return self._work.prompt(self._number, tokens, self._vocabulary)
+        return token_ids(self._number, tokens, self._vocabulary)
 
     def _timed(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> tuple[float, dict[str, float] | None]:
         """Return the seconds, and for an engine with drafts the accepted and drafted tokens of an iteration."""

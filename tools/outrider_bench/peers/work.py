@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider_bench.mixed_load import MixedLoad, token_ids
+from outrider_bench.mixed_load import MixedLoad
 from outrider_bench.random_checkpoint import write_configs
 from outrider_bench.random_model import describe_quantization
 
@@ -140,10 +140,6 @@ class PeerWork:
         from outrider.model.config.shapes import shape_config
 
         return min(_VOCABULARY, shape_config(self.shape).vocab_size)
-
-    def prompt(self, number: int, tokens: int, vocabulary: int) -> list[int]:
-        """Return a prompt that differs from the prompts of nearby numbers."""
-        return token_ids(number, tokens, vocabulary)
 
 
 def _list_to_tuple(value: Any) -> Any:

@@ -143,9 +143,7 @@ class Model:
         """The clock of the current host thread."""
         return self.state.clocks[self.state.host]
 
-    def _node(
-        self, actor: int, path: Path, verb: str, causes: Sequence[tuple[Node | None, str]] = (), effect: Effect | None = None
-    ) -> Node:
+    def _node(self, actor: int, path: Path, verb: str, causes: Sequence[tuple[Node | None, str]] = ()) -> Node:
         state = self.state
         edges = [(state.lasts[actor], ORDER), *causes]
         clock = state.clocks[actor]
@@ -156,7 +154,7 @@ class Model:
             if cause is not None:
                 clock = join(clock, cause.clock)
         clock = (*clock[:actor], clock[actor] + 1, *clock[actor + 1 :])
-        node = Node(actor, clock, tuple((n, label) for n, label in edges if n is not None), path, verb, effect)
+        node = Node(actor, clock, tuple((n, label) for n, label in edges if n is not None), path, verb)
         state.clocks[actor], state.lasts[actor] = clock, node
         return node
 

@@ -24,8 +24,7 @@ from outrider_conformance.lab import Lab, StreamDelay
 from outrider_conformance.programs import language as lang
 from outrider_conformance.programs.execution import run
 from outrider_conformance.programs.explanation import broken_promise, report_text, script
-from outrider_conformance.programs.families import Abilities
-from outrider_conformance.programs.generator import random_program
+from outrider_conformance.programs.generator import Abilities, random_program
 from outrider_conformance.programs.language import DeviceProgram, Step
 from outrider_conformance.programs.model import ForbiddenStep, Model, Unordered, judge
 
@@ -166,16 +165,14 @@ def try_programs(
     count: int,
     start: int = 0,
     alive: Callable[[], None] = lambda: None,
-    pace: StreamDelay | None = None,
 ) -> int:
     """Try ``count`` programs of ``family``, generated from the seed ``start``; return the number of tried programs.
 
     ``opened`` returns a new backend, ``backend`` is its name in scripts, and ``alive`` is called before each program.
-    ``pace`` is the length of the delays of streams; None: measure it. Raises :class:`ProgramFailed` for the first failing
-    program, shrunk.
+    Raises :class:`ProgramFailed` for the first failing program, shrunk.
     """
     first = opened()
-    abilities, pace = Abilities.declared_by(first), pace or _pace(first)
+    abilities, pace = Abilities.declared_by(first), _pace(first)
     lab = Lab(first, pace)
     for number in range(count):
         if number and number % _PROGRAMS_PER_BACKEND == 0:

@@ -71,10 +71,9 @@ class _ProblemOperands:
         self.made |= made.operands
         return made.weight
 
-    def vector(self, name: str, size: int, scale: float = 1.0) -> str:
+    def vector(self, name: str, size: int) -> None:
         """Add a vector, such as a norm or a bias."""
-        self.made[name] = Operand(self.dice.normal(size, dtype=self.dtype, scale=scale))
-        return name
+        self.made[name] = Operand(self.dice.normal(size, dtype=self.dtype))
 
     def residual(self, tokens: int, hidden: int) -> None:
         """Add the residual stream and the last norm."""

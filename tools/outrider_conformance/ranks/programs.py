@@ -18,12 +18,12 @@ from outrider_conformance.ranks.runner import RankHandle
 _MODULUS = 7  # values and their sums stay integers that every dtype represents
 
 
-def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype, start: int = 0) -> Tensor:
+def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return a rank's input tensor: integers that differ by rank and by position."""
     count = 1
     for each in shape:
         count *= each
-    numbers = (torch.arange(count) + start) % _MODULUS + rank + 1
+    numbers = torch.arange(count) % _MODULUS + rank + 1
     return (numbers % 2 if dtype == torch.bool else numbers).to(dtype).reshape(shape)
 
 

@@ -31,23 +31,58 @@ if TYPE_CHECKING:
 
 _HOST = "127.0.0.1"
 _START_S = 120.0
+TIMEOUT_S = 4.0
+"""Default time limit of a group, shorter than the kit's limit for a test."""
+_MAX_TASK_S = 60.0
 
 
 class RankTaskFailed(OutriderError):
     """A rank failed or exceeded its time limit. The message names the rank and the error."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankContext:
-    """The surroundings of a task on one rank: its device, its place among the ranks, and their store."""
+@dataclass(frozen=True, kw_only=True)
+class RankHandle:
+    """One rank of a running task or program."""
 
-    backend: Backend
-    """The backend of the rank's own device."""
-    rank: int
+    index: int
     size: int
     """Number of ranks."""
+    backend: Backend
+    """The backend of the rank's own device."""
     store: Any
-    """A store that only the ranks of this task use."""
+    """A store that only the ranks of this task use, for their groups."""
+    timeout_s: float = TIMEOUT_S
+    pace: StreamDelay = field(default_factory=StreamDelay)
+    lost_calls: list[str] = field(default_factory=list)
+    """Calls that the device never finishes, because a peer left. Nothing may wait for the device of this rank any more."""
+
+    @property
+    def lab(self) -> Lab:
+        """The delays and test data of this rank's device."""
+        return Lab(self.backend, self.pace)
+
+    @property
+    def asynchronous(self) -> bool:
+        """True if work may be pending when its call returns."""
+        return self.backend.capabilities.asynchronous
+
+    def group(self, name: str = "all", ranks: Sequence[int] = ()) -> Group:
+        """Create a group of these ranks, of all ranks by default."""
+        return self.backend.create_group(
+            name, ranks=ranks or range(self.size), rank=self.index, store=self.store, timeout_s=self.timeout_s
+        )
+
+    def stream(self, name: str = "main") -> Stream:
+        """Create a stream on this rank's device."""
+        return self.backend.create_stream(name)
+
+    def release_waiters(self, word: str) -> None:
+        """Release the ranks that wait in :meth:`wait_for_word` for this word."""
+        self.store.set(f"said/{word}", "1")
+
+    def wait_for_word(self, word: str) -> None:
+        """Wait on the host until another rank has called :meth:`release_waiters` with this word."""
+        self.store.wait([f"said/{word}"], timedelta(seconds=_MAX_TASK_S))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +102,7 @@ class RankResult:
 class TaskProcesses:
     """``size`` processes, of which process i opens device i of ``spec``. Leaving the scope kills them.
 
-    A task is ``"module:function"``, called as ``function(place, **work)`` on every rank concurrently. Arguments and results
+    A task is ``"module:function"``, called as ``function(rank, **work)`` on every rank concurrently. Arguments and results
     are plain data. The next task starts a new process for each one that has died.
     """
 
@@ -174,8 +209,8 @@ def _serve(pipe: Connection, spec: str, rank: int, size: int, port: int) -> None
             return
         module, _, function = task.partition(":")
         try:
-            place = RankContext(backend, rank, size, PrefixStore(f"task/{number}", store))
-            answer = RankResult(value=getattr(importlib.import_module(module), function)(place, **work))
+            handle = RankHandle(index=rank, size=size, backend=backend, store=PrefixStore(f"task/{number}", store))
+            answer = RankResult(value=getattr(importlib.import_module(module), function)(handle, **work))
         except CollectiveError as error:
             answer = RankResult(error=str(error), collective=(error.group, error.rank, error.sequence, error.kind))
         except Exception as error:
@@ -184,57 +219,10 @@ def _serve(pipe: Connection, spec: str, rank: int, size: int, port: int) -> None
         pipe.send(answer)
 
 
-TIMEOUT_S = 4.0
-"""Default time limit of a group, shorter than the kit's limit for a test."""
 SCHEDULES = 8
 _SERVE = f"{__name__}:serve"
-_MAX_TASK_S = 60.0
 
 Program = Callable[..., Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankHandle:
-    """One rank of a running program."""
-
-    index: int
-    size: int
-    """Number of ranks."""
-    backend: Backend
-    store: Any
-    """The store through which the ranks' groups are created."""
-    timeout_s: float = TIMEOUT_S
-    pace: StreamDelay = field(default_factory=StreamDelay)
-    lost_calls: list[str] = field(default_factory=list)
-    """Calls that the device never finishes, because a peer left. Nothing may wait for the device of this rank any more."""
-
-    @property
-    def lab(self) -> Lab:
-        """The delays and test data of this rank's device."""
-        return Lab(self.backend, self.pace)
-
-    @property
-    def asynchronous(self) -> bool:
-        """True if work may be pending when its call returns."""
-        return self.backend.capabilities.asynchronous
-
-    def group(self, name: str = "all", ranks: Sequence[int] = ()) -> Group:
-        """Create a group of these ranks, of all ranks by default."""
-        return self.backend.create_group(
-            name, ranks=ranks or range(self.size), rank=self.index, store=self.store, timeout_s=self.timeout_s
-        )
-
-    def stream(self, name: str = "main") -> Stream:
-        """Create a stream on this rank's device."""
-        return self.backend.create_stream(name)
-
-    def release_waiters(self, word: str) -> None:
-        """Release the ranks that wait in :meth:`wait_for_word` for this word."""
-        self.store.set(f"said/{word}", "1")
-
-    def wait_for_word(self, word: str) -> None:
-        """Wait on the host until another rank has called :meth:`release_waiters` with this word."""
-        self.store.wait([f"said/{word}"], timedelta(seconds=_MAX_TASK_S))
 
 
 class RankRunner:
@@ -337,13 +325,13 @@ class RankRunner:
         return results
 
 
-def serve(place: RankContext, *, program: str, args: Sequence[Any], timeout_s: float) -> Any:
+def serve(rank: RankHandle, *, program: str, args: Sequence[Any], timeout_s: float) -> Any:
     """Run one rank's part of a program in its process, and return its result."""
     module, _, function = program.partition(":")
-    rank = RankHandle(index=place.rank, size=place.size, backend=place.backend, store=place.store, timeout_s=timeout_s)
+    rank = replace(rank, timeout_s=timeout_s)
     result = getattr(importlib.import_module(module), function)(rank, *args)
     if not rank.lost_calls:
-        place.backend.synchronize()
+        rank.backend.synchronize()
     return result
 
 

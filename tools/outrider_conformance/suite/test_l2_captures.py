@@ -38,14 +38,14 @@ class _MistakeError(Exception):
     """An error that a captured callable raises on purpose."""
 
 
-def _still_works(lab: Lab, backend: Backend, *, pool_name: str = "after") -> None:
+def _still_works(lab: Lab, backend: Backend) -> None:
     """Check that streams, scopes, events, graphs and pools work after a failure."""
     a, b = lab.streams("after a", "after b")
     x, y = lab.full(a, 0), lab.full(b, 0)
     lab.fill_late(a, x, 1)
     b.wait(lab.record(a, "after"))
     lab.expect_read(b, y, x, 1.0, "an ordinary exchange after the failure")
-    graph = triple(lab, a, "after", backend.create_graph_pool(pool_name))
+    graph = triple(lab, a, "after", backend.create_graph_pool("after"))
     lab.fill_late(a, graph.inputs["x"], 2)
     graph.replay(a)
     expect(lab.read_tensor(a, graph.outputs["y"]), 7.0, "a graph captured after the failure")

@@ -122,7 +122,8 @@ class StreamOrdering(Lanes):
         self.memory = ShadowMemory(listener.reused, strict=rows_follow)
         if ranks is not None and rows_follow:  # such devices number their memory in one sequence, and ranks may read it
             self.memory.shadows = ranks.shadows
-        self.blind: dict[str, int] = {}
+        self.flags_raised_outside = 0
+        """Number of flags that were raised outside the backend interface."""
         self._events: WeakKeyDictionary[Event, _EventState] = WeakKeyDictionary()
         self._flags: WeakKeyDictionary[Flag, FlagProgress] = WeakKeyDictionary()
         self._users: dict[int, WeakSet[CapturedGraph]] = {}
@@ -468,7 +469,7 @@ class StreamOrdering(Lanes):
                 held.popleft()
                 self._waiting_flag.pop(lane, None)
         if self.ranks is None or not self.ranks.broken:
-            self._blind("a flag was raised outside the backend interface", 1)
+            self.flags_raised_outside += 1
         self.resume_all()
 
     def finish(self) -> None:
@@ -485,6 +486,3 @@ class StreamOrdering(Lanes):
         if self.ranks is not None:
             self.ranks.resume()
         self.resume_held()
-
-    def _blind(self, what: str, count: int) -> None:
-        self.blind[what] = self.blind.get(what, 0) + count

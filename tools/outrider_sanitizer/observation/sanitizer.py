@@ -123,11 +123,13 @@ class Sanitizer(Observer):
             self._ordering.finish()
             self.ranks.finish()
             self.report.advice += [Advice(*wait, count) for wait, (count, ordering) in self._waits.items() if not ordering]
-            blind = dict(self._ordering.blind)
-            forgotten = sum(shadow.forgotten for shadow in self._ordering.memory.shadows.values())
-            if forgotten:
-                blind["the oldest of many accesses with holes to the same bytes"] = forgotten
-            self.report.blind_spots += [f"{what} ({count} times)" for what, count in sorted(blind.items())]
+            blind = {
+                "a flag was raised outside the backend interface": self._ordering.flags_raised_outside,
+                "the oldest of many accesses with holes to the same bytes": sum(
+                    shadow.forgotten for shadow in self._ordering.memory.shadows.values()
+                ),
+            }
+            self.report.blind_spots += [f"{what} ({count} times)" for what, count in blind.items() if count]
         return self.report
 
     # -- the observer ----------------------------------------------------------------------------------------------

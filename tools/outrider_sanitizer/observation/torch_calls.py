@@ -28,7 +28,7 @@ from outrider_sanitizer.observation.triton_launches import launches
 from outrider_sanitizer.report import caller_location
 
 if TYPE_CHECKING:
-    from outrider.device import Backend, Event, Graph, Stream
+    from outrider.device import Backend, Graph, Stream
 
 _DEFAULT = "default"
 _ELSEWHERE = "devices of the program beside {}: their default streams count as its own"
@@ -373,32 +373,11 @@ class TorchSanitizer(DerivedSanitizer):
             self._names[self._handle(stream)] = stream.name
         super().stream_created(stream)
 
-    def scope_entered(self, stream: Stream) -> None:
-        """Ignore the interface's report: torch knows the current stream."""
+    def _ignore(self, *_: Any, **__: Any) -> None:
+        """Ignore a report of the interface: torch knows the current stream, and reports the same call."""
 
-    def scope_left(self, stream: Stream) -> None:
-        """Ignore the interface's report: torch knows the current stream."""
-
-    def recorded(self, stream: Stream, event: Event, generation: int) -> None:
-        """Ignore the interface's report of a record: torch reports the same call."""
-
-    def waited(self, stream: Stream, event: Event, generation: int) -> None:
-        """Ignore the interface's report of a wait: torch reports the same call."""
-
-    def event_synchronized(self, event: Event, generation: int) -> None:
-        """Ignore the interface's report of an event wait: torch reports the same call."""
-
-    def event_queried(self, event: Event, generation: int, done: bool) -> None:
-        """Ignore the interface's report of an event query: torch reports the same call."""
-
-    def stream_synchronized(self, stream: Stream) -> None:
-        """Ignore the interface's report of a stream wait: torch reports the same call."""
-
-    def stream_queried(self, stream: Stream, done: bool) -> None:
-        """Ignore the interface's report of a stream query: torch reports the same call."""
-
-    def device_synchronized(self) -> None:
-        """Ignore the interface's report of a device wait: torch reports the same call."""
+    scope_entered = scope_left = recorded = waited = _ignore
+    event_synchronized = event_queried = stream_synchronized = stream_queried = device_synchronized = _ignore
 
     def capture_began(self, graph: Graph, stream: Stream) -> None:
         """Assign the capture that torch has just begun to a graph of the backend interface, which knows its inputs."""

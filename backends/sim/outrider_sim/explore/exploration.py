@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outrider.device import Backend, ConfigError, ProcessView, Stream
@@ -63,7 +63,6 @@ class SimExploration:
     pruned: int = 0
     exhausted: bool = False
     failure: FailedRun | None = None
-    distinct: set[str] = field(default_factory=set)
 
 
 def strategies(spec: str, seed: int = 0) -> Iterator[Strategy]:
@@ -117,12 +116,8 @@ def explore(
     iterations: int = 100,
     seed: int = 0,
     shrinking: bool = True,
-    count_distinct: bool = False,
 ) -> SimExploration:
-    """Run `program` under up to `iterations` schedules and stop at the first failure, shrunk unless `shrinking` is off.
-
-    `count_distinct` keeps the schedules seen, as strings.
-    """
+    """Run `program` under up to `iterations` schedules and stop at the first failure, shrunk unless `shrinking` is off."""
     result = SimExploration()
     source = strategies(strategy, seed)
     for number in range(iterations):
@@ -134,8 +129,6 @@ def explore(
             result.pruned += 1
             continue
         result.runs += 1
-        if count_distinct:
-            result.distinct.add(backend.control.schedule())
         if error is not None:
             result.failure = _failure(backend, program, number, error, shrinking)
             return result
@@ -311,10 +304,16 @@ class SimControl:
         return SimStore(self._scheduler)
 
     def explore(
-        self, program: Callable[[Backend], None], *, strategy: str = "mixed", iterations: int = 100, seed: int = 0
+        self,
+        program: Callable[[Backend], None],
+        *,
+        strategy: str = "mixed",
+        iterations: int = 100,
+        seed: int = 0,
+        shrinking: bool = True,
     ) -> SimExploration:
         """Run `program` under up to `iterations` schedules and return the result of `exploration.explore`."""
-        return explore(self._backend, program, strategy=strategy, iterations=iterations, seed=seed)
+        return explore(self._backend, program, strategy=strategy, iterations=iterations, seed=seed, shrinking=shrinking)
 
     def run_ranks(self, bodies: Sequence[Callable[[], None]], views: Sequence[ProcessView] = ()) -> None:
         """Run body r as rank r, each in a host thread with its own process state; see `rank_processes`."""

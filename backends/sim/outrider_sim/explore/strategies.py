@@ -22,6 +22,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outrider.device import ConfigError
@@ -29,7 +30,6 @@ from outrider_sim.machine.queue import EventGeneration, HostThread, OperationKin
 
 if TYPE_CHECKING:
     from outrider_sim.machine.host_scheduler import HostScheduler
-    from outrider_sim.machine.queue import HostThread, StreamQueue
 
 
 PROGRAM = "-"
@@ -306,11 +306,6 @@ def integer(options: Options, key: str, default: int, minimum: int = 0) -> int:
     return value
 
 
-def _exhaustive(_: Options, __: int) -> Strategy:
-
-    return Exhaustive()
-
-
 def _mixed(options: Options, seed: int) -> Strategy:
     # Extremes first, since they find most shallow bugs at once; then PCT and random in turn.
     if seed == 0:
@@ -327,7 +322,7 @@ MAKERS: Mapping[str, Callable[[Options, int], Strategy]] = {
     "fastest": lambda o, _: Fastest(_stream(o)),
     "random": lambda _, seed: Random(seed),
     "pct": lambda o, seed: PriorityStrategy(seed, integer(o, "d", 3, 1), integer(o, "k", 200, 1)),
-    "exhaustive": _exhaustive,
+    "exhaustive": lambda _, __: Exhaustive(),
     "replay": lambda o, _: ReplaySchedule(Schedule.parse(o.get("schedule", ""))),
     "mixed": _mixed,
 }
@@ -390,14 +385,15 @@ class StepAccesses(NamedTuple):
     all: bool = False
 
 
+@dataclass(eq=False, slots=True)
 class _Frame:
-    __slots__ = ("current", "labels", "sleep", "todo", "touches")
+    touches: dict[str, StepAccesses]
+    todo: list[str]
+    sleep: dict[str, StepAccesses]
+    current: str = field(init=False)
 
-    def __init__(self, touches: dict[str, StepAccesses], todo: list[str], sleep: dict[str, StepAccesses]) -> None:
-        self.touches = touches
-        self.todo = todo
-        self.sleep = sleep
-        self.current = todo[0]
+    def __post_init__(self) -> None:
+        self.current = self.todo[0]
 
 
 class Exhaustive(Strategy):

@@ -14,6 +14,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,30 +50,17 @@ class Meta:
         return f"Meta({tuple(self.shape)}, {self.stride}, {self.dtype})"
 
 
-_LIMIT = 1 << 16
+@lru_cache(maxsize=1 << 16)
+def intern_meta(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Meta:
+    """Return the meta of a shape, strides and dtype: the same object for the same arguments, unless the cache has dropped it,
+    which costs only look-ups.
+    """
+    return Meta(tuple(shape), tuple(stride), dtype)
 
 
-class Metas:
-    """The table of interned metas. It is cleared when it exceeds its size limit, which costs only look-ups."""
-
-    __slots__ = ("_table",)
-
-    def __init__(self) -> None:
-        self._table: dict[tuple[Any, ...], Meta] = {}
-
-    def get(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Meta:
-        """Return the interned meta of a shape, strides and dtype."""
-        key = (shape, stride, dtype)
-        found = self._table.get(key)
-        if found is None:
-            if len(self._table) > _LIMIT:
-                self._table.clear()
-            found = self._table[key] = Meta(tuple(shape), tuple(stride), dtype)
-        return found
-
-    def meta_of(self, tensor: Tensor) -> Meta:
-        """Return the interned meta of a host tensor."""
-        return self.get(tensor.shape, tensor.stride(), tensor.dtype)
+def meta_of(tensor: Tensor) -> Meta:
+    """Return the interned meta of a host tensor."""
+    return intern_meta(tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
@@ -133,33 +122,32 @@ class Block:
         return found
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Pool:
     """The free blocks of one pool, by stream and size. `graph` names the graph whose private pool it is."""
 
-    __slots__ = ("dead", "free", "graph", "reserved")
-
-    def __init__(self, graph: str = "") -> None:
-        self.graph = graph
-        self.dead = False  # blocks that come back are dropped
-        self.free: dict[tuple[int, int], list[Block]] = {}
-        self.reserved = 0
+    graph: str = ""
+    dead: bool = False
+    """True if blocks that come back are dropped."""
+    free: dict[tuple[int, int], list[Block]] = field(default_factory=dict)
+    reserved: int = 0
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Allocation:
     """One use of a block. Dropping the last reference frees it. `id` is never used twice."""
 
-    __slots__ = ("block", "id", "is_empty", "line", "machine_memory", "nbytes", "saved", "stream", "users")
-
-    def __init__(self, memory: CachingAllocator, block: Block, ident: int, nbytes: int, stream: StreamQueue) -> None:
-        self.machine_memory = memory
-        self.block = block
-        self.id = ident
-        self.nbytes = nbytes
-        self.stream = stream
-        self.line = ""
-        self.is_empty = False  # `resize(0)` has released the bytes
-        self.users: list[StreamQueue] | None = None
-        self.saved: Any = None  # weakly, the bytes on the host while they're being pickled
+    machine_memory: CachingAllocator
+    block: Block
+    id: int
+    nbytes: int
+    stream: StreamQueue
+    line: str = ""
+    is_empty: bool = False
+    """True if `resize(0)` has released the bytes."""
+    users: list[StreamQueue] | None = None
+    saved: Any = None
+    """A weak reference to the bytes on the host while they are being pickled."""
 
     def used_by(self, stream: StreamQueue) -> None:
         """Prevent reuse of the memory until `stream` has run its work queued at the release."""

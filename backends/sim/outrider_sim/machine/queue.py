@@ -11,6 +11,7 @@ import sys
 import sysconfig
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from threading import get_ident
 from types import CodeType, FrameType
@@ -42,34 +43,32 @@ class OperationKind:
     COLLECTIVE = 10
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class EventGeneration:
     """One record of an event. A wait enqueued after the record waits for this generation."""
 
-    __slots__ = ("captured", "done", "event", "issued", "number", "stream", "time")
-
-    def __init__(self, event: EventState, number: int, stream: StreamQueue, issued: int) -> None:
-        self.event = event
-        self.number = number
-        self.stream = stream
-        self.issued = issued  # index of the record on its stream
-        self.done = False
-        self.time = 0.0
-        self.captured: Any = None  # the capture that this record is an edge of
+    event: EventState
+    number: int
+    stream: StreamQueue
+    issued: int
+    """Index of the record on its stream."""
+    done: bool = False
+    time: float = 0.0
+    captured: Any = None
+    """The capture that this record is an edge of."""
 
     def __str__(self) -> str:
         return f"{self.event.label} generation {self.number} (recorded at {self.stream.label}.{self.issued})"
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class EventState:
     """An event that streams record repeatedly; `latest` is the generation for which the next wait waits."""
 
-    __slots__ = ("count", "id", "latest", "name")
-
-    def __init__(self, ident: int, name: str) -> None:
-        self.id = ident
-        self.name = name
-        self.latest: EventGeneration | None = None
-        self.count = 0
+    id: int
+    name: str
+    latest: EventGeneration | None = None
+    count: int = 0
 
     @property
     def label(self) -> str:
@@ -77,17 +76,16 @@ class EventState:
         return self.name or f"event {self.id}"
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class FlagState:
     """A resettable flag. A wait may precede its set; a second set before the reset has no effect."""
 
-    __slots__ = ("id", "is_set", "lost", "name", "time")
-
-    def __init__(self, ident: int, name: str) -> None:
-        self.id = ident
-        self.name = name
-        self.is_set = False
-        self.lost = 0
-        self.time = 0.0
+    id: int
+    name: str
+    is_set: bool = False
+    lost: int = 0
+    """Number of sets that had no effect."""
+    time: float = 0.0
 
     def apply(self, kind: int, now: float) -> float:
         """Carry out a set, wait or reset at virtual time `now`; return the virtual time after the operation."""
@@ -105,6 +103,7 @@ class FlagState:
         return self.name or f"flag {self.id}"
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Op:
     """One operation, in a queue or in a captured graph.
 
@@ -112,105 +111,60 @@ class Op:
     result and copies it to its tensor. `target` is the generation, flag or graph of the kinds that have one.
     """
 
-    __slots__ = (
-        "accesses",
-        "after",
-        "args",
-        "cost",
-        "fn",
-        "host_time",
-        "kind",
-        "kwargs",
-        "line",
-        "name",
-        "number",
-        "order",
-        "post",
-        "report",
-        "rows",
-        "seed",
-        "seq",
-        "target",
-    )
-
-    def __init__(
-        self,
-        kind: int,
-        name: str,
-        fn: Callable[..., Any] | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-        post: Any = None,
-        target: Any = None,
-        cost: float = 0.0,
-    ) -> None:
-        self.kind = kind
-        self.name = name
-        self.fn = fn
-        self.args = args
-        self.kwargs = kwargs if kwargs is not None else {}
-        self.post = post
-        self.target = target
-        self.cost = cost  # microseconds on the device
-        self.seq = -1  # place in the order of the program; -1: as the graph launch before it
-        self.order = 0  # place in a graph
-        self.number = -1  # place among what its device was given
-        self.host_time = 0.0
-        self.accesses: tuple[Access, ...] = ()
-        self.line = ""
-        self.report: Any = None  # what a tool made of it when it was enqueued
-        self.rows: Any = None  # how to find the rows that it touches, from its operands when it runs
-        self.after = False  # they are known only when it has run
-        self.seed: Any = None
+    kind: int
+    name: str
+    fn: Callable[..., Any] | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    post: Any = None
+    target: Any = None
+    cost: float = 0.0
+    """Microseconds on the device."""
+    order: int = 0
+    """Position in a graph."""
+    accesses: tuple[Access, ...] = ()
+    line: str = ""
+    rows: Any = None
+    """Function that finds the accessed rows from the operands when the operation runs."""
+    after: bool = False
+    """True if the rows are known only after the run."""
+    seed: Any = None
+    report: Any = None
+    """The object that a tool made of the operation when it was enqueued."""
+    seq: int = field(init=False, default=-1)
+    """Position in the order of the program; -1: as the preceding graph launch."""
+    number: int = field(init=False, default=-1)
+    """Position among the operations enqueued on the device."""
+    host_time: float = field(init=False, default=0.0)
 
     def again(self) -> Op:
         """Return a copy of this operation, so that it can be enqueued once more."""
-        op = Op(self.kind, self.name, self.fn, self.args, self.kwargs, self.post, self.target, self.cost)
-        op.order, op.accesses, op.line, op.rows, op.after, op.seed, op.report = (
-            self.order,
-            self.accesses,
-            self.line,
-            self.rows,
-            self.after,
-            self.seed,
-            self.report,
-        )
-        return op
+        call = self.fn, self.args, self.kwargs, self.post, self.target, self.cost
+        observed = self.accesses, self.line, self.rows, self.after, self.seed, self.report
+        return Op(self.kind, self.name, *call, self.order, *observed)
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class StreamQueue:
     """The queue of one simulated stream. `done` of its `issued` operations have run; `queue` holds the others in order."""
 
-    __slots__ = (
-        "base_seq",
-        "capture",
-        "clock",
-        "done",
-        "id",
-        "issued",
-        "label",
-        "late",
-        "machine",
-        "name",
-        "poison",
-        "priority",
-        "queue",
-    )
+    id: int
+    name: str
+    priority: int = 0
+    machine: Any = None
+    label: str = field(init=False)
+    """Name in schedules."""
+    queue: deque[Op] = field(init=False, default_factory=deque)
+    issued: int = 0
+    done: int = 0
+    clock: float = 0.0
+    """Virtual microseconds."""
+    base_seq: int = 0
+    capture: Any = None
+    poison: deque[tuple[int, Any]] = field(init=False, default_factory=deque)
 
-    def __init__(self, ident: int, name: str, priority: int = 0, machine: Any = None) -> None:
-        self.machine = machine
-        self.id = ident
-        self.label = str(ident)  # the actor's name in schedules
-        self.name = name
-        self.priority = priority
-        self.queue: deque[Op] = deque()
-        self.issued = 0
-        self.done = 0
-        self.clock = 0.0  # virtual microseconds
-        self.base_seq = 0
-        self.capture: Any = None
-        self.late = False
-        self.poison: deque[tuple[int, Any]] = deque()
+    def __post_init__(self) -> None:
+        self.label = str(self.id)
 
     @property
     def step(self) -> int:
@@ -219,50 +173,6 @@ class StreamQueue:
 
     def __str__(self) -> str:
         return f"stream {self.id}" + (f" ({self.name})" if self.name else "")
-
-
-class HostThread:
-    """A host thread as an actor of the schedule: it takes a step at each point where it uses a device."""
-
-    __slots__ = (
-        "action",
-        "baton",
-        "clock",
-        "error",
-        "finished",
-        "id",
-        "label",
-        "machine",
-        "name",
-        "os",
-        "ready",
-        "refused",
-        "saved",
-        "step",
-        "streams",
-        "waits_for",
-    )
-
-    def __init__(self, ident: int, name: str, streams: Any) -> None:
-        self.id = ident
-        self.label = f"host{ident}"
-        self.name = name
-        self.step = 0
-        self.streams = streams  # each machine's current stream, where it starts
-        self.machine: Any = None  # whose work it waits for
-        self.ready: Callable[[], bool] | None = None  # what it waits for; None: it can go on
-        self.waits_for = ""
-        self.action: Action = FREE
-        self.baton: Any = None
-        self.os: Any = None
-        self.finished = False
-        self.error: BaseException | None = None
-        self.clock = 0.0
-        self.refused = 0  # how often it asked, and the answer was no
-        self.saved: list[Any] = []  # what it saw of the process when it last ran
-
-    def __str__(self) -> str:
-        return f"host thread {self.id}" + (f" ({self.name})" if self.name else "")
 
 
 class Action(NamedTuple):
@@ -275,6 +185,41 @@ class Action(NamedTuple):
 
 FREE = Action("free")
 ENQUEUE = Action("enqueue")
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class HostThread:
+    """A host thread as an actor of the schedule: it takes a step at each point where it uses a device."""
+
+    id: int
+    name: str
+    streams: Any
+    """Each machine's current stream, where the thread starts."""
+    label: str = field(init=False)
+    """Name in schedules."""
+    step: int = 0
+    machine: Any = None
+    """The machine whose work the thread waits for."""
+    ready: Callable[[], bool] | None = None
+    """Condition that the thread waits for; None: it can continue."""
+    waits_for: str = ""
+    action: Action = FREE
+    baton: Any = None
+    os: Any = None
+    """The operating system's thread."""
+    finished: bool = False
+    error: BaseException | None = None
+    clock: float = 0.0
+    refused: int = 0
+    """Number of queries with a negative answer."""
+    saved: list[Any] = field(default_factory=list)
+    """Process-wide values of this thread while another one runs."""
+
+    def __post_init__(self) -> None:
+        self.label = f"host{self.id}"
+
+    def __str__(self) -> str:
+        return f"host thread {self.id}" + (f" ({self.name})" if self.name else "")
 
 
 def action_text(action: Action) -> str:

@@ -450,8 +450,8 @@ class Functional:
     def _all_reduce(self, tensor: Tensor, op: str, group: Any) -> Tensor:
         return self._made(tensor, _group(group).allreduce([tensor], _options(op)))
 
-    def _all_gather(self, tensor: Tensor, size: int, group: Any, *, out: Tensor | None = None) -> Tensor:
-        into = out if out is not None else tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
+    def _all_gather(self, tensor: Tensor, size: int, group: Any) -> Tensor:
+        into = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
         return self._made(into, _group(group).all_gather_single(into, tensor))
 
     def _reduce_scatter(self, tensor: Tensor, op: str, size: int, group: Any) -> Tensor:

@@ -9,6 +9,7 @@ rank's first operation has run. The module does not depend on torch: the group's
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outrider_sim.machine.queue import Action, HostThread, OperationKind, StreamQueue, reason
@@ -43,21 +44,21 @@ class IssuedCollective(NamedTuple):
         return ""
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class CollectivePart:
     """One rank's part of a collective: two operations of its stream, the start and the end."""
 
-    __slots__ = ("captured", "failed", "issued", "meeting", "member", "number", "resident", "results", "started", "stream")
-
-    def __init__(self, member: Member, call: IssuedCollective, number: int, meeting: CollectiveRendezvous) -> None:
-        self.member = member
-        self.issued = call
-        self.captured: Any = None  # the call in a graph that this is one replay of; a rebinding changes what it works on
-        self.number = number
-        self.meeting = meeting
-        self.started = self.resident = False
-        self.failed: str | None = None
-        self.results: Any = None
-        self.stream: StreamQueue | None = None
+    member: Member
+    issued: IssuedCollective
+    number: int
+    meeting: CollectiveRendezvous
+    captured: Any = None
+    """The call in a graph that this is one replay of; a rebinding changes its operands."""
+    started: bool = False
+    resident: bool = False
+    failed: str | None = None
+    results: Any = None
+    stream: StreamQueue | None = None
 
     @property
     def call(self) -> IssuedCollective:
@@ -116,17 +117,15 @@ class CollectivePart:
         self.member.group.meetings.pop(meeting.key, None)
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class CollectiveRendezvous:
     """The parts of one collective, by rank index."""
 
-    __slots__ = ("done", "halves", "key", "members", "time")
-
-    def __init__(self, key: tuple[Channel, int], members: tuple[int, ...]) -> None:
-        self.key = key
-        self.members = members
-        self.halves: dict[int, CollectivePart] = {}
-        self.done = False
-        self.time = 0.0
+    key: tuple[Channel, int]
+    members: tuple[int, ...]
+    halves: dict[int, CollectivePart] = field(default_factory=dict)
+    done: bool = False
+    time: float = 0.0
 
     @property
     def begun(self) -> bool:

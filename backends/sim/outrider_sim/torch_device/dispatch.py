@@ -19,7 +19,7 @@ from torch import Tensor
 from outrider.device import ROW_ACCESS, Access
 from outrider.device.kernels.operators import reads_no_elements
 from outrider_sim.machine.device_state import SimDeviceState
-from outrider_sim.machine.memory import Meta, Metas
+from outrider_sim.machine.memory import Meta
 from outrider_sim.machine.pinned import PinnedTensor
 from outrider_sim.machine.queue import Op, OperationKind, SourceLines, StreamQueue
 from outrider_sim.ranks.divergent_operators import divergent_implementation
@@ -58,8 +58,7 @@ class Dispatcher:
         self.current = current
         self.thread_device = threading.local()  # `device`: the device of the calling thread's rank
         self.has_several_devices = False  # several devices exist, so the operands determine a call's device
-        self.metas = Metas()
-        self._planner = Planner(self, self.metas)
+        self._planner = Planner(self)
         self.infos: dict[Any, OpInfo] = {}
         self._lines = SourceLines()
         self.tensor_operators = tensors = TensorOperators(self)

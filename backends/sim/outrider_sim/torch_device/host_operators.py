@@ -15,6 +15,7 @@ from torch import Tensor
 
 from outrider.device import CaptureError
 from outrider_sim.machine.device_state import SimDeviceState
+from outrider_sim.machine.memory import meta_of
 from outrider_sim.machine.queue import Op, OperationKind, StreamQueue
 from outrider_sim.torch_device.opinfo import OpInfo, extent
 from outrider_sim.torch_device.tensor import SimTensor
@@ -84,14 +85,14 @@ class HostOperators:
                         f"{info.name}: the result has shape {tuple(value.shape)}, but {name!r} has {tuple(target.shape)}: a "
                         "tensor of the simulated device can't be resized by an operation; pass one of the right shape"
                     )
-                self._core.tensor_operators.renew(target, self._core.metas.meta_of(value))
+                self._core.tensor_operators.renew(target, meta_of(value))
             self._write(target, value, sim, stream)
             filled.append(target)
         return filled[0] if len(filled) == 1 else tuple(filled)
 
     def _place(self, value: Any, sim: SimDeviceState, stream: StreamQueue) -> Any:
         if isinstance(value, Tensor):
-            made = self._core.allocate(sim, self._core.metas.meta_of(value), stream)
+            made = self._core.allocate(sim, meta_of(value), stream)
             self._write(made, value, sim, stream)
             return made
         if isinstance(value, list | tuple):

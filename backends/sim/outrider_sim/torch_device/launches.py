@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from outrider.device import Access, ConfigError
+from outrider_sim.machine.memory import meta_of
 from outrider_sim.machine.pinned import PinnedTensor, alias
 from outrider_sim.machine.queue import Op, OperationKind
 from outrider_sim.torch_device.opinfo import extent
@@ -128,8 +129,7 @@ def mapped(pinned: Tensor) -> Tensor:
         raise ConfigError("only pinned host memory of the simulated device can be mapped; make it with pin_memory=True")
     found = registered()
     assert found is not None, "pinned memory exists, so the device does"
-    core = found.dispatcher
-    sim = core.current
+    sim = found.dispatcher.current
     inner = alias(pinned)
     allocation: Any = ForeignAllocation(pinned._alloc, sim.memory)
-    return wrap(inner, core.metas.meta_of(inner), allocation, sim.device)
+    return wrap(inner, meta_of(inner), allocation, sim.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -102,7 +103,6 @@ class OpInfo:
         "run",
         "takes_generator",
         "takes_host_indices",
-        "uses_device",
         "way",
         "writes",
     )
@@ -123,7 +123,6 @@ class OpInfo:
         self.writes = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
         self.returns = tuple(_operand_of(schema, r) for r in schema.returns)
         self.fresh = self.returns == (None,) and str(schema.returns[0].type) == "Tensor"
-        self.uses_device = "device" in self.names
         self.takes_generator = "generator" in self.names
         tags = func.tags
         self.random = torch.Tag.nondeterministic_seeded in tags
@@ -183,19 +182,18 @@ def _operand_of(schema: Any, result: Any) -> str | None:
     return None
 
 
+@dataclass(frozen=True, eq=False, slots=True)
 class ResultPlan:
-    """The planned results of one operator call. `outs` are the metas of new tensors in order, with None for a None result."""
+    """The planned results of one operator call."""
 
-    __slots__ = ("cost", "out", "outs", "resized", "structure")
-
-    def __init__(
-        self, outs: tuple[Any, ...], structure: Any, cost: float, out: bool = False, resized: tuple[Any, ...] = ()
-    ) -> None:
-        self.resized = resized  # operands that must get memory first: name and meta
-        self.out = out  # the overload that writes into given tensors does
-        self.outs = outs
-        self.structure = structure
-        self.cost = cost
+    outs: tuple[Any, ...]
+    """Metas of new tensors in order, with None for a None result."""
+    structure: Any
+    cost: float
+    out: bool = False
+    """True if the overload that writes to given tensors is used."""
+    resized: tuple[Any, ...] = ()
+    """Operands that must get memory first: name and meta."""
 
 
 CPU = torch.device("cpu")
@@ -222,11 +220,10 @@ def extent(tensor: SimTensor, write: bool, argument: str) -> Access:
 class Seeded:
     """A random operator with the seed that was chosen when the operator was enqueued."""
 
-    __slots__ = ("_generator", "_info", "seed")
+    __slots__ = ("_info", "seed")
 
     def __init__(self, info: OpInfo, seed: int, generator: torch.Generator | None) -> None:
         self._info = info
-        self._generator = generator
         if generator is not None:
             seed = int(torch.randint(0, 1 << 62, (), generator=generator))
         self.seed = seed

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider_sim.machine.device_state import exclude_ambient_dispatch
-from outrider_sim.machine.memory import Meta, Metas, contiguous
+from outrider_sim.machine.memory import Meta, contiguous, intern_meta, meta_of
 from outrider_sim.machine.pinned import PinnedTensor
 from outrider_sim.torch_device.opinfo import CPU, META, PLAN_LIMIT, OpInfo, ResultPlan, is_strided, without_generator
 from outrider_sim.torch_device.tensor import SimTensor
@@ -38,9 +38,8 @@ _Resized = tuple[tuple[str, Meta], ...]
 class Planner:
     """Creates the plans of operator calls by tracing them on meta tensors and zeros."""
 
-    def __init__(self, core: Dispatcher, metas: Metas) -> None:
+    def __init__(self, core: Dispatcher) -> None:
         self._core = core
-        self._metas = metas
 
     def plan(self, info: OpInfo, key: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> ResultPlan:
         """Return the plan of a call: the results' metas and the implementation.
@@ -86,7 +85,7 @@ class Planner:
 
     def _look(self, info: OpInfo, value: Tensor) -> Meta:
         self._strided(info, value)
-        return self._metas.meta_of(value)
+        return meta_of(value)
 
     @staticmethod
     def _strided(info: OpInfo, value: Tensor) -> None:
@@ -119,7 +118,7 @@ class Planner:
         resized: _Resized = ()
         for name, made, meta in sketch.written:
             if made.shape != meta.shape and made.dtype == meta.dtype and not meta.numel and name in info.outs:
-                resized += ((name, self._metas.meta_of(made)),)  # an empty `out=` takes the shape of the result
+                resized += ((name, meta_of(made)),)  # an empty `out=` takes the shape of the result
             elif made.shape != meta.shape or made.dtype != meta.dtype:
                 raise RuntimeError(
                     f"{info.name}: the result has shape {tuple(made.shape)}, but {name!r} has {tuple(meta.shape)}: a tensor "
@@ -190,7 +189,7 @@ class Planner:
     def _cut(self, meta: Meta) -> Meta:
         """Return the operand's meta with each dimension limited to `_CUT`; equal dimensions stay equal."""
         shape = tuple(min(size, _CUT) for size in meta.shape)
-        return self._metas.get(torch.Size(shape), contiguous(shape), meta.dtype)
+        return intern_meta(torch.Size(shape), contiguous(shape), meta.dtype)
 
     @staticmethod
     def _run_on_zeros(info: OpInfo, sketch: _Sketch, make: Callable[[Meta], Tensor]) -> Any:

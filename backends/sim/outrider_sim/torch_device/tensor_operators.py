@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outrider.device import CaptureError
 from outrider_sim.machine.device_state import host_extent
-from outrider_sim.machine.memory import Meta, contiguous
+from outrider_sim.machine.memory import Meta, contiguous, intern_meta, meta_of
 from outrider_sim.machine.pinned import PinnedTensor, alias
 from outrider_sim.machine.queue import Op, OperationKind
 from outrider_sim.torch_device.opinfo import CPU, META, PLAN_LIMIT, OpInfo, Seeded, extent, without_generator
@@ -53,9 +53,7 @@ class TensorOperators:
         else:
             stride = torch.empty(shape, device=META, memory_format=memory_format).stride()
         sim = self._core.current
-        return self._core.allocate(
-            sim, self._core.metas.get(shape, stride, dtype or torch.get_default_dtype()), sim.machine.stream
-        )
+        return self._core.allocate(sim, intern_meta(shape, stride, dtype or torch.get_default_dtype()), sim.machine.stream)
 
     def empty_strided(
         self,
@@ -69,7 +67,7 @@ class TensorOperators:
         """Return a device tensor of the given size and strides with undefined contents."""
         del layout, device, pin_memory
         sim = self._core.current
-        meta = self._core.metas.get(torch.Size(size), tuple(stride), dtype or torch.get_default_dtype())
+        meta = intern_meta(torch.Size(size), tuple(stride), dtype or torch.get_default_dtype())
         return self._core.allocate(sim, meta, sim.machine.stream)
 
     def empty_like(self, info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
@@ -123,7 +121,7 @@ class TensorOperators:
         shape = info.func(*args, **without_generator(named))
         sim = self._core.current
         stream = sim.machine.stream
-        made = self._core.allocate(sim, self._core.metas.meta_of(shape), stream)
+        made = self._core.allocate(sim, meta_of(shape), stream)
         run: Callable[..., Any] = info.run
         named["device"] = CPU
         if info.random:
@@ -156,9 +154,9 @@ class TensorOperators:
                 info.plans.clear()
             start = inner.storage_offset()
             if isinstance(result, Tensor):
-                plan = (self._core.metas.meta_of(result), result.storage_offset() - start)
+                plan = (meta_of(result), result.storage_offset() - start)
             else:
-                plan = [(self._core.metas.meta_of(item), item.storage_offset() - start) for item in result]
+                plan = [(meta_of(item), item.storage_offset() - start) for item in result]
             info.plans[looked_up] = plan
         start = inner.storage_offset()
         if type(plan) is tuple:
@@ -171,8 +169,8 @@ class TensorOperators:
 
     def _wrap_views(self, result: Any, base: SimTensor) -> Any:
         if isinstance(result, Tensor):
-            return wrap(result, self._core.metas.meta_of(result), base._alloc, base.device)
-        return [wrap(item, self._core.metas.meta_of(item), base._alloc, base.device) for item in result]
+            return wrap(result, meta_of(result), base._alloc, base.device)
+        return [wrap(item, meta_of(item), base._alloc, base.device) for item in result]
 
     def detach(self, base: SimTensor) -> SimTensor:
         """Return a view of the same memory, outside autograd."""
@@ -193,7 +191,7 @@ class TensorOperators:
         return target
 
     def _become(self, target: SimTensor, inner: Tensor) -> None:
-        target._inner, target._meta, target._seen = inner, self._core.metas.meta_of(inner), None
+        target._inner, target._meta, target._seen = inner, meta_of(inner), None
         with torch._C._DisableTorchDispatch():
             torch.ops.aten.as_strided_.default(target, inner.shape, inner.stride(), inner.storage_offset())
 
@@ -215,7 +213,7 @@ class TensorOperators:
         return self._take_over(target, operands[0]._inner, operands[0])
 
     def _take_over(self, target: SimTensor, inner: Tensor, owner: SimTensor) -> SimTensor:
-        made = wrap(inner, self._core.metas.meta_of(inner), owner._alloc, owner.device)
+        made = wrap(inner, meta_of(inner), owner._alloc, owner.device)
         with torch._C._DisableTorchDispatch():
             Tensor.data.__set__(target, made)  # type: ignore[attr-defined]
         target._inner, target._alloc, target._meta, target._seen = made._inner, made._alloc, made._meta, None
@@ -230,7 +228,7 @@ class TensorOperators:
     def _resize(self, target: SimTensor, shape: tuple[int, ...]) -> SimTensor:
         if target._meta.shape == torch.Size(shape):
             return target
-        meta = self._core.metas.get(torch.Size(shape), contiguous(shape), target._meta.dtype)
+        meta = intern_meta(torch.Size(shape), contiguous(shape), target._meta.dtype)
         if not target._meta.numel and meta.extent > target._alloc.nbytes:
             return self.renew(target, meta)
         if meta.extent > target._alloc.nbytes:
@@ -328,7 +326,7 @@ class TensorOperators:
     def to_device(self, source: Tensor, dtype: torch.dtype, *, non_blocking: bool) -> SimTensor:
         """Return a copy of a host tensor in new device memory."""
         sim = self._core.current
-        meta = self._core.metas.get(source.shape, contiguous(tuple(source.shape)), dtype)
+        meta = intern_meta(source.shape, contiguous(tuple(source.shape)), dtype)
         made = self._core.allocate(sim, meta, sim.machine.stream)
         self.host_to_device(made, source, non_blocking)
         return made
@@ -359,7 +357,7 @@ class TensorOperators:
             if target.type == self._core.device.type:
                 if target.index and target != source.device:
                     raise RuntimeError(f"a copy from {source.device} to {target} isn't possible: devices meet in collectives")
-                made = self._core.allocate(sim, self._core.metas.meta_of(looks), sim.machine.stream)
+                made = self._core.allocate(sim, meta_of(looks), sim.machine.stream)
                 self.copy_(made, source)
                 return made
             if target.type != "cpu":
@@ -371,7 +369,7 @@ class TensorOperators:
                 host = torch.empty_strided(looks.shape, looks.stride(), dtype=looks.dtype)
             self.device_to_host(host, source, non_blocking)
             return host
-        made = self._core.allocate(sim, self._core.metas.meta_of(looks), sim.machine.stream)
+        made = self._core.allocate(sim, meta_of(looks), sim.machine.stream)
         self.host_to_device(made, source, non_blocking)
         return made
 

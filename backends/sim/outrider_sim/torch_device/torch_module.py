@@ -270,17 +270,6 @@ def empty_pinned(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
     return _backend().sim.pinned(tuple(shape), dtype or torch.get_default_dtype())
 
 
-class _DeviceScope:
-    def __init__(self, device: Any) -> None:
-        self.device = device
-
-    def __enter__(self) -> None:
-        """Change no state: the scope has no effect."""
-
-    def __exit__(self, *_: object) -> None:
-        """Change no state: the scope has no effect."""
-
-
 def _device_count() -> int:
     found = registered()
     return 1 if found is None else len(found.dispatcher.current.machine.scheduler.machines)
@@ -368,7 +357,7 @@ def make_module(name: str) -> ModuleType:
         "current_device": lambda: _backend().sim.machine.rank,
         "current_stream": current_stream,
         "default_stream": default_stream,
-        "device": _DeviceScope,
+        "device": lambda device: nullcontext(),  # the scope has no effect
         "device_count": _device_count,
         "empty_cache": _empty_cache,
         "empty_pinned": empty_pinned,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils import backend_registration
@@ -28,9 +28,6 @@ from outrider_sim.torch_device.opinfo import OpInfo
 from outrider_sim.torch_device.tensor import SimTensor
 from outrider_sim.torch_device.torch_module import SimTorchEvent, SimTorchStream, make_module
 from outrider_sim.torch_device.torch_slot import TorchRegistration
-
-if TYPE_CHECKING:
-    from outrider_sim.torch_device.dispatch import Dispatcher
 
 
 def install_names(kind: str, dispatcher: Dispatcher) -> Iterator[Any]:

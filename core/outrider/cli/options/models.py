@@ -305,6 +305,11 @@ def prepare_device(device: Backend, config: Callable[[], ModelConfig], tune_seco
     return PreparedKernels(num_loaded=0 if directory is None else device.kernels_in_use.use_tuned(directory))
 
 
+def _rarely_accepted(speculation: Speculation) -> bool:
+    """Return True for chains that are looked up in text: of new text, few draft tokens are accepted."""
+    return speculation.kind in ("ngram", "suffix") and speculation.draft_topk == 1
+
+
 @uncollected()
 def load(
     backend: str | None,
@@ -333,18 +338,22 @@ def load(
 
     # The engine checks names that the user gave as strings.
     names: dict[str, Any] = {"quantized": speculation.quantized, "draft_output_head": speculation.draft_output_head}
-    config = EngineConfig(
-        draft_tokens=speculation.draft_tokens,
-        draft_topk=speculation.draft_topk,
-        prefix_cache=prefix_cache,
-        **{"max_requests": max_requests, "dtype": dtype, **(settings or {})},
-    )
     registry = Registry(probe=plugin_probe())
     if joined is None:
         device, ranks, leads = registry.create(registry.select(backend, backend_from_environment())), None, True
     else:
         device = joined.backend(registry, backend, backend_from_environment())
         ranks, leads = joined.join(device), joined.leads
+    given: dict[str, Any] = {"max_requests": max_requests, "dtype": dtype} | dict(settings or {})
+    if max_requests == 1 and _rarely_accepted(speculation) and not given.get("batch_invariant"):
+        # Where the host computes, each draft token takes time.
+        given.setdefault("draft_length", None if device.capabilities.asynchronous else "load")
+    config = EngineConfig(
+        draft_tokens=speculation.draft_tokens,
+        draft_topk=speculation.draft_topk,
+        prefix_cache=prefix_cache,
+        **given,
+    )
     with show_progress(leads) as tell:
         if not speculation.through_transformers:
             prepare_device(device, lambda: read_model_config(speculation.model), 0.0, tell)

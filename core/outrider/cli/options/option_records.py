@@ -93,19 +93,9 @@ class ModelOptions:
 
     def speculation(self) -> Speculation:
         """Return the checkpoints and the proposer. Raises :class:`CheckpointError` for a checkpoint that can't be found."""
-        return Speculation.with_defaults(self.speculate, **self._checkpoint_options())
-
-    def _checkpoint_options(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "draft": self.draft,
-            "draft_tokens": self.draft_tokens,
-            "draft_topk": self.draft_topk,
-            "through_transformers": self.through_transformers,
-            "trust_remote_code": self.trust_remote_code,
-            "quantized": self.quantized,
-            "quantize": self.quantize,
-        }
+        names = {each.name for each in fields(Speculation)} | {"quantize"}
+        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name in names}
+        return Speculation.with_defaults(self.speculate, **own)
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of the engine that these options give, for :func:`~outrider.cli.options.models.load`."""
@@ -126,10 +116,6 @@ class ServerOptions(ModelOptions):
     max_requests: MaxRequestsOption = None
     draft_output_head: DraftOutputHeadOption = None
     draft_vocabulary: DraftVocabularyOption = None
-
-    def _checkpoint_options(self) -> dict[str, Any]:
-        own = {"draft_output_head": self.draft_output_head, "draft_vocabulary": self.draft_vocabulary}
-        return super()._checkpoint_options() | own
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of the server's engine that these options give."""

@@ -122,6 +122,15 @@ class KernelSet(BlockKernels, SamplingKernels):
         """
         return None
 
+    def compile_ahead(self) -> AbstractContextManager[None] | None:
+        """Return a scope in which calls compile their kernels and don't run them; None if these kernels are run by each call.
+
+        A call in the scope returns zeros. It may run operations of torch or of a library, which read and write its operands.
+        Within :meth:`every_variant` the call doesn't wait for the compilation. An engine runs an iteration of padding in the
+        scope, so that the iterations of its warm-up, which need results, find most kernels compiled.
+        """
+        return None
+
     tunes = False
     """True if :meth:`tune` can measure, and :meth:`use_tuned` can load its choices."""
 

@@ -9,8 +9,8 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
 from importlib import import_module
@@ -485,26 +485,57 @@ def _compile_guide(compiler: Any, guide: Guide) -> Any:
     return compiler.compile_grammar(guide.grammar)
 
 
+Admit = Callable[[BaseException | None], None]
+"""A function that admits a request whose guide was compiled, or refuses it with the error of its guide."""
+
+
 class GuideCompilers:
-    """Threads that compile guides, so that running requests don't wait for a compilation. The first guide starts them."""
+    """The requests whose guides are compiled in threads, so that running requests don't wait for a compilation. The first
+    guide starts the threads.
+    """
 
     def __init__(self, compile_guide: Callable[[Guide], None]) -> None:
         self._compile_guide = compile_guide
         self._pool: ThreadPoolExecutor | None = None
+        self._waiting: dict[Hashable, tuple[Future[None], Admit]] = {}
 
-    def start_compilation(self, params: SamplingParams) -> Future[None] | None:
-        """Start to compile the guide of a request, and return the future of the compilation. None: there is no guide.
+    @property
+    def has_waiting(self) -> bool:
+        """True if a request waits for its guide."""
+        return bool(self._waiting)
 
-        The request may be added to the engine once the future is done. The future's error says why the guide is invalid.
+    def delay(self, request: Hashable, params: SamplingParams, admit: Admit) -> bool:
+        """Start to compile the guide of ``request``, after which :meth:`admit_compiled` calls ``admit``. Return False for a
+        request without a guide, which the caller admits itself.
         """
         if params.guide is None:
-            return None
+            return False
         if self._pool is None:
             self._pool = ThreadPoolExecutor(_NUM_COMPILER_THREADS, thread_name_prefix="outrider-guides")
-        return self._pool.submit(self._compile_guide, params.guide)
+        self._waiting[request] = self._pool.submit(self._compile_guide, params.guide), admit
+        return True
+
+    def admit_compiled(self) -> bool:
+        """Admit or refuse each request whose guide has been compiled. Return True if there was one."""
+        compiled = [(request, future, admit) for request, (future, admit) in self._waiting.items() if future.done()]
+        for request, future, admit in compiled:
+            del self._waiting[request]
+            admit(future.exception())
+        return bool(compiled)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until a guide has been compiled, for at most ``seconds``."""
+        wait([future for future, _ in self._waiting.values()], timeout=seconds, return_when=FIRST_COMPLETED)
+
+    def drop(self, request: Hashable) -> None:
+        """Forget a request that has ended, if it waits."""
+        self._waiting.pop(request, None)
 
     def close(self) -> None:
-        """Cancel the compilations that haven't started. A running compilation continues until it is done."""
+        """Forget the requests, and cancel the compilations that haven't started. A running compilation continues until it is
+        done.
+        """
+        self._waiting.clear()
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from outrider.device import ConfigError, DeviceError
@@ -188,7 +189,9 @@ class RankedDecisionLog(DecisionLog):
 
     def keep_handed_over(self, handed: HandOver) -> HandOver:
         """Store this rank's part of a request that leaves, and return it with a key that is equal on all ranks."""
-        return self.ranks.store_handed_over(handed)
+        key = f"request {next(self.ranks.handed_over_numbers)}"
+        self.ranks.handed_over[key] = replace(handed, key=key)
+        return self.ranks.handed_over[key]
 
     def check_handed_over(self, handed: HandOver) -> None:
         """Raise :class:`ConfigError` if the request comes from other ranks or was already taken over."""
@@ -197,7 +200,7 @@ class RankedDecisionLog(DecisionLog):
 
     def drop_handed_over(self, handed: HandOver) -> None:
         """Drop this rank's part of a request that this engine has taken over."""
-        self.ranks.drop_handed_over(handed)
+        del self.ranks.handed_over[str(handed.key)]
 
     def report_failure(self, error: BaseException) -> DeviceError:
         """Report ``error`` to the other ranks, and return the error that stops this rank: that of the rank that failed
@@ -286,8 +289,8 @@ class ReplicatedLength(DraftLengthPolicy):
         super().__init__(lengths)
         self._decision_log = decision_log
 
-    def choose(self, requests: int, cached: int) -> int:
+    def choose(self, requests: int, cached: int, repeats: Sequence[int] = ()) -> int:
         """Return the length that the current record has, or the longest one if it has none."""
-        del requests, cached
+        del requests, cached, repeats
         drafted = self._decision_log.drafted
         return self.lengths[-1] if drafted is None else drafted

@@ -6,46 +6,20 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs don't list it
 
 from outrider.device import Backend, ConfigError
-from outrider.engine.config import DecidedConfig, EngineConfig
 from outrider.engine.ranks.heartbeats import StopDetector, is_stopped
 from outrider.engine.ranks.ranks import ParallelConfig, Ranks
 from outrider.engine.ranks.records import encode
+from outrider.engine.setup.loading import LoadingArguments
 
 _EXIT_TIMEOUT_S = 5.0
 _STOPPED_CHECKS = 4
 """Checks in a row, at most a second apart, after which a stopped child counts as lost."""
-
-
-def absolute(path: Path | str | None) -> Path | None:
-    """Return the absolute path of an existing file or directory; a name on the Hub stays a name, and None stays None."""
-    if not isinstance(path, str | Path):
-        return path  # the caller checks its type
-    return Path(path).resolve() if Path(path).exists() else Path(path)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadingArguments:
-    """The arguments of :meth:`Engine.from_checkpoint` that are equal on all ranks."""
-
-    draft_dir: Path | None
-    speculate: str
-    config: EngineConfig | DecidedConfig | None
-    through_transformers: bool
-    trust_remote_code: bool
-    quantized: str = "kernels"
-    draft_output_head: str | None = None
-    draft_vocabulary: Path | int | None = None
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the loading arguments by keyword."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -140,13 +140,13 @@ class Ranks:
         self._find_lost_process = find_lost_process
         self._engines = itertools.count()
         self._num_exchanges = 0
-        self._handed_over_numbers = itertools.count()
         # Wait here for slow starts: the group's own timeout is that of an iteration.
         self.exchange("the start", str(config), str)
         self.tensor, self.data = self._group("tensor", tensor), self._group("data", data)
         self.model = ModelRanks(config.shards(rank), tensor=self.tensor, data=self.data)
         self.handed_over: dict[str, HandOver] = {}
         """This rank's part of each request between two engines, by a key that is equal on all ranks."""
+        self.handed_over_numbers = itertools.count()
         self.failure_wait_s = _FAILURE_WAIT_S
         """Seconds that this rank waits for another rank's report after it lost the other ranks."""
 
@@ -216,17 +216,6 @@ class Ranks:
                         f"{what}: {name} is {value} on rank 0 and {rank_values.get(name)} on rank {rank}; start all ranks "
                         "with the same options, files and software"
                     )
-
-    def store_handed_over(self, handed: HandOver) -> HandOver:
-        """Store this rank's part of a request that leaves an engine, under a key that is equal on all ranks."""
-        handed = replace(handed, key=f"{self.name}/request/{next(self._handed_over_numbers)}")
-        assert handed.key is not None
-        self.handed_over[handed.key] = handed
-        return handed
-
-    def drop_handed_over(self, handed: HandOver) -> None:
-        """Drop this rank's part of a request that another engine has taken over."""
-        del self.handed_over[str(handed.key)]
 
     @property
     def progress(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.engine.requests.hand_over import ArrivedPages, HandOver
+from outrider.engine.requests.hand_over import Arrival
 from outrider.engine.requests.request import Request
 
 
@@ -104,10 +104,12 @@ class Batch:
     """Requests that get their row in this iteration."""
     table_updates: tuple[tuple[int, int, int], ...]
     """Block-table entries to write, as (row, index, page)."""
-    arrivals: tuple[tuple[Request, HandOver | ArrivedPages], ...] = ()
+    arrivals: tuple[tuple[Request, Arrival], ...] = ()
     """Requests whose state comes from another engine. They decode from the next iteration on."""
     drafted: int | None = None
     """Draft tokens of each decoding request; None: as many as the proposer drafts."""
+    repeats: tuple[int, ...] = ()
+    """What the draft-length policy was told of each decoding request, see :attr:`DraftLengthPolicy.reads_repeats`."""
     global_batch: GlobalBatch | None = None
     """The batches of all data-parallel groups; None if there is only one group."""
     decode_features: Features | None = None

@@ -12,6 +12,10 @@ _PRIOR_TRIALS = 8.0  # number of trials that the prior counts for
 _DECAY_PER_ITERATION = 0.98  # factor on the weight of earlier observations
 _MIN_SPEEDUP = 1.02  # another length must be faster by this factor: measured costs are off by 1 or 2 percent
 _MIN_ITERATIONS_BETWEEN_CHANGES = 4
+_MAX_SHORT_LOOKUPS = 64  # consecutive iterations in which a class of repeats isn't drafted for in full
+_PRIOR_OF_REPEATS = (0.3, 0.3, 0.6, 0.8, 0.95)  # assumed acceptance by class of repeats
+MAX_REPEATS = 8
+"""Maximum number of repeated tokens that the host counts."""
 _MAX_SHORT_ITERATIONS = 256  # consecutive iterations with a shorter draft before one tries the next longer length
 
 
@@ -38,15 +42,20 @@ class DraftLengthPolicy(ABC):
         following iteration can draft.
         """
 
+    reads_repeats: bool = False
+    """True if the scheduler passes ``repeats``: for each request, how many of its last tokens occurred before in its text, as
+    far as the host has read it. Otherwise ``repeats`` is empty.
+    """
+
     @abstractmethod
-    def choose(self, requests: int, cached: int) -> int:
+    def choose(self, requests: int, cached: int, repeats: Sequence[int] = ()) -> int:
         """Return the length for the next iteration of ``requests`` requests with ``cached`` KV tokens in total."""
 
-    def observe(self, drafted: int, accepted: Sequence[int]) -> None:
+    def observe(self, drafted: int, accepted: Sequence[int], repeats: Sequence[int] = ()) -> None:
         """Record, for each request of one iteration, how many of its ``drafted`` draft tokens the target accepted. Called
-        once the host has read the results.
+        once the host has read the results. ``repeats`` are those of :meth:`choose`.
         """
-        del drafted, accepted
+        del drafted, accepted, repeats
 
 
 class FixedLength(DraftLengthPolicy):
@@ -61,9 +70,9 @@ class FixedLength(DraftLengthPolicy):
         super().__init__((length,) if context is None else (0, length))
         self.context = context
 
-    def choose(self, requests: int, cached: int) -> int:
+    def choose(self, requests: int, cached: int, repeats: Sequence[int] = ()) -> int:
         """Return the policy's fixed draft length."""
-        del requests, cached
+        del requests, cached, repeats
         return self.lengths[-1]
 
 
@@ -75,9 +84,9 @@ class LengthSchedule(DraftLengthPolicy):
         self._schedule = tuple(schedule)
         self._num_chosen = 0
 
-    def choose(self, requests: int, cached: int) -> int:
+    def choose(self, requests: int, cached: int, repeats: Sequence[int] = ()) -> int:
         """Return the next draft length of the sequence."""
-        del requests, cached
+        del requests, cached, repeats
         self._num_chosen += 1
         return self._schedule[(self._num_chosen - 1) % len(self._schedule)]
 
@@ -114,8 +123,8 @@ class AcceptanceEstimate:
     The acceptance of a position is the probability that its token is accepted if all tokens before it are.
     """
 
-    def __init__(self, positions: int) -> None:
-        self._accepted = [_PRIOR_ACCEPTANCE * _PRIOR_TRIALS] * positions
+    def __init__(self, positions: int, prior: float = _PRIOR_ACCEPTANCE) -> None:
+        self._accepted = [prior * _PRIOR_TRIALS] * positions
         self._tried = [_PRIOR_TRIALS] * positions
 
     def observe(self, drafted: int, accepted: Sequence[int]) -> None:
@@ -160,8 +169,9 @@ class LoadDraftLength(DraftLengthPolicy):
         self._since_change = _MIN_ITERATIONS_BETWEEN_CHANGES
         self._short_iterations = 0
 
-    def choose(self, requests: int, cached: int) -> int:
+    def choose(self, requests: int, cached: int, repeats: Sequence[int] = ()) -> int:
         """Return the current draft length, after a change to another length that is at least 2 % faster."""
+        del repeats
         self._since_change += 1
         if self._since_change >= _MIN_ITERATIONS_BETWEEN_CHANGES:
             best = self.preferred(requests, cached)
@@ -176,8 +186,9 @@ class LoadDraftLength(DraftLengthPolicy):
         self._short_iterations = 0
         return self.lengths[self.lengths.index(self._length) + 1]
 
-    def observe(self, drafted: int, accepted: Sequence[int]) -> None:
+    def observe(self, drafted: int, accepted: Sequence[int], repeats: Sequence[int] = ()) -> None:
         """Update the acceptance estimate with the accepted draft tokens of one iteration."""
+        del repeats
         self.acceptance.observe(drafted, accepted)
 
     def rate(self, length: int, requests: int, cached: int) -> float:
@@ -187,6 +198,79 @@ class LoadDraftLength(DraftLengthPolicy):
     def preferred(self, requests: int, cached: int) -> int:
         """Return the fastest length by the current estimates, without changing the length in use."""
         return max(self.lengths, key=lambda length: self.rate(length, requests, cached))
+
+
+class LookupDraftLength(DraftLengthPolicy):
+    """A policy for drafts that are looked up in a request's own text: it maximizes the expected tokens per second.
+
+    The more of a request's last tokens occurred before, the likelier its drafts are accepted. So each class of repeats has an
+    acceptance estimate of its own: quoted text is drafted for, and new text is not. After 64 shorter drafts in a row, a class
+    gets the longest one once, to measure its acceptance.
+    """
+
+    reads_repeats = True
+
+    def __init__(self, costs: DraftCosts) -> None:
+        super().__init__([length for length, _ in costs.base])
+        self.costs = costs
+        self.acceptance = [AcceptanceEstimate(self.lengths[-1], prior) for prior in _PRIOR_OF_REPEATS]
+        """Estimated acceptance by class of repeats."""
+        self._short_iterations = [0] * len(self.acceptance)
+
+    def choose(self, requests: int, cached: int, repeats: Sequence[int] = ()) -> int:
+        """Return the length with the most expected tokens per second for requests with these repeats."""
+        classes = [_repeat_class(count) for count in repeats]
+
+        def rate(length: int) -> float:
+            expected = sum(self.acceptance[each].expected(length) for each in classes)
+            return expected / self.costs.seconds(length, requests, cached)
+
+        chosen, longest = max(self.lengths, key=rate), self.lengths[-1]
+        for each in set(classes):
+            self._short_iterations[each] = 0 if chosen == longest else self._short_iterations[each] + 1
+            if self._short_iterations[each] > _MAX_SHORT_LOOKUPS:
+                self._short_iterations[each], chosen = 0, longest
+        return chosen
+
+    def observe(self, drafted: int, accepted: Sequence[int], repeats: Sequence[int] = ()) -> None:
+        """Update the estimate of each request's class with its accepted draft tokens."""
+        for count, repeated in zip(accepted, repeats, strict=True):
+            self.acceptance[_repeat_class(repeated)].observe(drafted, (count,))
+
+
+def _repeat_class(count: int) -> int:
+    """Return the class of ``count`` repeated tokens: 0, 1, 2 and 3, 4 to 7, 8."""
+    return count.bit_length()
+
+
+class RepeatedSuffix:
+    """The number of a text's last tokens that occurred before, in the same order. Updated with each new token."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._last_ends: dict[tuple[int, int], int] = {}  # index of the second token of each pair's last occurrence
+        self._count = 0
+
+    def update(self, prompt: Sequence[int], output: Sequence[int]) -> int:
+        """Read the tokens of ``prompt`` and ``output`` that are new, and return the number for the whole text: 0, or 2 to
+        :data:`MAX_REPEATS`.
+        """
+        tokens, read = self._tokens, len(self._tokens)
+        tokens += prompt[read:]
+        tokens += output[max(0, read - len(prompt)) :]
+        for index in range(max(1, read), len(tokens)):
+            pair = tokens[index - 1], tokens[index]
+            end = self._last_ends.get(pair)
+            self._last_ends[pair] = index
+            self._count = 0 if end is None or index + 1 < len(tokens) else self._common_suffix(end)
+        return self._count
+
+    def _common_suffix(self, end: int) -> int:
+        """Return how many tokens up to index ``end`` equal those up to the last one."""
+        tokens, count = self._tokens, 0
+        while count < MAX_REPEATS and count <= end and tokens[end - count] == tokens[-1 - count]:
+            count += 1
+        return count
 
 
 def default_draft_lengths(draft_tokens: int) -> tuple[int, ...]:

@@ -11,7 +11,6 @@ from math import prod
 
 from outrider.engine.requests.batch import Batch, Features, GlobalBatch, PrefillChunk
 from outrider.engine.requests.draft_length import DraftLengthPolicy, FixedLength
-from outrider.engine.requests.pages import CacheEvents, PagePool
 from outrider.engine.requests.request import Request
 from outrider.engine.requests.sampling import SamplingParams
 from outrider.engine.requests.scheduler import Scheduler, choose_draft_length, report_accepted
@@ -42,49 +41,31 @@ class GroupScheduler:
         ``own`` is this rank's group, whose batch :meth:`next_batch` returns. ``agreed`` is the draft-length policy of all
         ``schedulers``: it gets the one length that ``draft_length`` chooses for an iteration.
         """
-        self._schedulers = tuple(schedulers)
+        self.groups = tuple(schedulers)
+        """The scheduler of each group, in group order."""
         self._own = own
         self._agreed_length = agreed
         self._draft_length = draft_length
         self._passes = passes
         self._group_batches: list[Batch | None] = []
         """Batches of the first groups, after a later group raised :class:`OutOfPages`."""
-        self.pages = GroupPages([scheduler.pages for scheduler in schedulers], own)
+        self.pages = self.groups[own].pages
+        """The pages of this rank's group; this rank's device has no pages of other groups."""
 
     @property
     def has_work(self) -> bool:
         """Return True if at least one group has work for an iteration."""
-        return any(scheduler.has_work for scheduler in self._schedulers)
+        return any(scheduler.has_work for scheduler in self.groups)
 
     @property
     def chance_of_end(self) -> float:
         """Probability that the iterations in flight complete the output of every request of all groups."""
-        return prod(scheduler.chance_of_end for scheduler in self._schedulers)
-
-    @property
-    def free_rows(self) -> int:
-        """The number of free request rows in all groups."""
-        return sum(scheduler.free_rows for scheduler in self._schedulers)
-
-    @property
-    def preemptions(self) -> int:
-        """The number of preemptions in all groups."""
-        return sum(scheduler.preemptions for scheduler in self._schedulers)
-
-    @property
-    def prefix_looked_up(self) -> int:
-        """The number of context tokens that all groups have looked up in the prefix cache."""
-        return sum(scheduler.prefix_looked_up for scheduler in self._schedulers)
-
-    @property
-    def prefix_hits(self) -> int:
-        """The number of looked-up tokens whose pages were cached."""
-        return sum(scheduler.prefix_hits for scheduler in self._schedulers)
+        return prod(scheduler.chance_of_end for scheduler in self.groups)
 
     @property
     def running(self) -> tuple[Request, ...]:
         """The requests that hold a row, in group order."""
-        return tuple(request for scheduler in self._schedulers for request in scheduler.running)
+        return tuple(request for scheduler in self.groups for request in scheduler.running)
 
     def least_busy(self, requests: Iterable[Request]) -> int:
         """Return the group that has the fewest of ``requests``, and of several such groups the first."""
@@ -92,7 +73,7 @@ class GroupScheduler:
 
     def by_load(self, requests: Iterable[Request]) -> list[int]:
         """Return all groups in ascending order of how many of ``requests`` they have."""
-        load = [0] * len(self._schedulers)
+        load = [0] * len(self.groups)
         for request in requests:
             load[request.group] += 1
         return sorted(range(len(load)), key=load.__getitem__)
@@ -120,7 +101,7 @@ class GroupScheduler:
         """
         if not self._group_batches:
             self._agreed_length.lengths = (self._choose_length(),)
-        for scheduler in self._schedulers[len(self._group_batches) :]:
+        for scheduler in self.groups[len(self._group_batches) :]:
             self._group_batches.append(scheduler.next_batch())
         group_batches, self._group_batches = self._group_batches, []
         if not any(group_batches):
@@ -132,7 +113,7 @@ class GroupScheduler:
 
     def handle_landed(self, batch: Batch, accepted: Sequence[int]) -> None:
         """Count the results of ``batch`` as read by the host in all groups, see :meth:`Scheduler.handle_landed`."""
-        for scheduler, group_batch in zip(self._schedulers, batch.group_batches, strict=True):
+        for scheduler, group_batch in zip(self.groups, batch.group_batches, strict=True):
             scheduler.handle_landed(group_batch, ())
         report_accepted(self._draft_length, batch, accepted)
 
@@ -142,24 +123,24 @@ class GroupScheduler:
 
     def retire(self) -> None:
         """Free rows and pages of finished requests in every group, see :meth:`Scheduler.retire`."""
-        for scheduler in self._schedulers:
+        for scheduler in self.groups:
             scheduler.retire()
 
     def undo_batches(self, batches: Sequence[Batch], *, corrupted: bool) -> None:
         """Call :meth:`Scheduler.undo_batches` of every group with its part of ``batches``."""
-        for index, scheduler in enumerate(self._schedulers):
+        for index, scheduler in enumerate(self.groups):
             scheduler.undo_batches([batch.group_batches[index] for batch in batches], corrupted=corrupted)
 
     def max_accepted(self, batch: Batch) -> int:
         """Return :meth:`Scheduler.max_accepted`, which is equal in all groups."""
-        return self._schedulers[0].max_accepted(batch)
+        return self.groups[0].max_accepted(batch)
 
     def max_pages(self, tokens: int) -> int:
         """Return :meth:`Scheduler.max_pages`, which is equal in all groups."""
-        return self._schedulers[0].max_pages(tokens)
+        return self.groups[0].max_pages(tokens)
 
     def _of(self, request: Request) -> Scheduler:
-        return self._schedulers[request.group]
+        return self.groups[request.group]
 
     def _choose_length(self) -> int:
         """Return the draft length of the next iteration: the longest length if a request samples, because its tokens depend
@@ -194,42 +175,3 @@ def _prefill_extent(chunks: Sequence[PrefillChunk]) -> tuple[int, int, int]:
     """Return the number of tokens, the number of sequences, and the length of the longest sequence."""
     lengths = [chunk.end - chunk.start for chunk in chunks]
     return sum(lengths), len(lengths), max(lengths)
-
-
-class GroupPages:
-    """The page pools of all groups. ``count`` is the size of one pool, because all pages of a request are in one pool."""
-
-    def __init__(self, pools: Sequence[PagePool], own: int) -> None:
-        self._pools = tuple(pools)
-        self._own = pools[own]
-        self.count = pools[0].count
-        self.page_size = pools[0].page_size
-
-    @property
-    def available(self) -> int:
-        """The number of pages that can be allocated in all groups."""
-        return sum(pool.available for pool in self._pools)
-
-    @property
-    def cached(self) -> int:
-        """The number of cached pages without a holder in all groups."""
-        return sum(pool.cached for pool in self._pools)
-
-    @property
-    def state_checkpoints(self) -> int:
-        """The number of prefixes whose recurrent states are kept, in all groups."""
-        return sum(pool.state_checkpoints for pool in self._pools)
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """Return True if pages are registered by contents, see :attr:`PagePool.shares_prefixes`."""
-        return self._own.shares_prefixes
-
-    def watch(self, watcher: CacheEvents | None) -> None:
-        """Watch the page pool of this rank's group; this rank's device has no pages of other groups."""
-        self._own.watch(watcher)
-
-    def unregister_all(self) -> None:
-        """Unregister every page of every group, see :meth:`PagePool.unregister_all`."""
-        for pool in self._pools:
-            pool.unregister_all()

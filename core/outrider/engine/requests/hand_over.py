@@ -146,13 +146,7 @@ class ExpectedPages:
     """The data-parallel group of the request."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ArrivedPages:
-    """The state of an arrived request that its pages don't contain. The engine writes it to the request's row."""
-
-    length: int
-    """Number of tokens in the target's KV cache."""
-    last_token: int
-    """The last token of the output."""
-    relay: Mapping[str, Tensor] = field(repr=False)
-    """The tensors that the proposer relays between iterations, by name: [1, ...] in pinned memory."""
+Arrival = HandOver | Mapping[str, Tensor]
+"""The state that a request from another engine brings. Pages that a network card has written lack the tensors that the
+proposer relays between iterations: these are [1, ...] in pinned memory, by name.
+"""

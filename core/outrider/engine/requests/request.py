@@ -12,20 +12,12 @@ from torch import Tensor
 
 from outrider.device import OutriderError
 from outrider.engine.guides.grammars import Guidance
-from outrider.engine.requests.hand_over import ArrivedPages, HandOver
+from outrider.engine.requests.draft_length import RepeatedSuffix
+from outrider.engine.requests.hand_over import Arrival
 from outrider.engine.requests.pages import DecodedState, PageKey
 from outrider.engine.requests.sampling import SamplingParams, StopText, TokenLogprobs, Transcript
 from outrider.errors import RequestError
 from outrider.model import Media, VisionConfig, VisionTower, expand_placeholders, prompt_positions
-
-
-@dataclass(frozen=True, slots=True)
-class MediaSpan:
-    """The placeholder tokens of ``media`` in the prompt, ``start`` inclusive to ``end`` exclusive."""
-
-    start: int
-    end: int
-    media: Media
 
 
 class RequestMedia:
@@ -39,7 +31,8 @@ class RequestMedia:
         positions, self.mrope_position_delta = prompt_positions(prompt, [each.grid for each in media], vision)
         self.media = tuple(media)
         self._positions: list[list[int]] = positions.tolist()
-        self._spans = _spans(media, prompt, vision)
+        self._runs = [run for each in media for run in each.runs(vision)]  # a video with times has one for each frame
+        self._spans = _spans(self._runs, prompt, vision)
         self._features: dict[int, Tensor] = {}
 
     def positions(self, axis: int, start: int, end: int) -> list[int]:
@@ -49,23 +42,24 @@ class RequestMedia:
 
     def digests(self, start: int, end: int) -> tuple[tuple[int, bytes], ...]:
         """Return (first token, digest) of each medium that overlaps the tokens ``start`` to ``end`` (exclusive)."""
-        return tuple((span.start, span.media.digest) for span in self._spans if span.start < end and start < span.end)
+        spans = zip(self._spans, self._runs, strict=True)
+        return tuple((span.start, run.digest) for span, run in spans if span.start < end and start < span.stop)
 
     def embed(self, tower: VisionTower, start: int, end: int, embeddings: Tensor, embedded: Tensor) -> None:
         """Write the features of the media tokens among ``start`` to ``end`` into their rows of ``embeddings`` [n, H].
 
         Sets ``embedded`` bool [n] to True for these rows. The tower may block the host.
         """
-        for index, span in enumerate(self._spans):
-            first, last = max(span.start, start), min(span.end, end)
+        for index, (span, run) in enumerate(zip(self._spans, self._runs, strict=True)):
+            first, last = max(span.start, start), min(span.stop, end)
             if first >= last:
                 continue
             if index not in self._features:
                 # Encode one medium per call: a batch with other media could change the last bits of its features.
-                (self._features[index],) = tower.encode([span.media])
+                (self._features[index],) = tower.encode([run])
             embeddings[first - start : last - start] = self._features[index][first - span.start : last - span.start]
             embedded[first - start : last - start] = True
-            if last == span.end:
+            if last == span.stop:
                 del self._features[index]
 
 
@@ -97,18 +91,21 @@ def request_media(
     if not media:
         return None
     if tower is None:
-        raise RequestError("this engine was built without a vision tower; use Engine.from_checkpoint, or pass vision")
+        raise RequestError(
+            "this engine was built without a vision tower; use Engine.from_checkpoint on a checkpoint with one or pass vision"
+        )
     return prompt_media
 
 
-def _spans(media: Sequence[Media], prompt: Sequence[int], vision: VisionConfig) -> tuple[MediaSpan, ...]:
-    spans: list[MediaSpan] = []
+def _spans(media: Sequence[Media], prompt: Sequence[int], vision: VisionConfig) -> tuple[range, ...]:
+    """Return the indices of the placeholder tokens of each medium in the prompt."""
+    spans: list[range] = []
     index = 0
     for each in media:
         while prompt[index] not in (vision.image_token, vision.video_token):
             index += 1
-        spans.append(MediaSpan(index, index + each.grid.features(vision), each))
-        index = spans[-1].end
+        spans.append(range(index, index + each.grid.features(vision)))
+        index = spans[-1].stop
     return tuple(spans)
 
 
@@ -227,7 +224,7 @@ class Request:
     preemptions: int = 0
     group: int = 0
     """The data-parallel group that runs the request."""
-    arrival: HandOver | ArrivedPages | None = None
+    arrival: Arrival | None = None
     """State from another engine that isn't in this engine's caches yet."""
     is_prefill_only: bool = False
     """True if this engine only prefills the request and then lends its pages to another engine."""
@@ -242,6 +239,7 @@ class Request:
     """The emitted pieces of text of a request with stop strings."""
     transcript: Transcript | None = None
     """The text of a request without stop strings; None without a tokenizer."""
+    repeated_suffix: RepeatedSuffix = field(default_factory=RepeatedSuffix)
     followers: list[Request] = field(default_factory=list)
     """Other samples of the same prompt. The engine queues them once this request's prompt pages are registered."""
 

@@ -97,9 +97,9 @@ class Scheduler:
         return chance
 
     @property
-    def free_rows(self) -> int:
-        """The number of rows that no request holds."""
-        return self.rows.available
+    def groups(self) -> tuple[Scheduler]:
+        """The schedulers of all data-parallel groups: this one, of the only group."""
+        return (self,)
 
     @property
     def running(self) -> tuple[Request, ...]:
@@ -126,11 +126,13 @@ class Scheduler:
         admitted = self._admit()
         decode = tuple(r for r in self._running if self._can_decode(r))
         drafted, features = None, Features.from_requests(decode)
+        repeats: tuple[int, ...] = ()
         if decode and self._draft_length is not None:
             # A sampled token depends on the draft. Full drafts keep it independent of the other requests.
             drafted = self._draft_length.lengths[-1]
             if features == _GREEDY:
-                drafted = choose_draft_length(self._draft_length, decode)
+                repeats = count_repeats(self._draft_length, decode)
+                drafted = choose_draft_length(self._draft_length, decode, repeats)
         prefill = self._chunks(len(decode), self._limits.growth if drafted is None else drafted + 1)
         arrivals = tuple((r, r.arrival) for r in admitted if r.arrival is not None)
         if not decode and not prefill and not arrivals:
@@ -150,6 +152,7 @@ class Scheduler:
             tuple(self._table_updates),
             arrivals,
             drafted,
+            repeats=repeats,
             decode_features=features,
             restored_states=tuple(self._restored_states),
             # Of two prefixes that got one row, the later one has it.
@@ -435,15 +438,27 @@ class Scheduler:
         return waits
 
 
-def choose_draft_length(policy: DraftLengthPolicy, decode: Sequence[Request]) -> int:
+def count_repeats(policy: DraftLengthPolicy, decode: Sequence[Request]) -> tuple[int, ...]:
+    """Return how many of each request's last tokens occurred before, if ``policy`` reads it; else nothing."""
+    if not policy.reads_repeats:
+        return ()
+    return tuple(request.repeated_suffix.update(request.prompt, request.output) for request in decode)
+
+
+def choose_draft_length(policy: DraftLengthPolicy, decode: Sequence[Request], repeats: Sequence[int] = ()) -> int:
     """Return the draft length that ``policy`` chooses for a batch of greedy requests."""
     if policy.context is not None and all(request.known_length >= policy.context for request in decode):
         return policy.lengths[0]
     cached = sum(request.known_length for request in decode) if policy.reads_load else 0
-    return policy.choose(len(decode), cached)
+    return policy.choose(len(decode), cached, repeats)
 
 
 def report_accepted(policy: DraftLengthPolicy, batch: Batch, accepted: Sequence[int]) -> None:
     """Pass the numbers of accepted draft tokens to ``policy``, if it needs them, see :meth:`Scheduler.handle_landed`."""
     if policy.needs_acceptance and batch.drafted is not None and accepted:
-        policy.observe(batch.drafted, accepted)
+        kept = (
+            [r for request, r in zip(batch.decode, batch.repeats, strict=True) if not request.finished]
+            if batch.repeats
+            else ()
+        )
+        policy.observe(batch.drafted, accepted, kept)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from outrider.device import Backend, CapabilityError, ConfigError, KernelSet, OutOfDeviceMemory, StepMode
 from outrider.engine.config import DecidedConfig, EngineConfig, state_rows
-from outrider.engine.setup.resolve import GIB, memory_of, resolve, situation_of
+from outrider.engine.setup.facts import collect_facts, find_cache_memory
+from outrider.engine.setup.resolve import GIB, resolve
 from outrider.errors import shown
 from outrider.model import DecoderPlan, KVCache, LanguageModel, header_bytes
 from outrider.speculative.proposer import NonSpeculativeProposer, Proposer
@@ -26,17 +27,6 @@ def check_engine_types(model: object, config: object) -> None:
     """Raise :class:`ConfigError` if an argument of ``Engine`` has a wrong type."""
     check_type("model", model, LanguageModel)
     check_type("config", config, EngineConfig, type(None))
-
-
-def check_loading_types(model_dir: object, backend: object, draft_dir: object, **named: object) -> None:
-    """Raise :class:`ConfigError` if an argument of ``Engine.from_checkpoint`` has a wrong type."""
-    check_type("model_dir", model_dir, str, Path)
-    check_type("backend", backend, str, Backend)
-    check_type("draft_dir", draft_dir, str, Path, type(None))
-    check_type("speculate", named["speculate"], str)
-    check_type("config", named["config"], EngineConfig, type(None))
-    check_type("quantized", named["quantized"], str)
-    check_type("draft_vocabulary", named["draft_vocabulary"], str, Path, int, type(None))
 
 
 def check_policy(backend: Backend, config: DecidedConfig, proposer: Proposer, kernels: KernelSet) -> None:
@@ -119,7 +109,7 @@ def check_cache(backend: Backend, config: DecidedConfig, model: LanguageModel, *
     page = KVCache.page_bytes(
         len(shape.attention_layers), shape.num_kv_heads, shape.head_size, page_size=config.page_size, dtype=model.cache_dtype
     )
-    memory = memory_of(backend)
+    memory = find_cache_memory(backend)
     if memory is None:
         return
     total, whose = memory.total, "this machine" if memory.shared else backend.label
@@ -184,7 +174,7 @@ def predict_memory(
     part to reduce.
     """
     weights = plan.weight_bytes + (0 if draft_dir is None else header_bytes(plan, draft_dir))
-    facts = situation_of(backend, plan, NonSpeculativeProposer(), unloaded_bytes=weights)
+    facts = collect_facts(backend, plan, NonSpeculativeProposer(), unloaded_bytes=weights)
     decided = resolve(config, facts)
     free = None if facts.memory is None else facts.memory.free + weights
     return PredictedMemory(weights, decided.page_size * facts.token_bytes, facts.state_bytes, free, decided)

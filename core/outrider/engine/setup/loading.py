@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -13,8 +13,9 @@ from outrider.device import Backend, ConfigError
 from outrider.device.kernels.weights import quantized_products
 from outrider.engine.config import DTYPES, Choice, DecidedConfig, DtypeName, EngineConfig
 from outrider.engine.ranks.ranks import Ranks, part_of_model
-from outrider.engine.setup.checks import predict_memory
-from outrider.engine.setup.resolve import choose_dtype, resolve, situation_of
+from outrider.engine.setup.checks import check_type, predict_memory
+from outrider.engine.setup.facts import collect_facts
+from outrider.engine.setup.resolve import choose_dtype, resolve
 from outrider.model import (
     Decoder,
     DecoderPlan,
@@ -29,6 +30,7 @@ from outrider.model import (
     checkpoint_dtype,
     find_checkpoint,
     has_tokenizer,
+    has_vision_tower,
     load_through_transformers,
     load_vision,
     plan_decoder,
@@ -38,6 +40,44 @@ from outrider.registry.engine_plugins import plugin_builders
 from outrider.speculative.build import Builder, DraftOptions, build_proposer, check_output_head
 from outrider.speculative.plugin import BUILTIN_PROPOSERS, DRAFTLESS, INSIDE_MODEL, SUFFIX_PREFIX
 from outrider.speculative.proposer import Proposer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadingArguments:
+    """The arguments of :meth:`Engine.from_checkpoint` that are equal on all ranks. Raises :class:`ConfigError` for values of
+    a wrong type, and for code of the checkpoint that nothing runs.
+    """
+
+    draft_dir: Path | None = None
+    speculate: str = "none"
+    config: EngineConfig | DecidedConfig | None = None
+    through_transformers: bool = False
+    trust_remote_code: bool = False
+    quantized: str = "kernels"
+    draft_output_head: str | None = None
+    draft_vocabulary: Path | int | None = None
+
+    def __post_init__(self) -> None:
+        check_type("draft_dir", self.draft_dir, str, Path, type(None))
+        check_type("speculate", self.speculate, str)
+        check_type("config", self.config, EngineConfig, type(None))
+        check_type("quantized", self.quantized, str)
+        check_type("draft_vocabulary", self.draft_vocabulary, str, Path, int, type(None))
+        if self.trust_remote_code and not self.through_transformers:
+            raise ConfigError(
+                "trust_remote_code runs code of the checkpoint, which only through_transformers runs; leave it out"
+            )
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the loading arguments by keyword."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+
+def absolute(path: Path | str | None) -> Path | None:
+    """Return the absolute path of an existing file or directory; a name on the Hub stays a name, and None stays None."""
+    if not isinstance(path, str | Path):
+        return path  # LoadingArguments checks its type
+    return Path(path).resolve() if Path(path).exists() else Path(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +97,9 @@ class Loaded:
 def load_checkpoint(
     directory: Path,
     backend: Backend,
-    config: EngineConfig | None,
+    loading: LoadingArguments,
     *,
-    draft_dir: Path | None,
-    speculate: str,
     builders: Mapping[str, Builder] | None = None,
-    through_transformers: bool = False,
-    trust_remote_code: bool = False,
-    quantized: str = "kernels",
-    draft_output_head: str | None = None,
-    draft_vocabulary: Path | str | int | None = None,
     progress: Progress | None = None,
     ranks: Ranks | None = None,
 ) -> Loaded:
@@ -74,17 +107,15 @@ def load_checkpoint(
 
     Raises :class:`ConfigError` for options that exclude each other.
     """
-    config = config or EngineConfig()
-    directory = find_checkpoint(directory, code=trust_remote_code)
-    draft_dir = None if draft_dir is None else find_checkpoint(draft_dir)
+    config, speculate = loading.config or EngineConfig(), loading.speculate
+    directory = find_checkpoint(directory, code=loading.trust_remote_code)
+    draft_dir = None if loading.draft_dir is None else find_checkpoint(loading.draft_dir)
     builders = dict(builders or {})
     # plugin_builders raises for an unknown name, before any weights are loaded.
     builders |= plugin_builders(speculate, other_builders=builders)
-    check_output_head(speculate, draft_output_head, draft_vocabulary)
-    vocabulary = None if draft_vocabulary is None else DraftVocabulary.load(draft_vocabulary)
-    if trust_remote_code and not through_transformers:
-        raise ConfigError("trust_remote_code runs code of the checkpoint, which only through_transformers runs; leave it out")
-    mode = QuantizedMode.from_name(quantized)
+    check_output_head(speculate, loading.draft_output_head, loading.draft_vocabulary)
+    vocabulary = None if loading.draft_vocabulary is None else DraftVocabulary.load(loading.draft_vocabulary)
+    mode = QuantizedMode.from_name(loading.quantized)
     tokenizer = Tokenizer.from_checkpoint(directory) if has_tokenizer(directory) else None
     if tokenizer is not None and draft_dir is not None:
         check_same_tokens(tokenizer, draft_dir)
@@ -95,19 +126,10 @@ def load_checkpoint(
     draft_dir = draft_dir if speculate in builders else _checked_draft(directory, draft_dir, speculate)
     assert config.dtype is not None
     dtype = DTYPES[config.dtype]
-    if through_transformers and ranks is not None:
-        raise ConfigError(
-            "through_transformers runs a model by transformers' own code, which isn't shared out among ranks; leave it out, "
-            "or run on one rank"
-        )
-    if through_transformers and config.kv_dtype not in ("auto", "plain"):
-        raise ConfigError(
-            f"kv_dtype is {config.kv_dtype}, and through_transformers runs a model by transformers' own code, whose KV cache "
-            "is kept in the model's dtype; leave one of them out"
-        )
-    if through_transformers:
+    if loading.through_transformers:
+        _check_through_transformers(config, ranks)
         model: LanguageModel = load_through_transformers(
-            directory, backend=backend, dtype=dtype, trust_remote_code=trust_remote_code
+            directory, backend=backend, dtype=dtype, trust_remote_code=loading.trust_remote_code
         )
     else:
         plan = _plan_native(directory, backend, dtype, config, ranks, mode)
@@ -122,17 +144,31 @@ def load_checkpoint(
         topk=config.draft_topk,
         progress=progress,
         quantized=mode,
-        output_head=draft_output_head,
+        output_head=loading.draft_output_head,
         vocabulary=vocabulary,
     )
     proposer = build_proposer(speculate, options, builders=builders)
-    chosen += (*_quantized_weights(model, mode, directory), *_recurrent_layers(model))
-    chosen += _draft_head_choices(model, draft_output_head, vocabulary)
+    chosen += (*_quantized_choices(model, mode, directory), *_recurrent_choices(model))
+    chosen += _draft_head_choices(model, loading.draft_output_head, vocabulary)
     vision = None
-    if model.config.vision is not None:
+    if model.config.vision is not None and has_vision_tower(directory):  # some copies hold the text model alone
         vision = load_vision(directory, backend=backend, dtype=dtype, progress=progress)
-    decided = resolve(config, situation_of(backend, model, proposer), chosen)
+    decided = resolve(config, collect_facts(backend, model, proposer), chosen)
     return Loaded(decided, model, proposer, tokenizer, vision)
+
+
+def _check_through_transformers(config: EngineConfig, ranks: Ranks | None) -> None:
+    """Raise :class:`ConfigError` for settings that don't apply to a model run by transformers' own code."""
+    if ranks is not None:
+        raise ConfigError(
+            "through_transformers runs a model by transformers' own code, which isn't shared out among ranks; leave it out, "
+            "or run on one rank"
+        )
+    if config.kv_dtype not in ("auto", "plain"):
+        raise ConfigError(
+            f"kv_dtype is {config.kv_dtype}, and through_transformers runs a model by transformers' own code, whose KV cache "
+            "is kept in the model's dtype; leave one of them out"
+        )
 
 
 def _checked_draft(directory: Path, draft_dir: Path | None, speculate: str) -> Path | None:
@@ -186,7 +222,7 @@ def _draft_head_choices(
     return made
 
 
-def _recurrent_layers(model: LanguageModel) -> tuple[Choice, ...]:
+def _recurrent_choices(model: LanguageModel) -> tuple[Choice, ...]:
     """Return the choice of kernels for the recurrent layers, for :attr:`Engine.chosen`; empty for a model without recurrent
     layers.
     """
@@ -200,7 +236,7 @@ def _recurrent_layers(model: LanguageModel) -> tuple[Choice, ...]:
     return (Choice("recurrent_layers", len(recurrent.layers), why),)
 
 
-def _quantized_weights(model: LanguageModel, mode: QuantizedMode, directory: Path) -> tuple[Choice, ...]:
+def _quantized_choices(model: LanguageModel, mode: QuantizedMode, directory: Path) -> tuple[Choice, ...]:
     """Return the choice of weight kernels for a quantized checkpoint, for :attr:`Engine.chosen`; empty for an unquantized
     one.
     """

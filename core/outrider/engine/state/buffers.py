@@ -199,33 +199,23 @@ class BufferViews:
 
 
 class StaticBuffers:
-    """The memory of the buffers of ``specs``. Calls of :meth:`views` with the same arguments return the same object.
+    """The memory of the buffers that the stages of an iteration share. It has a layout for each number of draft tokens.
 
-    In all methods ``drafted`` is the draft length whose layout applies; None: the layout of ``specs``.
+    Calls of :meth:`views` with the same arguments return the same object.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        specs: Iterable[BufferSpec],
-        *,
-        max_requests: int,
-        shorter: Mapping[int, Iterable[BufferSpec]] | None = None,
-    ) -> None:
-        """Allocate the buffers. ``shorter`` has the layouts of iterations with fewer draft tokens, by their number of draft
-        tokens.
+    def __init__(self, backend: Backend, layouts: Mapping[int, Iterable[BufferSpec]], *, max_requests: int) -> None:
+        """Allocate the buffers. ``layouts`` has the declarations by number of draft tokens; the layout of the longest draft
+        needs the most memory.
         """
         self._backend = backend
-        self.specs = {spec.name: spec for spec in specs}
-        self._drafted = self.specs["verify.positions"].per - 1
-        self._layouts: dict[int | None, Mapping[str, BufferSpec]] = {None: self.specs}
-        for drafted, layout_specs in (shorter or {}).items():
-            self._layouts[drafted] = {spec.name: spec for spec in layout_specs}
+        self._layouts = {drafted: {spec.name: spec for spec in specs} for drafted, specs in layouts.items()}
+        longest = max(self._layouts)
         self._memory = {
             spec.name: torch.full(
                 (*spec.leading, max_requests * spec.per, *spec.shape), spec.padding, dtype=spec.dtype, device=backend.device
             )
-            for spec in self.specs.values()
+            for spec in self._layouts[longest].values()
         }
         self._buffers = {
             (drafted, name): self._laid_out(spec, max_requests)
@@ -240,12 +230,12 @@ class StaticBuffers:
             for spec in layout.values()
             if spec.step
         }
-        for name, spec in self.specs.items():
+        for name, spec in self._layouts[longest].items():
             if spec.step:
-                self._memory[name].copy_(self._step_padding[None, name])
+                self._memory[name].copy_(self._step_padding[longest, name])
         self._query_starts: dict[int, Tensor] = {}
         self._continues = torch.ones(max_requests, dtype=torch.bool, device=backend.device)
-        self._views: dict[tuple[int | None, int], BufferViews] = {}
+        self._views: dict[tuple[int, int], BufferViews] = {}
         for layout in self._layouts.values():
             for per in {1, layout["verify.positions"].per, layout["extend.tokens"].per} - self._query_starts.keys():
                 starts = torch.arange(0, (max_requests + 1) * per, per, dtype=torch.int32, device=backend.device)
@@ -259,56 +249,50 @@ class StaticBuffers:
         memory = self._memory[spec.name]
         return memory if memory.shape == shape else memory.view(-1)[: math.prod(shape)].view(shape)
 
-    def rows(self, name: str, start: int, end: int, drafted: int | None = None) -> Tensor:
+    def rows(self, name: str, start: int, end: int, *, drafted: int) -> Tensor:
         """Return the rows of requests ``start`` to ``end`` of one buffer."""
-        layout = self._layout(drafted)
-        spec = self._layouts[layout][name]
-        return self._buffers[layout, name].narrow(len(spec.leading), start * spec.per, (end - start) * spec.per)
+        spec = self._layouts[drafted][name]
+        return self._buffers[drafted, name].narrow(len(spec.leading), start * spec.per, (end - start) * spec.per)
 
-    def _layout(self, drafted: int | None) -> int | None:
-        return None if drafted == self._drafted else drafted
-
-    def group(self, *prefixes: str, count: int, drafted: int | None = None) -> dict[str, Tensor]:
+    def group(self, *prefixes: str, count: int, drafted: int) -> dict[str, Tensor]:
         """Return the buffers and groups of buffers ``prefixes`` for ``count`` requests, by name. Other names are ignored."""
-        layout = self._layouts[self._layout(drafted)]
         return {
-            name: self.rows(name, 0, count, drafted)
-            for name in layout
+            name: self.rows(name, 0, count, drafted=drafted)
+            for name in self._layouts[drafted]
             if any(f"{name}.".startswith(f"{prefix}.") for prefix in prefixes)
         }
 
-    def pad(self, prefix: str, *, count: int, bucket: int, drafted: int | None = None) -> None:
+    def pad(self, prefix: str, *, count: int, bucket: int, drafted: int) -> None:
         """Write padding to the rows of requests ``count`` to ``bucket`` of a group, on the current stream."""
         if count == bucket:
             return
-        layout = self._layout(drafted)
-        for name, spec in self._layouts[layout].items():
+        for name, spec in self._layouts[drafted].items():
             if name.split(".")[0] == prefix:
-                rows = self.rows(name, count, bucket, drafted)
+                rows = self.rows(name, count, bucket, drafted=drafted)
                 if spec.step:
-                    rows.copy_(self._step_padding[layout, name][count:bucket])
+                    rows.copy_(self._step_padding[drafted, name][count:bucket])
                 else:
                     rows.fill_(spec.padding)
 
-    def mark_stale(self, prefix: str, *, bucket: int, drafted: int | None = None) -> None:
+    def mark_stale(self, prefix: str, *, bucket: int, drafted: int) -> None:
         """Report to an observing tool that the rows of a group are stale until the new batch writes them."""
         if self._backend.observer is None:
             return
         for name, rows in self.group(prefix, count=bucket, drafted=drafted).items():
             self._backend.mark_stale(rows, f"{name} of the batch before")
 
-    def views(self, count: int, drafted: int | None = None) -> BufferViews:
+    def views(self, count: int, drafted: int) -> BufferViews:
         """Return the views of all buffers for ``count`` requests."""
-        key = self._layout(drafted), count
+        key = drafted, count
         if key not in self._views:
-            self._views[key] = self._view(count, key[0])
+            self._views[key] = self._view(count, drafted)
         return self._views[key]
 
-    def _view(self, count: int, drafted: int | None) -> BufferViews:
+    def _view(self, count: int, drafted: int) -> BufferViews:
         specs = self._layouts[drafted]
 
         def get(name: str) -> Tensor:
-            return self.rows(name, 0, count, drafted)
+            return self.rows(name, 0, count, drafted=drafted)
 
         def get_or_none(name: str) -> Tensor | None:
             return get(name) if name in specs else None
@@ -381,17 +365,13 @@ class StaticBuffers:
         )
 
 
-def step_buffers(
-    model: LanguageModel, proposer: Proposer, *, pages: int, drafted: int | None = None
-) -> tuple[BufferSpec, ...]:
+def step_buffers(model: LanguageModel, proposer: Proposer, *, pages: int, drafted: int) -> tuple[BufferSpec, ...]:
     """Return the declarations of all buffers of an engine, in the order in which an iteration writes them.
 
-    ``pages``: maximum number of pages of a request. ``drafted``: the draft length of a chain; None: the proposer's longest
-    draft. A shorter layout never needs more memory than the longest one.
+    ``pages``: maximum number of pages of a request. ``drafted``: number of draft tokens of a request; for trees all nodes.
     """
     has_axes = model.config.rope.axes > 1
-    tokens = proposer.nodes if drafted is None else drafted
-    nodes, path = tokens + 1, (proposer.depth if drafted is None else drafted) + 1
+    nodes, path = drafted + 1, (proposer.depth if proposer.is_tree else drafted) + 1
     hidden, vocabulary = model.config.hidden_size, model.config.vocab_size
     num_aux_layers = len(proposer.aux_hidden_state_layers)
     int32, float32, booleans = torch.int32, torch.float32, torch.bool
@@ -409,7 +389,7 @@ def step_buffers(
         BufferSpec("inputs.bias_tokens", (MAX_LOGIT_BIAS,)),
         BufferSpec("inputs.bias_values", (MAX_LOGIT_BIAS,), float32),
         BufferSpec("inputs.bias_until", (MAX_LOGIT_BIAS,)),
-        BufferSpec("draft.tokens", (tokens,)),
+        BufferSpec("draft.tokens", (drafted,)),
     ]
     if proposer.is_tree:
         specs += [
@@ -417,11 +397,11 @@ def step_buffers(
             BufferSpec("draft.depths", (nodes,)),
             BufferSpec("draft.mask", (nodes, nodes), booleans),
         ]
-    elif tokens:
-        specs.append(BufferSpec("draft.probs", (tokens, vocabulary), float32))
+    elif drafted:
+        specs.append(BufferSpec("draft.probs", (drafted, vocabulary), float32))
     specs += [
         # Without a draft, verify reads inputs.last_tokens.
-        *([BufferSpec("verify.tokens", per=nodes)] if tokens else []),
+        *([BufferSpec("verify.tokens", per=nodes)] if drafted else []),
         BufferSpec("verify.positions", per=nodes),
         BufferSpec("verify.slots", per=nodes),
         # A padding request has N tokens like all others, in the reserved page 0.

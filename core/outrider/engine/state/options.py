@@ -13,7 +13,7 @@ B: requests of a batch; N: nodes of each request, including the root; W: 32-bit 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,11 +25,10 @@ from outrider.engine.requests.batch import Features, PrefillChunk
 from outrider.engine.requests.request import Request
 from outrider.engine.requests.sampling import MAX_LOGIT_BIAS
 from outrider.engine.state.buffers import DecodeInputs
-from outrider.engine.state.staging import Packer, float_bits
+from outrider.engine.state.staging import Packer, Staged, float_bits, floats_of_bits
 from outrider.speculative.proposer import Draft, Proposer
 
 _NO_END = 2**62
-View = Callable[[tuple[int, int]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,24 +133,24 @@ class OptionTable:
         packer.add("history_cells", cells)
         packer.add("history_values", values)
 
-    def admit(self, view: View, segments: Mapping[str, tuple[int, int]]) -> None:
+    def admit(self, staged: Staged) -> None:
         """Write the parameters of admitted requests to their rows, on the schedule stream."""
-        rows = view(segments["admitted"])
-        self._numbers[rows] = view(segments["option_numbers"]).view(-1, 2)
-        self._shares[rows] = _floats(view(segments["option_shares"])).view(-1, 5)
-        if segments["bias_entries"][0] < segments["bias_entries"][1]:
-            entries = view(segments["bias_entries"])
-            self._bias_tokens.view(-1)[entries] = view(segments["bias_tokens"])
-            self._bias_values.view(-1)[entries] = _floats(view(segments["bias_values"]))
-            self._bias_until.view(-1)[entries] = view(segments["bias_until"])
+        rows, entries = staged("admitted"), staged("bias_entries")
+        self._numbers[rows] = staged("option_numbers").view(-1, 2)
+        self._shares[rows] = floats_of_bits(staged("option_shares")).view(-1, 5)
+        if entries.numel():
+            self._bias_tokens.view(-1)[entries] = staged("bias_tokens")
+            self._bias_values.view(-1)[entries] = floats_of_bits(staged("bias_values"))
+            self._bias_until.view(-1)[entries] = staged("bias_until")
 
-    def write_token_counts(self, view: View, segments: Mapping[str, tuple[int, int]]) -> None:
+    def write_token_counts(self, staged: Staged) -> None:
         """Write the token counts of admitted requests with penalties, on the forward stream, before the first count."""
-        if segments["history_rows"][0] == segments["history_rows"][1]:
+        rows = staged("history_rows")
+        if not rows.numel():
             return
-        self._counts.index_fill_(0, view(segments["history_rows"]), 0)
+        self._counts.index_fill_(0, rows, 0)
         # The host has added up the counts: each cell is written once, so the result doesn't depend on an order.
-        self._counts.view(-1)[view(segments["history_cells"])] = view(segments["history_values"]).to(torch.int32)
+        self._counts.view(-1)[staged("history_cells")] = staged("history_values").to(torch.int32)
 
     def gather(self, features: Features, rows: Tensor) -> BatchOptions | None:
         """Return copies of the options of ``rows`` int64 [B]; None if ``features`` has no options."""
@@ -195,10 +194,6 @@ class OptionTable:
             counts=self._counts if features.penalized else None,
             truncation=(numbers[:, 0], shares[:, 0], shares[:, 1]) if features.truncated else None,
         )
-
-
-def _floats(bits: Tensor) -> Tensor:
-    return bits.to(torch.int32).view(torch.float32)
 
 
 def _bias_list(request: Request) -> list[tuple[int, float, int]]:

@@ -53,15 +53,7 @@ class EngineParts:
         data = model.ranks.data
         # Allocations are enqueued on forward and completed before work starts on any other stream.
         with backend.on(streams.forward), backend.guard("allocating the engine's caches and buffers"):
-            self.cache = KVCache.for_model(
-                model.config,
-                pages=config.num_pages,
-                page_size=page_size,
-                dtype=model.dtype,
-                cache_dtype=model.cache_dtype,
-                rows=state_rows(requests, config.state_checkpoints),
-                device=device,
-            )
+            self.cache = self._allocate_cache()
             proposer.allocate(backend=backend, pages=config.num_pages, page_size=page_size)
             self.rows = RowTable(rows=requests + 1, pages=table_width, device=device)
             self.options = OptionTable(rows=requests + 1, vocabulary=vocabulary, device=device)
@@ -91,6 +83,8 @@ class EngineParts:
             rows=self.rows,
             options=self.options,
             future=self.future,
+            cache=self.cache,
+            kernels=kernels,
             page_size=page_size,
             rope=model.config.rope,
         )
@@ -106,16 +100,27 @@ class EngineParts:
             group=0 if data is None else data.rank,
         )
 
+    def _allocate_cache(self) -> KVCache:
+        """Allocate the KV pages and recurrent states of the target."""
+        config, model = self.config, self.model
+        return KVCache.for_model(
+            model.config,
+            pages=config.num_pages,
+            page_size=config.page_size,
+            dtype=model.dtype,
+            cache_dtype=model.cache_dtype,
+            rows=state_rows(config.max_requests, config.state_checkpoints),
+            device=self.backend.device,
+        )
+
     def _allocate_buffers(self, pages: int) -> StaticBuffers:
         """Allocate the static buffers; a block table has ``pages`` entries."""
         model, proposer = self.model, self.proposer
-        shorter = {
-            length: step_buffers(model, proposer, pages=pages, drafted=length)
-            for length in self.lengths
-            if length != proposer.nodes
+        layouts = {
+            drafted: step_buffers(model, proposer, pages=pages, drafted=drafted)
+            for drafted in sorted({*self.lengths, proposer.nodes})
         }
-        longest = step_buffers(model, proposer, pages=pages)
-        return StaticBuffers(self.backend, longest, max_requests=self.config.max_requests, shorter=shorter)
+        return StaticBuffers(self.backend, layouts, max_requests=self.config.max_requests)
 
     def _allocate_staging(self, pages: int) -> Staging:
         config, vocabulary = self.config, self.model.config.vocab_size

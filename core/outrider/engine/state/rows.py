@@ -6,7 +6,7 @@ device decides. :class:`StateTransfer` copies the rows and the caches of a reque
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,12 +15,11 @@ from torch import Tensor
 from outrider.device import Backend, Fence, KernelSet, Stream
 from outrider.engine.fences import FenceSet
 from outrider.engine.requests.batch import Batch
-from outrider.engine.requests.hand_over import ArrivedPages, HandOver
+from outrider.engine.requests.hand_over import Arrival, HandOver
 from outrider.engine.requests.request import Request
+from outrider.engine.state.staging import Staged, floats_of_bits
 from outrider.model import KVCache, LanguageModel
 from outrider.speculative.proposer import Proposer, RelaySpec, slots_of
-
-View = Callable[[tuple[int, int]], Tensor]
 
 
 class RowTable:
@@ -36,29 +35,18 @@ class RowTable:
         self.mrope_position_deltas = torch.zeros(rows, dtype=torch.int64, device=device)
         """Rope position minus sequence index of tokens after a prompt with media, int64 [R]."""
 
-    def update(self, batch: Batch, view: View, segments: Mapping[str, tuple[int, int]]) -> None:
-        """Write the rows of the batch's admitted requests, then the new block-table entries of all its requests. ``segments``
-        locates the values in the staging ``view``.
+    def update(self, batch: Batch, staged: Staged) -> None:
+        """Write sampling parameters, rope position deltas and an empty block table to the rows of the batch's admitted
+        requests, then the new block-table entries of all its requests, on the current stream.
         """
         if batch.admitted:
-            bits = view(segments["temperature"]).to(torch.int32)
-            seeds, deltas = view(segments["seeds"]), view(segments["mrope_position_deltas"])
-            self.admit(view(segments["admitted"]), bits.view(torch.float32), seeds, deltas)
+            rows = staged("admitted")
+            self.temperature[rows] = floats_of_bits(staged("temperature"))
+            self.seeds[rows] = staged("seeds")
+            self.mrope_position_deltas[rows] = staged("mrope_position_deltas")
+            self.tables.index_fill_(0, rows, 0)
         if batch.table_updates:
-            self.append(view(segments["entries"]), view(segments["pages"]))
-
-    def admit(self, rows: Tensor, temperature: Tensor, seeds: Tensor, deltas: Tensor) -> None:
-        """Write sampling parameters, rope position deltas and an empty block table to the request ``rows`` int64 [B], on the
-        current stream.
-        """
-        self.temperature[rows] = temperature
-        self.seeds[rows] = seeds
-        self.mrope_position_deltas[rows] = deltas
-        self.tables.index_fill_(0, rows, 0)
-
-    def append(self, entries: Tensor, pages: Tensor) -> None:
-        """Write the page numbers ``pages`` to the flat block-table indices ``entries`` (row * P + index), int64 [n] each."""
-        self.tables.view(-1)[entries] = pages.to(torch.int32)
+            self.tables.view(-1)[staged("entries")] = staged("pages").to(torch.int32)
 
 
 class FutureMap:
@@ -240,13 +228,13 @@ class StateTransfer:
         pinned.renew()
         return pinned.tensor
 
-    def write_arrivals(self, arrivals: Sequence[tuple[Request, HandOver | ArrivedPages]]) -> None:
+    def write_arrivals(self, arrivals: Sequence[tuple[Request, Arrival]]) -> None:
         """Write the state of arriving requests to their pages and rows, and publish their lengths, on the forward stream.
 
         The batch holds the tensors until the host has its results, so that their memory isn't reused earlier.
         """
         for request, handed in arrivals:
-            if isinstance(handed, ArrivedPages):
+            if not isinstance(handed, HandOver):
                 self._write_row(request, handed)
                 continue
             handed.ready.wait(self._forward)
@@ -263,19 +251,19 @@ class StateTransfer:
                 self._future.publish(row, self._scalar(handed.length))
                 self._future.stash(row, self._scalar(handed.output[-1]), handed.relay)
 
-    def _write_row(self, request: Request, arrived: ArrivedPages) -> None:
-        """Write the state of a request whose pages are already written to its row: publish the lengths and
-        stash the relay.
+    def _write_row(self, request: Request, relayed: Mapping[str, Tensor]) -> None:
+        """Write the state of a request whose pages are already written to its row: publish its length, and stash its last
+        token and the ``relayed`` tensors.
         """
         relay: dict[str, Tensor] = {}
-        for name, value in arrived.relay.items():
+        for name, value in relayed.items():
             with self._backend.on(self._forward):
                 relay[name] = torch.empty(value.shape, dtype=value.dtype, device=self._backend.device)
             self._backend.copy_async(relay[name], value, stream=self._forward)
         with self._backend.on(self._forward):
             row = self._scalar(request.row)
-            self._future.publish(row, self._scalar(arrived.length))
-            self._future.stash(row, self._scalar(arrived.last_token), relay)
+            self._future.publish(row, self._scalar(len(request.context)))
+            self._future.stash(row, self._scalar(request.output[-1]), relay)
 
     def _slots(self, row: int, count: int) -> Tensor:
         """Return the cache slots of the first ``count`` tokens of a request row, int64 [count]."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING
@@ -77,9 +77,18 @@ class PrefillBucket:
     sequences: int
 
 
+Staged = Callable[[str], Tensor]
+"""The function that returns the staged values of a segment on the device, int64, by the segment's name."""
+
+
 def float_bits(value: float) -> int:
     """Return the float32 bits of ``value`` as an integer."""
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
+
+
+def floats_of_bits(bits: Tensor) -> Tensor:
+    """Return the float32 values whose bits :func:`float_bits` returned; the cast runs on the current stream."""
+    return bits.to(torch.int32).view(torch.float32)
 
 
 _MAX_VALUES_PER_HOST_COPY = 1 << 14
@@ -265,7 +274,11 @@ def _pack_prefill(packer: Packer, batch: Batch, page_size: int, rope: RopeConfig
         values.extend([0] * padding)
         packer.add(name, values)
     if rope.sections:
-        axes = (_rope_axis_positions(chunk, axis) for axis in range(3) for chunk in chunks)
+        axes = (
+            values
+            for axis in range(3)
+            for values in (*(_rope_axis_positions(chunk, axis) for chunk in chunks), [0] * padding)
+        )
         packer.add("rope_positions", chain.from_iterable(axes))
     if rope.depends_on_length:
         lens = ([len(chunk.request.prompt)] * (chunk.end - chunk.start) for chunk in chunks)
@@ -302,27 +315,30 @@ def prefill_inputs(
 
     ``most``: the maximum KV length of a sequence, for a captured graph, which later serves other chunks. None: no graph.
     """
-    axes, prompt_lens = segments.get("rope_positions"), segments.get("prompt_lens")
-    tokens, positions = staging.view(segments["tokens"]), staging.view(segments["positions"])
+
+    def staged(name: str) -> Tensor:
+        return staging.view(segments[name])
+
+    tokens, positions = staged("tokens"), staged("positions")
     host = tuple(accumulate((chunk.end - chunk.start for chunk in chunks), initial=0))
     return PrefillInputs(
         tokens=tokens,
-        following=staging.view(segments["following"]),
+        following=staged("following"),
         positions=positions,
-        slots=staging.view(segments["slots"]),
-        rows=staging.view(segments["prefill_rows"]),
-        last=staging.view(segments["last"]),
-        ends=staging.view(segments["ends"]),
-        final=staging.view(segments["final"]) > 0,
-        continues=staging.view(segments["continues"]) > 0,
-        query_start=staging.view(segments["query_start"]).to(torch.int32),
+        slots=staged("slots"),
+        rows=staged("prefill_rows"),
+        last=staged("last"),
+        ends=staged("ends"),
+        final=staged("final") > 0,
+        continues=staged("continues") > 0,
+        query_start=staged("query_start").to(torch.int32),
         host_query_start=host if most is None else None,
         host_context=tuple(chunk.start for chunk in chunks) if most is None else None,
         max_query=max(chunk.end - chunk.start for chunk in chunks) if most is None else tokens.shape[0],
         max_kv=max(chunk.end for chunk in chunks) if most is None else most,
-        rope_positions=positions if axes is None else staging.view(axes).view(3, -1),
-        prompt_lens=None if prompt_lens is None else staging.view(prompt_lens),
-        owner=None if most is None else staging.view(segments["owner"]),
+        rope_positions=staged("rope_positions").view(3, -1) if "rope_positions" in segments else positions,
+        prompt_lens=staged("prompt_lens") if "prompt_lens" in segments else None,
+        owner=None if most is None else staged("owner"),
     )
 
 
@@ -350,6 +366,8 @@ class InputUpload:
         rows: RowTable,
         options: OptionTable,
         future: FutureMap,
+        cache: KVCache,
+        kernels: KernelSet,
         page_size: int,
         rope: RopeConfig,
     ) -> None:
@@ -357,6 +375,8 @@ class InputUpload:
         self._rows = rows
         self._options = options
         self._future = future
+        self._cache = cache
+        self._kernels = kernels
         self._page_size = page_size
         self._rope = rope
 
@@ -400,9 +420,13 @@ class InputUpload:
         """
         if entry is not None:
             self._staging.unpack(entry, packer)
-        self._rows.update(batch, self._staging.view, packer.segments)
+        staged = self._staged(packer)
+        self._rows.update(batch, staged)
         if batch.admitted:
-            self._options.admit(self._staging.view, packer.segments)
+            self._options.admit(staged)
+
+    def _staged(self, packer: Packer) -> Staged:
+        return lambda name: self._staging.view(packer.segments[name])
 
     def resolve_seq_lens(self, batch: Batch) -> None:
         """Gather the published lengths of the decoding requests, on the schedule stream."""
@@ -410,31 +434,16 @@ class InputUpload:
 
     def write_token_counts(self, packer: Packer) -> None:
         """Write the token counts of new requests with penalties, on the forward stream, before the first count."""
-        self._options.write_token_counts(self._staging.view, packer.segments)
+        self._options.write_token_counts(self._staged(packer))
 
+    def copy_states(self, packer: Packer, which: str) -> None:
+        """Copy the states of all recurrent layers from the first to the second row of each pair in the segment ``which``, on
+        the forward stream.
 
-class StateCopies:
-    """The copies of recurrent states for a batch, on the forward stream.
-
-    States are restored before the prefill that continues them and saved after the prefill that wrote them.
-    """
-
-    def __init__(self, backend: Backend, forward: Stream, kernels: KernelSet, cache: KVCache, staging: Staging) -> None:
-        self._backend = backend
-        self._forward = forward
-        self._kernels = kernels
-        self._cache = cache
-        self._staging = staging
-
-    def copy(self, packer: Packer, which: str) -> None:
-        """Copy the states of all recurrent layers from the first to the second row of each pair in the segment ``which``.
-        A batch without copies lacks the segment.
+        States are restored before the prefill that continues them and saved after the prefill that wrote them.
         """
-        if which not in packer.segments:
-            return
-        with self._backend.on(self._forward):
-            pairs = self._staging.view(packer.segments[which]).view(-1, 2)
-            sources, targets = pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
-            for layer in self._cache.states:
-                for state in layer:
-                    self._kernels.scatter_rows(state, targets, self._kernels.gather_rows(state, sources))
+        pairs = self._staged(packer)(which).view(-1, 2)
+        sources, targets = pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
+        for layer in self._cache.states:
+            for state in layer:
+                self._kernels.scatter_rows(state, targets, self._kernels.gather_rows(state, sources))

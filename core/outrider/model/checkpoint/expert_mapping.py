@@ -7,11 +7,14 @@ Letters: E experts, H hidden size, I intermediate size of an expert.
 from __future__ import annotations
 
 from collections.abc import Collection, Container
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from outrider.errors import CheckpointError
+from outrider.model.checkpoint.files import CheckpointFiles, TensorFile
 from outrider.model.checkpoint.pieces import Piece, Target, TensorSlice
 from outrider.model.config.model_config import ExpertsConfig, ModelConfig
 from outrider.model.layers.ranks import Shards
@@ -36,6 +39,43 @@ def check_count(config: ModelConfig, tensors: Collection[str], origin: object) -
             f"{origin}: holds {len(tensors)} tensors, and the config has {experts.count} experts in each of {layers} layers "
             "without stacks of them; expected three tensors for each expert, or two for all of a layer"
         )
+
+
+class _TransposedStack(TensorFile):
+    """One stack of matrices of another file, with each matrix transposed."""
+
+    def __init__(self, file: TensorFile, name: str) -> None:
+        count, columns, rows = file.shapes[name]
+        super().__init__(file.path, {name: (count, rows, columns)})
+        self._file = file
+
+    def read_tensor(self, name: str, tensor_slice: TensorSlice | None = None) -> Tensor:
+        if tensor_slice is None:
+            return self._file.read_tensor(name).transpose(1, 2)
+        if tensor_slice.matrix is None:
+            return self._file.read_tensor(name).transpose(1, 2)[tensor_slice.slices(3)]
+        matrix = TensorSlice(0, 0, self.shapes[name][2], matrix=tensor_slice.matrix)
+        return self._file.read_tensor(name, matrix).transpose(1, 2)[:, tensor_slice.start : tensor_slice.stop]
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        return self._file.dtype(name)
+
+
+def with_transposed_stacks(config: ModelConfig, files: CheckpointFiles) -> CheckpointFiles:
+    """Return ``files`` with the stacks of experts in the shapes of :func:`expert_targets`. Published Qwen3-VL-MoE checkpoints
+    store each matrix of a stack transposed, those that transformers saves do not.
+    """
+    experts = config.experts
+    if experts is None or config.family != "qwen3_vl_moe":
+        return files
+    hidden, inner = config.hidden_size, experts.intermediate_size
+    shapes = [(experts.count, hidden, 2 * inner), (experts.count, inner, hidden)]  # one of the two isn't square
+    transposed = dict(files.tensors)
+    for key in files.tensors:
+        pair = [key.removesuffix(_STACKS[0]) + stack for stack in _STACKS]
+        if key == pair[0] and pair[1] in files.tensors and [files.shape(each) for each in pair] == shapes:
+            transposed |= {each: _TransposedStack(files.tensors[each], each) for each in pair}
+    return replace(files, tensors=transposed)
 
 
 def expert_targets(config: ModelConfig, prefix: str, name: str, present: Container[str], shards: Shards) -> list[Target]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType, UnionType
+from types import MappingProxyType
 from typing import Any
 
 import numpy
@@ -31,17 +31,14 @@ from outrider.device import ConfigError
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.bulk import Extent
 from outrider.model.checkpoint.files import GGUF_LIST, CheckpointFiles, TensorFile
-from outrider.model.checkpoint.gguf_hybrid import HYBRID_FAMILIES, Convert, HybridLayout, hybrid_config, without_one
+from outrider.model.checkpoint.gguf_config import GgufMetadata, hybrid_layout, model_config
+from outrider.model.checkpoint.gguf_hybrid import Convert, HybridLayout, without_one
 from outrider.model.checkpoint.pieces import TensorSlice
 from outrider.model.checkpoint.reading import read_json, regular_size, wrap_read_errors
-from outrider.model.config.rope import RopeConfig, inverse_frequencies
 
 _UNPACKED_FORMAT = 1
 """Number of this module's output format; part of the name of the cache entry."""
 _PART_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
-_FAMILIES = MappingProxyType(
-    {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", **HYBRID_FAMILIES}
-)
 _FILE_DTYPES = MappingProxyType({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16})
 _QUANTIZED_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 _ROUNDED_TYPES = ("Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
@@ -71,8 +68,6 @@ _LAYER_NAMES = MappingProxyType(
 )
 _EXPERT_NAMES = MappingProxyType({"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"})
 _NO_WEIGHTS = frozenset({"rope_freqs.weight"})
-_LLAMA3_FACTORS = (8.0, 32.0)
-"""Rope factors of the published Llama 3.1 to 3.3 models; a GGUF file has only the frequencies that follow from them."""
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -159,44 +154,6 @@ def _in_rotary_halves(heads: int, values: Tensor) -> Tensor:
     return values.reshape(heads, -1, 2, *values.shape[1:]).transpose(1, 2).reshape(values.shape)
 
 
-class _Metadata:
-    """The metadata of a GGUF file by key, with errors that name the key."""
-
-    def __init__(self, reader: Any) -> None:
-        self._fields = reader.fields
-        self.architecture = str(self.value("general.architecture", str))
-
-    def value(self, key: str, kind: type | UnionType, default: Any = None) -> Any:
-        """Return the value of ``key``. Raises :class:`ConfigError` if it is missing without a default, or of another type."""
-        field = self._fields.get(key)
-        if field is None:
-            if default is None:
-                raise ConfigError(f"the metadata have no {key}")
-            return default
-        found = field.contents()
-        if not isinstance(found, kind) or (isinstance(found, bool) and kind is not bool):
-            raise ConfigError(f"{key} is {shown(found)}, expected {getattr(kind, '__name__', kind)}")
-        return found
-
-    def of_model(self, key: str, kind: type | UnionType, default: Any = None) -> Any:
-        """Return the metadata value of ``key``, prefixed with the model architecture of the file. Errors are those of
-        :meth:`value`.
-        """
-        return self.value(f"{self.architecture}.{key}", kind, default)
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """Return a float of the architecture, as the shortest decimal that its 32 bits mean: 1e-5, not 9.9999997e-6."""
-        return float(str(numpy.float32(self.of_model(key, float, default))))
-
-    def optional(self, key: str, kind: type) -> Any:
-        """Return the metadata value of ``key``, or None if the file lacks the key."""
-        return self.value(key, kind) if key in self._fields else None
-
-    def named(self, prefix: str) -> dict[str, Any]:
-        """Return the text values whose key begins with ``prefix``, by the remaining part of the key."""
-        return {key.removeprefix(prefix): self.value(key, str) for key in self._fields if key.startswith(prefix)}
-
-
 def unpack_gguf(path: Path) -> Path:
     """Write the config, the tokenizer and the chat template of a GGUF file into a cache directory and return it.
 
@@ -276,12 +233,12 @@ def _open_reader(path: Path) -> Any:
         return reader
 
 
-def _open_parts(paths: list[Path]) -> tuple[list[Any], _Metadata, list[dict[str, _StoredTensor]]]:
+def _open_parts(paths: list[Path]) -> tuple[list[Any], GgufMetadata, list[dict[str, _StoredTensor]]]:
     """Return the readers of all files, the metadata, which the first file has, and the tensors of each file by name."""
     readers = [_open_reader(path) for path in paths]
     with wrap_read_errors(paths[0], "a GGUF checkpoint"):
-        metadata = _Metadata(readers[0])
-        hybrid = HybridLayout.from_metadata(metadata) if metadata.architecture in HYBRID_FAMILIES else None
+        metadata = GgufMetadata(readers[0])
+        hybrid = hybrid_layout(metadata)
         return readers, metadata, [_named_tensors(reader, metadata, hybrid) for reader in readers]
 
 
@@ -290,7 +247,7 @@ def _unpacked_files(paths: list[Path]) -> dict[str, Any]:
     readers, metadata, _ = _open_parts(paths)
     with wrap_read_errors(paths[0], "a GGUF checkpoint"):
         shapes = {tensor.name: _shape_of(tensor) for reader in readers for tensor in reader.tensors}
-        files = {"config.json": _config(metadata, shapes, _rope_factors(readers), _file_dtype(readers))}
+        files = {"config.json": model_config(metadata, shapes, _rope_factors(readers), _file_dtype(readers))}
         files["generation_config.json"] = {
             "eos_token_id": [
                 token
@@ -306,7 +263,7 @@ def _unpacked_files(paths: list[Path]) -> dict[str, Any]:
         return files | {GGUF_LIST: {"files": [str(path.resolve()) for path in paths]}}
 
 
-def _named_tensors(reader: Any, metadata: _Metadata, hybrid: HybridLayout | None) -> dict[str, _StoredTensor]:
+def _named_tensors(reader: Any, metadata: GgufMetadata, hybrid: HybridLayout | None) -> dict[str, _StoredTensor]:
     """Return a file's tensors by transformers' names. Raises :class:`ConfigError` for an unknown name or type."""
     found: dict[str, _StoredTensor] = {}
     for tensor in reader.tensors:
@@ -319,7 +276,7 @@ def _named_tensors(reader: Any, metadata: _Metadata, hybrid: HybridLayout | None
     return found
 
 
-def _names_of(tensor: Any, metadata: _Metadata, hybrid: HybridLayout | None) -> dict[str, _StoredTensor]:
+def _names_of(tensor: Any, metadata: GgufMetadata, hybrid: HybridLayout | None) -> dict[str, _StoredTensor]:
     shape = _shape_of(tensor)
     if tensor.name in _WHOLE_NAMES:
         convert = without_one if hybrid is not None and tensor.name == "output_norm.weight" else None
@@ -370,107 +327,7 @@ def _rope_factors(readers: list[Any]) -> Tensor | None:
     return None
 
 
-def _config(metadata: _Metadata, shapes: Mapping[str, tuple[int, ...]], factors: Tensor | None, dtype: str) -> dict[str, Any]:
-    """Return the model's config.json as transformers writes it. Raises :class:`ConfigError` for metadata that is missing or
-    unsupported.
-    """
-    family = _FAMILIES.get(metadata.architecture)
-    if family is None:
-        raise ConfigError(f"its architecture is {shown(metadata.architecture)}; supported are {', '.join(sorted(_FAMILIES))}")
-    if "token_embd.weight" not in shapes:
-        raise ConfigError("tensor 'token_embd.weight' is missing")
-    hidden = metadata.of_model("embedding_length", int)
-    heads = metadata.of_model("attention.head_count", int)
-    head_dim = metadata.of_model("attention.key_length", int, max(hidden // max(heads, 1), 1))
-    context = metadata.of_model("context_length", int)
-    config: dict[str, Any] = {
-        "model_type": family,
-        "vocab_size": shapes["token_embd.weight"][0],
-        "hidden_size": hidden,
-        "num_hidden_layers": metadata.of_model("block_count", int),
-        "num_attention_heads": heads,
-        "num_key_value_heads": _kv_heads(metadata, heads),
-        "head_dim": head_dim,
-        "intermediate_size": metadata.of_model("feed_forward_length", int, 1 if family == "qwen3_5_moe_text" else None),
-        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": context,
-        "hidden_act": "silu",
-        "tie_word_embeddings": "output.weight" not in shapes,
-        "dtype": dtype,
-        "rope_parameters": _rope_parameters(metadata, context, head_dim, factors),
-    }
-    if family == "llama":
-        config |= {"attention_bias": "blk.0.attn_q.bias" in shapes, "mlp_bias": "blk.0.ffn_up.bias" in shapes}
-        window = metadata.optional("llama.attention.sliding_window", int)
-        if window:
-            config |= {"model_type": "mistral", "sliding_window": window}
-    if metadata.architecture in HYBRID_FAMILIES:
-        config |= hybrid_config(metadata, shapes)
-    if family in ("qwen3_moe", "qwen3_next", "qwen3_5_moe_text"):
-        config = {
-            "num_experts": metadata.of_model("expert_count", int),
-            "num_experts_per_tok": metadata.of_model("expert_used_count", int),
-            "moe_intermediate_size": metadata.of_model("expert_feed_forward_length", int),
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        } | config
-    return config
-
-
-def _kv_heads(metadata: _Metadata, heads: int) -> int:
-    """Return the number of KV heads of layers with attention. A list of all layers has 0 for recurrent ones."""
-    found = metadata.of_model("attention.head_count_kv", int | list, heads)
-    return found if isinstance(found, int) else max(found, default=0)
-
-
-def _rope_parameters(metadata: _Metadata, context: int, head_dim: int, factors: Tensor | None) -> dict[str, Any]:
-    theta = metadata.number("rope.freq_base", 10000.0)
-    rotated = metadata.of_model("rope.dimension_count", int, head_dim)
-    if metadata.architecture in HYBRID_FAMILIES:
-        sections = [each for each in metadata.of_model("rope.dimension_sections", list, []) if each]
-        axes = {"mrope_section": sections, "mrope_interleaved": True} if sections else {}
-        share = rotated / head_dim
-        return {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share, **axes}
-    if rotated != head_dim:
-        raise ConfigError(
-            f"{metadata.architecture}.rope.dimension_count is {rotated}, only the head size {head_dim} is supported"
-        )
-    kind = metadata.of_model("rope.scaling.type", str, "none")
-    if factors is not None:
-        return _llama3_parameters(theta, head_dim, factors)
-    if kind == "none":
-        return {"rope_type": "default", "rope_theta": theta}
-    if kind not in ("linear", "yarn"):
-        raise ConfigError(f"{metadata.architecture}.rope.scaling.type is {shown(kind)}; supported are none, linear and yarn")
-    scaled = {"rope_type": kind, "rope_theta": theta, "factor": metadata.number("rope.scaling.factor")}
-    if kind == "yarn":
-        scaled["original_max_position_embeddings"] = metadata.of_model("rope.scaling.original_context_length", int, context)
-    return scaled
-
-
-def _llama3_parameters(theta: float, head_dim: int, factors: Tensor) -> dict[str, Any]:
-    """Return the parameters of Llama 3's rope from which the file's frequency divisors were computed."""
-    plain = inverse_frequencies(RopeConfig(theta=theta), head_dim)
-    for factor in _LLAMA3_FACTORS:
-        rope = RopeConfig(kind="llama3", theta=theta, factor=factor, original_context=8192)
-        scaled = inverse_frequencies(rope, head_dim)
-        if factors.shape == plain.shape and torch.allclose((plain / scaled).float(), factors, rtol=1e-3):
-            return {
-                "rope_type": "llama3",
-                "rope_theta": theta,
-                "factor": factor,
-                "low_freq_factor": rope.low_freq_factor,
-                "high_freq_factor": rope.high_freq_factor,
-                "original_max_position_embeddings": rope.original_context,
-            }
-    raise ConfigError(
-        "rope_freqs.weight isn't what Llama 3's rope gives for a factor of "
-        f"{' or '.join(f'{factor:g}' for factor in _LLAMA3_FACTORS)}; expected the checkpoint in safetensors"
-    )
-
-
-def _tokenizer(metadata: _Metadata, path: Path) -> HfTokenizer:
+def _tokenizer(metadata: GgufMetadata, path: Path) -> HfTokenizer:
     """Return the tokenizer: byte-level byte-pair encoding, or sentencepiece, which transformers converts.
 
     Raises :class:`ConfigError` for another kind of tokenizer.
@@ -494,7 +351,7 @@ def _converted_tokenizer(path: Path) -> HfTokenizer:
     return HfTokenizer.from_str(tokenizer.backend_tokenizer.to_str())
 
 
-def _byte_level_tokenizer(metadata: _Metadata) -> HfTokenizer:
+def _byte_level_tokenizer(metadata: GgufMetadata) -> HfTokenizer:
     pre = metadata.value("tokenizer.ggml.pre", str, "default")
     tokens = metadata.value("tokenizer.ggml.tokens", list)
     kinds = metadata.value("tokenizer.ggml.token_type", list, [1] * len(tokens))
@@ -542,7 +399,7 @@ def _pre_tokenizer(pre: str) -> Any:
     )
 
 
-def _tokenizer_config(metadata: _Metadata, tokenizer: HfTokenizer) -> dict[str, Any]:
+def _tokenizer_config(metadata: GgufMetadata, tokenizer: HfTokenizer) -> dict[str, Any]:
     """Return tokenizer_config.json, which has the chat template and the special tokens."""
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):

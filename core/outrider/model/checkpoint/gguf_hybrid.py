@@ -1,4 +1,4 @@
-"""Hybrid recurrent models in GGUF: transformers' names of their tensors, their values, and the config.
+"""Hybrid recurrent models in GGUF: transformers' names of their tensors, and their values.
 
 llama.cpp changes values at conversion. It stores 1 + w for norms, -exp(A_log), and convolutions without their middle axis.
 For Qwen3.5 it also reorders value heads for ggml's broadcasts: first the first value head of each key head, then the second.
@@ -11,15 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from outrider.device import ConfigError
-
-HYBRID_FAMILIES = MappingProxyType({"qwen3next": "qwen3_next", "qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text"})
-"""Transformers' model type by the architecture in a GGUF file."""
 Convert = Callable[[Tensor], Tensor]
 
 _NORMS = MappingProxyType(
@@ -39,15 +34,6 @@ _MTP_NORMS = MappingProxyType(
 )
 
 
-class Metadata(Protocol):
-    """Metadata of a GGUF file. Missing keys without a default raise :class:`ConfigError`."""
-
-    architecture: str
-
-    def of_model(self, key: str, kind: type, default: Any = None) -> Any:
-        """Return a value of the architecture."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HybridLayout:
     """Sizes by which llama.cpp's order of rows is undone."""
@@ -62,27 +48,6 @@ class HybridLayout:
     value_size: int
     is_tiled: bool
     """Whether value heads are in the order of ggml's broadcasts."""
-
-    @classmethod
-    def from_metadata(cls, metadata: Metadata) -> HybridLayout:
-        """Return the layout of a file. Raises :class:`ConfigError` for sizes that don't go together."""
-        heads = metadata.of_model("nextn_predict_layers", int, 0)
-        inner, value_heads = metadata.of_model("ssm.inner_size", int), metadata.of_model("ssm.time_step_rank", int)
-        key_heads, layers = metadata.of_model("ssm.group_count", int), metadata.of_model("block_count", int) - heads
-        if min(key_heads, value_heads, layers) < 1 or value_heads % key_heads or inner % value_heads:
-            raise ConfigError(
-                f"{layers} layers with {key_heads} key heads and {value_heads} value heads of {inner} values in all don't go "
-                "together"
-            )
-        return cls(
-            layers=layers,
-            heads=heads,
-            key_heads=key_heads,
-            value_heads=value_heads,
-            key_size=metadata.of_model("ssm.state_size", int),
-            value_size=inner // value_heads,
-            is_tiled=metadata.architecture != "qwen3next",
-        )
 
     def prefix(self, block: int) -> str:
         """Return the name in transformers of a file's block: a layer, or one of the heads after the last layer."""
@@ -158,24 +123,3 @@ def without_one(values: Tensor) -> Tensor:
 
 def _unchanged(values: Tensor) -> Tensor:
     return values
-
-
-def hybrid_config(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Return the fields of config.json that hybrid models have in addition to other models, or with other values."""
-    layout = HybridLayout.from_metadata(metadata)
-    kinds = ("full_attention", "linear_attention")
-    config: dict[str, Any] = {
-        "num_hidden_layers": layout.layers,
-        "mtp_num_hidden_layers": layout.heads,
-        "layer_types": [kinds[f"blk.{layer}.ssm_a" in shapes] for layer in range(layout.layers)],
-        "linear_conv_kernel_dim": metadata.of_model("ssm.conv_kernel", int),
-        "linear_key_head_dim": layout.key_size,
-        "linear_value_head_dim": layout.value_size,
-        "linear_num_key_heads": layout.key_heads,
-        "linear_num_value_heads": layout.value_heads,
-    }
-    if metadata.architecture != "qwen35":
-        config["shared_expert_intermediate_size"] = metadata.of_model("expert_shared_feed_forward_length", int)
-        dense = [layer for layer in range(layout.layers) if f"blk.{layer}.ffn_gate_inp.weight" not in shapes]
-        config |= {"mlp_only_layers": dense} if metadata.architecture == "qwen3next" else {}
-    return config

@@ -43,7 +43,7 @@ def recurrent_targets(config: ModelConfig, prefix: str, name: str, present: Cont
     convolution = (recurrent.channels, 1, recurrent.kernel_size)
     return [
         Target(f"{name}.qkv", (*projection, *gates)),
-        Target(f"{name}.output", (Piece(f"{stem}.out_proj.weight", (hidden, values), _columns(columns)),)),
+        Target(f"{name}.output", (Piece(f"{stem}.out_proj.weight", (hidden, values), as_columns(columns)),)),
         Target(
             f"{name}.{_RECURRENT}convolution",
             tuple(Piece(f"{stem}.conv1d.weight", convolution, rows, stack=True) for rows in layout.channel_slices()),
@@ -123,7 +123,8 @@ class _Layout:
         return tuple(pieces)
 
 
-def _columns(rows: TensorSlice | None) -> TensorSlice | None:
+def as_columns(rows: TensorSlice | None) -> TensorSlice | None:
+    """Return the slice of the columns that multiply the results of ``rows``; None stays None."""
     return None if rows is None else replace(rows, dim=1)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.device import CACHE_FORMATS, Backend, ConfigError, KernelSet
-from outrider.model.checkpoint.expert_mapping import check_count
+from outrider.model.checkpoint.expert_mapping import check_count, with_transposed_stacks
 from outrider.model.checkpoint.files import CheckpointFiles
 from outrider.model.checkpoint.mapping import decoder_stem, decoder_targets, decoder_weights, is_mtp_tensor, vision_name
 from outrider.model.checkpoint.opening import open_checkpoint
@@ -24,7 +24,7 @@ from outrider.model.config.model_config import ModelConfig
 from outrider.model.layers.decoder import Decoder
 from outrider.model.layers.ranks import ModelRanks, or_single_rank
 from outrider.model.quantization import Quantization, QuantizedMode, read_quantization
-from outrider.model.quantization.cache import CacheScheme, cache_format, read_scales, resolve_cache_format, scale_keys
+from outrider.model.quantization.cache import cache_format, read_scales, resolve_cache_format, scale_keys
 
 _HEAD = "lm_head.weight"
 
@@ -157,6 +157,7 @@ def plan_decoder(
     kernels = backend.kernels_in_use if kernels is None else kernels
     config = read_model_config(Path(directory), drafts=drafts)
     files = open_checkpoint(Path(directory))
+    files = with_transposed_stacks(config, files)
     config = replace(_untie(config, files), max_context=max(config.max_context, positions))
     ranks = or_single_rank(ranks)
     shards = ranks.shards
@@ -171,18 +172,18 @@ def plan_decoder(
     if config.vision is not None or config.family in HYBRID_FAMILIES:
         optional |= {key for key in files.tensors if vision_name(key) is not None}  # load_vision checks them
     quantization = read_quantization(Path(directory), mode=quantized)
-    scheme = None if quantization is None or kv_dtype == "plain" else quantization.cache_scheme
-    format = resolve_cache_format(kv_dtype, scheme, kernels, backend, str(files.origin))
+    strategy = None if quantization is None or kv_dtype == "plain" else quantization.cache_strategy
+    format = resolve_cache_format(kv_dtype, strategy, kernels, backend, str(files.origin))
     stem = decoder_stem(files.tensors)
     prefixes = [f"{stem}layers.{index}" for index in config.attention_layers]
     scales: list[tuple[Tensor, Tensor]] = []
     if quantization is not None:
         stored_scales = scale_keys(files, prefixes)
         optional |= stored_scales
-        if stored_scales and format is not None and scheme is None:
-            scheme = CacheScheme()  # the config doesn't announce them
-    if scheme is not None:
-        scales = [read_scales(files, prefix, scheme, config.num_kv_heads) for prefix in prefixes]
+        if stored_scales and format is not None and strategy is None:
+            strategy = "tensor"  # the config doesn't announce them
+    if strategy is not None:
+        scales = [read_scales(files, prefix, strategy, config.num_kv_heads) for prefix in prefixes]
     check_tensors(
         files, decoder_targets(config, files.tensors), optional=optional, quantization=quantization, backend=backend
     )

@@ -13,7 +13,13 @@ from types import MappingProxyType
 from typing import Any
 
 from outrider.model.checkpoint.expert_mapping import expert_targets, stack_experts
-from outrider.model.checkpoint.hybrid_mapping import gated_queries, nest_recurrent, offset_norms, recurrent_targets
+from outrider.model.checkpoint.hybrid_mapping import (
+    as_columns,
+    gated_queries,
+    nest_recurrent,
+    offset_norms,
+    recurrent_targets,
+)
 from outrider.model.checkpoint.pieces import Piece, Target, TensorSlice
 from outrider.model.config.model_config import ExpertsConfig, ModelConfig
 from outrider.model.layers.decoder import DecoderWeights
@@ -26,19 +32,32 @@ SINGLE_RANK = Shards()
 """A single rank that holds the whole model."""
 
 
-def _projection_slices(config: ModelConfig, shards: Shards) -> dict[str, tuple[int, int, int]]:
-    """Return this rank's slice of each projection of a layer, by projection name: (dimension, start, stop)."""
-    size = config.head_size
-    heads, kv_heads, inner = shards.heads(config), shards.kv_heads(config), shards.mlp.even(config.intermediate_size)
-    queries, keys = (heads[0] * size, heads[1] * size), (kv_heads[0] * size, kv_heads[1] * size)
+_QKV, _OUTPUT = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.o_proj"
+_GATE_UP, _DOWN = ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"
+
+
+def _projections(
+    config: ModelConfig, shards: Shards, attention_width: int
+) -> dict[str, tuple[tuple[int, int], TensorSlice | None]]:
+    """Return the shape of each projection of a layer in the checkpoint, and the slice that this rank reads (None: all)."""
+    hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_size
+    queries, keys = config.num_heads * size, config.num_kv_heads * size
+
+    def rows(first: int, last: int, total: int) -> TensorSlice | None:
+        return None if last - first == total else TensorSlice(0, first, last)
+
+    (first, last), (first_key, last_key) = shards.heads(config), shards.kv_heads(config)
+    own_queries = rows(first * size, last * size, queries)
+    own_keys = rows(first_key * size, last_key * size, keys)
+    own_inner = rows(*shards.mlp.even(inner), inner)
+    query, key, value = _QKV
     return {
-        "q_proj": (0, *queries),
-        "k_proj": (0, *keys),
-        "v_proj": (0, *keys),
-        "o_proj": (1, *queries),
-        "gate_proj": (0, *inner),
-        "up_proj": (0, *inner),
-        "down_proj": (1, *inner),
+        query: ((queries, attention_width), own_queries),
+        key: ((keys, attention_width), own_keys),
+        value: ((keys, attention_width), own_keys),
+        _OUTPUT: ((hidden, queries), as_columns(own_queries)),
+        **dict.fromkeys(_GATE_UP, ((inner, hidden), own_inner)),
+        _DOWN: ((hidden, inner), as_columns(own_inner)),
     }
 
 
@@ -60,64 +79,42 @@ def layer_targets(
     ``attends`` for a layer without attention, ``mlp`` for one without an MLP. A bias of a sum over ranks is read by the first
     of these ranks only.
     """
-    hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_size
-    width = attention_width or hidden
-    queries, keys = config.num_heads * size, config.num_kv_heads * size
-    slices = _projection_slices(config, shards)
+    projections = _projections(config, shards, attention_width or config.hidden_size)
 
-    def target(field: str, *pieces: tuple[str, tuple[int, ...]]) -> Target:
-        return Target(
-            f"{name}.{field}", tuple(Piece(f"{prefix}.{key}", shape, slice_of(key, shape)) for key, shape in pieces)
-        )
+    def norm(field: str, part: str, size: int) -> Target:
+        return Target(f"{name}.{field}", (Piece(f"{prefix}.{part}.weight", (size,)),))
 
-    def slice_of(key: str, shape: tuple[int, ...]) -> TensorSlice | None:
-        part = next((part for part in slices if f".{part}." in key), None)
-        if part is None or slices[part][0] >= len(shape):
-            return None
-        dim, start, stop = slices[part]
-        return None if stop - start == shape[dim] else TensorSlice(dim, start, stop)
+    def weight(field: str, *parts: str) -> Target:
+        return Target(f"{name}.{field}", tuple(Piece(f"{prefix}.{part}.weight", *projections[part]) for part in parts))
 
-    def attention(part: str, kind: str, *shape: int) -> tuple[str, tuple[int, ...]]:
-        return f"self_attn.{part}.{kind}", shape
+    def bias(field: str, *parts: str) -> Target:
+        """Return a bias, which is sliced like the rows of its projections."""
+        pieces = []
+        for part in parts:
+            (rows, _), part_slice = projections[part]
+            by_rows = part_slice is not None and part_slice.dim == 0
+            pieces.append(Piece(f"{prefix}.{part}.bias", (rows,), part_slice if by_rows else None))
+        return Target(f"{name}.{field}", tuple(pieces))
 
-    def gated(part: str, kind: str, *shape: int) -> tuple[str, tuple[int, ...]]:
-        return f"mlp.{part}.{kind}", shape
-
-    targets = [target("mlp_norm", ("post_attention_layernorm.weight", (hidden,)))]
+    targets = [norm("mlp_norm", "post_attention_layernorm", config.hidden_size)]
     if attends:
-        qkv = target(
-            "qkv",
-            attention("q_proj", "weight", queries, width),
-            attention("k_proj", "weight", keys, width),
-            attention("v_proj", "weight", keys, width),
-        )
+        qkv = weight("qkv", *_QKV)
         targets.append(gated_queries(qkv, config, shards) if config.attention_gate else qkv)
-        targets.append(target("output", attention("o_proj", "weight", hidden, queries)))
+        targets.append(weight("output", _OUTPUT))
     if mlp:
-        targets.append(
-            target("gate_up", gated("gate_proj", "weight", inner, hidden), gated("up_proj", "weight", inner, hidden))
-        )
-        targets.append(target("down", gated("down_proj", "weight", hidden, inner)))
+        targets += [weight("gate_up", *_GATE_UP), weight("down", _DOWN)]
     if attention_norm:
-        targets.append(target("attention_norm", ("input_layernorm.weight", (hidden,))))
+        targets.append(norm("attention_norm", "input_layernorm", config.hidden_size))
     if config.attention_bias and attends:
-        targets.append(
-            target(
-                "qkv_bias",
-                attention("q_proj", "bias", queries),
-                attention("k_proj", "bias", keys),
-                attention("v_proj", "bias", keys),
-            )
-        )
+        targets.append(bias("qkv_bias", *_QKV))
     if config.output_bias and attends and shards.attention.rank == 0:
-        targets.append(target("output_bias", attention("o_proj", "bias", hidden)))
+        targets.append(bias("output_bias", _OUTPUT))
     if config.mlp_bias:
-        targets.append(target("gate_up_bias", gated("gate_proj", "bias", inner), gated("up_proj", "bias", inner)))
+        targets.append(bias("gate_up_bias", *_GATE_UP))
     if config.mlp_bias and shards.mlp.rank == 0:
-        targets.append(target("down_bias", gated("down_proj", "bias", hidden)))
+        targets.append(bias("down_bias", _DOWN))
     if config.qk_norm and attends:
-        targets.append(target("q_norm", ("self_attn.q_norm.weight", (config.head_size,))))
-        targets.append(target("k_norm", ("self_attn.k_norm.weight", (config.head_size,))))
+        targets += [norm(f"{part}_norm", f"self_attn.{part}_norm", config.head_size) for part in "qk"]
     return targets
 
 

@@ -22,10 +22,12 @@ from outrider.model.config.layer_configs import (
     mixtral,
     one_window,
     qwen2_moe,
+    qwen3,
     qwen3_5,
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    qwen3_vl_moe,
 )
 from outrider.model.config.model_config import ModelConfig, VisionConfig
 from outrider.model.config.parsed_config import parse_config
@@ -78,10 +80,13 @@ def _model_config(directory: Path, raw: dict[str, Any]) -> ModelConfig:
     hf = full_config.get_text_config()
     fields = _common_fields(hf) | _FAMILIES[family](hf)
     fields["tie_embeddings"] = bool(full_config.tie_word_embeddings)  # the top-level value, not the text config's
-    if family in _VISION_FAMILIES:
-        fields["vision"] = _vision(full_config)
+    sections, alternating = _MROPE_SECTIONS.get(family, ()), has_alternating_axes(family)
+    if family in HYBRID_FAMILIES and raw.get("vision_config") is None:
+        sections = ()  # text alone, whose positions are equal on all axes
+    if sections:
+        fields["vision"] = _vision(full_config, timed=alternating)
     fields["eos_token_ids"], fields["bos_token_id"] = special_tokens(directory, hf)
-    rope = _rope(hf, mrope=family in _VISION_FAMILIES, partial=family in HYBRID_FAMILIES)
+    rope = _rope(hf, sections, alternating=alternating, partial=family in HYBRID_FAMILIES)
     config = ModelConfig(family=family, rope=rope, **fields)
     _check_rope(config)
     return config
@@ -182,12 +187,7 @@ def _qwen2(hf: HfConfig) -> dict[str, Any]:
 
 
 def _qwen3(hf: HfConfig) -> dict[str, Any]:
-    return {
-        "attention_bias": hf.attention_bias,
-        "output_bias": hf.attention_bias,
-        "qk_norm": True,
-        "windows": layer_windows(hf),
-    }
+    return qwen3(hf) | {"windows": layer_windows(hf)}
 
 
 _FAMILIES: Mapping[str, Callable[[HfConfig], dict[str, Any]]] = MappingProxyType(
@@ -207,12 +207,23 @@ _FAMILIES: Mapping[str, Callable[[HfConfig], dict[str, Any]]] = MappingProxyType
         "qwen3_5_text": qwen3_5,
         "qwen3_moe": qwen3_moe,
         "qwen3_next": qwen3_next,
+        "qwen3_vl": qwen3,
+        "qwen3_vl_moe": qwen3_vl_moe,
     }
 )
 _SAME_DECODER: Mapping[str, str] = MappingProxyType({"mimo": "qwen2"})
 """Model types whose decoder and config are those of another family, and which transformers does not know."""
-_VISION_FAMILIES = frozenset({"qwen2_vl", "qwen2_5_vl"})
-_MROPE_SECTIONS = (16, 24, 24)  # of every published Qwen2-VL, and the default of configs without the field
+_CONSECUTIVE_AXES = ("qwen2_vl", "qwen2_5_vl")
+_MROPE_SECTIONS: Mapping[str, tuple[int, ...]] = MappingProxyType(
+    {
+        **dict.fromkeys(_CONSECUTIVE_AXES, (16, 24, 24)),
+        **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), (24, 20, 20)),
+        **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), (11, 11, 10)),
+    }
+)
+"""Rope sections of the families with a vision tower, where the config doesn't give them. Those of ``_CONSECUTIVE_AXES``
+follow one another; the axes of other families alternate.
+"""
 
 
 _MAX_SPECIAL_TOKENS = 1024
@@ -231,17 +242,39 @@ def supported_families() -> tuple[str, ...]:
     return tuple(sorted({*_FAMILIES, *_SAME_DECODER}))
 
 
-def _vision(hf: HfConfig) -> VisionConfig:
+def has_alternating_axes(family: str) -> bool:
+    """Return True for a family with a vision tower whose rope alternates between the axes. Its prompts state the times of a
+    video's frames as text.
+    """
+    return family in _MROPE_SECTIONS and family not in _CONSECUTIVE_AXES
+
+
+def _vision(hf: HfConfig, *, timed: bool) -> VisionConfig:
+    """Return the vision fields of a config. Raises :class:`ConfigError` for deepstack layers that the tower lacks.
+
+    ``timed``: the prompts of the family state the times of a video's frames.
+    """
+    stack = list(getattr(hf.vision_config, "deepstack_visual_indexes", None) or ())
+    if stack != sorted(set(stack)) or (stack and stack[-1] >= hf.vision_config.depth):
+        raise ConfigError(
+            f"vision_config.deepstack_visual_indexes is {shown(stack)}, expected ascending indices below the depth "
+            f"{hf.vision_config.depth}"
+        )
     return VisionConfig(
         image_token=hf.image_token_id,
         video_token=hf.video_token_id,
         merge=hf.vision_config.spatial_merge_size,
         tokens_per_second=getattr(hf.vision_config, "tokens_per_second", 0),
+        frame_marks=(hf.vision_start_token_id, hf.vision_end_token_id) if timed else None,
+        deepstack=len(stack),
     )
 
 
-def _rope(hf: HfConfig, *, mrope: bool, partial: bool) -> RopeConfig:
+def _rope(hf: HfConfig, sections: tuple[int, ...], *, alternating: bool, partial: bool) -> RopeConfig:
+    """Return the rope of a config. ``sections`` are those of an mrope without the field, or empty for a rope of one axis."""
     parameters = dict(hf.rope_parameters)
+    if sections and alternating and parameters.get("mrope_interleaved") is False:
+        raise ConfigError("mrope_interleaved is false, expected true: the axes of this family alternate")
     kind = parameters.get("rope_type", "default")
     if kind is None:  # transformers would ignore the other parameters
         raise ConfigError(f"rope_type of the rope is None, expected one of {', '.join(ROPE_KINDS)}")
@@ -271,7 +304,8 @@ def _rope(hf: HfConfig, *, mrope: bool, partial: bool) -> RopeConfig:
         theta=float(parameters["rope_theta"]),
         factor=_rope_factor(hf),
         original_context=_original_context(hf),
-        sections=tuple(parameters.get("mrope_section") or _MROPE_SECTIONS) if mrope else (),
+        sections=tuple(parameters.get("mrope_section") or sections) if sections else (),
+        interleaved=bool(sections) and alternating,
         rotated_share=float(parameters.get("partial_rotary_factor") or 1.0),
         **optional,
     )

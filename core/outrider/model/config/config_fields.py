@@ -209,7 +209,7 @@ VISION: Mapping[str, Field] = MappingProxyType(
         "hidden_size": _WIDTH,
         "out_hidden_size": _WIDTH,
         "intermediate_size": whole_number(1, 4 * _MAX_WIDTH, empty=False),
-        "hidden_act": TEXT,
+        "hidden_act": choice("gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu"),
         "mlp_ratio": number(0.01, 1024, empty=False),
         "num_heads": whole_number(1, 1 << 16, empty=False),
         "in_channels": whole_number(1, 64, empty=False),
@@ -220,24 +220,26 @@ VISION: Mapping[str, Field] = MappingProxyType(
         "window_size": whole_number(1, 1 << 16, empty=False),
         "fullatt_block_indexes": list_of(whole_number(0, MAX_LAYERS)),
         "rope_parameters": record(VISION_ROPE),
+        "num_position_embeddings": whole_number(1, _MAX_WIDTH, empty=False),
+        "deepstack_visual_indexes": list_of(whole_number(0, MAX_LAYERS), 64),
     }
 )
-_WITH_VISION: Mapping[str, Field] = MappingProxyType(
-    {
-        **TEXT_MODEL,
-        "text_config": record(TEXT_MODEL),
-        "vision_config": record(VISION),
-        "image_token_id": whole_number(0, MAX_VOCABULARY, empty=False),
-        "video_token_id": whole_number(0, MAX_VOCABULARY, empty=False),
-    }
-)
-_HYBRID_WITH_VISION: Mapping[str, Field] = MappingProxyType({**HYBRID, "text_config": record(HYBRID)})
+
+
+def _with_vision(text: Mapping[str, Field]) -> Mapping[str, Field]:
+    """Return the fields of a model with a vision tower. ``text`` are those of its text model, here or in an object."""
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    tokens = dict.fromkeys(names, whole_number(0, MAX_VOCABULARY, empty=False))
+    return MappingProxyType({**text, "text_config": record(text), "vision_config": record(VISION), **tokens})
+
+
 FAMILY_FIELDS: Mapping[str, Mapping[str, Field]] = MappingProxyType(
     {
         **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), EXPERTS),
-        **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _WITH_VISION),
+        **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), _with_vision(TEXT_MODEL)),
+        "qwen3_vl_moe": _with_vision(EXPERTS),
         **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), HYBRID),
-        **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _HYBRID_WITH_VISION),
+        **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _with_vision(HYBRID)),
     }
 )
 """Fields of config.json that a model family has in addition to the common ones, by family."""

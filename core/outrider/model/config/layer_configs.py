@@ -1,14 +1,12 @@
 """Config fields of mixtures of experts and of recurrent layers, and the reasons why some families are not supported.
 
-Hybrid models alternate recurrent layers with a gated delta rule and layers with attention. Their checkpoints may have a
-vision tower. Here they run on text, whose positions are equal on all axes, so that the interleaved axes of the rope have no
-effect.
+Hybrid models alternate recurrent layers with a gated delta rule and layers with attention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -79,13 +77,18 @@ def qwen2_moe(hf: HfConfig) -> dict[str, Any]:
 
 def qwen3_moe(hf: HfConfig) -> dict[str, Any]:
     """Return the fields of a Qwen3-MoE config, which norms queries and keys like the dense family."""
-    return {
-        "attention_bias": hf.attention_bias,
-        "output_bias": hf.attention_bias,
-        "qk_norm": True,
-        "experts": experts_of(hf, shared=0),
-        "windows": one_window(hf, hf.sliding_window),
-    }
+    return qwen3(hf) | {"experts": experts_of(hf, shared=0), "windows": one_window(hf, hf.sliding_window)}
+
+
+def qwen3(hf: HfConfig) -> dict[str, Any]:
+    """Return the fields that all Qwen3 decoders with attention in every layer share."""
+    return {"attention_bias": hf.attention_bias, "output_bias": hf.attention_bias, "qk_norm": True}
+
+
+def qwen3_vl_moe(hf: HfConfig) -> dict[str, Any]:
+    """Return the fields of a Qwen3-VL-MoE config. Its routing weights are always normalized, whatever the config says."""
+    experts = experts_of(hf, shared=0)
+    return qwen3(hf) | {"experts": experts and replace(experts, renormalize=True)}
 
 
 def experts_of(hf: HfConfig, *, shared: int) -> ExpertsConfig | None:
@@ -104,7 +107,7 @@ def experts_of(hf: HfConfig, *, shared: int) -> ExpertsConfig | None:
         count=hf.num_experts,
         per_token=hf.num_experts_per_tok,
         intermediate_size=hf.moe_intermediate_size,
-        renormalize=hf.norm_topk_prob,
+        renormalize=getattr(hf, "norm_topk_prob", True),
         shared_size=shared,
         dense_layers=tuple(sorted(dense)),
     )

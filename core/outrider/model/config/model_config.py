@@ -23,6 +23,12 @@ class VisionConfig:
     """``merge`` x ``merge`` patches are merged into one feature."""
     tokens_per_second: int = 0
     """Spacing of video frames on the time axis. 0 if each frame advances the time by one position."""
+    frame_marks: tuple[int, int] | None = None
+    """Tokens before and after the placeholders of each temporal patch of a video, in a model whose prompts state the time
+    of each one as text. None if the placeholders of a video are consecutive.
+    """
+    deepstack: int = 0
+    """Number of first layers to whose output the vision tower adds features of its own (Meng et al. 2024)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,7 +200,7 @@ class ModelConfig:
     recurrent: RecurrentConfig | None = None
     """The layers with a recurrent state instead of attention, or None."""
     vision: VisionConfig | None = None
-    """None for a text-only model, and for the text side of a model whose images aren't supported."""
+    """None for a text-only model."""
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end a generation."""
     bos_token_id: int | None = None
@@ -230,12 +236,12 @@ class ModelConfig:
                     f"model config: longrope has {len(factors)} factors in a list, expected half the head size, "
                     f"{self.head_size // 2}, in each of short_factor and long_factor"
                 )
-        if self.rope.sections and sum(self.rope.sections) != self.head_size // 2:
+        rotated = self.rope.rotated_size(self.head_size)
+        if self.rope.sections and sum(self.rope.sections) != rotated // 2:
             raise ConfigError(
                 f"model config: rope sections {self.rope.sections} sum to {sum(self.rope.sections)}, expected half the "
-                f"head size, {self.head_size // 2}"
+                f"rotated size of a head, {rotated // 2}"
             )
-        rotated = self.rope.rotated_size(self.head_size)
         if rotated % 2 or not rotated:
             raise ConfigError(
                 f"model config: partial_rotary_factor {self.rope.rotated_share:g} rotates {rotated} of {self.head_size} "
@@ -243,10 +249,20 @@ class ModelConfig:
             )
         if self.recurrent is not None and not self.attention_layers:
             raise ConfigError("model config: all layers are recurrent; expected at least one with attention")
+        if self.vision is not None and self.vision.deepstack >= self.num_layers:
+            raise ConfigError(
+                f"model config: {self.vision.deepstack} layers receive features of the vision tower (deepstack), expected "
+                f"fewer than the {self.num_layers} layers"
+            )
         if not self.windows:
             object.__setattr__(self, "windows", (0,) * self.num_layers)
         if len(self.windows) != self.num_layers or min(self.windows) < 0:
             raise ConfigError(f"model config: windows are {self.windows}, expected {self.num_layers} numbers of at least 0")
+
+    @property
+    def feature_size(self) -> int:
+        """Width of a media feature: the embedding, and then what each deepstack layer adds to its output."""
+        return self.hidden_size * (1 if self.vision is None else 1 + self.vision.deepstack)
 
     @property
     def inner_width(self) -> int:

@@ -40,8 +40,12 @@ class RopeConfig:
     rotated_share: float = 1.0
     """Share of a head's dimensions that are rotated, the first ones."""
     sections: tuple[int, ...] = ()
-    """If not empty, positions have three axes (time, height, width). Each axis has that many of the D/2 frequencies, in order
+    """If not empty, positions have three axes (time, height, width). Each axis has that many of the frequencies, in order
     (Qwen2-VL's mrope).
+    """
+    interleaved: bool = False
+    """True if the axes of ``sections`` alternate from one frequency to the next, for as long as height and width have some
+    left (Qwen3-VL's mrope).
     """
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ import torch
 from outrider.device import ConfigError, DecoderShape
 from outrider.model.config.model_config import ExpertsConfig, ModelConfig, RecurrentConfig
 from outrider.model.config.rope import RopeConfig
+from outrider.model.layers.ranks import Shard, Shards
 
 _LLAMA3 = RopeConfig(kind="llama3", theta=500000.0, factor=8.0, original_context=8192)
 _LLAMA32 = RopeConfig(kind="llama3", theta=500000.0, factor=32.0, original_context=8192)
@@ -180,19 +181,8 @@ def shard_config(config: ModelConfig, ranks: int) -> ModelConfig:
     With fewer KV heads than ranks, each rank has one. Raises :class:`ConfigError` if heads or intermediate size can't be
     divided.
     """
-    if ranks < 1 or config.num_heads % ranks or config.intermediate_size % ranks:
-        raise ConfigError(
-            f"{config.num_heads} heads and an inner size of {config.intermediate_size} can't be shared out among "
-            f"{ranks} ranks"
-        )
-    if config.num_kv_heads % ranks and ranks % config.num_kv_heads:
-        raise ConfigError(f"{config.num_kv_heads} key heads can't be shared out among {ranks} ranks")
-    return replace(
-        config,
-        num_heads=config.num_heads // ranks,
-        num_kv_heads=max(1, config.num_kv_heads // ranks),
-        intermediate_size=config.intermediate_size // ranks,
-        experts=None if config.experts is None else config.experts.shard(ranks),
-        recurrent=None if config.recurrent is None else config.recurrent.shard(ranks),
-        vocab_size=-(-config.vocab_size // ranks),
-    )
+    if ranks < 1:
+        raise ConfigError(f"a model can't be shared out among {ranks} ranks; expected at least 1")
+    first = Shard(0, ranks)
+    local = Shards(attention=first, mlp=first, vocabulary=first).local(config, f"a {config.family}")
+    return replace(local, vocab_size=first.width(config.vocab_size))

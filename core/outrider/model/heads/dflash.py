@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +19,18 @@ from outrider.device import Backend, HeadNorms, ResidualStream, RotaryArgs
 from outrider.device.kernels.weights import Weight, linear
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.mapping import SINGLE_RANK, layer_targets, layer_weights, table_target
-from outrider.model.checkpoint.opening import open_checkpoint
 from outrider.model.checkpoint.pieces import Piece, Target
-from outrider.model.checkpoint.reading import read_json
-from outrider.model.checkpoint.tensor_loading import Progress, check_tensors, load_tensors, loading_stream
+from outrider.model.checkpoint.tensor_loading import Progress
 from outrider.model.config.config_fields import is_whole
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.heads.draft_head import BaseDraftHead
-from outrider.model.heads.eagle3_config import ENVELOPE
-from outrider.model.heads.head_loading import check_hidden_size, head_config, read_draft_vocab_size, read_target_ids
+from outrider.model.heads.head_checkpoint import ENVELOPE, HeadCheckpoint
 from outrider.model.layers.cache import KVCache
 from outrider.model.layers.inputs import ForwardInput
 from outrider.model.layers.language_model import LanguageModel, side_by_side
-from outrider.model.layers.layer import DecoderLayer
 from outrider.model.layers.layer_weights import LayerWeights
 from outrider.model.layers.ranks import Shards
-from outrider.model.quantization import QuantizedMode, read_quantization
+from outrider.model.quantization import QuantizedMode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,17 +75,12 @@ class DFlashHead(BaseDraftHead):
         head: Weight | None = None,
         ids: Tensor | None = None,
     ) -> None:
-        super().__init__(config, target, head=head, ids=ids)
+        super().__init__(config, target, weights.layers, head=head, ids=ids)
         self.weights = weights
         self.block_size = block_size
         self.mask_token = mask_token
         self._causal = (causal,) * config.num_layers if isinstance(causal, bool) else causal
         self.aux_hidden_state_layers = aux_hidden_state_layers
-
-        self._layers = tuple(
-            DecoderLayer(config, layer, self.kernels, window=window, ranks=target.ranks)
-            for layer, window in zip(weights.layers, config.windows, strict=True)
-        )
 
     def write_text_cache(
         self,
@@ -169,19 +161,32 @@ def load_dflash(
     (``sample_from_anchor``), target layers that don't exist, and tensors of other drafters. Raises :class:`CheckpointError`
     for a config of another kind of head.
     """
-    directory = Path(directory)
-    file = directory / "config.json"
-    files = open_checkpoint(directory)
-    raw = read_json(file)
-    is_envelope = ENVELOPE in raw
-    config = head_config(directory, target, dtype, files.tensors, "layers.0", part=ENVELOPE if is_envelope else None)
+    checkpoint = HeadCheckpoint.open(directory, target, backend, dtype, progress, quantized)
+    config = checkpoint.layer_config("layers.0")
+    checkpoint.check_hidden_size(config)
+    options = _read_options(checkpoint, config)
+    num_captured = len(options["aux_hidden_state_layers"])
+    draft_vocab, present = checkpoint.draft_vocab_size(config), checkpoint.files.tensors
+    targets_of = partial(dflash_targets, config, num_captured, draft_vocab=draft_vocab, present=present)
+
+    checkpoint.check(targets_of, optional=("d2t", "t2d"))  # t2d is the inverse mapping of d2t
+    ids = checkpoint.target_ids(draft_vocab, config.vocab_size)
+    with checkpoint.load(config, targets_of) as (local, weights):
+        ids = None if ids is None else ids.to(backend.device)
+        return DFlashHead(local, dflash_weights(local, weights), target, head=weights.get("head"), ids=ids, **options)
+
+
+def _read_options(checkpoint: HeadCheckpoint, config: ModelConfig) -> dict[str, Any]:
+    """Return the options of a head with ``config``: keyword arguments of :class:`DFlashHead`. Raises
+    :class:`CheckpointError`.
+    """
+    file, raw, is_envelope = checkpoint.file, checkpoint.raw, checkpoint.is_envelope
     options = raw if is_envelope else raw.get("dflash_config")
     if not isinstance(options, dict):
         raise CheckpointError(
             f"{file}: dflash_config is {shown(options)}, expected mask_token_id and target_layer_ids; a head of another kind "
             "has another name for speculate"
         )
-    check_hidden_size(directory, config, target)
     if not config.qk_norm:
         raise CheckpointError(f"{file}: model_type is {config.family!r}, expected 'qwen3', whose layers norm q and k")
     anchored = raw.get("sample_from_anchor", options.get("sample_from_anchor"))
@@ -203,29 +208,13 @@ def load_dflash(
     mask = options.get("mask_token_id")
     if not is_whole(mask, 0, config.vocab_size - 1):
         raise CheckpointError(f"{file}: mask_token_id is {shown(mask)}, expected a token from 0 to {config.vocab_size - 1}")
-    layers = _layers(file, options, _AUX_LAYERS if is_envelope else _TARGET_LAYERS, target.config.num_layers)
-    draft_vocab = read_draft_vocab_size(file, raw, config)
-    quantization = read_quantization(directory, mode=quantized)
-    unsharded_targets = dflash_targets(config, len(layers), draft_vocab=draft_vocab, present=files.tensors)
-    check_tensors(files, unsharded_targets, optional={"d2t", "t2d"}, quantization=quantization, backend=backend)
-    ids = read_target_ids(files, draft_vocab, config.vocab_size)
-    targets = dflash_targets(config, len(layers), target.shards, draft_vocab=draft_vocab, present=files.tensors)
-    config = target.shards.local(config, str(directory))
-    with loading_stream(backend, dtype) as stream:
-        weights = load_tensors(
-            files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress, quantization=quantization
-        )
-        return DFlashHead(
-            config,
-            dflash_weights(config, weights),
-            target,
-            block_size=block_size,
-            mask_token=mask,
-            aux_hidden_state_layers=layers,
-            causal=_causal(raw, options, config),
-            head=weights.get("head"),
-            ids=None if ids is None else ids.to(backend.device),
-        )
+    named = _AUX_LAYERS if is_envelope else _TARGET_LAYERS
+    return {
+        "block_size": block_size,
+        "mask_token": mask,
+        "aux_hidden_state_layers": _layers(file, options, named, checkpoint.target.config.num_layers),
+        "causal": _causal(raw, options, config),
+    }
 
 
 def _causal(raw: Mapping[str, Any], options: Mapping[str, Any], config: ModelConfig) -> tuple[bool, ...]:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from outrider.device import ResidualStream
 from outrider.device.kernels.weights import Weight, linear
 from outrider.model.config.model_config import ModelConfig
+from outrider.model.layers.cache import KVCache
 from outrider.model.layers.decoder import Decoder
+from outrider.model.layers.inputs import ForwardInput
 from outrider.model.layers.language_model import LanguageModel
+from outrider.model.layers.layer import create_layer
+from outrider.model.layers.layer_weights import LayerWeights
 from outrider.model.layers.rotary import make_rotary
 
 
 class BaseDraftHead:
-    """A head that drafts for ``target``, with its kernels, dtype and device, and with rotary angles for its context.
+    """A head with ``layers`` that drafts for ``target``, with its kernels, dtype and device, and with rotary angles for its
+    context.
 
     ``head`` is the head's own output head, over tokens ``ids`` int64 [Vd] of the target or over the vocabulary; None means
     the target's output head. ``aux_hidden_state_layers`` are the target's layers whose inputs the head reads.
@@ -24,12 +32,22 @@ class BaseDraftHead:
     reads_hidden = False
 
     def __init__(
-        self, config: ModelConfig, target: LanguageModel, *, head: Weight | None = None, ids: Tensor | None = None
+        self,
+        config: ModelConfig,
+        target: LanguageModel,
+        layers: Sequence[LayerWeights],
+        *,
+        head: Weight | None = None,
+        ids: Tensor | None = None,
     ) -> None:
         self.config = config
         self.target = target
         self.kernels = target.kernels
         self._head, self._ids = head, ids
+        self._layers = tuple(
+            create_layer(config, layer, self.kernels, window=window, ranks=target.ranks)
+            for layer, window in zip(layers, config.windows, strict=True)
+        )
         context = max(config.max_context, target.config.max_context)
         self._rotary = make_rotary(
             config.rope, config.head_size, context, kernels=target.kernels, dtype=target.dtype, device=target.device
@@ -58,6 +76,16 @@ class BaseDraftHead:
         if self._head is None:
             return self.target.logits(hidden)
         return self.target.gather_logits(linear(self.kernels, hidden, self._head), self.draft_vocab_size)
+
+    def _forward_layers(
+        self, x: ResidualStream, inputs: ForwardInput, cos_sin: tuple[Tensor, Tensor], cache: KVCache
+    ) -> ResidualStream:
+        """Return the residual stream after all layers, with all rows or only those that ``inputs`` keeps."""
+        self.target.begin_pass(inputs)
+        whole = inputs.whole
+        for layer, pages in zip(self._layers, cache.layers, strict=True):
+            x = layer.forward(x, inputs if layer is self._layers[-1] else whole, cos_sin, pages)
+        return x
 
     def share_output_head(self, target: LanguageModel) -> bool:
         """Use the target's output head if the head's own one is a copy of ``target``'s. Return False if it differs."""

@@ -1,6 +1,7 @@
 """The EAGLE head: one decoder layer that predicts the target's next hidden state (Li et al. 2024, EAGLE-1 and -2).
 
-The EAGLE-3 head reads three of the target's hidden states and has its own, smaller output head (Li et al. 2025).
+The EAGLE-3 head reads three of the target's hidden states and has its own, smaller output head (Li et al. 2025). The P-EAGLE
+head is an EAGLE-3 head trained to draft several tokens in one pass (Hui et al. 2026, arXiv 2602.01469).
 
 Letters: T new tokens, N rows of logits, H hidden size of the head, Ht of the target, V vocabulary, Vd draft vocabulary.
 """
@@ -19,7 +20,6 @@ from outrider.model.heads.draft_head import BaseDraftHead
 from outrider.model.layers.cache import KVCache
 from outrider.model.layers.inputs import ForwardInput
 from outrider.model.layers.language_model import LanguageModel, side_by_side
-from outrider.model.layers.layer import DecoderLayer
 from outrider.model.layers.layer_weights import LayerWeights
 
 
@@ -49,12 +49,8 @@ class EagleHead(BaseDraftHead):
     def __init__(
         self, config: ModelConfig, weights: EagleWeights, target: LanguageModel, *, head: Weight | None = None
     ) -> None:
-        super().__init__(config, target, head=head)
+        super().__init__(config, target, weights.layers, head=head)
         self.weights = weights
-        self._layers = tuple(
-            DecoderLayer(config, layer, self.kernels, window=window, ranks=target.ranks)
-            for layer, window in zip(weights.layers, config.windows, strict=True)
-        )
 
     def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:
         """Return predicted hidden states [T, H], or [S, H] of the kept rows, without a final norm.
@@ -64,10 +60,7 @@ class EagleHead(BaseDraftHead):
         """
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
         x = ResidualStream(self.kernels, self._fuse(inputs.tokens, hidden))
-        self.target.begin_pass(inputs)
-        for layer, pages in zip(self._layers[:-1], cache.layers[:-1], strict=True):
-            x = layer.forward(x, inputs.whole, cos_sin, pages)
-        return self._layers[-1].forward(x, inputs, cos_sin, cache.layers[-1]).add()
+        return self._forward_layers(x, inputs, cos_sin, cache).add()
 
     def _fuse(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Return the fusion [T, H] of the tokens' embeddings with ``hidden`` [T, H]."""
@@ -92,9 +85,9 @@ class Eagle3Weights:
     """Weight [H] of the final norm."""
     hidden_norm: Tensor
     """Weight [H] of the norm of the hidden state."""
-    layer: LayerWeights
-    """The first layer. Its attention reads the normed embedding and hidden state side by side: ``qkv`` is [(Hq + 2 Hkv) D, 2
-    H]. ``attention_norm`` normalizes the embedding.
+    layers: tuple[LayerWeights, ...]
+    """The layers. The first one's attention reads the normed embedding and hidden state side by side: ``qkv`` is
+    [(Hq + 2 Hkv) D, 2 H]. Its ``attention_norm`` normalizes the embedding.
     """
     target_ids: Tensor | None
     """Target token of each draft token, int64 [Vd]; None if both vocabularies are the same."""
@@ -102,8 +95,6 @@ class Eagle3Weights:
     """Weight [3 Ht] of a norm over the three joined states, or None."""
     state_norms: tuple[Tensor, ...] = ()
     """Three weights [Ht], one norm for each state, or empty."""
-    later: tuple[LayerWeights, ...] = ()
-    """Ordinary layers after the first one."""
 
 
 def fuse(weights: Eagle3Weights, states: tuple[Tensor, ...], eps: float, kernels: KernelSet) -> Tensor:
@@ -137,17 +128,11 @@ class Eagle3Head(BaseDraftHead):
         norm_before_residual: bool = False,
         norm_output: bool = False,
     ) -> None:
-        super().__init__(config, target, head=weights.head, ids=weights.target_ids)
+        super().__init__(config, target, weights.layers, head=weights.head, ids=weights.target_ids)
         self.weights = weights
         self.aux_hidden_state_layers = aux_hidden_state_layers
         self.reads_hidden = not aux_hidden_state_layers
         self._norm_before_residual, self._norm_output = norm_before_residual, norm_output
-
-        self._layer = DecoderLayer(config, weights.layer, self.kernels, window=config.windows[0], ranks=target.ranks)
-        self._later = tuple(
-            DecoderLayer(config, layer, self.kernels, window=window, ranks=target.ranks)
-            for layer, window in zip(weights.later, config.windows[1:], strict=True)
-        )
 
     def condition(self, final: Tensor | None, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
         """Fuse ``aux_hidden_states`` of the target into the state [T, H] that the head reads, or return ``final``."""
@@ -162,17 +147,14 @@ class Eagle3Head(BaseDraftHead):
         :meth:`EagleHead.forward`.
         """
         weights, kernels, eps = self.weights, self.kernels, self.config.rms_eps
-        assert weights.layer.attention_norm is not None  # every EAGLE-3 head has one
+        embedding_norm = weights.layers[0].attention_norm
+        assert embedding_norm is not None  # every EAGLE-3 head has one
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
-        self.target.begin_pass(inputs)
-        embedded = self.target.embed_from_table(inputs.tokens, weights.embedding)
-        embedded = kernels.rms_norm(embedded, weights.layer.attention_norm, eps)
+        embedded = kernels.rms_norm(self.target.embed_from_table(inputs.tokens, weights.embedding), embedding_norm, eps)
         normed = kernels.rms_norm(hidden, weights.hidden_norm, eps)
         rows = normed if self._norm_before_residual else hidden.clone()
         x = ResidualStream(kernels, rows, SeparateInput(torch.cat((embedded, normed), dim=-1)))
-        layers, whole = (self._layer, *self._later), inputs.whole
-        for layer, pages in zip(layers, cache.layers, strict=True):
-            x = layer.forward(x, inputs if layer is layers[-1] else whole, cos_sin, pages)
+        x = self._forward_layers(x, inputs, cos_sin, cache)
         return x.norm(weights.norm, eps) if self._norm_output else x.add()
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -181,3 +163,41 @@ class Eagle3Head(BaseDraftHead):
         if not self._norm_output:
             normed = self.kernels.rms_norm(hidden, self.weights.norm, self.config.rms_eps)
         return super().logits(normed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PEagleWeights(Eagle3Weights):
+    """Device tensors of a P-EAGLE head."""
+
+    mask_state: Tensor
+    """State [H] that replaces the fused target states at positions where these are unknown."""
+
+
+class PEagleHead(Eagle3Head):
+    """Drafts several tokens in one pass. Positions without target states read ``mask_state`` and ``mask_token``.
+
+    Such a position follows the last known token and depends on earlier positions only through their keys and values.
+    """
+
+    weights: PEagleWeights
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: PEagleWeights,
+        target: LanguageModel,
+        *,
+        mask_token: int,
+        aux_hidden_state_layers: tuple[int, ...],
+        norm_before_residual: bool = False,
+        norm_output: bool = False,
+    ) -> None:
+        super().__init__(
+            config,
+            weights,
+            target,
+            aux_hidden_state_layers=aux_hidden_state_layers,
+            norm_before_residual=norm_before_residual,
+            norm_output=norm_output,
+        )
+        self.mask_token = mask_token

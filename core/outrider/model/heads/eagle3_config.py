@@ -13,9 +13,7 @@ from pathlib import Path
 
 from outrider.errors import CheckpointError, shown
 from outrider.model.config.config_fields import MAX_LAYERS, is_whole
-
-ENVELOPE = "transformer_layer_config"
-"""Key of a head's layer config in the format of the library speculators."""
+from outrider.model.heads.head_checkpoint import ENVELOPE
 
 _FOUND_KIND = {
     False: "has the tensor 'mask_hidden': it drafts in parallel (P-EAGLE)",

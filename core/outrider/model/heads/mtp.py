@@ -8,8 +8,7 @@ Letters: T new tokens, N rows of logits, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,26 +21,22 @@ from outrider.device import Backend, ResidualStream
 from outrider.device.kernels.weights import Weight, linear
 from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.expert_mapping import expert_targets
-from outrider.model.checkpoint.files import CheckpointFiles
 from outrider.model.checkpoint.hybrid_mapping import offset_norms
 from outrider.model.checkpoint.mapping import SINGLE_RANK, is_model, is_mtp_tensor, layer_targets, layer_weights
-from outrider.model.checkpoint.opening import open_checkpoint
 from outrider.model.checkpoint.pieces import Piece, Target
-from outrider.model.checkpoint.reading import read_json
-from outrider.model.checkpoint.tensor_loading import Progress, check_tensors, load_tensors, loading_stream
+from outrider.model.checkpoint.tensor_loading import Progress
 from outrider.model.config.checkpoint_config import read_model_config
 from outrider.model.config.config_fields import MAX_LAYERS, is_whole
 from outrider.model.config.layer_configs import HYBRID_FAMILIES
 from outrider.model.config.model_config import ExpertsConfig, ModelConfig
 from outrider.model.heads.draft_head import BaseDraftHead
-from outrider.model.heads.head_loading import check_hidden_size, check_vocabulary_and_dtype, head_config
+from outrider.model.heads.head_checkpoint import HeadCheckpoint
 from outrider.model.layers.cache import KVCache
 from outrider.model.layers.inputs import ForwardInput
 from outrider.model.layers.language_model import LanguageModel
-from outrider.model.layers.layer import create_layer
 from outrider.model.layers.layer_weights import LayerWeights
 from outrider.model.layers.ranks import Shards
-from outrider.model.quantization import QuantizedMode, read_quantization
+from outrider.model.quantization import QuantizedMode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +49,8 @@ class MtpWeights:
     """Projection [H, 2 H] of the normed hidden state and the normed embedding side by side, in this order unless the head
     reads the embedding first.
     """
-    layer: LayerWeights
+    layers: tuple[LayerWeights, ...]
+    """The head's one layer."""
     final_norm: Tensor
 
 
@@ -77,22 +73,20 @@ class MtpHead(BaseDraftHead):
         ahead: int,
         embedding_first: bool = False,
     ) -> None:
-        super().__init__(config, target)
+        super().__init__(config, target, weights.layers)
         self.weights = weights
         self.ahead = ahead
         self._embedding_first = embedding_first
-        self._layer = create_layer(config, weights.layer, self.kernels, window=config.windows[0], ranks=target.ranks)
 
     def forward(self, inputs: ForwardInput, hidden: Tensor, cache: KVCache) -> Tensor:
         """Return hidden states [T, H] after the head's final norm, or [S, H] of the kept rows. ``cache`` has one layer."""
         weights, kernels, eps = self.weights, self.kernels, self.config.rms_eps
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
-        self.target.begin_pass(inputs)
-        embedded = kernels.rms_norm(self.target.embed(inputs.tokens), weights.token_norm, eps)
+        embedded = kernels.rms_norm(self.target.embed_inputs(inputs), weights.token_norm, eps)
         states = kernels.rms_norm(hidden, weights.hidden_norm, eps)
         joined = (embedded, states) if self._embedding_first else (states, embedded)
         x = ResidualStream(kernels, linear(kernels, torch.cat(joined, dim=-1), weights.projection))
-        return self._layer.forward(x, inputs, cos_sin, cache.layers[0]).norm(weights.final_norm, eps)
+        return self._forward_layers(x, inputs, cos_sin, cache).norm(weights.final_norm, eps)
 
 
 def mtp_targets(config: ModelConfig, heads: int, shards: Shards = SINGLE_RANK) -> list[Target]:
@@ -111,48 +105,13 @@ def mtp_targets(config: ModelConfig, heads: int, shards: Shards = SINGLE_RANK) -
     return targets
 
 
-@contextmanager
-def load_mtp_tensors(
-    files: CheckpointFiles,
-    directory: Path,
-    targets_of: Callable[[Shards], list[Target]],
-    *,
-    shards: Shards,
-    backend: Backend,
-    dtype: torch.dtype,
-    progress: Progress | None,
-    quantized: QuantizedMode,
-) -> Generator[dict[str, Any]]:
-    """Check the heads in ``files`` and load this rank's weights. Yields them by name, in the scope of the loading stream.
-
-    The checkpoint in ``directory`` holds the heads alone, or the model and the heads; the model's tensors are then ignored.
-    ``targets_of`` returns the weights of the heads, with the slices that a rank reads.
-    """
-    quantization = read_quantization(directory, mode=quantized)
-    model_tensors: set[str] = set()
-    if is_model(files.tensors):
-        model_tensors = {key for key in files.tensors if not is_mtp_tensor(key)}
-        quantization = quantization and replace(quantization, weights=False)  # heads of a quantized model may be unquantized
-    check_tensors(files, targets_of(SINGLE_RANK), optional=model_tensors, quantization=quantization, backend=backend)
-    with loading_stream(backend, dtype) as stream:
-        yield load_tensors(
-            files,
-            targets_of(shards),
-            dtype=dtype,
-            backend=backend,
-            stream=stream,
-            progress=progress,
-            quantization=quantization,
-        )
-
-
 def mtp_weights(weights: Mapping[str, Any], name: str, experts: ExpertsConfig | None = None) -> MtpWeights:
     """Return the weights of the head ``name`` from the loaded tensors. ``experts`` is the config of a mixture."""
     return MtpWeights(
         token_norm=weights[f"{name}.token_norm"],
         hidden_norm=weights[f"{name}.hidden_norm"],
         projection=weights[f"{name}.projection"],
-        layer=layer_weights(weights, f"{name}.layer", experts),
+        layers=(layer_weights(weights, f"{name}.layer", experts),),
         final_norm=weights[f"{name}.final_norm"],
     )
 
@@ -168,34 +127,35 @@ def load_mtp(
 ) -> tuple[MtpHead, ...]:
     """Load the ``num_nextn_predict_layers`` multi-token prediction heads of a checkpoint for ``target``.
 
-    :func:`load_mtp_tensors` says what the checkpoint holds. Arguments and errors follow :func:`load_eagle`. Raises
-    :class:`CheckpointError` if the config names no valid number of heads.
+    The checkpoint holds the heads alone, or the model and the heads; the model's tensors are then ignored. Arguments and
+    errors follow :func:`load_eagle`. Raises :class:`CheckpointError` if the config names no valid number of heads.
     """
-    directory = Path(directory)
-    files = open_checkpoint(directory)
-    heads = read_json(directory / "config.json").get("num_nextn_predict_layers")
+    checkpoint, ignored = _open(HeadCheckpoint.open(directory, target, backend, dtype, progress, quantized))
+    heads = checkpoint.raw.get("num_nextn_predict_layers")
     if not is_whole(heads, 1, MAX_LAYERS):
         raise CheckpointError(
-            f"{directory / 'config.json'}: num_nextn_predict_layers is {shown(heads)}, expected the number of heads, "
-            f"at least 1 and at most {MAX_LAYERS}"
+            f"{checkpoint.file}: num_nextn_predict_layers is {shown(heads)}, expected the number of heads, at least 1 and at "
+            f"most {MAX_LAYERS}"
         )
-    config = head_config(directory, target, dtype, files.tensors, "model.mtp_layers.0")
-    check_hidden_size(directory, config, target)
+    config = checkpoint.layer_config("model.mtp_layers.0")
+    checkpoint.check_hidden_size(config)
     config = replace(config, num_layers=1, windows=config.windows[:1])
-    local = target.shards.local(config, str(directory))
-    with load_mtp_tensors(
-        files,
-        directory,
-        partial(mtp_targets, config, heads),
-        shards=target.shards,
-        backend=backend,
-        dtype=dtype,
-        progress=progress,
-        quantized=quantized,
-    ) as weights:
+    targets_of = partial(mtp_targets, config, heads)
+    checkpoint.check(targets_of, optional=ignored)
+    with checkpoint.load(config, targets_of) as (local, weights):
         return tuple(
             MtpHead(local, mtp_weights(weights, f"heads.{index}"), target, ahead=index + 1) for index in range(heads)
         )
+
+
+def _open(checkpoint: HeadCheckpoint) -> tuple[HeadCheckpoint, set[str]]:
+    """Return ``checkpoint`` for the loading of its heads, and the names of the model's tensors, which are ignored."""
+    present, quantization = checkpoint.files.tensors, checkpoint.quantization
+    if not is_model(present):
+        return checkpoint, set()
+    if quantization is not None:  # heads of a quantized model may be unquantized
+        checkpoint = replace(checkpoint, quantization=replace(quantization, weights=False))
+    return checkpoint, {key for key in present if not is_mtp_tensor(key)}
 
 
 _LAYER, HEAD_NAME = "mtp.layers.0", "heads.0"
@@ -215,36 +175,25 @@ def load_chained_mtp(
     """Load the one head for ``target``, in the format that chains it (tensors ``mtp.*``). Its result is its own next input,
     so it drafts any number of tokens.
 
-    :func:`load_mtp_tensors` says what the checkpoint holds. Embedding and output head are the target's. Arguments and errors
-    follow :func:`load_eagle`.
+    Embedding and output head are the target's. What the checkpoint holds, arguments and errors follow :func:`load_mtp`.
     """
-    directory = Path(directory)
-    files = open_checkpoint(directory)
-    config = _head_config(directory, target, dtype, files.tensors)
-    local = target.shards.local(config, str(directory))
-    with load_mtp_tensors(
-        files,
-        directory,
-        partial(chained_mtp_targets, config, files.tensors),
-        shards=target.shards,
-        backend=backend,
-        dtype=dtype,
-        progress=progress,
-        quantized=quantized,
-    ) as weights:
+    checkpoint, ignored = _open(HeadCheckpoint.open(directory, target, backend, dtype, progress, quantized))
+    config = _chained_config(checkpoint)
+    targets_of = partial(chained_mtp_targets, config, checkpoint.files.tensors)
+    checkpoint.check(targets_of, optional=ignored)
+    with checkpoint.load(config, targets_of) as (local, weights):
         record = mtp_weights(weights, HEAD_NAME, local.experts)
         return MtpHead(local, record, target, ahead=1, embedding_first=True)
 
 
-def _head_config(directory: Path, target: LanguageModel, dtype: torch.dtype, present: Container[str]) -> ModelConfig:
+def _chained_config(checkpoint: HeadCheckpoint) -> ModelConfig:
     """Return the config of the head's one layer, which is a mixture of experts if the checkpoint has a router.
 
     Raises :class:`CheckpointError` for a head that isn't supported.
     """
-    raw = read_json(directory / "config.json")
-    config = read_model_config(directory, drafts=True)
-    text = raw.get("text_config")
-    fields: dict[str, Any] = raw | (text if isinstance(text, dict) else {})
+    config = read_model_config(checkpoint.directory, drafts=True)
+    text = checkpoint.raw.get("text_config")
+    fields: dict[str, Any] = checkpoint.raw | (text if isinstance(text, dict) else {})
     depth = next((fields[key] for key in _DEPTH_KEYS if fields.get(key) is not None), 1)
     problem = None
     if config.family not in HYBRID_FAMILIES:
@@ -254,10 +203,10 @@ def _head_config(directory: Path, target: LanguageModel, dtype: torch.dtype, pre
     elif fields.get("mtp_use_dedicated_embeddings", False) is not False:
         problem = "mtp_use_dedicated_embeddings is true, expected false: the head reads the model's embedding"
     if problem is not None:
-        raise CheckpointError(f"{directory / 'config.json'}: {problem}")
-    check_vocabulary_and_dtype(directory, config, target, dtype)
-    check_hidden_size(directory, config, target)
-    experts = config.experts if f"{_LAYER}.mlp.gate.weight" in present else None
+        raise CheckpointError(f"{checkpoint.file}: {problem}")
+    checkpoint.check_vocabulary_and_dtype(config)
+    checkpoint.check_hidden_size(config)
+    experts = config.experts if f"{_LAYER}.mlp.gate.weight" in checkpoint.files.tensors else None
     if experts is not None:
         experts = replace(experts, dense_layers=())
     return chained_head_config(replace(config, experts=experts))

@@ -100,7 +100,8 @@ class Decoder(LanguageModel):
         if missing:
             raise ConfigError(f"there are no layers {missing} to capture, the decoder has {len(self._layers)}")
         cos_sin = self._rotary.gather(inputs.positions, inputs.prompt_lens)
-        x = ResidualStream(self.kernels, self._embed_inputs(inputs))
+        x = ResidualStream(self.kernels, self.embed_inputs(inputs))
+        features = () if inputs.embeddings is None else inputs.embeddings.split(self.config.hidden_size, dim=1)
         if self.config.rope.query_beta:
             inputs = replace(inputs, query_scales=query_scales(self.config.rope, inputs.positions).to(self.dtype))
         if inputs.states is not None and inputs.states.window is None:
@@ -118,6 +119,8 @@ class Decoder(LanguageModel):
             pages = next(states_of_layers if layer.is_recurrent else pages_of_layers)
             captured = tuple(state for state, wanted in zip(states, layers, strict=True) if wanted == index)
             x = layer.forward(x, inputs if index == last and not reads_output else whole, cos_sin, pages, captured)
+            if index + 1 < len(features):
+                x.rows.add_(features[index + 1])
             if index == 0:
                 inputs, whole = inputs.after_first_layer(), whole.after_first_layer()
         final = x.norm(self.weights.norm, self.config.rms_eps)
@@ -156,9 +159,3 @@ class Decoder(LanguageModel):
         decoder.weights = replace(self.weights, head=head)
         decoder._output_ids = ids
         return decoder
-
-    def _embed_inputs(self, inputs: ForwardInput) -> Tensor:
-        embedded = self.embed(inputs.tokens)
-        if inputs.embeddings is None or inputs.embedded is None:
-            return embedded
-        return torch.where(inputs.embedded.unsqueeze(-1), inputs.embeddings, embedded)

@@ -87,7 +87,9 @@ class ForwardInput:
     attention: AttentionMetadata
     """Metadata of attention: the number of tokens and the pages of each sequence."""
     embeddings: Tensor | None = None
-    """Features of images and videos, [T, H] in the model's dtype. Given together with ``embedded``."""
+    """Features of images and videos, [T, ``ModelConfig.feature_size``] in the model's dtype, and 0 for text. Given together
+    with ``embedded``. The first H columns replace embeddings. H more columns are added to the output of each deepstack layer.
+    """
     embedded: Tensor | None = None
     """True for the tokens whose embedding is replaced by their row of ``embeddings``, bool [T]."""
     prompt_lens: Tensor | None = None

@@ -115,6 +115,13 @@ class LanguageModel(ABC):
     def embed(self, tokens: Tensor) -> Tensor:
         """Return embeddings [T, H] of int64 ``tokens`` [T]."""
 
+    def embed_inputs(self, inputs: ForwardInput) -> Tensor:
+        """Return embeddings [T, H] of the tokens of ``inputs``, with media features in place of those of placeholders."""
+        tokens = self.embed(inputs.tokens)
+        if inputs.embeddings is None or inputs.embedded is None:
+            return tokens
+        return torch.where(inputs.embedded.unsqueeze(-1), inputs.embeddings[:, : self.config.hidden_size], tokens)
+
     @abstractmethod
     def forward_with_aux_hidden_states(
         self, inputs: ForwardInput, cache: KVCache, layers: tuple[int, ...]

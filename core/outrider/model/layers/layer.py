@@ -10,7 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.device import AttentionShape, AttentionTokens, KernelSet, LayerRows, RecurrentBlock, ResidualStream, RotaryArgs
+from outrider.device import (
+    AttentionShape,
+    AttentionTokens,
+    ConfigError,
+    KernelSet,
+    LayerRows,
+    RecurrentBatch,
+    RecurrentBlock,
+    RecurrentTokens,
+    ResidualStream,
+    RotaryArgs,
+)
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.layers.cache import LayerState
 from outrider.model.layers.inputs import ForwardInput
@@ -23,7 +34,6 @@ from outrider.model.layers.layer_weights import (
     recurrent_block,
 )
 from outrider.model.layers.ranks import ModelRanks, or_single_rank
-from outrider.model.layers.recurrent import recurrent_input
 
 
 def attention_shapes(config: ModelConfig, dtype: torch.dtype, *, page_size: int) -> tuple[AttentionShape, ...]:
@@ -113,6 +123,10 @@ class DecoderLayer:
 class RecurrentLayer(DecoderLayer):
     """A layer with a recurrent block in place of attention. Its ``cache`` is a :class:`LayerState` instead of keys and
     values.
+
+    Speculation can't truncate a recurrent state. A pass over drafts therefore leaves the states unchanged and keeps the
+    inputs of each recurrent layer; :meth:`commit` runs the same kernels over the accepted tokens again and writes their
+    states. Both passes compute the same bits.
     """
 
     is_recurrent = True
@@ -121,16 +135,28 @@ class RecurrentLayer(DecoderLayer):
         self, inputs: ForwardInput, cos_sin: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor], rows: LayerRows
     ) -> Any:
         del cos_sin
-        return recurrent_input(inputs, LayerState(*cache), rows)
+        return _recurrent_tokens(inputs, LayerState(*cache), rows)
 
     def commit(self, kept: tuple[Tensor, Tensor], inputs: ForwardInput, state: LayerState, counts: Tensor) -> None:
         """Write to ``state`` the states after the first ``counts`` int64 [B] tokens of each sequence. ``kept`` are the
         layer's inputs that the pass over ``inputs`` kept.
         """
         block: RecurrentBlock = self._mixer.weights
-        tokens = recurrent_input(inputs, state)
+        tokens = _recurrent_tokens(inputs, state)
         # The layers of the pass ran after the last write to the states.
         self._kernels.commit_recurrent(kept, block, tokens._replace(batch=tokens.batch._replace(settled=True)), counts)
+
+
+def _recurrent_tokens(inputs: ForwardInput, state: LayerState, rows: LayerRows | None = None) -> RecurrentTokens:
+    """Return the tokens and states that a recurrent block processes in the pass ``inputs``. Raises :class:`ConfigError` for a
+    pass without states.
+    """
+    states, attention = inputs.states, inputs.attention
+    if states is None:
+        raise ConfigError("a model with recurrent layers was called without the rows of its states (ForwardInput.states)")
+    operands = states.rows, attention.query_start, attention.seq_lens, attention.max_query
+    batch = RecurrentBatch(*operands, settled=attention.settled, uniform=attention.uniform)
+    return RecurrentTokens(batch, *state, rows or LayerRows(), states.decodes, states.counts, states.window)
 
 
 def create_layer(

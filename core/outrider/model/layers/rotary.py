@@ -5,6 +5,7 @@ dimensions of a head, P positions of the table.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ DRAFT_MARGIN = 256
 """Table positions beyond the context. Drafts past the end are never accepted, but must be finite and inside the table."""
 _MAX_TABLE_BYTES = 512 << 20  # a context of a million positions with heads of 128 in bfloat16 fits
 _ROWS_PER_CHUNK = 1 << 16  # table rows that are computed at once
+
+_Angles = Callable[[Tensor, Tensor | None], Tensor]
+"""Function from int64 positions [T] (or [3, T]) and prompt lengths [T] (or None) to the float32 angles [T, D/2]."""
 
 
 class Rotary(ABC):
@@ -29,20 +33,31 @@ class Rotary(ABC):
 def make_rotary(
     rope: RopeConfig, head_size: int, positions: int, *, kernels: KernelSet, dtype: torch.dtype, device: torch.device
 ) -> Rotary:
-    """Return the angles of ``rope`` for positions below ``positions``, with results in ``dtype`` on ``device``."""
-    if rope.sections:
-        return _MropeRotary(rope, head_size, dtype, device)
-    if rope.depends_on_length:
-        kind = _DynamicRotary if rope.kind == "dynamic" else _LongRotary
-        return kind(rope, head_size, dtype, device)
+    """Return the angles of ``rope`` for positions below ``positions``, with results in ``dtype`` on ``device``.
+
+    A table has the angles of all positions, unless it would be too large or the angles depend on more than one position.
+    """
     rows = positions + DRAFT_MARGIN
-    if rows * 2 * rope.rotated_size(head_size) * dtype.itemsize > _MAX_TABLE_BYTES:
-        return _OnTheFlyRotary(rope, head_size, dtype, device)
-    return _TableRotary(rope, head_size, rows, kernels, dtype, device)
+    is_large = rows * 2 * rope.rotated_size(head_size) * dtype.itemsize > _MAX_TABLE_BYTES
+    if rope.sections and (is_large or not rope.interleaved):
+        angles = _angles_by_axis(rope, head_size, device)
+    elif rope.kind == "dynamic":
+        angles = _dynamic_angles(rope, head_size, device)
+    elif rope.kind == "longrope":
+        angles = _long_angles(rope, head_size, device)
+    elif is_large:
+        angles = _angles(rope, head_size, device)
+    else:
+        return _TableRotary(rope, head_size, rows, kernels, dtype, device)
+    return _ComputedRotary(angles, rope.amplitude, dtype)
 
 
 class _TableRotary(Rotary):
-    """Rotary angles of every position, computed once in float32 and stored in the model's dtype."""
+    """Rotary angles of every position, computed once in float32 and stored in the model's dtype.
+
+    With alternating axes, each frequency has the angle of the position on its own axis. No such position exceeds the index of
+    its token, because each temporal patch of a video has a time of its own.
+    """
 
     def __init__(
         self, rope: RopeConfig, head_size: int, rows: int, kernels: KernelSet, dtype: torch.dtype, device: torch.device
@@ -56,73 +71,85 @@ class _TableRotary(Rotary):
             cos_sin = _cos_sin(positions.unsqueeze(1) * frequencies, rope.amplitude, dtype)
             torch.cat(cos_sin, dim=1, out=table[begin : begin + _ROWS_PER_CHUNK])
         self._cos_sin = table.to(device)
+        self._is_height_or_width: tuple[Tensor, Tensor] | None = None
+        if rope.sections:
+            axes = _frequency_axes(rope).repeat(4).to(device)  # of each column
+            self._is_height_or_width = axes == 1, axes == 2
 
     def gather(self, positions: Tensor, prompt_lens: Tensor | None) -> tuple[Tensor, Tensor]:
         del prompt_lens
-        cos, sin = self._kernels.gather_rows(self._cos_sin, positions).chunk(2, dim=1)
+        rows = self._kernels.gather_rows(self._cos_sin, positions.flatten())
+        if self._is_height_or_width is not None:
+            is_height, is_width = self._is_height_or_width
+            time, height, width = rows.chunk(3)
+            rows = torch.where(is_height, height, torch.where(is_width, width, time))
+        cos, sin = rows.chunk(2, dim=1)
         return cos, sin
 
 
-class _OnTheFlyRotary(Rotary):
-    """Rotary angles computed in float32 for each forward, for a context whose table would be too large."""
+class _ComputedRotary(Rotary):
+    """Rotary angles that ``angles`` computes in float32 for each forward pass."""
 
-    def __init__(self, rope: RopeConfig, head_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._amplitude, self._dtype = rope.amplitude, dtype
-        self._frequencies = inverse_frequencies(rope, head_size).to(device)
+    def __init__(self, angles: _Angles, amplitude: float, dtype: torch.dtype) -> None:
+        self._angles, self._amplitude, self._dtype = angles, amplitude, dtype
 
     def gather(self, positions: Tensor, prompt_lens: Tensor | None) -> tuple[Tensor, Tensor]:
-        del prompt_lens
-        return _cos_sin(positions.to(torch.float32).unsqueeze(1) * self._frequencies, self._amplitude, self._dtype)
+        return _cos_sin(self._angles(positions, prompt_lens), self._amplitude, self._dtype)
 
 
-class _MropeRotary(Rotary):
-    """Multimodal rope: each frequency uses the position on its own axis.
+def _angles(rope: RopeConfig, head_size: int, device: torch.device) -> _Angles:
+    frequencies = inverse_frequencies(rope, head_size).to(device)
+    return lambda positions, prompt_lens: positions.to(torch.float32).unsqueeze(1) * frequencies
 
-    There is no table, because a video's time axis isn't bounded by the number of tokens.
+
+def _angles_by_axis(rope: RopeConfig, head_size: int, device: torch.device) -> _Angles:
+    """Return the angles of multimodal rope: each frequency uses the position on its own axis.
+
+    The time axis of a video of Qwen2.5-VL isn't bounded by the number of tokens.
     """
-
-    def __init__(self, rope: RopeConfig, head_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._amplitude, self._dtype = rope.amplitude, dtype
-        self._frequencies = inverse_frequencies(rope, head_size).to(device)
-        self._axis = torch.repeat_interleave(torch.arange(3), torch.tensor(rope.sections)).to(device)
-
-    def gather(self, positions: Tensor, prompt_lens: Tensor | None) -> tuple[Tensor, Tensor]:
-        del prompt_lens
-        axis_positions = positions.index_select(0, self._axis).t()  # [T, D/2]
-        return _cos_sin(axis_positions.to(torch.float32) * self._frequencies, self._amplitude, self._dtype)
+    frequencies = inverse_frequencies(rope, head_size).to(device)
+    axis = _frequency_axes(rope).to(device)
+    return lambda positions, prompt_lens: positions.index_select(0, axis).t().to(torch.float32) * frequencies
 
 
-class _DynamicRotary(Rotary):
-    """Rotary angles with dynamic NTK scaling: past the original context the base grows with the sequence."""
+def _dynamic_angles(rope: RopeConfig, head_size: int, device: torch.device) -> _Angles:
+    """Return the angles of dynamic NTK scaling: past the original context the base grows with the sequence."""
+    size = rope.rotated_size(head_size)
+    power = size / (size - 2)
+    exponent = (torch.arange(0, size, 2, dtype=torch.float32) / size).to(device)
 
-    def __init__(self, rope: RopeConfig, head_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._rope, self._dtype = rope, dtype
-        head_size = rope.rotated_size(head_size)
-        self._power = head_size / (head_size - 2)
-        self._exponent = (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size).to(device)
+    def angles(positions: Tensor, prompt_lens: Tensor | None) -> Tensor:
+        lens = _sequence_lens(positions, prompt_lens).clamp(min=rope.original_context).unsqueeze(1).to(torch.float32)
+        base = rope.theta * (rope.factor * lens / rope.original_context - (rope.factor - 1)) ** power
+        return positions.unsqueeze(1).to(torch.float32) * (1.0 / base**exponent)
 
-    def gather(self, positions: Tensor, prompt_lens: Tensor | None) -> tuple[Tensor, Tensor]:
-        rope = self._rope
-        lens = positions + 1 if prompt_lens is None else torch.maximum(positions + 1, prompt_lens)
-        lens = lens.clamp(min=rope.original_context).unsqueeze(1).to(torch.float32)  # [T, 1]
-        base = rope.theta * (rope.factor * lens / rope.original_context - (rope.factor - 1)) ** self._power
-        angles = positions.unsqueeze(1).to(torch.float32) * (1.0 / base**self._exponent)
-        return _cos_sin(angles, rope.amplitude, self._dtype)
+    return angles
 
 
-class _LongRotary(Rotary):
-    """Rotary angles of longrope: past the original context the frequencies have other factors."""
+def _long_angles(rope: RopeConfig, head_size: int, device: torch.device) -> _Angles:
+    """Return the angles of longrope: past the original context the frequencies have other factors."""
+    short, long = inverse_frequencies(rope, head_size).to(device), long_frequencies(rope, head_size).to(device)
 
-    def __init__(self, rope: RopeConfig, head_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._rope, self._dtype = rope, dtype
-        self._short = inverse_frequencies(rope, head_size).to(device)
-        self._long = long_frequencies(rope, head_size).to(device)
+    def angles(positions: Tensor, prompt_lens: Tensor | None) -> Tensor:
+        is_long = (_sequence_lens(positions, prompt_lens) > rope.original_context).unsqueeze(1)
+        return positions.unsqueeze(1).to(torch.float32) * torch.where(is_long, long, short)
 
-    def gather(self, positions: Tensor, prompt_lens: Tensor | None) -> tuple[Tensor, Tensor]:
-        lens = positions + 1 if prompt_lens is None else torch.maximum(positions + 1, prompt_lens)
-        is_long = (lens > self._rope.original_context).unsqueeze(1)
-        angles = positions.unsqueeze(1).to(torch.float32) * torch.where(is_long, self._long, self._short)
-        return _cos_sin(angles, self._rope.amplitude, self._dtype)
+    return angles
+
+
+def _sequence_lens(positions: Tensor, prompt_lens: Tensor | None) -> Tensor:
+    """Return the number of tokens int64 [T] that decides the angles of each token: up to itself, and all of its prompt."""
+    return positions + 1 if prompt_lens is None else torch.maximum(positions + 1, prompt_lens)
+
+
+def _frequency_axes(rope: RopeConfig) -> Tensor:
+    """Return the axis of each frequency of an mrope: 0 time, 1 height, 2 width, int64 [D/2] on the host."""
+    axes = torch.repeat_interleave(torch.arange(3), torch.tensor(rope.sections))
+    if rope.interleaved:
+        axes.zero_()
+        for axis in (1, 2):
+            axes[axis : 3 * rope.sections[axis] : 3] = axis
+    return axes
 
 
 def _cos_sin(angles: Tensor, amplitude: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

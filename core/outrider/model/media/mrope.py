@@ -1,4 +1,4 @@
-"""Multimodal rotary positions on three axes (time, height, width), as in Qwen2-VL and Qwen2.5-VL.
+"""Multimodal rotary positions on three axes (time, height, width), as in Qwen2-VL and its successors.
 
 Text advances all three axes together, so text positions are ordinary positions plus a delta per sequence. The delta is the
 difference between the positions and the tokens that earlier media take. Letters: n tokens of a prompt, T new tokens, B
@@ -8,7 +8,7 @@ sequences.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -38,6 +38,12 @@ class MediaGrid:
         """Return the number of features that the vision tower computes, which is the number of placeholder tokens."""
         return self.patches // vision.merge**2
 
+    def runs(self, vision: VisionConfig) -> tuple[MediaGrid, ...]:
+        """Return the grids of consecutive placeholders: the temporal patches of a video with times as text, or the grid."""
+        if self.kind == "image" or vision.frame_marks is None:
+            return (self,)
+        return (replace(self, frames=1),) * self.frames
+
 
 def prompt_positions(tokens: Sequence[int], media: Sequence[MediaGrid], vision: VisionConfig) -> tuple[Tensor, int]:
     """Return the positions int64 [3, n] of a prompt, on the host, and the prompt's position delta.
@@ -51,7 +57,7 @@ def prompt_positions(tokens: Sequence[int], media: Sequence[MediaGrid], vision: 
 
     Raises :class:`RequestError` if placeholders and media don't match.
     """
-    remaining = iter(media)
+    remaining = (run for grid in media for run in grid.runs(vision))
     parts: list[Tensor] = []
     start = index = 0
     while index < len(tokens):

@@ -8,8 +8,10 @@ combined into one temporal patch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,10 +22,11 @@ from torch import Tensor
 from outrider.device import ConfigError
 from outrider.errors import CheckpointError, RequestError, shown
 from outrider.model.checkpoint.reading import present, read_json, wrap_read_errors
-from outrider.model.config.checkpoint_config import hf_config
+from outrider.model.config.checkpoint_config import has_alternating_axes, hf_config
 from outrider.model.config.config_fields import FLAG, Field, check_fields, list_of, number, record, whole_number
 from outrider.model.config.model_config import VisionConfig
 from outrider.model.media.mrope import MediaGrid
+from outrider.model.media.tokenizer import Tokenizer, has_tokenizer
 
 _MIN_PIXELS, _MAX_PIXELS = whole_number(1, 1 << 22), whole_number(1, 1 << 26)
 _UP_TO_64 = whole_number(1, 64)
@@ -66,14 +69,33 @@ class Media:
     """Patches of the medium, float32 [patches, values of a patch] on the host."""
     digest: bytes
     """Hash of grid and pixels. Prompts can share a cached prefix only if their media have equal digests."""
+    times: tuple[tuple[int, ...], ...] = ()
+    """Tokens of the text before each temporal patch, which states its time; empty for an image, without such texts, and
+    without a tokenizer.
+    """
+
+    def runs(self, vision: VisionConfig) -> tuple[Media, ...]:
+        """Return a medium for each of :meth:`MediaGrid.runs`."""
+        grids = self.grid.runs(vision)
+        if len(grids) == 1:
+            return (self,)
+        return tuple(_media(grid, pixels) for grid, pixels in zip(grids, self.pixels.chunk(len(grids)), strict=True))
 
 
 class MediaProcessor:
     """The checkpoint's image processing. Threads may share it."""
 
-    def __init__(self, processor: Any, video_size: dict[str, int]) -> None:
+    def __init__(self, processor: Any, video_size: dict[str, int], timed: Path | None = None) -> None:
+        """Create the processor. ``timed`` is the checkpoint's directory if its prompts state the times of a video as text.
+        ``video_size`` then limits the pixels of all frames together, else those of each frame.
+        """
         self._processor = processor
         self._video_size = video_size
+        self._timed = timed
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer | None:
+        return Tokenizer.from_checkpoint(self._timed) if self._timed is not None and has_tokenizer(self._timed) else None
 
     @classmethod
     def from_checkpoint(cls, directory: str | Path) -> MediaProcessor:
@@ -87,13 +109,13 @@ class MediaProcessor:
         with wrap_read_errors(path, "an image processor"):
             processor = Qwen2VLImageProcessorPil(**_checked(read_json(path), _IMAGE))
             size = _edges(dict(processor.size))
-        _check_tower(directory, path, processor)
+        family = _check_tower(directory, path, processor)
         video = directory / "video_preprocessor_config.json"
         if present(video):
             with wrap_read_errors(video, "a video processor"):
                 video_size = _checked(read_json(video), _VIDEO).get("size")
                 size = size if video_size is None else _edges(video_size)
-        return cls(processor, size)
+        return cls(processor, size, directory if has_alternating_axes(family) else None)
 
     def image(self, picture: Picture) -> Media:
         """Preprocess one image. Raises :class:`RequestError` if that fails, for example for an extremely narrow image."""
@@ -108,8 +130,11 @@ class MediaProcessor:
         if not frames or not frames_per_second > 0:
             raise RequestError(f"a video of {len(frames)} frames at {frames_per_second} frames a second can't be read")
         depth = self._processor.temporal_patch_size
+        options: dict[str, Any] = {"size": self._video_size}
+        if self._timed is not None and self._processor.do_resize:
+            frames, options = self._resized(frames), {"do_resize": False}
         padded = [*frames, *[frames[-1]] * (-len(frames) % depth)]
-        patched = [self._patches(frame, {"size": self._video_size}) for frame in padded]
+        patched = [self._patches(frame, options) for frame in padded]
         sizes = {(rows, columns) for _, rows, columns in patched}
         if len(sizes) > 1:
             raise RequestError(f"the frames of a video have several sizes, in patches {sorted(sizes)}")
@@ -125,19 +150,56 @@ class MediaProcessor:
             columns=columns,
             seconds_per_frame=depth / frames_per_second,
         )
-        return _media(grid, temporal_patches.reshape(grid.patches, -1))
+        media = _media(grid, temporal_patches.reshape(grid.patches, -1))
+        if self._tokenizer is None:
+            return media
+        last, text = len(frames) - 1, self._tokenizer
+        middles = ((first + min(first + depth - 1, last)) / 2 / frames_per_second for first in range(0, len(frames), depth))
+        times = (text.encode(f"<{middle:.1f} seconds>", special_tokens=False) for middle in middles)
+        return replace(media, times=tuple(map(tuple, times)))
+
+    def _resized(self, frames: Sequence[Picture]) -> list[Picture]:
+        """Return ``frames`` in the size of transformers' video processor, whose limits are for the pixels of all frames."""
+        import numpy as np
+        from transformers.image_transforms import resize
+        from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
+
+        processor, limits = self._processor, self._video_size
+        depth = processor.temporal_patch_size
+        resized = []
+        for frame in frames:
+            with _processing():
+                pixels = np.asarray(frame.convert("RGB") if hasattr(frame, "convert") else frame)
+                shape = smart_resize(
+                    max(len(frames), depth),
+                    *pixels.shape[:2],
+                    temporal_factor=depth,
+                    factor=processor.patch_size * processor.merge_size,
+                    min_pixels=limits["shortest_edge"],
+                    max_pixels=limits["longest_edge"],
+                )
+                resized.append(resize(pixels, shape, resample=processor.resample, input_data_format="channels_last"))
+        return resized
 
     def _patches(self, picture: Picture, options: dict[str, Any]) -> tuple[Tensor, int, int]:
         """Return the patches of one image [rows * columns, values], and rows and columns.
 
         Raises :class:`RequestError` for an image that the processor can't process.
         """
-        try:
+        if getattr(picture, "shape", ())[-1:] == (3,):  # three rows of pixels could be taken for three colours
+            options = options | {"input_data_format": "channels_last"}
+        with _processing():
             processed = self._processor.preprocess(picture, return_tensors="pt", **options)
-        except Exception as error:  # the processor's libraries may raise anything
-            raise RequestError(f"an image can't be processed: {error}") from error
         _, rows, columns = (int(value) for value in processed["image_grid_thw"][0])
         return processed["pixel_values"], rows, columns
+
+
+@contextmanager
+def _processing() -> Generator[None]:
+    try:
+        yield
+    except Exception as error:  # the processor's libraries may raise anything
+        raise RequestError(f"an image can't be processed: {error}") from error
 
 
 def _checked(raw: dict[str, Any], fields: Mapping[str, Field]) -> dict[str, Any]:
@@ -162,11 +224,13 @@ def _edges(size: dict[str, int]) -> dict[str, int]:
     return size
 
 
-def _check_tower(directory: Path, path: Path, processor: Any) -> None:
-    """Raise :class:`CheckpointError` unless the processor's patch sizes equal those of the checkpoint's vision tower."""
+def _check_tower(directory: Path, path: Path, processor: Any) -> str:
+    """Raise :class:`CheckpointError` unless the processor's patch sizes equal those of the checkpoint's vision tower. Return
+    the model's family, empty without a config.
+    """
     config = directory / "config.json"
     if not present(config):
-        return
+        return ""
     raw = read_json(config)
     with wrap_read_errors(config, "a config"):
         vision = hf_config(raw["model_type"], raw).vision_config
@@ -178,6 +242,7 @@ def _check_tower(directory: Path, path: Path, processor: Any) -> None:
         found, expected = getattr(processor, processor_key), getattr(vision, tower_key)
         if found != expected:
             raise CheckpointError(f"{path}: {processor_key} is {found}, expected {expected} as {tower_key} in config.json")
+    return str(raw["model_type"])
 
 
 def _media(grid: MediaGrid, pixels: Tensor) -> Media:
@@ -195,7 +260,9 @@ def digest_of(grid: MediaGrid, pixels: Tensor) -> bytes:
 def expand_placeholders(tokens: Sequence[int], media: Sequence[Media], vision: VisionConfig) -> list[int]:
     """Return ``tokens`` with each image or video token repeated once per feature of its medium.
 
-    Raises :class:`RequestError` if placeholders and media don't match in number or kind.
+    In a prompt that states times, the text of its time precedes each temporal patch of a video, whose placeholders are
+    between marks. They replace the token and the marks around it. Raises :class:`RequestError` if placeholders and media
+    don't match in number or kind, and for a video without the times that the prompt needs.
     """
     kinds = {vision.image_token: "image", vision.video_token: "video"}
     prompt_kinds = [kinds[token] for token in tokens if token in kinds]
@@ -206,6 +273,24 @@ def expand_placeholders(tokens: Sequence[int], media: Sequence[Media], vision: V
         )
     remaining = iter(media)
     out: list[int] = []
-    for token in tokens:
-        out.extend([token] * (next(remaining).grid.features(vision) if token in kinds else 1))
+    dropped = -1
+    for index, token in enumerate(tokens):
+        if token not in kinds:
+            out += [token] * (index != dropped)
+            continue
+        medium = next(remaining)
+        if medium.grid.kind == "image" or vision.frame_marks is None:
+            out += [token] * medium.grid.features(vision)
+            continue
+        if not medium.times:
+            raise RequestError(
+                "the prompt of a video states the time of its frames as text, and this checkpoint has no tokenizer; expected "
+                "a prompt with one placeholder for each feature"
+            )
+        before, after = vision.frame_marks
+        if list(tokens[index - 1 : index + 2]) == [before, token, after]:
+            out.pop()
+            dropped = index + 1
+        for time, run in zip(medium.times, medium.grid.runs(vision), strict=True):
+            out += [*time, before, *[token] * run.features(vision), after]
     return out

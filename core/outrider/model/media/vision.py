@@ -1,7 +1,7 @@
-"""Vision towers of Qwen2-VL and Qwen2.5-VL: transformers' modules, loaded with Outrider's strict checks.
+"""Vision towers of Qwen2-VL to Qwen3.5: transformers' modules, loaded with Outrider's strict checks.
 
 The tower runs once per image, before the prefill of its prompt. Its features replace the embeddings of the placeholder tokens
-(:class:`ForwardInput`). Letters: F features, H hidden size of the decoder.
+(:class:`ForwardInput`). Letters: F features, W their width (:attr:`ModelConfig.feature_size`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from outrider.model.config.checkpoint_config import hf_config, read_model_config
 from outrider.model.config.model_config import ModelConfig
 from outrider.model.media.mrope import MediaGrid
 from outrider.model.media.preprocessing import Media
+from outrider.model.quantization import QuantizedMode, read_quantization
 
 
 class VisionTower:
@@ -37,7 +38,7 @@ class VisionTower:
         self._dtype = dtype
 
     def encode(self, media: Sequence[Media]) -> list[Tensor]:
-        """Return the features [F, H] of each of ``media``, in order, on the device and in the model's dtype.
+        """Return the features [F, W] of each of ``media``, in order, on the device and in the model's dtype.
 
         Enqueues on the stream whose scope the caller opened. The host blocks, because pixels are copied from pageable memory
         and transformers reads the grids back. Call it during prefill, never in the decode loop.
@@ -48,9 +49,14 @@ class VisionTower:
         extents = [[each.grid.frames, each.grid.rows, each.grid.columns] for each in media]
         with torch.no_grad():
             out = self._module(pixels, grid_thw=torch.tensor(extents, device=self._device))
-        features: Tensor = out if isinstance(out, Tensor) else out.pooler_output
+        features = torch.cat((out.pooler_output, *getattr(out, "deepstack_features", ())), dim=-1)
         merged = self._module.spatial_merge_size**2
         return list(features.split([each.grid.patches // merged for each in media]))
+
+
+def has_vision_tower(directory: str | Path) -> bool:
+    """Return True if the checkpoint in ``directory`` has a tensor of a vision tower."""
+    return any(vision_name(key) is not None for key in open_checkpoint(Path(directory)).tensors)
 
 
 def load_vision(
@@ -58,7 +64,7 @@ def load_vision(
 ) -> VisionTower:
     """Load the vision tower of a vision-language checkpoint, with the checks of :func:`load_decoder`.
 
-    Raises :class:`CheckpointError` also for a checkpoint without a vision tower.
+    Quantized weights are dequantized. Raises :class:`CheckpointError` also for a checkpoint without a vision tower.
     """
     directory = Path(directory)
     config = read_model_config(directory)
@@ -74,9 +80,13 @@ def load_vision(
             shapes = {name: tuple(tensor.shape) for name, tensor in _build(config.family, vision).state_dict().items()}
     names = {inner: key for key in files.tensors if (inner := vision_name(key)) is not None}
     targets = [Target(name, (Piece(names.get(name, f"visual.{name}"), shape),)) for name, shape in shapes.items()]
-    check_tensors(files, targets, optional={key for key in files.tensors if vision_name(key) is None})
+    quantization = read_quantization(directory, mode=QuantizedMode.DEQUANTIZE)
+    optional = {key for key in files.tensors if vision_name(key) is None}
+    check_tensors(files, targets, optional=optional, quantization=quantization)
     with loading_stream(backend, dtype) as stream:
-        weights = load_tensors(files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress)
+        weights = load_tensors(
+            files, targets, dtype=dtype, backend=backend, stream=stream, progress=progress, quantization=quantization
+        )
         module = _build(config.family, vision)
         module.load_state_dict(weights, assign=True)
         module.to(backend.device)  # moves computed buffers: rotary frequencies, in their own dtype
@@ -93,15 +103,17 @@ def _check_smallest_image(tower: VisionTower, vision: Any, config: ModelConfig) 
     values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     grid = MediaGrid(kind="image", frames=1, rows=side, columns=side)
     (features,) = tower.encode([Media(grid, torch.zeros(side * side, values), b"")])
-    if tuple(features.shape) != (1, config.hidden_size):
+    if tuple(features.shape) != (1, config.feature_size):
         raise ConfigError(
-            f"the vision tower gives features {list(features.shape)}, the decoder takes [1, {config.hidden_size}]"
+            f"the vision tower gives features {list(features.shape)}, the decoder takes [1, {config.feature_size}]"
         )
 
 
 def _build(family: str, vision: Any) -> Any:
-    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
-    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+    if family == "qwen2_vl":  # the only tower that AutoModel doesn't know
+        from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
-    towers = {"qwen2_vl": Qwen2VisionTransformerPretrainedModel, "qwen2_5_vl": Qwen2_5_VisionTransformerPretrainedModel}
-    return towers[family](vision)
+        return Qwen2VisionTransformerPretrainedModel(vision)
+    from transformers import AutoModel
+
+    return AutoModel.from_config(vision)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,12 +15,7 @@ from outrider.model.layers.layer_weights import CacheFormat
 from outrider.model.quantization.storages import FLOATS
 
 KEY, MODELOPT_KEY = "kv_cache_scheme", "kv_cache_quant_algo"
-_SUPPORTED_VALUES: Mapping[str, tuple[object, ...]] = {
-    "num_bits": (8,),
-    "type": ("float",),
-    "symmetric": (True,),
-    "dynamic": (False,),
-}
+_SUPPORTED_VALUES: Mapping[str, object] = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 STRATEGIES = ("tensor", "attn_head")
 """Granularity of the scales: one per layer, or one per KV head."""
 _SCALE_NAMES = (
@@ -32,55 +26,47 @@ _SCALE_NAMES = (
 """Suffixes of the scale names that compressed-tensors, ModelOpt and older writers use."""
 
 
-@dataclass(frozen=True, slots=True)
-class CacheScheme:
-    """The fp8 scheme in which a checkpoint stores its keys and values."""
+def read_scale_strategy(raw: object) -> str:
+    """Return the granularity of the fp8 scales, one of :data:`STRATEGIES`, that the config ``kv_cache_scheme`` declares: an
+    object, or the word ``static`` of older fp8 writers.
 
-    strategy: str = "tensor"
-    """One of :data:`STRATEGIES`."""
-
-    @classmethod
-    def from_config(cls, raw: object) -> CacheScheme:
-        """Parse ``kv_cache_scheme``: an object, or the word ``static`` of older fp8 writers.
-
-        Raises :class:`ConfigError` with the key for an unsupported value.
-        """
-        if raw == "static":
-            return cls()
-        if not isinstance(raw, dict):
+    Raises :class:`ConfigError` with the key for an unsupported value.
+    """
+    if raw == "static":
+        return "tensor"
+    if not isinstance(raw, dict):
+        raise ConfigError(
+            f"{KEY} is {shown(raw)}, expected a JSON object; --kv-dtype plain keeps the cache in the model's dtype"
+        )
+    if MODELOPT_KEY in raw:
+        raise ConfigError(
+            f"{MODELOPT_KEY} is {shown(raw[MODELOPT_KEY])}, expected 'FP8': a KV cache is kept in fp8 with stored "
+            "scales, or plainly (--kv-dtype plain)"
+        )
+    defaults = {"symmetric": True, "dynamic": False}
+    for name, supported in _SUPPORTED_VALUES.items():
+        value = raw.get(name, defaults.get(name))
+        if type(value) is not type(supported) or value != supported:
             raise ConfigError(
-                f"{KEY} is {shown(raw)}, expected a JSON object; --kv-dtype plain keeps the cache in the model's dtype"
+                f"{KEY}.{name} is {shown(value)}, expected {supported!r}: a KV cache is kept in fp8 "
+                "with stored scales, or plainly (--kv-dtype plain)"
             )
-        if MODELOPT_KEY in raw:
-            raise ConfigError(
-                f"{MODELOPT_KEY} is {shown(raw[MODELOPT_KEY])}, expected 'FP8': a KV cache is kept in fp8 with stored "
-                "scales, or plainly (--kv-dtype plain)"
-            )
-        defaults = {"symmetric": True, "dynamic": False}
-        for name, allowed in _SUPPORTED_VALUES.items():
-            value = raw.get(name, defaults.get(name))
-            if not any(type(value) is type(each) and value == each for each in allowed):
-                raise ConfigError(
-                    f"{KEY}.{name} is {shown(value)}, expected {' or '.join(map(repr, allowed))}: a KV cache is kept in fp8 "
-                    "with stored scales, or plainly (--kv-dtype plain)"
-                )
-        strategy = raw.get("strategy") or "tensor"
-        if strategy not in STRATEGIES:
-            raise ConfigError(
-                f"{KEY}.strategy is {shown(strategy)}, expected {' or '.join(STRATEGIES)}; --kv-dtype plain keeps the "
-                "cache in the model's dtype"
-            )
-        return cls(strategy)
+    strategy = raw.get("strategy") or "tensor"
+    if strategy not in STRATEGIES:
+        raise ConfigError(
+            f"{KEY}.strategy is {shown(strategy)}, expected {' or '.join(STRATEGIES)}; --kv-dtype plain keeps the "
+            "cache in the model's dtype"
+        )
+    return str(strategy)
 
 
-def resolve_cache_format(
-    asked: str, scheme: CacheScheme | None, kernels: KernelSet, backend: Backend, origin: str
-) -> str | None:
+def resolve_cache_format(asked: str, strategy: str | None, kernels: KernelSet, backend: Backend, origin: str) -> str | None:
     """Return the format of the KV cache, one of ``CACHE_FORMATS``, or None for the model's dtype.
 
-    ``asked`` is the setting kv_dtype. Raises :class:`CapabilityError` if ``kernels`` don't support the format.
+    ``asked`` is the setting kv_dtype. ``strategy`` is the granularity of the checkpoint's scales, or None without scales.
+    Raises :class:`CapabilityError` if ``kernels`` don't support the format.
     """
-    format = ("fp8" if scheme is not None else None) if asked == "auto" else None if asked == "plain" else asked
+    format = ("fp8" if strategy is not None else None) if asked == "auto" else None if asked == "plain" else asked
     if format is None or format in kernels.cache_formats:
         return format
     has = ", ".join(sorted(kernels.cache_formats)) or "none"
@@ -98,15 +84,15 @@ def scale_keys(files: CheckpointFiles, prefixes: list[str]) -> set[str]:
     return {key for prefix in prefixes for end in ends if (key := f"{prefix}.self_attn.{end}") in files.tensors}
 
 
-def read_scales(files: CheckpointFiles, prefix: str, scheme: CacheScheme, kv_heads: int) -> tuple[Tensor, Tensor]:
+def read_scales(files: CheckpointFiles, prefix: str, strategy: str, kv_heads: int) -> tuple[Tensor, Tensor]:
     """Return the scales of keys and of values of layer ``prefix``, each float64 [Hkv] on the host.
 
     Raises :class:`CheckpointError` with the tensor's name if a scale is missing, or has a shape, dtype or value that
-    contradicts ``scheme``.
+    contradicts ``strategy``.
     """
     keys = [tuple(f"{prefix}.self_attn.{end}" for end in pair) for pair in _SCALE_NAMES]
     present = [each for each in keys if any(key in files.tensors for key in each)] or keys[:1]
-    found = [(_scale(files, pair[0], scheme, kv_heads), _scale(files, pair[1], scheme, kv_heads)) for pair in present]
+    found = [(_scale(files, pair[0], strategy, kv_heads), _scale(files, pair[1], strategy, kv_heads)) for pair in present]
     for pair, scales in zip(present, found, strict=True):
         for side in range(2):
             if not torch.equal(scales[side], found[0][side]):
@@ -117,8 +103,8 @@ def read_scales(files: CheckpointFiles, prefix: str, scheme: CacheScheme, kv_hea
     return found[0]
 
 
-def _scale(files: CheckpointFiles, key: str, scheme: CacheScheme, kv_heads: int) -> Tensor:
-    if scheme.strategy == "tensor":
+def _scale(files: CheckpointFiles, key: str, strategy: str, kv_heads: int) -> Tensor:
+    if strategy == "tensor":
         shapes: tuple[tuple[int, ...], ...] = ((1,), ())
     else:
         shapes = ((kv_heads, 1, 1), (kv_heads,))
@@ -131,7 +117,7 @@ def _scale(files: CheckpointFiles, key: str, scheme: CacheScheme, kv_heads: int)
     where = f"{files.tensors[key].path}: tensor {key!r}"
     if files.shape(key) not in shapes:
         raise CheckpointError(
-            f"{where} has shape {list(files.shape(key))}, expected {words}, since {KEY}.strategy is {scheme.strategy}"
+            f"{where} has shape {list(files.shape(key))}, expected {words}, since {KEY}.strategy is {strategy}"
         )
     if files.dtype(key) not in FLOATS:
         raise CheckpointError(f"{where} is {files.dtype_name(key)}, expected a float")

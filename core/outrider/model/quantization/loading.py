@@ -18,7 +18,7 @@ from outrider.errors import CheckpointError, shown
 from outrider.model.checkpoint.files import CheckpointFiles
 from outrider.model.checkpoint.pieces import Piece, Target
 from outrider.model.checkpoint.reading import wrap_read_errors
-from outrider.model.quantization.cache import CacheScheme
+from outrider.model.quantization.cache import read_scale_strategy
 from outrider.model.quantization.layouts import pad_rows, slice_weight, stack_weights, to_device
 from outrider.model.quantization.storages import FLOATS, ActOrderError, Scheme
 
@@ -66,12 +66,14 @@ class Quantization:
     """True if the config declares quantized weights, not just a quantized cache."""
 
     @property
-    def cache_scheme(self) -> CacheScheme | None:
-        """The parsed KV cache scheme, or None. Raises :class:`CheckpointError` with the key of an unsupported value."""
+    def cache_strategy(self) -> str | None:
+        """The granularity of the scales of a quantized KV cache, or None. Raises :class:`CheckpointError` with the key of an
+        unsupported value.
+        """
         if self.cache is None:
             return None
         with wrap_read_errors(self.path, "a config of a quantised KV cache"):
-            return CacheScheme.from_config(self.cache)
+            return read_scale_strategy(self.cache)
 
     def scheme_of(self, files: CheckpointFiles, piece: Piece) -> Scheme | None:
         """Return the scheme of a piece, or None if the piece is unquantized.

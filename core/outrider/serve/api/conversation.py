@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from fastapi import Request
 from pydantic import Field, ValidationError, model_validator
-from starlette.responses import Response
 
 from outrider.errors import shown
 from outrider.serve.api.request_fields import MAX_MESSAGES, ChatRequest, ListOf, NestedObject, StrictFields
 from outrider.serve.api.response_writer import ResponseWriter
-from outrider.serve.api.responses import (
-    ApiError,
-    DeferredResponse,
-    EventStreamResponse,
-    bad_request,
-    encode_named_event,
-)
-from outrider.serve.api.service import Service
+from outrider.serve.api.responses import ApiError, bad_request, encode_named_event
+from outrider.serve.api.service import ChoiceDelta, Generation
 
 _SYSTEM_ROLES = ("system", "developer")
 T = TypeVar("T")
@@ -246,11 +238,11 @@ class BlockSplitter:
         return BlockStep("add", self._current, text)
 
 
-class TranslatedWriter(ABC):
-    """The answer to a request that became a chat request, as one object or as server-sent events."""
+class TranslatedWriter(ResponseWriter):
+    """The answer to a request that became a chat request with one choice."""
 
-    def __init__(self, writer: ResponseWriter) -> None:
-        self._writer = writer
+    def __init__(self, generation: Generation) -> None:
+        super().__init__(generation)
         self._splitter = BlockSplitter()
 
     async def write_whole(self) -> dict[str, Any]:
@@ -267,12 +259,11 @@ class TranslatedWriter(ABC):
         except ApiError as error:
             yield encode_named_event(self._error_event(error))
 
-    def respond(self, service: Service, *, stream: bool | None) -> Response:
-        """Return the response with this answer, whole or streamed."""
-        close = self._writer.generation.close
-        if stream:
-            return EventStreamResponse(self.write_events, close=close, write_s=service.config.write_timeout_s, end=b"")
-        return DeferredResponse(self.write_whole, close=close)
+    async def _message_deltas(self) -> AsyncIterator[tuple[dict[str, Any], ChoiceDelta]]:
+        """Yield each delta of the message and the delta of the choice that it comes from."""
+        async for deltas in self._generation.deltas():
+            for delta in deltas:
+                yield self._generation.read_message(delta), delta
 
     @abstractmethod
     def _events(self) -> AsyncIterator[dict[str, Any]]:
@@ -285,11 +276,3 @@ class TranslatedWriter(ABC):
     @abstractmethod
     def _error_event(self, error: ApiError) -> dict[str, Any]:
         """Return the event for an error of the generation."""
-
-
-class ChatStarter(Protocol):
-    """A function that starts the generation of a chat request."""
-
-    async def __call__(self, body: ChatRequest, request: Request, *, clamp: bool = False) -> ResponseWriter:
-        """Return the writer of the response. With ``clamp``, ``max_tokens`` may exceed the context, which then ends it."""
-        ...

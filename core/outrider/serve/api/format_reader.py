@@ -6,14 +6,15 @@ import ast
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import regex
 
 from outrider.engine.requests.sampling import partial_match_length
 from outrider.serve.api.model_formats import NAMED_ARGUMENTS, FormatRegion, ModelFormat
 
+T = TypeVar("T")
 _MARKS = re.compile(r'["\\{}\[\]]')
 _PYTHON_MARKS = re.compile(r"""["'\\{}\[\](),]""")
 _TYPES: Mapping[type, tuple[str, ...]] = {
@@ -169,6 +170,12 @@ _PAIR_TOKEN = r"(?P<key>[^\s{}\[\],:<\"]+):|(?P<word>[^\s{}\[\],:<\"]+)(?=[\s{}\
 """A regular expression for a key, another word, or a single character of a tool call in the form ``pairs``."""
 
 
+Waiting = Generator[None, None, T]
+"""A part of a reader that returns a T. It stops at each ``yield`` until there is more text; after the last text, it stays
+there.
+"""
+
+
 class FormatReader:
     """A reader whose deltas, put together, don't depend on how the text is cut into pieces. It loses no text.
 
@@ -188,22 +195,12 @@ class FormatReader:
             tool["function"]["name"]: (tool["function"].get("parameters") or {}).get("properties") or {} for tool in tools
         }
         self._max_calls = max_calls
-        self._reasoning = model_format.open_reasoning(prompt)
+        reasoning = model_format.open_reasoning(prompt)
         self._buffer, self._last = "", False
         self._delta: dict[str, Any] = {}
-        self._state: Callable[[], bool] = self._read_text
         self._count = 0
-        self._has_text = self._reasoning is not None
-        self._skips_space = self._has_text
-        self._region = FormatRegion(kind="content", starts=(), head="")
-        self._scanner = JsonScanner()
-        self._tails: list[str] = []
-        self._raw = ""
-        self._scanned = 0
-        self._name = ""
-        self._is_first = self._value_is_text = self._at_value_start = False
-        self._types: frozenset[str] = frozenset()
-        self._elements: list[ArgumentElement] = []
+        self._has_text = self._skips_space = reasoning is not None
+        self._parts = self._read_answer(reasoning)
 
     @property
     def has_calls(self) -> bool:
@@ -214,265 +211,250 @@ class FormatReader:
         """Return the message delta that ``text`` completes, possibly empty. ``last`` says that no more text follows."""
         self._buffer += text
         self._delta, self._last = {}, last
-        while self._state():
-            pass
+        next(self._parts)
         return self._delta
 
     # -- content and reasoning ---------------------------------------------------------------------------------------
 
-    def _read_text(self) -> bool:
-        if self._reasoning is not None:
-            position, literal = self._find(self._reasoning.ends)
+    def _read_answer(self, reasoning: FormatRegion | None) -> Waiting[None]:
+        """Read the whole answer, which begins inside the region ``reasoning`` unless that is None."""
+        while True:
+            if reasoning is not None:
+                yield from self._read_reasoning(reasoning)
+            region, head = yield from self._read_content()
+            reasoning = region if region.kind == "reasoning" else None
+            if region.kind == "call":
+                yield from self._read_calls(region, head)
+
+    def _read_reasoning(self, region: FormatRegion) -> Waiting[None]:
+        self._skips_space = True
+        position, literal = self._find(region.ends)
+        while not literal:
             self._emit_text("reasoning_content", self._take(position))
-            if literal:
-                self._take(len(literal))
-                self._reasoning, self._skips_space = None, True
-            return bool(literal)
-        is_first = not (self._has_text or self.has_calls)
-        regions = [region for region in self._regions if is_first or not region.only_first]
-        position, literal = self._find([start for region in regions for start in region.starts])
-        self._emit_text("content", self._take(position))
-        if position or not literal:
-            return bool(literal)
+            yield
+            position, literal = self._find(region.ends)
+        self._emit_text("reasoning_content", self._take(position))
+        self._take(len(literal))
+        self._skips_space = True
+
+    def _read_content(self) -> Waiting[tuple[FormatRegion, Any]]:
+        """Read up to the next region and through its head. Return the region and the match of the head."""
+        while True:
+            is_first = not (self._has_text or self.has_calls)
+            regions = [region for region in self._regions if is_first or not region.only_first]
+            position, literal = self._find([start for region in regions for start in region.starts])
+            self._emit_text("content", self._take(position))
+            if not literal:
+                yield
+            elif not position:
+                region, head = self._match_head(regions)
+                if region is None:
+                    self._emit_text("content", self._take(len(literal)))
+                elif head.partial:
+                    yield
+                else:
+                    self._take(head.end())
+                    return region, head
+
+    def _match_head(self, regions: Sequence[FormatRegion]) -> tuple[FormatRegion | None, Any]:
+        """Return the first region whose head the buffer begins with, or may begin with, and the match of the head."""
         for region in regions:
-            if not self._buffer.startswith(region.starts):
-                continue
-            match = regex.match(region.head, self._buffer, partial=not self._last)
-            if match is not None and match.partial:
-                return False
-            if match is not None:
-                self._take(match.end())
-                self._enter(region, match)
-                return True
-        self._emit_text("content", self._take(len(literal)))
-        return True
+            if self._buffer.startswith(region.starts) and (head := self._match(region.head)) is not None:
+                return region, head
+        return None, None
 
-    def _enter(self, region: FormatRegion, match: Any) -> None:
-        if region.kind == "reasoning":
-            self._reasoning, self._skips_space = region, True
-            return
-        if region.kind == "content":
-            return
-        self._region = region
-        if region.body == "object":
-            self._start_object(match.group())
-        else:
-            self._start_call(match.groupdict())
+    # -- calls -------------------------------------------------------------------------------------------------------
 
-    def _start_call(self, groups: dict[str, str]) -> None:
-        self._open_call(groups["name"], groups.get("id"))
-        self._is_first, self._scanner = True, JsonScanner()
-        self._elements = [ArgumentElement("invoke", {"type": "object", "properties": self._properties.get(self._name)})]
-        states = {
-            "json": self._read_json,
-            "parameters": self._read_parameters,
-            "elements": self._read_elements,
-            "python": self._read_parameters,
-            "pairs": self._read_pairs,
-        }
-        self._state = states[self._region.body]
+    def _read_calls(self, region: FormatRegion, head: Any) -> Waiting[None]:
+        """Read a tool call after its ``head``, the following calls of a list, and the text that ends them."""
+        while head is not None:
+            if region.body != "object":
+                yield from self._read_call(region, head)
+            elif not (yield from self._read_object(head.group())):
+                return
+            head = (yield from self._read_match(region.again)) if region.again else None
+        for tail in region.tails:
+            yield from self._read_match(tail)
+        self._skips_space = True
+
+    def _read_call(self, region: FormatRegion, head: Any) -> Waiting[None]:
+        name, call_id = head["name"], head.groupdict().get("id")
+        self._open_call(name, call_id)
+        properties = self._properties.get(name, {})
+        match region.body:
+            case "json":
+                yield from self._read_json(JsonScanner(), 0, self._add_arguments)
+            case "parameters" | "python":
+                yield from self._read_parameters(region, properties)
+            case "elements":
+                yield from self._read_elements(
+                    region, ArgumentElement("invoke", {"type": "object", "properties": properties})
+                )
+            case "pairs":
+                yield from self._read_pairs(region.ends[0])
 
     # -- JSON ----------------------------------------------------------------------------------------------------------
 
-    def _start_object(self, raw: str) -> None:
-        self._raw, self._scanned, self._scanner = raw, 0, JsonScanner()
-        self._state = self._read_object
+    def _read_object(self, raw: str) -> Waiting[bool]:
+        """Read a tool call that is one object: as a whole if the name doesn't come first. ``raw`` is the text before it.
 
-    def _read_object(self) -> bool:
-        """Read a tool call's object up to its arguments, or as a whole if the name doesn't come first. Return False if more
-        text is needed.
+        Return False for another object, which is content.
         """
-        match = None if self._scanned else regex.match(NAMED_ARGUMENTS, self._buffer, partial=not self._last)
-        if match is not None and match.partial:
-            return False
-        if match is not None:
-            self._take(match.end())
-            self._open_call(match["name"], None)
-            self._scanner, self._state = JsonScanner(depth=1), self._read_json
+        named = yield from self._read_match(NAMED_ARGUMENTS)
+        if named is not None:
+            self._open_call(named["name"], None)
+            scanner = JsonScanner(depth=1)
+            yield from self._read_json(scanner, 1, self._add_arguments)
+            yield from self._read_json(scanner, 0, lambda text: None)  # the fields after the arguments
             return True
-        end = self._scanner.advance(self._buffer, 0, self._scanned)
-        self._scanned = len(self._buffer)
-        if end is None and not self._last:
-            return False
-        text = self._take(len(self._buffer) if end is None else end)
+        end = yield from self._find_end(JsonScanner())
+        text = self._take(end)
         call = _parsed_call(text)
         if call is None:
-            self._emit_text("content", self._raw + text)
-            self._state = self._read_text
-        else:
-            self._open_call(call[0], None)
-            self._add_arguments(call[1])
-            self._close_call()
-        return True
-
-    def _read_json(self) -> bool:
-        """Report the JSON arguments of a tool call while the model writes them. Return False if more text is needed."""
-        outer = 1 if self._region.body == "object" else 0
-        end = self._scanner.advance(self._buffer, outer)
-        self._add_arguments(self._take(len(self._buffer) if end is None else end))
-        if end is None:
+            self._emit_text("content", raw + text)
             return False
-        self._state = self._read_object_rest if outer else self._close_call
+        self._open_call(call[0], None)
+        self._add_arguments(call[1])
         return True
 
-    def _read_object_rest(self) -> bool:
-        """Skip the text of a tool call's object after its arguments. Return False if more text is needed."""
-        end = self._scanner.advance(self._buffer, 0)
-        self._take(len(self._buffer) if end is None else end)
-        return end is not None and self._close_call()
+    def _read_json(self, scanner: JsonScanner, end_depth: int, report: Callable[[str], None]) -> Waiting[None]:
+        """Pass JSON to ``report`` while the model writes it, up to the end of the value at ``end_depth``."""
+        while (end := scanner.advance(self._buffer, end_depth)) is None:
+            report(self._take(None))
+            yield
+        report(self._take(end))
+
+    def _find_end(self, scanner: JsonScanner) -> Waiting[int | None]:
+        """Return the position after the value that begins the buffer, or None if the last text ends before it."""
+        scanned = 0
+        while (end := scanner.advance(self._buffer, 0, scanned)) is None and not self._last:
+            scanned = len(self._buffer)
+            yield
+        return end
 
     # -- tagged values -----------------------------------------------------------------------------------------------
 
-    def _read_parameters(self) -> bool:
-        region = self._region
-        parameter = regex.match(rf"\s*{region.parameter}", self._buffer, partial=not self._last)
-        end = regex.match(rf"\s*(?:{region.ends[0]})", self._buffer, partial=not self._last)
-        if parameter is not None and not parameter.partial:
-            self._take(parameter.end())
-            groups = parameter.groupdict()
-            key = groups["key"].strip()
-            self._types = schema_types(self._properties.get(self._name, {}).get(key))
-            is_python = region.body == "python"
-            self._value_is_text = not is_python and (bool(groups.get("text")) or self._types == {"string"})
-            self._add_arguments(
-                f"{'{' if self._is_first else ', '}{json.dumps(key)}: " + ('"' if self._value_is_text else "")
-            )
-            self._scanner, self._scanned = JsonScanner(1, python=True), 0
-            self._is_first, self._at_value_start = False, True
-            self._state = self._read_python_value if is_python else self._read_value
-            return True
-        if (parameter or end) is not None and (end is None or end.partial):
-            return False
-        self._add_arguments("{}" if self._is_first else "}")
-        self._take(0 if end is None else end.end())
-        return self._close_call()
+    def _read_parameters(self, region: FormatRegion, properties: Mapping[str, Any]) -> Waiting[None]:
+        is_first = True
+        while True:
+            parameter, end = self._match(rf"\s*{region.parameter}"), self._match(rf"\s*(?:{region.ends[0]})")
+            if parameter is not None and not parameter.partial:
+                self._take(parameter.end())
+                key = parameter["key"].strip()
+                self._add_arguments(f"{'{' if is_first else ', '}{json.dumps(key)}: ")
+                is_first, types = False, schema_types(properties.get(key))
+                if region.body == "python":
+                    yield from self._read_python_value()
+                else:
+                    is_text = bool(parameter.groupdict().get("text")) or types == {"string"}
+                    yield from self._read_value(region.value_ends, None if is_text else types)
+            elif (parameter or end) is not None and (end is None or end.partial):
+                yield
+            else:
+                self._add_arguments("{}" if is_first else "}")
+                self._take(0 if end is None else end.end())
+                return
 
-    def _read_value(self) -> bool:
-        ends = self._region.value_ends
-        if self._at_value_start and ends[0].startswith("\n"):
-            if not self._buffer and not self._last:
-                return False
-            if self._buffer.startswith("\n") and not self._buffer.startswith(ends):
-                if any(end.startswith(self._buffer) for end in ends) and not self._last:
-                    return False  # the line break may belong to the end
-                self._take(1)
-        self._at_value_start = False
-        position, literal = self._find(ends)
-        if self._value_is_text:
-            self._add_arguments(escape_text(self._take(position)) + ('"' if literal else ""))
-        elif literal:
-            self._add_arguments(value_to_json(self._take(position), self._types))
-        elif self._last:
-            self._add_arguments(self._take(position))
-        if literal:
-            self._take(len(literal))
-            self._state = self._read_parameters
-        return bool(literal)
-
-    def _read_python_value(self) -> bool:
-        """Read an argument of a Python call, up to the comma or the bracket that ends it. Return False if more text is
-        needed.
+    def _read_value(self, ends: tuple[str, ...], types: frozenset[str] | None) -> Waiting[None]:
+        """Read a value up to one of ``ends``. ``types`` are those that its schema allows; None stands for a text, which is
+        reported while the model writes it.
         """
-        end = self._scanner.advance(self._buffer, 0, self._scanned)
-        self._scanned = len(self._buffer)
-        if end is None and not self._last:
-            return False
-        text = self._take(len(self._buffer) if end is None else end - 1)
-        self._add_arguments(text if end is None else python_to_json(text))
-        if end is not None and self._buffer.startswith(","):
-            self._take(1)
-        self._state = self._read_parameters
-        return end is not None
-
-    def _read_elements(self) -> bool:
-        """Read up to the next tag of an argument, of an inner value or of the call, and report what the tag completes. Return
-        False if more text is needed.
-        """
-        top, is_call = self._elements[-1], len(self._elements) == 1
-        position, literal = self._find(self._region.value_ends)
-        tag = regex.match(self._region.parameter, self._buffer, pos=position, partial=not self._last) if literal else None
-        if tag is not None and tag.partial:
-            return False
-        is_end = tag is not None and tag["close"] is not None and tag["name"] == top.name
-        is_child = tag is not None and tag["close"] is None and not top.is_text
-        if is_call and (self._buffer[:position].strip() or (literal and not (is_end or is_child))):
-            self._add_arguments(top.close())  # this text belongs to no argument
-            return self._close_call()
-        text = self._take(position)
-        if not is_call:
-            self._add_arguments(top.add_text(text))
-        if tag is not None and is_child:
-            self._take(tag.end() - position)
-            text, child = top.open_child(tag["name"])
-            self._add_arguments(text)
-            self._elements.append(child)
-        elif tag is not None and is_end:
-            self._take(tag.end() - position)
-            self._add_arguments(top.close())
-            self._elements.pop()
-            return bool(self._elements) or self._close_call()
-        elif literal:
-            self._add_arguments(top.add_text(self._take(len(literal))))  # the marker is a part of the value
-        elif self._last:
-            self._add_arguments(top.pending)
-        return bool(literal)
-
-    # -- pairs without quotes --------------------------------------------------------------------------------------------
-
-    def _read_pairs(self) -> bool:
-        """Read one token of a tool call's object whose keys have no quotes, and report it as JSON. Return False if more text
-        is needed.
-        """
-        quote = self._region.ends[0]
-        if self._value_is_text:
-            position, literal = self._find((quote,))
-            self._add_arguments(escape_text(self._take(position)) + ('"' if literal else ""))
-            self._value_is_text = not literal
-            self._take(len(literal))
-            return bool(literal)
-        if quote.startswith(self._buffer) and not self._last:
-            return False
-        if self._buffer.startswith(quote):
-            self._take(len(quote))
+        if types is None:
             self._add_arguments('"')
-            self._value_is_text = True
-            return True
-        match = regex.match(_PAIR_TOKEN, self._buffer, partial=not self._last)
-        if match is None or match.partial:
+        if ends[0].startswith("\n"):
+            while not self._last and not self._buffer.startswith(ends) and any(end.startswith(self._buffer) for end in ends):
+                yield  # a line break may belong to the end
+            if self._buffer.startswith("\n") and not self._buffer.startswith(ends):
+                self._take(1)
+        if types is None:
+            yield from self._read_string(ends)
+            return
+        position, literal = self._find(ends)
+        while not literal:
             if self._last:
-                self._add_arguments(self._take(len(self._buffer)))
-            return False
-        token = self._take(match.end())
-        self._add_arguments(f"{json.dumps(match['key'])}:" if match["key"] else token)
-        if match["other"] and self._scanner.advance(token, 0) is not None:
-            return self._close_call()
-        return True
+                self._add_arguments(self._take(position))
+            yield
+            position, literal = self._find(ends)
+        self._add_arguments(value_to_json(self._take(position), types))
+        self._take(len(literal))
 
-    # -- the end of a call -------------------------------------------------------------------------------------------
+    def _read_string(self, ends: tuple[str, ...]) -> Waiting[None]:
+        """Report text up to one of ``ends`` as the inside of a JSON string, and the quote that ends the string."""
+        position, literal = self._find(ends)
+        while not literal:
+            self._add_arguments(escape_text(self._take(position)))
+            yield
+            position, literal = self._find(ends)
+        self._add_arguments(escape_text(self._take(position)) + '"')
+        self._take(len(literal))
 
-    def _close_call(self) -> bool:
-        self._tails = [*self._region.tails]
-        self._value_is_text, self._state = False, self._read_tails
-        return True
+    def _read_python_value(self) -> Waiting[None]:
+        """Read an argument of a Python call, up to the comma or the bracket that ends it."""
+        end = yield from self._find_end(JsonScanner(1, python=True))
+        if end is None:
+            self._add_arguments(self._take(None))
+            yield
+        else:
+            self._add_arguments(python_to_json(self._take(end - 1)))
+            if self._buffer.startswith(","):
+                self._take(1)
 
-    def _read_tails(self) -> bool:
-        """Skip the text that ends a tool call, or begin the next call of a list. Return False if more text is needed."""
-        again = regex.match(self._region.again, self._buffer, partial=not self._last) if self._region.again else None
-        if again is not None and again.partial:
-            return False
-        if again is not None:
-            text = self._take(again.end())
-            self._start_call(again.groupdict()) if self._region.body == "python" else self._start_object(text)
-            return True
-        while self._tails:
-            tail = regex.match(self._tails[0], self._buffer, partial=not self._last)
-            if tail is not None and tail.partial:
-                return False
-            if tail is not None:
-                self._take(tail.end())
-            del self._tails[0]
-        self._skips_space, self._state = True, self._read_text
-        return True
+    def _read_elements(self, region: FormatRegion, call: ArgumentElement) -> Waiting[None]:
+        """Read the elements in ``call`` tag by tag: of an argument, of an inner value, or of the call. Each tag reports what
+        it completes.
+        """
+        elements = [call]
+        while elements:
+            top, is_call = elements[-1], len(elements) == 1
+            position, literal = self._find(region.value_ends)
+            tag = self._match(region.parameter, position) if literal else None
+            if tag is not None and tag.partial:
+                yield
+                continue
+            is_end = tag is not None and tag["close"] is not None and tag["name"] == top.name
+            is_child = tag is not None and tag["close"] is None and not top.is_text
+            if is_call and (self._buffer[:position].strip() or (literal and not (is_end or is_child))):
+                self._add_arguments(top.close())  # this text belongs to no argument
+                return
+            text = self._take(position)
+            if not is_call:
+                self._add_arguments(top.add_text(text))
+            if tag is not None and is_child:
+                self._take(tag.end() - position)
+                text, child = top.open_child(tag["name"])
+                self._add_arguments(text)
+                elements.append(child)
+            elif tag is not None and is_end:
+                self._take(tag.end() - position)
+                self._add_arguments(top.close())
+                elements.pop()
+            elif literal:
+                self._add_arguments(top.add_text(self._take(len(literal))))  # the marker is a part of the value
+            else:
+                if self._last:
+                    self._add_arguments(top.pending)
+                yield
+
+    def _read_pairs(self, quote: str) -> Waiting[None]:
+        """Read a tool call's object whose keys have no quotes and whose texts stand between ``quote``."""
+        scanner = JsonScanner()
+        while True:
+            if self._buffer.startswith(quote):
+                self._take(len(quote))
+                self._add_arguments('"')
+                yield from self._read_string((quote,))
+                continue
+            may_be_quote = quote.startswith(self._buffer) and not self._last
+            token = None if may_be_quote else self._match(_PAIR_TOKEN)
+            if token is None or token.partial:
+                if self._last:
+                    self._add_arguments(self._take(None))
+                yield
+                continue
+            text = self._take(token.end())
+            self._add_arguments(f"{json.dumps(token['key'])}:" if token["key"] else text)
+            if token["other"] and scanner.advance(text, 0) is not None:
+                return
 
     # -- buffer and delta --------------------------------------------------------------------------------------------
 
@@ -488,8 +470,22 @@ class FormatReader:
             return len(self._buffer), ""
         return len(self._buffer) - partial_match_length(self._buffer, literals), ""
 
-    def _take(self, count: int) -> str:
-        text, self._buffer = self._buffer[:count], self._buffer[count:]
+    def _match(self, pattern: str | regex.Pattern[str], position: int = 0) -> Any:
+        """Return the match of ``pattern`` at ``position`` of the buffer, which is partial if more text may complete it."""
+        return regex.match(pattern, self._buffer, pos=position, partial=not self._last)
+
+    def _read_match(self, pattern: str | regex.Pattern[str]) -> Waiting[Any]:
+        """Take the text that ``pattern`` matches from the buffer, and return the match, or None if there is none."""
+        while (match := self._match(pattern)) is not None and match.partial:
+            yield
+        if match is not None:
+            self._take(match.end())
+        return match
+
+    def _take(self, count: int | None) -> str:
+        """Remove and return the first ``count`` characters of the buffer; None: all of them."""
+        text = self._buffer[:count]
+        self._buffer = self._buffer[len(text) :]
         return text
 
     def _emit_text(self, field: str, text: str) -> None:
@@ -501,7 +497,6 @@ class FormatReader:
             self._has_text = self._has_text or bool(text.strip())
 
     def _open_call(self, name: str, call_id: str | None) -> None:
-        self._name = name
         self._count += 1
         self._put_call({"id": call_id or f"call_{secrets.token_hex(12)}", "type": "function"}, name=name, arguments="")
 

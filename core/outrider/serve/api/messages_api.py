@@ -15,7 +15,6 @@ from starlette.responses import JSONResponse, Response
 
 from outrider.serve.api.conversation import (
     BlockStep,
-    ChatStarter,
     Conversation,
     ConversationBuilder,
     ObjectList,
@@ -32,14 +31,13 @@ from outrider.serve.api.conversation import (
     thinking_variables,
 )
 from outrider.serve.api.request_fields import ChatRequest, ListOf, NestedObject
-from outrider.serve.api.response_writer import ResponseWriter
 from outrider.serve.api.responses import (
     MESSAGES_PATH,
     ApiError,
     bad_request,
     messages_error,
 )
-from outrider.serve.api.service import ChoiceDelta, Service
+from outrider.serve.api.service import ChoiceDelta, Generation, Service
 
 
 class CountTokensRequest(TranslatedRequest):
@@ -190,8 +188,8 @@ _DELTA_KEYS = {"reasoning": ("thinking_delta", "thinking"), "text": ("text_delta
 class MessagesWriter(TranslatedWriter):
     """The answer to one request of the Messages API, as one message or as server-sent events."""
 
-    def __init__(self, request: MessagesRequest, writer: ResponseWriter) -> None:
-        super().__init__(writer)
+    def __init__(self, request: MessagesRequest, generation: Generation) -> None:
+        super().__init__(generation)
         self._max_tokens = request.max_tokens
         self.message: dict[str, Any] = {
             "id": f"msg_{secrets.token_hex(12)}",
@@ -212,7 +210,7 @@ class MessagesWriter(TranslatedWriter):
 
     async def _events(self) -> AsyncIterator[dict[str, Any]]:
         last: ChoiceDelta | None = None
-        async for message, delta in self._writer.message_deltas():
+        async for message, delta in self._message_deltas():
             if last is None:  # the first tokens are here, so the number of cached tokens is known
                 self.message["usage"] = self._usage()
                 yield {"type": "message_start", "message": dict(self.message)}
@@ -231,7 +229,7 @@ class MessagesWriter(TranslatedWriter):
 
     def _stop_fields(self, last: ChoiceDelta) -> dict[str, Any]:
         if last.finish_reason == "length":
-            reached = self._writer.usage["completion_tokens"] >= self._max_tokens
+            reached = self._generation.usage["completion_tokens"] >= self._max_tokens
             return {"stop_reason": "max_tokens" if reached else "model_context_window_exceeded", "stop_sequence": None}
         if self._splitter.has_calls:
             return {"stop_reason": "tool_use", "stop_sequence": None}
@@ -243,7 +241,7 @@ class MessagesWriter(TranslatedWriter):
 
     def _usage(self) -> dict[str, Any]:
         """Return the token counts so far. In this API, cached tokens aren't among the input tokens."""
-        usage = self._writer.usage
+        usage = self._generation.usage
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": usage["prompt_tokens"] - cached,
@@ -282,9 +280,7 @@ def _content_block(block: OutputBlock) -> dict[str, Any]:
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
 
 
-def add_messages_routes(
-    app: FastAPI, service: Service, start_chat: ChatStarter, responses: Mapping[int | str, dict[str, Any]]
-) -> None:
+def add_messages_routes(app: FastAPI, service: Service, responses: Mapping[int | str, dict[str, Any]]) -> None:
     """Add the routes to ``app``. ``responses`` describes the responses of a generating route for the API's schema."""
 
     @app.post(MESSAGES_PATH, responses=dict(responses), response_class=Response)
@@ -292,8 +288,8 @@ def add_messages_routes(
         """Generate the next message of a conversation."""
         service.check_accepting()
         service.check_model(body.model)
-        writer = await start_chat(translate_messages_request(body), request, clamp=True)
-        return MessagesWriter(body, writer).respond(service, stream=body.stream)
+        generation = await service.start_chat(translate_messages_request(body), request, clamp=True)
+        return MessagesWriter(body, generation).respond(service, stream=body.stream)
 
     @app.post(f"{MESSAGES_PATH}/count_tokens", responses=dict(responses))
     async def count_tokens(body: CountTokensRequest) -> Response:

@@ -1,171 +1,159 @@
-"""Response bodies of completions and chat completions in OpenAI's format: one JSON object, or a stream of chunks."""
+"""Response bodies: the base of all writers, and those of completions and chat completions in OpenAI's format."""
 
 from __future__ import annotations
 
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, ClassVar
+
+from starlette.responses import Response
 
 from outrider.engine.requests.sampling import TokenLogprobs
 from outrider.model import Tokenizer
-from outrider.serve.api.request_fields import ChatRequest, SamplingFields
-from outrider.serve.api.responses import encode_event
-from outrider.serve.api.service import ChoiceDelta, Generation, chat_logprobs, completion_logprobs
-from outrider.serve.api.tool_calls import ToolCallReader
+from outrider.serve.api.request_fields import ChatRequest, CompletionRequest
+from outrider.serve.api.responses import DONE_EVENT, DeferredResponse, EventStreamResponse, encode_event
+from outrider.serve.api.service import ChoiceDelta, Generation, Service, chat_logprobs, completion_logprobs
 
 
-class ResponseWriter:
-    """The response to one request, written from the deltas of its generation."""
+class ResponseWriter(ABC):
+    """The response to one request, written from the deltas of its generation: one JSON object, or server-sent events."""
+
+    end: ClassVar[bytes] = b""
+    """The event that ends a stream, which follows errors too."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+
+    @abstractmethod
+    async def write_whole(self) -> dict[str, Any]:
+        """Return the complete response once every choice has ended. Raises :class:`ApiError` if the generation fails."""
+
+    @abstractmethod
+    def write_events(self) -> AsyncIterator[bytes]:
+        """Yield the response as encoded server-sent events, except for the one that ends the stream."""
+
+    def respond(self, service: Service, *, stream: bool | None) -> Response:
+        """Return the response, whole or streamed."""
+        close = self._generation.close
+        if stream:
+            return EventStreamResponse(self.write_events, close=close, write_s=service.config.write_timeout_s, end=self.end)
+        return DeferredResponse(self.write_whole, close=close)
+
+
+class CompletionWriter(ResponseWriter):
+    """A response of ``/v1/completions``: one JSON object, or a stream of chunks."""
+
+    end = DONE_EVENT
+    id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(
         self,
-        request: SamplingFields,
+        request: CompletionRequest | ChatRequest,
         generation: Generation,
         tokenizer: Tokenizer,
         *,
         fingerprint: str,
-        readers: Sequence[ToolCallReader] = (),
+        echoed: Sequence[str] = (),
     ) -> None:
         """Create the writer of one response.
 
-        ``fingerprint`` identifies the server's configuration. ``readers`` has one tool-call reader for each choice of a chat;
-        it is empty for a completion.
+        ``fingerprint`` identifies the server's configuration. ``echoed`` has, for each choice, the prompt text that precedes
+        the generated text; it may be empty.
         """
-        self._readers = readers
+        super().__init__(generation)
         self._request = request
-        self.generation = generation
         self._tokenizer = tokenizer
-        self._chat = isinstance(request, ChatRequest)
-        logprobs = getattr(request, "logprobs", None)
-        self._logprobs = bool(logprobs) if self._chat else logprobs is not None
-        kind = "chat.completion" if self._chat else "text_completion"
+        self._echoed = echoed
+        self._offsets = {index: len(text) for index, text in enumerate(echoed)}
+        """Offset of the next token in the text of each choice that has text."""
+        self._has_logprobs = request.logprobs is not None and request.logprobs is not False
         options = request.stream_options
         self._has_usage = options is not None and options.include_usage
         self._has_usage_in_each_chunk = self._has_usage and options is not None and options.continuous_usage_stats
         self._has_draft_details = options is not None and options.include_drafted
         self._head = {
-            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}",
-            "object": f"{kind}.chunk" if self._chat and request.stream else kind,
+            "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
+            "object": self.chunk_kind if request.stream else self.kind,
             "created": int(time.time()),
             "model": request.model,
             "system_fingerprint": fingerprint,
         }
 
+    # -- what a chat completion has in other forms -------------------------------------------------------------------
+
+    def _whole_content(self, index: int, text: str) -> dict[str, Any]:
+        """Return the content of choice ``index`` with the generated ``text``."""
+        return {"text": (self._echoed[index] if self._echoed else "") + text}
+
+    def _first_choices(self) -> Iterator[dict[str, Any]]:
+        """Yield the choices of the chunks that precede the first tokens."""
+        for index, text in enumerate(self._echoed):
+            yield {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+
+    def _new_content(self, delta: ChoiceDelta) -> dict[str, Any]:
+        """Return the content of a chunk."""
+        return {"text": delta.text}
+
+    def _finish_reason(self, delta: ChoiceDelta) -> str | None:
+        return delta.finish_reason
+
+    def _format_logprobs(self, entries: Sequence[TokenLogprobs], index: int) -> dict[str, Any]:
+        logprobs, self._offsets[index] = completion_logprobs(self._tokenizer, entries, self._offsets.get(index, 0))
+        return logprobs
+
     # -- one JSON object ---------------------------------------------------------------------------------------------
 
-    async def write_whole(self, echoed: Sequence[str] = ()) -> dict[str, Any]:
-        """Return the complete response once every choice has ended.
-
-        ``echoed`` has, for each choice, the prompt text to put before the generated text; it may be empty.
-        """
+    async def write_whole(self) -> dict[str, Any]:
+        """Return the complete response once every choice has ended. Raises :class:`ApiError` if the generation fails."""
         by_choice: dict[int, list[ChoiceDelta]] = {}
-        async for deltas in self.generation.deltas():
+        async for deltas in self._generation.deltas():
             for delta in deltas:
                 by_choice.setdefault(delta.index, []).append(delta)
-        choices = [self._choice(index, by_choice[index], echoed[index] if echoed else "") for index in sorted(by_choice)]
-        return {**self._head, "choices": choices, "usage": self.usage}
+        choices = [self._choice(index, by_choice[index]) for index in sorted(by_choice)]
+        return {**self._head, "choices": choices, "usage": self._generation.usage}
 
-    def _choice(self, index: int, deltas: Sequence[ChoiceDelta], echoed: str) -> dict[str, Any]:
-        text = "".join(delta.text for delta in deltas)
+    def _choice(self, index: int, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:
         entries = [entry for delta in deltas for entry in delta.logprobs]
-        choice: dict[str, Any] = {"index": index}
-        if self._chat:
-            choice["message"] = self._message(index, text)
-        else:
-            choice["text"] = echoed + text
-        choice["logprobs"] = self._format_logprobs(entries, {index: len(echoed)}, index)
-        choice["finish_reason"] = self._finish_reason(deltas[-1])
-        choice["stop_reason"] = deltas[-1].stopped_by
+        choice = {
+            "index": index,
+            **self._whole_content(index, "".join(delta.text for delta in deltas)),
+            "logprobs": self._format_logprobs(entries, index) if self._has_logprobs else None,
+            "finish_reason": self._finish_reason(deltas[-1]),
+            "stop_reason": deltas[-1].stopped_by,
+        }
         if self._request.return_token_ids:
             choice["token_ids"] = [token for delta in deltas for token in delta.tokens]
         return choice
 
-    def _message(self, index: int, text: str) -> dict[str, Any]:
-        fields = self._readers[index].feed(text, last=True)
-        calls = [{name: value for name, value in call.items() if name != "index"} for call in fields.pop("tool_calls", ())]
-        content = fields.pop("content", None if calls else "")
-        message = {"role": "assistant", "content": content, "refusal": None, **fields}
-        return {**message, "tool_calls": calls} if calls else message
-
-    def _finish_reason(self, delta: ChoiceDelta) -> str | None:
-        called = self._chat and self._readers[delta.index].has_calls
-        return "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
-
-    def _format_logprobs(
-        self, entries: Sequence[TokenLogprobs], offsets: dict[int, int], index: int
-    ) -> dict[str, Any] | None:
-        """Return the ``logprobs`` field of choice ``index``, or None if the client didn't ask for it.
-
-        ``offsets`` has the text offset of the next token by choice; a completion advances its own entry.
-        """
-        if not self._logprobs:
-            return None
-        if self._chat:
-            return chat_logprobs(self._tokenizer, entries)
-        logprobs, offsets[index] = completion_logprobs(self._tokenizer, entries, offsets.get(index, 0))
-        return logprobs
-
-    @property
-    def usage(self) -> dict[str, Any]:
-        """The ``usage`` field: prompt tokens and the output tokens received so far, over all choices."""
-        prompt_tokens, output_tokens = self.generation.prompt_tokens, self.generation.output_tokens
-        return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": output_tokens,
-            "total_tokens": prompt_tokens + output_tokens,
-            "prompt_tokens_details": {"cached_tokens": min(self.generation.cached_tokens, prompt_tokens)},
-            "completion_tokens_details": {
-                "accepted_draft_tokens": self.generation.accepted_draft_tokens,
-                "proposed_draft_tokens": self.generation.proposed_draft_tokens,
-            },
-        }
-
-    # -- other APIs --------------------------------------------------------------------------------------------------
-
-    async def message_deltas(self) -> AsyncIterator[tuple[dict[str, Any], ChoiceDelta]]:
-        """Yield, for a chat with one choice, each delta of the message and the delta of the choice that it comes from."""
-        async for deltas in self.generation.deltas():
-            for delta in deltas:
-                yield self._readers[delta.index].feed(delta.text, last=delta.finish_reason is not None), delta
-
     # -- a stream of chunks ------------------------------------------------------------------------------------------
 
-    async def write_chunks(self, echoed: Sequence[str] = ()) -> AsyncIterator[bytes]:
-        """Yield the response as encoded server-sent events, except the final ``[DONE]`` event.
-
-        ``echoed`` has, for each choice, the prompt text of its first chunk; it may be empty.
-        """
+    async def write_events(self) -> AsyncIterator[bytes]:
+        """Yield the response as encoded chunks."""
         head = json.dumps(self._head, separators=(",", ":"))[:-1].encode()
         tail = self._tail()
-        offsets: dict[int, int] = {}
-        generation = self.generation
-        if self._chat:
-            for index in range(generation.choices):
-                first = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-                yield self._chunk(head, first, tail)
-        for index, text in enumerate(echoed):
-            yield self._chunk(head, {"index": index, "text": text, "logprobs": None, "finish_reason": None}, tail)
-            offsets[index] = len(text)
-        async for deltas in generation.deltas():
+        for first in self._first_choices():
+            yield self._chunk(head, first, tail)
+        async for deltas in self._generation.deltas():
             tail = self._tail() if self._has_usage_in_each_chunk else tail
             chunks = [
-                self._chunk(head, self._chunk_choice(delta, offsets), tail, delta)
+                self._chunk(head, self._chunk_choice(delta), tail, delta)
                 for delta in _merge_by_choice(deltas)
                 if self._has_content(delta)
             ]
             if chunks:
                 yield b"".join(chunks)
         if self._has_usage:
-            yield encode_event({**self._head, "choices": [], "usage": self.usage})
+            yield encode_event({**self._head, "choices": [], "usage": self._generation.usage})
 
     def _tail(self) -> bytes:
         """Return the end of an encoded chunk after its choices: the ``usage`` field if the client asked for it, and the
         closing brace.
         """
         if self._has_usage_in_each_chunk:
-            return b',"usage":%b}\n\n' % json.dumps(self.usage, separators=(",", ":")).encode()
+            return b',"usage":%b}\n\n' % json.dumps(self._generation.usage, separators=(",", ":")).encode()
         return b',"usage":null}\n\n' if self._has_usage else b"}\n\n"
 
     def _has_content(self, delta: ChoiceDelta) -> bool:
@@ -173,18 +161,17 @@ class ResponseWriter:
         return bool(
             delta.text
             or delta.finish_reason
-            or (self._logprobs and delta.logprobs)
+            or (self._has_logprobs and delta.logprobs)
             or (delta.tokens and (self._request.return_token_ids or self._has_draft_details))
         )
 
-    def _chunk_choice(self, delta: ChoiceDelta, offsets: dict[int, int]) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": delta.index}
-        if self._chat:
-            choice["delta"] = self._readers[delta.index].feed(delta.text, last=delta.finish_reason is not None)
-        else:
-            choice["text"] = delta.text
-        choice["logprobs"] = self._format_logprobs(delta.logprobs, offsets, delta.index)
-        choice["finish_reason"] = self._finish_reason(delta)
+    def _chunk_choice(self, delta: ChoiceDelta) -> dict[str, Any]:
+        choice = {
+            "index": delta.index,
+            **self._new_content(delta),
+            "logprobs": self._format_logprobs(delta.logprobs, delta.index) if self._has_logprobs else None,
+            "finish_reason": self._finish_reason(delta),
+        }
         if delta.finish_reason is not None:
             choice["stop_reason"] = delta.stopped_by
         if self._request.return_token_ids:
@@ -198,6 +185,34 @@ class ResponseWriter:
             draft_details = b',"outrider":' + json.dumps(counts, separators=(",", ":")).encode()
         encoded = json.dumps(choice, separators=(",", ":")).encode()
         return b"".join((b"data: ", head, b',"choices":[', encoded, b"]", draft_details, tail))
+
+
+class ChatWriter(CompletionWriter):
+    """A response of ``/v1/chat/completions``. The generation's readers find tool calls and reasoning in the text."""
+
+    id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def _whole_content(self, index: int, text: str) -> dict[str, Any]:
+        fields = self._generation.readers[index].feed(text, last=True)
+        calls = [{name: value for name, value in call.items() if name != "index"} for call in fields.pop("tool_calls", ())]
+        content = fields.pop("content", None if calls else "")
+        message = {"role": "assistant", "content": content, "refusal": None, **fields}
+        return {"message": {**message, "tool_calls": calls} if calls else message}
+
+    def _first_choices(self) -> Iterator[dict[str, Any]]:
+        for index in range(self._generation.choices):
+            yield {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+
+    def _new_content(self, delta: ChoiceDelta) -> dict[str, Any]:
+        return {"delta": self._generation.read_message(delta)}
+
+    def _finish_reason(self, delta: ChoiceDelta) -> str | None:
+        called = self._generation.readers[delta.index].has_calls
+        return "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
+
+    def _format_logprobs(self, entries: Sequence[TokenLogprobs], index: int) -> dict[str, Any]:
+        del index
+        return chat_logprobs(self._tokenizer, entries)
 
 
 def _merge_by_choice(deltas: Sequence[ChoiceDelta]) -> Sequence[ChoiceDelta]:

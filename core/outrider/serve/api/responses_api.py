@@ -20,7 +20,6 @@ from starlette.responses import JSONResponse, Response
 
 from outrider.serve.api.conversation import (
     BlockStep,
-    ChatStarter,
     Conversation,
     ConversationBuilder,
     ObjectList,
@@ -37,13 +36,12 @@ from outrider.serve.api.conversation import (
     thinking_variables,
 )
 from outrider.serve.api.request_fields import ChatRequest, NestedObject
-from outrider.serve.api.response_writer import ResponseWriter
 from outrider.serve.api.responses import (
     SERVER,
     ApiError,
     bad_request,
 )
-from outrider.serve.api.service import Service
+from outrider.serve.api.service import Generation, Service
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _CUSTOM_PARAMETERS = {
@@ -346,10 +344,10 @@ class ResponsesWriter(TranslatedWriter):
         self,
         request: ResponsesRequest,
         tools: ResponsesTools,
-        writer: ResponseWriter,
+        generation: Generation,
         on_end: Callable[[dict[str, Any]], None],
     ) -> None:
-        super().__init__(writer)
+        super().__init__(generation)
         self._tools, self._on_end = tools, on_end
         self._items: list[dict[str, Any]] = []
         self._number = 0
@@ -391,7 +389,7 @@ class ResponsesWriter(TranslatedWriter):
         finish_reason: str | None = None
         for name in ("response.created", "response.in_progress"):
             yield self._event(name, response=dict(self.response))
-        async for message, delta in self._writer.message_deltas():
+        async for message, delta in self._message_deltas():
             for step in self._splitter.feed(message):
                 for event in self._step_events(step):
                     yield event
@@ -413,7 +411,7 @@ class ResponsesWriter(TranslatedWriter):
         return event
 
     def _usage(self) -> dict[str, Any]:
-        usage = self._writer.usage
+        usage = self._generation.usage
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
@@ -483,9 +481,7 @@ def _custom_input(arguments: str) -> str:
         return arguments
 
 
-def add_responses_routes(
-    app: FastAPI, service: Service, start_chat: ChatStarter, responses: Mapping[int | str, dict[str, Any]]
-) -> None:
+def add_responses_routes(app: FastAPI, service: Service, responses: Mapping[int | str, dict[str, Any]]) -> None:
     """Add the routes to ``app``. ``responses`` describes the responses of a generating route for the API's schema."""
     store = ResponseStore()
 
@@ -502,8 +498,8 @@ def add_responses_routes(
             if body.store is not False:
                 store.add(response, [*items, *response["output"]])
 
-        writer = await start_chat(chat, request)
-        return ResponsesWriter(body, tools, writer, keep).respond(service, stream=body.stream)
+        generation = await service.start_chat(chat, request)
+        return ResponsesWriter(body, tools, generation, keep).respond(service, stream=body.stream)
 
     @app.get("/v1/responses/{response_id}", responses=dict(responses))
     async def stored_response(response_id: str) -> Response:

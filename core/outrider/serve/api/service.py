@@ -1,4 +1,4 @@
-"""Text of one choice, decoded from the engine's outputs, and the log-probabilities of its tokens in OpenAI's format."""
+"""The requests of a server: their generations, the text of each choice, and log-probabilities in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeVar
 
+from starlette.requests import Request
+
 from outrider.engine.requests.sampling import SamplingParams, TokenLogprobs
 from outrider.errors import RequestError
 from outrider.model import Tokenizer
 from outrider.serve.api.prompt_builder import EnginePrompt, PromptBuilder
+from outrider.serve.api.request_fields import ChatRequest, SamplingFields, format_guide, sampling_params
 from outrider.serve.api.responses import OVERLOADED, SERVER, ApiError, bad_request, unavailable
+from outrider.serve.api.tool_calls import RequestToolCalls, ToolCallReader
 from outrider.serve.config import ServeConfig
 from outrider.serve.connection.engine_client import EngineClient, EngineGone, Inbox
 from outrider.serve.connection.engine_messages import SampleOutput
@@ -152,6 +156,8 @@ def format_token(tokenizer: Tokenizer, token: int) -> str:
 
 
 T = TypeVar("T")
+LOG_FIELDS_KEY = "outrider"
+"""Key in the ASGI scope of a dict: a route adds the fields to it that the request's log record shall have."""
 _RETRY_AFTER_S = 1
 """Value in seconds of the header ``Retry-After`` for a client whose request was refused."""
 _MAX_INLINE_CHARACTERS = 1024
@@ -231,6 +237,51 @@ class Service:
             )
         return longest - length if max_tokens is None else max_tokens
 
+    async def start_chat(self, body: ChatRequest, request: Request, *, clamp: bool = False) -> Generation:
+        """Start the generation of a chat request and return it. The caller must close the generation.
+
+        With ``clamp``, ``max_tokens`` may exceed the context, which then ends the generation.
+        """
+        self.check_room(body.n or 1)
+        calls = RequestToolCalls(body, self.prompter.answer_format)
+        prompt = await self.build_prompts(lambda: self.prompter.chat(body), size=None)
+        max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        if clamp and max_tokens is not None:
+            max_tokens = min(max_tokens, max(1, self.engine.info.longest_request - prompt.length))
+        return await self.start_generation(body, request, [prompt], max_tokens, calls)
+
+    async def start_generation(
+        self,
+        body: SamplingFields,
+        request: Request,
+        prompts: list[EnginePrompt],
+        max_tokens: int | None,
+        calls: RequestToolCalls | None = None,
+    ) -> Generation:
+        """Start the generation of a request with these prompts and return it. The caller must close the generation.
+
+        ``calls`` are the tool calls of a chat.
+        """
+        info, n = self.engine.info, body.n or 1
+        spelled: tuple[int, ...] = ()
+        if calls is None:
+            guide = format_guide(body)
+        else:
+            calls.read_prompt(prompts[0].text)
+            guide, spelled = calls.guide, self.prompter.marker_tokens
+        limits = [self.output_limit(prompt, max_tokens) for prompt in prompts]
+        params = [sampling_params(body, info, max_tokens=limit, guide=guide, spelled_tokens=spelled) for limit in limits]
+        if n > 1 and params[0].n == 1:  # greedy samples are equal; the engine runs them as separate requests
+            prompts = [prompt for prompt in prompts for _ in range(n)]
+            params = [each for each in params for _ in range(n)]
+        num_choices = sum(each.n for each in params)
+        readers = [] if calls is None else [calls.create_reader(prompts[0].text) for _ in range(num_choices)]
+        pieces = body.stream_options is not None and body.stream_options.include_drafted
+        generation = await self.generate(prompts, params, priority=body.priority or 0, pieces=pieces, readers=readers)
+        generation.log_fields = request.scope[LOG_FIELDS_KEY]
+        generation.log_fields["model"] = body.model
+        return generation
+
     async def generate(
         self,
         prompts: Sequence[EnginePrompt],
@@ -238,15 +289,18 @@ class Service:
         *,
         priority: int = 0,
         pieces: bool = False,
+        readers: Sequence[ToolCallReader] = (),
     ) -> Generation:
         """Start a request and return its generation once the engine has accepted it. The caller must close the generation.
 
         Prompt i gets ``params[i].n`` choices. ``pieces`` is passed to :class:`~outrider.serve.api.service.ChoiceText`.
+        ``readers`` has one for each choice of a chat.
+
         Raises :class:`ApiError` if the request is refused or the queue is full.
         """
         self.check_accepting()
         self.check_room(sum(each.n for each in params))
-        generation = Generation(self, pieces=pieces)
+        generation = Generation(self, pieces=pieces, readers=readers)
         try:
             await generation.start(prompts, params, priority)
         except BaseException:
@@ -296,7 +350,9 @@ class Service:
 class Generation:
     """The running choices of one HTTP request, and its counts and times for log and metrics."""
 
-    def __init__(self, service: Service, *, pieces: bool) -> None:
+    def __init__(self, service: Service, *, pieces: bool, readers: Sequence[ToolCallReader]) -> None:
+        self.readers = readers
+        """The readers of the choices of a chat; empty for a completion."""
         self._service = service
         self._inbox = Inbox()
         self._pieces = pieces
@@ -325,6 +381,20 @@ class Generation:
     def choices(self) -> int:
         """Number of choices of the request."""
         return len(self._choices)
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """The prompt tokens and the output tokens received so far, over all choices, in the form of OpenAI's API."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.output_tokens,
+            "total_tokens": self.prompt_tokens + self.output_tokens,
+            "prompt_tokens_details": {"cached_tokens": min(self.cached_tokens, self.prompt_tokens)},
+            "completion_tokens_details": {
+                "accepted_draft_tokens": self.accepted_draft_tokens,
+                "proposed_draft_tokens": self.proposed_draft_tokens,
+            },
+        }
 
     @property
     def finish_reasons(self) -> list[str]:
@@ -386,6 +456,10 @@ class Generation:
                 num_running -= output.finish_reason is not None
             yield deltas
         self._record()
+
+    def read_message(self, delta: ChoiceDelta) -> dict[str, Any]:
+        """Return the delta of the message that ``delta`` of a chat's choice completes, possibly empty."""
+        return self.readers[delta.index].feed(delta.text, last=delta.finish_reason is not None)
 
     def _count(self, output: SampleOutput, now: float) -> ChoiceText:
         """Count the tokens of an output that has arrived, and return its choice."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -143,23 +143,16 @@ class RequestToolCalls:
         :class:`~outrider.serve.api.responses.ApiError` for a ``tool_choice`` that contradicts the other fields.
         """
         self._answer_format = answer_format
-        self._make_reader: Callable[[str], ToolCallReader] = lambda prompt: FormatReader(_CONTENT, prompt, [])
         self._tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
-        choice, response_format = request.tool_choice, format_guide(request)
-        max_calls = 1 if request.parallel_tool_calls is False else None
-        calls_guide: Guide | None = None
-        if choice not in (None, "none") and not self._tools:
+        self._choice = request.tool_choice
+        self._max_calls = 1 if request.parallel_tool_calls is False else None
+        response_format = format_guide(request)
+        if self._choice not in (None, "none") and not self._tools:
             raise bad_request("tool_choice is only allowed when tools are given", "tool_choice")
-        if isinstance(choice, NamedTool):
-            calls_guide = self._require_tool(choice.function.name)
-        elif choice == "required":
-            calls_guide = self._require_call(max_calls)
-        elif response_format is None:
-            tools = [] if choice == "none" else self._tools
-            self._make_reader = lambda prompt: _format_reader(answer_format, prompt, tools, max_calls)
-        if calls_guide is not None and response_format is not None:
+        schema = self._schema_of_calls()
+        if schema is not None and response_format is not None:
             raise bad_request("response_format doesn't go with a tool_choice that asks for a call", "response_format")
-        self.guide = calls_guide or response_format
+        self.guide = response_format if schema is None else _make_guide(schema)
 
     def read_prompt(self, prompt: str) -> None:
         """Let the guide begin after the reasoning, if the prompt opens it.
@@ -171,30 +164,40 @@ class RequestToolCalls:
 
     def create_reader(self, prompt: str) -> ToolCallReader:
         """Create a reader for one choice. ``prompt`` is the text that was passed to :meth:`read_prompt`."""
-        reader = self._make_reader(prompt)
-        return ReasoningReader(self.guide.after, reader) if self.guide is not None and self.guide.after else reader
+        if self.guide is None:
+            tools = [] if self._choice == "none" else self._tools
+            return _format_reader(self._answer_format, prompt, tools, self._max_calls)
+        reader: ToolCallReader
+        if isinstance(self._choice, NamedTool):
+            reader = NamedToolReader(self._choice.function.name)
+        elif self._choice == "required":
+            reader = FormatReader(_CALL_LIST, prompt, self._tools)
+        else:
+            reader = FormatReader(_CONTENT, prompt, [])
+        return ReasoningReader(self.guide.after, reader) if self.guide.after else reader
 
-    def _require_tool(self, name: str) -> Guide:
-        function = next((tool["function"] for tool in self._tools if tool["function"]["name"] == name), None)
-        if function is None:
-            raise bad_request(f"tool_choice names {name!r}, which isn't among the tools", "tool_choice")
-        self._make_reader = lambda prompt: NamedToolReader(name)
-        return self._make_guide(_parameters(function))
-
-    def _require_call(self, max_calls: int | None) -> Guide:
-        limit = {} if max_calls is None else {"maxItems": max_calls}
+    def _schema_of_calls(self) -> dict[str, Any] | None:
+        """Return the JSON schema of a text that is the required calls, or None if no call is required."""
+        if isinstance(self._choice, NamedTool):
+            name = self._choice.function.name
+            function = next((tool["function"] for tool in self._tools if tool["function"]["name"] == name), None)
+            if function is None:
+                raise bad_request(f"tool_choice names {name!r}, which isn't among the tools", "tool_choice")
+            return _parameters(function)
+        if self._choice != "required":
+            return None
+        limit = {} if self._max_calls is None else {"maxItems": self._max_calls}
         items = {"anyOf": [_call_schema(tool, index) for index, tool in enumerate(self._tools)]}
         parameters = [_parameters(tool["function"]) for tool in self._tools]
         definitions = {_definition_name(index): _moved(each, index) for index, each in enumerate(parameters)}
-        self._make_reader = lambda prompt: FormatReader(_CALL_LIST, prompt, self._tools)
-        return self._make_guide({"type": "array", "minItems": 1, **limit, "items": items, "$defs": definitions})
+        return {"type": "array", "minItems": 1, **limit, "items": items, "$defs": definitions}
 
-    @staticmethod
-    def _make_guide(schema: dict[str, Any]) -> JsonSchema:
-        try:
-            return JsonSchema(schema)
-        except ConfigError as error:
-            raise bad_request(f"the tools' parameters can't be enforced: {one_line(str(error))}", "tools") from error
+
+def _make_guide(schema: dict[str, Any]) -> JsonSchema:
+    try:
+        return JsonSchema(schema)
+    except ConfigError as error:
+        raise bad_request(f"the tools' parameters can't be enforced: {one_line(str(error))}", "tools") from error
 
 
 def _format_reader(

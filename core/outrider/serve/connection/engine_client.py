@@ -26,7 +26,6 @@ from outrider.serve.connection.engine_messages import (
     EngineEvent,
     EngineFailed,
     EngineInfo,
-    EngineReady,
     EngineSnapshot,
     RequestAdmitted,
     RequestRefused,
@@ -218,9 +217,9 @@ class EngineClient(ABC):
                         inbox.fail(RequestError(message))
                 case EngineSnapshot():
                     self.snapshot = event
-                case EngineReady(info):
+                case EngineInfo():
                     if self._ready is not None and not self._ready.done():
-                        self._ready.set_result(info)
+                        self._ready.set_result(event)
                 case EngineFailed(message):
                     self._gone(EngineGone(message))
 
@@ -296,7 +295,7 @@ class DecodeServers(EngineClient):
             statuses = [status for status in self._client.statuses if "engine" in status]
             is_complete = len(statuses) == len(self._servers) or waited_s > _MAX_START_WAIT_S
             if self._info is None and statuses and is_complete:
-                self._handle([_ready(statuses)])
+                self._handle([_info(statuses)])
             elif self._info is None and waited_s > self._patience_s:
                 names = ", ".join(map(str, self._servers))
                 message = f"no decode server of this version answered at {names} within {self._patience_s:g} s"
@@ -331,18 +330,16 @@ class DecodeServers(EngineClient):
         return SampleOutput.from_step(*place, output)
 
 
-def _ready(statuses: Sequence[Mapping[str, Any]]) -> EngineReady:
+def _info(statuses: Sequence[Mapping[str, Any]]) -> EngineInfo:
     """Return the properties of all decode servers as those of one engine: the smallest context, and the sums of requests and
     pages.
     """
     infos: list[EngineInfo] = [from_plain(status["engine"], EngineInfo) for status in statuses]
-    return EngineReady(
-        replace(
-            infos[0],
-            longest_request=min(info.longest_request for info in infos),
-            max_requests=sum(info.max_requests for info in infos),
-            num_pages=sum(info.num_pages for info in infos),
-        )
+    return replace(
+        infos[0],
+        longest_request=min(info.longest_request for info in infos),
+        max_requests=sum(info.max_requests for info in infos),
+        num_pages=sum(info.num_pages for info in infos),
     )
 
 

@@ -100,7 +100,7 @@ class EngineFailed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineInfo:
-    """The properties of an engine that don't change while it runs."""
+    """The properties of an engine that don't change while it runs. It is the first event: the engine has started."""
 
     backend: str
     device: str
@@ -147,13 +147,7 @@ class EngineInfo:
         )
 
 
-class EngineReady(NamedTuple):
-    """Event: the engine has started. It is the first event."""
-
-    info: EngineInfo
-
-
-EngineEvent = EngineReady | RequestAdmitted | RequestRefused | SampleOutput | EngineSnapshot | EngineFailed
+EngineEvent = EngineInfo | RequestAdmitted | RequestRefused | SampleOutput | EngineSnapshot | EngineFailed
 
 
 _LENGTH = struct.Struct("!I")

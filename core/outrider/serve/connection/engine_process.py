@@ -15,7 +15,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
@@ -40,7 +39,6 @@ from outrider.serve.connection.engine_messages import (
     EngineEvent,
     EngineFailed,
     EngineInfo,
-    EngineReady,
     EngineSnapshot,
     FrameDecoder,
     RequestAdmitted,
@@ -93,8 +91,6 @@ class EngineLoop:
         self._step_s = 0.0
         self._snapshot_time = float("-inf")
         self._compilers = GuideCompilers(engine.compile_guide)
-        self._compiling: dict[int, tuple[SubmitRequest, Future[None]]] = {}
-        """Requests whose guides are being compiled, by key."""
 
     def serve_until_stopped(self) -> None:
         """Serve until the server sends :class:`StopEngine`. Raises the error that ended the engine."""
@@ -102,17 +98,16 @@ class EngineLoop:
         failures = 0
         while True:
             is_idle = not engine.has_unfinished
-            if is_idle and self._compiling:
-                futures = [future for _, future in self._compiling.values()]
-                wait(futures, timeout=_GUIDE_POLL_INTERVAL_S, return_when=FIRST_COMPLETED)
+            if is_idle and self._compilers.has_waiting:
+                self._compilers.wait(_GUIDE_POLL_INTERVAL_S)
             elif is_idle:
                 self._send_events(is_idle=True)
-            for command in self._port.receive_commands(block=is_idle and not self._compiling):
+            for command in self._port.receive_commands(block=is_idle and not self._compilers.has_waiting):
                 if isinstance(command, StopEngine):
                     self._stop()
                     return
                 self._execute(command)
-            self._admit_compiled()
+            self._compilers.admit_compiled()
             if engine.has_unfinished:
                 began = time.perf_counter()
                 try:
@@ -143,42 +138,31 @@ class EngineLoop:
         match command:
             case SubmitRequest():
                 # Compilation takes up to seconds; a thread compiles while other requests run.
-                compiled = self._compilers.start_compilation(command.params)
-                if compiled is None:
-                    self._admit(command)
-                else:
-                    self._compiling[command.key] = (command, compiled)
+                if not self._compilers.delay(command.key, command.params, functools.partial(self._admit, command)):
+                    self._admit(command, None)
             case AbortRequest(key):
-                self._compiling.pop(key, None)
+                self._compilers.drop(key)
                 for request in self._request_ids.pop(key, ()):
                     del self._sample_of[request]
                     self._engine.abort(request)
 
-    def _admit(self, command: SubmitRequest) -> None:
+    def _admit(self, command: SubmitRequest, error: BaseException | None) -> None:
+        """Add a request to the engine, or refuse it with the ``error`` of its guide."""
         key, tokens, params, priority, media = command
+        if error is not None:
+            self._events.append(RequestRefused(key, str(error)))
+            return
         try:
             first = self._engine.add_request(tokens, params, priority=priority, media=media)
         except DeviceError:
             raise
-        except OutriderError as error:
-            self._events.append(RequestRefused(key, str(error)))
+        except OutriderError as refused:
+            self._events.append(RequestRefused(key, str(refused)))
             return
         ids = list(range(first, first + params.n))
         self._request_ids[key] = ids
         self._sample_of.update({request: (key, sample) for sample, request in enumerate(ids)})
         self._events.append(RequestAdmitted(key))
-
-    def _admit_compiled(self) -> None:
-        """Admit each request whose guide has been compiled, and refuse each request whose guide can't be compiled."""
-        for key, (command, compiled) in list(self._compiling.items()):
-            if not compiled.done():
-                continue
-            del self._compiling[key]
-            error = compiled.exception()
-            if error is None:
-                self._admit(command)
-            else:
-                self._events.append(RequestRefused(key, str(error)))
 
     def _queue_output(self, output: StepOutput) -> None:
         key_and_sample = self._sample_of.get(output.request_id)
@@ -256,7 +240,7 @@ class EngineThread(EngineClient):
         try:
             engine = self._make()
             engine.adopt()
-            self.send([EngineReady(EngineInfo.from_engine(engine))])
+            self.send([EngineInfo.from_engine(engine)])
             EngineLoop(engine, self).serve_until_stopped()
         except BaseException as error:
             self.send([EngineFailed(f"{type(error).__name__}: {error}")])
@@ -421,7 +405,7 @@ def _serve(make: Callable[[], Engine], sock: socket.socket) -> None:
     port = _ChildPort(sock)
     try:
         engine = make()
-        port.send([EngineReady(EngineInfo.from_engine(engine))])
+        port.send([EngineInfo.from_engine(engine)])
         EngineLoop(engine, port).serve_until_stopped()
         engine.close()  # ends the other ranks
     except (BrokenPipeError, ConnectionResetError):  # the server is gone

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import importlib.metadata
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from importlib import resources
 from typing import Any
@@ -24,7 +24,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response  # noqa: E4
 
 from outrider.serve.api.conversation import ObjectList, chat_request  # noqa: E402
 from outrider.serve.api.messages_api import add_messages_routes  # noqa: E402
-from outrider.serve.api.prompt_builder import EnginePrompt, PromptBuilder, listed_prompts, prompt_size  # noqa: E402
+from outrider.serve.api.prompt_builder import PromptBuilder, listed_prompts, prompt_size  # noqa: E402
 from outrider.serve.api.request_fields import (  # noqa: E402
     ChatRequest,
     CompletionRequest,
@@ -33,18 +33,14 @@ from outrider.serve.api.request_fields import (  # noqa: E402
     SamplingFields,
     StrictFields,
     check_supported,
-    format_guide,
-    sampling_params,
 )
-from outrider.serve.api.response_writer import ResponseWriter  # noqa: E402
-from outrider.serve.api.responses import ApiError, DeferredResponse, EventStreamResponse, bad_request  # noqa: E402
+from outrider.serve.api.response_writer import ChatWriter, CompletionWriter  # noqa: E402
+from outrider.serve.api.responses import ApiError, bad_request  # noqa: E402
 from outrider.serve.api.responses_api import add_responses_routes  # noqa: E402
-from outrider.serve.api.service import ServerState, Service  # noqa: E402
-from outrider.serve.api.tool_calls import RequestToolCalls  # noqa: E402
+from outrider.serve.api.service import LOG_FIELDS_KEY, ServerState, Service  # noqa: E402
 from outrider.serve.connection.engine_client import EngineClient  # noqa: E402
 from outrider.serve.http.metrics import PROMETHEUS_CONTENT_TYPE  # noqa: E402
 from outrider.serve.http.request_middleware import (  # noqa: E402
-    LOG_FIELDS_KEY,
     RequestMiddleware,
     RequestSpans,
 )
@@ -120,26 +116,20 @@ def create_app(
         prompts = await service.build_prompts(lambda: prompter.completion_prompts(body.prompt), size=prompt_size(body.prompt))
         texts = prompter.prompt_texts(body.prompt) if body.echo else []
         echoed = [text for text in texts for _ in range(body.n or 1)]
-        writer = await _start(service, request, body, prompts, body.max_tokens or 16, fingerprint)
-        return _respond(service, body, writer, echoed)
+        generation = await service.start_generation(body, request, prompts, body.max_tokens or 16)
+        writer = CompletionWriter(body, generation, prompter.tokenizer, fingerprint=fingerprint, echoed=echoed)
+        return writer.respond(service, stream=body.stream)
 
     @app.post("/v1/chat/completions", responses=_RESPONSES, response_class=Response)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Generate the next message of a conversation."""
         _check(service, body)
-        return _respond(service, body, await start_chat(body, request))
+        generation = await service.start_chat(body, request)
+        writer = ChatWriter(body, generation, prompter.tokenizer, fingerprint=fingerprint)
+        return writer.respond(service, stream=body.stream)
 
-    async def start_chat(body: ChatRequest, request: Request, *, clamp: bool = False) -> ResponseWriter:
-        service.check_room(body.n or 1)
-        calls = RequestToolCalls(body, prompter.answer_format)
-        prompt = await service.build_prompts(lambda: prompter.chat(body), size=None)
-        max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        if clamp and max_tokens is not None:
-            max_tokens = min(max_tokens, max(1, engine.info.longest_request - prompt.length))
-        return await _start(service, request, body, [prompt], max_tokens, fingerprint, calls=calls)
-
-    add_responses_routes(app, service, start_chat, _RESPONSES)
-    add_messages_routes(app, service, start_chat, _RESPONSES)
+    add_responses_routes(app, service, _RESPONSES)
+    add_messages_routes(app, service, _RESPONSES)
     add_tokenize_routes(app, service, _ERRORS)
     app.openapi = functools.partial(_openapi_schema, app, app.openapi)  # type: ignore[method-assign]
     return app
@@ -161,53 +151,6 @@ def _check(service: Service, body: SamplingFields) -> None:
     service.check_accepting()
     service.check_model(body.model)
     check_supported(body)
-
-
-async def _start(
-    service: Service,
-    request: Request,
-    body: SamplingFields,
-    prompts: list[EnginePrompt],
-    max_tokens: int | None,
-    fingerprint: str,
-    *,
-    calls: RequestToolCalls | None = None,
-) -> ResponseWriter:
-    """Start the generation of a checked request and return the writer of its response.
-
-    ``calls`` are the tool calls of a chat. The caller must close the writer's generation.
-    """
-    info, n = service.engine.info, body.n or 1
-    spelled: tuple[int, ...] = ()
-    if calls is None:
-        guide = format_guide(body)
-    else:
-        calls.read_prompt(prompts[0].text)
-        guide, spelled = calls.guide, service.prompter.marker_tokens
-    output_limits = [service.output_limit(prompt, max_tokens) for prompt in prompts]
-    params = [sampling_params(body, info, max_tokens=limit, guide=guide, spelled_tokens=spelled) for limit in output_limits]
-    if n > 1 and params[0].n == 1:  # greedy samples are equal; the engine runs them as separate requests
-        prompts = [prompt for prompt in prompts for _ in range(n)]
-        params = [each for each in params for _ in range(n)]
-    num_choices = sum(each.n for each in params)
-    readers = [] if calls is None else [calls.create_reader(prompts[0].text) for _ in range(num_choices)]
-    pieces = body.stream_options is not None and body.stream_options.include_drafted
-    priority = body.priority or 0
-    generation = await service.generate(prompts, params, priority=priority, pieces=pieces)
-    generation.log_fields = request.scope[LOG_FIELDS_KEY]
-    generation.log_fields["model"] = body.model
-    return ResponseWriter(body, generation, service.prompter.tokenizer, fingerprint=fingerprint, readers=readers)
-
-
-def _respond(service: Service, body: SamplingFields, writer: ResponseWriter, echoed: Sequence[str] = ()) -> Response:
-    """Return the response of a started request, whole or streamed.
-
-    ``echoed`` has the prompt text of each choice that the response repeats.
-    """
-    close = writer.generation.close
-    if body.stream:
-        return EventStreamResponse(lambda: writer.write_chunks(echoed), close=close, write_s=service.config.write_timeout_s)
-    return DeferredResponse(lambda: writer.write_whole(echoed), close=close)
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -23,12 +23,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.device.errors import ConfigError
 from outrider.serve.api.responses import SERVER, ApiError, ClientGone, send_error
-from outrider.serve.api.service import Service
+from outrider.serve.api.service import LOG_FIELDS_KEY, Service
 
 LOGGER_NAME = "outrider.serve"
 """Name of the server's logger. The attribute ``fields`` of a record has the values to log in addition to the message."""
-LOG_FIELDS_KEY = "outrider"
-"""Key in the ASGI scope of a dict: a route adds the fields to it that the request's log record shall have."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _REQUEST_ID_HEADERS = (b"x-request-id", b"request-id")
 """Response headers in which the clients of OpenAI and Anthropic look for the request id."""

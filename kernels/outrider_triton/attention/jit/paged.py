@@ -153,7 +153,7 @@ def attend(queries, keys, values, visible, scale, best, total, acc):
     return higher, total, acc
 
 
-@triton.jit(do_not_specialize=["tokens", "batch"])
+@triton.jit(do_not_specialize=["tokens", "batch"], do_not_specialize_on_alignment=["seq_lens"])
 def paged_attention(
     q,
     k_cache,

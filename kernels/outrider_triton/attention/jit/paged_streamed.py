@@ -219,7 +219,7 @@ def _attend(
             gl.store(stats + row_index * 2 + 1, total, mask=query_mask)
 
 
-@gluon.jit(do_not_specialize=["tokens", "batch"])
+@gluon.jit(do_not_specialize=["tokens", "batch"], do_not_specialize_on_alignment=["seq_lens"])
 def paged_attention_ring(
     q,
     k_cache,

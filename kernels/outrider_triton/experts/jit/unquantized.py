@@ -104,6 +104,92 @@ def lay_out_pairs(
         tl.store(expert_of + at + lane, empty + experts, mask=at + lane < blocks)
 
 
+@triton.jit(do_not_specialize=["pairs", "experts"])
+def count_pairs(chosen, counts, pairs, experts, BINS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Store the number of each expert's pairs among BLOCK of the token-expert pairs to ``counts [programs, BINS]``; one
+    program per BLOCK. Pairs without an expert count as ``experts``; BINS is larger.
+    """
+    begin(PDL)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    pair_expert = tl.load(chosen + at, mask=at < pairs, other=experts)
+    found = tl.histogram(tl.where(pair_expert < 0, experts, pair_expert).to(tl.int32), BINS)
+    tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), found)
+
+
+@triton.jit(do_not_specialize=["pairs", "experts", "size", "blocks"])
+def place_pairs(
+    chosen,
+    counts,
+    expert_of,
+    places,
+    blocks_used,
+    pairs,
+    experts,
+    size,
+    blocks,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Give token-expert pairs places in blocks of ``size`` with one expert each, in order; one program per BLOCK pairs.
+
+    ``counts`` is the result of :func:`count_pairs`. Store each pair's place to ``places [pairs]``, each block's expert to
+    ``expert_of [blocks]``, and the number of blocks with an expert to ``blocks_used``; pairs without an expert have no place.
+    PIECE rows of counts, and PIECE pairs, are loaded at a time.
+    """
+    begin(PDL)
+    program = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    lane = tl.arange(0, PIECE)
+    at = program * BLOCK + tl.arange(0, BLOCK)
+    pair_expert = tl.load(chosen + at, mask=at < pairs, other=-1).to(tl.int32)
+    total = tl.zeros([BINS], dtype=tl.int32)
+    before = tl.zeros([BINS], dtype=tl.int32)
+    for others in range(0, tl.num_programs(0), PIECE):
+        other = (others + lane)[:, None]
+        found = tl.load(counts + other * BINS + bins[None, :], mask=other < tl.num_programs(0), other=0)
+        total += tl.sum(found, axis=0)
+        before += tl.sum(tl.where(other < program, found, 0), axis=0)
+    block_counts = tl.where(bins < experts, (total + size - 1) // size, 0)
+    ends = tl.cumsum(block_counts, axis=0)
+    if program == 0:
+        tl.store(blocks_used, tl.sum(block_counts, axis=0).to(tl.int64))
+    for block in range(program * PIECE, blocks, tl.num_programs(0) * PIECE):
+        is_later = (ends[None, :] <= (block + lane)[:, None]) & (bins < experts)[None, :]
+        own = tl.minimum(tl.sum(is_later.to(tl.int32), axis=1), experts - 1)
+        tl.store(expert_of + block + lane, own.to(tl.int64), mask=block + lane < blocks)
+    rank = tl.zeros([BLOCK], dtype=tl.int32)
+    for piece in tl.static_range(0, BLOCK, PIECE):  # unrolled, so that all loads are in flight
+        other_at = program * BLOCK + piece + lane
+        other_expert = tl.load(chosen + other_at, mask=other_at < pairs, other=-1).to(tl.int32)
+        is_earlier = (other_expert[None, :] == pair_expert[:, None]) & (other_at[None, :] < at[:, None])
+        rank += tl.sum(is_earlier.to(tl.int32), axis=1)
+    starts = (ends - block_counts) * size + before
+    place = tl.gather(starts, tl.maximum(pair_expert, 0), 0) + rank
+    tl.store(places + at, place.to(tl.int64), mask=(at < pairs) & (pair_expert >= 0))
+
+
+@triton.jit
+def gather_pairs(x, chosen, places, out, count, n, x_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Copy each token's row of ``x [m, n]`` to the places of its ``count`` pairs in ``out [places, n]``; one program per
+    (token, block of columns). Empty places are not written.
+
+    The kernel begins late (:func:`outrider_triton.jit.dependent.begin_late`), so that the next kernel can read the blocks'
+    experts at once.
+    """
+    begin_late(PDL)
+    token = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < n
+    row = tl.load(x + token.to(tl.int64) * x_stride + column, mask=inside, other=0.0)
+    for slot in range(count):
+        pair = (token * count + slot).to(tl.int64)
+        has_expert = tl.load(chosen + pair) >= 0
+        place = tl.load(places + pair, mask=has_expert, other=0)
+        tl.store(out + place * n + column, row, mask=inside & has_expert)
+
+
 @triton.jit
 def _nth_expert(chosen, nth, pairs, PAIRS: tl.constexpr):
     """Return the ``nth`` distinct expert in the order of the token-expert pairs; -1 if there are fewer."""
@@ -235,9 +321,12 @@ def expert_outputs(
 
 
 @triton.jit
-def add_experts(parts, chosen, out, count, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def add_experts(parts, weights, chosen, places, out, count, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Sum a token's ``count`` rows of ``parts`` in order and in float32 into its row of ``out [m, n]``; one program per
     (token, block of columns). No row is read of a pair without an expert.
+
+    Without ``places``, pair p's row is row p of ``parts [pairs, n]``, multiplied by the pair's weight already. With
+    ``places``, the row is at the pair's place, and is multiplied by the pair's weight here.
     """
     begin(PDL)
     token = tl.program_id(0)
@@ -247,5 +336,10 @@ def add_experts(parts, chosen, out, count, n, BLOCK: tl.constexpr, PDL: tl.const
     for slot in range(count):
         pair = (token * count + slot).to(tl.int64)
         has_expert = tl.load(chosen + pair) >= 0
-        total += tl.load(parts + pair * n + column, mask=inside & has_expert, other=0.0).to(tl.float32)
+        if places is not None:
+            place = tl.load(places + pair, mask=has_expert, other=0)
+            part = tl.load(parts + place * n + column, mask=inside & has_expert, other=0.0).to(tl.float32)
+            total += part * tl.load(weights + pair)
+        else:
+            total += tl.load(parts + pair * n + column, mask=inside & has_expert, other=0.0).to(tl.float32)
     tl.store(out + token.to(tl.int64) * n + column, total.to(out.dtype.element_ty), mask=inside)

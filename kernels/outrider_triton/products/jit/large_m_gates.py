@@ -29,7 +29,7 @@ _REGISTERS = gl.constexpr(168)
 
 
 @gluon.jit
-def _make_pipelines(
+def make_pipelines(
     x,
     w,
     GROUPS: gl.constexpr,
@@ -132,8 +132,8 @@ def _release(pipelines, unit, pred):
 
 
 @gluon.jit
-def _sums(pipelines, tile, WHICH: gl.constexpr, STEPS: gl.constexpr, layout: gl.constexpr):
-    """Multiply gate and up rows of warpgroup WHICH in the program's ``tile`` by the tokens; return both sums, [GROUP, tokens]
+def tile_sums(pipelines, tile, LOW: gl.constexpr, HIGH: gl.constexpr, STEPS: gl.constexpr, layout: gl.constexpr):
+    """Multiply the rows from LOW and from HIGH on in the program's ``tile`` by the tokens; return both sums, [GROUP, tokens]
     each in float32.
 
     Products of one stage run while those of the next begin.
@@ -141,24 +141,23 @@ def _sums(pipelines, tile, WHICH: gl.constexpr, STEPS: gl.constexpr, layout: gl.
     weights, full, _ = pipelines[0]
     tokens_buffer, tokens_arrived, _ = pipelines[1]
     STAGES: gl.constexpr = weights.shape[0]
-    TILE_PAIRS: gl.constexpr = weights.shape[1] // 2
     TOKEN_STAGES: gl.constexpr = tokens_buffer.shape[0]
     BLOCK_M: gl.constexpr = tokens_buffer.shape[1]
-    gate = gl.zeros([GROUP, BLOCK_M], gl.float32, layout)
-    up = gl.zeros([GROUP, BLOCK_M], gl.float32, layout)
+    low = gl.zeros([GROUP, BLOCK_M], gl.float32, layout)
+    high = gl.zeros([GROUP, BLOCK_M], gl.float32, layout)
     begins = tile * STEPS
     for unit in range(begins, begins + STEPS):
         mbarrier.wait(tokens_arrived.index(unit % TOKEN_STAGES), unit // TOKEN_STAGES & 1)
         mbarrier.wait(full.index(unit % STAGES), unit // STAGES & 1)
         rows = weights.index(unit % STAGES)
         tokens = tokens_buffer.index(unit % TOKEN_STAGES).permute((1, 0))
-        gate = warpgroup_mma(rows.slice(WHICH * GROUP, GROUP, 0), tokens, gate, is_async=True)
-        up = warpgroup_mma(rows.slice(TILE_PAIRS + WHICH * GROUP, GROUP, 0), tokens, up, is_async=True)
-        gate, up = warpgroup_mma_wait(2, deps=[gate, up])
+        low = warpgroup_mma(rows.slice(LOW, GROUP, 0), tokens, low, is_async=True)
+        high = warpgroup_mma(rows.slice(HIGH, GROUP, 0), tokens, high, is_async=True)
+        low, high = warpgroup_mma_wait(2, deps=[low, high])
         _release(pipelines, gl.maximum(unit - 1, 0), unit > begins)
-    gate, up = warpgroup_mma_wait(0, deps=[gate, up])
+    low, high = warpgroup_mma_wait(0, deps=[low, high])
     _release(pipelines, begins + STEPS - 1, True)
-    return gate, up
+    return low, high
 
 
 @gluon.jit
@@ -179,19 +178,20 @@ def _opaque(number):
 
 
 @gluon.jit
-def _store(activations, out, first, remaining, n, m):
-    """Store ``activations`` [GROUP, tokens] of the ``remaining`` rows from row ``first`` on to ``out [m, n]``."""
-    BLOCK_M: gl.constexpr = activations.shape[1]
+def store_tile(sums, out, first, remaining, n, m, begins):
+    """Store ``sums`` [GROUP, tokens] of the ``remaining`` rows from row ``first`` on, and of the tokens from ``begins`` on,
+    to ``out [m, n]``.
+    """
+    BLOCK_M: gl.constexpr = sums.shape[1]
     store_layout: gl.constexpr = gl.BlockedLayout([UNIT, 1], [GROUP // UNIT, 32 * UNIT // GROUP], [1, 4], [0, 1])
-    activations = gl.convert_layout(activations, store_layout)
+    sums = gl.convert_layout(sums, store_layout)
     n = _opaque(n // UNIT) * UNIT
     m = _opaque(m)
     lane = gl.arange(0, GROUP, gl.SliceLayout(1, store_layout))
     token = gl.arange(0, BLOCK_M, gl.SliceLayout(0, store_layout))
-    begins = gl.program_id(1) * BLOCK_M
     mask = (begins + token < m)[None, :] & (lane // UNIT * UNIT < remaining)[:, None]
     destination = out + begins.to(gl.int64) * n + first
-    gl.store(destination + (token[None, :] * n + lane[:, None]), activations, mask=mask)
+    gl.store(destination + (token[None, :] * n + lane[:, None]), sums, mask=mask)
 
 
 @gluon.jit
@@ -206,6 +206,7 @@ def _gate(
 ):
     """Multiply, add the bias, apply SwiGLU and store, for all tiles of the program. Runs in warpgroup WHICH."""
     bias, out, m, n, pairs_per_program = operands
+    begins = gl.program_id(1) * pipelines[1][0].shape[1]
     wait_for_previous_kernel(PDL)
     for tile in range(gl.cdiv(pairs_per_program, GROUPS * GROUP)):
         units_before = (tile * GROUPS + WHICH) * (GROUP // UNIT)
@@ -213,10 +214,10 @@ def _gate(
             gl.program_id(0) * (pairs_per_program // UNIT) + units_before
         ) * UNIT  # written so that the compiler sees a multiple of UNIT
         remaining = gl.minimum(pairs_per_program - units_before * UNIT, n - first)
-        gate, up = _sums(pipelines, tile, WHICH, STEPS, layout)
+        gate, up = tile_sums(pipelines, tile, WHICH * GROUP, (GROUPS + WHICH) * GROUP, STEPS, layout)
         gate = _with_bias(gate, bias, first, remaining, layout)
         up = _with_bias(up, bias, n + first, remaining, layout)
-        _store(swiglu(gate, up, out.dtype.element_ty), out, first, remaining, n, m)
+        store_tile(swiglu(gate, up, out.dtype.element_ty), out, first, remaining, n, m, begins)
 
 
 @gluon.jit(do_not_specialize=["m", "pairs_per_program"])
@@ -240,7 +241,7 @@ def tall_silu_mul(
     (GROUPS).
     """
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    pipelines = _make_pipelines(x, w, GROUPS, BLOCK_M, BLOCK_K, STAGES, TOKEN_STAGES)
+    pipelines = make_pipelines(x, w, GROUPS, BLOCK_M, BLOCK_K, STAGES, TOKEN_STAGES)
     operands = bias, out, m, n, pairs_per_program
     tiles = gl.cdiv(pairs_per_program, GROUPS * GROUP)
     if GROUPS == 1:

@@ -10,7 +10,7 @@ import triton.language as tl
 from outrider.device.kernels.formats import INT8_LARGEST
 from outrider_triton.jit.dependent import begin
 from outrider_triton.products.jit.matmul import swiglu
-from outrider_triton.rows.jit.rows import add_row, nearest_e4m3, norm
+from outrider_triton.rows.jit import add_row, nearest_e4m3, norm
 
 _INT8_LARGEST = tl.constexpr(INT8_LARGEST)
 
@@ -154,7 +154,7 @@ def add_rms_norm_quantize(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute :func:`outrider_triton.rows.jit.rows.add_rms_norm` for one row, quantise the norm, and store it to ``out`` with
+    """Compute :func:`outrider_triton.rows.jit.add_rms_norm` for one row, quantise the norm, and store it to ``out`` with
     its ``scales``. ``unquantized`` receives the norm itself, if it isn't None.
     """
     lane = tl.arange(0, BLOCK)
@@ -208,7 +208,7 @@ def embed_beside_quantize(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Join one token's embedding and hidden state as :func:`outrider_triton.bookkeeping.jit.bookkeeping.embed_beside` does,
+    """Join one token's embedding and hidden state as :func:`outrider_triton.bookkeeping.jit.embed_beside` does,
     quantise the row, and store it to ``out`` with its ``scales``.
     """
     begin(PDL)

@@ -262,6 +262,22 @@ def _streamed_large_m(facts: DeviceFacts, m: int, n: int, k: int) -> Iterator[Ma
             yield MatmulConfig(m, box, _MIN_STREAMED_COLUMNS, 1, 4 * groups, stages, token_stages, LARGE_M, each)
 
 
+def large_m_experts_config(facts: DeviceFacts, m: int, *, k: int) -> MatmulConfig | None:
+    """Return the configuration of :mod:`outrider_triton.experts.jit.large_m` for blocks of ``m`` token-expert pairs and ``k``
+    columns, or None if other kernels are expected to be at least as fast.
+
+    Below :data:`MAX_TOKENS_TUNED` pairs the weight's bytes decide, which other kernels load as fast without sorted rows.
+    """
+    if not facts.streams_products or m < MAX_TOKENS_TUNED or k % 8:  # rows of 16 bytes
+        return None
+    groups, row = 2, 2 * _MIN_STREAMED_COLUMNS
+    token_stages = _LARGE_M_TOKEN_BYTES // (m * row)
+    budget = facts.shared_bytes - _LARGE_M_SCRATCH_BYTES - token_stages * m * row
+    stages = budget // (2 * groups * _LARGE_M_PAIRS * row)
+    box = groups * _LARGE_M_PAIRS
+    return MatmulConfig(m, box, _MIN_STREAMED_COLUMNS, 1, 4 * groups, stages, token_stages, LARGE_M)
+
+
 def _streamed_nibbles(
     facts: DeviceFacts, operator: str, m: int, n: int, k: int, half: int, stored: OperandStorage
 ) -> Iterator[MatmulConfig]:

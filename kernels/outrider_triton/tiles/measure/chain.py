@@ -6,10 +6,14 @@ and prefetch its weights. Each choice is therefore timed within the chain.
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from triton.errors import TritonError
 
 from outrider.device import (
     AttentionBlock,
@@ -17,13 +21,45 @@ from outrider.device import (
     AttentionTokens,
     DecoderShape,
     HeadNorms,
-    KernelSet,
     LayerRows,
     MlpBlock,
     ResidualStream,
     RotaryArgs,
 )
-from outrider_triton.tiles.measure.timing import microseconds
+from outrider_triton.kernelset import TritonKernels
+from outrider_triton.tiles.store.table import Table
+
+Call = Callable[[int], object]
+"""A function that enqueues the measured work once. Its argument is the index of the operand set."""
+
+
+def microseconds(module: Any, call: Call, *, calls: int, replays: int = 5) -> float:
+    """Return the device microseconds of one ``call``: the median of ``replays`` replays of a graph of ``calls`` calls.
+
+    ``module`` is the device's torch module. Two warm-up calls compile all kernels before the capture.
+    """
+    for number in range(2):
+        call(number)
+    module.synchronize()
+    stream = module.Stream()
+    graph = module.CUDAGraph()
+    with module.graph(graph, stream=stream):
+        for number in range(calls):
+            call(number)
+    graph.replay()
+    module.synchronize()
+    times: list[float] = []
+    for _ in range(replays):
+        start, end = module.Event(enable_timing=True), module.Event(enable_timing=True)
+        with module.stream(stream):
+            start.record()
+            graph.replay()
+            end.record()
+        module.synchronize()
+        times.append(1e3 * start.elapsed_time(end) / calls)
+    graph.reset()
+    return statistics.median(times)
+
 
 LAYERS = 8
 """Maximum number of layers of a chain."""
@@ -46,16 +82,17 @@ class _Layer:
     tokens: AttentionTokens
 
 
-class LayerChain:
-    """Layers with random weights for ``batch`` sequences of ``context`` tokens, of which ``width`` are new.
+class Chain:
+    """Layers with random weights, whose kernels read their configurations from a table.
 
     The number of layers is such that no cache holds their weights, at most LAYERS and at most ``most_bytes``.
     """
 
     def __init__(
-        self, shape: DecoderShape, kernels: KernelSet, device: torch.device, *, most_bytes: int | None = None
+        self, shape: DecoderShape, kernels: TritonKernels, device: torch.device, *, most_bytes: int | None = None
     ) -> None:
-        self.shape, self.kernels, self.device = shape, kernels.for_shape(shape), device
+        self.shape, self.device = shape, device
+        self.kernels: TritonKernels = kernels.for_shape(shape)
         self._module = torch.get_device_module(device)
         attention, kv = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
         qkv, output = (attention + 2 * kv, shape.hidden), (shape.hidden, attention)
@@ -69,8 +106,9 @@ class LayerChain:
         self._bias = normal(device, attention + 2 * kv) if shape.bias else None
 
     def prepare(self, batch: int, width: int, context: int, *, capacity: int | None = None) -> None:
-        """Create inputs and KV caches for the next measurements. ``capacity`` is the bound of cached tokens passed to
-        kernels.
+        """Create inputs and KV caches of ``batch`` sequences of ``context`` tokens, of which ``width`` are new.
+
+        ``capacity``: the bound of cached tokens passed to kernels; None: ``context``.
         """
         shape, device, rows = self.shape, self.device, batch * width
         self.rows, self.groups, self.width, self.context = rows, batch * shape.kv_heads, width, context
@@ -120,3 +158,11 @@ class LayerChain:
     def layer_us(self) -> float:
         """Return the device microseconds of one layer with the currently chosen kernels."""
         return microseconds(self._module, self.run_layers, calls=1, replays=7) / self.layers
+
+    def attempt(self, table: Table) -> float:
+        """Install ``table`` and return the microseconds of one layer; infinite if one of its kernels can't be compiled."""
+        self.kernels.tiles.table = table
+        try:
+            return self.layer_us()
+        except TritonError:
+            return float("inf")

@@ -134,10 +134,10 @@ class KernelCompilers:
     With one core there is no pool: this process compiles each kernel at its first use.
     """
 
-    def __init__(self, device: torch.device, *, pdl: bool, workers: int | None = None) -> None:
+    def __init__(self, device: torch.device, *, pdl: bool) -> None:
         module = torch.get_device_module(device)
         available = min((os.cpu_count() or 1) - 1, 14, int(module.mem_get_info(device)[0] // (4 * _WORKER_BYTES)))
-        count = max(0, available) if workers is None else workers
+        count = max(0, available)
         self._futures: dict[Job, Future[str | None]] = {}
         self._pool = (
             ProcessPoolExecutor(

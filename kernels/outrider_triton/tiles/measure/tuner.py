@@ -22,15 +22,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.errors import TritonError
 
 from outrider.device import CapabilityError, ConfigError, DecoderShape, KernelSet, TuningProgress, TuningResult
 from outrider_triton.kernelset import TritonKernels
 from outrider_triton.tiles.configs import LARGE_M, AttentionConfig, MatmulConfig
 from outrider_triton.tiles.derive.products import choose_config, rank_configs
-from outrider_triton.tiles.measure.chain import LayerChain, normal
+from outrider_triton.tiles.measure.chain import Chain, microseconds, normal
 from outrider_triton.tiles.measure.compiling import AttentionJob, Job, KernelCompilers, ProductJob
-from outrider_triton.tiles.measure.timing import microseconds
 from outrider_triton.tiles.store.choices import ChoiceRow, TunedStore, merge_choices
 from outrider_triton.tiles.store.table import ANY_LAYER, AttentionEntry, Key, ProductEntry, Table, by_layer, layer_of
 
@@ -48,24 +46,6 @@ _FUSED_PRODUCTS = ("linear_silu_mul", "linear_parts", "linear_rope")
 _ATTENTION = ((64, 4, 3), (128, 8, 1), (128, 8, 2), (32, 4, 2), (64, 8, 2))
 _STREAMED_ATTENTION = ((64, 4, 3), (64, 4, 2), (128, 4, 2))
 """Candidates of streamed attention: cached tokens per block, warps, stages."""
-
-
-class Chain(LayerChain):
-    """Layers whose kernels read their configurations from a table."""
-
-    def __init__(
-        self, shape: DecoderShape, kernels: TritonKernels, device: torch.device, *, most_bytes: int | None = None
-    ) -> None:
-        super().__init__(shape, kernels, device, most_bytes=most_bytes)
-        self.kernels: TritonKernels = kernels.for_shape(shape)
-
-    def attempt(self, table: Table) -> float:
-        """Install ``table`` and return the microseconds of one layer; infinite if one of its kernels can't be compiled."""
-        self.kernels.tiles.table = table
-        try:
-            return self.layer_us()
-        except TritonError:
-            return float("inf")
 
 
 def with_choice(table: Table, product: Key, m: int, config: MatmulConfig | None, *, layer: str) -> Table:
@@ -152,7 +132,6 @@ def tune(
     deadline_s: float,
     directory: Path,
     progress: TuningProgress | None = None,
-    workers: int | None = None,
 ) -> tuple[TuningResult, ...]:
     """Tune kernels for each shape and store the choices; see ``KernelSet.tune``.
 
@@ -166,7 +145,7 @@ def tune(
             raise ConfigError(f"kernels are tuned for bfloat16, not {shape.dtype}: choose that dtype, or leave tuning out")
     end = time.monotonic() + deadline_s
     store, results = TunedStore(directory, kernels.facts), []
-    with KernelCompilers(device, pdl=kernels.pdl, workers=workers) as compilers:
+    with KernelCompilers(device, pdl=kernels.pdl) as compilers:
         for number, shape in enumerate(shapes):
             # Share the remaining time evenly among the remaining shapes.
             share = (end - time.monotonic()) / (len(shapes) - number)

@@ -139,7 +139,9 @@ def reduce_nan(firsts, found, found_stride, SHARES: tl.constexpr, PDL: tl.conste
     tl.store(found + row * found_stride + 1, tl.full([], -1, dtype=tl.int64))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["position_request", "position_token", "slot_request", "slot_token", "end_request", "end_token"]
+)  # strides depend on the batch
 def place_tokens(
     lens,
     tables,

@@ -276,7 +276,7 @@ def _softmax(best, sums, row, divisor, SHARES: tl.constexpr):
     return top, total
 
 
-@triton.jit(do_not_specialize=["num_draft_tokens"])
+@triton.jit(do_not_specialize=["num_draft_tokens"], do_not_specialize_on_alignment=["positions"])
 def partial_residual(
     logits,
     draft_probs,
@@ -338,7 +338,7 @@ def partial_residual(
         tl.store(residual_mass + row * SHARES + share, mass)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["positions"])
 def accept_sampling(
     logits,
     drafts,

@@ -1,0 +1,293 @@
+"""Loading of EAGLE, EAGLE-3 and P-EAGLE heads in their published formats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.device import Backend
+from outrider.device.kernels.weights import Weight
+from outrider.errors import CheckpointError, shown
+from outrider.model.checkpoint.files import CheckpointFiles
+from outrider.model.checkpoint.mapping import SINGLE_RANK, layer_targets, layer_weights, table_target
+from outrider.model.checkpoint.pieces import Piece, Target
+from outrider.model.checkpoint.tensor_loading import Progress
+from outrider.model.config.config_fields import is_whole
+from outrider.model.config.model_config import ModelConfig
+from outrider.model.heads.draft_output import DraftVocabulary, with_output_head
+from outrider.model.heads.eagle import (
+    Eagle3Head,
+    Eagle3Weights,
+    EagleHead,
+    EagleWeights,
+    PEagleHead,
+    PEagleWeights,
+    fuse,
+)
+from outrider.model.heads.eagle3_config import Eagle3Options, read_eagle3_options
+from outrider.model.heads.head_checkpoint import HeadCheckpoint
+from outrider.model.layers.decoder import Decoder
+from outrider.model.layers.language_model import LanguageModel
+from outrider.model.layers.ranks import Shards
+from outrider.model.quantization import QuantizedMode
+
+
+def eagle_targets(config: ModelConfig, present: Container[str], shards: Shards = SINGLE_RANK) -> list[Target]:
+    """Return the targets of an EAGLE head's weights. ``present`` holds the checkpoint's tensor names, for optional tensors.
+
+    Published heads have no ``layers.0.input_layernorm`` and no final norm. They may have ``fc.bias`` and their own copies of
+    the embedding and of the output head.
+    """
+    hidden = config.hidden_size
+    targets = [Target("fusion", (Piece("fc.weight", (hidden, 2 * hidden)),))]
+    if "fc.bias" in present:
+        targets.append(Target("fusion_bias", (Piece("fc.bias", (hidden,)),)))
+    if "embed_tokens.weight" in present:
+        targets.append(table_target("embedding", "embed_tokens.weight", config.vocab_size, hidden, shards))
+    if "lm_head.weight" in present:
+        targets.append(table_target("head", "lm_head.weight", config.vocab_size, hidden, shards))
+    for index in range(config.num_layers):
+        norm = index > 0 or "layers.0.input_layernorm.weight" in present
+        targets += layer_targets(config, f"layers.{index}", f"layers.{index}", attention_norm=norm, shards=shards)
+    return targets
+
+
+def eagle_weights(config: ModelConfig, weights: Mapping[str, Any], *, embedding: Tensor) -> EagleWeights:
+    """Return the head's weights from the loaded tensors. ``embedding`` is the target's, for a head without its own."""
+    return EagleWeights(
+        fusion=weights["fusion"],
+        fusion_bias=weights.get("fusion_bias"),
+        embedding=weights.get("embedding", embedding),
+        layers=tuple(layer_weights(weights, f"layers.{index}") for index in range(config.num_layers)),
+    )
+
+
+def eagle3_targets(
+    config: ModelConfig,
+    target: ModelConfig,
+    options: Eagle3Options,
+    draft_vocab: int,
+    present: Container[str],
+    shards: Shards = SINGLE_RANK,
+) -> list[Target]:
+    """Return the targets of an EAGLE-3 head's weights: the tensors to load and their shapes. ``present`` holds the
+    checkpoint's tensor names, for optional tensors.
+    """
+    hidden, states = config.hidden_size, len(options.layers)
+    targets = [
+        Target("norm", (Piece("norm.weight", (hidden,)),)),
+        Target("hidden_norm", (Piece(f"{options.prefix}.hidden_norm.weight", (hidden,)),)),
+    ]
+    if states:
+        targets.append(Target("fusion", (Piece("fc.weight", (hidden, states * target.hidden_size)),)))
+    if "lm_head.weight" in present or hidden != target.hidden_size:
+        targets.append(table_target("head", "lm_head.weight", draft_vocab, hidden, shards))
+    if "embed_tokens.weight" in present or hidden != target.hidden_size:
+        targets.append(table_target("embedding", "embed_tokens.weight", config.vocab_size, hidden, shards))
+    if options.norm_before_fc:
+        targets.append(Target("input_norm", (Piece("input_norm.weight", (states * target.hidden_size,)),)))
+    if options.fc_norm:
+        targets += [
+            Target(f"state_norms.{index}", (Piece(f"fc_norm.{index}.weight", (target.hidden_size,)),))
+            for index in range(states)
+        ]
+    targets += layer_targets(config, options.prefix, "layers.0", attention_width=2 * hidden, shards=shards)
+    for index in range(1, config.num_layers):
+        targets += layer_targets(config, f"layers.{index}", f"layers.{index}", shards=shards)
+    return targets
+
+
+def eagle3_weights(
+    weights: Mapping[str, Any], *, num_layers: int, embedding: Tensor, target_ids: Tensor | None
+) -> Eagle3Weights:
+    """Return the head's weights from the loaded tensors. ``embedding`` is the target's, for a head without its own."""
+    return Eagle3Weights(
+        fusion=weights.get("fusion"),
+        embedding=weights.get("embedding", embedding),
+        head=weights.get("head"),
+        norm=weights["norm"],
+        hidden_norm=weights["hidden_norm"],
+        layers=tuple(layer_weights(weights, f"layers.{index}") for index in range(num_layers)),
+        target_ids=target_ids,
+        input_norm=weights.get("input_norm"),
+        state_norms=tuple(weights[name] for name in sorted(weights) if name.startswith("state_norms.")),
+    )
+
+
+def load_eagle(
+    directory: str | Path,
+    *,
+    target: LanguageModel,
+    backend: Backend,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    quantized: QuantizedMode = QuantizedMode.KERNELS,
+) -> EagleHead:
+    """Load an EAGLE head in its published format for ``target``.
+
+    Arguments and errors follow :func:`load_decoder`. A head with another hidden size, vocabulary or dtype than the target's
+    raises :class:`CheckpointError`.
+    """
+    checkpoint = HeadCheckpoint.open(directory, target, backend, dtype, progress, quantized)
+    config = checkpoint.layer_config("layers.0")
+    checkpoint.check_hidden_size(config)
+    targets_of = partial(eagle_targets, config, checkpoint.files.tensors)
+    checkpoint.check(targets_of)
+    with checkpoint.load(config, targets_of) as (local, weights):
+        record = eagle_weights(local, weights, embedding=target.embedding)
+        return EagleHead(local, record, target, head=weights.get("head"))
+
+
+def load_eagle3(
+    directory: str | Path,
+    *,
+    target: LanguageModel,
+    backend: Backend,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    quantized: QuantizedMode = QuantizedMode.KERNELS,
+) -> Eagle3Head:
+    """Load an EAGLE-3 or EAGLE-3.1 head in its published formats for ``target``.
+
+    The head reads the target layers that its config lists; the default is the published choice, the inputs of layers 2, n / 2
+    and n - 3. :func:`read_eagle3_options` documents the other options. Arguments and errors follow :func:`load_eagle`; a
+    draft vocabulary with tokens outside the target's also raises :class:`CheckpointError`.
+    """
+    checkpoint = HeadCheckpoint.open(directory, target, backend, dtype, progress, quantized)
+    config, options = _read_eagle3_config(checkpoint, parallel=False)
+    with _load_eagle3_weights(checkpoint, config, options) as (local, record, _):
+        return Eagle3Head(
+            local,
+            record,
+            target,
+            aux_hidden_state_layers=options.layers,
+            norm_before_residual=options.norm_before_residual,
+            norm_output=options.norm_output,
+        )
+
+
+def load_peagle(
+    directory: str | Path,
+    *,
+    target: LanguageModel,
+    backend: Backend,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    quantized: QuantizedMode = QuantizedMode.KERNELS,
+) -> PEagleHead:
+    """Load a P-EAGLE head for ``target``.
+
+    The checkpoint is an EAGLE-3 head with the tensor ``mask_hidden`` ([1, 1, 3 Ht], [1, 3 Ht] or [3 Ht]). The config names
+    the mask token as ``mask_token_id``, ``pard_token`` or ``ptd_token_id``. Arguments and errors follow :func:`load_eagle3`.
+    A mask token that is missing, contradictory or outside the vocabulary raises :class:`CheckpointError`, and so does
+    ``parallel_drafting`` false.
+    """
+    checkpoint = HeadCheckpoint.open(directory, target, backend, dtype, progress, quantized)
+    config, options = _read_eagle3_config(checkpoint, parallel=True)
+    mask = _mask_token(checkpoint, config.vocab_size)
+    joined = _mask_target(checkpoint.files, len(options.layers) * target.config.hidden_size)
+    with _load_eagle3_weights(checkpoint, config, options, joined) as (local, record, weights):
+        states = weights[_MASK_STATE].view(1, -1).chunk(len(options.layers), dim=-1)
+        state = fuse(record, tuple(each.contiguous() for each in states), local.rms_eps, target.kernels)
+        return PEagleHead(
+            local,
+            PEagleWeights(**{each.name: getattr(record, each.name) for each in fields(record)}, mask_state=state[0]),
+            target,
+            mask_token=mask,
+            aux_hidden_state_layers=options.layers,
+            norm_before_residual=options.norm_before_residual,
+            norm_output=options.norm_output,
+        )
+
+
+def _read_eagle3_config(checkpoint: HeadCheckpoint, *, parallel: bool) -> tuple[ModelConfig, Eagle3Options]:
+    """Return the config of an EAGLE-3 or (``parallel``) P-EAGLE head and its options. Raises :class:`CheckpointError`."""
+    file, raw, target = checkpoint.file, checkpoint.raw, checkpoint.target
+    options = read_eagle3_options(file, raw, target.config.num_layers, checkpoint.files.tensors, parallel=parallel)
+    config = checkpoint.layer_config(options.prefix)
+    if target.config.num_layers in options.layers and not target.native:
+        raise CheckpointError(
+            f"{file}: the head reads the output of the target's last layer, which a target that runs by transformers' own "
+            "code doesn't pass on; run the target natively"
+        )
+    if not options.layers:
+        checkpoint.check_hidden_size(config)
+    if raw.get("target_hidden_size") is not None:
+        checkpoint.check_size("target_hidden_size", raw["target_hidden_size"], target.config.hidden_size)
+    return config, options
+
+
+@contextmanager
+def _load_eagle3_weights(
+    checkpoint: HeadCheckpoint, config: ModelConfig, options: Eagle3Options, *more: Target
+) -> Generator[tuple[ModelConfig, Eagle3Weights, dict[str, Any]]]:
+    """Check and load an EAGLE-3 head, in the scope of the loading stream.
+
+    Yields the rank's config, its weights, and all loaded weights by name, among them those of the targets ``more``.
+    """
+    target, files = checkpoint.target, checkpoint.files
+    draft_vocab = checkpoint.draft_vocab_size(config)
+
+    def targets_of(shards: Shards) -> list[Target]:
+        return [*eagle3_targets(config, target.config, options, draft_vocab, files.tensors, shards), *more]
+
+    checkpoint.check(targets_of, optional=("d2t", "t2d"))  # t2d is the inverse mapping of d2t
+    ids = checkpoint.target_ids(draft_vocab, config.vocab_size)
+    with checkpoint.load(config, targets_of) as (local, weights):
+        if ids is not None and "head" not in weights:
+            weights["head"], ids = _rows_of_target(checkpoint, ids)
+        elif ids is not None:
+            ids = ids.to(checkpoint.backend.device)
+        record = eagle3_weights(weights, num_layers=local.num_layers, embedding=target.embedding, target_ids=ids)
+        yield local, record, weights
+
+
+def _rows_of_target(checkpoint: HeadCheckpoint, ids: Tensor) -> tuple[Weight, Tensor | None]:
+    """Return the rows of the target's output head from which a head without its own drafts, and the tokens int64 of these
+    rows (None: all). ``ids`` are the tokens that the head drafts.
+    """
+    origin = checkpoint.files.origin
+    if not isinstance(checkpoint.target, Decoder):
+        raise CheckpointError(
+            f"{origin}: has 'd2t' and no 'lm_head.weight', so it drafts with rows of the target's output head, which a "
+            "target that runs by transformers' own code doesn't give; run the target natively"
+        )
+    vocabulary = DraftVocabulary(ids=ids.sort().values, origin=f"'d2t' of {origin}")
+    drafting = with_output_head(checkpoint.target, backend=checkpoint.backend, vocabulary=vocabulary)
+    return drafting.weights.head, drafting.output_ids
+
+
+_MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+_MASK_STATE = "mask_hidden"
+
+
+def _mask_target(files: CheckpointFiles, width: int) -> Target:
+    """Return the target of the mask state's weight, whichever published shape the file has."""
+    shape = files.shape(_MASK_STATE)
+    is_published_shape = shape[-1:] == (width,) and math.prod(shape) == width
+    return Target(_MASK_STATE, (Piece(_MASK_STATE, shape if is_published_shape else (1, 1, width)),))
+
+
+def _mask_token(checkpoint: HeadCheckpoint, vocab: int) -> int:
+    file, raw = checkpoint.file, checkpoint.raw
+    parallel = raw.get("parallel_drafting")
+    if parallel not in (None, True):
+        raise CheckpointError(f"{file}: parallel_drafting is {shown(parallel)}, expected true: the head has {_MASK_STATE!r}")
+    found = {key: raw[key] for key in _MASK_TOKEN_KEYS if raw.get(key) is not None}
+    if not found:
+        raise CheckpointError(f"{file}: mask_token_id is missing; add the token that stands for unknown ones in training")
+    for key, token in found.items():
+        if not is_whole(token, 0, vocab - 1):
+            raise CheckpointError(f"{file}: {key} is {shown(token)}, expected a token from 0 to {vocab - 1}")
+    if len(set(found.values())) > 1:
+        listing = ", ".join(f"{key} {token}" for key, token in found.items())
+        raise CheckpointError(f"{file}: the mask token is named in more than one way, and differently ({listing})")
+    return int(next(iter(found.values())))

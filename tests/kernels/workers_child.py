@@ -1,0 +1,64 @@
+"""Compile two kernels in worker processes for a device that isn't here: ``workers_child.py [broken]``.
+
+Prints one JSON line: for each compilation in this process its kernel and True if the cache had it, the workers that were
+started in each of two rounds, and those that still run. ``broken``: workers end at once.
+"""
+
+import json
+import subprocess
+import sys
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from outrider_triton import workers
+from outrider_triton.launch import compile_only, launch
+from outrider_triton.rows import jit as rows
+
+
+class Driver:
+    """The part of a driver that a compilation asks."""
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0 * device
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+
+class Noted(subprocess.Popen):
+    """A process that is noted if it is a worker."""
+
+    started: list = []  # noqa: RUF012
+
+    def __init__(self, command, *args, **more):
+        if "outrider_triton.workers" in command:
+            self.started.append(self)
+            if sys.argv[1:] == ["broken"]:
+                command = [sys.executable, "-c", "pass"]
+        super().__init__(command, *args, **more)
+
+
+def main():
+    triton.runtime.driver.set_active(Driver())
+    subprocess.Popen = Noted
+    compiled, counts = [], []
+    triton.knobs.compilation.listener = lambda *, src, cache_hit, **more: compiled.append((src.name, cache_hit))
+    x, weight = torch.zeros(4, 64), torch.zeros(64)
+    for _ in range(2):
+        rows.rms_norm.device_caches.clear()
+        with workers.compiling(processors=4), compile_only():
+            for dtype in (torch.bfloat16, torch.float32):
+                operands = x.to(dtype), weight.to(dtype), x.to(dtype), 1e-5, 64, 1, 64, 64
+                launch(rows.rms_norm, (4,), *operands, pdl=True, BLOCK=64)
+        counts.append(len(Noted.started))
+    running = sum(each.poll() is None for each in Noted.started)
+    print(json.dumps({"compiled": compiled, "workers": counts, "running": running}))
+
+
+if __name__ == "__main__":
+    main()
