@@ -20,20 +20,7 @@ from functools import partial, reduce
 from llvmlite import ir
 
 from outrider_cpu.block_weights import GROUP, TILE
-from outrider_cpu.code_writer import (
-    BYTES,
-    FLOAT,
-    INT,
-    INT_VECTOR,
-    LANES,
-    PAIRS,
-    SHORT_VECTOR,
-    VECTOR,
-    WORD,
-    CodeValue,
-    CodeWriter,
-    Variable,
-)
+from outrider_cpu.code_writer import FLOAT, INT, INT_VECTOR, LANES, PAIRS, VECTOR, WORD, CodeValue, CodeWriter, Variable
 
 _MAX_ROWS = 5
 """Maximum number of rows of x for which a function keeps all sums in registers."""
@@ -99,49 +86,37 @@ class BlockFunctions:
                     if first == 0:
                         for line in range(0, record_bytes(bits), _CACHE_LINE_BYTES):
                             w.prefetch(record + (_PREFETCH_BYTES + line))
-                    self._add_group(bits, record, x + group * _GROUP_BYTES, sums + group * _SUMS_BYTES, groups, first, totals)
+                    x_group = x + group * _GROUP_BYTES
+                    partial = [[Variable(w, w.constant(INT_VECTOR, 0)) for _ in range(vectors)] for _ in range(rows)]
+                    with w.loop(0, bits) as word:
+                        columns = [first + index for index in range(vectors)]
+                        words = [w.load(INT_VECTOR, record + word * _WORD_BYTES + column * LANES * 4) for column in columns]
+                        for pair in range(16 // bits):
+                            values = [_lowest_values(bits, each) for each in words]
+                            words = [each >> bits for each in words]
+                            for row in range(rows):
+                                at = x_group + word * (64 // bits) + groups * (row * _GROUP_BYTES) + pair * 4
+                                number = w.splat(w.load(WORD, at))
+                                for value, each in zip(values, partial[row], strict=True):
+                                    each.set(each.get() + w.add_products(value, number))
+                    for index in range(vectors):
+                        at = record + (bits * _WORD_BYTES + (first + index) * LANES * 2)
+                        scale = w.load_halves(at)
+                        for row in range(rows):
+                            sum_at = sums + group * _SUMS_BYTES + groups * (row * _SUMS_BYTES)
+                            step = scale * w.splat(w.load(FLOAT, sum_at))
+                            whole = w.convert("sitofp", partial[row][index].get(), VECTOR)
+                            added = w.intrinsic("fma", step, whole, totals[row][index].get())
+                            if bits == 4:
+                                minimum = w.load_halves(at + _SCALE_BYTES)
+                                added = w.intrinsic("fma", minimum, w.splat(w.load(FLOAT, sum_at + _FLOAT_BYTES)), added)
+                            totals[row][index].set(added)
                 for row, totals_of_row in enumerate(totals):
                     for index, total in enumerate(totals_of_row):
                         address = out + out_stride * row + (first + index) * LANES * _FLOAT_BYTES
                         with w.when(w.constant(INT, 0) < accumulate):
                             total.set(total.get() + w.load(VECTOR, address))
                         w.store(address, total.get())
-
-    def _add_group(
-        self,
-        bits: int,
-        record: CodeValue,
-        x: CodeValue,
-        sums: CodeValue,
-        groups: CodeValue,
-        first: int,
-        totals: list[list[Variable]],
-    ) -> None:
-        w, rows, vectors = self._writer, len(totals), len(totals[0])
-        partial = [[Variable(w, w.constant(INT_VECTOR, 0)) for _ in range(vectors)] for _ in range(rows)]
-        with w.loop(0, bits) as word:
-            columns = [first + index for index in range(vectors)]
-            words = [w.load(INT_VECTOR, record + word * _WORD_BYTES + column * LANES * 4) for column in columns]
-            for pair in range(16 // bits):
-                values = [_lowest_values(bits, each) for each in words]
-                words = [each >> bits for each in words]
-                for row in range(rows):
-                    at = x + word * (64 // bits) + groups * (row * _GROUP_BYTES) + pair * 4
-                    number = w.splat(w.load(WORD, at))
-                    for value, each in zip(values, partial[row], strict=True):
-                        each.set(each.get() + w.add_products(value, number))
-        for index in range(vectors):
-            at = record + (bits * _WORD_BYTES + (first + index) * LANES * 2)
-            scale = w.load_halves(at)
-            for row in range(rows):
-                sum_at = sums + groups * (row * _SUMS_BYTES)
-                step = scale * w.splat(w.load(FLOAT, sum_at))
-                whole = w.convert("sitofp", partial[row][index].get(), VECTOR)
-                total = w.intrinsic("fma", step, whole, totals[row][index].get())
-                if bits == 4:
-                    minimum = w.load_halves(at + _SCALE_BYTES)
-                    total = w.intrinsic("fma", minimum, w.splat(w.load(FLOAT, sum_at + _FLOAT_BYTES)), total)
-                totals[row][index].set(total)
 
     def _write_columns(self, bits: int) -> None:
         """Write the product of any number of rows with one tile, as few blocks of rows of similar size."""
@@ -187,7 +162,7 @@ class BlockFunctions:
                 values = [w.intrinsic("roundeven", each * factor) for each in values]
                 for part, each in enumerate(values):
                     at = rounded + (start + group) * _GROUP_BYTES + part * LANES * 2
-                    w.store(at, w.convert("trunc", w.convert("fptosi", each, INT_VECTOR), SHORT_VECTOR))
+                    w.store(at, w.narrow(w.convert("fptosi", each, INT_VECTOR), 16))
                 total = w.halves(reduce(CodeValue.__add__, values), CodeValue.__add__)
                 step = largest * (1 / _LARGEST_INTEGER) + total * 0.0  # NaN if an element is
                 at = sums + (start + group) * _SUMS_BYTES
@@ -419,7 +394,7 @@ def _lowest_values(bits: int, words: CodeValue) -> CodeValue:
     if bits == 4:
         return words & 0x000F000F
     w = words.writer
-    return w.convert("sext", w.convert("trunc", w.convert("bitcast", words, PAIRS), BYTES), PAIRS)
+    return w.convert("sext", w.narrow(w.convert("bitcast", words, PAIRS), 8), PAIRS)
 
 
 def _record_bytes(w: CodeWriter, bits: CodeValue) -> CodeValue:

@@ -18,10 +18,8 @@ FLOAT = ir.FloatType()
 VECTOR = ir.VectorType(FLOAT, LANES)
 WORD = ir.IntType(32)
 INT_VECTOR = ir.VectorType(WORD, LANES)
-SHORT_VECTOR = ir.VectorType(ir.IntType(16), LANES)
 PAIRS = ir.VectorType(ir.IntType(16), 2 * LANES)
 """The two halves of each element of INT_VECTOR."""
-BYTES = ir.VectorType(ir.IntType(8), 2 * LANES)
 HALF_VECTOR = ir.VectorType(ir.HalfType(), LANES)
 
 
@@ -169,6 +167,10 @@ class CodeWriter:
         """Return ``value`` converted to ``kind`` by LLVM's instruction ``operation``, for example ``sitofp``."""
         return CodeValue(self, getattr(self.builder, operation)(value.raw, kind))
 
+    def narrow(self, integers: CodeValue, bits: int) -> CodeValue:
+        """Return the lowest ``bits`` of each integer of a vector."""
+        return self.convert("trunc", integers, ir.VectorType(ir.IntType(bits), integers.raw.type.count))
+
     def load(self, kind: Any, address: CodeValue, align: int = 4) -> CodeValue:
         """Return the value of type ``kind`` at ``address``."""
         pointer = self.builder.inttoptr(address.raw, ir.PointerType())
@@ -178,7 +180,7 @@ class CodeWriter:
         """Return the 8 finite float16 numbers at ``address`` as float32."""
         if self._converts_float16:
             return self.convert("fpext", self.load(HALF_VECTOR, address, align=2), VECTOR)
-        bits = self.convert("zext", self.load(SHORT_VECTOR, address, align=2), INT_VECTOR)
+        bits = self.convert("zext", self.load(ir.VectorType(ir.IntType(16), LANES), address, align=2), INT_VECTOR)
         magnitude = self.convert("bitcast", (bits & 0x7FFF) << 13, VECTOR) * 2.0**112  # the exponents' offsets differ
         return self.convert("bitcast", self.convert("bitcast", magnitude, INT_VECTOR) + ((bits & 0x8000) << 16), VECTOR)
 
