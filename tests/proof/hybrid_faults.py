@@ -242,11 +242,11 @@ def padding_goes_to_the_first_request():
 def padding_keeps_stale_rows():
     real = StaticBuffers.pad
 
-    def pad(self, prefix, *, count, bucket, drafted=None):
-        rows = self.rows("inputs.rows", count, bucket, drafted).clone()
+    def pad(self, prefix, *, count, bucket, drafted):
+        rows = self.rows("inputs.rows", count, bucket, drafted=drafted).clone()
         real(self, prefix, count=count, bucket=bucket, drafted=drafted)
         if prefix == "inputs":
-            self.rows("inputs.rows", count, bucket, drafted).copy_(rows)
+            self.rows("inputs.rows", count, bucket, drafted=drafted).copy_(rows)
 
     return patch.object(StaticBuffers, "pad", pad)
 
