@@ -111,6 +111,26 @@ class OldFeatures(dict):
         return ""
 
 
+def test_a_weight_in_bfloat16_of_8_bits_with_powers_of_two_is_packed(compiled):
+    """As ``training`` rounds draft heads. No group needs to have the largest integer."""
+    powers = torch.randint(-9, 2, (1024, 4), generator=torch.Generator().manual_seed(3)).float().exp2()
+    weight = integers(-100, 90, 1024, 128) * powers.repeat_interleave(32, 1)
+    assert torch.equal(weight.bfloat16().float(), weight)
+    packed = pack_blocks(weight)
+    assert packed is not None
+    assert packed.bits == 8
+    x = drawn(3, 128)
+    made, expected = compiled.linear(x, weight, None).double(), x.double() @ weight.double().T
+    assert (made - expected).norm() < 3e-5 * expected.norm()
+
+
+def test_halves_whose_sizes_do_not_fit_stay_composed(compiled):
+    """The second product is added to what the first reads; EAGLE-3's attention reads twice the width that it writes."""
+    wide, output = blocks("Q8_0", 1024, 512), blocks("Q8_0", 256, 512)
+    assert compiled._both(wide, output) is None
+    assert compiled._both(wide, blocks("Q8_0", 512, 256)) is not None
+
+
 @pytest.mark.parametrize("kind", ["Q4_1", "Q4_0", "Q8_0"])
 def test_only_exact_blocks_are_packed(compiled, kind):
     weight = blocks(kind, 1024, 128)

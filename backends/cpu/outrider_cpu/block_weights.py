@@ -66,6 +66,7 @@ def _recover(rows: Tensor) -> _Blocks | None:
         ((highest - lowest) / 15, lowest),  # Q4_1
         (signed / 8, -signed),  # Q4_0
         (magnitude / 127, None),  # Q8_0
+        ((magnitude / 127).log2().ceil().exp2(), None),  # 8 bits with a power of two, which bfloat16 holds
     ):
         scale = step.half()
         wide = scale.float().unsqueeze(2)

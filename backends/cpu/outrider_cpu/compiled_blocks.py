@@ -250,7 +250,9 @@ class CompiledBlocks:
         if not isinstance(first, Tensor) or not isinstance(second, Tensor):
             return None
         one, other = self._find(first), self._find(second)
-        return None if one is None or other is None else (one, other)
+        if one is None or other is None or one.groups != other.tiles:  # the second adds to what the first reads
+            return None
+        return one, other
 
     def _find(self, weight: Tensor) -> BlockWeight | None:
         """Return the weight in blocks, or None if its values aren't those of blocks. The first call packs."""
