@@ -103,9 +103,23 @@ class Eagle3Head(EagleHead):
         }
 
     def published_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors without ``lm_head``: its rows are the target's, those that ``d2t`` names."""
-        tensors = {_published_name(name): tensor for name, tensor in self.state_dict().items() if name != "ids"}
+        """Return the tensors, weights rounded, without ``lm_head``: its rows are the target's that ``d2t`` names."""
+        tensors = {
+            _published_name(name): round_to_blocks(tensor) if tensor.dim() == 2 else tensor
+            for name, tensor in self.state_dict().items()
+            if name != "ids"
+        }
         return tensors | {"d2t": self.ids - torch.arange(len(self.ids), device=self.ids.device)}
+
+
+def round_to_blocks(weight: Tensor) -> Tensor:
+    """Round ``weight`` [N, K] to 8-bit integers times a power of two per 32 columns, which bfloat16 holds exactly and `cpu`
+    multiplies without converting the weight.
+    """
+    grouped = weight.float().unflatten(1, (-1, 32))
+    largest = grouped.abs().amax(dim=2, keepdim=True).clamp(min=1e-30)
+    step = (largest / 127).log2().ceil().exp2()
+    return ((grouped / step).round() * step).flatten(1).to(weight.dtype)
 
 
 _NAMES = {
