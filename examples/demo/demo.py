@@ -15,7 +15,7 @@ PIP = ("install", "--quiet", "--retries", "1", "--no-deps", "--constraint", str(
 """Without dependencies: of the package only the weights are used."""
 TASK = Path(__file__).with_name("task.txt")
 NGRAM = ("--speculate", "ngram", "--draft-tokens", "7", "--compare")
-"""Chosen by measurement (docs/evidence/README.md#2026-11-29-integer-activations)."""
+"""Chosen by measurement (docs/evidence/README.md#2026-11-29-drafters-by-kind)."""
 
 
 def find_weights() -> Path | None:
