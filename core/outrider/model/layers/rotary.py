@@ -38,14 +38,13 @@ def make_rotary(
     A table has the angles of all positions, unless it would be too large or the angles depend on more than one position.
     """
     rows = positions + DRAFT_MARGIN
-    is_large = rows * 2 * rope.rotated_size(head_size) * dtype.itemsize > _MAX_TABLE_BYTES
-    if rope.sections and (is_large or not rope.interleaved):
+    if rope.sections:
         angles = _angles_by_axis(rope, head_size, device)
     elif rope.kind == "dynamic":
         angles = _dynamic_angles(rope, head_size, device)
     elif rope.kind == "longrope":
         angles = _long_angles(rope, head_size, device)
-    elif is_large:
+    elif rows * 2 * rope.rotated_size(head_size) * dtype.itemsize > _MAX_TABLE_BYTES:
         angles = _angles(rope, head_size, device)
     else:
         return _TableRotary(rope, head_size, rows, kernels, dtype, device)
@@ -53,11 +52,7 @@ def make_rotary(
 
 
 class _TableRotary(Rotary):
-    """Rotary angles of every position, computed once in float32 and stored in the model's dtype.
-
-    With alternating axes, each frequency has the angle of the position on its own axis. No such position exceeds the index of
-    its token, because each temporal patch of a video has a time of its own.
-    """
+    """Rotary angles of every position, computed once in float32 and stored in the model's dtype."""
 
     def __init__(
         self, rope: RopeConfig, head_size: int, rows: int, kernels: KernelSet, dtype: torch.dtype, device: torch.device
@@ -71,19 +66,10 @@ class _TableRotary(Rotary):
             cos_sin = _cos_sin(positions.unsqueeze(1) * frequencies, rope.amplitude, dtype)
             torch.cat(cos_sin, dim=1, out=table[begin : begin + _ROWS_PER_CHUNK])
         self._cos_sin = table.to(device)
-        self._is_height_or_width: tuple[Tensor, Tensor] | None = None
-        if rope.sections:
-            axes = _frequency_axes(rope).repeat(4).to(device)  # of each column
-            self._is_height_or_width = axes == 1, axes == 2
 
     def gather(self, positions: Tensor, prompt_lens: Tensor | None) -> tuple[Tensor, Tensor]:
         del prompt_lens
-        rows = self._kernels.gather_rows(self._cos_sin, positions.flatten())
-        if self._is_height_or_width is not None:
-            is_height, is_width = self._is_height_or_width
-            time, height, width = rows.chunk(3)
-            rows = torch.where(is_height, height, torch.where(is_width, width, time))
-        cos, sin = rows.chunk(2, dim=1)
+        cos, sin = self._kernels.gather_rows(self._cos_sin, positions).chunk(2, dim=1)
         return cos, sin
 
 
@@ -105,10 +91,15 @@ def _angles(rope: RopeConfig, head_size: int, device: torch.device) -> _Angles:
 def _angles_by_axis(rope: RopeConfig, head_size: int, device: torch.device) -> _Angles:
     """Return the angles of multimodal rope: each frequency uses the position on its own axis.
 
-    The time axis of a video of Qwen2.5-VL isn't bounded by the number of tokens.
+    There is no table, because a video's time axis isn't bounded by the number of tokens.
     """
     frequencies = inverse_frequencies(rope, head_size).to(device)
-    axis = _frequency_axes(rope).to(device)
+    axis = torch.repeat_interleave(torch.arange(3), torch.tensor(rope.sections))
+    if rope.interleaved:
+        axis.zero_()
+        for index in (1, 2):
+            axis[index : 3 * rope.sections[index] : 3] = index
+    axis = axis.to(device)
     return lambda positions, prompt_lens: positions.index_select(0, axis).t().to(torch.float32) * frequencies
 
 
@@ -140,16 +131,6 @@ def _long_angles(rope: RopeConfig, head_size: int, device: torch.device) -> _Ang
 def _sequence_lens(positions: Tensor, prompt_lens: Tensor | None) -> Tensor:
     """Return the number of tokens int64 [T] that decides the angles of each token: up to itself, and all of its prompt."""
     return positions + 1 if prompt_lens is None else torch.maximum(positions + 1, prompt_lens)
-
-
-def _frequency_axes(rope: RopeConfig) -> Tensor:
-    """Return the axis of each frequency of an mrope: 0 time, 1 height, 2 width, int64 [D/2] on the host."""
-    axes = torch.repeat_interleave(torch.arange(3), torch.tensor(rope.sections))
-    if rope.interleaved:
-        axes.zero_()
-        for axis in (1, 2):
-            axes[axis : 3 * rope.sections[axis] : 3] = axis
-    return axes
 
 
 def _cos_sin(angles: Tensor, amplitude: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
