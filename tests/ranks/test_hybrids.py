@@ -90,7 +90,7 @@ def test_a_copy_of_states_on_another_stream_of_one_rank_is_found():
     setup = RankSetup(tensor=2, data=1, proposer="none" + WIDE_HYBRID, mode="staged", like="cuda")
     error = explored(setup, 0, change)
     assert isinstance(error, RaceError), error
-    assert "staging.py" in str(error)
+    assert "step.py" in str(error)
 
 
 def test_ranks_that_do_not_divide_the_key_heads_are_refused():
