@@ -339,10 +339,10 @@ RING = {"bias": None, "STEPS": 8, "BLOCK_M": 8, "BLOCK_K": 128, "STAGES": 4}
 SCALED = {**RING, "SHARES": 128}
 PLAIN = {**RING, "squares": None, "SHARES": 1}
 UNQUANTIZED = {"x_scales": None, "scales": None, "ROWS": 0}
-PRODUCT = {**RING, "FOLD": True, "ADD": False, "BLOCKS": False}
+STREAMED_PRODUCT = {**RING, "FOLD": True, "ADD": False, "BLOCKS": False}
 STREAMED = [
-    (streamed.streamed_linear, {}, {**PRODUCT, **UNQUANTIZED}),
-    (streamed.streamed_linear, {"out": WIDE}, {**PRODUCT, **UNQUANTIZED, "FOLD": False}),
+    (streamed.streamed_linear, {}, {**STREAMED_PRODUCT, **UNQUANTIZED}),
+    (streamed.streamed_linear, {"out": WIDE}, {**STREAMED_PRODUCT, **UNQUANTIZED, "FOLD": False}),
     (streamed.streamed_linear_add, {"norm": HALF, "scaled": HALF}, RING),
     (streamed.streamed_linear_add, {"scaled": HALF}, {**RING, "norm": None}),
     (streamed.streamed_silu_mul, {"k": "i32"}, {**SCALED, **UNQUANTIZED, "maxima": None}),
@@ -365,10 +365,10 @@ TALL_EXPERTS = [
 ]
 BY_ROW = {"x_scales": WIDE, "scales": WIDE}
 STREAMED_E4M3 = [
-    (streamed.streamed_linear, BY_ROW, {**PRODUCT, "ROWS": 1}),
-    (streamed.streamed_linear, BY_ROW, {**PRODUCT, "ADD": True, "ROWS": 1, "STEPS": 7, "BLOCK_K": 256}),
-    (streamed.streamed_linear, BY_ROW, {**PRODUCT, "BLOCKS": True, "ROWS": 128, "STEPS": 7, "BLOCK_K": 256}),
-    (streamed.streamed_linear, BY_ROW, {**PRODUCT, "BLOCKS": True, "ADD": True, "ROWS": 128}),
+    (streamed.streamed_linear, BY_ROW, {**STREAMED_PRODUCT, "ROWS": 1}),
+    (streamed.streamed_linear, BY_ROW, {**STREAMED_PRODUCT, "ADD": True, "ROWS": 1, "STEPS": 7, "BLOCK_K": 256}),
+    (streamed.streamed_linear, BY_ROW, {**STREAMED_PRODUCT, "BLOCKS": True, "ROWS": 128, "STEPS": 7, "BLOCK_K": 256}),
+    (streamed.streamed_linear, BY_ROW, {**STREAMED_PRODUCT, "BLOCKS": True, "ADD": True, "ROWS": 128}),
     (streamed.streamed_silu_mul, {"k": "i32", "maxima": WIDE, **BY_ROW}, {**PLAIN, "STEPS": 7, "ROWS": 1}),
     (streamed.streamed_rope_write_cache, {"k": "i32", **BY_ROW}, {**PLAIN, "STEPS": 7, "HALF": 64, "ROWS": 1}),
 ]
