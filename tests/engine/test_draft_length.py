@@ -249,6 +249,17 @@ def test_a_lookup_by_load_gives_the_tokens_of_plain_decoding(cpu, name, mode):
     assert made.draft_length.policy == "lookup"
 
 
+@pytest.mark.parametrize("name", ["ngram", "suffix"])
+def test_a_lookup_by_load_learns_from_sampled_requests_too(cpu, name):
+    made = engine(cpu, name, draft_length="load")
+    sampled = SamplingParams(max_tokens=10, temperature=0.9, seed=4, ignore_eos=True)
+    both = [sampled, SamplingParams(max_tokens=16)]
+    results = made.generate(PROMPTS[:2], both)
+    assert results[1].token_ids == tiny.plain(PROMPTS[1], 16)
+    alone = engine(cpu, name, draft_length="fixed").generate(PROMPTS[:1], sampled)
+    assert results[0].token_ids == alone[0].token_ids
+
+
 def test_the_length_is_fixed_where_costs_would_be_the_hosts(cpu):
     made = engine(cpu, "eagle", mode="fused")
     assert (made.draft_length.policy, made.draft_length.lengths) == ("fixed", (3,))

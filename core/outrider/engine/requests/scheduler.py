@@ -130,8 +130,8 @@ class Scheduler:
         if decode and self._draft_length is not None:
             # A sampled token depends on the draft. Full drafts keep it independent of the other requests.
             drafted = self._draft_length.lengths[-1]
+            repeats = count_repeats(self._draft_length, decode)
             if features == _GREEDY:
-                repeats = count_repeats(self._draft_length, decode)
                 drafted = choose_draft_length(self._draft_length, decode, repeats)
         prefill = self._chunks(len(decode), self._limits.growth if drafted is None else drafted + 1)
         arrivals = tuple((r, r.arrival) for r in admitted if r.arrival is not None)
@@ -456,9 +456,5 @@ def choose_draft_length(policy: DraftLengthPolicy, decode: Sequence[Request], re
 def report_accepted(policy: DraftLengthPolicy, batch: Batch, accepted: Sequence[int]) -> None:
     """Pass the numbers of accepted draft tokens to ``policy``, if it needs them, see :meth:`Scheduler.handle_landed`."""
     if policy.needs_acceptance and batch.drafted is not None and accepted:
-        kept = (
-            [r for request, r in zip(batch.decode, batch.repeats, strict=True) if not request.finished]
-            if batch.repeats
-            else ()
-        )
-        policy.observe(batch.drafted, accepted, kept)
+        repeats = zip(batch.decode, batch.repeats, strict=policy.reads_repeats)
+        policy.observe(batch.drafted, accepted, [count for request, count in repeats if not request.finished])
