@@ -151,6 +151,7 @@ def load_dflash(
     dtype: torch.dtype,
     progress: Progress | None = None,
     quantized: QuantizedMode = QuantizedMode.KERNELS,
+    rounding: str | None = None,
 ) -> DFlashHead:
     """Load a DFlash head for ``target``.
 
@@ -161,7 +162,7 @@ def load_dflash(
     (``sample_from_anchor``), target layers that don't exist, and tensors of other drafters. Raises :class:`CheckpointError`
     for a config of another kind of head.
     """
-    checkpoint = HeadCheckpoint.open(directory, target, backend, dtype, progress, quantized)
+    checkpoint = HeadCheckpoint.open(directory, target, backend, dtype, progress, quantized, rounding)
     config = checkpoint.layer_config("layers.0")
     checkpoint.check_hidden_size(config)
     options = _read_options(checkpoint, config)

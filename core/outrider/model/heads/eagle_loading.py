@@ -130,13 +130,14 @@ def load_eagle(
     dtype: torch.dtype,
     progress: Progress | None = None,
     quantized: QuantizedMode = QuantizedMode.KERNELS,
+    rounding: str | None = None,
 ) -> EagleHead:
     """Load an EAGLE head in its published format for ``target``.
 
     Arguments and errors follow :func:`load_decoder`. A head with another hidden size, vocabulary or dtype than the target's
     raises :class:`CheckpointError`.
     """
-    checkpoint = HeadCheckpoint.open(directory, target, backend, dtype, progress, quantized)
+    checkpoint = HeadCheckpoint.open(directory, target, backend, dtype, progress, quantized, rounding)
     config = checkpoint.layer_config("layers.0")
     checkpoint.check_hidden_size(config)
     targets_of = partial(eagle_targets, config, checkpoint.files.tensors)
@@ -154,6 +155,7 @@ def load_eagle3(
     dtype: torch.dtype,
     progress: Progress | None = None,
     quantized: QuantizedMode = QuantizedMode.KERNELS,
+    rounding: str | None = None,
 ) -> Eagle3Head:
     """Load an EAGLE-3 or EAGLE-3.1 head in its published formats for ``target``.
 
@@ -161,7 +163,7 @@ def load_eagle3(
     and n - 3. :func:`read_eagle3_options` documents the other options. Arguments and errors follow :func:`load_eagle`; a
     draft vocabulary with tokens outside the target's also raises :class:`CheckpointError`.
     """
-    checkpoint = HeadCheckpoint.open(directory, target, backend, dtype, progress, quantized)
+    checkpoint = HeadCheckpoint.open(directory, target, backend, dtype, progress, quantized, rounding)
     config, options = _read_eagle3_config(checkpoint, parallel=False)
     with _load_eagle3_weights(checkpoint, config, options) as (local, record, _):
         return Eagle3Head(
@@ -182,6 +184,7 @@ def load_peagle(
     dtype: torch.dtype,
     progress: Progress | None = None,
     quantized: QuantizedMode = QuantizedMode.KERNELS,
+    rounding: str | None = None,
 ) -> PEagleHead:
     """Load a P-EAGLE head for ``target``.
 
@@ -190,7 +193,7 @@ def load_peagle(
     A mask token that is missing, contradictory or outside the vocabulary raises :class:`CheckpointError`, and so does
     ``parallel_drafting`` false.
     """
-    checkpoint = HeadCheckpoint.open(directory, target, backend, dtype, progress, quantized)
+    checkpoint = HeadCheckpoint.open(directory, target, backend, dtype, progress, quantized, rounding)
     config, options = _read_eagle3_config(checkpoint, parallel=True)
     mask = _mask_token(checkpoint, config.vocab_size)
     joined = _mask_target(checkpoint.files, len(options.layers) * target.config.hidden_size)
@@ -261,7 +264,9 @@ def _rows_of_target(checkpoint: HeadCheckpoint, ids: Tensor) -> tuple[Weight, Te
             "target that runs by transformers' own code doesn't give; run the target natively"
         )
     vocabulary = DraftVocabulary(ids=ids.sort().values, origin=f"'d2t' of {origin}")
-    drafting = with_output_head(checkpoint.target, backend=checkpoint.backend, vocabulary=vocabulary)
+    drafting = with_output_head(
+        checkpoint.target, backend=checkpoint.backend, format=checkpoint.rounding, vocabulary=vocabulary
+    )
     return drafting.weights.head, drafting.output_ids
 
 

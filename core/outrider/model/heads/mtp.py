@@ -124,13 +124,14 @@ def load_mtp(
     dtype: torch.dtype,
     progress: Progress | None = None,
     quantized: QuantizedMode = QuantizedMode.KERNELS,
+    rounding: str | None = None,
 ) -> tuple[MtpHead, ...]:
     """Load the ``num_nextn_predict_layers`` multi-token prediction heads of a checkpoint for ``target``.
 
     The checkpoint holds the heads alone, or the model and the heads; the model's tensors are then ignored. Arguments and
     errors follow :func:`load_eagle`. Raises :class:`CheckpointError` if the config names no valid number of heads.
     """
-    checkpoint, ignored = _open(HeadCheckpoint.open(directory, target, backend, dtype, progress, quantized))
+    checkpoint, ignored = _open(HeadCheckpoint.open(directory, target, backend, dtype, progress, quantized, rounding))
     heads = checkpoint.raw.get("num_nextn_predict_layers")
     if not is_whole(heads, 1, MAX_LAYERS):
         raise CheckpointError(
@@ -171,13 +172,14 @@ def load_chained_mtp(
     dtype: torch.dtype,
     progress: Progress | None = None,
     quantized: QuantizedMode = QuantizedMode.KERNELS,
+    rounding: str | None = None,
 ) -> MtpHead:
     """Load the one head for ``target``, in the format that chains it (tensors ``mtp.*``). Its result is its own next input,
     so it drafts any number of tokens.
 
     Embedding and output head are the target's. What the checkpoint holds, arguments and errors follow :func:`load_mtp`.
     """
-    checkpoint, ignored = _open(HeadCheckpoint.open(directory, target, backend, dtype, progress, quantized))
+    checkpoint, ignored = _open(HeadCheckpoint.open(directory, target, backend, dtype, progress, quantized, rounding))
     config = _chained_config(checkpoint)
     targets_of = partial(chained_mtp_targets, config, checkpoint.files.tensors)
     checkpoint.check(targets_of, optional=ignored)
