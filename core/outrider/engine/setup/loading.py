@@ -221,8 +221,9 @@ def _draft_head_choices(
     ``asked``: the format that the user gave, or None.
     """
     made: tuple[Choice, ...] = ()
-    if weights is not None:
-        made += (draft_weights_choice(weights, asked=asked is not None),)
+    named = asked or weights
+    if named is not None:
+        made += (draft_weights_choice(named, asked=asked is not None),)
     if vocabulary is not None:
         why = f"as asked: drafts are drawn from {vocabulary.origin}; what is verified has all {model.config.vocab_size}"
         made += (Choice("draft_vocabulary", vocabulary.ids.numel(), why),)

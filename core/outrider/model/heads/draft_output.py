@@ -5,7 +5,7 @@
 Verification always uses the target's own weights, so the generated tokens don't change; only the acceptance rate does. Each
 draft token reads the draft's layers and the whole output head. For an 8B model, a draft of three tokens reads as many head
 bytes as seven layers have. Weights in 8 bits halve these bytes. Nearly all text uses a quarter of a vocabulary of 128,000
-tokens, and a head with only the rows of that quarter has a quarter of the bytes (Zhao et al. 2025, FR-Spec, arXiv 2502.14856).
+tokens, and a head with only the rows of that quarter has a quarter of the bytes (Zhao et al. 2025, FR-Spec, 2502.14856).
 """
 
 from __future__ import annotations
