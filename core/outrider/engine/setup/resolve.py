@@ -63,7 +63,7 @@ _DRAFT_DTYPE_BYTES = 2
 
 
 def choose_draft_weights(capabilities: Capabilities, kernels: KernelSet, dtype: torch.dtype) -> str | None:
-    """Return the format to which the engine rounds the weights of a draft head; None if they stay as they are stored.
+    """Return the format to which the engine rounds the weights of a draft head; None if they stay as stored.
 
     Weights of 16 bits are rounded to 8 bits if the device's own kernels multiply these. Drafts then read half the bytes, and
     the output stays the same, since the target's own weights verify the drafts.

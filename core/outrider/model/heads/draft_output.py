@@ -159,7 +159,7 @@ def check_draft_format(format: str, backend: Backend) -> None:
 def round_products(weights: dict[str, Any], format: str) -> None:
     """Round the unquantized matrices of a head's ``weights`` that multiply activations to ``format``, in place.
 
-    Experts of a mixture stay as they are, since a drafted token reads few of them.
+    Experts of a mixture stay unquantized, since a drafted token reads few of them.
     """
     for name, weight in weights.items():
         if name.rpartition(".")[2] in _PRODUCTS and len(weight.shape) == 2:
@@ -167,7 +167,7 @@ def round_products(weights: dict[str, Any], format: str) -> None:
 
 
 def _rounded(weight: Weight, format: str) -> Weight:
-    """Return ``weight`` in ``format``; a weight that is quantised already stays as it is."""
+    """Return ``weight`` in ``format``; a weight that is quantised already stays unchanged."""
     return weight_format(format).fitted(weight.shape[1]).quantize(weight) if isinstance(weight, Tensor) else weight
 
 
