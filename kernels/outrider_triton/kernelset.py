@@ -500,6 +500,19 @@ class TritonKernels(KernelSet):
         pending = self.fused.contribution(heads, block.output, block.output_bias, block.ranks)
         return ResidualStream(x.kernels, tokens.rows.continued(self, x.rows), pending)
 
+    def commit_recurrent(
+        self, kept: tuple[Tensor, Tensor, Tensor], block: RecurrentBlock, tokens: RecurrentTokens, counts: Tensor
+    ) -> None:
+        """Commit both states in one kernel, which reads the convolution's results instead of convolving again."""
+        inputs, mixed, gates = kept
+        window, state, rule, batch = tokens.convolution, tokens.delta, block.rule, tokens.batch
+        is_laid_out = window.is_contiguous() and inputs.stride(1) == 1
+        if not _has_rule(mixed, gates, state) or not has_kernel(inputs, window) or not is_laid_out:
+            super().commit_recurrent(kept, block, tokens, counts)
+            return
+        operands = inputs, window, mixed, gates, rule.a_log, rule.dt_bias, state, *batch.operands, counts
+        _TRITON.commit_recurrent.triton(*operands, batch.settled and self.pdl, self.pdl)
+
     # -- selection of tokens ---------------------------------------------------------------------------------------
 
     def apply_token_bitmask(self, logits: Tensor, bitmask: Tensor) -> Tensor:

@@ -162,9 +162,10 @@ class RecurrentTokens(NamedTuple):
     """True if each sequence has few tokens: the block then calls ``gated_delta_rule``, else ``chunk_gated_delta_rule``."""
     counts: Tensor | None = None
     """int64 [B]: number of new tokens of each sequence; None: the block computes them from ``batch``."""
-    window: list[tuple[Tensor, Tensor]] | None = None
-    """None: the block writes the states after all tokens. A list: states stay unchanged, and the block appends its inputs,
-    from which :meth:`BlockKernels.commit_recurrent` computes the states after the accepted tokens.
+    window: list[tuple[Tensor, Tensor, Tensor]] | None = None
+    """None: the block writes the states after all tokens. A list: states stay unchanged, and the block appends the inputs of
+    the convolution [T, C], its results [T, C], and the gates [T, 2 Hv]. :meth:`BlockKernels.commit_recurrent` computes from
+    them the states after the accepted tokens.
     """
 
 
@@ -218,13 +219,14 @@ class BlockKernels(ModelKernels, RecurrentKernels, BookkeepingKernels, Collectiv
 
     @composes(*RECURRENCES)
     def commit_recurrent(
-        self, inputs: tuple[Tensor, Tensor], block: RecurrentBlock, tokens: RecurrentTokens, counts: Tensor
+        self, kept: tuple[Tensor, Tensor, Tensor], block: RecurrentBlock, tokens: RecurrentTokens, counts: Tensor
     ) -> None:
-        """Write the states after ``counts`` int64 [B] of the tokens whose ``inputs`` a recurrent block kept.
+        """Write the states after ``counts`` int64 [B] of the tokens for which a recurrent block ``kept`` tensors.
 
-        It computes the bits of the block itself.
+        It computes the bits of the block itself. The default convolves again.
         """
-        _recur(self, *inputs, block, tokens, counts, decodes=True)
+        mixed, _, gates = kept
+        _recur(self, mixed, gates, block, tokens, counts, decodes=True)
 
     def _mlp(self, x: Tensor, block: MlpBlock) -> Tensor:
         gated = self.silu_mul(linear(self, x, block.gate_up, block.gate_up_bias))
@@ -313,7 +315,6 @@ def recurrent_heads(
         commit = tokens.batch.token_counts if tokens.counts is None else tokens.counts
         heads = _recur(kernels, mixed, gates, block, tokens, commit, decodes=tokens.decodes)
     else:
-        tokens.window.append((mixed, gates))
         heads = _recur(kernels, mixed, gates, block, tokens, None, decodes=True)
     normed_heads = kernels.gated_rms_norm(heads, gate.unflatten(1, heads.shape[1:]), block.rule.norm, block.eps)
     return tokens.rows.select(kernels, normed_heads.flatten(1))
@@ -331,5 +332,7 @@ def _recur(
 ) -> Tensor:
     rule = block.rule
     convolved = kernels.short_convolution(mixed, rule.convolution, tokens.convolution, tokens.batch, commit)
+    if commit is None and tokens.window is not None:
+        tokens.window.append((mixed, convolved, gates))
     operands = convolved, gates, rule.a_log, rule.dt_bias, tokens.delta, tokens.batch
     return kernels.gated_delta_rule(*operands, commit) if decodes else kernels.chunk_gated_delta_rule(*operands)
