@@ -170,7 +170,8 @@ def delta_rule(
     allow_next_kernel(PDL)
     head, sequence = tl.program_id(0), tl.program_id(2)
     d = tl.arange(0, BLOCK_D)
-    e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    column = tl.arange(0, BLOCK_E)
+    e = tl.program_id(1) * BLOCK_E + column
     in_d, in_e = d < D, e < E
     rate = tl.exp(tl.load(a_log + head).to(tl.float32))  # weights, so their loads may precede the wait
     bias = tl.load(dt_bias + head).to(tl.float32)
@@ -180,7 +181,9 @@ def delta_rule(
     count = tl.load(query_start + sequence + 1) - start
     row = tl.load(rows + sequence)
     has_state = tl.load(seq_lens + sequence) > count
-    cells = state + ((row * value_heads + head) * D + d[:, None]) * E + e[None, :]
+    # One address per thread and constant distances: addresses of every row would take 32 registers.
+    first = state + (row * value_heads + head) * D * E + tl.program_id(1) * BLOCK_E
+    cells = first + (d[:, None] * E + column[None, :])
     inside = in_d[:, None] & in_e[None, :]
     current = tl.load(cells, mask=inside & has_state, other=0.0).to(tl.float32)
     if reads_early != 0:
