@@ -67,6 +67,7 @@ def kernels(streamed):
         "store_window",
         "load_token",
         "gated_norm",
+        "sigmoid_product",
         "load_normalized",
         "between_tokens",
         "inverse_of_triangle",

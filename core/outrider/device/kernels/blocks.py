@@ -213,7 +213,7 @@ class BlockKernels(ModelKernels, RecurrentKernels, BookkeepingKernels, Collectiv
         """Mix the norm of the stream with the states by a short convolution and a gated delta rule (Yang et al. 2024)."""
         normed = x.norm(block.norm, block.eps)
         projected = [linear(self, normed, each) for each in block.projections]
-        heads = recurrent_heads(self, projected, block, tokens)
+        heads = gated_heads(self, *recurrent_heads(self, projected, block, tokens), block, tokens)
         rows = tokens.rows.continued(self, x.rows)
         return contributed(self, rows, linear(self, heads, block.output, block.output_bias), block.ranks)
 
@@ -303,8 +303,8 @@ def contributed(kernels: BlockKernels, rows: Tensor, value: Tensor, ranks: RankB
 
 def recurrent_heads(
     kernels: BlockKernels, projected: Sequence[Tensor], block: RecurrentBlock, tokens: RecurrentTokens
-) -> Tensor:
-    """Return the gated results of the rows that continue [S, Hv Ev], before the output product.
+) -> tuple[Tensor, Tensor]:
+    """Return the results of the delta rule, and the gate of :func:`gated_heads`, each [T, Hv, Ev].
 
     ``projected`` has the product [T, ...] of the normalised rows and each weight of ``block.projections``.
     """
@@ -316,8 +316,12 @@ def recurrent_heads(
         heads = _recur(kernels, mixed, gates, block, tokens, commit, decodes=tokens.decodes)
     else:
         heads = _recur(kernels, mixed, gates, block, tokens, None, decodes=True)
-    normed_heads = kernels.gated_rms_norm(heads, gate.unflatten(1, heads.shape[1:]), block.rule.norm, block.eps)
-    return tokens.rows.select(kernels, normed_heads.flatten(1))
+    return heads, gate.unflatten(1, heads.shape[1:])
+
+
+def gated_heads(kernels: BlockKernels, heads: Tensor, gate: Tensor, block: RecurrentBlock, tokens: RecurrentTokens) -> Tensor:
+    """Return the gated norms of ``heads`` in the rows that continue [S, Hv Ev], before the output product."""
+    return tokens.rows.select(kernels, kernels.gated_rms_norm(heads, gate, block.rule.norm, block.eps).flatten(1))
 
 
 def _recur(

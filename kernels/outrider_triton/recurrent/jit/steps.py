@@ -267,6 +267,13 @@ def gated_rms_norm(
 
 
 @triton.jit
+def sigmoid_product(values, z, out_type: tl.constexpr):
+    """Return ``values`` times the sigmoid of ``z``, rounded where the reference rounds."""
+    factor = (1.0 / (1.0 + tl.exp(-z))).to(out_type).to(tl.float32)
+    return (values * factor).to(out_type)
+
+
+@triton.jit
 def sigmoid_mul(x, gate, out, size, x_stride, gate_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Store a chunk of a row of ``x`` [rows, size] times the sigmoid of its gate to ``out`` [rows, size]; one program per
     (row, chunk).
@@ -276,6 +283,5 @@ def sigmoid_mul(x, gate, out, size, x_stride, gate_stride, BLOCK: tl.constexpr, 
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = lane < size
     z = tl.load(gate + row * gate_stride + lane, mask=inside, other=0.0).to(tl.float32)
-    factor = (1.0 / (1.0 + tl.exp(-z))).to(out.dtype.element_ty).to(tl.float32)  # rounded like the reference's
     values = tl.load(x + row * x_stride + lane, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * size + lane, (values * factor).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * size + lane, sigmoid_product(values, z, out.dtype.element_ty), mask=inside)
