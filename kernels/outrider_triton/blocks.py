@@ -17,6 +17,7 @@ from outrider.device import (
     AttentionTokens,
     Contribution,
     KernelSet,
+    LayerRows,
     MlpBlock,
     QuantizedWeight,
     RankBoundary,
@@ -35,7 +36,7 @@ from outrider.device.kernels.weights import linear
 from outrider_triton.attention.cached import CacheAttention
 from outrider_triton.attention.prefill import PrefillOperands
 from outrider_triton.products.dense import DenseProducts
-from outrider_triton.products.operands import Product, QuantizedProduct
+from outrider_triton.products.operands import HeadGate, Product, QuantizedProduct
 from outrider_triton.quantized.products import QuantizedProducts, has_dynamic_activations
 
 
@@ -194,16 +195,27 @@ class FusedBlocks:
             return self._dense.linear_silu_mul(x, weight, bias)
         return self._kernels.silu_mul(linear(self._kernels, x, weight, bias))
 
+    def defers_gate(self, block: AttentionBlock | RecurrentBlock, rows: LayerRows) -> bool:
+        """Return True if the kernel that quantises rows for the block's output product can apply the block's gate."""
+        return isinstance(block.output, QuantizedWeight) and not block.ranks.reduces and rows.kept is None
+
     def mlp(self, x: Tensor, block: MlpBlock) -> Tensor:
         """Return the MLP's output [T, H] for the normalised rows ``x`` [T, H]."""
         return linear(self._kernels, self.gated_product(x, block.gate_up, block.gate_up_bias), block.down, block.down_bias)
 
-    def contribution(self, x: Tensor, weight: Weight, bias: Tensor | None, ranks: RankBoundary = SINGLE_RANK) -> Contribution:
-        """Return the product of ``x`` and ``weight`` as a contribution to the residual stream, deferred if there
-        is one rank.
+    def contribution(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        ranks: RankBoundary = SINGLE_RANK,
+        gate: HeadGate | None = None,
+    ) -> Contribution:
+        """Return the product of ``x``, to which the ``gate`` is applied, and ``weight`` as a contribution to the residual
+        stream, deferred if there is one rank. A quantised weight takes a gate.
         """
         if not ranks.reduces and isinstance(weight, Tensor):
             return DeferredProduct(self._dense, Product(x, weight, bias))
         if not ranks.reduces and isinstance(weight, QuantizedWeight):
-            return DeferredQuantized(self._quantized, QuantizedProduct(x, weight, bias))
+            return DeferredQuantized(self._quantized, QuantizedProduct(x, weight, bias, gate=gate))
         return Computed(self._kernels, linear(self._kernels, x, weight, bias), ranks)

@@ -34,7 +34,14 @@ from outrider.device import (
     Stream,
     Weight,
 )
-from outrider.device.kernels.blocks import Attend, attended_rows, continued_queries, experts_stream, recurrent_heads
+from outrider.device.kernels.blocks import (
+    Attend,
+    attended_rows,
+    continued_queries,
+    experts_stream,
+    gated_heads,
+    recurrent_heads,
+)
 from outrider.device.kernels.residual import Computed
 from outrider.device.kernels.weights import linear
 from outrider_triton.attention.cached import CacheAttention, attends
@@ -45,6 +52,7 @@ from outrider_triton.experts.mixtures import ExpertProducts
 from outrider_triton.launch import compile_only, has_kernel, without_running
 from outrider_triton.peers.exchange import PeerExchange
 from outrider_triton.products.dense import DenseProducts, first_rows
+from outrider_triton.products.operands import HeadGate
 from outrider_triton.quantized.operators import plan
 from outrider_triton.quantized.products import QuantizedProducts, library_operands, library_scales
 from outrider_triton.recurrent import operators as _recurrent_ops  # noqa: F401
@@ -467,8 +475,11 @@ class TritonKernels(KernelSet):
             operands = continued_queries(self, q, tokens), *tokens.rotary[2:4], tokens.attention
             pending: Contribution = DeferredAttention(self, self.quantized, operands, block, block.output, attend)
         else:
+            deferred = None
+            if gate is not None and self.fused.defers_gate(block, tokens.rows):
+                deferred, gate = HeadGate(gate.unflatten(1, q.shape[1:])), None
             attended = attended_rows(self, q, gate, block, tokens, attend or self.paged_attention)
-            pending = self.fused.contribution(attended, block.output, block.output_bias, block.ranks)
+            pending = self.fused.contribution(attended, block.output, block.output_bias, block.ranks, deferred)
         return ResidualStream(x.kernels, tokens.rows.continued(self, x.rows), pending)
 
     def mlp_block(self, x: ResidualStream, block: MlpBlock) -> ResidualStream:
@@ -503,9 +514,24 @@ class TritonKernels(KernelSet):
 
     def recurrent_block(self, x: ResidualStream, block: RecurrentBlock, tokens: RecurrentTokens) -> ResidualStream:
         """Compose the recurrent block of its kernels, and defer the output product until the next norm."""
-        heads = recurrent_heads(self, self.fused.projections(x, block), block, tokens)
-        pending = self.fused.contribution(heads, block.output, block.output_bias, block.ranks)
+        heads, values = recurrent_heads(self, self.fused.projections(x, block), block, tokens)
+        gate = HeadGate(values, block.rule.norm, block.eps) if self.fused.defers_gate(block, tokens.rows) else None
+        rows = gated_heads(self, heads, values, block, tokens) if gate is None else heads.flatten(1)
+        pending = self.fused.contribution(rows, block.output, block.output_bias, block.ranks, gate)
         return ResidualStream(x.kernels, tokens.rows.continued(self, x.rows), pending)
+
+    def commit_recurrent(
+        self, kept: tuple[Tensor, Tensor, Tensor], block: RecurrentBlock, tokens: RecurrentTokens, counts: Tensor
+    ) -> None:
+        """Commit both states in one kernel, which reads the convolution's results instead of convolving again."""
+        inputs, mixed, gates = kept
+        window, state, rule, batch = tokens.convolution, tokens.delta, block.rule, tokens.batch
+        is_laid_out = window.is_contiguous() and inputs.stride(1) == 1
+        if not _has_rule(mixed, gates, state) or not has_kernel(inputs, window) or not is_laid_out:
+            super().commit_recurrent(kept, block, tokens, counts)
+            return
+        operands = inputs, window, mixed, gates, rule.a_log, rule.dt_bias, state, *batch.operands, counts
+        _TRITON.commit_recurrent.triton(*operands, batch.settled and self.pdl, self.pdl)
 
     # -- selection of tokens ---------------------------------------------------------------------------------------
 

@@ -4,12 +4,13 @@ In float16: the interpreter multiplies bfloat16 wrongly.
 """
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kernels.unfused import UnfusedProducts
-from outrider.device import HeadNorms, RecurrentBatch, RotaryArgs
+from outrider.device import HeadNorms, RecurrentBatch, RecurrentTokens, RotaryArgs
 from outrider_triton.products.operands import Product
 
 PLAIN = UnfusedProducts()
@@ -98,7 +99,7 @@ def layer(device, *, tokens, heads=2, size=8):
 def run(kernels, weights, states, inputs, batch, commit):
     convolution, a_log, dt_bias = weights
     convolved = kernels.short_convolution(inputs[0], convolution, states[0], batch, commit)
-    return kernels.gated_delta_rule(convolved, inputs[1], a_log, dt_bias, states[1], batch, commit)
+    return kernels.gated_delta_rule(convolved, inputs[1], a_log, dt_bias, states[1], batch, commit), convolved
 
 
 def batch_of(rows, count, length):
@@ -107,20 +108,28 @@ def batch_of(rows, count, length):
 
 
 def test_decoding_verification_and_replay_have_the_same_bits(kernels, device):
-    """A window of three tokens leaves the states. A replay of its first tokens writes what decoding one by one writes."""
-    weights, states, inputs = layer(device, tokens=3)
-    rows = torch.tensor([2], device=device)
+    """A window of four tokens of two sequences leaves the states. A replay of some writes what decoding one by one writes."""
+    weights, states, inputs = layer(device, tokens=8, size=32 if device.type == "cpu" else 128)
+    rows, rule = torch.tensor([2, 1], device=device), SimpleNamespace(a_log=weights[1], dt_bias=weights[2])
     before = [state.clone() for state in states]
-    window = run(kernels, weights, states, inputs, batch_of(rows, 3, 8), None)
+    whole = batch_of(rows, 4, 9)
+    window, convolved = run(kernels, weights, states, inputs, whole, None)
     assert all(map(torch.equal, states, before))
-    one_by_one, ones = [state.clone() for state in states], torch.ones_like(rows)
-    for token in range(3):
-        own = slice(token, token + 1)
-        made = run(kernels, weights, one_by_one, [each[own] for each in inputs], batch_of(rows, 1, 6 + token), ones)
+    one_by_one, ones = [[state.clone() for state in states]], torch.ones_like(rows)
+    for token in range(4):
+        own, after = slice(token, None, 4), [state.clone() for state in one_by_one[-1]]
+        made, _ = run(kernels, weights, after, [each[own] for each in inputs], batch_of(rows, 1, 6 + token), ones)
         assert torch.equal(made, window[own])
+        one_by_one.append(after)
+    for counts in itertools.product((1, 2, 3, 4), (1, 4)):
         replayed = [state.clone() for state in states]
-        run(kernels, weights, replayed, inputs, batch_of(rows, 3, 8), ones * (token + 1))
-        assert all(map(torch.equal, replayed, one_by_one))
+        kept = inputs[0], convolved, inputs[1]
+        tokens, accepted = RecurrentTokens(whole, *replayed), torch.tensor(counts, device=device)
+        kernels.commit_recurrent(kept, SimpleNamespace(rule=rule), tokens, accepted)
+        for index, made in enumerate(replayed):
+            for row, count in zip(rows.tolist(), counts, strict=True):
+                assert torch.equal(made[row], one_by_one[count][index][row])
+            assert torch.equal(made[0], states[index][0])
 
 
 def test_a_prompt_cut_at_a_boundary_has_the_bits_of_the_whole(kernels, device):

@@ -22,7 +22,7 @@ from outrider.model.layers.layer_weights import LayerWeights
 from outrider_triton.attention import operators as attention_ops
 from outrider_triton.blocks import DeferredQuantized
 from outrider_triton.kernelset import TritonKernels
-from outrider_triton.products.operands import QuantizedProduct
+from outrider_triton.products.operands import HeadGate, QuantizedProduct
 from outrider_triton.quantized import activations as quantized_activation_ops
 from outrider_triton.quantized import nibble_planes as nibble_plane_ops
 from outrider_triton.quantized import operators as quantized_ops
@@ -197,6 +197,24 @@ def test_what_a_last_layer_adds(format, left, split, kernels):
         else:  # the norm adds parts up, and rounds their sum with the residual once
             torch.testing.assert_close(mine, its, rtol=4e-3, atol=4e-3)
             torch.testing.assert_close(kept, residual, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("group", [0, 32, 256])
+def test_heads_are_gated_and_quantised(group, normed, kernels, launched):
+    """As the gate and the quantisation one after the other have it, by scales of a row, of half a head and of four heads."""
+    x, values = normal(5, INNER), normal(5, SIZE + INNER, seed=8)[:, SIZE:].unflatten(1, (6, 64))
+    gate = HeadGate(values, normal(64, seed=9), 1e-6) if normed else HeadGate(values)
+    rows = quantized_ops.quantized_rows(gate.apply(kernels, x), "fp8", group, None, torch.float16, kernels.pdl)
+    made = torch.ops.outrider.gated_rms_norm.triton_quantize(x, *gate, "fp8", group, torch.float16, kernels.pdl)
+    for mine, its in zip(made, rows, strict=True):
+        same(mine, its)
+    launched.clear()
+    for format in FORMATS:
+        product, residual = QuantizedProduct(x, weight(format, HIDDEN, INNER), None, gate=gate), normal(5, HIDDEN, seed=12)
+        right = residual + kernels.linear_quantized(gate.apply(kernels, x), product.weight)
+        same(kernels.quantized.linear_quantized_add(product, residual), right)
+    assert launched.count("gate_quantize") == 1  # four bits take rows that aren't quantised
 
 
 CONTEXT = 300

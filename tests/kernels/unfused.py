@@ -39,10 +39,10 @@ class UnfusedProducts(KernelSet):
         return UnfusedProducts.linear_rope_write_cache(self, Product(normed, weight, bias), rotary)
 
     def linear_quantized_add(self, added, residual):
-        return residual.add_(self.linear_quantized(added.silu_mul(self), added.weight, added.bias))
+        return residual.add_(self.linear_quantized(added.gate_rows(self), added.weight, added.bias))
 
     def linear_quantized_add_rms_norm(self, added, residual, norm, eps):
-        return self.add_rms_norm(self.linear_quantized(added.silu_mul(self), added.weight, added.bias), residual, norm, eps)
+        return self.add_rms_norm(self.linear_quantized(added.gate_rows(self), added.weight, added.bias), residual, norm, eps)
 
     def linear_quantized_rope_write_cache(self, x, weight, bias, rotary):
         return UnfusedProducts._turned(self, self.linear_quantized(x, weight, bias), rotary)

@@ -1,7 +1,7 @@
 """Operators that quantise activations inside the kernel that computes them.
 
 :mod:`outrider_triton.products.jit.streamed` computes gate and up in e4m3. :mod:`outrider_triton.quantized.jit.activations`
-quantises the gated rows afterwards, and quantises embeddings while it reads them.
+quantises the gated rows afterwards, and quantises embeddings while it reads them, and heads while it gates them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import triton
 from torch import Tensor
 
 from outrider_triton.bookkeeping.operators import expect_beside
-from outrider_triton.launch import define, launch, power_of_two
+from outrider_triton.launch import define, has_kernel, launch, power_of_two, warps_for
 from outrider_triton.products.streamed import silu_mul
 from outrider_triton.quantized.formats import TRITON_FORMATS
 from outrider_triton.quantized.jit import activations
-from outrider_triton.quantized.operators import allocate_quantized
+from outrider_triton.quantized.operators import MAX_ROW_ELEMENTS, allocate_quantized
 from outrider_triton.tiles.configs import MatmulConfig
+
+_HEADS_PER_PROGRAM = 4
+"""Number of heads that one program gates, or more for a scale that more heads share."""
 
 
 def _silu_mul_linear(
@@ -87,3 +90,34 @@ def _embed_beside_quantize(
 
 
 define("embed_beside.triton_quantize", _embed_beside_quantize)
+
+
+def quantizes_gated(gate: Tensor, group: int) -> bool:
+    """Return True if :func:`_gate_quantize` takes this gate [T, heads, E], with a scale per ``group`` columns (0: all)."""
+    heads, size = gate.shape[1:]
+    in_rows = gate.stride(1) == size and gate.stride(2) == 1 and has_kernel(gate)
+    return in_rows and power_of_two(size) == size and power_of_two(heads) * size <= MAX_ROW_ELEMENTS and group <= size * heads
+
+
+def _gate_quantize(
+    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, format: str, group: int, dtype: torch.dtype, pdl: bool
+) -> tuple[Tensor, Tensor]:
+    """Apply a :class:`~outrider_triton.products.operands.HeadGate` to ``x`` [T, heads * E] and quantise the rows."""
+    heads, size = gate.shape[1:]
+    count = max(_HEADS_PER_PROGRAM, group // size) if group else power_of_two(heads)
+    out, scales = allocate_quantized(x, heads * size, group, dtype)
+    launch(
+        activations.gate_quantize,
+        (out.shape[0], triton.cdiv(heads, count)),
+        *(x.contiguous(), gate, weight, out, scales, eps, heads, gate.stride(0)),
+        E4M3=TRITON_FORMATS[format].elements.is_float,
+        GROUP=group,
+        E=size,
+        HEADS=count,
+        pdl=pdl,
+        warps=max(4, warps_for(count * size)),
+    )
+    return out, scales
+
+
+define("gated_rms_norm.triton_quantize", _gate_quantize)

@@ -13,9 +13,9 @@ from torch import Tensor
 from outrider.device import KernelSet, QuantizedWeight, RotaryArgs
 from outrider_triton.launch import compile_only, has_kernel
 from outrider_triton.products.operands import QuantizedProduct
-from outrider_triton.quantized import activations as _activated_ops  # noqa: F401  (these register the operators)
-from outrider_triton.quantized import library as _library_ops  # noqa: F401
+from outrider_triton.quantized import library as _library_ops  # noqa: F401  (these register the operators)
 from outrider_triton.quantized import operators as _quantized_ops  # noqa: F401
+from outrider_triton.quantized.activations import quantizes_gated
 from outrider_triton.quantized.formats import TRITON_FORMATS
 from outrider_triton.quantized.nibble_planes import INT8_COMPONENTS, allocate_rows, computes_swiglu, row_layout
 from outrider_triton.quantized.operators import MAX_ROW_ELEMENTS, ProductPlan, activation_dtype, plan, sum_parts
@@ -406,8 +406,12 @@ class QuantizedProducts:
             format, _, row_dtype = activation_format(weight, product_plan)
             rows, scales = _TRITON.quantize_by_maxima.triton(x, added.maxima, format, row_dtype, self._pdl)
             return TokenRows(rows, scales, False)
+        if added.gate is not None and has_dynamic_activations(weight) and quantizes_gated(added.gate.values, _group(weight)):
+            row_format = activation_format(weight, product_plan)
+            rows, scales = _TRITON.gated_rms_norm.triton_quantize(x, *added.gate, *row_format, self._pdl)
+            return TokenRows(rows, scales, False)
         if not added.gated:
-            return TokenRows(x, None, False)
+            return TokenRows(added.gate_rows(self._kernels), None, False)
         if has_dynamic_activations(weight):
             rows, scales = _TRITON.silu_mul.triton_quantize(x, *activation_format(weight, product_plan), self._pdl)
             return TokenRows(rows, scales, False)
@@ -533,7 +537,7 @@ class QuantizedProducts:
         """
         first = self._first(added, residual, parts=False)
         if first is None:
-            return residual.add_(self._kernels.linear_quantized(added.silu_mul(self._kernels), added.weight, added.bias))
+            return residual.add_(self._kernels.linear_quantized(added.gate_rows(self._kernels), added.weight, added.bias))
         (product_plan, config), weight = first, added.weight
         can_stream = product_plan.can_stream and not product_plan.planes
         if self._scope.must_compile(("linear_quantized_add", residual.dtype, weight.shape, weight.label, added.bias is None)):
@@ -569,7 +573,7 @@ class QuantizedProducts:
         """Multiply by a quantised weight; the norm kernel adds the product's parts to the residual and returns the norm."""
         first = self._first(added, residual) if residual.shape[-1] <= MAX_ROW_ELEMENTS else None
         if first is None:
-            product = self._kernels.linear_quantized(added.silu_mul(self._kernels), added.weight, added.bias)
+            product = self._kernels.linear_quantized(added.gate_rows(self._kernels), added.weight, added.bias)
             return self._kernels.add_rms_norm(product, residual, norm, eps)
         product_plan, weight = first[0], added.weight
         weight_key = norm.dtype, weight.shape, weight.label, added.bias is None

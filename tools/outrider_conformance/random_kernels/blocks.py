@@ -297,7 +297,7 @@ def _recurrent_block(shape: Shape, dtype: torch.dtype, dice: RandomValues, *, co
             output=output(o),
         )
         batch = RecurrentBatch(o["rows"], o["query_start"], o["seq_lens"], new)
-        window: list[tuple[Tensor, Tensor]] | None = [] if committed else None
+        window: list[tuple[Tensor, Tensor, Tensor]] | None = [] if committed else None
         tokens = RecurrentTokens(batch, o["inputs"], o["states"], LayerRows(), decodes=True, window=window)
         out = kernels.recurrent_block(ResidualStream(kernels, o["residual"]), block, tokens).norm(o["last norm"], EPS)
         if window is not None:

@@ -162,9 +162,10 @@ class RecurrentTokens(NamedTuple):
     """True if each sequence has few tokens: the block then calls ``gated_delta_rule``, else ``chunk_gated_delta_rule``."""
     counts: Tensor | None = None
     """int64 [B]: number of new tokens of each sequence; None: the block computes them from ``batch``."""
-    window: list[tuple[Tensor, Tensor]] | None = None
-    """None: the block writes the states after all tokens. A list: states stay unchanged, and the block appends its inputs,
-    from which :meth:`BlockKernels.commit_recurrent` computes the states after the accepted tokens.
+    window: list[tuple[Tensor, Tensor, Tensor]] | None = None
+    """None: the block writes the states after all tokens. A list: states stay unchanged, and the block appends the inputs of
+    the convolution [T, C], its results [T, C], and the gates [T, 2 Hv]. :meth:`BlockKernels.commit_recurrent` computes from
+    them the states after the accepted tokens.
     """
 
 
@@ -212,19 +213,20 @@ class BlockKernels(ModelKernels, RecurrentKernels, BookkeepingKernels, Collectiv
         """Mix the norm of the stream with the states by a short convolution and a gated delta rule (Yang et al. 2024)."""
         normed = x.norm(block.norm, block.eps)
         projected = [linear(self, normed, each) for each in block.projections]
-        heads = recurrent_heads(self, projected, block, tokens)
+        heads = gated_heads(self, *recurrent_heads(self, projected, block, tokens), block, tokens)
         rows = tokens.rows.continued(self, x.rows)
         return contributed(self, rows, linear(self, heads, block.output, block.output_bias), block.ranks)
 
     @composes(*RECURRENCES)
     def commit_recurrent(
-        self, inputs: tuple[Tensor, Tensor], block: RecurrentBlock, tokens: RecurrentTokens, counts: Tensor
+        self, kept: tuple[Tensor, Tensor, Tensor], block: RecurrentBlock, tokens: RecurrentTokens, counts: Tensor
     ) -> None:
-        """Write the states after ``counts`` int64 [B] of the tokens whose ``inputs`` a recurrent block kept.
+        """Write the states after ``counts`` int64 [B] of the tokens for which a recurrent block ``kept`` tensors.
 
-        It computes the bits of the block itself.
+        It computes the bits of the block itself. The default convolves again.
         """
-        _recur(self, *inputs, block, tokens, counts, decodes=True)
+        mixed, _, gates = kept
+        _recur(self, mixed, gates, block, tokens, counts, decodes=True)
 
     def _add_shared_expert(self, value: Tensor, x: Tensor, shared: MlpBlock, gate: Weight) -> None:
         value.add_(torch.sigmoid(linear(self, x, gate)) * self._mlp(x, shared))
@@ -309,8 +311,8 @@ def contributed(kernels: BlockKernels, rows: Tensor, value: Tensor, ranks: RankB
 
 def recurrent_heads(
     kernels: BlockKernels, projected: Sequence[Tensor], block: RecurrentBlock, tokens: RecurrentTokens
-) -> Tensor:
-    """Return the gated results of the rows that continue [S, Hv Ev], before the output product.
+) -> tuple[Tensor, Tensor]:
+    """Return the results of the delta rule, and the gate of :func:`gated_heads`, each [T, Hv, Ev].
 
     ``projected`` has the product [T, ...] of the normalised rows and each weight of ``block.projections``.
     """
@@ -321,10 +323,13 @@ def recurrent_heads(
         commit = tokens.batch.token_counts if tokens.counts is None else tokens.counts
         heads = _recur(kernels, mixed, gates, block, tokens, commit, decodes=tokens.decodes)
     else:
-        tokens.window.append((mixed, gates))
         heads = _recur(kernels, mixed, gates, block, tokens, None, decodes=True)
-    normed_heads = kernels.gated_rms_norm(heads, gate.unflatten(1, heads.shape[1:]), block.rule.norm, block.eps)
-    return tokens.rows.select(kernels, normed_heads.flatten(1))
+    return heads, gate.unflatten(1, heads.shape[1:])
+
+
+def gated_heads(kernels: BlockKernels, heads: Tensor, gate: Tensor, block: RecurrentBlock, tokens: RecurrentTokens) -> Tensor:
+    """Return the gated norms of ``heads`` in the rows that continue [S, Hv Ev], before the output product."""
+    return tokens.rows.select(kernels, kernels.gated_rms_norm(heads, gate, block.rule.norm, block.eps).flatten(1))
 
 
 def _recur(
@@ -339,5 +344,7 @@ def _recur(
 ) -> Tensor:
     rule = block.rule
     convolved = kernels.short_convolution(mixed, rule.convolution, tokens.convolution, tokens.batch, commit)
+    if commit is None and tokens.window is not None:
+        tokens.window.append((mixed, convolved, gates))
     operands = convolved, gates, rule.a_log, rule.dt_bias, tokens.delta, tokens.batch
     return kernels.gated_delta_rule(*operands, commit) if decodes else kernels.chunk_gated_delta_rule(*operands)

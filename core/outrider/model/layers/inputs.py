@@ -68,9 +68,9 @@ class StateInput:
     """True if each sequence has few tokens, which a recurrence computes token by token."""
     counts: Tensor | None = None
     """Number of new tokens of each sequence, int64 [B]. The decoder computes it once for all layers."""
-    window: list[tuple[Tensor, Tensor]] | None = None
-    """None: the pass writes the states after all tokens. A list: states stay unchanged, and each recurrent layer appends its
-    inputs, from which :meth:`LanguageModel.commit` computes the states after the accepted tokens.
+    window: list[tuple[Tensor, Tensor, Tensor]] | None = None
+    """None: the pass writes the states after all tokens. A list: states stay unchanged, and each recurrent layer appends
+    tensors, from which :meth:`LanguageModel.commit` computes the states after the accepted tokens.
     """
 
 

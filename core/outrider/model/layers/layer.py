@@ -124,9 +124,9 @@ class RecurrentLayer(DecoderLayer):
     """A layer with a recurrent block in place of attention. Its ``cache`` is a :class:`LayerState` instead of keys and
     values.
 
-    Speculation can't truncate a recurrent state. A pass over drafts therefore leaves the states unchanged and keeps the
-    inputs of each recurrent layer; :meth:`commit` runs the same kernels over the accepted tokens again and writes their
-    states. Both passes compute the same bits.
+    Speculation can't truncate a recurrent state. A pass over drafts therefore leaves the states unchanged and keeps
+    tensors of each recurrent layer; :meth:`commit` computes the accepted tokens again and writes their states. Both passes
+    compute the same bits.
     """
 
     is_recurrent = True
@@ -137,9 +137,9 @@ class RecurrentLayer(DecoderLayer):
         del cos_sin
         return _recurrent_tokens(inputs, LayerState(*cache), rows)
 
-    def commit(self, kept: tuple[Tensor, Tensor], inputs: ForwardInput, state: LayerState, counts: Tensor) -> None:
+    def commit(self, kept: tuple[Tensor, Tensor, Tensor], inputs: ForwardInput, state: LayerState, counts: Tensor) -> None:
         """Write to ``state`` the states after the first ``counts`` int64 [B] tokens of each sequence. ``kept`` are the
-        layer's inputs that the pass over ``inputs`` kept.
+        layer's tensors that the pass over ``inputs`` kept.
         """
         block: RecurrentBlock = self._mixer.weights
         tokens = _recurrent_tokens(inputs, state)

@@ -10,6 +10,7 @@ import triton.language as tl
 from outrider.device.kernels.formats import INT8_LARGEST
 from outrider_triton.jit.dependent import begin
 from outrider_triton.products.jit.matmul import swiglu
+from outrider_triton.recurrent.jit.steps import gated_norm, sigmoid_product
 from outrider_triton.rows.jit import add_row, nearest_e4m3, norm
 
 _INT8_LARGEST = tl.constexpr(INT8_LARGEST)
@@ -221,3 +222,42 @@ def embed_beside_quantize(
     embedded = tl.load(weight + token * size + lane, mask=lane < size, other=0.0)
     value = tl.where(lane < size, embedded, features)
     _quantize_row(value.to(tl.float32), row, 0, out, scales, size + hidden_size, E4M3, GROUP, BLOCK)
+
+
+@triton.jit
+def gate_quantize(
+    x,
+    gate,
+    weight,
+    out,
+    scales,
+    eps,
+    heads,
+    gate_stride,
+    E4M3: tl.constexpr,
+    GROUP: tl.constexpr,
+    E: tl.constexpr,
+    HEADS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Gate HEADS of the ``heads`` heads of a row of ``x`` [rows, heads, E] as :func:`outrider_triton.recurrent.jit.steps`
+    does, quantise them, and store them to ``out`` with their ``scales``; one program per (row, HEADS). Without a norm's
+    ``weight``, heads are multiplied by the sigmoid.
+    """
+    column = tl.arange(0, E)[None, :]
+    if weight is not None:
+        scale = tl.load(weight + column)
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * HEADS
+    head = first + tl.arange(0, HEADS)[:, None]
+    inside = (head < heads) & (column < E)
+    lane = head * E + column
+    value = tl.load(x + row * heads * E + lane, mask=inside, other=0.0).to(tl.float32)
+    z = tl.load(gate + row * gate_stride + lane, mask=inside, other=0.0).to(tl.float32)
+    if weight is not None:
+        inverse = tl.rsqrt(tl.sum(value * value, axis=1) / E + eps)
+        made = gated_norm(value * inverse[:, None], z, scale, x.dtype.element_ty)
+    else:
+        made = sigmoid_product(value, z, x.dtype.element_ty)
+    _quantize_row(made.to(tl.float32), row, first * E, out, scales, heads * E, E4M3, GROUP, HEADS * E)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton import next_power_of_2
 
 from outrider_triton.jit.dependent import allow_next_kernel, begin, wait_for_previous_kernel
 
@@ -44,17 +45,26 @@ def load_input(x, state, position, channels, start, row, has_state, x_stride, wi
 
 
 @triton.jit
-def write_window(x, state, kept, channels, start, row, has_state, x_stride, width, KERNEL: tl.constexpr):
-    """Write the K - 1 inputs up to the first ``kept`` new tokens of a sequence to ``state`` [R, K - 1, width] at ``row``, the
-    oldest first.
+def load_window(x, state, kept, channels, start, row, has_state, x_stride, width, KERNEL: tl.constexpr):
+    """Load the K - 1 inputs up to the first ``kept`` new tokens of a sequence, the oldest first: [K - 1, padded; channels].
 
     Operands as in :func:`load_input`.
     """
-    mask = channels < width
-    for slot in tl.static_range(KERNEL - 1):  # ascending: a slot takes the input of a later one
-        position = kept + (slot - (KERNEL - 1))
-        value = load_input(x, state, position, channels, start, row, has_state, x_stride, width, mask, KERNEL)
-        tl.store(state + (row * (KERNEL - 1) + slot) * width + channels, value, mask=mask)
+    slot = tl.arange(0, next_power_of_2(KERNEL))[:, None]
+    lane = channels[None, :]
+    mask = (slot < KERNEL - 1) & (lane < width)
+    position = kept + slot - (KERNEL - 1)
+    return load_input(x, state, position, lane, start, row, has_state, x_stride, width, mask, KERNEL)
+
+
+@triton.jit
+def store_window(state, values, channels, row, width, KERNEL: tl.constexpr):
+    """Store the inputs ``values`` of :func:`load_window` to ``state`` [R, K - 1, width] at ``row``."""
+    slot = tl.arange(0, next_power_of_2(KERNEL))[:, None]
+    lane = channels[None, :]
+    tl.debug_barrier()  # all threads of the program have read the state
+    place = state + (row * (KERNEL - 1) + slot) * width + lane
+    tl.store(place, values, mask=(slot < KERNEL - 1) & (lane < width))
 
 
 @triton.jit
@@ -100,9 +110,9 @@ def short_convolution(
         tl.store(place, silu(total).to(out.dtype.element_ty), mask=mask)
         if commit is not None:
             if tl.program_id(0) == 0:
-                tl.debug_barrier()  # other threads of the program have read the state
                 kept = tl.load(commit + sequence).to(tl.int32)
-                write_window(x, state, kept, lane, start, row, has_state, x_stride, width, KERNEL)
+                window = load_window(x, state, kept, lane, start, row, has_state, x_stride, width, KERNEL)
+                store_window(state, window, lane, row, width, KERNEL)
 
 
 @triton.jit
@@ -129,30 +139,39 @@ def delta_rule(
     seq_lens,
     commit,
     out,
+    inputs,
+    window,
     key_width,
     value_heads,
     values_per_key,
     mixed_stride,
     gates_stride,
+    inputs_stride,
     writes_state,
     reads_early,
     D: tl.constexpr,
     E: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    KERNEL: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute the gated delta rule for the few tokens of a sequence, to ``out`` [T, Hv, E]; one program per (value head,
     block of values, sequence).
 
     One warp has all keys of a few values, so no sum crosses warps. With ``writes_state``, the state after ``commit`` tokens
-    is written, and later tokens aren't computed. Decoding, verification and replay run the same machine code, so their bits
-    are equal. ``reads_early``: no kernel that may still run writes the state or the lengths, so their loads precede the wait.
+    is written, and later tokens aren't computed. Decoding and verification run the same machine code, so their bits are
+    equal. ``reads_early``: no kernel that may still run writes the state or the lengths, so their loads precede the wait.
+
+    With KERNEL, the kernel replays a verified window: it computes states alone, by the same operations, and also writes the
+    convolution's state ``window`` [R, K - 1, width] from its ``inputs`` [T, width], BLOCK_C channels per program.
     """
     allow_next_kernel(PDL)
     head, sequence = tl.program_id(0), tl.program_id(2)
     d = tl.arange(0, BLOCK_D)
-    e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    column = tl.arange(0, BLOCK_E)
+    e = tl.program_id(1) * BLOCK_E + column
     in_d, in_e = d < D, e < E
     rate = tl.exp(tl.load(a_log + head).to(tl.float32))  # weights, so their loads may precede the wait
     bias = tl.load(dt_bias + head).to(tl.float32)
@@ -162,7 +181,9 @@ def delta_rule(
     count = tl.load(query_start + sequence + 1) - start
     row = tl.load(rows + sequence)
     has_state = tl.load(seq_lens + sequence) > count
-    cells = state + ((row * value_heads + head) * D + d[:, None]) * E + e[None, :]
+    # One address per thread and constant distances: addresses of every row would take 32 registers.
+    first = state + (row * value_heads + head) * D * E + tl.program_id(1) * BLOCK_E
+    cells = first + (d[:, None] * E + column[None, :])
     inside = in_d[:, None] & in_e[None, :]
     current = tl.load(cells, mask=inside & has_state, other=0.0).to(tl.float32)
     if reads_early != 0:
@@ -170,6 +191,10 @@ def delta_rule(
 
     if writes_state != 0:
         count = tl.load(commit + sequence).to(tl.int32)
+    if KERNEL > 0:
+        width = 2 * key_width + value_heads * E
+        channels = (head * tl.num_programs(1) + tl.program_id(1)) * BLOCK_C + tl.arange(0, BLOCK_C)
+        latest = load_window(inputs, window, count, channels, start, row, has_state, inputs_stride, width, KERNEL)
     q_lane = head // values_per_key * D + d
     k_lane = key_width + q_lane
     v_lane = 2 * key_width + head * E + e
@@ -189,12 +214,15 @@ def delta_rule(
         read = tl.sum(current * q[:, None], axis=0) * decay
         correction = (v - found) / (1.0 + tl.exp(-b))
         current = current * decay + k[:, None] * correction[None, :]
-        result = read + tl.sum(q * k, axis=0) * correction
-        place = out + ((start + token).to(tl.int64) * value_heads + head) * E + e
-        tl.store(place, result.to(out.dtype.element_ty), mask=in_e)
+        if KERNEL == 0:
+            result = read + tl.sum(q * k, axis=0) * correction
+            place = out + ((start + token).to(tl.int64) * value_heads + head) * E + e
+            tl.store(place, result.to(out.dtype.element_ty), mask=in_e)
         q, k, v, a, b = q_next, k_next, v_next, a_next, b_next
     if writes_state != 0:
         tl.store(cells, current.to(state.dtype.element_ty), mask=inside)
+    if KERNEL > 0:
+        store_window(window, latest, channels, row, width, KERNEL)
 
 
 @triton.jit
@@ -239,6 +267,13 @@ def gated_rms_norm(
 
 
 @triton.jit
+def sigmoid_product(values, z, out_type: tl.constexpr):
+    """Return ``values`` times the sigmoid of ``z``, rounded where the reference rounds."""
+    factor = (1.0 / (1.0 + tl.exp(-z))).to(out_type).to(tl.float32)
+    return (values * factor).to(out_type)
+
+
+@triton.jit
 def sigmoid_mul(x, gate, out, size, x_stride, gate_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Store a chunk of a row of ``x`` [rows, size] times the sigmoid of its gate to ``out`` [rows, size]; one program per
     (row, chunk).
@@ -248,6 +283,5 @@ def sigmoid_mul(x, gate, out, size, x_stride, gate_stride, BLOCK: tl.constexpr, 
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = lane < size
     z = tl.load(gate + row * gate_stride + lane, mask=inside, other=0.0).to(tl.float32)
-    factor = (1.0 / (1.0 + tl.exp(-z))).to(out.dtype.element_ty).to(tl.float32)  # rounded like the reference's
     values = tl.load(x + row * x_stride + lane, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * size + lane, (values * factor).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * size + lane, sigmoid_product(values, z, out.dtype.element_ty), mask=inside)
