@@ -430,7 +430,8 @@ class TritonKernels(KernelSet):
         """Compute the short convolution, with one program per block of tokens, block of channels and sequence."""
         if not has_kernel(x, weight, state) or x.stride(1) != 1 or not (weight.is_contiguous() and state.is_contiguous()):
             return super().short_convolution(x, weight, state, batch, commit)
-        return _TRITON.short_convolution.triton(x, weight, state, *batch.operands, commit, batch.uniform, self.pdl)  # type: ignore[no-any-return]
+        operands = x, weight, state, *batch.operands
+        return _TRITON.short_convolution.triton(*operands, commit, batch.settled and self.pdl, batch.uniform, self.pdl)  # type: ignore[no-any-return]
 
     def gated_delta_rule(
         self,

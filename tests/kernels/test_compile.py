@@ -62,6 +62,7 @@ def kernels(streamed):
         "gumbel",
         "silu",
         "log_decay",
+        "load_kept",
         "load_input",
         "load_window",
         "store_window",

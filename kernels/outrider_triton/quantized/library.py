@@ -17,6 +17,9 @@ from outrider_triton.quantized.formats import TRITON_FORMATS
 from outrider_triton.quantized.jit import products as quantized
 from outrider_triton.quantized.operators import flat_rows, quantized_rows, weight_of_operands
 
+_ROWS_MULTIPLE = 4
+"""Number of rows of which cuBLAS takes multiples if each group of their columns has a scale: 16 bytes of scales."""
+
 
 def dequantized_weight(weight: QuantizedWeight, dtype: torch.dtype, *, fp8: bool, pdl: bool) -> Tensor:
     """Return the weight [n, k] dequantized to ``dtype``: computed in float32 and rounded once."""
@@ -93,7 +96,16 @@ def _library(
     """
     weight = weight_of_operands(data, scales, zero_points, input_scale, format, block, shape, activations, activation_group)
     flat, n = flat_rows(x, weight), shape[0]
-    if scaled:
+    if scaled and 0 < activation_group < shape[1]:
+        m = flat.shape[0]
+        flat, by_group = quantized_rows(
+            flat, activations, activation_group, input_scale, data.dtype, pdl, by_group=_ROWS_MULTIPLE
+        )
+        product = torch._scaled_mm(
+            flat, data.t(), scale_a=by_group, scale_b=scales.float().t(), out_dtype=torch.bfloat16, use_fast_accum=False
+        )[:m].to(x.dtype)
+        product = product if bias is None else product + bias
+    elif scaled:
         flat, by_row = quantized_rows(flat, activations, 0, input_scale, data.dtype, pdl)
         if TRITON_FORMATS[format].scales_library_sums:
             product = scaled_products(torch._int_mm(flat, data.t()), by_row, scales, bias, block[0], x.dtype, pdl)

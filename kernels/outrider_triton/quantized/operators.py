@@ -47,6 +47,8 @@ class ProductPlan:
     """Maximum number of columns per multiplication; 0: a whole tile."""
     planes: bool = False
     """True if the product uses nibble planes (:func:`outrider_triton.quantized.jit.nibble_planes.linear_planes`)."""
+    library_blocks: bool = False
+    """True if torch's library multiplies the operands as stored, with scales of blocks and of groups of 128 columns."""
     can_stream: bool = False
     """True if a streamed kernel exists: with ``planes``
     :func:`outrider_triton.quantized.jit.nibble_planes_streamed.streamed_planes`, else
@@ -109,7 +111,17 @@ def plan(facts: DeviceFacts, weight: QuantizedWeight, *, planes: bool = True) ->
     ring = ring or (native and registered.streams_rows and (by_row or by_piece) and k % UNIT_COLUMNS.value == 0)
     ring = ring and facts.streams_products and weight.data.data_ptr() % 16 == 0 and weight.scales.is_contiguous()
     ring = ring and weight.data.is_contiguous()
-    return ProductPlan(mode, native, columns, at_once, in_planes, ring)
+    by_block = native and by_piece and weight.block[0] == UNIT_COLUMNS.value and _library_scales_blocks(facts, weight)
+    return ProductPlan(mode, native, columns, at_once, in_planes, by_block, ring)
+
+
+def _library_scales_blocks(facts: DeviceFacts, weight: QuantizedWeight) -> bool:
+    """Return True if cuBLAS multiplies the weight with scales of blocks: from CUDA 12.9 on, on Hopper, if the rows of its
+    scales are multiples of 16 bytes.
+    """
+    version = torch.version.cuda
+    known = version is not None and tuple(map(int, version.split(".")[:2])) >= (12, 9)
+    return known and facts.capability == 90 and weight.shape[0] % 128 == 0 and weight.scales.shape[1] % 4 == 0
 
 
 def _power_of_two_factor(value: int) -> int:
@@ -118,23 +130,35 @@ def _power_of_two_factor(value: int) -> int:
 
 
 def quantized_rows(
-    x: Tensor, format: str, group: int, input_scale: Tensor | None, dtype: torch.dtype, pdl: bool, *, plain: bool = False
+    x: Tensor,
+    format: str,
+    group: int,
+    input_scale: Tensor | None,
+    dtype: torch.dtype,
+    pdl: bool,
+    *,
+    plain: bool = False,
+    by_group: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Quantise rows ``x`` [m, k]; return them in ``dtype`` and their scales, float32 [m, groups].
 
-    ``plain``: multiply the rounded rows by their scales again.
+    ``plain``: multiply the rounded rows by their scales again. ``by_group``: the scales of a group are adjacent, and both
+    results are padded to a multiple of ``by_group`` rows, whose values are undefined.
     """
     m, k = x.shape
+    padded = m if not by_group else -(-m // by_group) * by_group
     group = group if 0 < group < k else k
     groups = -(-k // group)
     expect(group <= MAX_ROW_ELEMENTS, lambda: f"activations in groups of {group}, expected at most {MAX_ROW_ELEMENTS}")
-    out = torch.empty((m, k), dtype=dtype, device=x.device)
-    scales = torch.empty((m, groups), dtype=torch.float32, device=x.device)
+    out = torch.empty((padded, k), dtype=dtype, device=x.device)
+    shape = (groups, padded) if by_group else (padded, groups)
+    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
+    scales = scales.t() if by_group else scales
     block = power_of_two(group)
     launch(
         jit_activations.quantize_rows,
         (m, groups),
-        *(x, input_scale, out, scales, k, x.stride(0), group, groups),
+        *(x, input_scale, out, scales, k, x.stride(0), group, *scales.stride()),
         E4M3=TRITON_FORMATS[format].elements.is_float,
         PLAIN=plain,
         BLOCK=block,

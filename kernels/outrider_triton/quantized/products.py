@@ -18,7 +18,14 @@ from outrider_triton.quantized import operators as _quantized_ops  # noqa: F401
 from outrider_triton.quantized.activations import quantizes_gated
 from outrider_triton.quantized.formats import TRITON_FORMATS
 from outrider_triton.quantized.nibble_planes import INT8_COMPONENTS, allocate_rows, computes_swiglu, row_layout
-from outrider_triton.quantized.operators import MAX_ROW_ELEMENTS, ProductPlan, activation_dtype, plan, sum_parts
+from outrider_triton.quantized.operators import (
+    MAX_ROW_ELEMENTS,
+    ProductPlan,
+    activation_dtype,
+    plan,
+    quantized_rows,
+    sum_parts,
+)
 from outrider_triton.rows.operators import rotates
 from outrider_triton.tiles.configs import BUCKETS, STREAMED, MatmulConfig
 from outrider_triton.tiles.derive.quantized import MAX_TOKENS_TRITON_GEMM
@@ -444,6 +451,9 @@ class QuantizedProducts:
         sample, product_plan = x.reshape(-1, x.shape[-1])[:4], plan(self._facts, weight)
         with compile_only():
             _TRITON.linear_quantized.library(sample, *library_operands(weight, bias), False, self._facts.fp8, self._pdl)
+            if product_plan is not None and product_plan.library_blocks:
+                options = weight.activations or "", _group(weight), weight.input_scale, weight.data.dtype, self._pdl
+                quantized_rows(sample, *options, by_group=4)
             scales_sums = TRITON_FORMATS[weight.format].scales_library_sums
             if scales_sums and product_plan is not None and _library_takes_stored(x, weight, product_plan):
                 sums = sample.new_empty((sample.shape[0], weight.shape[0]), dtype=torch.int32)
@@ -624,7 +634,8 @@ def _library_takes_stored(like: Tensor, weight: QuantizedWeight, product_plan: P
     """Return True if the library multiplies this weight as stored by more than 16 tokens of the dtype and
     device of ``like``.
     """
-    if not product_plan.native or product_plan.mode != "row" or 0 < weight.activation_group < weight.shape[1]:
+    by_row = product_plan.mode == "row" and not _group(weight)
+    if not product_plan.native or not (by_row or product_plan.library_blocks):
         return False
     if like.device.type != "cuda" or any(size % 16 for size in weight.shape):
         return False

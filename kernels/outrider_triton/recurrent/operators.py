@@ -34,6 +34,7 @@ def _convolution(
     seq_lens: Tensor,
     max_query: int,
     commit: Tensor | None,
+    settled: bool,
     uniform: bool,
     pdl: bool,
 ) -> Tensor:
@@ -45,7 +46,7 @@ def _convolution(
     launch(
         jit.short_convolution,
         (triton.cdiv(max_query, tokens), triton.cdiv(width, block), rows.shape[0]),
-        *(x, weight, state, rows, query_start, seq_lens, commit, out, x.stride(0), width),
+        *(x, weight, state, rows, query_start, seq_lens, commit, out, x.stride(0), width, int(settled)),
         KERNEL=weight.shape[1],
         BLOCK_T=tokens,
         BLOCK_C=block,

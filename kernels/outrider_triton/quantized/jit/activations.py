@@ -64,7 +64,7 @@ def _quantize_row(value, row, begins, out, scales, size, E4M3: tl.constexpr, GRO
     tl.store(scales + row * groups + group, tl.where(is_invalid > 0, float("nan"), scale), mask=group < groups)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_row", "scale_group"])
 def quantize_rows(
     x,
     given,
@@ -73,14 +73,15 @@ def quantize_rows(
     k,
     x_stride,
     group,
-    groups,
+    scale_row,
+    scale_group,
     E4M3: tl.constexpr,
     PLAIN: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Quantise one group of one row: store the scale to ``scales [m, groups]`` and the rounded quotient to ``out [m, k]`` in
-    its dtype; one program per (row, group).
+    """Quantise one group of one row: store the scale to ``scales [m, groups]``, with strides ``scale_row`` and
+    ``scale_group``, and the rounded quotient to ``out [m, k]`` in its dtype; one program per (row, group).
 
     With ``given``, divide by this scale. PLAIN: multiply the quotient by the scale again. NaN makes the scale NaN.
     """
@@ -102,7 +103,7 @@ def quantize_rows(
     if PLAIN:
         quotient *= scale
     tl.store(out + row.to(tl.int64) * k + column, quotient.to(out.dtype.element_ty), mask=mask)
-    tl.store(scales + row * groups + part, scale)
+    tl.store(scales + row * scale_row + part * scale_group, scale)
 
 
 @triton.jit(do_not_specialize=["shares"])

@@ -28,19 +28,22 @@ def log_decay(a, rate, bias):
 
 
 @triton.jit
+def load_kept(state, position, channels, row, mask, width, KERNEL: tl.constexpr):
+    """Load the convolution's input at ``position`` from the row's ``state`` [R, K - 1, width]; 0 from position 0 on."""
+    slot = position + (KERNEL - 1)
+    kept = state + (row * (KERNEL - 1) + slot) * width + channels
+    return tl.load(kept, mask=mask & (position < 0) & (slot >= 0), other=0.0)
+
+
+@triton.jit
 def load_input(x, state, position, channels, start, row, has_state, x_stride, width, mask, KERNEL: tl.constexpr):
     """Load the convolution's input at ``position`` of a sequence; before the first new token, from the row's state.
 
     ``x`` [T, width] has the new tokens, the sequence's from ``start`` on; ``state`` is [R, K - 1, width]. ``channels``
     selects columns, of which ``mask`` are valid.
     """
-    slot = position + (KERNEL - 1)
     fresh = tl.load(x + (start + position).to(tl.int64) * x_stride + channels, mask=mask & (position >= 0), other=0.0)
-    kept = tl.load(
-        state + (row * (KERNEL - 1) + slot) * width + channels,
-        mask=mask & (position < 0) & (slot >= 0) & has_state,
-        other=0.0,
-    )
+    kept = load_kept(state, position, channels, row, mask & has_state, width, KERNEL)
     return tl.where(position >= 0, fresh, kept.to(fresh.dtype))
 
 
@@ -67,7 +70,7 @@ def store_window(state, values, channels, row, width, KERNEL: tl.constexpr):
     tl.store(place, values, mask=(slot < KERNEL - 1) & (lane < width))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["reads_early"])
 def short_convolution(
     x,
     weight,
@@ -79,6 +82,7 @@ def short_convolution(
     out,
     x_stride,
     width,
+    reads_early,
     KERNEL: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -88,24 +92,37 @@ def short_convolution(
     channels, sequence).
 
     The first block of tokens reads the row's state. The same program writes the state after ``commit`` tokens.
+    ``reads_early``: no kernel that may still run writes the state or the lengths, so their loads precede the wait.
     """
-    begin(PDL)
+    allow_next_kernel(PDL)
     sequence = tl.program_id(2)
+    lane = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    channels = lane[None, :]
+    factors = ()
+    for tap in tl.static_range(KERNEL):
+        factor = tl.load(weight + channels * KERNEL + tap, mask=channels < width, other=0.0).to(tl.float32)
+        factors += (tl.broadcast_to(factor, [BLOCK_T, BLOCK_C]),)
+    if reads_early == 0:
+        wait_for_previous_kernel(PDL)
     start = tl.load(query_start + sequence)
     count = tl.load(query_start + sequence + 1) - start
+    row = tl.load(rows + sequence)
+    has_state = tl.load(seq_lens + sequence) > count
+    token = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
+    mask = (token < count) & (channels < width)
+    total = tl.zeros([BLOCK_T, BLOCK_C], dtype=tl.float32)
+    if tl.program_id(0) == 0:
+        for tap in tl.static_range(KERNEL - 1):  # the oldest first, like the reference
+            kept = load_kept(state, token + (tap - (KERNEL - 1)), channels, row, mask & has_state, width, KERNEL)
+            total += kept.to(x.dtype.element_ty).to(tl.float32) * factors[tap]
+    if reads_early != 0:
+        wait_for_previous_kernel(PDL)
+
     if tl.program_id(0) * BLOCK_T < tl.maximum(count, 1):
-        row = tl.load(rows + sequence)
-        has_state = tl.load(seq_lens + sequence) > count
-        token = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
-        lane = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-        channels = lane[None, :]
-        mask = (token < count) & (channels < width)
-        total = tl.zeros([BLOCK_T, BLOCK_C], dtype=tl.float32)
-        for tap in tl.static_range(KERNEL):  # the oldest first, like the reference
-            factor = tl.load(weight + channels * KERNEL + tap, mask=channels < width, other=0.0).to(tl.float32)
+        for tap in tl.static_range(KERNEL):
             position = token + (tap - (KERNEL - 1))
-            value = load_input(x, state, position, channels, start, row, has_state, x_stride, width, mask, KERNEL)
-            total += value.to(tl.float32) * factor
+            fresh = x + (start + position).to(tl.int64) * x_stride + channels
+            total += tl.load(fresh, mask=mask & (position >= 0), other=0.0).to(tl.float32) * factors[tap]
         place = out + (start + token).to(tl.int64) * width + channels
         tl.store(place, silu(total).to(out.dtype.element_ty), mask=mask)
         if commit is not None:
