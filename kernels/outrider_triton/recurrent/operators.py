@@ -23,6 +23,8 @@ _VALUES_PER_PROGRAM = 16
 """Number of values of a head whose states one warp holds in registers."""
 _MAX_REGISTERS = 128
 """Registers of a thread with 64 cells of a state, on Hopper and later: 16 warps instead of 12 share a multiprocessor."""
+_UNLIMITED_PROGRAMS = 1536
+"""Number of programs up to which all run at the same time without the limit, which slows each of them."""
 
 
 def _convolution(
@@ -134,6 +136,7 @@ def _launch_rule(
     heads, key_size, value_size = state.shape[1:]
     block_d, block_e = power_of_two(key_size), min(power_of_two(value_size), _VALUES_PER_PROGRAM)
     key_width, blocks = (mixed.shape[1] - heads * value_size) // 2, triton.cdiv(value_size, block_e)
+    programs = heads * blocks * rows.shape[0]
     launch(
         jit.delta_rule,
         (heads, blocks, rows.shape[0]),
@@ -147,7 +150,7 @@ def _launch_rule(
         BLOCK_C=power_of_two(triton.cdiv(mixed.shape[1], heads * blocks)) if kernel else 0,
         pdl=pdl,
         warps=1,
-        **({"maxnreg": _MAX_REGISTERS} if pdl and block_d * block_e <= 64 * 32 else {}),
+        **({"maxnreg": _MAX_REGISTERS} if pdl and block_d * block_e <= 64 * 32 and programs > _UNLIMITED_PROGRAMS else {}),
     )
 
 
