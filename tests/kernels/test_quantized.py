@@ -111,6 +111,50 @@ def test_of_many_tokens_the_most_are_the_librarys(tokens, ours, name, either):
     check(made.flatten(0, 1), x.flatten(0, 1), weight, bias)
 
 
+@pytest.mark.parametrize(("tokens", "group"), [(40, 128), (33, 128), (40, 0)])
+def test_the_library_takes_8_bits_with_scales_of_blocks(tokens, group, monkeypatch):
+    """cuBLAS wants the scales of a group of columns next to each other, and rows in multiples of four."""
+    n, k = 256, 512
+    blocks = WeightFormat(elements=FP8, rows=128, columns=128, activations=FP8, activation_group=128)
+    weight = (blocks if group else WeightFormat(elements=FP8, activations=FP8)).quantize(normal(n, k).bfloat16())
+    x, bias = normal(tokens, k).bfloat16(), normal(n, seed=6).bfloat16()
+
+    def scaled_mm(a, b, *, scale_a, scale_b, out_dtype, use_fast_accum):
+        assert not use_fast_accum
+        if group:
+            assert a.shape[0] % 4 == 0
+            assert scale_a.shape == (a.shape[0], k // 128)
+            assert scale_a.stride() == (1, a.shape[0])
+            assert scale_b.shape == (k // 128, n // 128)
+            assert scale_b.stride() == (1, k // 128)
+            scale_a, scale_b = scale_a.repeat_interleave(128, 1), scale_b.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return ((a.float() * scale_a) @ (b.float() * scale_b)).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    operands = quantized.library_operands(weight, bias)
+    made = torch.ops.outrider.linear_quantized.library(x, *operands, True, True, False)
+    right = REFERENCE.linear_quantized(x.double(), weight, bias.double())
+    assert made.shape == (tokens, n)
+    # One step of rounding of an activation may go either way.
+    assert float((made.double() - right).norm() / right.norm()) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("cuda", "architecture", "columns", "takes"),
+    [
+        ("13.0", "sm_90", 512, True),
+        ("12.8", "sm_90", 512, False),
+        ("13.0", "sm_100", 512, False),
+        ("13.0", "sm_90", 640, False),
+    ],
+)
+def test_the_library_scales_blocks_on_hopper_alone(cuda, architecture, columns, takes, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    blocks = WeightFormat(elements=FP8, rows=128, columns=128, activations=FP8, activation_group=128)
+    facts = replace(SMALL, architecture=architecture)
+    assert plan(facts, blocks.quantize(normal(256, columns))).library_blocks is takes
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("split", [4])
 @pytest.mark.parametrize("name", ["fp8 per channel, fp8 tokens", "int4 groups of 128, zeros"])

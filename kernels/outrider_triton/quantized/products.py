@@ -32,6 +32,8 @@ from outrider_triton.tiles.derive.quantized import MAX_TOKENS_TRITON_GEMM
 from outrider_triton.tiles.selection import TileSelection
 
 _TRITON = torch.ops.outrider
+_MAX_TOKENS_BLOCKS = 32
+"""Maximum number of tokens for which Triton multiplies by a weight with scales of blocks if the library can."""
 
 
 class TokenRows(NamedTuple):
@@ -78,7 +80,7 @@ class QuantizedProducts:
         ``parts``: see :meth:`_derive`.
         """
         m = x.numel() // x.shape[-1]
-        if m > MAX_TOKENS_TRITON_GEMM and _prefers_library(x, weight, product_plan):
+        if _prefers_library(m, x, weight, product_plan):
             return None
         return self._derive(m, weight, product_plan, parts=parts)
 
@@ -469,9 +471,7 @@ class QuantizedProducts:
         ``like``.
         """
         (n, k), stored = weight.shape, product_plan.stored(weight.format)
-        library_buckets = [
-            size for size in BUCKETS if size > MAX_TOKENS_TRITON_GEMM and _prefers_library(like, weight, product_plan)
-        ]
+        library_buckets = [size for size in BUCKETS if _prefers_library(size, like, weight, product_plan)]
         found = (
             self._tiles.every_derived(operator, n=n, k=k, but=library_buckets, stored=stored)
             for operator in ("linear_parts", "linear")
@@ -642,6 +642,8 @@ def _library_takes_stored(like: Tensor, weight: QuantizedWeight, product_plan: P
     return like.dtype in TRITON_FORMATS[weight.format].library_dtypes
 
 
-def _prefers_library(like: Tensor, weight: QuantizedWeight, product_plan: ProductPlan) -> bool:
-    """Return True if the library's product is preferred for more than 64 tokens with this weight."""
-    return TRITON_FORMATS[weight.format].prefers_library and _library_takes_stored(like, weight, product_plan)
+def _prefers_library(m: int, like: Tensor, weight: QuantizedWeight, product_plan: ProductPlan) -> bool:
+    """Return True if the library's product of ``m`` tokens with this weight was measured to be faster."""
+    most = _MAX_TOKENS_BLOCKS if product_plan.library_blocks else MAX_TOKENS_TRITON_GEMM
+    takes = m > most and _library_takes_stored(like, weight, product_plan)
+    return takes and TRITON_FORMATS[weight.format].prefers_library
