@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from outrider.model.layers.language_model import LanguageModel
 from outrider.model.layers.ranks import Shards
 from outrider.model.quantization import Quantization, QuantizedMode, read_quantization
 
+_HeadT = TypeVar("_HeadT", covariant=True)
+
 ENVELOPE = "transformer_layer_config"
 """Key of a head's layer config in the format of the library speculators."""
 
@@ -45,22 +47,6 @@ class HeadCheckpoint:
     progress: Progress | None
     quantization: Quantization | None
     """How the weights are quantized, or None."""
-
-    @classmethod
-    def open(
-        cls,
-        directory: str | Path,
-        target: LanguageModel,
-        backend: Backend,
-        dtype: torch.dtype,
-        progress: Progress | None,
-        quantized: QuantizedMode,
-    ) -> HeadCheckpoint:
-        """Open the tensor files in ``directory`` and read its config.json. Raises :class:`CheckpointError`."""
-        directory = Path(directory)
-        files, raw = open_checkpoint(directory), read_json(directory / "config.json")
-        quantization = read_quantization(directory, mode=quantized)
-        return cls(directory, files, raw, target, backend, dtype, progress, quantization)
 
     @property
     def file(self) -> Path:
@@ -201,6 +187,43 @@ class HeadCheckpoint:
                 quantization=self.quantization,
             )
             yield local, weights
+
+
+class HeadLoader(Protocol[_HeadT]):
+    """A function that loads one kind of head."""
+
+    def __call__(
+        self,
+        directory: str | Path,
+        *,
+        target: LanguageModel,
+        backend: Backend,
+        dtype: torch.dtype,
+        progress: Progress | None = None,
+        quantized: QuantizedMode = QuantizedMode.KERNELS,
+    ) -> _HeadT:
+        """Load the head of ``directory`` for ``target``. Arguments and errors follow :func:`load_decoder`."""
+
+
+def loads_head(load: Callable[[HeadCheckpoint], _HeadT]) -> HeadLoader[_HeadT]:
+    """Decorate a function that loads a head from its open checkpoint; the result opens the checkpoint first."""
+
+    def open_and_load(
+        directory: str | Path,
+        *,
+        target: LanguageModel,
+        backend: Backend,
+        dtype: torch.dtype,
+        progress: Progress | None = None,
+        quantized: QuantizedMode = QuantizedMode.KERNELS,
+    ) -> _HeadT:
+        directory = Path(directory)
+        files, raw = open_checkpoint(directory), read_json(directory / "config.json")
+        quantization = read_quantization(directory, mode=quantized)
+        return load(HeadCheckpoint(directory, files, raw, target, backend, dtype, progress, quantization))
+
+    open_and_load.__name__, open_and_load.__doc__ = load.__name__, load.__doc__
+    return open_and_load
 
 
 _KIND_BY_TENSOR = (
