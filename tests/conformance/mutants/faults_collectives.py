@@ -247,7 +247,7 @@ def _early_read(base):
     @patched(_sim_group(), "_all_to_all")
     def all_to_all(inner, group, output, tensor):
         now = torch.empty_like(tensor)
-        now._inner.copy_(tensor._inner)  # of what is there, in no order
+        now._inner.copy_(tensor._inner)  # copies the values of this moment, in no order with other work
         group.kept = [*getattr(group, "kept", []), now]
         inner(group, output, now)
 
